@@ -1,0 +1,64 @@
+"""The agent contract: one coroutine that plays one episode, the same for training, evaluation and debugging.
+
+Invariants:
+- An agent talks to a `Policy` and to an `Environment`; it never sees an engine, a version or a socket.
+- Whatever the policy samples is recorded, token by token, with its log-prob and its policy version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from ..buffer.trajectory import VersionSpan
+from ..envs.base import Environment, Message, Task, ToolSpec
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """What an engine sampled after a prompt: n tokens.
+
+    Attributes:
+        token_ids: n sampled ids, the stop token included when there was one.
+        logprobs: n log-probs in nats under the distribution that was sampled from.
+        version_spans: half-open over the n tokens, in order, covering all of them.
+        finish_reason: `stop`, `length`, or `abort` when the request was cut short and may be continued.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+
+
+class Generate(Protocol):
+    """How a session reaches its engine: token ids in, a completion of at most `max_tokens` out."""
+
+    async def __call__(self, token_ids: Sequence[int], max_tokens: int) -> Completion: ...
+
+
+class ContextExhausted(Exception):
+    """The context or token budget of the episode is used up; the episode ends `truncated`."""
+
+
+class Policy(Protocol):
+    """What an agent acts with."""
+
+    async def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Message:
+        """Answer a conversation. `messages` is the whole history; the session renders only what is new.
+
+        Raises:
+            ContextExhausted: the history leaves no room for another token.
+        """
+        ...
+
+    async def generate(self, token_ids: Sequence[int]) -> Completion:
+        """Continue raw token ids. A prompt that does not extend the current branch opens a new one."""
+        ...
+
+
+Agent = Callable[[Environment, Policy, Task], Awaitable[float]]
+"""Plays one episode and returns its return, the sum of the step rewards."""

