@@ -1,0 +1,1 @@
+"""Where trajectories wait: schema, wire format, admission, replay, ledger, durable store, service."""

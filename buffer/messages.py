@@ -1,0 +1,176 @@
+"""What is said to the buffer and what it answers.
+
+Invariants:
+- Every request may be repeated: a client that got no answer sends the same request again and nothing happens twice.
+- A worker's reports are running totals, so a repeated or lost report changes nothing in the end.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .ledger import Ledger
+from .trajectory import Outcome, Trajectory
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of all requests and replies."""
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """Leave to play some members of a task group.
+
+    Attributes:
+        group_id: also the index of the task.
+        attempt: how often the group was leased before; part of the episode ids.
+        members: which episodes of the group are still wanted.
+        version: policy version the engines served when the lease was granted.
+        oldest_version: replicas that serve less must not be used.
+    """
+
+    group_id: int
+    attempt: int
+    members: tuple[int, ...]
+    version: int
+    oldest_version: int
+
+
+class Hello(Message, frozen=True):
+    """A worker introduces itself. Groups of an earlier process of the same name are granted again at once."""
+
+    worker: str
+    incarnation: str
+
+
+class WantLease(Message, frozen=True):
+    """A worker has room for a group. Answered when admission allows one."""
+
+    worker: str
+
+
+class Progress(Message, frozen=True):
+    """A worker lives. `generated` maps each running episode to all the tokens it has sampled so far."""
+
+    worker: str
+    generated: dict[str, int]
+    slot_s: float
+    idle_slot_s: float
+
+
+class Deliver(Message, frozen=True):
+    """An episode ended. `generated` is its total; `trajectories` its branches, none when it failed before sampling."""
+
+    worker: str
+    episode_id: str
+    generated: int
+    outcome: Outcome
+    trajectories: tuple[Trajectory, ...]
+
+
+class Goodbye(Message, frozen=True):
+    """A worker leaves in good order; its running episodes are given up."""
+
+    worker: str
+
+
+class Take(Message, frozen=True):
+    """The learner wants the batch for `version`. Answered when there is one; the same batch until it is committed."""
+
+    version: int
+
+
+class Commit(Message, frozen=True):
+    """The batch of `version` is in the weights, which are now `version + 1`."""
+
+    version: int
+
+
+class Served(Message, frozen=True):
+    """The engines serve `version`."""
+
+    version: int
+
+
+class Checkpointed(Message, frozen=True):
+    """A checkpoint holds all commits up to `version`; they will not be rolled back."""
+
+    version: int
+
+
+class Recover(Message, frozen=True):
+    """A learner starts from weights that contain the commits up to `version`; later ones are rolled back."""
+
+    version: int
+
+
+class WantStats(Message, frozen=True):
+    """Somebody looks."""
+
+
+class Done(Message, frozen=True):
+    """The request was carried out, or had been already."""
+
+
+class Granted(Message, frozen=True):
+    lease: Lease
+
+
+class Recovered(Message, frozen=True):
+    """The version to publish the recovered weights under: above every version ever used, unless nothing was rolled back."""
+
+    version: int
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """The buffer at one instant. `slot_s` and `idle_slot_s` are summed over workers since the service started."""
+
+    version: int
+    ledger: Ledger
+    leased_groups: int
+    ready_groups: int
+    slot_s: float
+    idle_slot_s: float
+
+
+class StatsReply(Message, frozen=True):
+    stats: Stats
+
+
+class Batch(Message, frozen=True):
+    """One learner step's data: groups, oldest first.
+
+    Attributes:
+        version: the version it was taken for.
+        oldest_version: tokens sampled by an older version are context without loss.
+        groups: all branches of all trainable episodes, group by group.
+        stats: the buffer when the batch was handed out.
+    """
+
+    version: int
+    oldest_version: int
+    groups: tuple[tuple[Trajectory, ...], ...]
+    stats: Stats
+
+
+class Refused(Message, frozen=True):
+    """The request is not allowed; `error` says why."""
+
+    error: str
+
+
+Request = Hello | WantLease | Progress | Deliver | Goodbye | Take | Commit | Served | Checkpointed | Recover | WantStats
+Reply = Done | Granted | Recovered | StatsReply | Batch | Refused
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """A request and its number; the reply carries the same number."""
+
+    number: int
+    message: Request
+
+
+class ReplyEnvelope(msgspec.Struct, frozen=True, array_like=True):
+    """A reply to request `number`."""
+
+    number: int
+    message: Reply
