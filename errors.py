@@ -91,3 +91,11 @@ async def within(seconds: float, awaitable: Awaitable[T], *, who: str, waits_for
         if not deadline.expired():
             raise
         raise DeadlineExceeded(who, waits_for, seconds, hint) from None
+
+
+def first_cause(group: BaseExceptionGroup) -> BaseException:
+    """The first error in a group of groups: the one that made the others end."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,19 @@
+"""How a policy acts: the agent contract, the token-in-token-out session, and the agents that come with Slipstream."""
+
+from .base import Agent, Completion, ContextExhausted, Generate, Policy
+from .demonstrations import RenderedDemonstration, render_demonstration
+from .registry import load_agent, load_renderer
+from .session import Session
+
+__all__ = [
+    "Agent",
+    "Completion",
+    "ContextExhausted",
+    "Generate",
+    "Policy",
+    "RenderedDemonstration",
+    "Session",
+    "load_agent",
+    "load_renderer",
+    "render_demonstration",
+]

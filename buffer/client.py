@@ -28,6 +28,9 @@ from .trajectory import Outcome, Trajectory
 RESEND_S = 5.0
 """Silence after which a request is sent again. A lease or a batch may take longer; asking twice costs one small frame."""
 
+HEARTBEAT_MS = 5000
+"""A connection whose other end vanished without a word is noticed and made anew after this long."""
+
 R = TypeVar("R")
 
 
@@ -41,12 +44,14 @@ class BufferClient:
         self._deadline_s = deadline_s
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[m.Reply]] = {}
+        self._leasing = asyncio.Lock()
 
     async def __aenter__(self) -> BufferClient:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, f"{self.name}/{self.incarnation}".encode())
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.connect(self._address)
         self._receiver = asyncio.create_task(self._receive(), name=f"{self.name} buffer replies")
         return self
@@ -67,8 +72,9 @@ class BufferClient:
 
     async def lease(self) -> Lease:
         """The next group to play. How long admission takes is the learner's affair, so the caller's cancellation is the
-        only deadline."""
-        return (await self._send(m.WantLease(self.name), m.Granted)).lease
+        only deadline. The buffer keeps one such wish per client: calls queue here, and a cancelled one is replaced."""
+        async with self._leasing:
+            return (await self._send(m.WantLease(self.name), m.Granted)).lease
 
     async def progress(self, generated: dict[str, int], slot_s: float, idle_slot_s: float) -> None:
         await self._ask(m.Progress(self.name, generated, slot_s, idle_slot_s), m.Done)

@@ -7,10 +7,21 @@ Invariants:
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from .ledger import Ledger
 from .trajectory import Outcome, Trajectory
+
+Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
+"""A count of one episode's tokens; the bound keeps a forged one from overflowing the store."""
+
+Version = Annotated[int, Meta(ge=0, lt=1 << 31)]
+"""A policy version: int32 in the learner's arrays."""
+
+Seconds = Annotated[float, Meta(ge=0.0)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -52,9 +63,9 @@ class Progress(Message, frozen=True):
     """A worker lives. `generated` maps each running episode to all the tokens it has sampled so far."""
 
     worker: str
-    generated: dict[str, int]
-    slot_s: float
-    idle_slot_s: float
+    generated: dict[str, Tokens]
+    slot_s: Seconds
+    idle_slot_s: Seconds
 
 
 class Deliver(Message, frozen=True):
@@ -62,7 +73,7 @@ class Deliver(Message, frozen=True):
 
     worker: str
     episode_id: str
-    generated: int
+    generated: Tokens
     outcome: Outcome
     trajectories: tuple[Trajectory, ...]
 
@@ -76,31 +87,31 @@ class Goodbye(Message, frozen=True):
 class Take(Message, frozen=True):
     """The learner wants the batch for `version`. Answered when there is one; the same batch until it is committed."""
 
-    version: int
+    version: Version
 
 
 class Commit(Message, frozen=True):
     """The batch of `version` is in the weights, which are now `version + 1`."""
 
-    version: int
+    version: Version
 
 
 class Served(Message, frozen=True):
     """The engines serve `version`."""
 
-    version: int
+    version: Version
 
 
 class Checkpointed(Message, frozen=True):
     """A checkpoint holds all commits up to `version`; they will not be rolled back."""
 
-    version: int
+    version: Version
 
 
 class Recover(Message, frozen=True):
     """A learner starts from weights that contain the commits up to `version`; later ones are rolled back."""
 
-    version: int
+    version: Version
 
 
 class WantStats(Message, frozen=True):

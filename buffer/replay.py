@@ -47,7 +47,7 @@ class Episode(msgspec.Struct):
         account: where its tokens are; `trained` covers withheld tokens too.
         generated: tokens sampled so far, as the worker reports them.
         by_version: (policy version, sampled tokens) of the delivered trajectories.
-        settled: the worker delivered its end.
+        settled: its end was delivered, or the process that played it is gone: no report about it counts any more.
         trained: tokens that carried loss.
         reason: why it was discarded.
         outcome: how it ended.
@@ -80,12 +80,14 @@ class Episode(msgspec.Struct):
 
 
 class Group(msgspec.Struct):
-    """The episodes of one task. `leased_at` and `trained_at` are policy versions; `deadline` is in the caller's clock."""
+    """The episodes of one task. `leased_at` and `trained_at` are policy versions, `deadline` is in the caller's clock, `wish` is
+    the request that the lease answered."""
 
     id: int
     state: GroupState = "open"
     attempt: int = 0
     worker: str = ""
+    wish: str = ""
     leased_at: int = 0
     deadline: float = 0.0
     trained_at: int | None = None
@@ -121,10 +123,14 @@ class Replay:
             for g in self.groups.values()
         )
 
-    def grant(self, worker: str, now: float) -> Lease | None:
+    def granted(self, wish: str) -> Lease | None:
+        """The lease that answered `wish` while it holds: a request whose answer was lost must not lease another group."""
+        return next((self._lease(g) for g in self.groups.values() if g.state == "leased" and g.wish == wish), None)
+
+    def grant(self, worker: str, now: float, wish: str = "") -> Lease | None:
         """Lease the oldest group that lost its worker, else a new one if admission allows; None when it does not."""
-        if self.served is None:
-            return None
+        if self.served is None or self.served < self.admission.oldest_trainable(self.version):
+            return None  # what the engines sample now could not be trained on
         group = next((g for g in self._by_age() if g.state == "open"), None)
         if group is None:
             if not self.admission.admits(self.outstanding()):
@@ -134,13 +140,13 @@ class Replay:
             self.next_group += 1
         done = {e.member for e in group.episodes.values() if e.done}
         members = tuple(m for m in range(self.group_size) if m not in done)
-        group.state, group.worker, group.leased_at, group.deadline = "leased", worker, self.served, now + self.lease_s
+        group.state, group.worker, group.wish = "leased", worker, wish
+        group.leased_at, group.deadline = self.served, now + self.lease_s
         for member in members:
             episode = Episode(f"{group.id}.{group.attempt}.{member}")
             group.episodes[episode.id] = episode
         self._changed.add(group.id)
-        oldest = self.admission.oldest_trainable(self.served)
-        return Lease(group.id, group.attempt, members, self.served, oldest)
+        return self._lease(group)
 
     # --- what runs ------------------------------------------------------------------------------------------------
 
@@ -156,7 +162,12 @@ class Replay:
                 group.deadline = now + self.lease_s
 
     def deliver(self, episode_id: str, generated: int, outcome: Outcome, by_version: dict[int, int]) -> bool:
-        """An episode ended; `by_version` are its sampled tokens. False when it is late or known already: do not keep it."""
+        """An episode ended; `by_version` are its sampled tokens. False when there is nothing to keep: it is late, known already,
+        failed, or its group is discarded.
+
+        Raises:
+            StateError: nobody leased it, its counts contradict each other, or it names a version that does not exist.
+        """
         found = self._find(episode_id)
         if found is None or found[1].settled:
             return False
@@ -166,28 +177,37 @@ class Replay:
             raise StateError(
                 f"episode {episode_id}: {generated} tokens were generated, {sampled} are in its trajectories"
             )
+        if generated < episode.generated:
+            raise StateError(
+                f"episode {episode_id}: {episode.generated} tokens were reported, {generated} delivered; totals never fall"
+            )
+        if max(by_version, default=0) > self.version:
+            raise StateError(
+                f"episode {episode_id} has tokens of version {max(by_version)}, the buffer is at version {self.version}"
+            )
         self._count(group, episode, generated)
         episode.settled, episode.outcome = True, outcome
         self._changed.add(group.id)
         if episode.account == "discarded":
             return False
-        if outcome.trainable:
+        if outcome.trainable and sampled:
             episode.account, episode.by_version = "ready", tuple(sorted(by_version.items()))
             self.ledger.add("in_flight", -episode.generated)
             self.ledger.add("ready", sampled)
         else:
-            self._discard(episode, FAILED + outcome.reason)
+            self._discard(episode, FAILED + (outcome.reason or "nothing_sampled"))
         if len({e.member for e in group.episodes.values() if e.done}) == self.group_size:
             group.state = "ready"
             if len(group.in_account("ready")) < MIN_MEMBERS:
                 self._discard_group(group, "too_few_members")
-        return outcome.trainable
+        return episode.account == "ready"
 
     def release(self, worker: str, reason: str) -> None:
         """A worker left or is another process now: its groups are granted again, its running tokens are discarded."""
         for group in self.groups.values():
             if group.state == "leased" and group.worker == worker:
-                self._lose(group, reason)
+                for episode in self._lose(group, reason):
+                    episode.settled = True
 
     def expire(self, now: float) -> list[Group]:
         """Take back the leases that were not renewed in time; returns their groups."""
@@ -219,12 +239,20 @@ class Replay:
         return batch
 
     def commit(self, version: int) -> None:
-        """The batch of `version` is in the weights, which are now `version + 1`. Repeating it changes nothing."""
+        """The batch of `version` is in the weights, which are now `version + 1`. Repeating it changes nothing.
+
+        Raises:
+            StateError: there is no such batch, or the ledger does not close; nothing has changed then.
+        """
         if version < self.version and any(g.trained_at == version + 1 for g in self.groups.values()):
             return
         batch = [g for g in self.groups.values() if g.state == "batched"]
         if version != self.version or not batch:
             raise StateError(f"commit of version {version} without a batch; the buffer is at version {self.version}")
+        if not self.ledger.closes:
+            raise StateError(
+                f"the ledger does not close: {self.ledger.generated} generated, {self.ledger.accounted} accounted for"
+            )
         oldest = self.admission.oldest_trainable(version)
         for group in batch:
             group.state, group.trained_at = "trained", version + 1
@@ -292,10 +320,11 @@ class Replay:
     def _find(self, episode_id: str) -> tuple[Group, Episode] | None:
         """The group and episode of an id; None when the group is over and forgotten."""
         number = episode_id.split(".", 1)[0]
-        group = self.groups.get(int(number)) if number.isdecimal() else None
+        group_id = int(number) if number.isdecimal() and len(number) < 20 else -1
+        group = self.groups.get(group_id)
         if group is not None and episode_id in group.episodes:
             return group, group.episodes[episode_id]
-        if group is None and number.isdecimal() and int(number) < self.next_group:
+        if group is None and 0 <= group_id < self.next_group:
             return None
         raise StateError(f"episode {episode_id!r} was never leased")
 
@@ -327,11 +356,19 @@ class Replay:
         group.state = "discarded"
         self._changed.add(group.id)
 
-    def _lose(self, group: Group, reason: str) -> None:
-        for episode in group.in_account("in_flight"):
+    def _lose(self, group: Group, reason: str) -> list[Episode]:
+        lost = group.in_account("in_flight")
+        for episode in lost:
             self._discard(episode, reason)
         group.state, group.attempt, group.worker = "open", group.attempt + 1, ""
         self._changed.add(group.id)
+        return lost
+
+    def _lease(self, group: Group) -> Lease:
+        prefix = f"{group.id}.{group.attempt}."
+        members = tuple(sorted(e.member for e in group.episodes.values() if e.id.startswith(prefix)))
+        oldest = self.admission.oldest_trainable(group.leased_at)
+        return Lease(group.id, group.attempt, members, group.leased_at, oldest)
 
     def _late(self, version: int) -> bool:
         under_way = (g for g in self.groups.values() if g.state in ("open", "leased"))

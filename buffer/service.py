@@ -11,6 +11,7 @@
 
 Invariants:
 - Everything a round of messages changed is stored, in one transaction, before any of them is answered.
+- A lease is answered once: a repeated wish gets the lease it was granted before, a worker that is another process now gets none.
 - A request that the state machine forbids is answered `Refused`; a frame that is no message is dropped and counted.
 - A failed write ends the service: what was acknowledged is in the store, what was not will be sent again.
 """
@@ -86,6 +87,7 @@ class BufferService:
         socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects before its old connection is noticed dead
         try:
             try:
                 socket.bind(self._address)
@@ -101,7 +103,7 @@ class BufferService:
 
     async def _round(self, socket: zmq.asyncio.Socket) -> None:
         """Take what came, change the state, store it, answer."""
-        tick_ms = int(min(1.0, self._lease_s / 4) * 1000)
+        tick_ms = max(1, int(min(1.0, self._lease_s / 4) * 1000))
         if await socket.poll(tick_ms):
             for _ in range(ROUND):
                 try:
@@ -138,6 +140,9 @@ class BufferService:
         replay, request = self._replay, envelope.message
         match request:
             case m.WantLease(worker):
+                lease = replay.granted(_wish(identity, envelope.number))
+                if lease is not None:
+                    return m.Granted(lease)
                 self._want_lease[identity] = (envelope.number, worker)
                 return None
             case m.Take(version):
@@ -150,32 +155,39 @@ class BufferService:
                 self._deliver(request)
             case m.Hello(worker, incarnation):
                 if self._incarnations.get(worker) != incarnation:
+                    self._forget_wishes(worker)
                     replay.release(worker, "worker_lost")
                 self._incarnations[worker] = incarnation
             case m.Goodbye(worker):
-                self._want_lease.pop(identity, None)
+                self._forget_wishes(worker)
                 replay.release(worker, "worker_stopped")
             case m.Commit(version):
                 self._commit(version)
             case m.Served(version):
                 replay.serve(version)
             case m.Checkpointed(version):
+                if version > replay.version:
+                    raise StateError(f"a checkpoint of version {version}; the buffer is at version {replay.version}")
                 self._checkpointed = max(self._checkpointed, version)
             case m.Recover(version):
-                self._want_batch.clear()
-                recovered = replay.recover(version)
-                self._rolled_back_to = version
-                return m.Recovered(recovered)
+                return self._recover(version)
             case m.WantStats():
                 return m.StatsReply(self._stats())
         return m.Done()
 
     def _deliver(self, request: m.Deliver) -> None:
         by_version: dict[int, int] = {}
+        if len({trajectory.id for trajectory in request.trajectories}) < len(request.trajectories):
+            raise WireError(f"episode {request.episode_id!r} came with the same branch twice")
         for trajectory in request.trajectories:
             trajectory.check()
-            if trajectory.id.rsplit(".", 1)[0] != request.episode_id:
-                raise WireError(f"trajectory {trajectory.id!r} came with episode {request.episode_id!r}")
+            ends = f"{trajectory.group_id}.", f".{trajectory.member}"
+            belongs = request.episode_id.startswith(ends[0]) and request.episode_id.endswith(ends[1])
+            if not belongs or trajectory.id != f"{request.episode_id}.{trajectory.branch}":
+                raise WireError(
+                    f"trajectory {trajectory.id!r} of group {trajectory.group_id}, member {trajectory.member}, branch "
+                    f"{trajectory.branch} came with episode {request.episode_id!r}"
+                )
             for span in trajectory.version_spans:
                 by_version[span.version] = by_version.get(span.version, 0) + span.end - span.start
         if self._replay.deliver(request.episode_id, request.generated, request.outcome, by_version):
@@ -187,15 +199,24 @@ class BufferService:
         self._replay.commit(version)
         if self._replay.version != before:
             self._commits.append(CommitRow(self._replay.version, time.time(), groups))
-        ledger = self._replay.ledger
-        if not ledger.closes:
+
+    def _recover(self, version: int) -> m.Recovered:
+        if version < self._checkpointed:
             raise StateError(
-                f"the ledger does not close: {ledger.generated} generated, {ledger.accounted} accounted for"
+                f"weights of version {version} cannot be resumed from: commits up to {self._checkpointed} are in a checkpoint "
+                "and no longer rolled back; resume from that checkpoint, or start a new run"
             )
+        recovered = self._replay.recover(version)
+        self._want_batch.clear()
+        self._rolled_back_to = version
+        return m.Recovered(recovered)
+
+    def _forget_wishes(self, worker: str) -> None:
+        self._want_lease = {i: wish for i, wish in self._want_lease.items() if wish[1] != worker}
 
     def _grant_leases(self) -> None:
         for identity, (number, worker) in list(self._want_lease.items()):
-            lease = self._replay.grant(worker, time.monotonic())
+            lease = self._replay.grant(worker, time.monotonic(), _wish(identity, number))
             if lease is None:
                 return
             del self._want_lease[identity]
@@ -239,3 +260,8 @@ class BufferService:
             slot_s=sum(total for total, _ in self._slots.values()),
             idle_slot_s=sum(idle for _, idle in self._slots.values()),
         )
+
+
+def _wish(identity: bytes, number: int) -> str:
+    """A client's request for a lease; its identity is unique, its numbers are not used twice."""
+    return f"{identity.hex()}.{number}"

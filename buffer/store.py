@@ -18,9 +18,12 @@ from ..errors import StoreError
 from . import wire
 from .ledger import Ledger
 from .replay import Episode, Group
-from .trajectory import Trajectory
+from .trajectory import Outcome, Trajectory
 
 SCHEMA_VERSION = 1
+
+BUSY_S = 10.0
+"""How long SQLite waits for another connection that holds the file."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS clock (
@@ -33,7 +36,7 @@ CREATE TABLE IF NOT EXISTS clock (
 );
 CREATE TABLE IF NOT EXISTS groups (
     id INTEGER PRIMARY KEY, state TEXT NOT NULL, attempt INTEGER NOT NULL, worker TEXT NOT NULL,
-    leased_at INTEGER NOT NULL, trained_at INTEGER
+    wish TEXT NOT NULL, leased_at INTEGER NOT NULL, trained_at INTEGER
 );
 CREATE TABLE IF NOT EXISTS episodes (
     id TEXT PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups, account TEXT NOT NULL, generated INTEGER NOT NULL,
@@ -50,6 +53,13 @@ CREATE TABLE IF NOT EXISTS commits (
     version INTEGER PRIMARY KEY, time REAL NOT NULL, groups INTEGER NOT NULL, rolled_back INTEGER NOT NULL DEFAULT 0
 );
 """
+
+
+MATTERS = (
+    "(state NOT IN ('trained', 'discarded') OR trained_at > ?"
+    " OR EXISTS (SELECT 1 FROM episodes WHERE group_id = groups.id AND NOT settled))"
+)
+"""What `load` brings back of `groups`: all but what `Replay.forget` would drop."""
 
 
 class Clock(msgspec.Struct, frozen=True):
@@ -72,9 +82,9 @@ class CommitRow(msgspec.Struct, frozen=True):
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
     try:
-        connection = sqlite3.connect(f"file:{path}?mode={mode}", uri=True, isolation_level=None, timeout=10)
-        connection.execute("PRAGMA busy_timeout = 10000")
-        return connection
+        return sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None, timeout=BUSY_S
+        )
     except sqlite3.Error as error:
         raise StoreError(f"cannot open the buffer {path}: {error}") from None
 
@@ -93,7 +103,11 @@ class Store:
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.executescript(SCHEMA)
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        except StoreError:
+            self._db.close()
+            raise
         except sqlite3.Error as error:
+            self._db.close()
             raise StoreError(f"cannot prepare the buffer {path}: {error}") from None
 
     def close(self) -> None:
@@ -108,27 +122,27 @@ class Store:
         rolled_back_to: int | None = None,
     ) -> None:
         """Store in one transaction what changed: groups with all their episodes, new trajectories with the ids of their
-        episodes, new commits, and that the commits after `rolled_back_to` no longer count."""
+        episodes, new commits, and that the commits after `rolled_back_to`, these included, no longer count."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("REPLACE INTO clock VALUES (0, ?, ?, ?, ?, ?)", msgspec.structs.astuple(clock))
-            for group in groups:
+            for g in groups:
                 self._db.execute(
-                    "REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?)",
-                    (group.id, group.state, group.attempt, group.worker, group.leased_at, group.trained_at),
+                    "REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (g.id, g.state, g.attempt, g.worker, g.wish, g.leased_at, g.trained_at),
                 )
                 self._db.executemany(
                     "REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    [_episode_row(group.id, e) for e in group.episodes.values()],
+                    [_episode_row(g.id, e) for e in g.episodes.values()],
                 )
             self._db.executemany(
-                "INSERT OR IGNORE INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 [(t.id, episode_id, t.group_id, t.reward, *wire.encode(t)) for episode_id, t in trajectories],
             )
-            if rolled_back_to is not None:
-                self._db.execute("UPDATE commits SET rolled_back = 1 WHERE version > ?", (rolled_back_to,))
             rows = [msgspec.structs.astuple(commit) for commit in commits]
             self._db.executemany("INSERT INTO commits VALUES (?, ?, ?, 0)", rows)
+            if rolled_back_to is not None:
+                self._db.execute("UPDATE commits SET rolled_back = 1 WHERE version > ?", (rolled_back_to,))
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             if self._db.in_transaction:
@@ -147,36 +161,35 @@ class Store:
         return sorted((wire.decode(Trajectory, row) for row in rows), key=lambda t: (t.member, t.branch))
 
     def load(self) -> tuple[Clock, list[Group]]:
-        """The clock, and every group that can still change: unfinished, rollable, or with episodes that may still report."""
+        """The clock, and every group that still matters: unfinished, rollable, not served yet, or with episodes that may still
+        report."""
         try:
             row = self._db.execute(
                 "SELECT version, served, next_group, recovered_from, checkpointed FROM clock"
             ).fetchone()
             clock = Clock(*row) if row else Clock()
+            settled_at = min(clock.checkpointed, -1 if clock.served is None else clock.served)
+            columns = "id, state, attempt, worker, wish, leased_at, trained_at"
             groups = {
-                r[0]: Group(
-                    id=r[0], state=r[1], attempt=r[2], worker=r[3], leased_at=r[4], trained_at=r[5], episodes={}
-                )
-                for r in self._db.execute(
-                    "SELECT id, state, attempt, worker, leased_at, trained_at FROM groups WHERE"
-                    " state NOT IN ('trained', 'discarded') OR trained_at > ?"
-                    " OR EXISTS (SELECT 1 FROM episodes WHERE group_id = groups.id AND NOT settled)",
-                    (clock.checkpointed,),
-                )
+                row[0]: Group(**dict(zip(columns.split(", "), row, strict=True)), episodes={})
+                for row in self._db.execute(f"SELECT {columns} FROM groups WHERE {MATTERS}", (settled_at,))
             }
-            rows = self._db.execute("SELECT * FROM episodes WHERE group_id >= ?", (min(groups, default=0),)).fetchall()
+            rows = self._db.execute(
+                f"SELECT * FROM episodes WHERE group_id IN (SELECT id FROM groups WHERE {MATTERS})", (settled_at,)
+            ).fetchall()
         except sqlite3.Error as error:
             raise StoreError(f"cannot read the buffer {self.path}: {error}") from None
         for episode_id, group_id, account, generated, _, trained, reason, settled, by_version, outcome in rows:
-            if group_id in groups:
-                episode = {"id": episode_id, "account": account, "generated": generated, "trained": trained}
-                episode |= {
-                    "reason": reason,
-                    "settled": bool(settled),
-                    "by_version": msgspec.msgpack.decode(by_version),
-                }
-                episode["outcome"] = outcome and msgspec.msgpack.decode(outcome)
-                groups[group_id].episodes[episode_id] = msgspec.convert(episode, Episode)
+            groups[group_id].episodes[episode_id] = Episode(
+                id=episode_id,
+                account=account,
+                generated=generated,
+                by_version=msgspec.msgpack.decode(by_version, type=tuple[tuple[int, int], ...]),
+                settled=bool(settled),
+                trained=trained,
+                reason=reason,
+                outcome=msgspec.msgpack.decode(outcome, type=Outcome) if outcome else None,
+            )
         return clock, list(groups.values())
 
 
@@ -196,6 +209,7 @@ def ledger_of(path: Path) -> Ledger:
         raise StoreError(f"there is no buffer at {path}")
     db = _connect(path, "ro")
     try:
+        db.execute("BEGIN")  # both queries see one state
         sums = db.execute(
             "SELECT coalesce(sum(generated), 0),"
             " coalesce(sum(generated) FILTER (WHERE account = 'in_flight'), 0),"
@@ -204,7 +218,7 @@ def ledger_of(path: Path) -> Ledger:
             " coalesce(sum(sampled - trained) FILTER (WHERE account = 'trained'), 0) FROM episodes"
         ).fetchone()
         reasons = db.execute(
-            "SELECT reason, sum(CASE WHEN sampled THEN sampled ELSE generated END) FROM episodes"
+            "SELECT reason, sum(generated) FROM episodes"
             " WHERE account = 'discarded' GROUP BY reason HAVING sum(generated) > 0 ORDER BY reason"
         ).fetchall()
     except sqlite3.Error as error:

@@ -2,7 +2,7 @@
 
 Invariants, checked by `Trajectory.check` before anything is accepted into the buffer:
 - All arrays have one length T; `loss_mask` is true exactly at the tokens that the policy sampled.
-- `version_spans` are sorted, do not overlap, and cover every sampled token and no other.
+- `turns` and `version_spans` are sorted, do not overlap and lie within T; the spans cover every sampled token and no other.
 - `behavior_logprobs` is finite, at most 0 at sampled tokens, and 0 elsewhere.
 - A token is sampled in exactly one trajectory. An agent that rewrites its history opens a new *branch*: another trajectory
   of the same member, whose earlier turns are context (`loss_mask` false).
@@ -139,6 +139,10 @@ class Trajectory(msgspec.Struct, frozen=True):
         require(bool((logprobs <= 1e-4).all()), "behavior_logprobs must not be positive")
         require(not logprobs[~self.loss_mask].any(), "behavior_logprobs must be 0 where nothing was sampled")
         require(np.isfinite(self.reward) and all(np.isfinite(r) for r in self.turn_rewards), "rewards must be finite")
+        at = 0
+        for turn in self.turns:
+            require(at <= turn.start <= turn.end <= n, f"bad turn {turn}")
+            at = turn.end
         at = 0
         covered = np.zeros(n, dtype=np.bool_)
         for span in self.version_spans:

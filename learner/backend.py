@@ -4,7 +4,10 @@ Invariants:
 - Rows are packed without padding: one flat axis of N tokens, cut into sequences by `cu_seqlens`.
 - Position n of the per-token arrays speaks of token n itself: its log-prob is computed from the logits at n - 1 of the same
   sequence; the first token of a sequence is never trained on.
-- A loss is a sum over trained tokens already divided by the *global* token count: adding micro-batches and ranks is the mean.
+- Log-probs and entropies exist at trained tokens only and are 0 elsewhere: the rest is context and costs no vocabulary.
+- A loss is a sum over trained tokens; the backend divides it by the *global* count of trained tokens, so that neither
+  micro-batches nor ranks change what a step does.
+- The learning rate comes with each step: schedules are pure functions of the step (`schedule.py`), not state to be saved.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from typing import Protocol
 import msgspec
 import torch
 
+from .checkpoint import CheckpointState
+
 
 class PackedRow(msgspec.Struct, frozen=True):
     """One micro-batch: S sequences, N tokens in all.
@@ -24,9 +29,9 @@ class PackedRow(msgspec.Struct, frozen=True):
         token_ids: int64[N].
         position_ids: int64[N], restarting at 0 with each sequence.
         cu_seqlens: S + 1 offsets, from 0 to N.
-        trained: bool[N], tokens that carry loss.
+        trained: bool[N], tokens that carry loss; false at the first token of each sequence.
         behavior_logprobs: float32[N], of the policy that sampled them, 0 where not trained.
-        proximal_logprobs: float32[N], of the policy at the start of this step, 0 where not trained.
+        proximal_logprobs: float32[N], of the policy at the start of this step, 0 where not trained; NaN where still unknown.
         advantages: float32[N], 0 where not trained.
         lags: int32[N], learner version minus the version that sampled the token, -1 where not trained.
     """
@@ -49,7 +54,8 @@ class LossOutput(msgspec.Struct, frozen=True):
 
 
 PolicyLoss = Callable[[torch.Tensor, torch.Tensor, PackedRow], LossOutput]
-"""(log-probs float32[N], entropy float32[N], row) -> LossOutput; both are 0 at the first token of a sequence."""
+"""(log-probs float32[N], entropy float32[N], row) -> LossOutput. Called on rows without a trained token too, and must then
+return 0 and the same names."""
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -67,30 +73,44 @@ class Backend(Protocol):
     rank: int
     world_size: int
 
-    def logprobs(self, rows: Sequence[PackedRow]) -> list[torch.Tensor]:
-        """Collective. float32[N] per row, without gradient, 0 at the first token of each sequence."""
+    def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
+        """Collective. float32[N] per row on CPU, without gradient, 0 where not trained (ranks may have unequal counts).
+
+        `temperature` replaces the one that the policy is trained at.
+        """
         ...
 
-    def step(self, rows: Sequence[PackedRow], loss: PolicyLoss) -> StepResult:
+    def maximum(self, value: float) -> float:
+        """Collective. The largest `value` of any rank."""
+        ...
+
+    def step(self, rows: Sequence[PackedRow], loss: PolicyLoss, lr: float) -> StepResult:
         """Collective. Forward, backward, clip, one optimizer step over this rank's rows (ranks may have unequal counts).
 
         Raises:
-            LearnerError: the loss or the gradient is not finite; the weights are unchanged.
+            LearnerError: no rank has a trained token, or the loss or the gradient is not finite; the weights are unchanged.
         """
         ...
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective. Hugging Face name and full tensor, one at a time, in a fixed order; tied tensors appear once."""
+        """Collective. Hugging Face name and full tensor in the serving dtype, one at a time, in a fixed order.
+
+        Tied tensors appear once. Each tensor is the caller's own. Every rank must exhaust the iterator.
+        """
         ...
 
-    def save(self, directory: Path) -> None:
-        """Collective. Sharded weights and optimizer; the directory appears whole or not at all."""
+    def save(self, directory: Path, state: CheckpointState) -> None:
+        """Collective. Sharded weights, optimizer and `state`; the directory appears whole or not at all."""
         ...
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path) -> CheckpointState:
         """Collective. Resume from `save`, also on another number of ranks."""
         ...
 
     def export(self, directory: Path) -> None:
-        """Collective. A Hugging Face folder, tokenizer included."""
+        """Collective. A Hugging Face folder in the serving dtype, tokenizer included; whole or not at all."""
+        ...
+
+    def close(self) -> None:
+        """Free the model and leave the process group; nothing can be called afterwards."""
         ...

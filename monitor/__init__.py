@@ -1,0 +1,1 @@
+"""What is watched: metrics, trackers, the live view, the report, logging."""

@@ -1,0 +1,1 @@
+"""How the new policy travels back to the engines."""

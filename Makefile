@@ -1,0 +1,43 @@
+# Two commands are enough: `make quickstart` and `make test`. `make install` alone makes the environment in .venv.
+
+PYTHON ?= $(shell command -v python3.11 >/dev/null 2>&1 && python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+SEED ?= 0
+MODEL ?= models/quickstart-$(SEED)
+RUN ?= runs/quickstart
+SLIPSTREAM = .venv/bin/slipstream
+INPUTS = pyproject.toml $(wildcard requirements/*)
+
+.PHONY: quickstart install test lint format clean
+
+quickstart: install $(MODEL)/config.json
+	@run=$(RUN); if [ -e $$run ]; then run=$$run-$$(date +%Y%m%d-%H%M%S); fi; \
+	  $(SLIPSTREAM) train quickstart seed=$(SEED) model.path=$(MODEL) run.dir=$$run
+
+$(MODEL)/config.json: | .venv/installed
+	rm -rf $(MODEL) $(MODEL)-random
+	$(SLIPSTREAM) init-model $(MODEL)-random --config quickstart seed=$(SEED)
+	$(SLIPSTREAM) sft quickstart seed=$(SEED) model.path=$(MODEL)-random sft.out=$(MODEL)
+
+install: .venv/installed
+
+.venv/installed: $(INPUTS)
+	sh requirements/install.sh $(PYTHON)
+	touch $@
+
+test: install
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/basedpyright
+	.venv/bin/python -m pytest
+
+lint: install
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/basedpyright
+
+format: install
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+clean:
+	rm -rf .venv build dist *.egg-info

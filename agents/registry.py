@@ -1,0 +1,49 @@
+"""From the config's `agent` section to the coroutine that plays and the chat format it speaks."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, cast
+
+from renderers import Renderer, RendererConfig, config_from_name, create_renderer
+
+from ..envs.registry import load_target
+from ..errors import ConfigError
+from . import builtin
+from .base import Agent
+
+BUILTIN: dict[str, Agent] = {"tool_calling": builtin.tool_calling, "single_turn": builtin.single_turn}
+
+
+def load_agent(kind: str) -> Agent:
+    """The agent of that name, or your own, named as `package.module:coroutine`. Raises ConfigError naming `agent.kind`."""
+    if kind in BUILTIN:
+        return BUILTIN[kind]
+    if ":" not in kind:
+        raise ConfigError(f"agent.kind: {kind!r} is not {', '.join(BUILTIN)} or of the form package.module:coroutine")
+    agent = load_target("agent.kind", kind)
+    if not inspect.iscoroutinefunction(agent):
+        raise ConfigError(f"agent.kind: {kind} is not a coroutine; write `async def agent(env, policy, task) -> float`")
+    return agent
+
+
+def load_renderer(name: str, tokenizer: Any, *, thinking: bool) -> Renderer:
+    """The chat format `name` over `tokenizer` (a transformers tokenizer).
+
+    Sampled thinking stays in the context of later turns: that is what the policy saw when it acted. `thinking` is applied
+    where the format has such a switch.
+
+    Raises:
+        ConfigError: an unknown name, or a tokenizer without the special tokens of that format; names `agent.renderer`.
+    """
+    try:
+        config = config_from_name(name)
+    except ValueError as error:
+        raise ConfigError(f"agent.renderer: {error}") from error
+    if config is not None:
+        switch = type(config).template_field_names() & {"enable_thinking", "thinking"}
+        config = type(config)(thinking_retention="all", **dict.fromkeys(switch, thinking))
+    try:
+        return create_renderer(tokenizer, cast(RendererConfig | None, config))
+    except Exception as error:  # each format checks its tokenizer in its own way, often by assertion
+        raise ConfigError(f"agent.renderer: {name!r} does not fit the tokenizer of this model: {error}") from error

@@ -1,0 +1,247 @@
+"""The session: a `Policy` that never tokenizes twice what the engine sampled.
+
+Invariants:
+- A branch is one growing list of token ids. Sampled ids enter it as the engine returned them and never change.
+- A later turn is rendered as an exact extension of the branch. Where the chat format cannot extend it, or the agent
+  rewrote the history, a new branch opens; its earlier turns are context without loss. No sampled token is ever masked.
+- Every sampled token carries its log-prob and the policy version that the engine reported for it.
+- A completion cut short by the engine (`abort`) continues from the tokens it has, within the same token budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from renderers import ParsedResponse, Renderer, ToolCallParseStatus
+
+from ..buffer.trajectory import Outcome, Trajectory, Turn, VersionSpan
+from ..envs.base import Message, ToolCall, ToolSpec
+from ..errors import EngineError, PolicyError
+from .base import Completion, ContextExhausted, Generate
+from .format import to_chat, to_tools
+
+
+@dataclass
+class Branch:
+    """Tokens of one line of conversation; `history` is what they render, None for raw tokens."""
+
+    token_ids: list[int]
+    history: list[Message] | None = None
+    tools: tuple[ToolSpec, ...] = ()
+    loss_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    version_spans: list[VersionSpan] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._context(len(self.token_ids))
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append context: tokens that nobody sampled."""
+        self.token_ids.extend(token_ids)
+        self._context(len(token_ids))
+
+    def record(self, start: int, part: Completion) -> None:
+        """Append sampled tokens to the turn that began at `start`."""
+        offset = len(self.token_ids)
+        self.token_ids.extend(part.token_ids)
+        self.loss_mask.extend([True] * len(part.token_ids))
+        self.logprobs.extend(part.logprobs)
+        for span in part.version_spans:
+            self._span(VersionSpan(offset + span.start, offset + span.end, span.version))
+        if self.turns and self.turns[-1].start == start:
+            self.turns.pop()
+        self.turns.append(Turn(start, len(self.token_ids), part.finish_reason))
+
+    def _context(self, count: int) -> None:
+        self.loss_mask.extend([False] * count)
+        self.logprobs.extend([0.0] * count)
+
+    def _span(self, span: VersionSpan) -> None:
+        last = self.version_spans[-1] if self.version_spans else None
+        if last and last.end == span.start and last.version == span.version:
+            self.version_spans[-1] = VersionSpan(last.start, span.end, span.version)
+        else:
+            self.version_spans.append(span)
+
+
+class Session:
+    """One episode's policy; implements `Policy`."""
+
+    def __init__(
+        self, renderer: Renderer, generate: Generate, *, vocabulary: int, max_tokens_per_turn: int, max_tokens: int
+    ) -> None:
+        """
+        Args:
+            renderer: the model family's chat format.
+            generate: reaches an engine; must stop at `renderer.get_stop_token_ids()`.
+            vocabulary: token ids must be below this.
+            max_tokens_per_turn: sampled tokens in one completion.
+            max_tokens: prompt and sampled tokens of one branch together.
+        """
+        self.branches: list[Branch] = []
+        self._renderer = renderer
+        self._generate = generate
+        self._vocabulary = vocabulary
+        self._max_tokens_per_turn = max_tokens_per_turn
+        self._max_tokens = max_tokens
+
+    async def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Message:
+        """Answer a conversation. See `Policy.chat`.
+
+        Raises:
+            ContextExhausted: the history leaves no room for another token.
+            PolicyError: there is nothing to answer.
+            EngineError: the engine answered something impossible.
+        """
+        if not messages or messages[-1].role == "assistant":
+            raise PolicyError("chat needs a message to answer: the history is empty or ends with the assistant's own")
+        branch = self._continued(messages, tuple(tools)) or self._opened(messages, tuple(tools))
+        prompt = list(branch.token_ids)
+        completion = await self._complete(branch)
+        parsed = self._renderer.parse_response(
+            list(completion.token_ids), tools=to_tools(tools) or None, prompt_ids=prompt
+        )
+        reply = _message(parsed, call_prefix=f"{len(self.branches)}.{len(branch.turns)}")
+        branch.history = [*messages, reply]
+        return reply
+
+    async def generate(self, token_ids: Sequence[int]) -> Completion:
+        """Continue raw token ids. See `Policy.generate`.
+
+        Raises:
+            ContextExhausted: `token_ids` leave no room for another token.
+            PolicyError: no token ids, or ids outside the vocabulary.
+        """
+        if not token_ids or not all(0 <= token < self._vocabulary for token in token_ids):
+            raise PolicyError(f"generate needs token ids between 0 and {self._vocabulary - 1}, and at least one")
+        self._require_room(len(token_ids))
+        branch = self.branches[-1] if self.branches else None
+        if branch and list(token_ids[: len(branch.token_ids)]) == branch.token_ids:
+            branch.extend(token_ids[len(branch.token_ids) :])
+            branch.history = None
+        else:
+            branch = self._add(Branch(list(token_ids)))
+        return await self._complete(branch)
+
+    def trajectories(
+        self,
+        *,
+        group_id: int,
+        attempt: int,
+        member: int,
+        task_id: str,
+        env: str,
+        reward: float,
+        turn_rewards: Sequence[float],
+        outcome: Outcome,
+        timings: dict[str, float],
+        metrics: dict[str, float],
+    ) -> tuple[Trajectory, ...]:
+        """The episode as trajectories, one per branch in which anything was sampled."""
+        return tuple(
+            Trajectory(
+                id=f"{group_id}.{attempt}.{member}.{number}",
+                group_id=group_id,
+                member=member,
+                branch=number,
+                task_id=task_id,
+                env=env,
+                token_ids=np.array(branch.token_ids, dtype=np.int32),
+                loss_mask=np.array(branch.loss_mask, dtype=np.bool_),
+                behavior_logprobs=np.array(branch.logprobs, dtype=np.float32),
+                version_spans=tuple(branch.version_spans),
+                turns=tuple(branch.turns),
+                reward=reward,
+                turn_rewards=tuple(turn_rewards),
+                outcome=outcome,
+                timings=timings,
+                metrics=metrics,
+            )
+            for number, branch in enumerate(b for b in self.branches if b.turns)
+        )
+
+    def _continued(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...]) -> Branch | None:
+        """The branch whose conversation `messages` continues, extended by what is new; None where there is none."""
+        for branch in reversed(self.branches):
+            seen = len(branch.history or ())
+            if not seen or tools != branch.tools or list(messages[:seen]) != branch.history:
+                continue
+            start = branch.turns[-1].start
+            bridged = self._renderer.bridge_to_next_turn(
+                branch.token_ids[:start],
+                branch.token_ids[start:],
+                to_chat(messages[seen:]),
+                tools=to_tools(tools) or None,
+            )
+            size = len(branch.token_ids)
+            if bridged is None or bridged.token_ids[:size] != branch.token_ids:
+                return None
+            self._require_room(len(bridged.token_ids))
+            branch.extend(bridged.token_ids[size:])
+            return branch
+        return None
+
+    def _opened(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...]) -> Branch:
+        prompt = self._renderer.render_ids(to_chat(messages), tools=to_tools(tools) or None, add_generation_prompt=True)
+        self._require_room(len(prompt))
+        return self._add(Branch(prompt, tools=tools))
+
+    def _add(self, branch: Branch) -> Branch:
+        self.branches.append(branch)
+        return branch
+
+    def _require_room(self, prompt: int) -> None:
+        if prompt >= self._max_tokens:
+            raise ContextExhausted(f"the prompt has {prompt} tokens; max_tokens is {self._max_tokens}")
+
+    async def _complete(self, branch: Branch) -> Completion:
+        """Sample one completion at the end of `branch`, in as many parts as the engine takes."""
+        start = len(branch.token_ids)
+        end = min(start + self._max_tokens_per_turn, self._max_tokens)
+        reason = "abort"
+        while reason == "abort" and len(branch.token_ids) < end:
+            room = end - len(branch.token_ids)
+            part = await self._generate(tuple(branch.token_ids), room)
+            _check(part, room)
+            branch.record(start, part)
+            reason = part.finish_reason
+        if reason == "abort":  # the parts together used up the budget
+            reason = "length"
+            branch.turns[-1] = Turn(start, end, reason)
+        return Completion(
+            tuple(branch.token_ids[start:]),
+            tuple(branch.logprobs[start:]),
+            tuple(
+                VersionSpan(max(s.start, start) - start, s.end - start, s.version)
+                for s in branch.version_spans
+                if s.end > start
+            ),
+            reason,
+        )
+
+
+def _check(part: Completion, room: int) -> None:
+    tokens = len(part.token_ids)
+    covered = [position for span in part.version_spans for position in range(span.start, span.end)]
+    if tokens > room or len(part.logprobs) != tokens or covered != list(range(tokens)):
+        raise EngineError(
+            f"the engine answered {tokens} tokens where {room} were asked, with {len(part.logprobs)} log-probs and "
+            f"version spans over {len(covered)}; check that its version is supported"
+        )
+
+
+def _message(parsed: ParsedResponse, call_prefix: str) -> Message:
+    """What the policy said. A call that cannot be read makes the whole message malformed."""
+    calls: list[ToolCall] = []
+    wrong = "" if parsed.reasoning_complete is not False else "the thinking was not closed"
+    for number, call in enumerate(parsed.tool_calls):
+        if call.status is ToolCallParseStatus.OK and call.name and isinstance(call.arguments, dict):
+            calls.append(ToolCall(call.name, call.arguments, id=call.id or f"call-{call_prefix}.{number}"))
+        elif call.status is ToolCallParseStatus.OK:
+            wrong = wrong or "the arguments of a tool call must be a JSON object"
+        else:
+            wrong = wrong or f"a tool call could not be read ({call.status.value.replace('_', ' ')})"
+    return Message("assistant", parsed.content, tuple(calls), malformed=wrong)

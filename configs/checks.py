@@ -1,0 +1,87 @@
+"""Combinations of keys that are each allowed and together impossible: the run would break, so it is not started.
+
+Invariants:
+- Only what would break a run is refused. What is merely slow is the report's to say, what needs the machine is `doctor`'s.
+- No process is started, no file is read, nothing heavier than the schema is imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ..errors import ConfigError
+from .schema import Config, PythonEnv, ReasoningGym, parse_size
+
+BUILT_IN_AGENTS = ("tool_calling", "single_turn")
+_PYTHON_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError with the first impossible combination, naming its keys and what is allowed."""
+    for problem in _problems(config):
+        raise ConfigError(problem)
+
+
+def _problems(config: Config) -> Iterator[str]:
+    yield from _episode(config)
+    yield from _batch(config)
+    yield from _optimizer(config)
+    parse_size("weightsync.bucket", config.weightsync.bucket)
+    yield from _memory(config.rollout.engine.memory)
+    for key, text in (("run.dir", config.run.dir), ("model.path", config.model.path), ("sft.out", config.sft.out)):
+        if not text.strip():
+            yield f"{key}: must not be empty"
+    if len(set(config.monitor.trackers)) < len(config.monitor.trackers):
+        yield f"monitor.trackers: {', '.join(config.monitor.trackers)} names a tracker twice"
+
+
+def _memory(text: str) -> Iterator[str]:
+    """A size in bytes, or a share of GPU memory; whether there is a GPU is not known here."""
+    try:
+        share = float(text)
+    except ValueError:
+        parse_size("rollout.engine.memory", text)
+        return
+    if not 0.0 < share <= 1.0:
+        yield f"rollout.engine.memory: {text!r} is neither a share above 0 and at most 1, such as 0.85, nor a size, such as 40GiB"
+
+
+def _episode(config: Config) -> Iterator[str]:
+    agent, env = config.agent, config.env
+    if agent.kind not in BUILT_IN_AGENTS and not _PYTHON_NAME.fullmatch(agent.kind):
+        yield f"agent.kind: {agent.kind!r} is neither of {', '.join(BUILT_IN_AGENTS)}, nor of the form package.module:coroutine"
+    if isinstance(env, PythonEnv) and not _PYTHON_NAME.fullmatch(env.factory):
+        yield f"env.factory: {env.factory!r} is not of the form package.module:Name"
+    if agent.max_tokens_per_turn > agent.max_tokens:
+        yield (
+            f"agent.max_tokens_per_turn={agent.max_tokens_per_turn} is more than agent.max_tokens={agent.max_tokens}, "
+            f"the context of a whole episode; allowed are 1 to {agent.max_tokens}"
+        )
+    if agent.kind == "single_turn" and isinstance(env, ReasoningGym) and env.calculator:
+        yield (
+            "agent.kind=single_turn answers once and cannot call the tool of env.calculator=true; "
+            "set env.calculator=false, or agent.kind=tool_calling"
+        )
+
+
+def _batch(config: Config) -> Iterator[str]:
+    buffer, algorithm, rollout = config.buffer, config.learner.algorithm, config.rollout
+    if algorithm.minibatches > buffer.groups_per_batch:
+        yield (
+            f"learner.algorithm.minibatches={algorithm.minibatches} is more than buffer.groups_per_batch="
+            f"{buffer.groups_per_batch}: an optimizer step needs a group at least; allowed are 1 to {buffer.groups_per_batch}"
+        )
+    waits = "buffer.max_staleness=0" if buffer.max_staleness == 0 else "buffer.on_deadline=wait"
+    if (buffer.max_staleness == 0 or buffer.on_deadline == "wait") and config.learner.batch_s < rollout.episode_s:
+        yield (
+            f"with {waits} the learner waits for the slowest episode, but learner.batch_s={config.learner.batch_s:g} is less "
+            f"than rollout.episode_s={rollout.episode_s:g}; allowed is learner.batch_s >= {rollout.episode_s:g}"
+        )
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    optimizer = config.learner.optimizer
+    for name, beta in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
+        if beta == 1.0:
+            yield f"learner.optimizer.{name}: 1 never forgets and divides by zero; allowed are 0 up to, but not, 1"

@@ -1,0 +1,205 @@
+"""Any reasoning-gym family as an environment, with a calculator or without.
+
+Invariants:
+- The reward comes only from the family's own verifier, once, at the final answer: the assistant message without a tool call.
+- What the policy gets wrong (a malformed call, an unknown tool, a division by zero) is told to the policy, never raised.
+- Task `i` is the same in every process: it is generated from a seed that depends on the config seed, the split and `i`.
+- Train and eval never share a seed: theirs lie in different halves of the 32-bit range.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import random
+from functools import lru_cache
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.dataset import ProceduralDataset
+from reasoning_gym.factory import DATASETS
+from reasoning_gym.utils import extract_answer
+
+from ..configs.schema import ReasoningGym
+from ..errors import ConfigError, EnvError
+from .base import JSON, Message, Observation, StepResult, Task, ToolCall
+from .simple import Split
+from .tools import CALCULATOR, InvalidCall, calculate, call_tool
+
+CHUNK = 500
+"""Tasks generated from one seed: the size for which the families themselves are written."""
+
+SYSTEM = "Answer as <answer>...</answer>."
+SYSTEM_WITH_CALCULATOR = "Answer as <answer>...</answer>. You may calculate first."
+
+
+class ReasoningGymSource:
+    """An endless, deterministic supply of one family's tasks."""
+
+    def __init__(self, config: ReasoningGym, split: Split, seed: int) -> None:
+        """Raises ConfigError where the family or a parameter does not exist or is refused by the family."""
+        _check(config)
+        self.config = config
+        self.name = config.family
+        self._split: Split = split
+        self._seed = seed
+        self._chunk = lru_cache(maxsize=8)(self._make_chunk)
+        self._entry = lru_cache(maxsize=1024)(self._make_entry)  # each is asked for by the whole group, several times
+        try:
+            self.entry(0)
+        except Exception as error:  # a family checks its parameters in its own ways, some only when it generates
+            raise ConfigError(f"env.parameters: {config.family} refuses {config.parameters}: {error!r}") from error
+
+    def task(self, index: int) -> Task:
+        """The `index`-th task. Its payload carries the question only so that `reset` can see whether it is the same."""
+        question = self.entry(index)["question"]
+        return Task(f"{self.name}-{self._split}-{self._seed}-{index}", {"index": index, "question": question})
+
+    def make(self) -> ReasoningGymEnv:
+        """A fresh environment for one episode."""
+        return ReasoningGymEnv(self)
+
+    def entry(self, index: int) -> dict[str, Any]:
+        """The family's own entry: `question`, `answer`, `metadata`."""
+        return self._entry(index)
+
+    def score(self, index: int, answer: str | None) -> float:
+        """The family's verifier; no answer earns nothing, nor does one that the verifier cannot read.
+
+        Raises:
+            EnvError: the verifier cannot read the family's own answer either.
+        """
+        if answer is None:
+            return 0.0
+        verifier, entry = self._chunk(index // CHUNK), self.entry(index)
+        try:
+            return float(verifier.score_answer(answer, entry))
+        except Exception as unreadable:  # some verifiers raise on text that is not of their form
+            try:
+                verifier.score_answer(entry["answer"], entry)
+            except Exception:
+                raise EnvError(f"{self.name}: the verifier of task {index} is broken: {unreadable!r}") from unreadable
+            return 0.0
+
+    def opening(self, index: int) -> Observation:
+        """What the policy sees first."""
+        question = Message("user", self.entry(index)["question"])
+        if self.config.calculator:
+            return Observation((Message("system", SYSTEM_WITH_CALCULATOR), question), (CALCULATOR.spec,))
+        return Observation((Message("system", SYSTEM), question))
+
+    def demonstration(self, task: Task, rng: random.Random) -> tuple[Observation, tuple[Message, ...]]:
+        """Calculate, read, answer; or, for the share `direct_answers` of the conversations, a guess without calculating.
+
+        A guess has the sign and the number of digits of the answer and is otherwise random: a bad habit that warm-up
+        plants and training has to unlearn. Where the task has no arithmetic expression whose value is the answer, the
+        demonstration answers directly, and right.
+        """
+        index = task.payload["index"]
+        entry = self.entry(index)
+        answer, expression = str(entry["answer"]), _expression(entry)
+        opening = self.opening(index)
+        if not self.config.calculator or expression is None:
+            return opening, (_answer(answer),)
+        if rng.random() < self.config.direct_answers:
+            return opening, (_answer(_guess(answer, rng)),)
+        call = ToolCall(CALCULATOR.spec.name, {"expression": expression})
+        result, _ = call_tool({call.name: CALCULATOR}, call)
+        return opening, (Message("assistant", "", (call,)), result, _answer(result.content))
+
+    def _make_entry(self, index: int) -> dict[str, Any]:
+        return self._chunk(index // CHUNK)[index % CHUNK]
+
+    def _make_chunk(self, chunk: int) -> ProceduralDataset:
+        digest = hashlib.blake2b(f"{self.name}/{self._seed}/{chunk}".encode(), digest_size=4).digest()
+        half = 1 << 31
+        # Families seed item i of a dataset with seed + i: keep the whole chunk inside its half.
+        seed = int.from_bytes(digest) % (half - CHUNK) + (half if self._split == "eval" else 0)
+        return reasoning_gym.create_dataset(self.name, **self.config.parameters, seed=seed, size=CHUNK)
+
+
+class ReasoningGymEnv:
+    """One episode: question, calls if there is a calculator, answer."""
+
+    def __init__(self, source: ReasoningGymSource) -> None:
+        self._source = source
+        self._tools = {CALCULATOR.spec.name: CALCULATOR} if source.config.calculator else {}
+        self._max_turns = source.config.max_turns if source.config.calculator else 1
+        self._index = 0
+        self._turns = self._calls = self._errors = 0
+
+    async def reset(self, task: Task) -> Observation:
+        """Raises EnvError where this process does not generate the question that the task names."""
+        self._index = task.payload["index"]
+        if self._source.entry(self._index)["question"] != task.payload["question"]:
+            raise EnvError(
+                f"{task.id}: this process generates another question than the task names; "
+                "start every process with the same PYTHONHASHSEED and env section"
+            )
+        return self._source.opening(self._index)
+
+    async def step(self, message: Message) -> StepResult:
+        """Answer the calls, or score the final answer."""
+        self._turns += 1
+        if self._tools and message.malformed:
+            self._errors += 1
+            replies = (Message("user", f"error: {message.malformed}"),)
+        elif self._tools and message.tool_calls:
+            replies = tuple(self._call(call) for call in message.tool_calls)
+        else:
+            answer = extract_answer(message.content)
+            return self._end(self._source.score(self._index, answer), answered=answer is not None)
+        return StepResult(replies) if self._turns < self._max_turns else self._end(0.0, answered=False)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+        return None
+
+    def _call(self, call: ToolCall) -> Message:
+        reply, valid = call_tool(self._tools, call)
+        self._calls += 1
+        self._errors += not valid
+        return reply
+
+    def _end(self, reward: float, *, answered: bool) -> StepResult:
+        metrics = {"answered": float(answered), "tool_calls": float(self._calls), "tool_errors": float(self._errors)}
+        return StepResult(reward=reward, done=True, metrics=metrics)
+
+
+def _answer(text: str) -> Message:
+    return Message("assistant", f"<answer>{text}</answer>")
+
+
+def _guess(answer: str, rng: random.Random) -> str:
+    """A number with the sign and the number of digits of `answer`."""
+    digits = len(answer.lstrip("-").partition(".")[0])
+    sign = "-" if answer.startswith("-") else ""
+    return f"{sign}{rng.randint(10 ** (digits - 1), 10**digits - 1)}"
+
+
+def _expression(entry: JSON) -> str | None:
+    """The task's arithmetic expression, None where it has none or where the calculator does not give the answer."""
+    expression = entry["metadata"].get("expression")
+    if not isinstance(expression, str):
+        return None
+    try:
+        return expression if calculate(expression) == str(entry["answer"]) else None
+    except InvalidCall:
+        return None
+
+
+def _check(config: ReasoningGym) -> None:
+    if config.family not in DATASETS:
+        raise ConfigError(
+            f"env.family: {config.family!r} is not a reasoning-gym family; {_allowed(config.family, list(DATASETS))}"
+        )
+    settable = [f.name for f in dataclasses.fields(DATASETS[config.family][1]) if f.name not in ("seed", "size")]
+    for key in config.parameters:
+        if key not in settable:
+            raise ConfigError(f"env.parameters: {config.family} has no {key!r}; {_allowed(key, settable)}")
+
+
+def _allowed(wrong: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(wrong, names, n=5)
+    return f"allowed are {', '.join(close + sorted(set(names) - set(close)))}"

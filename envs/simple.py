@@ -1,0 +1,69 @@
+"""The ten-line way to an environment: one class that is both the task source and the episode.
+
+    class Guess(SimpleEnv):
+        def task(self, index):
+            return Task(f"guess-{index}", {"secret": self.rng(index).randint(1, 9)})
+
+        async def reset(self, task):
+            self.secret = task.payload["secret"]
+            return Observation((Message("user", "Guess a digit."),))
+
+        async def step(self, message):
+            return StepResult(reward=float(message.content == str(self.secret)), done=True)
+
+Named in a config as `env: {kind: python, factory: "my_package.my_module:Guess"}`.
+
+Invariants:
+- `make` gives each episode a shallow copy; what belongs to one episode is set in `reset`.
+- `rng(index)` differs between splits and seeds, and is the same in every process.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from abc import ABC, abstractmethod
+from typing import Any, Literal, Self
+
+from .base import Message, Observation, StepResult, Task
+
+Split = Literal["train", "eval"]
+
+
+class SimpleEnv(ABC):
+    """Base of environments whose tasks, openings and steps fit into one class; satisfies TaskSource and Environment."""
+
+    def __init__(self, *, split: Split, seed: int, **arguments: Any) -> None:
+        """`arguments` are the config's own, kept as attribute `arguments`; a subclass may name them instead."""
+        self.name = type(self).__name__
+        self.split = split
+        self.seed = seed
+        self.arguments = arguments
+
+    def rng(self, index: int) -> random.Random:
+        """Randomness for the `index`-th task."""
+        return random.Random(f"{self.name}/{self.split}/{self.seed}/{index}")
+
+    def make(self) -> Self:
+        """A fresh environment for one episode."""
+        return copy.copy(self)
+
+    @abstractmethod
+    def task(self, index: int) -> Task:
+        """The `index`-th task, the same in every process."""
+
+    @abstractmethod
+    async def reset(self, task: Task) -> Observation:
+        """Start the episode."""
+
+    @abstractmethod
+    async def step(self, message: Message) -> StepResult:
+        """Take the assistant's message."""
+
+    async def close(self) -> None:
+        """Release what the episode held. Nothing, unless a subclass says otherwise."""
+        return None
+
+    def demonstration(self, task: Task, rng: random.Random) -> tuple[Observation, tuple[Message, ...]] | None:
+        """A conversation to imitate in a supervised warm-up; None, unless a subclass has one."""
+        return None

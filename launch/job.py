@@ -1,0 +1,64 @@
+"""What every process of a run is told when it starts: the config, and where the others are.
+
+Invariants:
+- A job travels as JSON in one environment variable, so that a role starts the same way under any launcher, on any host.
+- Addresses are fixed for the life of a run: a process that is restarted comes back where it was.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from ..configs import Config
+from ..errors import ConfigError
+
+VARIABLE = "SLIPSTREAM_JOB"
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    """Where each process listens.
+
+    Attributes:
+        supervisor: ZeroMQ address for heartbeats.
+        buffer: ZeroMQ address of the buffer.
+        engines: base URL per replica.
+        learner_host: host of learner rank 0, where the replicas meet it for a push.
+    """
+
+    supervisor: str
+    buffer: str
+    engines: tuple[str, ...]
+    learner_host: str
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One run as its processes see it.
+
+    Attributes:
+        run_dir: absolute.
+        pushed: a learner pushes versions to the engines; without one they serve what they loaded, as version 0.
+    """
+
+    config: Config
+    cluster: Cluster
+    run_dir: str
+    pushed: bool = True
+
+    @property
+    def dir(self) -> Path:
+        return Path(self.run_dir)
+
+    def environment(self) -> dict[str, str]:
+        """What to add to a role's environment."""
+        return {VARIABLE: msgspec.json.encode(self).decode()}
+
+
+def read_job() -> Job:
+    """The job of this process. Raises ConfigError when a role was started by hand without one."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        raise ConfigError(f"`slipstream role` is started by `slipstream train`; {VARIABLE} is not set")
+    return msgspec.json.decode(text, type=Job)

@@ -1,0 +1,160 @@
+"""Everything that can be known to be wrong before a process starts, as named checks: `train` runs them, `doctor` shows them.
+
+Invariants:
+- A check either returns one line of what it found or raises ConfigError with one line of what is wrong.
+- No check starts a process, loads weights or leaves a file.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from ..configs import Config, check
+from ..configs.schema import parse_size
+from ..errors import ConfigError
+from .processes import claim_ports
+
+Check = Callable[[Config], str]
+
+SUPPORTED = ((3, 11), (3, 12))
+"""Python versions that the engines have wheels for."""
+
+PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "uvloop", "aiohttp", "renderers", "reasoning-gym", "ray")
+
+
+def preflight(config: Config) -> None:
+    """Raises ConfigError for the first check that fails."""
+    for one in CHECKS.values():
+        one(config)
+
+
+def combinations(config: Config) -> str:
+    check(config)
+    return "keys fit together"
+
+
+def python(config: Config) -> str:
+    if sys.version_info[:2] not in SUPPORTED:
+        allowed = " or ".join(f"{a}.{b}" for a, b in SUPPORTED)
+        raise ConfigError(f"python: {platform.python_version()} is not supported; use {allowed}")
+    return platform.python_version()
+
+
+def packages(config: Config) -> str:
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            raise ConfigError(f"packages: {name} is not installed; run `make install`") from None
+    return ", ".join(found)
+
+
+def engine(config: Config) -> str:
+    from ..rollout import vllm_server
+
+    vllm_server.command(config, 0)
+    if vllm_server.serves_on_cpu() and shutil.which("lscpu") is None:
+        raise ConfigError("rollout.engine.kind: vllm on CPU needs the program `lscpu` on the PATH (package util-linux)")
+    where = "CPU" if vllm_server.serves_on_cpu() else "GPU"
+    return f"vllm on {where}, {config.rollout.engine.replicas} replicas"
+
+
+def devices(config: Config) -> str:
+    import torch
+
+    count = torch.cuda.device_count()
+    backend = config.learner.backend
+    if backend.device == "cuda" and count < backend.ranks:
+        raise ConfigError(
+            f"learner.backend.device: cuda needs a GPU for each of learner.backend.ranks={backend.ranks}, torch sees {count}"
+        )
+    return f"{count} GPUs, {os.cpu_count()} cores"
+
+
+def memory(config: Config) -> str:
+    free = psutil.virtual_memory().available
+    text = config.rollout.engine.memory
+    if not text.replace(".", "", 1).isdigit():
+        needed = parse_size("rollout.engine.memory", text) * config.rollout.engine.replicas
+        from ..rollout import vllm_server
+
+        if vllm_server.serves_on_cpu() and needed > free:
+            raise ConfigError(
+                f"rollout.engine.memory: {text} for {config.rollout.engine.replicas} replicas is more than the "
+                f"{free >> 20} MiB that are free"
+            )
+    return f"{free >> 20} MiB free"
+
+
+def model(config: Config) -> str:
+    from ..learner.model import check_model, vocabulary_size
+
+    check_model(config.model.path)
+    return f"{config.model.path}, vocabulary {vocabulary_size(config.model.path)}"
+
+
+def agent(config: Config) -> str:
+    from ..agents import load_agent, load_renderer
+    from ..learner.model import load_tokenizer
+
+    load_agent(config.agent.kind)
+    load_renderer(config.agent.renderer, load_tokenizer(config.model.path), thinking=config.agent.thinking)
+    return f"{config.agent.kind}, chat format {config.agent.renderer}"
+
+
+def environment(config: Config) -> str:
+    from ..envs import task_source
+
+    source = task_source(config.env, "train", config.seed)
+    source.task(0)
+    return source.name
+
+
+def trackers(config: Config) -> str:
+    from ..monitor.trackers import check_trackers
+
+    check_trackers(config.monitor.trackers)
+    return ", ".join(config.monitor.trackers) or "none"
+
+
+def ports(config: Config) -> str:
+    if config.launch.kind == "ray" or not config.launch.port:
+        return "free ones are picked"
+    from .supervisor import role_names
+
+    claimed = claim_ports(config.launch.port, len(role_names(config)))
+    return f"{claimed[0]} to {claimed[-1]} are free"
+
+
+def folder(config: Config) -> str:
+    place = Path(config.run.dir).resolve()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(f"run.dir: {config.run.dir} cannot be made, {place} is not a writable folder")
+    return f"{config.run.dir}, {shutil.disk_usage(place).free >> 30} GiB free"
+
+
+CHECKS: dict[str, Check] = {
+    "config": combinations,
+    "python": python,
+    "packages": packages,
+    "run folder": folder,
+    "ports": ports,
+    "environment": environment,
+    "model": model,
+    "agent": agent,
+    "engine": engine,
+    "devices": devices,
+    "memory": memory,
+    "trackers": trackers,
+}

@@ -1,0 +1,140 @@
+"""The launcher contract, and the local launcher: roles as child processes.
+
+Invariants:
+- A role leads its own process group: ending it ends whatever it started.
+- A role dies with the process that launched it, also when that one is killed (`die_with_parent`).
+- A launcher only starts and ends processes; who is restarted, and when, is the supervisor's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ..errors import ConfigError
+
+PR_SET_PDEATHSIG = 1
+
+
+class Process(Protocol):
+    """A started role."""
+
+    pid: int
+
+    async def wait(self) -> int:
+        """Return its exit status, negative for a signal, as soon as it has ended."""
+        ...
+
+    async def terminate(self) -> None:
+        """Ask it to stop in good order."""
+        ...
+
+    async def kill(self) -> None:
+        """End it and all it started."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts roles. `place` comes first and says where each will run; `close` ends everything that is left."""
+
+    async def place(self, roles: Sequence[str], ports: int) -> dict[str, tuple[str, list[int]]]:
+        """Reserve a place for every role: role name -> (host, `ports` port numbers free there)."""
+        ...
+
+    async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> Process:
+        """Start `command` at the role's place."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies (Linux); no effect elsewhere."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Port numbers that nobody listens on now, picked by the kernel."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in sockets:
+            s.bind((host, 0))
+        return [s.getsockname()[1] for s in sockets]
+
+
+def claim_ports(first: int, count: int, host: str = "127.0.0.1") -> list[int]:
+    """`count` consecutive ports from `first`. Raises ConfigError naming the one that is taken."""
+    ports = list(range(first, first + count))
+    for port in ports:
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                s.bind((host, port))
+            except (OSError, OverflowError) as error:
+                raise ConfigError(
+                    f"launch.port: {first} needs the ports {first} to {first + count - 1}, but {port} cannot be used "
+                    f"({getattr(error, 'strerror', None) or error}); choose another, or 0 for any free ones"
+                ) from None
+    return ports
+
+
+class LocalProcess:
+    """A child process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    async def terminate(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    async def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        await self._process.wait()
+
+
+class LocalLauncher:
+    """Child processes on this machine; their output goes to `logs/<role>.log`."""
+
+    def __init__(self, logs: Path, first_port: int) -> None:
+        self._logs = logs
+        self._first_port = first_port
+        self._started: list[LocalProcess] = []
+
+    async def place(self, roles: Sequence[str], ports: int) -> dict[str, tuple[str, list[int]]]:
+        total = len(roles) * ports
+        numbers = claim_ports(self._first_port, total) if self._first_port else free_ports(total)
+        return {role: ("127.0.0.1", numbers[i * ports : (i + 1) * ports]) for i, role in enumerate(roles)}
+
+    async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> Process:
+        with (self._logs / f"{role}.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        self._started.append(LocalProcess(process))
+        return self._started[-1]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(process.kill() for process in self._started))

@@ -1,0 +1,146 @@
+"""What the commands do: train, resume, evaluate, warm up. Each is a straight line through the rooms.
+
+Invariants:
+- Everything that can be refused is refused before the first process starts and before a file is written.
+- However a run ends, its report is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ..buffer.store import ledger_of
+from ..configs import Config, dump
+from ..errors import ConfigError, StoreError
+from ..monitor.live import open_view
+from ..monitor.report import Report, write_report
+from ..monitor.summary import read_evaluations
+from .preflight import preflight
+from .processes import Launcher, LocalLauncher
+from .supervisor import Supervisor
+
+
+def train(config: Config) -> Report:
+    """Start a new run and see it through.
+
+    Raises:
+        ConfigError: something is wrong with the config or this machine; nothing was started.
+        RoleDied: the run failed.
+        Interrupted: the run was stopped and can be resumed.
+    """
+    run_dir = Path(config.run.dir).resolve()
+    if run_dir.exists() and any(run_dir.iterdir()):
+        raise ConfigError(
+            f"run.dir: {config.run.dir} is not empty; continue it with `slipstream resume {config.run.dir}`, "
+            "or name a new folder"
+        )
+    preflight(config)
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(dump(config))
+    return _supervise(config, run_dir)
+
+
+def resume(config: Config, run_dir: Path) -> Report:
+    """Continue a run from its newest checkpoint; raises as `train`."""
+    if not (run_dir / "buffer.sqlite").exists():
+        raise ConfigError(f"{run_dir} holds no run: there is no buffer.sqlite; start one with `slipstream train`")
+    preflight(config)
+    (run_dir / "logs").mkdir(exist_ok=True)
+    (run_dir / "config.yaml").write_text(dump(config))
+    return _supervise(config, run_dir)
+
+
+def _supervise(config: Config, run_dir: Path) -> Report:
+    try:
+        with open_view(config) as view:
+            asyncio.run(Supervisor(config, run_dir, _launcher(config, run_dir), view).train())
+    finally:
+        report = write_report(run_dir, ledger_json(run_dir))
+    return report
+
+
+def evaluate(config: Config, label: str) -> msgspec.Raw:
+    """Serve `model.path`, play `evaluation.tasks` fresh tasks; the evaluation as JSON."""
+    if config.evaluation.tasks == 0:
+        raise ConfigError("evaluation.tasks: 0 leaves nothing to do; allowed here are 1 and more")
+    preflight(config)
+    run_dir = Path(tempfile.mkdtemp(prefix="slipstream-eval-"))
+    (run_dir / "logs").mkdir()
+
+    with open_view(config) as view:
+        asyncio.run(Supervisor(config, run_dir, _launcher(config, run_dir), view).evaluate(label))
+    results = msgspec.json.decode((run_dir / "evaluations.json").read_bytes(), type=list[msgspec.Raw])
+    shutil.rmtree(run_dir)
+    return results[-1]
+
+
+def warm_up(config: Config, say: Callable[[str], None]) -> float:
+    """`slipstream sft`: imitate demonstrations of the environment, write a Hugging Face folder; the final loss in nats."""
+    out = Path(config.sft.out)
+    if out.exists():
+        raise ConfigError(f"sft.out: {out} exists; remove it or name another folder")
+    preflight(config)
+    from ..learner.sft import SftProgress, run_sft
+    from .wiring import make_backend, make_demonstrations
+
+    say(f"rendering {config.sft.demonstrations} demonstrations")
+    sequences = make_demonstrations(config)
+    backend = make_backend(config)
+
+    def report(progress: SftProgress) -> None:
+        if progress.step % 20 == 0 or progress.step == progress.steps:
+            say(
+                f"sft step {progress.step}/{progress.steps}  loss {progress.loss:.3f}  {progress.tokens_per_s:.0f} tokens/s"
+            )
+
+    budget = config.learner.backend.tokens_per_microbatch
+    loss = run_sft(backend, sequences, config.sft, tokens_per_microbatch=budget, seed=config.seed, report=report)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    backend.export(out)
+    backend.close()
+    return loss
+
+
+def outcome(report: Report) -> str:
+    """What a person wants to read when a run is done."""
+    evaluations = read_evaluations(report.html.parent / "evaluations.json")
+    lines = [
+        f"{e.label}: reward {e.reward_mean:.3f} ± {e.reward_stderr:.3f} over {e.tasks} fresh tasks" for e in evaluations
+    ]
+    return "\n".join([*lines, f"report: {report.html}", f"curve:  {report.png}"])
+
+
+def ledger_json(run_dir: Path) -> dict[str, object] | None:
+    """The ledger of a run as `slipstream ledger --json` prints it; None where the run never had a buffer."""
+    path = run_dir / "buffer.sqlite"
+    if not path.exists():
+        return None
+    ledger = ledger_of(path)
+    return {**msgspec.to_builtins(ledger), "closes": ledger.closes}
+
+
+def require_ledger(run_dir: Path) -> dict[str, object]:
+    """As `ledger_json`. Raises StoreError where there is none."""
+    ledger = ledger_json(run_dir)
+    if ledger is None:
+        raise StoreError(f"{run_dir} holds no run: there is no buffer.sqlite")
+    return ledger
+
+
+def _launcher(config: Config, run_dir: Path) -> Launcher:
+    logs = run_dir / "logs"
+    if config.launch.kind == "local":
+        return LocalLauncher(logs, config.launch.port)
+    from .ray_launcher import RayLauncher
+
+    gpus: dict[str, int] = {}
+    if config.learner.backend.device == "cuda":
+        gpus |= {f"learner-{i}": 1 for i in range(config.learner.backend.ranks)}
+        gpus |= {f"engine-{i}": config.rollout.engine.tensor_parallel for i in range(config.rollout.engine.replicas)}
+    return RayLauncher(logs, config.launch.port, gpus)

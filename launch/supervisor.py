@@ -1,0 +1,355 @@
+"""The supervisor: starts the roles of a run in order, keeps them alive, ends them all.
+
+    engines, buffer, learner ──> warm-start evaluation ──> workers ──> the learner is done ──> final evaluation
+          └──────── heartbeats and health; what dies or falls silent is started again, `launch.restarts` times each
+
+    who waits         for what                                   until
+    plan              the learner to publish its first version   start_s; then the run fails, naming the learner
+    plan              the evaluations                            their own deadlines, inside the episodes
+    watch             the end of a process                       the run's end
+    pulse             a heartbeat, or an answer to /health       heartbeat_s; then the process is killed and restarted
+
+Invariants:
+- Whatever way `run` ends, no process that it started is left.
+- The ranks of the learner live and die together.
+- A role that ends with a ConfigError ends the run; trying again would not help.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import zmq
+import zmq.asyncio
+
+from ..configs import Config
+from ..errors import ConfigError, RoleDied, first_cause, within
+from ..monitor.live import View
+from .heart import Ready, Said, Signal, Stepped
+from .job import Cluster, Job
+from .processes import Launcher, Process
+from .threads import thread_environment
+
+log = logging.getLogger(__name__)
+
+END_S = 5.0
+"""How long a role other than the learner may take to end in good order."""
+
+PROBE_S = 5.0
+"""Longest wait for one answer to /health."""
+
+IMPORT_S = 60.0
+"""Beyond `start_s`: what the learner may take to import torch and load the model on a busy machine."""
+
+
+Keep = Callable[[Coroutine[Any, Any, None]], None]
+"""Takes work that goes on in the background until the plan is done; its failure ends the run."""
+
+
+class Interrupted(Exception):
+    """Somebody asked the run to stop; it left a checkpoint and can be resumed."""
+
+
+@dataclass
+class Member:
+    """One role as the supervisor sees it. `deadline` is when silence becomes death."""
+
+    name: str
+    environment: dict[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    process: Process | None = None
+    restarts: int = 0
+    deadline: float = float("inf")
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    last_words: str = ""
+    exit_status: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition("-")[0]
+
+
+def role_names(config: Config) -> list[str]:
+    """The processes of a training run; each listens on at most one port."""
+    engines = [f"engine-{i}" for i in range(config.rollout.engine.replicas)]
+    learners = [f"learner-{i}" for i in range(config.learner.backend.ranks)]
+    workers = [f"worker-{i}" for i in range(config.rollout.workers)]
+    return [*engines, "buffer", *learners, *workers, "evaluator"]
+
+
+class Supervisor:
+    """One run: `train` to the learner's last step, or `evaluate` what `model.path` holds.
+
+    Both raise:
+        RoleDied: a role ended more often than `launch.restarts` allows.
+        Interrupted: SIGINT or SIGTERM came.
+        ConfigError: a role found its config to be wrong.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, launcher: Launcher, view: View) -> None:
+        self._config = config
+        self._dir = run_dir
+        self._launcher = launcher
+        self._view = view
+        self._interrupted = asyncio.Event()
+        self._members: dict[str, Member] = {}
+
+    async def train(self) -> None:
+        """From the first process to the last evaluation."""
+        await self._see_through(role_names(self._config), self._train)
+
+    async def evaluate(self, label: str) -> None:
+        """Serve `model.path` as it is, and append one evaluation of it to `evaluations.json`."""
+        names = [n for n in role_names(self._config) if n.startswith("engine-")]
+
+        async def serve_and_play(keep: Keep) -> None:
+            for member in self._all("engine"):
+                await self._start(member)
+                keep(self._watch([member]))
+            await self._evaluate(label)
+
+        await self._see_through([*names, "evaluator"], serve_and_play)
+
+    def interrupt(self) -> None:
+        """Stop as soon as the learner has written its checkpoint."""
+        self._interrupted.set()
+
+    async def _see_through(self, names: Sequence[str], plan: Callable[[Keep], Coroutine[Any, Any, None]]) -> None:
+        """Carry out `plan` with the roles `names` while listening, probing and restarting; leave nothing behind."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.interrupt)
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.PULL)
+        try:
+            await self._place(names, socket)
+            async with asyncio.TaskGroup() as tasks:
+                background = [tasks.create_task(self._listen(socket)), tasks.create_task(self._pulse())]
+                work = asyncio.create_task(plan(lambda c: background.append(tasks.create_task(c))), name="plan")
+                interrupted = asyncio.create_task(self._interrupted.wait(), name="interrupt")
+                try:
+                    await asyncio.wait({work, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+                    if self._interrupted.is_set():
+                        raise Interrupted(f"interrupted; continue with `slipstream resume {self._config.run.dir}`")
+                    await work
+                finally:
+                    for task in (*background, work, interrupted):
+                        task.cancel()
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from None
+        finally:
+            await self._end()
+            socket.close(linger=0)
+            context.term()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    def _all(self, kind: str) -> list[Member]:
+        return [m for m in self._members.values() if m.kind == kind]
+
+    # --- the order of things --------------------------------------------------------------------------------------
+
+    async def _place(self, names: Sequence[str], socket: zmq.asyncio.Socket) -> None:
+        """Find a host and a port for everybody, and write them into the job that every role is given."""
+        self._members = {name: Member(name) for name in names}
+        places = await self._launcher.place(names, ports=1)
+        at = {name: f"{host}:{ports[0]}" for name, (host, ports) in places.items()}
+        host = places[names[-1]][0]
+        listening = socket.bind_to_random_port(f"tcp://{host}")
+        learner_host, _, learner_port = at.get("learner-0", "").rpartition(":")
+        cluster = Cluster(
+            supervisor=f"tcp://{host}:{listening}",
+            buffer=f"tcp://{at['buffer']}" if "buffer" in at else "",
+            engines=tuple(f"http://{at[m.name]}" for m in self._all("engine")),
+            learner_host=learner_host,
+        )
+        self._cluster = cluster
+        job = Job(self._config, cluster, str(self._dir), pushed="learner-0" in names).environment()
+        for member in self._members.values():
+            member.environment = job | thread_environment(self._config, member.kind)
+        ranks = self._all("learner")
+        if len(ranks) > 1:
+            meeting = {"MASTER_ADDR": learner_host, "MASTER_PORT": learner_port, "WORLD_SIZE": str(len(ranks))}
+            for rank, member in enumerate(ranks):
+                member.environment |= meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+    async def _train(self, keep: Keep) -> None:
+        for member in (*self._all("engine"), *self._all("buffer")):
+            await self._start(member)
+            keep(self._watch([member]))
+        learners = self._all("learner")
+        await asyncio.gather(*(self._start(m) for m in learners))
+        learned = asyncio.create_task(self._watch(learners), name="learner")
+        try:
+            await self._learner_ready(learned)
+            evaluates = self._config.evaluation.tasks > 0
+            if evaluates and not (self._dir / "evaluations.json").exists():
+                await self._evaluate("warm start")
+            for member in self._all("worker"):
+                await self._start(member)
+                keep(self._watch([member]))
+            await learned
+        finally:
+            learned.cancel()
+        await asyncio.gather(*(self._stop(m, END_S) for m in self._all("worker")))
+        if evaluates:
+            await self._evaluate("final")
+
+    async def _learner_ready(self, learned: asyncio.Task[None]) -> None:
+        """Wait until the learner has published its first version, or has ended."""
+        ready = asyncio.create_task(self._members["learner-0"].ready.wait(), name="first version")
+        start_s = self._config.rollout.engine.start_s + self._config.weightsync.push_s + IMPORT_S
+        await within(
+            start_s,
+            asyncio.wait({ready, learned}, return_when=asyncio.FIRST_COMPLETED),
+            who="the supervisor",
+            waits_for="the learner's first version to be served",
+            hint=f"see {self._dir}/logs/learner-0.log and engine-0.log",
+        )
+        ready.cancel()
+
+    async def _evaluate(self, label: str) -> None:
+        member = self._members["evaluator"]
+        member.arguments = ("--label", label)
+        await self._start(member)
+        await self._watch([member])
+
+    # --- one role -------------------------------------------------------------------------------------------------
+
+    async def _start(self, member: Member) -> None:
+        member.ready.clear()
+        member.last_words, member.exit_status = "", None
+        command = [sys.executable, "-m", "slipstream.launch.cli", "role", member.name, *member.arguments]
+        grace = self._config.rollout.engine.start_s if member.kind == "engine" else self._config.launch.heartbeat_s
+        member.deadline = time.monotonic() + grace
+        member.process = await self._launcher.start(member.name, command, member.environment)
+        self._view.status(member.name, f"started, pid {member.process.pid}")
+
+    async def _watch(self, gang: Sequence[Member]) -> None:
+        """Return when all of `gang` ended well; start all of it again when one did not."""
+        while True:
+            failed = await self._failure(gang)
+            if failed is None:
+                return
+            why = f"{failed.name} ended with {_describe(failed.exit_status)}"
+            if failed.last_words:
+                why += f": {failed.last_words}"
+            if failed.exit_status == ConfigError.exit_code:
+                raise ConfigError(failed.last_words or why)
+            failed.restarts += 1
+            if failed.restarts > self._config.launch.restarts:
+                budget = f"after {self._config.launch.restarts} restarts"
+                raise RoleDied(f"{why}; given up {budget}. See {self._dir / 'logs' / failed.name}.log")
+            self._view.event(f"{why}; restart {failed.restarts} of {self._config.launch.restarts}")
+            await asyncio.gather(*(self._start(m) for m in gang))
+
+    async def _failure(self, gang: Sequence[Member]) -> Member | None:
+        """Wait until all of `gang` ended well, or one did not and the others were killed; that one."""
+        ends = [asyncio.create_task(self._ended(m)) for m in gang]
+        try:
+            for end in asyncio.as_completed(ends):
+                if (failed := await end) is not None:
+                    await asyncio.gather(*(m.process.kill() for m in gang if m.process))
+                    await asyncio.gather(*ends)
+                    return failed
+            return None
+        finally:
+            for end in ends:
+                end.cancel()
+
+    async def _ended(self, member: Member) -> Member | None:
+        """Wait for the end of a process; the member if it failed."""
+        assert member.process is not None
+        member.exit_status = await member.process.wait()
+        member.deadline = float("inf")
+        self._view.status(member.name, _describe(member.exit_status))
+        return member if member.exit_status != 0 else None
+
+    async def _stop(self, member: Member, seconds: float) -> None:
+        """Ask a role to end; after `seconds` end it."""
+        if member.process is None or member.exit_status is not None:
+            return
+        member.deadline = float("inf")
+        await member.process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await member.process.wait()
+        await member.process.kill()
+
+    async def _end(self) -> None:
+        """End everything: first the learner, with its checkpoint, while the buffer still answers."""
+        await asyncio.gather(*(self._stop(m, self._config.launch.stop_s) for m in self._all("learner")))
+        await asyncio.gather(*(self._stop(m, END_S) for m in (*self._all("worker"), *self._all("evaluator"))))
+        await asyncio.gather(*(self._stop(m, END_S) for m in (*self._all("buffer"), *self._all("engine"))))
+        await self._launcher.close()
+
+    # --- signs of life --------------------------------------------------------------------------------------------
+
+    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            signal_ = msgspec.json.decode(await socket.recv(), type=Signal)
+            member = self._members[signal_.role]
+            if member.deadline != float("inf"):
+                member.deadline = time.monotonic() + self._config.launch.heartbeat_s
+            match signal_:
+                case Ready():
+                    member.ready.set()
+                    self._view.status(member.name, "ready")
+                case Stepped(row=row):
+                    self._view.step(msgspec.json.decode(row))
+                case Said(text=text, fatal=fatal):
+                    member.last_words = text if fatal else ""
+                    self._view.event(f"{member.name}: {text}")
+                case _:
+                    pass
+
+    async def _pulse(self) -> None:
+        """Kill what is silent; `_watch` starts it again."""
+        timeout = aiohttp.ClientTimeout(total=PROBE_S)
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            while True:
+                await asyncio.sleep(min(PROBE_S, self._config.launch.heartbeat_s / 4))
+                await asyncio.gather(*(self._probe(http, i) for i in range(len(self._cluster.engines))))
+                for member in self._members.values():
+                    if member.process and time.monotonic() > member.deadline:
+                        self._view.event(f"{member.name} is silent and is killed")
+                        member.deadline = float("inf")
+                        await member.process.kill()
+
+    async def _probe(self, http: aiohttp.ClientSession, index: int) -> None:
+        """Ask an engine how it is: an answer is a heartbeat, a refusal of a server that was well is its death."""
+        member = self._members[f"engine-{index}"]
+        if member.process is None or member.deadline == float("inf"):
+            return
+        try:
+            async with http.get(f"{self._cluster.engines[index]}/health") as answer:
+                healthy = answer.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return
+        if healthy:
+            if not member.ready.is_set():
+                self._view.status(member.name, "ready")
+            member.ready.set()
+            member.deadline = time.monotonic() + self._config.launch.heartbeat_s
+        elif member.ready.is_set():
+            member.deadline = time.monotonic()
+
+
+def _describe(status: int | None) -> str:
+    if status is None:
+        return "running"
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-status).name
+    return "exit 0" if status == 0 else f"exit status {status}"

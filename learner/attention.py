@@ -1,0 +1,110 @@
+"""Attention over packed rows, without padding and without a [N, N] mask.
+
+Invariants:
+- A token attends to itself and to earlier tokens of its own sequence only; sequences are cut by `cu_seqlens`.
+- Whatever a model asks for and this file does not do (soft caps, attention sinks, dropout) is an error, never ignored.
+- Models are called with `use_cache=False`: with a cache transformers packs silently wrong.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.utils.import_utils import is_flash_attn_2_available
+
+from ..errors import LearnerError
+
+VARLEN_SDPA = "slipstream_varlen_sdpa"
+FLASH = "flash_attention_2"
+
+
+def implementation(device: torch.device, dtype: torch.dtype) -> str:
+    """The attention implementation for `attn_implementation`: flash-attn where it can run, else one SDPA per sequence."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return FLASH if device.type == "cuda" and half and is_flash_attn_2_available() else VARLEN_SDPA
+
+
+def forward_arguments(name: str, cu_seqlens: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of the model's `forward` that tell implementation `name` where the sequences are cut."""
+    if name == VARLEN_SDPA:
+        return {"use_cache": False, "cu_seq_lens_q": cu_seqlens}
+    cuts = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
+    longest = max(b - a for a, b in pairwise(cu_seqlens))
+    return {
+        "use_cache": False,
+        "cu_seq_lens_q": cuts,
+        "cu_seq_lens_k": cuts,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def varlen_sdpa(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: tuple[int, ...] = (),
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """One causal SDPA call per sequence: work grows with the sum of squared lengths.
+
+    Args:
+        query: [1, heads, N, head_dim]; `key` and `value` may have fewer heads (grouped-query attention).
+        cu_seq_lens_q: S + 1 offsets, from 0 to N.
+
+    Returns:
+        [1, N, heads, head_dim] and None (no attention weights).
+    """
+    asked = {"softcap": softcap, "attention sinks": s_aux, "position bias": position_bias, "dropout": dropout or None}
+    unsupported = [name for name, wish in asked.items() if wish is not None]
+    if unsupported or not cu_seq_lens_q or attention_mask is not None:
+        what = ", ".join(unsupported) or "attention without cu_seqlens"
+        raise LearnerError(
+            f"{type(module).__name__} asks for {what}, which packed attention on {query.device} cannot do"
+        )
+    grouped = query.shape[1] != key.shape[1]
+    outputs = []
+    for start, end in pairwise(cu_seq_lens_q):
+        band = _band(end - start, sliding_window, query.device)
+        outputs.append(
+            functional.scaled_dot_product_attention(
+                query[:, :, start:end],
+                key[:, :, start:end],
+                value[:, :, start:end],
+                attn_mask=band,
+                is_causal=band is None,
+                scale=scaling,
+                enable_gqa=grouped,
+            )
+        )
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """bool[length, length], causal and at most `window` tokens back; None where plain causal says the same."""
+    if window is None or length <= window:
+        return None
+    at = torch.arange(length, device=device)
+    back = at[:, None] - at[None, :]
+    return (back >= 0) & (back < window)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """`varlen_sdpa` cuts by offsets and needs no mask."""
+
+
+AttentionInterface.register(VARLEN_SDPA, varlen_sdpa)
+AttentionMaskInterface.register(VARLEN_SDPA, _no_mask)

@@ -1,0 +1,203 @@
+"""From task groups to the rows that a rank trains on.
+
+    groups ──advantage per member──> sequences ──minibatches──> ──split over ranks──> ──packed──> rows
+
+Invariants:
+- A member's reward counts once in its group's baseline, however many branches it has; all its branches get its advantage.
+- A sampled token is trained exactly when its policy version is at least `oldest_version`; older ones stay as context without loss.
+- Everything is deterministic, and each rank computes the same whole before it takes its part.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..buffer.trajectory import Trajectory
+from ..errors import LearnerError
+from . import packing
+from .algorithms.grpo import Advantage
+from .backend import PackedRow
+
+Group = tuple[Trajectory, ...]
+"""All branches of all members of one task group."""
+
+
+class TrainSequence(msgspec.Struct, frozen=True):
+    """One branch, cut after its last trained token; T tokens, at least one of them trained.
+
+    Attributes:
+        token_ids: int32[T].
+        trained: bool[T].
+        behavior_logprobs: float32[T], 0 where not trained.
+        lags: int32[T], distance in versions between learner and token, -1 where not trained.
+        advantage: of the episode, the same at every trained token.
+    """
+
+    token_ids: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+    behavior_logprobs: NDArray[np.float32]
+    lags: NDArray[np.int32]
+    advantage: float
+
+
+class BatchSummary(msgspec.Struct, frozen=True):
+    """What `StepMetrics` says about a batch; names and units are its own."""
+
+    reward_mean: float
+    reward_std: float
+    staleness_mean: float
+    staleness_max: int
+    staleness_tokens: dict[str, int]
+    tokens_trained: int
+    tokens_withheld: int
+    episodes: int
+    episode_tokens_mean: float
+    turns_mean: float
+
+
+def to_sequences(
+    groups: Sequence[Group], advantage: Advantage, version: int, oldest_version: int
+) -> list[TrainSequence]:
+    """The branches that have a trained token, in the order of `groups`.
+
+    Args:
+        version: the learner's policy version now.
+        oldest_version: the oldest policy version whose tokens may be trained on.
+
+    Raises:
+        LearnerError: a failed episode is among them, or the branches of one disagree about its reward.
+    """
+    sequences = []
+    for group in groups:
+        rewards = _rewards(group)
+        estimates = advantage(np.array(list(rewards.values()), dtype=np.float64))
+        by_member = dict(zip(rewards, estimates.tolist(), strict=True))
+        for trajectory in group:
+            sequence = _cut(trajectory, by_member[trajectory.member], version, oldest_version)
+            if sequence is not None:
+                sequences.append(sequence)
+    return sequences
+
+
+def summarize(groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> BatchSummary:
+    """Statistics of a batch: `groups` and the `sequences` that `to_sequences` made of them."""
+    rewards = np.array([reward for group in groups for reward in _rewards(group).values()], dtype=np.float64)
+    branches = [trajectory for group in groups for trajectory in group]
+    lags = Counter[int]()
+    for sequence in sequences:
+        values, counts = np.unique(sequence.lags[sequence.trained], return_counts=True)
+        lags.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    trained, episodes = lags.total(), max(1, len(rewards))
+    sampled = sum(branch.sampled for branch in branches)
+    turns = sum(bool(branch.loss_mask[turn.start : turn.end].any()) for branch in branches for turn in branch.turns)
+    return BatchSummary(
+        reward_mean=float(rewards.mean()) if len(rewards) else 0.0,
+        reward_std=float(rewards.std()) if len(rewards) else 0.0,
+        staleness_mean=sum(lag * count for lag, count in lags.items()) / max(1, trained),
+        staleness_max=max(lags, default=0),
+        staleness_tokens={str(lag): lags[lag] for lag in sorted(lags)},
+        tokens_trained=trained,
+        tokens_withheld=sampled - trained,
+        episodes=len(rewards),
+        episode_tokens_mean=sampled / episodes,
+        turns_mean=turns / episodes,
+    )
+
+
+def minibatches(sequences: Sequence[TrainSequence], count: int) -> list[list[TrainSequence]]:
+    """At most `count` parts of nearly equal work, none empty: one optimizer step each."""
+    parts = packing.split([packing.cost(len(s.token_ids)) for s in sequences], count)
+    return [[sequences[i] for i in sorted(part)] for part in parts if part]
+
+
+def rank_rows(sequences: Sequence[TrainSequence], rank: int, world_size: int, budget: int) -> list[PackedRow]:
+    """The rows of `rank`, each of at most `budget` tokens or a single longer sequence; may be empty."""
+    part = packing.split([packing.cost(len(s.token_ids)) for s in sequences], world_size)[rank]
+    mine = [sequences[i] for i in sorted(part)]
+    return [to_row([mine[i] for i in row]) for row in packing.pack([len(s.token_ids) for s in mine], budget)]
+
+
+def to_row(sequences: Sequence[TrainSequence]) -> PackedRow:
+    """Sequences side by side. Proximal log-probs are NaN at trained tokens until `with_proximal`: forgetting them cannot pass."""
+    lengths = [len(s.token_ids) for s in sequences]
+    trained = np.concatenate([s.trained for s in sequences])
+    advantages = np.repeat(np.array([s.advantage for s in sequences], dtype=np.float32), lengths)
+    return PackedRow(
+        token_ids=torch.from_numpy(np.concatenate([s.token_ids for s in sequences]).astype(np.int64)),
+        position_ids=torch.from_numpy(np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])),
+        cu_seqlens=(0, *np.cumsum(lengths).tolist()),
+        trained=torch.from_numpy(trained),
+        behavior_logprobs=torch.from_numpy(np.concatenate([s.behavior_logprobs for s in sequences])),
+        proximal_logprobs=torch.from_numpy(np.where(trained, np.float32("nan"), np.float32(0))),
+        advantages=torch.from_numpy(np.where(trained, advantages, np.float32(0))),
+        lags=torch.from_numpy(np.concatenate([s.lags for s in sequences])),
+    )
+
+
+def with_proximal(row: PackedRow, logprobs: torch.Tensor) -> PackedRow:
+    """`row` with the log-probs of the policy as it is before the step, as `Backend.logprobs` gave them."""
+    return msgspec.structs.replace(row, proximal_logprobs=torch.where(row.trained, logprobs, 0.0))
+
+
+def supervised(token_ids: Sequence[int], trained: Sequence[bool] | NDArray[np.bool_]) -> TrainSequence:
+    """A sequence whose marked tokens are to be made likely; its first token never is."""
+    mask = np.array(trained, dtype=np.bool_)
+    mask[0] = False
+    return TrainSequence(
+        token_ids=np.array(token_ids, dtype=np.int32),
+        trained=mask,
+        behavior_logprobs=np.zeros(len(mask), dtype=np.float32),
+        lags=np.where(mask, 0, -1).astype(np.int32),
+        advantage=1.0,
+    )
+
+
+def scoring_row(sequences: Sequence[Sequence[int]]) -> PackedRow:
+    """A row for `Backend.logprobs` over every token but the first of each sequence."""
+    return to_row([supervised(ids, np.ones(len(ids), dtype=np.bool_)) for ids in sequences])
+
+
+def mismatch(rows: Sequence[PackedRow]) -> float:
+    """Largest |learner - engine| log-prob in nats over this rank's trained tokens of lag 0; 0 where there are none."""
+    gaps = [(r.proximal_logprobs - r.behavior_logprobs)[r.trained & (r.lags == 0)].abs() for r in rows]
+    return max((float(gap.max()) for gap in gaps if len(gap)), default=0.0)
+
+
+def _rewards(group: Group) -> dict[int, float]:
+    """Reward by member."""
+    rewards: dict[int, float] = {}
+    for trajectory in group:
+        if not trajectory.outcome.trainable:
+            raise LearnerError(f"trajectory {trajectory.id!r} failed; failed episodes must be removed before training")
+        if rewards.setdefault(trajectory.member, trajectory.reward) != trajectory.reward:
+            raise LearnerError(
+                f"trajectory {trajectory.id!r}: its reward differs from that of the episode's other branches"
+            )
+    return rewards
+
+
+def _cut(trajectory: Trajectory, advantage: float, version: int, oldest_version: int) -> TrainSequence | None:
+    versions = trajectory.versions()
+    trained = trajectory.loss_mask & (versions >= oldest_version)
+    trained[0] = False
+    places = np.flatnonzero(trained)
+    if not len(places):
+        return None
+    # What follows the last trained token has no influence on the loss and need not be computed.
+    end = int(places[-1]) + 1
+    trained = trained[:end]
+    # A learner that resumed from a checkpoint may be older than the engines were: the distance is what matters.
+    lags = np.where(trained, np.abs(version - versions[:end]), -1)
+    return TrainSequence(
+        token_ids=trajectory.token_ids[:end],
+        trained=trained,
+        behavior_logprobs=np.where(trained, trajectory.behavior_logprobs[:end], np.float32(0)),
+        lags=lags.astype(np.int32),
+        advantage=advantage,
+    )

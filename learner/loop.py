@@ -1,0 +1,172 @@
+"""The training loop: take a batch, step, commit, publish, again.
+
+    buffer ──take(v)──> advantages, rows ──> proximal log-probs ──> step ──> commit(v) ──> publish(v + 1) ──> served(v + 1)
+                                                                               └── every so often: checkpoint
+
+    who waits          for what                                        until
+    every rank         the batch of version v                          learner.batch_s, then DeadlineExceeded
+    rank 0             replicas that take the new weights              weightsync.push_s each; the late are left out
+    every rank         the other ranks, in each collective             the backend's timeout, then LearnerError
+
+Invariants:
+- All ranks run this same loop over the same batches: `take` gives every rank the same batch until it is committed.
+- The commit comes after the optimizer step and before the weights are gathered, so no rank asks for a batch too early.
+- Only rank 0 commits, publishes, reports and prunes.
+- A stop is agreed on between two steps; it leaves a checkpoint of the last commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..buffer.client import BufferClient
+from ..buffer.messages import Batch
+from ..configs.schema import Learner
+from ..weightsync.plan import PushReport
+from ..weightsync.publisher import Publisher
+from . import checkpoint
+from .algorithms import advantage_of, loss_of
+from .backend import Backend
+from .batch import TrainSequence, minibatches, mismatch, rank_rows, scoring_row, summarize, to_sequences, with_proximal
+from .checkpoint import CheckpointState
+from .meter import StepDone, StepMeter
+from .metrics import StepMetrics
+from .schedule import warm_up
+
+log = logging.getLogger(__name__)
+
+CATCH_UP_S = 1.0
+"""Between looks for replicas that came back, while the learner waits for a batch anyway."""
+
+
+class TrainingLoop:
+    """One rank of the learner.
+
+    Args:
+        config: the learner's section.
+        backend: this rank's part of the model.
+        buffer: where batches come from.
+        publisher: on rank 0 how weights leave; None on the others.
+        checkpoints: folder that checkpoints live in.
+        canary_ids: the fixed prompt of every push.
+        report: receives each step's metrics, on rank 0.
+    """
+
+    def __init__(
+        self,
+        config: Learner,
+        backend: Backend,
+        buffer: BufferClient,
+        publisher: Publisher | None,
+        checkpoints: Path,
+        canary_ids: Sequence[int],
+        report: Callable[[StepMetrics], None],
+    ) -> None:
+        self._config = config
+        self._backend = backend
+        self._buffer = buffer
+        self._publisher = publisher
+        self._checkpoints = checkpoints
+        self._canary = tuple(canary_ids)
+        self._report = report
+        self._advantage = advantage_of(config.algorithm)
+        self._loss = loss_of(config.algorithm)
+
+    async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> CheckpointState:
+        """Train from the newest checkpoint to `learner.steps`, or until `stop`. Returns what the last checkpoint holds."""
+        state = await self._recover()
+        await self._publish(state.version)
+        on_ready()
+        meter = StepMeter(await self._buffer.stats())
+        while state.step < self._config.steps:
+            batch = await self._next_batch(state.version, stop)
+            if batch is None:
+                break
+            meter.took(batch)
+            sequences = to_sequences(batch.groups, self._advantage, state.version, batch.oldest_version)
+            done = self._step(sequences, state.step)
+            if self._backend.rank == 0:
+                await self._buffer.commit(state.version)
+            meter.stepped(await self._buffer.stats())
+            state = CheckpointState(step=state.step + 1, version=state.version + 1)
+            push = await self._publish(state.version)
+            if state.step % self._config.checkpoint.every == 0:
+                await self._save(state)
+            if push is not None:
+                self._report(meter.row(state, summarize(batch.groups, sequences), done, push))
+        if self._saved != state:
+            await self._save(state)
+        return state
+
+    async def _recover(self) -> CheckpointState:
+        """Load the newest checkpoint, if any, and have the buffer roll back what it does not contain."""
+        newest = checkpoint.latest(self._checkpoints)
+        state = self._saved = self._backend.load(newest) if newest else CheckpointState(step=0, version=0)
+        version = await self._buffer.recover(state.version) if self._backend.rank == 0 else 0
+        version = int(self._backend.maximum(version))
+        if version != state.version:
+            log.warning(
+                "commits after version %d were lost; their weights live on as version %d", state.version, version
+            )
+        return CheckpointState(step=state.step, version=version)
+
+    async def _next_batch(self, version: int, stop: asyncio.Event) -> Batch | None:
+        """The batch of `version`, None when any rank was asked to stop. Meanwhile replicas that came back catch up."""
+        take = asyncio.create_task(self._buffer.take(version, self._config.batch_s), name="batch")
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            while not (take.done() or stopped.done()):
+                await asyncio.wait({take, stopped}, timeout=CATCH_UP_S, return_when=asyncio.FIRST_COMPLETED)
+                if self._publisher is not None and not take.done():
+                    await self._serve(await self._publisher.catch_up())
+            if self._backend.maximum(stopped.done()):
+                return None
+            return await take
+        finally:
+            take.cancel()
+            stopped.cancel()
+
+    def _step(self, sequences: Sequence[TrainSequence], step: int) -> StepDone:
+        """The optimizer steps of one batch, all against the proximal policy that it began with."""
+        backend, config = self._backend, self._config
+        parts = minibatches(sequences, config.algorithm.minibatches)
+        budget = config.backend.tokens_per_microbatch
+        rows = [rank_rows(part, backend.rank, backend.world_size, budget) for part in parts]
+        rows = [[with_proximal(r, p) for r, p in zip(part, backend.logprobs(part), strict=True)] for part in rows]
+        lr = warm_up(config.optimizer.lr, step, config.optimizer.warmup_steps)
+        results = [backend.step(part, self._loss, lr) for part in rows]
+        gap = backend.maximum(mismatch([row for part in rows for row in part]))
+        return StepDone(results=tuple(results), lr=lr, mismatch=gap)
+
+    async def _publish(self, version: int) -> PushReport | None:
+        """Send this rank's part of the weights on their way; on rank 0, see them served."""
+        scored = self._backend.logprobs([scoring_row([self._canary])], temperature=1.0)[0]
+        if self._publisher is None:
+            collections.deque(self._backend.named_weights(), maxlen=0)
+            return None
+        weights = self._backend.named_weights()
+        push = await self._publisher.publish(version, weights, self._canary, scored[1:].tolist())
+        await self._serve(push)
+        return push
+
+    async def _serve(self, push: PushReport | None) -> None:
+        """Tell the buffer what the engines serve now."""
+        if push is None:
+            return
+        for name, why in push.failed.items():
+            log.warning("%s did not take version %d: %s", name, push.version, why)
+        if push.pushed:
+            await self._buffer.served(push.version)
+
+    async def _save(self, state: CheckpointState) -> None:
+        """Checkpoint `state`; commits that every kept checkpoint contains can no longer be rolled back."""
+        self._backend.save(checkpoint.path_of(self._checkpoints, state.step), state)
+        self._saved = state
+        if self._backend.rank == 0:
+            checkpoint.prune(self._checkpoints, self._config.checkpoint.keep)
+            oldest = checkpoint.checkpoints(self._checkpoints)[0]
+            await self._buffer.checkpointed(checkpoint.read_state(oldest).version)

@@ -1,0 +1,83 @@
+"""Where one step's time and tokens went, from marks set along the training loop."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from ..buffer.messages import Batch, Stats
+from ..weightsync.plan import PushReport
+from .algorithms import effective_sample_size
+from .backend import StepResult
+from .batch import BatchSummary
+from .checkpoint import CheckpointState
+from .metrics import StepMetrics
+
+
+class StepDone(msgspec.Struct, frozen=True):
+    """The optimizer steps of one batch (one per minibatch), their rate, and the largest learner-engine mismatch in nats."""
+
+    results: tuple[StepResult, ...]
+    lr: float
+    mismatch: float
+
+    def mean(self, name: str) -> float:
+        """A loss statistic, mean over the batch's trained tokens."""
+        return sum(r.means[name] * r.tokens for r in self.results) / sum(r.tokens for r in self.results)
+
+
+class StepMeter:
+    """Call `took`, `stepped` and `row` in this order, once per step. `stats` is the buffer when the loop begins."""
+
+    def __init__(self, stats: Stats) -> None:
+        self._ended = time.perf_counter()
+        self._before = stats
+
+    def took(self, batch: Batch) -> None:
+        """The batch is here."""
+        self._took = time.perf_counter()
+        self._at_take = batch.stats
+        self._context = sum(len(trajectory) for group in batch.groups for trajectory in group)
+
+    def stepped(self, stats: Stats) -> None:
+        """The weights are stepped and committed; `stats` is the buffer now."""
+        self._stepped = time.perf_counter()
+        self._after = stats
+
+    def row(self, state: CheckpointState, batch: BatchSummary, done: StepDone, push: PushReport) -> StepMetrics:
+        """The step that made `state`, now that its weights are pushed."""
+        now = time.perf_counter()
+        total_s, step_s, wait_s = now - self._ended, self._stepped - self._took, self._took - self._ended
+        before, after = self._before, self._after
+        slot_s = after.slot_s - before.slot_s
+        results = done.results
+        metrics = StepMetrics(
+            **msgspec.structs.asdict(batch),
+            step=state.step,
+            version=state.version,
+            time=time.time(),
+            tokens_discarded=sum(after.ledger.discarded.values()) - sum(before.ledger.discarded.values()),
+            rollout_tokens_per_s=(after.ledger.generated - before.ledger.generated) / total_s,
+            overlap_tokens_per_s=(after.ledger.generated - self._at_take.ledger.generated) / step_s,
+            learner_tokens_per_s=self._context / step_s,
+            learner_idle=wait_s / total_s,
+            rollout_idle=(after.idle_slot_s - before.idle_slot_s) / slot_s if slot_s > 0 else 0.0,
+            wait_s=wait_s,
+            step_s=step_s,
+            push_s=now - self._stepped,
+            pause_ms=push.pause_ms,
+            transfer_ms=push.transfer_ms,
+            canary=push.canary,
+            mismatch_max=done.mismatch,
+            mismatch_tokens=batch.staleness_tokens.get("0", 0),
+            loss=sum(r.loss for r in results) / len(results),
+            ess=effective_sample_size({n: done.mean(n) for n in ("importance", "importance_square")}),
+            kl=done.mean("kl"),
+            entropy=done.mean("entropy"),
+            clip_fraction=done.mean("clip_fraction"),
+            grad_norm=max(r.grad_norm for r in results),
+            lr=done.lr,
+        )
+        self._ended, self._before = now, after
+        return metrics

@@ -1,0 +1,103 @@
+"""Finding, checking and loading the policy.
+
+Invariants:
+- `check_model` reads config and tokenizer only, never a weight, so that a wrong path is told before anything starts.
+- Local files come first: a folder is never looked up on the hub, a hub name only where its files are not here yet.
+- Master weights are float32, whatever the folder holds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from ..errors import ConfigError
+
+PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Other kinds (recurrent, linear, chunked) would carry state from one packed sequence into the next."""
+
+FILES = {"model": ("*.safetensors",), "tokenizer": ("tokenizer.json", "*.model", "vocab.*")}
+"""A folder holds one of each. Without the second, transformers makes an empty tokenizer of the family and says nothing."""
+
+HUB_S = 10.0
+"""Seconds for the hub to say whether it knows a name."""
+
+LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)
+"""What the loaders raise for missing, malformed, foreign and ill-fitting files."""
+
+
+def check_model(path: str) -> None:
+    """See that `path` names a causal LM which can be trained here, without reading its weights.
+
+    Raises:
+        ConfigError: no such folder, no config, no weights file, no tokenizer, a tokenizer larger than the vocabulary, or
+            layers that cannot be packed.
+    """
+    config = _load(AutoConfig, path, "config")
+    kinds = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS
+    if kinds:
+        raise ConfigError(
+            f"model.path: {path!r} has layers of kind {', '.join(sorted(kinds))}; allowed are {', '.join(sorted(PACKABLE_LAYERS))}"
+        )
+    folder = Path(path)
+    for what, patterns in FILES.items():
+        if folder.is_dir() and not any(file for pattern in patterns for file in folder.glob(pattern)):
+            raise ConfigError(
+                f"model.path: folder {path!r} holds no {what} file ({', '.join(patterns)}); "
+                f"write the {what} with save_pretrained"
+            )
+    size, vocabulary = len(load_tokenizer(path)), config.vocab_size
+    if size > vocabulary:
+        raise ConfigError(
+            f"model.path: {path!r} has a tokenizer of {size} tokens and a model of {vocabulary}; "
+            "resize the model's embeddings or take the tokenizer it was made with"
+        )
+
+
+def vocabulary_size(path: str) -> int:
+    """Rows of the model's embedding: every token id is below it. Raises ConfigError where there is no model."""
+    return _load(AutoConfig, path, "config").vocab_size
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a folder or hub name. Raises ConfigError where there is none."""
+    return _load(AutoTokenizer, path, "tokenizer")
+
+
+def load_model(path: str, attention: str) -> PreTrainedModel:
+    """The causal LM of a folder or hub name: float32, on CPU, without dropout, attending by implementation `attention`.
+
+    Raises:
+        ConfigError: there is none, its weights do not fit its config, or it cannot attend by `attention`.
+    """
+    model: PreTrainedModel = _load(
+        AutoModelForCausalLM, path, "causal language model", dtype=torch.float32, attn_implementation=attention
+    )
+    return model.eval()
+
+
+def _load(loader: Any, path: str, what: str, **options: Any) -> Any:
+    folder = Path(path).is_dir()
+    try:
+        return loader.from_pretrained(path, local_files_only=True, **options)
+    except LOAD_ERRORS as error:
+        if folder:
+            raise ConfigError(f"model.path: folder {path!r} holds no usable {what}: {_first_line(error)}") from error
+    try:
+        # One question with a deadline first: the loaders themselves repeat a vain one for half a minute.
+        HfApi().model_info(path, timeout=HUB_S)
+        return loader.from_pretrained(path, **options)
+    # Everything: the hub client lets its HTTP library's errors through, and which library that is changes.
+    except Exception as error:
+        raise ConfigError(
+            f"model.path: {path!r} is no folder here, and the hub gave no {what} of that name: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

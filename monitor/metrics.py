@@ -1,0 +1,101 @@
+"""`metrics.jsonl`: one JSON object per learner step, appended and flushed, readable after any crash.
+
+Invariants:
+- A line is written whole in one write; a line without its newline was torn by a crash and is dropped, and the log says so.
+- JSON has no NaN and no infinity: such a number is written as `null`, which means "not a number at this step", and the log
+  names the key. A chart shows a gap there.
+- A learner that recovered from a checkpoint repeats steps; of two rows for one step the later one counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from ..errors import StoreError
+
+log = logging.getLogger(__name__)
+
+Row = Mapping[str, Any]
+"""One line of the file: numbers by name, `staleness_tokens` a mapping to numbers. Names are those of the learner's metrics."""
+
+
+class MetricsWriter:
+    """Appends rows to one file. Continues a file that an earlier process left, without its torn last line."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises StoreError where the file cannot be opened."""
+        self._encoder = msgspec.json.Encoder()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+            kept = _whole_lines(path)
+            if kept < self._file.tell():
+                log.warning("%s: the last line was torn by a crash and is dropped", path)
+                self._file.truncate(kept)
+        except OSError as error:
+            raise StoreError(f"{path}: metrics cannot be written there: {error}") from error
+
+    def append(self, row: Row | msgspec.Struct) -> None:
+        """Write one row and flush it to the operating system."""
+        values = msgspec.to_builtins(row)
+        bad = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
+        if bad:
+            log.warning("step %s: not a finite number, written as null: %s", values.get("step"), ", ".join(bad))
+        self._file.write(self._encoder.encode(values) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """Rows by step, in the order of the steps; empty where there is no file.
+
+    Raises:
+        StoreError: a line that is whole is no JSON object with a step; naming the line.
+    """
+    if not path.is_file():
+        return []
+    content = path.read_bytes()
+    lines = content.split(b"\n")
+    if lines.pop():
+        log.warning("%s: the last line is torn and is left out", path)
+    rows: dict[int, Row] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = msgspec.json.decode(line, type=dict[str, Any])
+            rows[int(row["step"])] = row
+        except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+            raise StoreError(f"{path}, line {number}: not a row of metrics: {error!r}") from None
+    return [rows[step] for step in sorted(rows)]
+
+
+def scalars(row: Row) -> dict[str, float]:
+    """The numbers of a row by flat name, for trackers: `{"staleness_tokens": {"0": 3}}` gives `staleness_tokens/0`."""
+    flat: dict[str, float] = {}
+    for key, value in row.items():
+        nested = value if isinstance(value, Mapping) else {"": value}
+        for sub, number in nested.items():
+            if isinstance(number, int | float) and math.isfinite(number):
+                flat[f"{key}/{sub}" if sub else key] = float(number)
+    return flat
+
+
+def _whole_lines(path: Path) -> int:
+    """Bytes up to and including the last newline."""
+    return path.read_bytes().rfind(b"\n") + 1

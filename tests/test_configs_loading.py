@@ -1,0 +1,202 @@
+"""A config is either right or refused with one line that says what to change."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from slipstream.configs import Config, check, dump, from_json, load, presets, to_json
+from slipstream.errors import ConfigError
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def refusal(source: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(source, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_presets_are_valid_and_survive_both_round_trips(preset, tmp_path):
+    config = load(preset)
+    assert load(write(tmp_path, dump(config))) == config
+    assert from_json(to_json(config)) == config
+
+
+def test_the_presets_that_the_readme_names_exist():
+    assert {"quickstart", "qwen3-0.6b"} <= set(presets())
+
+
+def test_an_empty_file_is_the_default_config(tmp_path):
+    assert load(write(tmp_path, "# nothing\n")) == Config()
+
+
+def test_numbers_and_text_are_read_by_yaml_1_2(tmp_path):
+    text = "learner: {optimizer: {lr: 1e-6}}\nrun: {dir: 2026-01-01}\nmodel: {path: no}\nsft: {out: 007}\n"
+    config = load(write(tmp_path, text))
+    assert config.learner.optimizer.lr == 1e-6
+    assert (config.run.dir, config.model.path, config.sft.out) == ("2026-01-01", "no", "007")
+
+
+@pytest.mark.parametrize("text", ["1e-6", "true", "007", "12", "no", "~", "a: b", "0.85", ""])
+def test_text_that_looks_like_something_else_is_dumped_as_text(text, tmp_path):
+    config = load("quickstart", ["env.kind=python", "env.factory=my.envs:Make"])
+    env = msgspec.structs.replace(config.env, arguments={"x": text, "y": [text, 1e-7, 3, None, {"z": True}]})
+    config = msgspec.structs.replace(config, env=env)
+    assert load(write(tmp_path, dump(config))) == config
+
+
+def test_overrides_are_applied_over_the_file():
+    config = load(
+        "quickstart",
+        [
+            "buffer.max_staleness=5",
+            "learner.optimizer.lr=1e-4",
+            "monitor.trackers=[wandb]",
+            "env.parameters.max_terms=9",
+        ],
+    )
+    assert config.buffer.max_staleness == 5
+    assert config.learner.optimizer.lr == 1e-4
+    assert config.monitor.trackers == ("wandb",)
+    assert config.env.parameters["max_terms"] == 9
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_another_kind_drops_the_keys_of_the_old_one_in_any_order(turn):
+    overrides = ["env.kind=python", "env.factory=my.envs:Make", "env.arguments.level=3"][::turn]
+    env = load("quickstart", overrides).env
+    assert msgspec.to_builtins(env) == {"kind": "python", "factory": "my.envs:Make", "arguments": {"level": 3}}
+
+
+def test_a_whole_section_is_set_before_its_keys():
+    overrides = ["env.factory=my.envs:Other", "env={kind: python, factory: 'my.envs:Make', arguments: {a: 1}}"]
+    env = load("quickstart", overrides).env
+    assert msgspec.to_builtins(env) == {"kind": "python", "factory": "my.envs:Other", "arguments": {"a": 1}}
+
+
+def test_the_same_kind_keeps_the_keys_of_the_file():
+    assert load("quickstart", ["env.kind=reasoning_gym"]) == load("quickstart")
+
+
+def test_the_agents_kind_is_a_value_and_drops_nothing():
+    config = load("quickstart", ["agent.kind=my.agents:play"])
+    assert config.agent.max_tokens_per_turn == load("quickstart").agent.max_tokens_per_turn
+
+
+def test_text_keys_take_numbers_from_the_command_line_as_written():
+    config = load("quickstart", ["rollout.engine.memory=0.85", "run.dir=0010", 'model.path="12"'])
+    assert (config.rollout.engine.memory, config.run.dir, config.model.path) == ("0.85", "0010", "12")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("learner: {optimzer: {lr: 1}}", ["learner.optimzer: no such key", "learner.optimizer?", "steps, backend"]),
+        ("max_staleness: 3", ["max_staleness: no such key", "did you mean buffer.max_staleness?", "seed, run"]),
+        (
+            "env: {factory: 'a:B'}",
+            ["env.factory: no such key", "set too", "env.kind=python", "with kind reasoning_gym: kind, family"],
+        ),
+        ("env: {kind: gym}", ["env.kind: 'gym' is unknown", "reasoning_gym, python"]),
+        ("env: {kind: python}", ["env.factory: must be set"]),
+        ("rollout: {engine: {kind: tgi}}", ["rollout.engine.kind: 'tgi'", "vllm"]),
+        ("learner: {steps: many}", ["learner.steps: 'many' is not allowed", "an integer >= 1"]),
+        ("learner: {steps: 0}", ["learner.steps: 0", "an integer >= 1"]),
+        ("learner: {steps: 1.0}", ["learner.steps: 1.0", "an integer"]),
+        ("seed: true", ["seed: True", "an integer"]),
+        ("env: {calculator: yes}", ["env.calculator: 'yes'", "true or false"]),
+        ("env: {direct_answers: 1.5}", ["env.direct_answers: 1.5", "a number >= 0 and <= 1"]),
+        ("learner: {optimizer: {lr: 0}}", ["learner.optimizer.lr: 0", "a number > 0"]),
+        ("learner: {optimizer: {lr: .inf}}", ["learner.optimizer.lr: inf", "not a finite number"]),
+        ("model: {dtype: fp8}", ["model.dtype: 'fp8'", "one of bfloat16, float32"]),
+        ("monitor: {trackers: [mlflow]}", ["monitor.trackers: ['mlflow']", "a list of tensorboard, wandb"]),
+        ("rollout: {engine: {memory: 0.85}}", ["rollout.engine.memory: 0.85 is not text; write it in quotes"]),
+        ("learner:", ["learner: None", "a section with the keys steps"]),
+        ("buffer: 3", ["buffer: 3", "a section"]),
+        ("- a", ["['a']"]),
+        ("seed: 1\nrun: {dir: a}\nseed: 2", ["line 3", "'seed'", "line 1"]),
+        ("env:\n  family: a\n  family: b", ["line 3", "'family'"]),
+        ("seed: 1\nrun: [", ["line 2", "not valid YAML"]),
+        ("seed: !!python/object:os.system 1", ["line 1", "not valid YAML"]),
+        ("1: 2", ["line 1", "'1' is not text"]),
+    ],
+)
+def test_a_bad_file_is_one_line_naming_key_value_and_what_is_allowed(text, expected, tmp_path):
+    message = refusal(write(tmp_path, text))
+    for part in expected:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("buffer.max_stalenes=1", ["buffer.max_stalenes: no such key", "did you mean buffer.max_staleness?"]),
+        ("bufer.max_staleness=1", ["bufer: no such key", "did you mean buffer?"]),
+        ("buffer.max_staleness=-1", ["buffer.max_staleness: -1", ">= 0"]),
+        ("buffer.max_staleness", ["buffer.max_staleness", "key.sub=value"]),
+        (".=1", ["key.sub=value"]),
+        ("seed.deeper=1", ["seed.deeper", "seed has no keys below it"]),
+        ("env.parameters={a: ", ["env.parameters", "not valid YAML"]),
+        ("env.kind=pyton", ["env.kind: 'pyton'", "python"]),
+        ("env=[1]", ["env: [1]", "a section"]),
+    ],
+)
+def test_a_bad_override_is_one_line(override, expected):
+    message = refusal("quickstart", override)
+    for part in expected:
+        assert part in message
+
+
+def test_a_missing_file_names_the_presets():
+    assert "quickstart" in refusal("nowhere.yaml")
+
+
+def test_a_broken_handover_is_a_config_error():
+    with pytest.raises(ConfigError, match="handed to this process"):
+        from_json('{"sed": 1}')
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["agent.max_tokens_per_turn=2000"], ["agent.max_tokens_per_turn=2000", "agent.max_tokens=1024", "1 to 1024"]),
+        (["agent.kind=single_turn"], ["agent.kind=single_turn", "env.calculator=false"]),
+        (["agent.kind=solo"], ["agent.kind: 'solo'", "tool_calling, single_turn", "package.module:coroutine"]),
+        (["env.kind=python", "env.factory=mine"], ["env.factory: 'mine'", "package.module:Name"]),
+        (["learner.algorithm.minibatches=9"], ["learner.algorithm.minibatches=9", "groups_per_batch=8", "1 to 8"]),
+        (["weightsync.bucket=64MB"], ["weightsync.bucket", "64MB", "MiB"]),
+        (["rollout.engine.memory=1.5"], ["rollout.engine.memory", "1.5", "0.85"]),
+        (["rollout.engine.memory=lots"], ["rollout.engine.memory", "lots"]),
+        (["buffer.max_staleness=0", "learner.batch_s=10"], ["buffer.max_staleness=0", "learner.batch_s=10", "600"]),
+        (["buffer.on_deadline=wait", "learner.batch_s=10"], ["buffer.on_deadline=wait", "learner.batch_s=10"]),
+        (["learner.optimizer.beta2=1"], ["learner.optimizer.beta2"]),
+        (["run.dir="], ["run.dir"]),
+        (["monitor.trackers=[wandb, wandb]"], ["monitor.trackers", "twice"]),
+    ],
+)
+def test_impossible_combinations_name_their_keys(overrides, expected):
+    message = refusal("quickstart", *overrides)
+    for part in expected:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["env.calculator=false"],
+        ["env.calculator=false", "agent.kind=single_turn"],
+        ["rollout.sampling.top_p=0.9"],
+        ["learner.backend.device=cuda"],
+        ["rollout.episodes_per_worker=4096"],
+        ["learner.batch_s=10"],
+    ],
+)
+def test_what_is_only_slow_or_the_machines_matter_is_allowed(overrides):
+    check(load("quickstart", overrides))

@@ -1,0 +1,91 @@
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream.envs import CALCULATOR, InvalidCall, Tool, ToolCall, ToolSpec, call_tool
+from slipstream.envs.tools import calculate
+from slipstream.errors import ToolError
+
+TOOLS = {"calculator": CALCULATOR}
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("728 - 871", "-143"),
+        ("-(2 + 3) * 4", "-20"),
+        ("6 / 3", "2"),
+        ("7 / 2", "3.5"),
+        ("7 // 2", "3"),
+        ("-7 % 3", "2"),
+        ("2 ** 10", "1024"),
+        ("2 ** -1", "0.5"),
+        (" 1.5 + 1 ", "2.5"),
+    ],
+)
+def test_arithmetic(expression, value):
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "complaint"),
+    [
+        ("", "not arithmetic"),
+        ("2 +", "not arithmetic"),
+        ("2 + 3 = 5", "not arithmetic"),
+        ("1 / 0", "division by zero"),
+        ("5 % 0", "division by zero"),
+        ("0 ** -1", "division by zero"),
+        ("9 ** 9 ** 9", "too large"),
+        ("9.9 ** 999", "too large"),
+        ("1e999 - 1", "too large"),
+        ("(-8) ** 0.5", "not a real number"),
+        ("x + 1", "only numbers"),
+        ("__import__('os')", "only numbers"),
+        ("True + 1", "only numbers"),
+        ("1, 000", "only numbers"),
+        ("1 << 9", "only numbers"),
+        ("1" * 201, "characters"),
+        ("(" * 100 + "1" + ")" * 100, "not arithmetic|characters"),
+    ],
+)
+def test_what_is_refused_is_refused_in_one_line(expression, complaint):
+    with pytest.raises(InvalidCall, match=complaint) as error:
+        calculate(expression)
+    assert "\n" not in str(error.value)
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="0123456789+-*/%(). e", max_size=200))
+def test_no_expression_hangs_or_raises_anything_else(expression):
+    began = time.perf_counter()
+    try:
+        assert len(calculate(expression)) < 100
+    except InvalidCall:
+        pass
+    assert time.perf_counter() - began < 1.0
+
+
+def test_a_wrong_call_is_told_to_the_policy():
+    message, valid = call_tool(TOOLS, ToolCall("calculator", {"expression": "1 / 0"}, id="c1"))
+    assert (message.role, message.content, message.tool_call_id, valid) == (
+        "tool",
+        "error: division by zero",
+        "c1",
+        False,
+    )
+    message, valid = call_tool(TOOLS, ToolCall("search", {}))
+    assert message.content == "error: there is no tool 'search'; use calculator"
+    assert not valid
+    for arguments in ({}, {"expression": 3}, {"expression": "1", "precision": 2}):
+        assert "the calculator takes" in call_tool(TOOLS, ToolCall("calculator", arguments))[0].content
+
+
+def test_a_tool_that_fails_is_not_told_to_the_policy():
+    def broken(arguments):
+        raise ToolError("the sandbox is gone")
+
+    tools = {"broken": Tool(ToolSpec("broken", "", {}), broken)}
+    with pytest.raises(ToolError, match="sandbox"):
+        call_tool(tools, ToolCall("broken", {}))

@@ -1,0 +1,127 @@
+"""From trajectories to rows: who is trained, with which advantage, and where each token ends up."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory, Turn, VersionSpan
+from slipstream.configs.schema import Algorithm, Grpo
+from slipstream.errors import LearnerError
+from slipstream.learner import batch
+from slipstream.learner.algorithms import advantage_of
+
+PLAIN = advantage_of(Algorithm(advantage=Grpo(normalize=False)))
+
+
+def trajectory(member, reward, versions, branch=0, group=0, outcome=FINISHED):
+    """One token per entry of `versions`: -1 is context, anything else is the version that sampled it."""
+    n = len(versions)
+    mask = np.array(versions) >= 0
+    spans = tuple(VersionSpan(i, i + 1, v) for i, v in enumerate(versions) if v >= 0)
+    first = int(mask.argmax())
+    made = Trajectory(
+        id=f"{group}.0.{member}.{branch}",
+        group_id=group,
+        member=member,
+        branch=branch,
+        task_id="t",
+        env="e",
+        token_ids=np.arange(100 * member + 10 * branch, 100 * member + 10 * branch + n, dtype=np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+        version_spans=spans,
+        turns=(Turn(first, n, "stop"),) if mask.any() else (),
+        reward=reward,
+        turn_rewards=(reward,),
+        outcome=outcome,
+    )
+    made.check()
+    return made
+
+
+def test_a_member_counts_once_in_the_baseline_and_its_branches_share_the_advantage():
+    group = (trajectory(0, 1.0, [-1, 5]), trajectory(0, 1.0, [-1, -1, 5], branch=1), trajectory(3, 0.0, [-1, 5]))
+    sequences = batch.to_sequences([group], PLAIN, version=5, oldest_version=3)
+    assert [s.advantage for s in sequences] == [0.5, 0.5, -0.5]
+
+
+def test_tokens_before_the_oldest_version_are_context():
+    (sequence,) = batch.to_sequences([(trajectory(0, 1.0, [-1, 2, 3, -1, 5]),)], PLAIN, version=5, oldest_version=3)
+    assert sequence.trained.tolist() == [False, False, True, False, True]
+    assert sequence.lags.tolist() == [-1, -1, 2, -1, 0]
+    assert sequence.behavior_logprobs.tolist() == [0, 0, -0.5, 0, -0.5]
+
+
+def test_what_follows_the_last_trained_token_is_cut_and_what_has_none_is_left_out():
+    group = (trajectory(0, 1.0, [-1, 5, -1, -1]), trajectory(1, 1.0, [-1, 1, 1]))
+    sequences = batch.to_sequences([group], PLAIN, version=5, oldest_version=4)
+    assert [s.token_ids.tolist() for s in sequences] == [[0, 1]]
+
+
+def test_the_first_token_is_never_trained():
+    (sequence,) = batch.to_sequences([(trajectory(0, 1.0, [5, 5]),)], PLAIN, version=5, oldest_version=0)
+    assert sequence.trained.tolist() == [False, True]
+
+
+def test_failed_episodes_and_quarrelling_branches_are_refused():
+    failed = trajectory(0, 1.0, [-1, 5], outcome=Outcome("failed", "tool"))
+    with pytest.raises(LearnerError, match="failed"):
+        batch.to_sequences([(failed,)], PLAIN, version=5, oldest_version=0)
+    two = (trajectory(0, 1.0, [-1, 5]), trajectory(0, 0.0, [-1, 5], branch=1))
+    with pytest.raises(LearnerError, match="reward differs"):
+        batch.to_sequences([two], PLAIN, version=5, oldest_version=0)
+
+
+def test_the_summary_counts_every_sampled_token():
+    groups = [
+        (trajectory(0, 1.0, [-1, 5, 4, 2]), trajectory(1, 0.0, [-1, 5])),
+        (trajectory(0, 1.0, [-1, 1, 1], group=1), trajectory(0, 1.0, [-1, -1, 4], branch=1, group=1)),
+    ]
+    sequences = batch.to_sequences(groups, PLAIN, version=5, oldest_version=3)
+    summary = batch.summarize(groups, sequences)
+    assert (summary.episodes, summary.tokens_trained, summary.tokens_withheld) == (3, 4, 3)
+    assert summary.staleness_tokens == {"0": 2, "1": 2}
+    assert (summary.staleness_mean, summary.staleness_max) == (0.5, 1)
+    assert summary.reward_mean == pytest.approx(2 / 3)
+    assert summary.reward_std == pytest.approx(np.std([1, 0, 1]))
+    assert summary.episode_tokens_mean == pytest.approx(7 / 3)
+    assert summary.turns_mean == pytest.approx(4 / 3)
+
+
+def test_an_empty_batch_has_a_summary():
+    assert batch.summarize([], []).tokens_trained == 0
+
+
+@given(st.lists(st.integers(2, 40), min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 3), st.integers(8, 64))
+@settings(deadline=None)
+def test_ranks_and_minibatches_hold_every_token_once(lengths, ranks, count, budget):
+    groups = [(trajectory(0, 1.0, [-1, *[5] * (n - 1)], group=i),) for i, n in enumerate(lengths)]
+    sequences = batch.to_sequences(groups, PLAIN, version=5, oldest_version=0)
+    parts = batch.minibatches(sequences, count)
+    assert all(parts)
+    assert len(parts) == min(count, len(sequences))
+    rows = [row for part in parts for rank in range(ranks) for row in batch.rank_rows(part, rank, ranks, budget)]
+    assert sum(int(row.trained.sum()) for row in rows) == sum(lengths) - len(lengths)
+    assert sorted(n for row in rows for n in np.diff(row.cu_seqlens).tolist()) == sorted(lengths)
+
+
+def test_a_row_is_its_sequences_side_by_side():
+    group = (trajectory(0, 1.0, [-1, 5, 4]), trajectory(1, 0.0, [-1, -1, 5, 5]))
+    row = batch.to_row(batch.to_sequences([group], PLAIN, version=5, oldest_version=5))
+    assert row.cu_seqlens == (0, 2, 6)
+    assert row.token_ids.tolist() == [0, 1, 100, 101, 102, 103]
+    assert row.position_ids.tolist() == [0, 1, 0, 1, 2, 3]
+    assert row.trained.tolist() == [False, True, False, False, True, True]
+    assert row.advantages.tolist() == [0, 0.5, 0, 0, -0.5, -0.5]
+    assert row.lags.tolist() == [-1, 0, -1, -1, 0, 0]
+    assert row.proximal_logprobs.isnan().tolist() == row.trained.tolist()
+
+
+def test_mismatch_looks_at_lag_zero_only():
+    group = (trajectory(0, 1.0, [-1, 5, 4, 5]),)
+    row = batch.to_row(batch.to_sequences([group], PLAIN, version=5, oldest_version=4))
+    row = batch.with_proximal(row, torch.tensor([9.0, -0.5, -3.0, -0.75]))
+    assert row.proximal_logprobs.tolist() == [0.0, -0.5, -3.0, -0.75]
+    assert batch.mismatch([row]) == 0.25
+    assert batch.mismatch([]) == 0.0

@@ -1,0 +1,447 @@
+"""The FSDP2 backend against a plain transformers loop: weights after three steps, on one rank and on two, however packed.
+
+Two ranks are two processes running this file as a script on the loopback; they are started once and do all jobs in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from slipstream.configs.schema import DecoupledPpo, Model, Optimizer, Sft
+from slipstream.errors import ConfigError, LearnerError
+from slipstream.learner.algorithms import decoupled_ppo
+from slipstream.learner.batch import TrainSequence, rank_rows, scoring_row, with_proximal
+from slipstream.learner.checkpoint import CheckpointState, checkpoints, latest, path_of, prune, read_state
+from slipstream.learner.fsdp2 import Fsdp2Backend
+from slipstream.learner.sft import negative_log_likelihood, run_sft
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+VOCABULARY, STEPS, TEMPERATURE, DEADLINE_S = 96, 3, 0.7, 200
+LENGTHS = (7, 33, 2, 20, 12)
+# AdamW turns rounding noise in the smallest gradients into up to 1 % of a step: 1e-6 at this rate.
+OPTIMIZER = Optimizer(lr=1e-4, weight_decay=0.1, beta1=0.9, beta2=0.95, clip_norm=0.5)
+PPO = DecoupledPpo()
+
+
+class Job(msgspec.Struct):
+    """Steps `first` to `last` from `load` or from the start; `save` after step 2; full weights and [steps, 2] numbers to `out`."""
+
+    model: str
+    budget: int
+    out: str
+    first: int = 0
+    last: int = STEPS
+    load: str = ""
+    save: str = ""
+    tied: bool = True
+
+
+def make_model(folder: Path, *, tied: bool, moe: bool = False) -> str:
+    """A Qwen3 of two layers with weights large enough that a wrong one shows, and a tokenizer of single words."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.08,
+    }
+    if moe:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).save_pretrained(folder)
+    else:
+        Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY - 6)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    return str(folder)
+
+
+def make_batch(step: int) -> tuple[list[TrainSequence], list[np.ndarray]]:
+    """Five sequences and the proximal log-probs of their tokens."""
+    rng = np.random.default_rng(step)
+    sequences, proximal = [], []
+    for n in LENGTHS:
+        trained = rng.random(n) < 0.6
+        trained[0], trained[-1] = False, True
+        behavior = np.where(trained, -rng.exponential(3.0, n), 0).astype(np.float32)
+        proximal.append(np.where(trained, behavior + 0.3 * rng.normal(size=n), 0).astype(np.float32))
+        sequences.append(
+            TrainSequence(
+                token_ids=rng.integers(0, VOCABULARY, n).astype(np.int32),
+                trained=trained,
+                behavior_logprobs=behavior,
+                lags=np.where(trained, 0, -1).astype(np.int32),
+                advantage=float(rng.normal()),
+            )
+        )
+    return sequences, proximal
+
+
+def make_rows(step: int, rank: int, world_size: int, budget: int):
+    """This rank's rows; the proximal log-probs find their tokens by sequence length, which is unique here."""
+    sequences, proximal = make_batch(step)
+    by_length = {len(values): torch.from_numpy(values) for values in proximal}
+    rows = rank_rows(sequences, rank, world_size, budget)
+    return [with_proximal(r, torch.cat([by_length[n] for n in np.diff(r.cu_seqlens)])) for r in rows]
+
+
+def open_backend(model: str, dtype: str = "float32") -> Fsdp2Backend:
+    config = Model(path=model, dtype=dtype)
+    return Fsdp2Backend(config, OPTIMIZER, device="cpu", temperature=TEMPERATURE, timeout_s=DEADLINE_S)
+
+
+def run(job: Job, backend: Fsdp2Backend) -> None:
+    if job.load:
+        assert backend.load(Path(job.load)) == CheckpointState(step=job.first, version=job.first + 10)
+    numbers = []
+    for step in range(job.first, job.last):
+        rows = make_rows(step, backend.rank, backend.world_size, job.budget)
+        result = backend.step(rows, decoupled_ppo.loss(PPO), OPTIMIZER.lr)
+        assert result.tokens == sum(s.trained.sum() for s in make_batch(step)[0])
+        assert result.grad_norm > OPTIMIZER.clip_norm
+        numbers.append([result.loss, result.grad_norm])
+        if job.save and step == 1:
+            backend.save(Path(job.save), CheckpointState(step=2, version=12))
+    weights = dict(backend.named_weights())
+    if backend.rank == 0:
+        save_file(weights | {"numbers": torch.tensor(numbers)}, job.out)
+
+
+def plain_loop(folder: str) -> dict[str, torch.Tensor]:
+    """The same three steps by hand: one sequence at a time, transformers' own attention, torch's AdamW."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2))
+    numbers = torch.zeros(STEPS, 2)
+    for step in range(STEPS):
+        sequences, proximals = make_batch(step)
+        tokens = sum(int(s.trained.sum()) for s in sequences)
+        for sequence, proximal in zip(sequences, proximals, strict=True):
+            ids = torch.from_numpy(sequence.token_ids).long()
+            logp = (model(ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+            current = logp[range(len(ids) - 1), ids[1:]]
+            q, b = torch.from_numpy(proximal)[1:], torch.from_numpy(sequence.behavior_logprobs)[1:]
+            ratio, a = (current - q).exp(), sequence.advantage
+            surrogate = torch.minimum(ratio * a, ratio.clamp(1 - PPO.clip_low, 1 + PPO.clip_high) * a)
+            loss = -(torch.minimum((q - b).exp(), torch.tensor(PPO.importance_cap)) * surrogate)
+            mean = loss[torch.from_numpy(sequence.trained)[1:]].sum() / tokens
+            mean.backward()
+            numbers[step, 0] += mean.detach()
+        numbers[step, 1] = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"numbers": numbers} | {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def poisoned(logprobs, entropy, row):
+    """A loss that is NaN on rank 0 only."""
+    output = negative_log_likelihood(logprobs, entropy, row)
+    factor = float("nan") if os.environ.get("RANK", "0") == "0" else 1.0
+    return msgspec.structs.replace(output, loss_sum=output.loss_sum * factor)
+
+
+def assert_refused(backend: Fsdp2Backend, loss, rows, match: str) -> None:
+    before = dict(backend.named_weights())
+    with pytest.raises(LearnerError, match=match):
+        backend.step(rows, loss, 1e-3)
+    after = dict(backend.named_weights())
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# ---------------------------------------------------------------- two ranks
+
+
+def rank_main(jobs: list[Job], export: str) -> None:
+    """What each of the two ranks runs."""
+    for index, job in enumerate(jobs):
+        os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[index]
+        backend = open_backend(job.model)
+        run(job, backend)
+        if index < len(jobs) - 1:
+            backend.close()
+    backend.export(Path(export))
+    first = backend.rank == 0
+    # Only rank 1 has rows, and as many log-probs come back as rows went in.
+    rows = [] if first else [scoring_row([[1, 2, 3]]), scoring_row([[4, 5]])]
+    assert [len(values) for values in backend.logprobs(rows)] == ([] if first else [3, 2])
+    assert backend.step(rows, negative_log_likelihood, 0.0).tokens == 3
+    assert backend.maximum(2.5 + backend.rank) == 3.5
+    assert_refused(backend, poisoned, rows, "not finite")
+    if first:
+        with pytest.raises(LearnerError, match="lost the others while stepping"):
+            backend.step([scoring_row([[1, 2, 3]])], negative_log_likelihood, 0.0)
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[bool, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {tied: make_model(root / f"tied-{tied}", tied=tied) for tied in (True, False)}
+
+
+@pytest.fixture(scope="module")
+def expected(models) -> dict[bool, dict[str, torch.Tensor]]:
+    return {tied: plain_loop(folder) for tied, folder in models.items()}
+
+
+@pytest.fixture(scope="module")
+def results(models, tmp_path_factory) -> Path:
+    """Runs every job on one rank here and on two ranks there; weights lie in the folder by name."""
+    root = tmp_path_factory.mktemp("results")
+    one = [
+        Job(models[True], 8192, str(root / "1-packed"), save=str(root / "from-1")),
+        Job(models[True], 34, str(root / "1-micro")),
+        Job(models[False], 8192, str(root / "1-untied")),
+    ]
+    for job in one:
+        backend = open_backend(job.model)
+        run(job, backend)
+        backend.close()
+    two = [
+        Job(models[True], 8192, str(root / "2-packed"), save=str(root / "from-2")),
+        Job(models[True], 34, str(root / "2-micro")),
+        Job(models[True], 8192, str(root / "2-resumed"), first=2, load=str(root / "from-1")),
+        Job(models[False], 20, str(root / "2-untied")),
+    ]
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in two]
+    ports = ",".join(str(probe.getsockname()[1]) for probe in probes)
+    for probe in probes:
+        probe.close()
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "PORTS": ports,
+    }
+    payload = json.dumps([msgspec.to_builtins(job) for job in two])
+    command = [sys.executable, __file__, payload, str(root / "export-2")]
+    logs = [(root / f"rank-{rank}.log").open("w+") for rank in range(2)]
+    ranks = [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=logs[rank], stderr=subprocess.STDOUT)
+        for rank in range(2)
+    ]
+    try:
+        codes = [process.wait(DEADLINE_S) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for log in logs:
+        log.seek(0)
+    assert codes == [0, 0], "\n".join(log.read()[-3000:] for log in logs)
+    backend = open_backend(models[True])
+    run(Job(models[True], 8192, str(root / "1-resumed"), first=2, load=str(root / "from-2")), backend)
+    backend.close()
+    return root
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("layout", ["packed", "micro", "resumed", "untied"])
+def test_three_steps_equal_a_plain_loop(results, expected, ranks, layout):
+    """`resumed`: two steps on the other number of ranks, a checkpoint, and the third step here."""
+    weights = load_file(results / f"{ranks}-{layout}")
+    reference = expected[layout != "untied"]
+    assert weights.keys() == reference.keys()
+    assert ("lm_head.weight" in weights) == (layout == "untied")
+    # Loss and gradient norm first: neither AdamW nor clipping would let a gradient of the wrong size show in the weights.
+    numbers = reference["numbers"][2 if layout == "resumed" else 0 :]
+    torch.testing.assert_close(weights["numbers"], numbers, atol=1e-6, rtol=1e-5)
+    for name in reference.keys() - {"numbers"}:
+        torch.testing.assert_close(weights[name], reference[name], atol=1e-6, rtol=0)
+
+
+def test_two_ranks_export_what_transformers_loads(results, expected):
+    model = AutoModelForCausalLM.from_pretrained(results / "export-2", dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[False][name], atol=1e-6, rtol=0)
+
+
+# ---------------------------------------------------------------- one rank
+
+
+@pytest.fixture
+def backend(models):
+    backend = open_backend(models[True])
+    yield backend
+    backend.close()
+
+
+def test_log_probs_equal_transformers_one_sequence_at_a_time(backend, models):
+    model = AutoModelForCausalLM.from_pretrained(models[True], dtype=torch.float32).eval()
+    sequences = [s.token_ids.tolist() for s in make_batch(0)[0]]
+    row = scoring_row(sequences)
+    (logprobs,), (plain,) = backend.logprobs([row]), backend.logprobs([row], temperature=1.0)
+    for start, end, ids in zip(row.cu_seqlens, row.cu_seqlens[1:], sequences, strict=False):
+        with torch.no_grad():
+            logp = (model(torch.tensor([ids]), use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        assert logprobs[start] == 0
+        torch.testing.assert_close(logprobs[start + 1 : end], logp[range(len(ids) - 1), ids[1:]], atol=5e-6, rtol=0)
+        hot = (TEMPERATURE * logp).log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+        torch.testing.assert_close(plain[start + 1 : end], hot, atol=5e-6, rtol=0)
+    trained = make_rows(0, 0, 1, 8192)[0]
+    assert torch.equal(backend.logprobs([trained])[0] != 0, trained.trained)
+
+
+def test_named_weights_are_the_state_dict_and_the_callers_own(backend, models):
+    state = AutoModelForCausalLM.from_pretrained(models[True], dtype=torch.float32).state_dict()
+    weights = dict(backend.named_weights())
+    assert weights.keys() == state.keys() - {"lm_head.weight"}
+    assert all(torch.equal(weights[name], state[name]) for name in weights)
+    weights["model.norm.weight"].zero_()
+    assert dict(backend.named_weights())["model.norm.weight"].any()
+    assert list(weights) == [name for name, _ in backend.named_weights()]
+
+
+def test_experts_travel_under_the_names_of_their_checkpoint(tmp_path):
+    backend = open_backend(make_model(tmp_path / "moe", tied=True, moe=True))
+    source = load_file(tmp_path / "moe" / "model.safetensors")
+    weights = dict(backend.named_weights())
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in weights
+    assert weights.keys() == source.keys()
+    assert all(torch.equal(weights[name], source[name]) for name in source)
+    assert backend.step(make_rows(0, 0, 1, 8192), decoupled_ppo.loss(PPO), 1e-3).grad_norm > 0
+    row = make_rows(1, 0, 1, 8192)[0]
+    (before,) = backend.logprobs([row])
+    backend.export(tmp_path / "exported")
+    backend.close()
+    again = open_backend(str(tmp_path / "exported"))
+    torch.testing.assert_close(again.logprobs([row])[0], before)
+    again.close()
+
+
+def test_bad_batches_leave_the_weights_unchanged(backend):
+    rows = make_rows(0, 0, 1, 8192)
+    assert_refused(backend, poisoned, rows, "not finite")
+    forgotten = [msgspec.structs.replace(r, proximal_logprobs=torch.full_like(r.advantages, torch.nan)) for r in rows]
+    assert_refused(backend, decoupled_ppo.loss(PPO), forgotten, "not finite")
+    assert_refused(backend, decoupled_ppo.loss(PPO), [], "no trained token")
+    first = [msgspec.structs.replace(r, trained=torch.ones_like(r.trained)) for r in rows]
+    assert_refused(backend, decoupled_ppo.loss(PPO), first, "first token")
+
+
+def test_an_export_loads_in_transformers_with_the_same_logits(models, tmp_path):
+    backend = open_backend(models[True], "bfloat16")
+    backend.step(make_rows(0, 0, 1, 8192), decoupled_ppo.loss(PPO), 1e-2)
+    row = scoring_row([s.token_ids.tolist() for s in make_batch(0)[0]])
+    (logprobs,) = backend.logprobs([row])
+    dtypes = {tensor.dtype for _, tensor in backend.named_weights()}
+    backend.export(tmp_path / "exported")
+    backend.close()
+    assert dtypes == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").dtype == torch.bfloat16
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported").encode("w3 w5") == [3, 5]
+    assert [path.name for path in tmp_path.iterdir()] == ["exported"]
+    again = open_backend(str(tmp_path / "exported"), "bfloat16")
+    assert torch.equal(again.logprobs([row])[0], logprobs)
+    again.close()
+
+
+def test_checkpoints_are_whole_replaced_counted_and_pruned(backend, tmp_path):
+    for step in (1, 2, 3, 3):
+        backend.save(path_of(tmp_path, step), CheckpointState(step=step, version=step + 4))
+    (tmp_path / ".step-00000004.partial").mkdir()
+    (tmp_path / "step-00000005").mkdir()
+    assert latest(tmp_path) == path_of(tmp_path, 3)
+    assert read_state(path_of(tmp_path, 2)) == CheckpointState(step=2, version=6)
+    assert backend.load(path_of(tmp_path, 3)) == CheckpointState(step=3, version=7)
+    prune(tmp_path, keep=2)
+    assert checkpoints(tmp_path) == [path_of(tmp_path, 2), path_of(tmp_path, 3)]
+    assert not list(tmp_path.glob(".*"))
+    assert latest(tmp_path / "nowhere") is None
+
+
+def test_no_stale_weights_after_any_order_of_calls(models, tmp_path):
+    """FSDP keeps the root unit gathered after a forward pass without a backward one; nobody may see it old."""
+    backend, row = open_backend(models[True]), make_rows(0, 0, 1, 8192)[0]
+    backend.save(tmp_path / "start", CheckpointState(step=0, version=0))
+    (first,) = backend.logprobs([row])
+    backend.step([row], decoupled_ppo.loss(PPO), 1e-2)
+    (second,) = backend.logprobs([row])
+    backend.save(tmp_path / "later", CheckpointState(step=1, version=1))
+    backend.load(tmp_path / "start")
+    assert torch.equal(backend.logprobs([row])[0], first)
+    backend.load(tmp_path / "later")
+    assert torch.equal(backend.logprobs([row])[0], second)
+    assert not torch.equal(first, second)
+    backend.close()
+
+
+def test_a_checkpoint_of_another_model_is_refused(models, tmp_path):
+    tied = open_backend(models[True])
+    tied.save(tmp_path / "saved", CheckpointState(step=1, version=1))
+    tied.close()
+    untied = open_backend(models[False])
+    with pytest.raises(LearnerError, match=r"saved cannot be loaded.*lm_head"):
+        untied.load(tmp_path / "saved")
+    untied.close()
+
+
+def test_a_checkpoint_that_is_missing_or_broken_is_named(backend, tmp_path):
+    with pytest.raises(LearnerError, match="nothing cannot be loaded"):
+        backend.load(tmp_path / "nothing")
+    backend.save(tmp_path / "saved", CheckpointState(step=1, version=1))
+    (tmp_path / "saved" / ".metadata").unlink()
+    with pytest.raises(LearnerError, match="saved cannot be loaded"):
+        backend.load(tmp_path / "saved")
+
+
+def test_supervised_warm_up_learns_and_repeats_itself(models):
+    rng = np.random.default_rng(0)
+    sentences = [[start, *((start + np.arange(1, 12)) % 50).tolist()] for start in rng.integers(0, 50, 96).tolist()]
+    demonstrations = [(ids, [i > 2 for i in range(len(ids))]) for ids in sentences]
+    curves = []
+    for _ in range(2):
+        backend = open_backend(models[True])
+        progress = []
+        config = Sft(epochs=4, tokens_per_step=128, lr=5e-3)
+        final = run_sft(backend, demonstrations, config, tokens_per_microbatch=64, seed=1, report=progress.append)
+        backend.close()
+        curves.append([p.loss for p in progress])
+        assert [p.step for p in progress] == list(range(1, progress[0].steps + 1))
+        assert max(p.lr for p in progress) == config.lr
+    assert curves[0] == curves[1]
+    assert final < 0.2 < 3.0 < curves[0][0]
+
+
+def test_demonstrations_without_a_trained_token_are_refused(backend):
+    with pytest.raises(ConfigError, match="none of 1 demonstrations"):
+        run_sft(backend, [([1, 2], [False, False])], Sft(), tokens_per_microbatch=64, seed=0, report=lambda _: None)
+
+
+def test_an_incomplete_rendezvous_is_named(models, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="without WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
+        open_backend(models[True])
+
+
+if __name__ == "__main__":
+    rank_main(msgspec.json.decode(sys.argv[1], type=list[Job]), sys.argv[2])

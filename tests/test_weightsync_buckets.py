@@ -1,0 +1,96 @@
+"""Cutting tensors into buckets, by properties; and a real gloo group between two threads."""
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream.errors import WeightSyncError
+from slipstream.weightsync.buckets import ALIGNMENT, buckets_of, cut, dtype_of, pack, unpack
+from slipstream.weightsync.group import BroadcastGroup, listen
+from slipstream.weightsync.plan import GroupPlan, TransferPlan
+
+CPU = torch.device("cpu")
+
+
+@given(st.lists(st.integers(0, 500)), st.integers(1, 1000))
+def test_buckets_hold_every_tensor_once_in_order_aligned_and_within_the_limit(sizes: list[int], limit: int) -> None:
+    buckets = list(cut(sizes, limit))
+    assert [b.first + i for b in buckets for i in range(len(b.offsets))] == list(range(len(sizes)))
+    for bucket in buckets:
+        assert bucket.nbytes <= limit or len(bucket.offsets) == 1
+        end = 0
+        for at, size in zip(bucket.offsets, sizes[bucket.first :], strict=False):
+            assert at % ALIGNMENT == 0
+            assert at >= end
+            end = at + size
+        assert end == bucket.nbytes
+
+
+@given(st.lists(st.tuples(st.sampled_from(["float32", "bfloat16", "int8"]), st.lists(st.integers(0, 5), max_size=3))))
+@settings(deadline=None)
+def test_unpacking_gives_back_the_same_bits(entries: list[tuple[str, list[int]]]) -> None:
+    tensors = [torch.randn(shape).mul(50).to(dtype_of(dtype)) for dtype, shape in entries]
+    plan = TransferPlan(
+        version=1,
+        names=tuple(f"t{i}" for i in range(len(entries))),
+        dtypes=tuple(d for d, _ in entries),
+        shapes=tuple(tuple(s) for _, s in entries),
+        bucket_bytes=256,
+    )
+    sent = list(pack(tensors, plan.bucket_bytes))
+    got = [pair for bucket, data in zip(buckets_of(plan), sent, strict=True) for pair in unpack(plan, bucket, data)]
+    assert [name for name, _ in got] == list(plan.names)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, (_, b) in zip(tensors, got, strict=True))
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(WeightSyncError, match="'float31'"):
+        dtype_of("float31")
+
+
+def make_pair(timeout_s: float) -> list[BroadcastGroup]:
+    listener = listen("127.0.0.1")
+    port = listener.getsockname()[1]
+    plan = GroupPlan("pair", "gloo", "127.0.0.1", port, rank_offset=1, world_size=2, timeout_s=timeout_s)
+    made: dict[int, BroadcastGroup] = {}
+    other = threading.Thread(target=lambda: made.update({1: BroadcastGroup(plan, 1, CPU)}))
+    other.start()
+    made[0] = BroadcastGroup(plan, 0, CPU, listener)
+    other.join(30)
+    return [made[0], made[1]]
+
+
+def test_a_group_leaves_global_torch_state_alone_and_a_late_member_is_a_named_error() -> None:
+    _, receiver = make_pair(timeout_s=2)
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(WeightSyncError, match="rank 1: broadcast in group pair failed"):
+        receiver.broadcast(torch.zeros(8))
+
+
+def test_leaving_a_group_fails_the_others_at_once() -> None:
+    sender, receiver = make_pair(timeout_s=60)
+    began = time.monotonic()
+    sender.close()
+    with pytest.raises(WeightSyncError, match="closed"):
+        receiver.broadcast(torch.zeros(8))
+    with pytest.raises(WeightSyncError, match="is closed"):
+        sender.broadcast(torch.zeros(8))
+    assert time.monotonic() - began < 10
+
+
+def test_a_group_that_does_not_meet_is_a_named_error() -> None:
+    listener = listen("127.0.0.1")
+    plan = GroupPlan("lonely", "gloo", "127.0.0.1", listener.getsockname()[1], 1, world_size=2, timeout_s=1)
+    with pytest.raises(WeightSyncError, match=r"group lonely did not meet within 1 s"):
+        BroadcastGroup(plan, 0, CPU, listener)
+
+
+def test_nccl_without_a_gpu_build_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.distributed, "ProcessGroupNCCL", raising=False)
+    listener = listen("127.0.0.1")
+    plan = GroupPlan("nccl", "nccl", "127.0.0.1", listener.getsockname()[1], 1, world_size=1, timeout_s=1)
+    with pytest.raises(WeightSyncError, match="no NCCL; allowed here is gloo"):
+        BroadcastGroup(plan, 0, CPU, listener)

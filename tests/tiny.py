@@ -1,0 +1,103 @@
+"""The smallest real things that tests share: model folders of random weights, and a vLLM server that serves one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from slipstream.configs.schema import Agent, Config, Model, Rollout, Vllm
+from slipstream.rollout import vllm_server
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+VOCABULARY = 512
+CONTEXT = 1024
+
+
+def tiny_qwen3(folder: Path, seed: int = 0, *, tied: bool = True, moe: bool = False) -> Path:
+    """Write a Qwen3 of 0.2 M random parameters (float32, no tokenizer) to `folder`, and return the folder.
+
+    Weights are spread widely enough that its distributions are far from uniform: a wrong tensor shows in the log-probs.
+    """
+    torch.manual_seed(seed)
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,  # the smallest that vLLM serves on CPU
+        "max_position_embeddings": 2 * CONTEXT,
+        "tie_word_embeddings": tied,
+        "eos_token_id": 3,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "initializer_range": 0.1,
+        "dtype": "float32",
+    }
+    if moe:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**common))
+    model.float().save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path) -> PreTrainedModel:
+    """The model in `folder`, float32, for inference."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def logprobs(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    """float32[T - 1, vocabulary]: log-probs of what follows each of the first T - 1 tokens."""
+    with torch.no_grad():
+        return model(torch.tensor([token_ids]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def vllm(folder: Path, port: int, log: Path, *, max_concurrent: int = 64) -> Iterator[subprocess.Popen[bytes]]:
+    """A real vLLM server of `folder`, killed with its children at the end; it may not answer yet."""
+    config = Config(
+        model=Model(path=str(folder)),
+        agent=Agent(max_tokens=CONTEXT),
+        rollout=Rollout(engine=Vllm(max_concurrent=max_concurrent, memory="64MiB")),
+    )
+    with log.open("ab") as out:
+        environment = os.environ | vllm_server.environment(config)
+        process = subprocess.Popen(vllm_server.command(config, port), env=environment, stdout=out, stderr=out)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Hugging Face name -> tensor, as stored: tied tensors once, experts one by one."""
+    return load_file(folder / "model.safetensors")
+
+
+def canary(model: PreTrainedModel) -> tuple[list[int], list[float]]:
+    """A fixed prompt, and the log-probs that `model` computes for all its tokens but the first."""
+    ids = [(31 * i * i + 7 * i) % VOCABULARY for i in range(48)]
+    rows = logprobs(model, ids)
+    return ids, [float(row[token]) for row, token in zip(rows, ids[1:], strict=True)]
