@@ -16,6 +16,7 @@ from ..configs import Config
 from ..errors import ConfigError
 
 VARIABLE = "SLIPSTREAM_JOB"
+ROLE = "SLIPSTREAM_ROLE"
 
 
 class Cluster(msgspec.Struct, frozen=True):
@@ -51,9 +52,9 @@ class Job(msgspec.Struct, frozen=True):
     def dir(self) -> Path:
         return Path(self.run_dir)
 
-    def environment(self) -> dict[str, str]:
-        """What to add to a role's environment."""
-        return {VARIABLE: msgspec.json.encode(self).decode()}
+    def environment(self, role: str) -> dict[str, str]:
+        """What to add to the environment of `role`; its name is for people who look at processes."""
+        return {VARIABLE: msgspec.json.encode(self).decode(), ROLE: role}
 
 
 def read_job() -> Job:

@@ -118,6 +118,9 @@ def evaluator(label: str) -> Role:
                 player, label, config.evaluation.tasks, concurrency=config.rollout.episodes_per_worker
             )
         append_json(job.dir / "evaluations.json", result)
+        heart.say(
+            f"{label}: reward {result.reward_mean:.3f} ± {result.reward_stderr:.3f} over {result.tasks} fresh tasks"
+        )
 
     return evaluate_once
 
@@ -139,7 +142,7 @@ async def learner(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> No
     from .wiring import make_backend, make_canary, make_publisher
 
     config = job.config
-    backend = make_backend(config)
+    backend = make_backend(config, temperature=config.rollout.sampling.temperature)
     first = index == 0
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(backend.close)

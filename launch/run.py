@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 
 from ..buffer.store import ledger_of
 from ..configs import Config, dump
@@ -73,7 +74,7 @@ def evaluate(config: Config, label: str) -> msgspec.Raw:
     run_dir = Path(tempfile.mkdtemp(prefix="slipstream-eval-"))
     (run_dir / "logs").mkdir()
 
-    with open_view(config) as view:
+    with open_view(config, Console(stderr=True, highlight=False)) as view:
         asyncio.run(Supervisor(config, run_dir, _launcher(config, run_dir), view).evaluate(label))
     results = msgspec.json.decode((run_dir / "evaluations.json").read_bytes(), type=list[msgspec.Raw])
     shutil.rmtree(run_dir)
@@ -91,7 +92,7 @@ def warm_up(config: Config, say: Callable[[str], None]) -> float:
 
     say(f"rendering {config.sft.demonstrations} demonstrations")
     sequences = make_demonstrations(config)
-    backend = make_backend(config)
+    backend = make_backend(config, temperature=1.0)
 
     def report(progress: SftProgress) -> None:
         if progress.step % 20 == 0 or progress.step == progress.steps:

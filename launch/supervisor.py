@@ -175,9 +175,9 @@ class Supervisor:
             learner_host=learner_host,
         )
         self._cluster = cluster
-        job = Job(self._config, cluster, str(self._dir), pushed="learner-0" in names).environment()
+        job = Job(self._config, cluster, str(self._dir), pushed="learner-0" in names)
         for member in self._members.values():
-            member.environment = job | thread_environment(self._config, member.kind)
+            member.environment = job.environment(member.name) | thread_environment(self._config, member.kind)
         ranks = self._all("learner")
         if len(ranks) > 1:
             meeting = {"MASTER_ADDR": learner_host, "MASTER_PORT": learner_port, "WORLD_SIZE": str(len(ranks))}

@@ -80,14 +80,15 @@ def make_player(config: Config, router: Router, *, split: Split, temperature: fl
     return Player(config, load_agent(agent.kind), source, router, make_session, stop_token_ids, temperature)
 
 
-def make_backend(config: Config) -> Fsdp2Backend:
+def make_backend(config: Config, *, temperature: float) -> Fsdp2Backend:
+    """The learner's model; log-probs are those of logits / `temperature`."""
     from ..learner.fsdp2 import Fsdp2Backend
 
     return Fsdp2Backend(
         config.model,
         config.learner.optimizer,
         device=config.learner.backend.device,
-        temperature=config.rollout.sampling.temperature,
+        temperature=temperature,
         timeout_s=config.learner.batch_s + config.weightsync.push_s,
     )
 

@@ -35,7 +35,7 @@ class TrainSequence(msgspec.Struct, frozen=True):
         token_ids: int32[T].
         trained: bool[T].
         behavior_logprobs: float32[T], 0 where not trained.
-        lags: int32[T], distance in versions between learner and token, -1 where not trained.
+        lags: int32[T], learner version minus the token's, -1 where not trained.
         advantage: of the episode, the same at every trained token.
     """
 
@@ -192,8 +192,7 @@ def _cut(trajectory: Trajectory, advantage: float, version: int, oldest_version:
     # What follows the last trained token has no influence on the loss and need not be computed.
     end = int(places[-1]) + 1
     trained = trained[:end]
-    # A learner that resumed from a checkpoint may be older than the engines were: the distance is what matters.
-    lags = np.where(trained, np.abs(version - versions[:end]), -1)
+    lags = np.where(trained, version - versions[:end], -1)
     return TrainSequence(
         token_ids=trajectory.token_ids[:end],
         trained=trained,

@@ -26,6 +26,7 @@ from pathlib import Path
 from ..buffer.client import BufferClient
 from ..buffer.messages import Batch
 from ..configs.schema import Learner
+from ..errors import LearnerError
 from ..weightsync.plan import PushReport
 from ..weightsync.publisher import Publisher
 from . import checkpoint
@@ -133,6 +134,10 @@ class TrainingLoop:
     def _step(self, sequences: Sequence[TrainSequence], step: int) -> StepDone:
         """The optimizer steps of one batch, all against the proximal policy that it began with."""
         backend, config = self._backend, self._config
+        if not sequences:
+            raise LearnerError(
+                f"the batch of step {step + 1} holds no token that may be trained; see buffer.max_staleness"
+            )
         parts = minibatches(sequences, config.algorithm.minibatches)
         budget = config.backend.tokens_per_microbatch
         rows = [rank_rows(part, backend.rank, backend.world_size, budget) for part in parts]

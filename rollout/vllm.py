@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import uuid
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from ..weightsync.plan import GroupPlan, TransferPlan
 from .engine import PauseMode, Sampling
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 UNPUSHED = "default"
 """What vLLM calls the version of weights that it loaded itself."""
@@ -224,8 +227,8 @@ class VllmEngine:
         body = {"request_ids": [f"generate-tokens-{request_id}"]}  # the server's own name for it
         try:
             await self._call("POST", "/abort_requests", body=body, seconds=ABORT_S)
-        except (EngineError, DeadlineExceeded):
-            return  # a server that does not answer is about to be given up, with all its requests
+        except (EngineError, DeadlineExceeded) as error:  # the caller already has a better one, or was cancelled
+            logger.warning("could not abort a request: %s", error)
 
     def _completion(self, choice: _Choice) -> Completion:
         tokens = choice.token_ids or []

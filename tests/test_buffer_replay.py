@@ -212,7 +212,7 @@ class Runs(RuleBasedStateMachine):
         self.running = {e: player for e, player in self.running.items() if player != worker}
         self.store_changes()
 
-    @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
+    @rule(seconds=st.sampled_from([1.0, 5.0, 10.0, 11.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         late = sorted(g for g, (_, _, end) in self.held.items() if end < self.now)

@@ -1,0 +1,124 @@
+"""Whole runs for tests: the real command in a real process, and what it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+from slipstream.configs import load
+from slipstream.envs import task_source
+from slipstream.launch.init_model import init_model
+
+SMALL = (
+    "buffer.groups_per_batch=2",
+    "buffer.group_size=4",
+    "rollout.episodes_per_worker=16",
+    "agent.max_tokens_per_turn=24",
+    "learner.checkpoint.every=2",
+    "evaluation.tasks=0",
+    "rollout.engine.memory=32MiB",
+)
+"""The quickstart, as small as it gets."""
+
+WAIT_S = 240.0
+"""Longest wait for a command or for something to happen in a run."""
+
+
+def tiny_policy(folder: Path) -> Path:
+    """A random model with a tokenizer that fits the quickstart's environment."""
+    config = load("quickstart")
+    source = task_source(config.env, "train", 0)
+    init_model(folder, sources=[source], agent=config.agent, seed=0)
+    return folder
+
+
+def slipstream(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    command = [sys.executable, "-m", "slipstream.launch.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert not check or done.returncode == 0, (
+        f"{arguments}: {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    )
+    return done
+
+
+class Background:
+    """A `slipstream train` or `resume` that goes on while the test acts on it. Use as a context manager."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.run_dir = Path(next(a.partition("=")[2] for a in arguments if a.startswith("run.dir=")))
+        command = [sys.executable, "-m", "slipstream.launch.cli", *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    def roles(self) -> dict[str, psutil.Process]:
+        """The living role processes by name."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            words = child.environ().get("SLIPSTREAM_ROLE") if child.status() != psutil.STATUS_ZOMBIE else None
+            if words:
+                found[words] = child
+        return found
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for a condition on files or processes, which offer nothing to await."""
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"no {what} within {WAIT_S} s"
+            time.sleep(0.1)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: any(row["step"] >= step for row in metrics(self.run_dir)), f"step {step}")
+
+    def kill(self, role: str) -> None:
+        self.until(lambda: role in self.roles(), f"{role} to live")
+        self.roles()[role].send_signal(signal.SIGKILL)
+
+    def output(self) -> str:
+        out, _ = self.process.communicate(timeout=WAIT_S)
+        return out[-5000:]
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    """Rows of metrics.jsonl, complete lines only."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def ledger(run_dir: Path) -> dict:
+    return json.loads(slipstream("ledger", str(run_dir), "--json").stdout)
+
+
+def query(run_dir: Path, sql: str) -> Sequence[tuple]:
+    """Plain SQL over the buffer: an audit that shares no code with what it audits."""
+    with sqlite3.connect(f"file:{run_dir / 'buffer.sqlite'}?mode=ro", uri=True) as db:
+        return db.execute(sql).fetchall()
+
+
+def leftovers(run_dir: Path) -> list[str]:
+    """Processes that still belong to the run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(run_dir.resolve()) in process.environ().get("SLIPSTREAM_JOB", "") and process.pid != os.getpid():
+                found.append(f"{process.pid} {' '.join(process.cmdline())[:100]}")
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found

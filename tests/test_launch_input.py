@@ -1,0 +1,117 @@
+"""Bad input: one line that names the key and what is allowed, exit status 2, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from slipstream.launch.cli import main
+from slipstream.tests.runs import tiny_policy
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a refused command prints."""
+    capsys.readouterr()
+    assert main(arguments) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert line.startswith("slipstream: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("learner.stepz=3", ("learner.stepz", "learner.steps")),
+        ("learner.steps=many", ("learner.steps", "many", "integer")),
+        ("buffer.max_staleness=-1", ("buffer.max_staleness", "-1")),
+        ("agent.max_tokens_per_turn=100000", ("agent.max_tokens_per_turn", "agent.max_tokens")),
+        ("agent.kind=single_turn", ("agent.kind", "env.calculator")),
+        ("env.family=chain_sums", ("env.family", "chain_sums", "chain_sum")),
+        ("env.parameters={digits: 3}", ("env.parameters", "digits", "max_digits")),
+        ("agent.kind=nowhere:agent", ("agent.kind", "nowhere")),
+        ("agent.renderer=klingon", ("agent.renderer", "klingon")),
+        ("rollout.engine.kind=abacus", ("rollout.engine.kind", "abacus", "vllm")),
+        ("rollout.engine.memory=0.5", ("rollout.engine.memory", "0.5", "128MiB")),
+        ("rollout.engine.memory=4000GiB", ("rollout.engine.memory", "4000GiB", "free")),
+        ("launch.kind=slurm", ("launch.kind", "slurm", "ray")),
+        ("model.path=models/none-of-this-name", ("model.path", "models/none-of-this-name")),
+        ("learner.backend.device=cuda", ("learner.backend.device", "cuda")),
+    ],
+)
+def test_a_bad_key_is_one_line(
+    override: str, names: tuple[str, ...], policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    line = refused(capsys, "train", "quickstart", f"model.path={policy}", f"run.dir={run}", override)
+    for name in names:
+        assert name in line
+    assert not run.exists()
+
+
+def test_a_vocabulary_that_does_not_match_its_tokenizer(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(policy, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "vocab_size": 64}))
+    line = refused(capsys, "train", "quickstart", f"model.path={broken}", f"run.dir={tmp_path / 'run'}")
+    assert "model.path" in line
+    assert "tokenizer" in line
+
+
+def test_a_busy_port(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        line = refused(
+            capsys, "train", "quickstart", f"model.path={policy}", f"run.dir={tmp_path / 'run'}", f"launch.port={port}"
+        )
+    assert "launch.port" in line
+    assert str(port) in line
+
+
+def test_a_folder_that_holds_a_run_already(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    line = refused(capsys, "train", "quickstart", f"model.path={policy}", f"run.dir={tmp_path}")
+    assert "run.dir" in line
+    assert "resume" in line
+
+
+@pytest.mark.parametrize("command", ["resume", "eval"])
+def test_a_run_that_is_none(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert str(tmp_path) in refused(capsys, command, str(tmp_path))
+
+
+def test_the_ledger_of_nothing_fails_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ledger", str(tmp_path)]) == 1
+    assert "StoreError" in capsys.readouterr().err
+
+
+def test_doctor_names_what_is_wrong_and_goes_on(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "quickstart", f"model.path={policy}"]) == 0
+    assert "WRONG" not in capsys.readouterr().out
+    assert main(["doctor", "quickstart", f"model.path={policy}", "env.family=nonsense"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("WRONG")] == ["environment"]
+    assert len(lines) >= 10
+
+
+def test_train_help_shows_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for key in ("buffer.max_staleness", "learner.optimizer.lr", "rollout.engine.kind", "launch.kind", "run.dir"):
+        assert f"{key} = " in text
+    assert "No token older than this many policy versions is trained on." in text

@@ -1,0 +1,151 @@
+"""Whole runs on real parts: every process, socket, server and collective is the one that users get."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from slipstream.learner.metrics import StepMetrics
+from slipstream.tests.runs import SMALL, Background, ledger, leftovers, metrics, query, slipstream, tiny_policy
+
+BOUND = 2
+"""`buffer.max_staleness` of the quickstart."""
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
+
+
+def check_accounts(run_dir: Path) -> None:
+    """The ledger closes, by the command and by an audit of the file that shares no code with it."""
+    shown = ledger(run_dir)
+    assert shown["closes"]
+    assert shown["generated"] == sum(shown[k] for k in ("in_flight", "ready", "trained", "withheld")) + sum(
+        shown["discarded"].values()
+    )
+    assert query(run_dir, "SELECT sum(generated) FROM episodes") == [(shown["generated"],)]
+    # Each trajectory belongs to one group, and each group to at most one commit that still counts.
+    assert query(run_dir, "SELECT count(*) - count(DISTINCT id) FROM trajectories") == [(0,)]
+    orphans = "SELECT count(*) FROM groups WHERE state = 'trained' AND trained_at NOT IN (SELECT version FROM commits)"
+    assert query(run_dir, orphans) == [(0,)]
+    lost = "SELECT count(*) FROM groups JOIN commits ON trained_at = version WHERE rolled_back"
+    assert query(run_dir, lost) == [(0,)]
+    sizes = "SELECT groups, (SELECT count(*) FROM groups WHERE trained_at = version) FROM commits WHERE NOT rolled_back"
+    assert all(committed == kept for committed, kept in query(run_dir, sizes))
+
+
+def check_staleness(run_dir: Path, bound: int = BOUND) -> None:
+    """No trained token is older than the bound: counted from the stored spans, not from the metrics."""
+    sql = (
+        "SELECT g.trained_at - 1 - json_extract(span.value, '$[0]'), json_extract(span.value, '$[1]'), e.trained"
+        " FROM groups g JOIN episodes e ON e.group_id = g.id, json_each(e.by_version) span WHERE e.account = 'trained'"
+    )
+    rows = query(run_dir, sql)
+    assert rows
+    assert all(age >= 0 for age, _, _ in rows)
+    per_episode = "SELECT sum(trained) FROM episodes WHERE account = 'trained'"
+    assert query(run_dir, per_episode) == [(sum(n for age, n, _ in rows if age <= bound),)]
+    assert all(row["staleness_max"] <= bound for row in metrics(run_dir))
+
+
+def test_a_run_from_start_to_report(policy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = slipstream(
+        "train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, "learner.steps=5", "evaluation.tasks=4"
+    )
+    assert leftovers(run) == []
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert set(rows[0]) == set(StepMetrics.__struct_fields__)
+    assert all(math.isfinite(v) for row in rows for v in row.values() if isinstance(v, float))
+    check_accounts(run)
+    check_staleness(run)
+    # Same version, same weights: what the engine reported is what the learner computes, in fp32.
+    assert sum(row["mismatch_tokens"] for row in rows) > 0
+    assert max(row["mismatch_max"] for row in rows) < 1e-3
+    assert max(row["canary"] for row in rows) < 1e-3
+    assert all(row["pause_ms"] > 0 and row["transfer_ms"] > 0 for row in rows)
+    labels = [e["label"] for e in json.loads((run / "evaluations.json").read_text())]
+    assert labels == ["warm start", "final"]
+    assert "warm start: reward" in done.stdout
+    assert "final: reward" in done.stdout
+    assert (run / "reward.png").stat().st_size > 5000
+    assert "final" in (run / "report.html").read_text()
+    answer = slipstream("eval", str(run), "evaluation.tasks=4", "--json")
+    assert json.loads(answer.stdout)["label"] == "eval"
+
+
+def test_kills_of_worker_engine_buffer_and_learner(policy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, "learner.steps=12")
+    with Background(*arguments) as going:
+        for step, victim in ((2, "worker-0"), (4, "engine-0"), (6, "buffer"), (9, "learner-0")):
+            going.until_step(step)
+            going.kill(victim)
+        output = going.output()
+        assert going.process.returncode == 0, output
+    for victim in ("worker-0", "engine-0", "buffer", "learner-0"):
+        assert f"{victim} ended with SIGKILL" in output
+    assert leftovers(run) == []
+    assert {row["step"] for row in metrics(run)} == set(range(1, 13))
+    check_accounts(run)
+    check_staleness(run)
+    assert ledger(run)["discarded"].get("worker_lost", 0) >= 0
+    versions = [version for (version,) in query(run, "SELECT version FROM commits ORDER BY time")]
+    assert versions == sorted(set(versions))
+
+
+def test_interrupted_then_resumed(policy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Background(
+        "train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, "learner.steps=200"
+    ) as going:
+        going.until_step(3)
+        began = time.monotonic()
+        going.process.send_signal(signal.SIGINT)
+        output = going.output()
+        assert going.process.returncode == 130, output
+        assert time.monotonic() - began < 30
+    assert f"slipstream resume {run}" in output
+    assert leftovers(run) == []
+    reached = max(row["step"] for row in metrics(run))
+    assert (run / "checkpoints" / f"step-{reached:08d}").is_dir()
+    check_accounts(run)
+    slipstream("resume", str(run), f"learner.steps={reached + 3}")
+    assert [row["step"] for row in metrics(run)] == list(range(1, reached + 4))
+    check_accounts(run)
+    check_staleness(run)
+    assert leftovers(run) == []
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("rollout.engine.replicas=2", "learner.backend.ranks=2", "rollout.workers=2", "buffer.max_staleness=0"),
+        ("launch.kind=ray",),
+    ],
+    ids=["two-of-each-synchronous", "ray"],
+)
+def test_other_layouts(layout: tuple[str, ...], policy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, "learner.steps=3", *layout)
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3]
+    check_accounts(run)
+    check_staleness(run, 0 if "buffer.max_staleness=0" in layout else BOUND)
+    assert leftovers(run) == []
+
+
+def test_a_role_that_cannot_live_ends_the_run_by_name(policy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, "launch.restarts=0")
+    with Background(*arguments) as going:
+        going.kill("buffer")
+        output = going.output()
+        assert going.process.returncode == 1
+    assert "RoleDied: buffer ended with SIGKILL" in output
+    assert leftovers(run) == []
