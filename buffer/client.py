@@ -102,6 +102,10 @@ class BufferClient:
         """
         return await self._ask(m.Take(version), Batch, deadline_s)
 
+    async def fresh(self, version: int, limit: int) -> tuple[Trajectory, ...]:
+        """At most `limit` delivered trajectories, outside of batches, that hold tokens of `version`."""
+        return (await self._ask(m.WantFresh(version, limit), m.Fresh)).trajectories
+
     async def commit(self, version: int) -> None:
         await self._ask(m.Commit(version), m.Done)
 

@@ -114,6 +114,13 @@ class Recover(Message, frozen=True):
     version: Version
 
 
+class WantFresh(Message, frozen=True):
+    """The learner, before it steps on from `version`, wants at most `limit` trajectories with tokens of that very version."""
+
+    version: Version
+    limit: int
+
+
 class WantStats(Message, frozen=True):
     """Somebody looks."""
 
@@ -163,14 +170,33 @@ class Batch(Message, frozen=True):
     stats: Stats
 
 
+class Fresh(Message, frozen=True):
+    """Delivered and not in a batch yet; they stay where they are."""
+
+    trajectories: tuple[Trajectory, ...]
+
+
 class Refused(Message, frozen=True):
     """The request is not allowed; `error` says why."""
 
     error: str
 
 
-Request = Hello | WantLease | Progress | Deliver | Goodbye | Take | Commit | Served | Checkpointed | Recover | WantStats
-Reply = Done | Granted | Recovered | StatsReply | Batch | Refused
+Request = (
+    Hello
+    | WantLease
+    | Progress
+    | Deliver
+    | Goodbye
+    | Take
+    | Commit
+    | Served
+    | Checkpointed
+    | Recover
+    | WantFresh
+    | WantStats
+)
+Reply = Done | Granted | Recovered | StatsReply | Batch | Fresh | Refused
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

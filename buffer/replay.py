@@ -238,6 +238,11 @@ class Replay:
             self._changed.add(group.id)
         return batch
 
+    def fresh(self, version: int) -> list[Episode]:
+        """Delivered episodes outside of batches that hold tokens of `version`, the youngest first."""
+        waiting = [g for g in reversed(self._by_age()) if g.state in ("open", "leased", "ready")]
+        return [e for g in waiting for e in g.in_account("ready") if any(v == version for v, _ in e.by_version)]
+
     def commit(self, version: int) -> None:
         """The batch of `version` is in the weights, which are now `version + 1`. Repeating it changes nothing.
 

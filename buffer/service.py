@@ -171,6 +171,10 @@ class BufferService:
                 self._checkpointed = max(self._checkpointed, version)
             case m.Recover(version):
                 return self._recover(version)
+            case m.WantFresh(version, limit):
+                self._persist()
+                episodes = replay.fresh(version)[: max(0, limit)]
+                return m.Fresh(tuple(t for e in episodes for t in self._store.episode(e.id))[: max(0, limit)])
             case m.WantStats():
                 return m.StatsReply(self._stats())
         return m.Done()

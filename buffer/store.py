@@ -41,7 +41,7 @@ CREATE TABLE IF NOT EXISTS groups (
 CREATE TABLE IF NOT EXISTS episodes (
     id TEXT PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups, account TEXT NOT NULL, generated INTEGER NOT NULL,
     sampled INTEGER NOT NULL, trained INTEGER NOT NULL, reason TEXT NOT NULL, settled INTEGER NOT NULL,
-    by_version BLOB NOT NULL, outcome BLOB
+    by_version TEXT NOT NULL, outcome TEXT  -- JSON: [[version, sampled tokens], ...], and the outcome
 );
 CREATE INDEX IF NOT EXISTS episodes_of_group ON episodes (group_id);
 CREATE TABLE IF NOT EXISTS trajectories (
@@ -49,6 +49,7 @@ CREATE TABLE IF NOT EXISTS trajectories (
     header BLOB NOT NULL, token_ids BLOB NOT NULL, loss_mask BLOB NOT NULL, behavior_logprobs BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS trajectories_of_group ON trajectories (group_id);
+CREATE INDEX IF NOT EXISTS trajectories_of_episode ON trajectories (episode_id);
 CREATE TABLE IF NOT EXISTS commits (
     version INTEGER PRIMARY KEY, time REAL NOT NULL, groups INTEGER NOT NULL, rolled_back INTEGER NOT NULL DEFAULT 0
 );
@@ -151,10 +152,17 @@ class Store:
 
     def trajectories(self, group_id: int) -> list[Trajectory]:
         """All trajectories of a group that were kept, by member and branch."""
+        return self._trajectories("group_id = ?", group_id)
+
+    def episode(self, episode_id: str) -> list[Trajectory]:
+        """The branches of one delivered episode."""
+        return self._trajectories("episode_id = ?", episode_id)
+
+    def _trajectories(self, where: str, value: object) -> list[Trajectory]:
         try:
             rows = self._db.execute(
-                "SELECT header, token_ids, loss_mask, behavior_logprobs FROM trajectories WHERE group_id = ?",
-                (group_id,),
+                "SELECT header, token_ids, loss_mask, behavior_logprobs FROM trajectories WHERE " + where,
+                (value,),
             ).fetchall()
         except sqlite3.Error as error:
             raise StoreError(f"cannot read the buffer {self.path}: {error}") from None
@@ -184,18 +192,18 @@ class Store:
                 id=episode_id,
                 account=account,
                 generated=generated,
-                by_version=msgspec.msgpack.decode(by_version, type=tuple[tuple[int, int], ...]),
+                by_version=msgspec.json.decode(by_version, type=tuple[tuple[int, int], ...]),
                 settled=bool(settled),
                 trained=trained,
                 reason=reason,
-                outcome=msgspec.msgpack.decode(outcome, type=Outcome) if outcome else None,
+                outcome=msgspec.json.decode(outcome, type=Outcome) if outcome else None,
             )
         return clock, list(groups.values())
 
 
 def _episode_row(group_id: int, e: Episode) -> tuple[object, ...]:
-    by_version = msgspec.msgpack.encode(e.by_version)
-    outcome = msgspec.msgpack.encode(e.outcome) if e.outcome else None
+    by_version = msgspec.json.encode(e.by_version).decode()
+    outcome = msgspec.json.encode(e.outcome).decode() if e.outcome else None
     return (e.id, group_id, e.account, e.generated, e.sampled, e.trained, e.reason, e.settled, by_version, outcome)
 
 

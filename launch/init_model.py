@@ -102,9 +102,9 @@ class Shape(msgspec.Struct, frozen=True):
     hidden: int = 192
     layers: int = 2
     heads: int = 6
-    kv_heads: int = 2
+    kv_heads: int = 6
     head_dim: int = 32
-    intermediate: int = 576
+    intermediate: int = 512
     context: int = 2048
     vocabulary: int = 1024
 

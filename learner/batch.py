@@ -163,10 +163,17 @@ def scoring_row(sequences: Sequence[Sequence[int]]) -> PackedRow:
     return to_row([supervised(ids, np.ones(len(ids), dtype=np.bool_)) for ids in sequences])
 
 
-def mismatch(rows: Sequence[PackedRow]) -> float:
-    """Largest |learner - engine| log-prob in nats over this rank's trained tokens of lag 0; 0 where there are none."""
+def fresh_rows(trajectories: Sequence[Trajectory], version: int) -> list[PackedRow]:
+    """A row that scores exactly the tokens that `version` sampled; none where there are no such tokens."""
+    cut = [_cut(trajectory, 0.0, version, oldest_version=version) for trajectory in trajectories]
+    sequences = [sequence for sequence in cut if sequence is not None]
+    return [to_row(sequences)] if sequences else []
+
+
+def mismatch(rows: Sequence[PackedRow]) -> tuple[float, int]:
+    """Largest |learner - engine| log-prob in nats over this rank's tokens of lag 0, 0 where there are none; their number."""
     gaps = [(r.proximal_logprobs - r.behavior_logprobs)[r.trained & (r.lags == 0)].abs() for r in rows]
-    return max((float(gap.max()) for gap in gaps if len(gap)), default=0.0)
+    return max((float(gap.max()) for gap in gaps if len(gap)), default=0.0), sum(len(gap) for gap in gaps)
 
 
 def _rewards(group: Group) -> dict[int, float]:

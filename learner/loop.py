@@ -32,7 +32,17 @@ from ..weightsync.publisher import Publisher
 from . import checkpoint
 from .algorithms import advantage_of, loss_of
 from .backend import Backend
-from .batch import TrainSequence, minibatches, mismatch, rank_rows, scoring_row, summarize, to_sequences, with_proximal
+from .batch import (
+    TrainSequence,
+    fresh_rows,
+    minibatches,
+    mismatch,
+    rank_rows,
+    scoring_row,
+    summarize,
+    to_sequences,
+    with_proximal,
+)
 from .checkpoint import CheckpointState
 from .meter import StepDone, StepMeter
 from .metrics import StepMetrics
@@ -42,6 +52,9 @@ log = logging.getLogger(__name__)
 
 CATCH_UP_S = 1.0
 """Between looks for replicas that came back, while the learner waits for a batch anyway."""
+
+FRESH = 8
+"""Trajectories scored per step only to compare learner and engine; a few percent of a batch."""
 
 
 class TrainingLoop:
@@ -89,7 +102,7 @@ class TrainingLoop:
                 break
             meter.took(batch)
             sequences = to_sequences(batch.groups, self._advantage, state.version, batch.oldest_version)
-            done = self._step(sequences, state.step)
+            done = await self._step(sequences, state)
             if self._backend.rank == 0:
                 await self._buffer.commit(state.version)
             meter.stepped(await self._buffer.stats())
@@ -131,21 +144,25 @@ class TrainingLoop:
             take.cancel()
             stopped.cancel()
 
-    def _step(self, sequences: Sequence[TrainSequence], step: int) -> StepDone:
+    async def _step(self, sequences: Sequence[TrainSequence], state: CheckpointState) -> StepDone:
         """The optimizer steps of one batch, all against the proximal policy that it began with."""
         backend, config = self._backend, self._config
         if not sequences:
             raise LearnerError(
-                f"the batch of step {step + 1} holds no token that may be trained; see buffer.max_staleness"
+                f"the batch of step {state.step + 1} holds no token that may be trained; see buffer.max_staleness"
             )
         parts = minibatches(sequences, config.algorithm.minibatches)
         budget = config.backend.tokens_per_microbatch
         rows = [rank_rows(part, backend.rank, backend.world_size, budget) for part in parts]
         rows = [[with_proximal(r, p) for r, p in zip(part, backend.logprobs(part), strict=True)] for part in rows]
-        lr = warm_up(config.optimizer.lr, step, config.optimizer.warmup_steps)
+        # A batch may hold only older tokens; what the engines sample right now shows whether they and the learner agree.
+        fresh = await self._buffer.fresh(state.version, FRESH) if backend.rank == 0 else ()
+        probe = fresh_rows(fresh, state.version)
+        probe = [with_proximal(r, p) for r, p in zip(probe, backend.logprobs(probe), strict=True)]
+        gap, compared = mismatch([*probe, *(row for part in rows for row in part)])
+        lr = warm_up(config.optimizer.lr, state.step, config.optimizer.warmup_steps)
         results = [backend.step(part, self._loss, lr) for part in rows]
-        gap = backend.maximum(mismatch([row for part in rows for row in part]))
-        return StepDone(results=tuple(results), lr=lr, mismatch=gap)
+        return StepDone(results=tuple(results), lr=lr, mismatch=backend.maximum(gap), compared=compared)
 
     async def _publish(self, version: int) -> PushReport | None:
         """Send this rank's part of the weights on their way; on rank 0, see them served."""

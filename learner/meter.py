@@ -16,11 +16,18 @@ from .metrics import StepMetrics
 
 
 class StepDone(msgspec.Struct, frozen=True):
-    """The optimizer steps of one batch (one per minibatch), their rate, and the largest learner-engine mismatch in nats."""
+    """The optimizer steps of one batch, one per minibatch.
+
+    Attributes:
+        lr: their learning rate.
+        mismatch: largest learner-engine difference in nats, over all ranks.
+        compared: tokens that this rank compared.
+    """
 
     results: tuple[StepResult, ...]
     lr: float
     mismatch: float
+    compared: int
 
     def mean(self, name: str) -> float:
         """A loss statistic, mean over the batch's trained tokens."""
@@ -70,7 +77,7 @@ class StepMeter:
             transfer_ms=push.transfer_ms,
             canary=push.canary,
             mismatch_max=done.mismatch,
-            mismatch_tokens=batch.staleness_tokens.get("0", 0),
+            mismatch_tokens=done.compared,
             loss=sum(r.loss for r in results) / len(results),
             ess=effective_sample_size({n: done.mean(n) for n in ("importance", "importance_square")}),
             kl=done.mean("kl"),

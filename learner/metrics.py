@@ -35,8 +35,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         transfer_ms: time the bytes took.
         canary: largest canary difference after the push, nats.
         mismatch_max: largest difference in nats between the learner's and the engine's log-prob of a token sampled at the
-            learner's own version (staleness 0); NaN-free: 0 when the batch had none.
-        mismatch_tokens: how many tokens that maximum is over.
+            learner's own version: tokens of staleness 0 in the batch, and in a few trajectories that were delivered while
+            the learner looked at the batch; 0 when there were none.
+        mismatch_tokens: how many tokens that maximum is over (rank 0's).
         loss: the policy loss.
         ess: effective sample size of the importance weights over tokens, as a share, 0 to 1.
         kl: mean over trained tokens of the k3 estimate of KL(behaviour || current), nats (Schulman 2020).

@@ -177,6 +177,25 @@ async def test_two_ranks_get_the_same_batch_until_it_is_committed(path: Path, ad
             await second.take(0, SOON)
 
 
+async def test_fresh_shows_what_waits_at_a_version_and_leaves_it_there(path: Path, address: str) -> None:
+    async with (
+        serving(path, address),
+        BufferClient(address, "learner") as learner,
+        BufferClient(address, "worker") as worker,
+        asyncio.timeout(SOON),
+    ):
+        await learner.recover(0)
+        await learner.served(0)
+        await play(worker, await worker.lease())
+        shown = await learner.fresh(0, 10)
+        assert len(shown) == len(await learner.fresh(0, 10)) > 1
+        assert len(await learner.fresh(0, 1)) == 1
+        assert await learner.fresh(1, 10) == ()
+        batch = await learner.take(0, SOON)
+        assert set(trained_ids([batch])) == {t.id for t in shown}
+        assert await learner.fresh(0, 10) == ()
+
+
 async def test_all_branches_of_an_episode_are_kept(path: Path, address: str) -> None:
     async with serving(path, address), BufferClient(address, "w") as client, asyncio.timeout(SOON):
         await client.served(0)
@@ -400,6 +419,8 @@ def any_request(rng: random.Random, now: int) -> m.Request:
         return m.Hello(worker, rng.choice("xy"))
     if kind in (m.WantLease, m.Goodbye):
         return kind(worker)
+    if kind is m.WantFresh:
+        return m.WantFresh(version, rng.choice([-1, 0, 1, 1 << 40]))
     return m.WantStats() if kind is m.WantStats else kind(version)
 
 

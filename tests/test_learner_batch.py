@@ -123,5 +123,12 @@ def test_mismatch_looks_at_lag_zero_only():
     row = batch.to_row(batch.to_sequences([group], PLAIN, version=5, oldest_version=4))
     row = batch.with_proximal(row, torch.tensor([9.0, -0.5, -3.0, -0.75]))
     assert row.proximal_logprobs.tolist() == [0.0, -0.5, -3.0, -0.75]
-    assert batch.mismatch([row]) == 0.25
-    assert batch.mismatch([]) == 0.0
+    assert batch.mismatch([row]) == (0.25, 2)
+    assert batch.mismatch([]) == (0.0, 0)
+
+
+def test_fresh_rows_score_the_tokens_of_one_version_across_a_change_of_weights():
+    (row,) = batch.fresh_rows([trajectory(0, 1.0, [-1, 4, 4, 5, 5, -1, 5]), trajectory(1, 0.0, [-1, 4])], version=5)
+    assert row.trained.tolist() == [False, False, False, True, True, False, True]
+    assert not row.advantages.any()
+    assert batch.fresh_rows([trajectory(0, 1.0, [-1, 4])], version=5) == []
