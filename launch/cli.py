@@ -26,7 +26,12 @@ Command = Callable[[argparse.Namespace], int]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    # argparse gives up on positional arguments that follow an option; key=value may stand anywhere.
+    if any(word.startswith("-") or "=" not in word for word in rest) or (rest and "overrides" not in options):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
     wait_passively()
     try:
         return options.command(options)
