@@ -62,11 +62,15 @@ class Observation(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What follows an assistant message: new messages, the reward of this step, whether the episode is over."""
+    """What follows an assistant message: new messages, and the reward of this step.
+
+    `done` ends the episode; with `truncated` it ends by a limit of the environment's, not by what the policy did.
+    """
 
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
     done: bool = False
+    truncated: bool = False
     metrics: dict[str, float] = {}
 
 

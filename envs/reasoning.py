@@ -150,7 +150,7 @@ class ReasoningGymEnv:
         else:
             answer = extract_answer(message.content)
             return self._end(self._source.score(self._index, answer), answered=answer is not None)
-        return StepResult(replies) if self._turns < self._max_turns else self._end(0.0, answered=False)
+        return StepResult(replies) if self._turns < self._max_turns else self._end(0.0, answered=False, truncated=True)
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -162,9 +162,9 @@ class ReasoningGymEnv:
         self._errors += not valid
         return reply
 
-    def _end(self, reward: float, *, answered: bool) -> StepResult:
+    def _end(self, reward: float, *, answered: bool, truncated: bool = False) -> StepResult:
         metrics = {"answered": float(answered), "tool_calls": float(self._calls), "tool_errors": float(self._errors)}
-        return StepResult(reward=reward, done=True, metrics=metrics)
+        return StepResult(reward=reward, done=True, truncated=truncated, metrics=metrics)
 
 
 def _answer(text: str) -> Message:

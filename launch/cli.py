@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from .. import __version__
 from ..configs import Config, describe, dump, load
 from ..errors import ConfigError, SlipstreamError
 from ..monitor.report import Report
-from .threads import wait_passively
+from .resources import wait_passively
 
 INTERRUPTED = 130
 
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         options.overrides += rest
     wait_passively()
+    sys.path.append(os.getcwd())  # environments and agents of the user's own, next to his config
     try:
         return options.command(options)
     except SlipstreamError as error:
@@ -59,8 +61,9 @@ def train(options: argparse.Namespace) -> int:
 def resume(options: argparse.Namespace) -> int:
     from . import run
 
-    config = load(str(_run_config(options.run)), [*options.overrides, f"run.dir={options.run}"])
-    return _finish(lambda: run.resume(config, Path(options.run).resolve()))
+    path = str(_run_config(options.run))
+    before, config = load(path), load(path, [*options.overrides, f"run.dir={options.run}"])
+    return _finish(lambda: run.resume(config, before, Path(options.run).resolve()))
 
 
 def evaluate(options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -40,13 +41,15 @@ class Job(msgspec.Struct, frozen=True):
 
     Attributes:
         run_dir: absolute.
+        transport: what carries the weights.
         pushed: a learner pushes versions to the engines; without one they serve what they loaded, as version 0.
     """
 
     config: Config
     cluster: Cluster
     run_dir: str
-    pushed: bool = True
+    transport: Literal["gloo", "nccl"]
+    pushed: bool
 
     @property
     def dir(self) -> Path:

@@ -21,6 +21,7 @@ from ..configs import Config, check
 from ..configs.schema import parse_size
 from ..errors import ConfigError
 from .processes import claim_ports
+from .resources import local_placement
 
 Check = Callable[[Config], str]
 
@@ -61,7 +62,7 @@ def packages(config: Config) -> str:
 def engine(config: Config) -> str:
     from ..rollout import vllm_server
 
-    vllm_server.command(config, 0)
+    vllm_server.command(config, vllm_server.LOOPBACK, 0)
     if vllm_server.serves_on_cpu() and shutil.which("lscpu") is None:
         raise ConfigError("rollout.engine.kind: vllm on CPU needs the program `lscpu` on the PATH (package util-linux)")
     where = "CPU" if vllm_server.serves_on_cpu() else "GPU"
@@ -71,13 +72,14 @@ def engine(config: Config) -> str:
 def devices(config: Config) -> str:
     import torch
 
-    count = torch.cuda.device_count()
-    backend = config.learner.backend
-    if backend.device == "cuda" and count < backend.ranks:
-        raise ConfigError(
-            f"learner.backend.device: cuda needs a GPU for each of learner.backend.ranks={backend.ranks}, torch sees {count}"
-        )
-    return f"{count} GPUs, {os.cpu_count()} cores"
+    count, backend = torch.cuda.device_count(), config.learner.backend
+    if backend.device == "cuda" and not count:
+        raise ConfigError("learner.backend.device: cuda, but torch sees no GPU; allowed here are auto and cpu")
+    if config.launch.kind == "ray":
+        return f"{count} GPUs and {os.cpu_count()} cores here; Ray places the roles"
+    placement = local_placement(config)
+    shown = ", ".join(f"{role} on GPU {'+'.join(map(str, gpus))}" for role, gpus in placement.gpus.items())
+    return f"{count} GPUs, {os.cpu_count()} cores{': ' + shown if shown else ''}; weights travel over {placement.transport}"
 
 
 def memory(config: Config) -> str:

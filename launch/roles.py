@@ -15,6 +15,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import uvloop
@@ -71,8 +72,8 @@ def become_engine(job: Job, index: int) -> None:
     """Replace this process by the upstream server of replica `index`."""
     from ..rollout import vllm_server
 
-    port = int(job.cluster.engines[index].rsplit(":", 1)[1])
-    arguments = vllm_server.command(job.config, port)
+    address = urlsplit(job.cluster.engines[index])
+    arguments = vllm_server.command(job.config, address.hostname or vllm_server.LOOPBACK, address.port or 0)
     os.execvpe(arguments[0], arguments, {**os.environ, **vllm_server.environment(job.config)})
 
 

@@ -11,6 +11,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -19,12 +20,16 @@ from rich.console import Console
 from ..buffer.store import ledger_of
 from ..configs import Config, dump
 from ..errors import ConfigError, StoreError
-from ..monitor.live import open_view
+from ..monitor.live import View, open_view
 from ..monitor.report import Report, write_report
 from ..monitor.summary import read_evaluations
 from .preflight import preflight
-from .processes import Launcher, LocalLauncher
+from .processes import LocalLauncher
+from .resources import Placement, gpus_of, local_placement, place
 from .supervisor import Supervisor
+
+FIXED = ("seed", "env", "agent.renderer", "buffer.group_size", "model.dtype")
+"""What the groups in a buffer mean; a run that resumes cannot change it."""
 
 
 def train(config: Config) -> Report:
@@ -47,10 +52,14 @@ def train(config: Config) -> Report:
     return _supervise(config, run_dir)
 
 
-def resume(config: Config, run_dir: Path) -> Report:
-    """Continue a run from its newest checkpoint; raises as `train`."""
+def resume(config: Config, before: Config, run_dir: Path) -> Report:
+    """Continue a run, configured as `before` until now, from its newest checkpoint; raises as `train`."""
     if not (run_dir / "buffer.sqlite").exists():
         raise ConfigError(f"{run_dir} holds no run: there is no buffer.sqlite; start one with `slipstream train`")
+    for key in FIXED:
+        old, new = attrgetter(key)(before), attrgetter(key)(config)
+        if old != new:
+            raise ConfigError(f"{key}: a run keeps what it began with ({old}), {new} is not allowed; start a new run")
     preflight(config)
     (run_dir / "logs").mkdir(exist_ok=True)
     (run_dir / "config.yaml").write_text(dump(config))
@@ -60,7 +69,7 @@ def resume(config: Config, run_dir: Path) -> Report:
 def _supervise(config: Config, run_dir: Path) -> Report:
     try:
         with open_view(config) as view:
-            asyncio.run(Supervisor(config, run_dir, _launcher(config, run_dir), view).train())
+            asyncio.run(_supervisor(config, run_dir, view).train())
     finally:
         report = write_report(run_dir, ledger_json(run_dir))
     return report
@@ -75,7 +84,7 @@ def evaluate(config: Config, label: str) -> msgspec.Raw:
     (run_dir / "logs").mkdir()
 
     with open_view(config, Console(stderr=True, highlight=False)) as view:
-        asyncio.run(Supervisor(config, run_dir, _launcher(config, run_dir), view).evaluate(label))
+        asyncio.run(_supervisor(config, run_dir, view).evaluate(label))
     results = msgspec.json.decode((run_dir / "evaluations.json").read_bytes(), type=list[msgspec.Raw])
     shutil.rmtree(run_dir)
     return results[-1]
@@ -134,14 +143,14 @@ def require_ledger(run_dir: Path) -> dict[str, object]:
     return ledger
 
 
-def _launcher(config: Config, run_dir: Path) -> Launcher:
+def _supervisor(config: Config, run_dir: Path, view: View) -> Supervisor:
+    """A supervisor over the launcher that `launch.kind` names."""
     logs = run_dir / "logs"
     if config.launch.kind == "local":
-        return LocalLauncher(logs, config.launch.port)
+        return Supervisor(config, run_dir, LocalLauncher(logs, config.launch.port), local_placement(config), view)
     from .ray_launcher import RayLauncher
 
-    gpus: dict[str, int] = {}
-    if config.learner.backend.device == "cuda":
-        gpus |= {f"learner-{i}": 1 for i in range(config.learner.backend.ranks)}
-        gpus |= {f"engine-{i}": config.rollout.engine.tensor_parallel for i in range(config.rollout.engine.replicas)}
-    return RayLauncher(logs, config.launch.port, gpus)
+    wanted = gpus_of(config)
+    apart = place(wanted, sum(wanted.values()))  # Ray gives every role GPUs of its own, and tells it which
+    launcher = RayLauncher(logs, config.launch.port, wanted)
+    return Supervisor(config, run_dir, launcher, Placement({}, apart.transport), view)

@@ -39,7 +39,7 @@ from ..monitor.live import View
 from .heart import Ready, Said, Signal, Stepped
 from .job import Cluster, Job
 from .processes import Launcher, Process
-from .threads import thread_environment
+from .resources import Placement, role_environment
 
 log = logging.getLogger(__name__)
 
@@ -97,10 +97,11 @@ class Supervisor:
         ConfigError: a role found its config to be wrong.
     """
 
-    def __init__(self, config: Config, run_dir: Path, launcher: Launcher, view: View) -> None:
+    def __init__(self, config: Config, run_dir: Path, launcher: Launcher, placement: Placement, view: View) -> None:
         self._config = config
         self._dir = run_dir
         self._launcher = launcher
+        self._placement = placement
         self._view = view
         self._interrupted = asyncio.Event()
         self._members: dict[str, Member] = {}
@@ -175,14 +176,17 @@ class Supervisor:
             learner_host=learner_host,
         )
         self._cluster = cluster
-        job = Job(self._config, cluster, str(self._dir), pushed="learner-0" in names)
+        job = Job(
+            self._config, cluster, str(self._dir), pushed="learner-0" in names, transport=self._placement.transport
+        )
         for member in self._members.values():
-            member.environment = job.environment(member.name) | thread_environment(self._config, member.kind)
+            gpus = self._placement.gpus.get(member.name, ())
+            member.environment = job.environment(member.name) | role_environment(self._config, member.name, gpus)
         ranks = self._all("learner")
         if len(ranks) > 1:
             meeting = {"MASTER_ADDR": learner_host, "MASTER_PORT": learner_port, "WORLD_SIZE": str(len(ranks))}
             for rank, member in enumerate(ranks):
-                member.environment |= meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                member.environment |= meeting | {"RANK": str(rank), "LOCAL_RANK": "0"}  # each rank sees its GPU alone
 
     async def _train(self, keep: Keep) -> None:
         for member in (*self._all("engine"), *self._all("buffer")):
@@ -230,7 +234,7 @@ class Supervisor:
     async def _start(self, member: Member) -> None:
         member.ready.clear()
         member.last_words, member.exit_status = "", None
-        command = [sys.executable, "-m", "slipstream.launch.cli", "role", member.name, *member.arguments]
+        command = [sys.executable, "-P", "-m", "slipstream.launch.cli", "role", member.name, *member.arguments]
         grace = self._config.rollout.engine.start_s if member.kind == "engine" else self._config.launch.heartbeat_s
         member.deadline = time.monotonic() + grace
         member.process = await self._launcher.start(member.name, command, member.environment)

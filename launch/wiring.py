@@ -138,7 +138,7 @@ async def make_publisher(job: Job, device: torch.device) -> AsyncIterator[Publis
         yield Publisher(
             engines,
             host=job.cluster.learner_host,
-            backend="nccl" if device.type == "cuda" else "gloo",
+            backend=job.transport,
             device=device,
             bucket_bytes=parse_size("weightsync.bucket", config.weightsync.bucket),
             push_s=config.weightsync.push_s,

@@ -44,6 +44,7 @@ class Watched:
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     done: bool = False
+    truncated: bool = False
 
     async def reset(self, task: Task) -> Observation:
         started = time.perf_counter()
@@ -68,7 +69,7 @@ class Watched:
             self.seconds += time.perf_counter() - started
         self.rewards.append(float(result.reward))
         self.metrics |= result.metrics
-        self.done = result.done
+        self.done, self.truncated = result.done, result.truncated
         return result
 
     async def close(self) -> None:
@@ -137,4 +138,4 @@ async def _outcome(agent: Agent, env: Watched, session: Session, task: Task, epi
     except Exception as error:  # an agent is the user's code: its faults end an episode, not a worker
         log.exception("the agent raised on task %s", task.id)
         return Outcome("failed", "policy", f"{type(error).__name__}: {error}")
-    return FINISHED if env.done else TRUNCATED
+    return FINISHED if env.done and not env.truncated else TRUNCATED

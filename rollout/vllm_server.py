@@ -1,7 +1,7 @@
 """How one upstream vLLM server is started: its command line and its environment. We write no inference server.
 
 Invariants:
-- Everything is bound to loopback, quiet, and sends no usage statistics.
+- A server listens where it is told and nowhere else, is quiet, and sends no usage statistics.
 - On CPU a server uses one thread per process: two servers of two threads each on two cores spin against each other.
 """
 
@@ -16,7 +16,7 @@ from ..configs.schema import Config, parse_size
 from ..errors import ConfigError
 from ..weightsync.vllm_plugin import BACKEND
 
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 """What `vllm serve` runs; the `vllm` command itself is broken in the wheel for CPU."""
@@ -25,8 +25,8 @@ CPU_BLOCK = 32
 """Tokens per KV block on CPU: vLLM's own 128 finds no common prefix in short prompts."""
 
 
-def command(config: Config, port: int) -> list[str]:
-    """The command line of a server that listens on `port` of the loopback interface.
+def command(config: Config, host: str, port: int) -> list[str]:
+    """The command line of a server that listens on `port` of `host`.
 
     Raises:
         ConfigError: `rollout.engine.memory` is neither a size nor, on a GPU, a share of its memory.
@@ -36,7 +36,7 @@ def command(config: Config, port: int) -> list[str]:
     arguments = {
         "model": config.model.path,
         "served-model-name": "policy",
-        "host": HOST,
+        "host": host,
         "port": port,
         "dtype": config.model.dtype,
         "seed": config.seed,

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from slipstream.configs import dump, load
 from slipstream.launch.cli import main
 from slipstream.tests.runs import tiny_policy
 
@@ -86,6 +87,14 @@ def test_a_folder_that_holds_a_run_already(policy: Path, tmp_path: Path, capsys:
     line = refused(capsys, "train", "quickstart", f"model.path={policy}", f"run.dir={tmp_path}")
     assert "run.dir" in line
     assert "resume" in line
+
+
+def test_a_resumed_run_keeps_what_its_buffer_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text(dump(load("quickstart")))
+    (tmp_path / "buffer.sqlite").write_bytes(b"")
+    line = refused(capsys, "resume", str(tmp_path), "buffer.group_size=4")
+    assert "buffer.group_size" in line
+    assert "8" in line
 
 
 @pytest.mark.parametrize("command", ["resume", "eval"])

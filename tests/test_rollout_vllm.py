@@ -275,7 +275,7 @@ async def test_nobody_listening_is_an_engine_error_at_once() -> None:
 @pytest.mark.parametrize("memory", ["0.85", "1.5", "lots", "-1"])
 def test_a_bad_memory_setting_names_the_key(memory: str) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.engine\.memory: "):
-        vllm_server.command(Config(rollout=Rollout(engine=Vllm(memory=memory))), 1)
+        vllm_server.command(Config(rollout=Rollout(engine=Vllm(memory=memory))), vllm_server.LOOPBACK, 1)
 
 
 def test_a_local_folder_is_served_offline_and_nothing_is_reported(tmp_path: Path) -> None:

@@ -83,7 +83,9 @@ def vllm(folder: Path, port: int, log: Path, *, max_concurrent: int = 64) -> Ite
     )
     with log.open("ab") as out:
         environment = os.environ | vllm_server.environment(config)
-        process = subprocess.Popen(vllm_server.command(config, port), env=environment, stdout=out, stderr=out)
+        process = subprocess.Popen(
+            vllm_server.command(config, vllm_server.LOOPBACK, port), env=environment, stdout=out, stderr=out
+        )
     try:
         yield process
     finally:

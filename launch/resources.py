@@ -1,0 +1,98 @@
+"""Who gets which GPU, how many threads, and how weights travel between them.
+
+Invariants:
+- Processes that wait must not spin (`OMP_WAIT_POLICY=PASSIVE`), and together ask for about as many threads as there are cores:
+  on two cores, two processes of two spinning threads slow each other down a hundredfold.
+- Each learner rank sees one GPU and each replica its own `tensor_parallel`, when there are enough; NCCL carries the weights.
+- With fewer they share, and gloo carries the weights: NCCL does not connect two processes on one GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import msgspec
+
+from ..configs import Config
+from ..errors import ConfigError
+
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """GPU numbers by role, none for roles that need none, and the transport of the weights."""
+
+    gpus: dict[str, tuple[int, ...]]
+    transport: Literal["gloo", "nccl"]
+
+
+def needed_gpus(config: Config, *, engines: bool, learners: bool) -> dict[str, int]:
+    """How many GPUs each role wants, where `engines` and `learners` use any."""
+    wanted: dict[str, int] = {}
+    if learners:
+        wanted |= {f"learner-{i}": 1 for i in range(config.learner.backend.ranks)}
+    if engines:
+        wanted |= {f"engine-{i}": config.rollout.engine.tensor_parallel for i in range(config.rollout.engine.replicas)}
+    return wanted
+
+
+def place(wanted: dict[str, int], available: int) -> Placement:
+    """Give out GPUs 0 to `available - 1`: to each role its own while they last, else in turn.
+
+    Raises:
+        ConfigError: one role wants more GPUs than there are.
+    """
+    largest = max(wanted.values(), default=0)
+    if largest > available:
+        raise ConfigError(
+            f"rollout.engine.tensor_parallel: a process wants {largest} GPUs, torch sees {available}; "
+            "allowed are at most as many as there are"
+        )
+    gpus, following = {}, 0
+    for role, count in wanted.items():
+        gpus[role] = tuple((following + i) % available for i in range(count))
+        following += count
+    both = any(role.startswith("engine") for role in wanted) and any(role.startswith("learner") for role in wanted)
+    return Placement(gpus, "nccl" if both and following <= available else "gloo")
+
+
+def gpus_of(config: Config) -> dict[str, int]:
+    """GPUs wanted by role on this machine, as it is installed."""
+    import torch
+
+    from ..rollout import vllm_server
+
+    device = config.learner.backend.device
+    learners = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    return needed_gpus(config, engines=not vllm_server.serves_on_cpu(), learners=learners)
+
+
+def local_placement(config: Config) -> Placement:
+    """Who gets which GPU of this machine."""
+    import torch
+
+    return place(gpus_of(config), torch.cuda.device_count())
+
+
+def role_environment(config: Config, role: str, gpus: tuple[int, ...] = ()) -> dict[str, str]:
+    """Environment variables for a role. What the user has set already wins, but for the GPUs."""
+    cores = os.cpu_count() or 1
+    threads = 1
+    if role.startswith("learner"):
+        threads = max(1, (cores - config.rollout.engine.replicas) // config.learner.backend.ranks)
+    wanted = {
+        "OMP_NUM_THREADS": str(threads),
+        **PASSIVE,
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "PYTHONHASHSEED": str(config.seed % 2**32),  # some task families depend on the order of sets
+    }
+    chosen = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    return chosen | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
+
+
+def wait_passively() -> None:
+    """For this process itself; call before torch is imported."""
+    for name, value in PASSIVE.items():
+        os.environ.setdefault(name, value)
