@@ -53,6 +53,9 @@ IMPORT_S = 60.0
 """Beyond `start_s`: what the learner may take to import torch and load the model on a busy machine."""
 
 
+FINISHING = ("learner", "evaluator")
+"""Kinds of roles that have an end of their own; the others serve until they are stopped."""
+
 Keep = Callable[[Coroutine[Any, Any, None]], None]
 """Takes work that goes on in the background until the plan is done; its failure ends the run."""
 
@@ -63,7 +66,7 @@ class Interrupted(Exception):
 
 @dataclass
 class Member:
-    """One role as the supervisor sees it. `deadline` is when silence becomes death."""
+    """One role as the supervisor sees it. `deadline` is when silence becomes death, `stopping` that it was told to end."""
 
     name: str
     environment: dict[str, str] = field(default_factory=dict)
@@ -73,6 +76,7 @@ class Member:
     deadline: float = float("inf")
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     last_words: str = ""
+    stopping: bool = False
     exit_status: int | None = None
 
     @property
@@ -273,18 +277,20 @@ class Supervisor:
                 end.cancel()
 
     async def _ended(self, member: Member) -> Member | None:
-        """Wait for the end of a process; the member if it failed."""
+        """Wait for the end of a process; the member if that was a failure. A server that ends by itself has failed, even
+        with exit status 0: vLLM's says 0 when its engine core was killed."""
         assert member.process is not None
         member.exit_status = await member.process.wait()
         member.deadline = float("inf")
         self._view.status(member.name, _describe(member.exit_status))
-        return member if member.exit_status != 0 else None
+        well = member.stopping or (member.exit_status == 0 and member.kind in FINISHING)
+        return None if well else member
 
     async def _stop(self, member: Member, seconds: float) -> None:
         """Ask a role to end; after `seconds` end it."""
         if member.process is None or member.exit_status is not None:
             return
-        member.deadline = float("inf")
+        member.deadline, member.stopping = float("inf"), True
         await member.process.terminate()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):

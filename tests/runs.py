@@ -90,6 +90,11 @@ class Background:
         self.until(lambda: role in self.roles(), f"{role} to live")
         self.roles()[role].send_signal(signal.SIGKILL)
 
+    def kill_engine_core(self, role: str) -> None:
+        """Kill the process in which a vLLM server computes, not the server itself."""
+        cores = [p for p in self.roles()[role].children() if "spawn_main" in " ".join(p.cmdline())]
+        cores[0].send_signal(signal.SIGKILL)
+
     def output(self) -> str:
         out, _ = self.process.communicate(timeout=WAIT_S)
         return out[-5000:]
