@@ -59,6 +59,10 @@ class WeightSyncError(SlipstreamError):
     """A weight push failed, or the canary shows that a replica does not hold the pushed weights."""
 
 
+class EvaluationError(SlipstreamError):
+    """Not one episode of an evaluation ended without a failure, so there is no reward to report."""
+
+
 class LearnerError(SlipstreamError):
     """The learner cannot step, save or load."""
 

@@ -9,6 +9,7 @@ from collections import Counter
 
 import msgspec
 
+from ..errors import EvaluationError
 from .worker import Player
 
 
@@ -34,8 +35,12 @@ class Evaluation(msgspec.Struct, frozen=True):
     seconds: float
 
 
-async def evaluate(player: Player, label: str, tasks: int, concurrency: int, first_task: int = 0) -> Evaluation:
-    """Play tasks `first_task ...` once each, `concurrency` at a time."""
+async def evaluate(player: Player, label: str, tasks: int, concurrency: int) -> Evaluation:
+    """Play tasks 0, 1, ... once each, `concurrency` at a time.
+
+    Raises:
+        EvaluationError: all episodes failed.
+    """
     started = time.perf_counter()
     free = asyncio.Semaphore(concurrency)
 
@@ -43,10 +48,13 @@ async def evaluate(player: Player, label: str, tasks: int, concurrency: int, fir
         async with free:
             return await player.play(index)
 
-    results = await asyncio.gather(*(one(first_task + i) for i in range(tasks)))
+    results = await asyncio.gather(*(one(i) for i in range(tasks)))
     rewards = [r.reward for r in results if r.outcome.trainable]
     n = len(rewards)
-    mean = sum(rewards) / n if n else 0.0
+    if not n:
+        outcome = results[0].outcome
+        raise EvaluationError(f"{label}: all {tasks} episodes failed, the first by {outcome.reason}: {outcome.detail}")
+    mean = sum(rewards) / n
     variance = sum((r - mean) ** 2 for r in rewards) / (n - 1) if n > 1 else 0.0
     outcomes = Counter(f"failed_{r.outcome.reason}" if r.outcome.kind == "failed" else r.outcome.kind for r in results)
     versions = [t.version_spans[-1].version for r in results for t in r.trajectories if t.version_spans]
@@ -55,7 +63,7 @@ async def evaluate(player: Player, label: str, tasks: int, concurrency: int, fir
         version=max(versions, default=0),
         tasks=n,
         reward_mean=mean,
-        reward_stderr=math.sqrt(variance / n) if n else 0.0,
+        reward_stderr=math.sqrt(variance / n),
         outcomes=dict(outcomes),
         seconds=time.perf_counter() - started,
     )

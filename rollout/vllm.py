@@ -175,9 +175,9 @@ class VllmEngine:
         await self._call("POST", "/finish_weight_update", body={"weight_version": str(version)}, seconds=self.push_s)
 
     async def version(self) -> int | None:
-        """The version pushed last, None for a server that still has the weights it loaded itself."""
+        """The version pushed last; `initial_version` for a server that still has the weights it loaded itself."""
         answer = self._decode(await self._call("GET", "/weight_info"), _WeightInfo)
-        return None if answer.weight_version == UNPUSHED else self._version(answer.weight_version)
+        return self.initial_version if answer.weight_version == UNPUSHED else self._version(answer.weight_version)
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Return as soon as the server answers `/health`; DeadlineExceeded when it does not within `deadline_s`."""
