@@ -97,7 +97,7 @@ class Background:
 
     def output(self) -> str:
         out, _ = self.process.communicate(timeout=WAIT_S)
-        return out[-5000:]
+        return out
 
 
 def metrics(run_dir: Path) -> list[dict]:
