@@ -8,9 +8,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import msgspec
 
@@ -35,63 +37,84 @@ class EpisodeResult(msgspec.Struct, frozen=True):
     trajectories: tuple[Trajectory, ...]
 
 
-@dataclass
 class Watched:
-    """An environment that keeps the account of its episode and turns what it raises into EnvError."""
+    """The environment of one episode: keeps its account, and turns what it raises or returns against its contract into
+    EnvError, so that it can end an episode and never a worker."""
 
-    inner: Environment
-    rewards: list[float] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    done: bool = False
-    truncated: bool = False
+    def __init__(self, source: TaskSource) -> None:
+        self._source = source
+        self._inner: Environment | None = None
+        self.task_id = ""
+        self.rewards: list[float] = []
+        self.metrics: dict[str, float] = {}
+        self.seconds = 0.0
+        self.done = False
+        self.truncated = False
+
+    def open(self, index: int) -> Task:
+        """Make the environment and the task."""
+        with self._blamed(f"task {index}"):
+            self._inner = self._source.make()
+            task = self._source.task(index)
+            self.task_id = task.id
+        return task
 
     async def reset(self, task: Task) -> Observation:
-        started = time.perf_counter()
-        try:
-            return await self.inner.reset(task)
-        except ToolError:
-            raise
-        except Exception as error:
-            raise EnvError(f"reset of task {task.id!r} raised {type(error).__name__}: {error}") from error
-        finally:
-            self.seconds += time.perf_counter() - started
+        with self._blamed(f"reset of task {task.id!r}"):
+            return await self._opened.reset(task)
 
     async def step(self, message: Message) -> StepResult:
-        started = time.perf_counter()
-        try:
-            result = await self.inner.step(message)
-        except ToolError:
-            raise
-        except Exception as error:
-            raise EnvError(f"step raised {type(error).__name__}: {error}") from error
-        finally:
-            self.seconds += time.perf_counter() - started
-        self.rewards.append(float(result.reward))
-        self.metrics |= result.metrics
-        self.done, self.truncated = result.done, result.truncated
+        with self._blamed("step"):
+            result = await self._opened.step(message)
+            reward = float(result.reward)
+            if not math.isfinite(reward):
+                raise EnvError(f"a reward of {reward}")
+            self.rewards.append(reward)
+            self.metrics |= {name: float(value) for name, value in result.metrics.items()}
+            self.done, self.truncated = result.done, result.truncated
         return result
 
     async def close(self) -> None:
-        await self.inner.close()
+        """Whatever the episode was worth, it has been earned: a failure to clean up is told and changes nothing."""
+        try:
+            if self._inner is not None:
+                await self._inner.close()
+        except Exception:
+            log.exception("%s: close raised on task %s", self._source.name, self.task_id)
+
+    @property
+    def _opened(self) -> Environment:
+        assert self._inner is not None
+        return self._inner
+
+    @contextlib.contextmanager
+    def _blamed(self, doing: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        except ToolError:
+            raise
+        except Exception as error:
+            raise EnvError(f"{self._source.name}: {doing}: {type(error).__name__}: {error}") from error
+        finally:
+            self.seconds += time.perf_counter() - started
 
 
 async def play(
     agent: Agent,
     source: TaskSource,
-    task: Task,
+    index: int,
     session: Session,
     *,
-    group_id: int,
     attempt: int,
     member: int,
     episode_s: float,
 ) -> EpisodeResult:
-    """Play one episode of at most `episode_s` seconds."""
-    env = Watched(source.make())
+    """Play task `index`, which is also its group's id, for at most `episode_s` seconds."""
+    env = Watched(source)
     started = time.perf_counter()
     try:
-        outcome = await _outcome(agent, env, session, task, episode_s)
+        outcome = await _outcome(agent, env, session, index, episode_s)
     finally:
         await env.close()
     total = time.perf_counter() - started
@@ -100,10 +123,10 @@ async def play(
     if not outcome.trainable:
         return EpisodeResult(outcome, reward, generated, ())
     trajectories = session.trajectories(
-        group_id=group_id,
+        group_id=index,
         attempt=attempt,
         member=member,
-        task_id=task.id,
+        task_id=env.task_id,
         env=source.name,
         reward=reward,
         turn_rewards=env.rewards,
@@ -114,11 +137,11 @@ async def play(
     return EpisodeResult(outcome, reward, generated, trajectories)
 
 
-async def _outcome(agent: Agent, env: Watched, session: Session, task: Task, episode_s: float) -> Outcome:
+async def _outcome(agent: Agent, env: Watched, session: Session, index: int, episode_s: float) -> Outcome:
     deadline = asyncio.timeout(episode_s)
     try:
         async with deadline:
-            await agent(env, session, task)
+            await agent(env, session, env.open(index))
     except ContextExhausted:
         return TRUNCATED
     except TimeoutError as error:
@@ -136,6 +159,6 @@ async def _outcome(agent: Agent, env: Watched, session: Session, task: Task, epi
     except PolicyError as error:
         return Outcome("failed", "policy", str(error))
     except Exception as error:  # an agent is the user's code: its faults end an episode, not a worker
-        log.exception("the agent raised on task %s", task.id)
+        log.exception("the agent raised on task %s", env.task_id)
         return Outcome("failed", "policy", f"{type(error).__name__}: {error}")
     return FINISHED if env.done and not env.truncated else TRUNCATED

@@ -85,9 +85,8 @@ class Player:
             return await play(
                 self._agent,
                 self._source,
-                self._source.task(task_index),
+                task_index,
                 self._make_session(generate),
-                group_id=task_index,
                 attempt=attempt,
                 member=member,
                 episode_s=self._episode_s,
