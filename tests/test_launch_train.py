@@ -125,20 +125,32 @@ def test_interrupted_then_resumed(policy: Path, tmp_path: Path) -> None:
     assert leftovers(run) == []
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        ("rollout.engine.replicas=2", "learner.backend.ranks=2", "rollout.workers=2", "buffer.max_staleness=0"),
-        ("launch.kind=ray",),
-    ],
-    ids=["two-of-each-synchronous", "ray"],
-)
-def test_other_layouts(layout: tuple[str, ...], policy: Path, tmp_path: Path) -> None:
+def test_two_of_each_synchronous_and_a_replica_dies(policy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, "learner.steps=3", *layout)
+    layout = ("rollout.engine.replicas=2", "learner.backend.ranks=2", "rollout.workers=2", "buffer.max_staleness=0")
+    arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, "learner.steps=8", *layout)
+    with Background(*arguments) as going:
+        going.until_step(2)
+        going.kill("engine-1")
+        output = going.output()
+        assert going.process.returncode == 0, output
+    assert "engine-1 ended with SIGKILL" in output
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert all(row["mismatch_tokens"] >= 0 and row["mismatch_max"] < 1e-3 for row in rows)
+    check_accounts(run)
+    check_staleness(run, 0)
+    assert leftovers(run) == []
+
+
+def test_the_same_run_under_ray(policy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    slipstream(
+        "train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, "learner.steps=3", "launch.kind=ray"
+    )
     assert [row["step"] for row in metrics(run)] == [1, 2, 3]
     check_accounts(run)
-    check_staleness(run, 0 if "buffer.max_staleness=0" in layout else BOUND)
+    check_staleness(run)
     assert leftovers(run) == []
 
 
