@@ -2,7 +2,7 @@
 
 PYTHON ?= $(shell command -v python3.11 >/dev/null 2>&1 && python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 SEED ?= 0
-MODEL ?= models/quickstart-$(SEED)
+MODEL ?= models/quickstart$(if $(filter-out 0,$(SEED)),-$(SEED))
 RUN ?= runs/quickstart
 SLIPSTREAM = .venv/bin/slipstream
 INPUTS = pyproject.toml $(wildcard requirements/*)

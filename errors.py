@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -19,12 +19,15 @@ class SlipstreamError(Exception):
     """Base of all errors raised on purpose."""
 
     exit_code = 1
+    final = False
+    """Whether starting the process again could not help."""
 
 
 class ConfigError(SlipstreamError):
     """Bad input: names the key, the value and what is allowed. Raised before any process starts."""
 
     exit_code = 2
+    final = True
 
 
 class EngineError(SlipstreamError):
@@ -74,6 +77,8 @@ class RoleDied(SlipstreamError):
 class DeadlineExceeded(SlipstreamError):
     """A wait passed its deadline. Names who waited, for what, how long, and what to look at."""
 
+    final = True
+
     def __init__(self, who: str, waited_for: str, seconds: float, hint: str) -> None:
         super().__init__(f"{who} waited {seconds:g} s for {waited_for}; {hint}")
         self.who = who
@@ -81,8 +86,14 @@ class DeadlineExceeded(SlipstreamError):
         self.seconds = seconds
 
 
-async def within(seconds: float, awaitable: Awaitable[T], *, who: str, waits_for: str, hint: str) -> T:
-    """Await `awaitable` for at most `seconds`.
+class Interrupted(Exception):  # not an error of the program: somebody asked it to stop
+    """SIGINT or SIGTERM ended a command in good order."""
+
+
+async def within(
+    seconds: float, awaitable: Awaitable[T], *, who: str, waits_for: str, hint: str | Callable[[], str]
+) -> T:
+    """Await `awaitable` for at most `seconds`; a `hint` that is a function is asked when the deadline has passed.
 
     Raises:
         DeadlineExceeded: naming `who`, `waits_for` and the `hint` about what to look at.
@@ -94,7 +105,7 @@ async def within(seconds: float, awaitable: Awaitable[T], *, who: str, waits_for
     except TimeoutError:
         if not deadline.expired():
             raise
-        raise DeadlineExceeded(who, waits_for, seconds, hint) from None
+        raise DeadlineExceeded(who, waits_for, seconds, hint if isinstance(hint, str) else hint()) from None
 
 
 def first_cause(group: BaseExceptionGroup) -> BaseException:

@@ -1,8 +1,8 @@
 """How workers and learners speak to the buffer.
 
 Invariants:
-- Every request has a deadline. Until then it is sent again whenever the buffer is silent, which is safe: all requests may be
-  repeated. A buffer that is restarted in between is not noticed.
+- Every request has a deadline, but `lease`, which ends with its caller. Until then it is sent again whenever the buffer is
+  silent, which is safe: all requests may be repeated. A buffer that is restarted in between is not noticed.
 - Replies are matched by number; any number of requests may be under way at once.
 """
 

@@ -6,7 +6,7 @@
                                           Replay (pure) ──┴── Store (SQLite)
 
     who waits              for what                                         until
-    WantLease              admission, or a group that lost its worker       Granted; the client's deadline
+    WantLease              admission, or a group that lost its worker       Granted; the worker's end
     Take                   groups_per_batch complete groups                 Batch; the client's deadline
 
 Invariants:

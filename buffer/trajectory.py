@@ -76,7 +76,7 @@ class Trajectory(msgspec.Struct, frozen=True):
         reward: the episode's return (the same on all its branches).
         turn_rewards: reward after each turn of the episode.
         outcome: how it ended.
-        timings: seconds by name (`generate`, `environment`, `total`).
+        timings: seconds by name (`environment`, `total`).
         metrics: numbers that the environment reported.
     """
 
@@ -104,15 +104,6 @@ class Trajectory(msgspec.Struct, frozen=True):
     def sampled(self) -> int:
         """Tokens that the policy sampled."""
         return int(self.loss_mask.sum())
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The oldest policy version that sampled a token here, None when nothing was sampled."""
-        return min((s.version for s in self.version_spans), default=None)
-
-    def sampled_since(self, version: int) -> int:
-        """Sampled tokens whose policy version is at least `version`."""
-        return sum(s.end - s.start for s in self.version_spans if s.version >= version)
 
     def versions(self) -> NDArray[np.int32]:
         """int32[T]: the policy version of each sampled token, -1 elsewhere."""

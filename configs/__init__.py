@@ -2,7 +2,7 @@
 
 from .checks import check
 from .fields import FieldDoc, count_fields, describe
-from .loading import dump, from_json, load, presets, to_json
+from .loading import dump, load, presets
 from .schema import Config
 
 __all__ = [
@@ -12,8 +12,6 @@ __all__ = [
     "count_fields",
     "describe",
     "dump",
-    "from_json",
     "load",
     "presets",
-    "to_json",
 ]

@@ -27,6 +27,8 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _episode(config)
     yield from _batch(config)
     yield from _optimizer(config)
+    if config.launch.hosts == "many" and config.launch.kind != "ray":
+        yield "launch.hosts=many needs launch.kind=ray; the local launcher knows one host"
     parse_size("weightsync.bucket", config.weightsync.bucket)
     yield from _memory(config.rollout.engine.memory)
     for key, text in (("run.dir", config.run.dir), ("model.path", config.model.path), ("sft.out", config.sft.out)):
@@ -70,7 +72,7 @@ def _batch(config: Config) -> Iterator[str]:
     if algorithm.minibatches > buffer.groups_per_batch:
         yield (
             f"learner.algorithm.minibatches={algorithm.minibatches} is more than buffer.groups_per_batch="
-            f"{buffer.groups_per_batch}: an optimizer step needs a group at least; allowed are 1 to {buffer.groups_per_batch}"
+            f"{buffer.groups_per_batch}: there would be steps of less than a group; allowed are 1 to {buffer.groups_per_batch}"
         )
     waits = "buffer.max_staleness=0" if buffer.max_staleness == 0 else "buffer.on_deadline=wait"
     if (buffer.max_staleness == 0 or buffer.on_deadline == "wait") and config.learner.batch_s < rollout.episode_s:

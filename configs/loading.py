@@ -4,7 +4,7 @@ Invariants:
 - A config is either right or refused with one line that names the key, the value and what is allowed.
 - Nothing is guessed: no unknown key is ignored, no type is coerced (an integer is a number; nothing else passes for another).
 - The order of overrides does not matter, except that the last of two for the same key wins.
-- `load(dump(config)) == config`, and the same through JSON.
+- `load(dump(config)) == config`.
 
 YAML is read by the core schema of YAML 1.2, where it is harmless: `1e-6` is a number, `no` and `2020-01-01` are text.
 """
@@ -97,22 +97,7 @@ def load(path_or_preset: str, overrides: Sequence[str] = ()) -> Config:
 
 def dump(config: Config) -> str:
     """YAML of every key, which loads back equal."""
-    return yaml.dump(
-        msgspec.json.decode(to_json(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110
-    )
-
-
-def to_json(config: Config) -> str:
-    """One line of JSON, to hand a config to a child process."""
-    return msgspec.json.encode(config).decode()
-
-
-def from_json(text: str) -> Config:
-    """The inverse of `to_json`. Raises ConfigError where the text is not one of its outputs."""
-    try:
-        return msgspec.json.decode(text, type=Config)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"the config handed to this process is not valid: {error}") from None
+    return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def _read(path_or_preset: str) -> dict[str, Any]:

@@ -257,9 +257,12 @@ class Launch(Section, frozen=True):
     """How processes start and what happens when they end."""
 
     kind: Literal["local", "ray"] = "local"
-    """Child processes of this one, or Ray placement groups (`RAY_ADDRESS` names an existing cluster)."""
+    """Child processes of this one, or a Ray placement group (`RAY_ADDRESS` names an existing cluster)."""
     port: Annotated[int, Meta(ge=0, le=65000)] = 0
-    """First of the consecutive ports that the processes listen on; 0 picks free ones."""
+    """First of the consecutive ports that buffer, engines and learner listen on; 0 picks free ones."""
+    hosts: Literal["one", "many"] = "one"
+    """With Ray: everything on this host and on loopback, or spread over the cluster's hosts. Traffic between hosts is neither
+    encrypted nor authenticated yet, and `run.dir` must be a folder that all hosts share: private clusters only."""
     restarts: NonNegative = 3
     """How often each process may be restarted before the run stops."""
     heartbeat_s: AboveZero = 30.0

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
@@ -15,9 +16,12 @@ from rich.table import Table
 from .. import __doc__ as package_doc
 from .. import __version__
 from ..configs import Config, describe, dump, load
-from ..errors import ConfigError, SlipstreamError
-from ..monitor.report import Report
+from ..configs.schema import PythonEnv
+from ..errors import ConfigError, Interrupted, SlipstreamError
 from .resources import wait_passively
+
+if TYPE_CHECKING:
+    from ..monitor.report import Report
 
 INTERRUPTED = 130
 
@@ -34,9 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         options.overrides += rest
     wait_passively()
-    sys.path.append(os.getcwd())  # environments and agents of the user's own, next to his config
+    sys.path.append(os.getcwd())  # where the user's own environments and agents are
     try:
         return options.command(options)
+    except Interrupted as stopped:
+        sys.stderr.write(f"slipstream: {stopped}\n")
+        return INTERRUPTED
     except SlipstreamError as error:
         line = " ".join(str(error).split())
         kind = "" if error.exit_code == ConfigError.exit_code else f"{type(error).__name__}: "
@@ -152,13 +159,8 @@ def role(options: argparse.Namespace) -> int:
 
 def _finish(work: Callable[[], Report]) -> int:
     from .run import outcome
-    from .supervisor import Interrupted
 
-    try:
-        report = work()
-    except Interrupted as stopped:
-        sys.stderr.write(f"slipstream: {stopped}\n")
-        return INTERRUPTED
+    report = work()
     _out(outcome(report))
     return 0
 
@@ -175,9 +177,13 @@ def _out(text: str) -> None:
     sys.stdout.flush()
 
 
-def _fields(config: Config) -> str:
-    lines = []
-    for field in describe(config):
+def _fields(*configs: Config) -> str:
+    """Every field of the configs, each once, with its value in the first that has it."""
+    lines, seen = [], set[str]()
+    for field in (field for config in configs for field in describe(config)):
+        if field.key in seen:
+            continue
+        seen.add(field.key)
         lines.append(f"{field.key} = {field.value}    ({field.type})")
         lines.append(f"    {field.doc}")
     return "\n".join(lines)
@@ -219,7 +225,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("overrides", nargs="*", metavar="key=value", help="for example learner.steps=20")
         return sub
 
-    fields = "fields, their defaults, and what they mean:\n\n" + _fields(Config())
+    fields = "fields, their defaults, and what they mean:\n\n" + _fields(
+        Config(), Config(env=PythonEnv(factory="package.module:Name"))
+    )
     overrides(add("train", train, "start a run and see it through", epilog=fields))
     overrides(add("resume", resume, "continue a run from its newest checkpoint", run=True))
     sub = overrides(add("eval", evaluate, "play fresh tasks with the model of a config, or of a finished run"))

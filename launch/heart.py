@@ -1,12 +1,14 @@
 """How a role tells its supervisor that it lives, what it does, and why it ended.
 
 Invariants:
-- A thread of its own beats, so that a learner deep in a step is not taken for dead; a stopped process falls silent.
+- A thread of its own beats, so that a learner deep in a step is not taken for dead; a stopped process falls silent, and so
+  does one whose event loop it follows and which no longer turns.
 - Nothing a role says to its supervisor can block the role.
 """
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 
@@ -29,6 +31,12 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     role: str
 
 
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """`role` has nothing left to do and serves until it is stopped."""
+
+    role: str
+
+
 class Stepped(msgspec.Struct, frozen=True, tag=True):
     """The learner made a step; `row` is its line of metrics.jsonl."""
 
@@ -37,14 +45,21 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
 
 
 class Said(msgspec.Struct, frozen=True, tag=True):
-    """Something a person should read; `fatal` when it is why the role ends."""
+    """Something a person should read."""
 
     role: str
     text: str
-    fatal: bool = False
 
 
-Signal = Beat | Ready | Stepped | Said
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Why `role` ends; with `final` it need not be started again."""
+
+    role: str
+    text: str
+    final: bool
+
+
+Signal = Beat | Ready | Done | Stepped | Said | Failed
 
 
 class Heart:
@@ -53,6 +68,8 @@ class Heart:
     def __init__(self, address: str, role: str) -> None:
         self.role = role
         self._address = address
+        self._follows = False
+        self._turned = threading.Event()
         self._outbox: queue.SimpleQueue[Signal | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
 
@@ -67,11 +84,24 @@ class Heart:
     def ready(self) -> None:
         self._outbox.put(Ready(self.role))
 
+    def done(self) -> None:
+        self._outbox.put(Done(self.role))
+
     def stepped(self, row: msgspec.Struct) -> None:
         self._outbox.put(Stepped(self.role, msgspec.Raw(msgspec.json.encode(row))))
 
-    def say(self, text: str, *, fatal: bool = False) -> None:
-        self._outbox.put(Said(self.role, text, fatal))
+    def say(self, text: str) -> None:
+        self._outbox.put(Said(self.role, text))
+
+    def failed(self, text: str, *, final: bool) -> None:
+        self._outbox.put(Failed(self.role, text, final))
+
+    async def follow_loop(self) -> None:
+        """From now on beat only while this event loop turns: one that a user's code blocks for ever is taken for dead."""
+        while True:
+            self._turned.set()
+            self._follows = True
+            await asyncio.sleep(BEAT_S / 2)
 
     def _beat(self) -> None:
         context = zmq.Context()
@@ -84,6 +114,9 @@ class Heart:
                 try:
                     signal = self._outbox.get(timeout=BEAT_S)
                 except queue.Empty:
+                    if self._follows and not self._turned.is_set():
+                        continue
+                    self._turned.clear()
                     signal = Beat(self.role)
                 if signal is None:
                     return

@@ -42,6 +42,7 @@ class Job(msgspec.Struct, frozen=True):
     Attributes:
         run_dir: absolute.
         transport: what carries the weights.
+        started_in: the folder that the run was started from.
         pushed: a learner pushes versions to the engines; without one they serve what they loaded, as version 0.
     """
 
@@ -49,6 +50,7 @@ class Job(msgspec.Struct, frozen=True):
     cluster: Cluster
     run_dir: str
     transport: Literal["gloo", "nccl"]
+    started_in: str
     pushed: bool
 
     @property
@@ -65,4 +67,7 @@ def read_job() -> Job:
     text = os.environ.get(VARIABLE)
     if not text:
         raise ConfigError(f"`slipstream role` is started by `slipstream train`; {VARIABLE} is not set")
-    return msgspec.json.decode(text, type=Job)
+    try:
+        return msgspec.json.decode(text, type=Job)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{VARIABLE} is not a job of this version of Slipstream: {error}") from None

@@ -73,10 +73,10 @@ def devices(config: Config) -> str:
     import torch
 
     count, backend = torch.cuda.device_count(), config.learner.backend
+    if config.launch.kind == "ray" and "RAY_ADDRESS" in os.environ:
+        return f"{count} GPUs and {os.cpu_count()} cores here; Ray places the roles"
     if backend.device == "cuda" and not count:
         raise ConfigError("learner.backend.device: cuda, but torch sees no GPU; allowed here are auto and cpu")
-    if config.launch.kind == "ray":
-        return f"{count} GPUs and {os.cpu_count()} cores here; Ray places the roles"
     placement = local_placement(config)
     shown = ", ".join(f"{role} on GPU {'+'.join(map(str, gpus))}" for role, gpus in placement.gpus.items())
     return f"{count} GPUs, {os.cpu_count()} cores{': ' + shown if shown else ''}; weights travel over {placement.transport}"
@@ -129,8 +129,10 @@ def trackers(config: Config) -> str:
 
 
 def ports(config: Config) -> str:
-    if config.launch.kind == "ray" or not config.launch.port:
+    if not config.launch.port:
         return "free ones are picked"
+    if config.launch.kind == "ray" and "RAY_ADDRESS" in os.environ:
+        return "looked at where Ray places the roles"
     from .supervisor import role_names
 
     claimed = claim_ports(config.launch.port, len(role_names(config)))

@@ -23,6 +23,9 @@ from ..errors import ConfigError
 
 PR_SET_PDEATHSIG = 1
 
+PARENT = "SLIPSTREAM_PARENT"
+"""Variable that tells a role which process started it."""
+
 
 class Process(Protocol):
     """A started role."""
@@ -43,7 +46,12 @@ class Process(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts roles. `place` comes first and says where each will run; `close` ends everything that is left."""
+    """Starts roles. `place` comes first and says where each will run; `close` ends everything that is left.
+
+    `host` is where the roles can reach this process, known once they are placed.
+    """
+
+    host: str
 
     async def place(self, roles: Sequence[str], ports: int) -> dict[str, tuple[str, list[int]]]:
         """Reserve a place for every role: role name -> (host, `ports` port numbers free there)."""
@@ -57,11 +65,10 @@ class Launcher(Protocol):
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies (Linux); no effect elsewhere."""
+    """Ask the kernel to kill this process when its parent dies (Linux); ends it if that has happened already."""
     if sys.platform == "linux":
-        parent = os.getppid()
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
+        if str(os.getppid()) != os.environ.get(PARENT, str(os.getppid())):
             os._exit(1)
 
 
@@ -113,6 +120,8 @@ class LocalProcess:
 class LocalLauncher:
     """Child processes on this machine; their output goes to `logs/<role>.log`."""
 
+    host = "127.0.0.1"
+
     def __init__(self, logs: Path, first_port: int) -> None:
         self._logs = logs
         self._first_port = first_port
@@ -130,7 +139,7 @@ class LocalLauncher:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **environment},
+                env={**os.environ, **environment, PARENT: str(os.getpid())},
                 start_new_session=True,
             )
         self._started.append(LocalProcess(process))

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ..errors import within
+from ..errors import ConfigError, RoleDied, SlipstreamError, within
 from .processes import LocalLauncher, Process, claim_ports, free_ports
 
 PLACE_S = 120.0
@@ -81,10 +81,16 @@ class RayProcess:
 class RayLauncher:
     """Places roles on the cluster that `RAY_ADDRESS` names, or on a Ray that it starts here and stops again.
 
-    `gpus` maps the roles that need GPUs to how many; the others take one CPU.
+    Args:
+        logs: folder of the roles' logs.
+        first_port: 0, or the first of as many ports as there are roles.
+        gpus: the roles that need GPUs, and how many; the others take one CPU.
+        many_hosts: spread over the cluster and listen on node addresses; else everything is on this node, on loopback.
     """
 
-    def __init__(self, logs: Path, first_port: int, gpus: dict[str, int]) -> None:
+    def __init__(self, logs: Path, first_port: int, gpus: dict[str, int], *, many_hosts: bool) -> None:
+        self.host = "127.0.0.1"
+        self._many_hosts = many_hosts
         self._logs = logs
         self._first_port = first_port
         self._gpus = gpus
@@ -92,10 +98,12 @@ class RayLauncher:
         self._places: dict[str, Any] = {}
 
     async def place(self, roles: Sequence[str], ports: int) -> dict[str, tuple[str, list[int]]]:
-        if not ray.is_initialized():
-            own = {} if _external() else {"num_cpus": len(roles), "include_dashboard": False}
-            await asyncio.to_thread(ray.init, log_to_driver=False, logging_level=logging.ERROR, **own)
-        bundles = [{"CPU": 1.0, **({"GPU": float(self._gpus[r])} if self._gpus.get(r) else {})} for r in roles]
+        await self._join(len(roles))
+        here = ray.util.get_node_ip_address()
+        if self._many_hosts:
+            self.host = here
+        near = {} if self._many_hosts else {f"node:{here}": 0.001}
+        bundles = [{"CPU": 1.0, **near, **({"GPU": float(self._gpus[r])} if self._gpus.get(r) else {})} for r in roles]
         self._group = placement_group(bundles, strategy="PACK")
         await within(
             PLACE_S,
@@ -104,7 +112,6 @@ class RayLauncher:
             waits_for=f"room for {len(roles)} roles, {bundles}",
             hint=f"the cluster has {ray.cluster_resources()}; ask for fewer replicas, ranks or workers",
         )
-        loopback = sum(node["Alive"] for node in ray.nodes()) == 1
         actor = ray.remote(num_cpus=1)(Place)
         placed: dict[str, tuple[str, list[int]]] = {}
         for i, role in enumerate(roles):
@@ -112,12 +119,33 @@ class RayLauncher:
             options = {"scheduling_strategy": strategy, "num_gpus": self._gpus.get(role, 0)}
             self._places[role] = actor.options(**options).remote(str(self._logs))
             first = self._first_port + i * ports if self._first_port else 0
-            placed[role] = await self._places[role].reserve.remote(loopback, first, ports)
+            reserved = self._places[role].reserve.remote(not self._many_hosts, first, ports)
+            placed[role] = await self._answer(reserved, f"ports for {role}")
         return placed
+
+    async def _join(self, roles: int) -> None:
+        """Connect to the cluster, or start one here. Raises ConfigError when `RAY_ADDRESS` leads nowhere."""
+        if ray.is_initialized():
+            return
+        own = {} if _external() else {"address": "local", "num_cpus": roles, "include_dashboard": False}
+        try:
+            await asyncio.to_thread(ray.init, log_to_driver=False, logging_level=logging.ERROR, **own)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"launch.kind: ray cannot be reached or started: {error}") from error
+
+    async def _answer(self, reference: Any, what: str) -> Any:
+        """Wait for an actor; what it raised of ours is raised again as it was."""
+        try:
+            return await within(
+                PLACE_S, reference, who="the Ray launcher", waits_for=what, hint="is the node alive? see `ray status`"
+            )
+        except RayTaskError as error:
+            raise error.cause if isinstance(error.cause, SlipstreamError) else RoleDied(str(error)) from error
 
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> Process:
         place = self._places[role]
-        return RayProcess(place, await place.start.remote(role, list(command), environment))
+        pid = await self._answer(place.start.remote(role, list(command), environment), f"{role} to start")
+        return RayProcess(place, pid)
 
     async def close(self) -> None:
         for place in self._places.values():

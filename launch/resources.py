@@ -43,6 +43,11 @@ def place(wanted: dict[str, int], available: int) -> Placement:
     Raises:
         ConfigError: one role wants more GPUs than there are.
     """
+    ranks = sum(role.startswith("learner") for role in wanted)
+    if ranks > available:
+        raise ConfigError(
+            f"learner.backend.ranks: {ranks} ranks need a GPU each, NCCL does not share one; torch sees {available}"
+        )
     largest = max(wanted.values(), default=0)
     if largest > available:
         raise ConfigError(

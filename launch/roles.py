@@ -13,8 +13,10 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -31,6 +33,8 @@ log = logging.getLogger(__name__)
 CANARY_TOKENS = 32
 """Length of the prompt whose log-probs prove a push: long enough to pass through every kernel, short enough to cost nothing."""
 
+T = TypeVar("T")
+
 Role = Callable[[Job, int, Heart, asyncio.Event], Awaitable[None]]
 
 
@@ -40,6 +44,7 @@ def run_role(name: str, label: str = "") -> int:
     setup_logging(name)
     kind, _, index = name.partition("-")
     job = read_job()
+    sys.path.append(job.started_in)  # where the user's own environments and agents are
     if kind == "engine":
         become_engine(job, int(index))
     roles: dict[str, Role] = {"buffer": buffer, "worker": worker, "learner": learner, "evaluator": evaluator(label)}
@@ -50,11 +55,11 @@ def run_role(name: str, label: str = "") -> int:
             uvloop.run(_until_stopped(roles[kind], job, int(index or 0), heart))
         except SlipstreamError as error:
             log.error("%s: %s", type(error).__name__, error)
-            heart.say(f"{type(error).__name__}: {error}", fatal=True)
+            heart.failed(f"{type(error).__name__}: {error}", final=error.final)
             return error.exit_code
         except Exception as error:
             log.exception("%s ended by an error that nobody foresaw", name)
-            heart.say(f"{type(error).__name__}: {error}", fatal=True)
+            heart.failed(f"{type(error).__name__}: {error}", final=False)
             return 1
     return 0
 
@@ -62,10 +67,27 @@ def run_role(name: str, label: str = "") -> int:
 async def _until_stopped(role: Role, job: Job, index: int, heart: Heart) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    follows = asyncio.create_task(heart.follow_loop(), name="heart") if role is not learner else None
     try:
         await role(job, index, heart, stop)
     except BaseExceptionGroup as group:
         raise first_cause(group) from group
+    finally:
+        if follows is not None:
+            follows.cancel()
+
+
+async def _or_stop(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
+    """The result of `work`, None when the stop came first and `work` was cancelled."""
+    working = asyncio.create_task(work)
+    stopped = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        stopped.cancel()
+        await asyncio.wait({working, stopped})
 
 
 def become_engine(job: Job, index: int) -> None:
@@ -73,7 +95,9 @@ def become_engine(job: Job, index: int) -> None:
     from ..rollout import vllm_server
 
     address = urlsplit(job.cluster.engines[index])
-    arguments = vllm_server.command(job.config, address.hostname or vllm_server.LOOPBACK, address.port or 0)
+    arguments = vllm_server.command(
+        job.config, address.hostname or vllm_server.LOOPBACK, address.port or 0, seed=job.config.seed + index
+    )
     os.execvpe(arguments[0], arguments, {**os.environ, **vllm_server.environment(job.config)})
 
 
@@ -81,12 +105,7 @@ async def buffer(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> Non
     from ..buffer.service import BufferService
 
     service = BufferService(job.config.buffer, job.dir / "buffer.sqlite", job.cluster.buffer)
-    serving = asyncio.create_task(service.serve(heart.ready), name="buffer service")
-    stopped = asyncio.create_task(stop.wait(), name="stop")
-    await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    service.stop()
-    await serving
+    await _or_stop(service.serve(heart.ready), stop)
 
 
 async def worker(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> None:
@@ -115,9 +134,10 @@ def evaluator(label: str) -> Role:
         async with make_router(job) as router:
             player = make_player(config, router, split="eval", temperature=config.evaluation.temperature)
             heart.ready()
-            result = await evaluate(
-                player, label, config.evaluation.tasks, concurrency=config.rollout.episodes_per_worker
-            )
+            tasks, concurrency = config.evaluation.tasks, config.rollout.episodes_per_worker
+            result = await _or_stop(evaluate(player, label, tasks, concurrency), stop)
+        if result is None:
+            return
         append_json(job.dir / "evaluations.json", result)
         heart.say(
             f"{label}: reward {result.reward_mean:.3f} ± {result.reward_stderr:.3f} over {result.tasks} fresh tasks"
@@ -149,6 +169,8 @@ async def learner(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> No
         stack.callback(backend.close)
         client = await stack.enter_async_context(BufferClient(job.cluster.buffer, f"learner-{index}"))
         publisher = await stack.enter_async_context(make_publisher(job, backend.device)) if first else None
+        if publisher is not None and await _or_stop(publisher.wait_ready(config.rollout.engine.start_s), stop) is None:
+            return
         writer = stack.enter_context(MetricsWriter(job.dir / "metrics.jsonl")) if first else None
         trackers = open_trackers(config.monitor.trackers, job.dir, config) if first else []
         for tracker in trackers:
@@ -159,7 +181,7 @@ async def learner(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> No
                 return
             writer.append(metrics)
             for tracker in trackers:
-                tracker.log(metrics.step, scalars(msgspec.to_builtins(metrics)))
+                tracker.log(metrics.version, scalars(msgspec.to_builtins(metrics)))
             heart.stepped(metrics)
 
         canary = make_canary(config, CANARY_TOKENS)
@@ -167,3 +189,5 @@ async def learner(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> No
         state = await loop.run(stop, heart.ready)
         if state.step >= config.learner.steps:
             backend.export(job.dir / "model")
+            heart.done()
+            await loop.serve(stop)

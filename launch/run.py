@@ -8,9 +8,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import shutil
+import contextlib
+import fcntl
+import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from rich.console import Console
 
 from ..buffer.store import ledger_of
 from ..configs import Config, dump
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError, SlipstreamError
 from ..monitor.live import View, open_view
 from ..monitor.report import Report, write_report
 from ..monitor.summary import read_evaluations
@@ -27,6 +29,8 @@ from .preflight import preflight
 from .processes import LocalLauncher
 from .resources import Placement, gpus_of, local_placement, place
 from .supervisor import Supervisor
+
+log = logging.getLogger(__name__)
 
 FIXED = ("seed", "env", "agent.renderer", "buffer.group_size", "model.dtype")
 """What the groups in a buffer mean; a run that resumes cannot change it."""
@@ -41,6 +45,9 @@ def train(config: Config) -> Report:
         Interrupted: the run was stopped and can be resumed.
     """
     run_dir = Path(config.run.dir).resolve()
+    if Path(config.model.path).is_dir():  # so that the run can be resumed from anywhere
+        path = str(Path(config.model.path).resolve())
+        config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
     if run_dir.exists() and any(run_dir.iterdir()):
         raise ConfigError(
             f"run.dir: {config.run.dir} is not empty; continue it with `slipstream resume {config.run.dir}`, "
@@ -53,9 +60,7 @@ def train(config: Config) -> Report:
 
 
 def resume(config: Config, before: Config, run_dir: Path) -> Report:
-    """Continue a run, configured as `before` until now, from its newest checkpoint; raises as `train`."""
-    if not (run_dir / "buffer.sqlite").exists():
-        raise ConfigError(f"{run_dir} holds no run: there is no buffer.sqlite; start one with `slipstream train`")
+    """Continue a run, configured as `before` until now, from its newest checkpoint or from its start; raises as `train`."""
     for key in FIXED:
         old, new = attrgetter(key)(before), attrgetter(key)(config)
         if old != new:
@@ -67,12 +72,30 @@ def resume(config: Config, before: Config, run_dir: Path) -> Report:
 
 
 def _supervise(config: Config, run_dir: Path) -> Report:
-    try:
-        with open_view(config) as view:
-            asyncio.run(_supervisor(config, run_dir, view).train())
-    finally:
-        report = write_report(run_dir, ledger_json(run_dir))
-    return report
+    with _alone(run_dir):
+        try:
+            with open_view(config) as view:
+                asyncio.run(_supervisor(config, run_dir, view).train())
+        except BaseException:
+            try:
+                write_report(run_dir, ledger_json(run_dir))
+            except SlipstreamError:
+                log.exception("the report of the failed run could not be written")
+            raise
+        return write_report(run_dir, ledger_json(run_dir))
+
+
+@contextlib.contextmanager
+def _alone(run_dir: Path) -> Iterator[None]:
+    """Hold the run folder. Raises ConfigError while another command does."""
+    with (run_dir / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run.dir: {run_dir} is in use by another slipstream command; stop that one first"
+            ) from None
+        yield
 
 
 def evaluate(config: Config, label: str) -> msgspec.Raw:
@@ -80,14 +103,13 @@ def evaluate(config: Config, label: str) -> msgspec.Raw:
     if config.evaluation.tasks == 0:
         raise ConfigError("evaluation.tasks: 0 leaves nothing to do; allowed here are 1 and more")
     preflight(config)
-    run_dir = Path(tempfile.mkdtemp(prefix="slipstream-eval-"))
-    (run_dir / "logs").mkdir()
-
-    with open_view(config, Console(stderr=True, highlight=False)) as view:
-        asyncio.run(_supervisor(config, run_dir, view).evaluate(label))
-    results = msgspec.json.decode((run_dir / "evaluations.json").read_bytes(), type=list[msgspec.Raw])
-    shutil.rmtree(run_dir)
-    return results[-1]
+    with tempfile.TemporaryDirectory(prefix="slipstream-eval-") as folder:
+        run_dir = Path(folder)
+        (run_dir / "logs").mkdir()
+        with open_view(config, Console(stderr=True, highlight=False)) as view:
+            asyncio.run(_supervisor(config, run_dir, view).evaluate(label))
+        results = msgspec.json.decode((run_dir / "evaluations.json").read_bytes(), type=list[msgspec.Raw])
+        return msgspec.Raw(bytes(results[-1]))
 
 
 def warm_up(config: Config, say: Callable[[str], None]) -> float:
@@ -136,10 +158,10 @@ def ledger_json(run_dir: Path) -> dict[str, object] | None:
 
 
 def require_ledger(run_dir: Path) -> dict[str, object]:
-    """As `ledger_json`. Raises StoreError where there is none."""
+    """As `ledger_json`. Raises ConfigError where there is none."""
     ledger = ledger_json(run_dir)
     if ledger is None:
-        raise StoreError(f"{run_dir} holds no run: there is no buffer.sqlite")
+        raise ConfigError(f"{run_dir} holds no run that has begun: there is no buffer.sqlite")
     return ledger
 
 
@@ -152,5 +174,5 @@ def _supervisor(config: Config, run_dir: Path, view: View) -> Supervisor:
 
     wanted = gpus_of(config)
     apart = place(wanted, sum(wanted.values()))  # Ray gives every role GPUs of its own, and tells it which
-    launcher = RayLauncher(logs, config.launch.port, wanted)
+    launcher = RayLauncher(logs, config.launch.port, wanted, many_hosts=config.launch.hosts == "many")
     return Supervisor(config, run_dir, launcher, Placement({}, apart.transport), view)

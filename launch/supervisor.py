@@ -4,7 +4,8 @@
           └──────── heartbeats and health; what dies or falls silent is started again, `launch.restarts` times each
 
     who waits         for what                                   until
-    plan              the learner to publish its first version   start_s; then the run fails, naming the learner
+    plan              the learner to publish its first version   start_s + push_s + a minute; then the run fails
+    plan              the learner's last step                    the learner's own deadlines
     plan              the evaluations                            their own deadlines, inside the episodes
     watch             the end of a process                       the run's end
     pulse             a heartbeat, or an answer to /health       heartbeat_s; then the process is killed and restarted
@@ -20,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 import time
@@ -34,9 +36,9 @@ import zmq
 import zmq.asyncio
 
 from ..configs import Config
-from ..errors import ConfigError, RoleDied, first_cause, within
+from ..errors import ConfigError, Interrupted, RoleDied, first_cause, within
 from ..monitor.live import View
-from .heart import Ready, Said, Signal, Stepped
+from .heart import Beat, Done, Failed, Ready, Said, Signal, Stepped
 from .job import Cluster, Job
 from .processes import Launcher, Process
 from .resources import Placement, role_environment
@@ -53,15 +55,12 @@ IMPORT_S = 60.0
 """Beyond `start_s`: what the learner may take to import torch and load the model on a busy machine."""
 
 
-FINISHING = ("learner", "evaluator")
-"""Kinds of roles that have an end of their own; the others serve until they are stopped."""
+FINISHING = ("evaluator",)
+"""Kinds of roles that have an end of their own; the others serve until they are stopped, the learner in case a replica that
+comes back needs its weights."""
 
 Keep = Callable[[Coroutine[Any, Any, None]], None]
 """Takes work that goes on in the background until the plan is done; its failure ends the run."""
-
-
-class Interrupted(Exception):
-    """Somebody asked the run to stop; it left a checkpoint and can be resumed."""
 
 
 @dataclass
@@ -75,7 +74,9 @@ class Member:
     restarts: int = 0
     deadline: float = float("inf")
     ready: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
     last_words: str = ""
+    final: bool = False
     stopping: bool = False
     exit_status: int | None = None
 
@@ -108,10 +109,12 @@ class Supervisor:
         self._placement = placement
         self._view = view
         self._interrupted = asyncio.Event()
+        self._farewell = "interrupted"
         self._members: dict[str, Member] = {}
 
     async def train(self) -> None:
         """From the first process to the last evaluation."""
+        self._farewell = f"interrupted; continue with `slipstream resume {self._config.run.dir}`"
         await self._see_through(role_names(self._config), self._train)
 
     async def evaluate(self, label: str) -> None:
@@ -138,15 +141,16 @@ class Supervisor:
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.PULL)
         try:
-            await self._place(names, socket)
             async with asyncio.TaskGroup() as tasks:
                 background = [tasks.create_task(self._listen(socket)), tasks.create_task(self._pulse())]
-                work = asyncio.create_task(plan(lambda c: background.append(tasks.create_task(c))), name="plan")
+                work = asyncio.create_task(
+                    self._carry_out(names, socket, plan, lambda c: background.append(tasks.create_task(c))), name="plan"
+                )
                 interrupted = asyncio.create_task(self._interrupted.wait(), name="interrupt")
                 try:
                     await asyncio.wait({work, interrupted}, return_when=asyncio.FIRST_COMPLETED)
                     if self._interrupted.is_set():
-                        raise Interrupted(f"interrupted; continue with `slipstream resume {self._config.run.dir}`")
+                        raise Interrupted(self._farewell)
                     await work
                 finally:
                     for task in (*background, work, interrupted):
@@ -160,6 +164,16 @@ class Supervisor:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
+    async def _carry_out(
+        self,
+        names: Sequence[str],
+        socket: zmq.asyncio.Socket,
+        plan: Callable[[Keep], Coroutine[Any, Any, None]],
+        keep: Keep,
+    ) -> None:
+        await self._place(names, socket)
+        await plan(keep)
+
     def _all(self, kind: str) -> list[Member]:
         return [m for m in self._members.values() if m.kind == kind]
 
@@ -167,11 +181,11 @@ class Supervisor:
 
     async def _place(self, names: Sequence[str], socket: zmq.asyncio.Socket) -> None:
         """Find a host and a port for everybody, and write them into the job that every role is given."""
-        self._members = {name: Member(name) for name in names}
         places = await self._launcher.place(names, ports=1)
         at = {name: f"{host}:{ports[0]}" for name, (host, ports) in places.items()}
-        host = places[names[-1]][0]
+        host = self._launcher.host
         listening = socket.bind_to_random_port(f"tcp://{host}")
+        self._members = {name: Member(name) for name in names}
         learner_host, _, learner_port = at.get("learner-0", "").rpartition(":")
         cluster = Cluster(
             supervisor=f"tcp://{host}:{listening}",
@@ -181,7 +195,12 @@ class Supervisor:
         )
         self._cluster = cluster
         job = Job(
-            self._config, cluster, str(self._dir), pushed="learner-0" in names, transport=self._placement.transport
+            self._config,
+            cluster,
+            run_dir=str(self._dir),
+            transport=self._placement.transport,
+            started_in=os.getcwd(),
+            pushed="learner-0" in names,
         )
         for member in self._members.values():
             gpus = self._placement.gpus.get(member.name, ())
@@ -198,34 +217,24 @@ class Supervisor:
             keep(self._watch([member]))
         learners = self._all("learner")
         await asyncio.gather(*(self._start(m) for m in learners))
-        learned = asyncio.create_task(self._watch(learners), name="learner")
-        try:
-            await self._learner_ready(learned)
-            evaluates = self._config.evaluation.tasks > 0
-            if evaluates and not (self._dir / "evaluations.json").exists():
-                await self._evaluate("warm start")
-            for member in self._all("worker"):
-                await self._start(member)
-                keep(self._watch([member]))
-            await learned
-        finally:
-            learned.cancel()
-        await asyncio.gather(*(self._stop(m, END_S) for m in self._all("worker")))
-        if evaluates:
-            await self._evaluate("final")
-
-    async def _learner_ready(self, learned: asyncio.Task[None]) -> None:
-        """Wait until the learner has published its first version, or has ended."""
-        ready = asyncio.create_task(self._members["learner-0"].ready.wait(), name="first version")
-        start_s = self._config.rollout.engine.start_s + self._config.weightsync.push_s + IMPORT_S
+        keep(self._watch(learners))
         await within(
-            start_s,
-            asyncio.wait({ready, learned}, return_when=asyncio.FIRST_COMPLETED),
+            self._config.rollout.engine.start_s + self._config.weightsync.push_s + IMPORT_S,
+            learners[0].ready.wait(),
             who="the supervisor",
             waits_for="the learner's first version to be served",
             hint=f"see {self._dir}/logs/learner-0.log and engine-0.log",
         )
-        ready.cancel()
+        evaluates = self._config.evaluation.tasks > 0
+        if evaluates and not (self._dir / "evaluations.json").exists():
+            await self._evaluate("warm start")
+        for member in self._all("worker"):
+            await self._start(member)
+            keep(self._watch([member]))
+        await learners[0].done.wait()
+        await asyncio.gather(*(self._stop(m, END_S) for m in self._all("worker")))
+        if evaluates:
+            await self._evaluate("final")
 
     async def _evaluate(self, label: str) -> None:
         member = self._members["evaluator"]
@@ -237,7 +246,7 @@ class Supervisor:
 
     async def _start(self, member: Member) -> None:
         member.ready.clear()
-        member.last_words, member.exit_status = "", None
+        member.last_words, member.final, member.exit_status = "", False, None
         command = [sys.executable, "-P", "-m", "slipstream.launch.cli", "role", member.name, *member.arguments]
         grace = self._config.rollout.engine.start_s if member.kind == "engine" else self._config.launch.heartbeat_s
         member.deadline = time.monotonic() + grace
@@ -256,9 +265,9 @@ class Supervisor:
             if failed.exit_status == ConfigError.exit_code:
                 raise ConfigError(failed.last_words or why)
             failed.restarts += 1
-            if failed.restarts > self._config.launch.restarts:
-                budget = f"after {self._config.launch.restarts} restarts"
-                raise RoleDied(f"{why}; given up {budget}. See {self._dir / 'logs' / failed.name}.log")
+            if failed.final or failed.restarts > self._config.launch.restarts:
+                budget = "" if failed.final else f"; given up after {self._config.launch.restarts} restarts"
+                raise RoleDied(f"{why}{budget}. See {self._dir / 'logs' / failed.name}.log")
             self._view.event(f"{why}; restart {failed.restarts} of {self._config.launch.restarts}")
             await asyncio.gather(*(self._start(m) for m in gang))
 
@@ -308,20 +317,28 @@ class Supervisor:
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            signal_ = msgspec.json.decode(await socket.recv(), type=Signal)
-            member = self._members[signal_.role]
+            try:
+                signal_ = msgspec.json.decode(await socket.recv(), type=Signal)
+                member = self._members[signal_.role]
+            except (msgspec.MsgspecError, KeyError) as error:
+                log.warning("dropped a heartbeat that is none of ours: %s", error)
+                continue
             if member.deadline != float("inf"):
                 member.deadline = time.monotonic() + self._config.launch.heartbeat_s
             match signal_:
                 case Ready():
                     member.ready.set()
                     self._view.status(member.name, "ready")
+                case Done():
+                    member.done.set()
+                    self._view.status(member.name, "done")
                 case Stepped(row=row):
                     self._view.step(msgspec.json.decode(row))
-                case Said(text=text, fatal=fatal):
-                    member.last_words = text if fatal else ""
+                case Said(text=text):
                     self._view.event(f"{member.name}: {text}")
-                case _:
+                case Failed(text=text, final=final):
+                    member.last_words, member.final = text, final
+                case Beat():
                     pass
 
     async def _pulse(self) -> None:
@@ -330,7 +347,7 @@ class Supervisor:
         async with aiohttp.ClientSession(timeout=timeout) as http:
             while True:
                 await asyncio.sleep(min(PROBE_S, self._config.launch.heartbeat_s / 4))
-                await asyncio.gather(*(self._probe(http, i) for i in range(len(self._cluster.engines))))
+                await asyncio.gather(*(self._probe(http, i) for i in range(len(self._all("engine")))))
                 for member in self._members.values():
                     if member.process and time.monotonic() > member.deadline:
                         self._view.event(f"{member.name} is silent and is killed")

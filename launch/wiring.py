@@ -132,20 +132,20 @@ async def make_publisher(job: Job, device: torch.device) -> AsyncIterator[Publis
 
     config = job.config
     engines = make_engines(job)
+    publisher = Publisher(
+        engines,
+        host=job.cluster.learner_host,
+        backend=job.transport,
+        device=device,
+        bucket_bytes=parse_size("weightsync.bucket", config.weightsync.bucket),
+        push_s=config.weightsync.push_s,
+        canary_tolerance=config.weightsync.canary_tolerance,
+        dtype=config.model.dtype,
+        ranks_per_replica=config.rollout.engine.tensor_parallel,
+    )
     try:
-        for engine in engines:
-            await engine.wait_ready(config.rollout.engine.start_s)
-        yield Publisher(
-            engines,
-            host=job.cluster.learner_host,
-            backend=job.transport,
-            device=device,
-            bucket_bytes=parse_size("weightsync.bucket", config.weightsync.bucket),
-            push_s=config.weightsync.push_s,
-            canary_tolerance=config.weightsync.canary_tolerance,
-            dtype=config.model.dtype,
-            ranks_per_replica=config.rollout.engine.tensor_parallel,
-        )
+        yield publisher
     finally:
+        publisher.close()
         for engine in engines:
             await engine.close()

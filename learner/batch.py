@@ -163,11 +163,11 @@ def scoring_row(sequences: Sequence[Sequence[int]]) -> PackedRow:
     return to_row([supervised(ids, np.ones(len(ids), dtype=np.bool_)) for ids in sequences])
 
 
-def fresh_rows(trajectories: Sequence[Trajectory], version: int) -> list[PackedRow]:
-    """A row that scores exactly the tokens that `version` sampled; none where there are no such tokens."""
+def fresh_rows(trajectories: Sequence[Trajectory], version: int, budget: int) -> list[PackedRow]:
+    """Rows that score exactly the tokens that `version` sampled; none where there are no such tokens."""
     cut = [_cut(trajectory, 0.0, version, oldest_version=version) for trajectory in trajectories]
     sequences = [sequence for sequence in cut if sequence is not None]
-    return [to_row(sequences)] if sequences else []
+    return rank_rows(sequences, rank=0, world_size=1, budget=budget)
 
 
 def mismatch(rows: Sequence[PackedRow]) -> tuple[float, int]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from pathlib import Path
 from ..buffer.client import BufferClient
 from ..buffer.messages import Batch
 from ..configs.schema import Learner
-from ..errors import LearnerError
+from ..errors import DeadlineExceeded, LearnerError
 from ..weightsync.plan import PushReport
 from ..weightsync.publisher import Publisher
 from . import checkpoint
@@ -89,15 +90,16 @@ class TrainingLoop:
         self._report = report
         self._advantage = advantage_of(config.algorithm)
         self._loss = loss_of(config.algorithm)
+        self._served: int | None = None
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> CheckpointState:
         """Train from the newest checkpoint to `learner.steps`, or until `stop`. Returns what the last checkpoint holds."""
         state = await self._recover()
         await self._publish(state.version)
-        on_ready()
+        await self._until_played(on_ready, stop)
         meter = StepMeter(await self._buffer.stats())
         while state.step < self._config.steps:
-            batch = await self._next_batch(state.version, stop)
+            batch = await self._next_batch(state, stop)
             if batch is None:
                 break
             meter.took(batch)
@@ -116,6 +118,32 @@ class TrainingLoop:
             await self._save(state)
         return state
 
+    async def serve(self, stop: asyncio.Event) -> None:
+        """After the last step, until `stop`: a replica that comes back still gets its weights."""
+        while not stop.is_set():
+            await self._catch_up(stop)
+
+    async def _until_played(self, on_ready: Callable[[], None], stop: asyncio.Event) -> None:
+        """Return when the first group is being played. What comes before, an evaluation for example, takes the time it takes
+        and counts neither as waiting nor towards `batch_s`."""
+        announced = False
+        while not stop.is_set():
+            if not announced and (self._publisher is None or self._served is not None):
+                announced = True
+                on_ready()
+            stats = await self._buffer.stats()
+            if stats.leased_groups or stats.ready_groups:
+                return
+            await self._catch_up(stop)
+
+    async def _catch_up(self, stop: asyncio.Event) -> None:
+        """Push to replicas that came back, then wait a little, or for `stop`."""
+        if self._publisher is not None:
+            await self._serve(await self._publisher.catch_up())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CATCH_UP_S):
+                await stop.wait()
+
     async def _recover(self) -> CheckpointState:
         """Load the newest checkpoint, if any, and have the buffer roll back what it does not contain."""
         newest = checkpoint.latest(self._checkpoints)
@@ -128,18 +156,29 @@ class TrainingLoop:
             )
         return CheckpointState(step=state.step, version=version)
 
-    async def _next_batch(self, version: int, stop: asyncio.Event) -> Batch | None:
-        """The batch of `version`, None when any rank was asked to stop. Meanwhile replicas that came back catch up."""
-        take = asyncio.create_task(self._buffer.take(version, self._config.batch_s), name="batch")
+    async def _next_batch(self, state: CheckpointState, stop: asyncio.Event) -> Batch | None:
+        """The batch of `state.version`, None when any rank was asked to stop. Meanwhile replicas that came back catch up.
+
+        Raises:
+            DeadlineExceeded: no batch within `batch_s`; what was learnt until then is in a checkpoint.
+        """
+        take = asyncio.create_task(self._buffer.take(state.version, self._config.batch_s), name="batch")
         stopped = asyncio.create_task(stop.wait(), name="stop")
         try:
             while not (take.done() or stopped.done()):
                 await asyncio.wait({take, stopped}, timeout=CATCH_UP_S, return_when=asyncio.FIRST_COMPLETED)
                 if self._publisher is not None and not take.done():
                     await self._serve(await self._publisher.catch_up())
-            if self._backend.maximum(stopped.done()):
-                return None
-            return await take
+            late = take.done() and isinstance(take.exception(), DeadlineExceeded)
+            if self._backend.maximum(late):
+                if self._saved != state:
+                    await self._save(state)
+                stats = await self._buffer.stats()
+                hint = f"{stats.ready_groups} groups are ready, {stats.leased_groups} are being played; see the workers' logs"
+                raise DeadlineExceeded(
+                    "the learner", f"the batch of version {state.version}", self._config.batch_s, hint
+                )
+            return None if self._backend.maximum(stopped.done()) else await take
         finally:
             take.cancel()
             stopped.cancel()
@@ -157,7 +196,7 @@ class TrainingLoop:
         rows = [[with_proximal(r, p) for r, p in zip(part, backend.logprobs(part), strict=True)] for part in rows]
         # A batch may hold only older tokens; what the engines sample right now shows whether they and the learner agree.
         fresh = await self._buffer.fresh(state.version, FRESH) if backend.rank == 0 else ()
-        probe = fresh_rows(fresh, state.version)
+        probe = fresh_rows(fresh, state.version, budget)
         probe = [with_proximal(r, p) for r, p in zip(probe, backend.logprobs(probe), strict=True)]
         gap, compared = mismatch([*probe, *(row for part in rows for row in part)])
         lr = warm_up(config.optimizer.lr, state.step, config.optimizer.warmup_steps)
@@ -182,6 +221,7 @@ class TrainingLoop:
         for name, why in push.failed.items():
             log.warning("%s did not take version %d: %s", name, push.version, why)
         if push.pushed:
+            self._served = push.version
             await self._buffer.served(push.version)
 
     async def _save(self, state: CheckpointState) -> None:

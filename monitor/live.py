@@ -180,7 +180,7 @@ def _condensed(status: dict[str, str]) -> dict[str, str]:
         return status
     kinds: dict[str, Counter[str]] = {}
     for role, text in status.items():
-        kinds.setdefault(role.partition("/")[0], Counter())[text] += 1
+        kinds.setdefault(role.partition("-")[0], Counter())[text] += 1
     return {
         f"{kind} ({said.total()})": "; ".join(f"{number} {text}" for text, number in said.most_common(3))
         for kind, said in kinds.items()

@@ -20,9 +20,12 @@ from ..agents.base import Agent, ContextExhausted
 from ..agents.session import Session
 from ..buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory
 from ..envs.base import Environment, Message, Observation, StepResult, Task, TaskSource
-from ..errors import DeadlineExceeded, EngineError, EnvError, PolicyError, ToolError
+from ..errors import DeadlineExceeded, EngineError, EnvError, PolicyError, ToolError, within
 
 log = logging.getLogger(__name__)
+
+CLOSE_S = 30.0
+"""How long an environment may take to release what it holds; its episode keeps its slot meanwhile."""
 
 
 class EpisodeResult(msgspec.Struct, frozen=True):
@@ -33,7 +36,6 @@ class EpisodeResult(msgspec.Struct, frozen=True):
 
     outcome: Outcome
     reward: float
-    generated: int
     trajectories: tuple[Trajectory, ...]
 
 
@@ -78,7 +80,13 @@ class Watched:
         """Whatever the episode was worth, it has been earned: a failure to clean up is told and changes nothing."""
         try:
             if self._inner is not None:
-                await self._inner.close()
+                await within(
+                    CLOSE_S,
+                    self._inner.close(),
+                    who=f"task {self.task_id}",
+                    waits_for="its environment to close",
+                    hint="what the environment holds may leak",
+                )
         except Exception:
             log.exception("%s: close raised on task %s", self._source.name, self.task_id)
 
@@ -119,9 +127,8 @@ async def play(
         await env.close()
     total = time.perf_counter() - started
     reward = sum(env.rewards)
-    generated = sum(sum(branch.loss_mask) for branch in session.branches)
     if not outcome.trainable:
-        return EpisodeResult(outcome, reward, generated, ())
+        return EpisodeResult(outcome, reward, ())
     trajectories = session.trajectories(
         group_id=index,
         attempt=attempt,
@@ -134,7 +141,7 @@ async def play(
         timings={"total": total, "environment": env.seconds},
         metrics=env.metrics,
     )
-    return EpisodeResult(outcome, reward, generated, trajectories)
+    return EpisodeResult(outcome, reward, trajectories)
 
 
 async def _outcome(agent: Agent, env: Watched, session: Session, index: int, episode_s: float) -> Outcome:

@@ -23,6 +23,10 @@ PROBE_S = 0.5
 """Between looks at a replica that is down or behind: a server has no event to wait for over HTTP."""
 
 
+BACKOFF_S = 8.0
+"""Longest pause between tries of one request."""
+
+
 class Replica:
     """One engine as the router sees it. `tokens` are in flight; `version` is the last one seen, None while it is away."""
 
@@ -75,14 +79,19 @@ class Router:
             self._generate(episode_id, token_ids, sampling, oldest_version),
             who=f"episode {episode_id}",
             waits_for=f"a completion at version {oldest_version} or later",
-            hint=f"replicas: {self._describe()}; see their logs, or raise rollout.request_s",
+            hint=lambda: f"replicas: {self._describe()}; see their logs, or raise rollout.request_s",
         )
 
     async def _generate(
         self, episode_id: str, token_ids: Sequence[int], sampling: Sampling, oldest_version: int
     ) -> Completion:
         weight = len(token_ids) + sampling.max_tokens
+        failures = 0
         while True:
+            if (
+                failures > 1
+            ):  # the first failure goes elsewhere at once; a request that nobody can serve must not hammer
+                await asyncio.sleep(min(BACKOFF_S, PROBE_S * 2 ** (failures - 2)))
             replica = await self._pick(episode_id, oldest_version)
             replica.tokens += weight
             try:
@@ -90,6 +99,7 @@ class Router:
             except (EngineError, DeadlineExceeded) as error:
                 log.warning("%s failed: %s", replica.engine.name, error)
                 self._watch(replica, oldest_version)
+                failures += 1
                 continue
             finally:
                 replica.tokens -= weight

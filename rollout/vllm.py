@@ -134,7 +134,7 @@ class VllmEngine:
         """Log-probs of `token_ids[1:]`, computed afresh with the weights of this moment; see `Engine.score`."""
         self._check_prompt(token_ids)
         parameters = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-        scored = (await self._generate(token_ids, parameters, salt=uuid.uuid4().hex)).prompt_logprobs or []
+        scored = (await self._generate(token_ids, parameters, salt=uuid.uuid4().hex, priority=-1)).prompt_logprobs or []
         if len(scored) != len(token_ids):
             raise EngineError(f"{self.name}: scored {len(scored)} of {len(token_ids)} tokens")
         values = []
@@ -208,9 +208,12 @@ class VllmEngine:
             foreign = next(t for t in token_ids if not 0 <= t < self.vocab_size)
             raise PolicyError(f"{self.name}: token id {foreign} is outside the vocabulary, 0 to {self.vocab_size - 1}")
 
-    async def _generate(self, token_ids: Sequence[int], parameters: dict[str, Any], salt: str) -> _Generated:
+    async def _generate(
+        self, token_ids: Sequence[int], parameters: dict[str, Any], salt: str, priority: int = 0
+    ) -> _Generated:
         request_id = uuid.uuid4().hex
-        body = {"request_id": request_id, "token_ids": list(token_ids), "sampling_params": parameters}
+        body: dict[str, Any] = {"request_id": request_id, "token_ids": list(token_ids), "sampling_params": parameters}
+        body["priority"] = priority  # lower goes first
         if salt:
             body["cache_salt"] = salt
         try:

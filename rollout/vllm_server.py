@@ -25,8 +25,10 @@ CPU_BLOCK = 32
 """Tokens per KV block on CPU: vLLM's own 128 finds no common prefix in short prompts."""
 
 
-def command(config: Config, host: str, port: int) -> list[str]:
+def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]:
     """The command line of a server that listens on `port` of `host`.
+
+    Replicas need different seeds: with equal ones they draw equal samples for members of one group.
 
     Raises:
         ConfigError: `rollout.engine.memory` is neither a size nor, on a GPU, a share of its memory.
@@ -39,11 +41,12 @@ def command(config: Config, host: str, port: int) -> list[str]:
         "host": host,
         "port": port,
         "dtype": config.model.dtype,
-        "seed": config.seed,
+        "seed": seed,
         "max-model-len": config.agent.max_tokens,
         "max-num-seqs": engine.max_concurrent,
         "tensor-parallel-size": engine.tensor_parallel,
         "generation-config": "vllm",  # the model's own sampling defaults must not leak into a request
+        "scheduling-policy": "priority",  # the canary of a push does not queue behind the episodes
         "logprobs-mode": "processed_logprobs",
         "weight-transfer-config": json.dumps({"backend": BACKEND}),
         "uvicorn-log-level": "warning",

@@ -142,7 +142,7 @@ async def test_several_workers_feed_one_learner(path: Path, address: str) -> Non
         ids = trained_ids(batches)
         assert len(ids) == len(set(ids)) == 6 * 2 * 3
         for batch in batches:
-            assert all(t.oldest_version >= batch.oldest_version for g in batch.groups for t in g if t.oldest_version)
+            assert all(s.version >= batch.oldest_version for g in batch.groups for t in g for s in t.version_spans)
             assert all([t.member for t in group] == [0, 1, 2] for group in batch.groups)
             assert batch.stats.ledger.closes
         stats = await learner.stats()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from slipstream.configs import Config, check, dump, from_json, load, presets, to_json
+from slipstream.configs import Config, check, dump, load, presets
 from slipstream.errors import ConfigError
 
 
@@ -26,7 +26,6 @@ def refusal(source: str, *overrides: str) -> str:
 def test_presets_are_valid_and_survive_both_round_trips(preset, tmp_path):
     config = load(preset)
     assert load(write(tmp_path, dump(config))) == config
-    assert from_json(to_json(config)) == config
 
 
 def test_the_presets_that_the_readme_names_exist():
@@ -158,15 +157,10 @@ def test_a_missing_file_names_the_presets():
     assert "quickstart" in refusal("nowhere.yaml")
 
 
-def test_a_broken_handover_is_a_config_error():
-    with pytest.raises(ConfigError, match="handed to this process"):
-        from_json('{"sed": 1}')
-
-
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["agent.max_tokens_per_turn=2000"], ["agent.max_tokens_per_turn=2000", "agent.max_tokens=1024", "1 to 1024"]),
+        (["agent.max_tokens_per_turn=2000"], ["agent.max_tokens_per_turn=2000", "agent.max_tokens=256", "1 to 256"]),
         (["agent.kind=single_turn"], ["agent.kind=single_turn", "env.calculator=false"]),
         (["agent.kind=solo"], ["agent.kind: 'solo'", "tool_calling, single_turn", "package.module:coroutine"]),
         (["env.kind=python", "env.factory=mine"], ["env.factory: 'mine'", "package.module:Name"]),

@@ -128,7 +128,9 @@ def test_mismatch_looks_at_lag_zero_only():
 
 
 def test_fresh_rows_score_the_tokens_of_one_version_across_a_change_of_weights():
-    (row,) = batch.fresh_rows([trajectory(0, 1.0, [-1, 4, 4, 5, 5, -1, 5]), trajectory(1, 0.0, [-1, 4])], version=5)
+    (row,) = batch.fresh_rows(
+        [trajectory(0, 1.0, [-1, 4, 4, 5, 5, -1, 5]), trajectory(1, 0.0, [-1, 4])], version=5, budget=64
+    )
     assert row.trained.tolist() == [False, False, False, True, True, False, True]
     assert not row.advantages.any()
-    assert batch.fresh_rows([trajectory(0, 1.0, [-1, 4])], version=5) == []
+    assert batch.fresh_rows([trajectory(0, 1.0, [-1, 4])], version=5, budget=64) == []

@@ -31,11 +31,11 @@ ROW = {
 def shown(terminal: bool, config=CONFIG) -> tuple[str, type]:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=110, color_system=None)
     with open_view(config, console) as view:
-        view.status("engine/0", "starting")
+        view.status("engine-0", "starting")
         view.step(ROW | {"step": 11, "reward_mean": 0.429})
         view.step(ROW)
-        view.status("engine/0", "serves version 12 [ready]")
-        view.event("worker/0 was restarted (1 of 3)")
+        view.status("engine-0", "serves version 12 [ready]")
+        view.event("worker-0 was restarted (1 of 3)")
     return console.file.getvalue(), type(view)
 
 
@@ -43,12 +43,12 @@ def test_without_a_terminal_there_is_one_short_line_per_step():
     text, kind = shown(terminal=False)
     assert kind is LineView
     assert text.splitlines() == [
-        "engine/0: starting",
+        "engine-0: starting",
         "step 11/50  reward 0.429 (+0.000)  staleness 0.80, 2/2  tok/s rollout 3.12k learner 5.2k  "
         "idle rollout 3 % learner 41 %",
         "step 12/50  reward 0.531 (+0.102)  staleness 0.80, 2/2  tok/s rollout 3.12k learner 5.2k  "
         "idle rollout 3 % learner 41 %",
-        "! worker/0 was restarted (1 of 3)",
+        "! worker-0 was restarted (1 of 3)",
     ]
     assert "\x1b" not in text
 
@@ -66,7 +66,7 @@ def test_in_a_terminal_everything_is_on_one_screen():
         "2.9k while the learner steps",
         "idle 41 %",
         "serves version 12 [ready]",
-        "worker/0 was restarted",
+        "worker-0 was restarted",
     ):
         assert part in last
 
@@ -75,7 +75,7 @@ def test_many_processes_share_a_line_by_kind():
     console = Console(file=io.StringIO(), force_terminal=True, width=110, color_system=None)
     with open_view(CONFIG, console) as view:
         for replica in range(16):
-            view.status(f"engine/{replica}", "starting" if replica == 7 else "ready")
+            view.status(f"engine-{replica}", "starting" if replica == 7 else "ready")
         view.status("learner", "waits for a batch")
     last = console.file.getvalue().rpartition("no step yet")[2]
     assert "engine (16)" in last
@@ -113,7 +113,7 @@ def test_log_records_appear_above_the_drawn_view(monkeypatch):
 
 def logged(level: str) -> list[str]:
     code = (
-        "import logging; from slipstream.monitor.log import setup_logging; setup_logging('engine/0');"
+        "import logging; from slipstream.monitor.log import setup_logging; setup_logging('engine-0');"
         "[logging.getLogger(n).log(l, 'hello') for n in ('slipstream.x', 'httpx') for l in (10, 20, 30)]"
     )
     done = subprocess.run(
@@ -129,7 +129,7 @@ def logged(level: str) -> list[str]:
 
 
 def test_a_role_logs_its_own_from_the_chosen_level_and_others_only_from_warning():
-    ours, theirs = "[engine/0] slipstream.x: hello", "[engine/0] httpx: hello"
+    ours, theirs = "[engine-0] slipstream.x: hello", "[engine-0] httpx: hello"
     assert logged("INFO") == [f"INFO    {ours}", f"WARNING {ours}", f"WARNING {theirs}"]
     assert logged("debug")[0] == f"DEBUG   {ours}"
 
@@ -137,7 +137,7 @@ def test_a_role_logs_its_own_from_the_chosen_level_and_others_only_from_warning(
 def test_a_level_that_does_not_exist_is_refused(monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_LOG", "LOUD")
     with pytest.raises(ConfigError, match=r"SLIPSTREAM_LOG: 'LOUD'.*DEBUG, INFO"):
-        setup_logging("worker/0")
+        setup_logging("worker-0")
 
 
 def test_numbers_are_readable():

@@ -91,7 +91,6 @@ async def test_a_finished_episode_is_one_checked_trajectory(policy: Path) -> Non
     result = await episode(policy, env)
     assert result.outcome.kind == "finished"
     assert result.reward == 1.0
-    assert result.generated == 6
     (trajectory,) = result.trajectories
     trajectory.check()
     assert trajectory.id == "3.1.2.0"
@@ -120,7 +119,6 @@ async def test_what_an_environment_raises_is_its_failure(
     assert (result.outcome.kind, result.outcome.reason) == ("failed", reason)
     assert str(error) in result.outcome.detail
     assert result.trajectories == ()
-    assert result.generated == (3 if where == "step" else 0)
     assert env.closed == [1]
 
 

@@ -101,6 +101,11 @@ class Publisher:
         self._canary = Canary((), ())
         self._busy = asyncio.Lock()
 
+    async def wait_ready(self, deadline_s: float) -> bool:
+        """True once every replica answers. Raises DeadlineExceeded naming one that does not within `deadline_s`."""
+        await asyncio.gather(*(replica.wait_ready(deadline_s) for replica in self._replicas))
+        return True
+
     async def publish(
         self,
         version: int,
