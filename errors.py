@@ -62,8 +62,16 @@ class WeightSyncError(SlipstreamError):
     """A weight push failed, or the canary shows that a replica does not hold the pushed weights."""
 
 
+class EpisodesFail(SlipstreamError):
+    """So many episodes in a row failed that going on would train on nothing; names the last failure."""
+
+    final = True
+
+
 class EvaluationError(SlipstreamError):
     """Not one episode of an evaluation ended without a failure, so there is no reward to report."""
+
+    final = True
 
 
 class LearnerError(SlipstreamError):

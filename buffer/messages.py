@@ -140,7 +140,10 @@ class Recovered(Message, frozen=True):
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """The buffer at one instant. `slot_s` and `idle_slot_s` are summed over workers since the service started."""
+    """The buffer at one instant: `leased_groups` are being played, `ready_groups` are complete and not committed.
+
+    `slot_s` and `idle_slot_s` are summed over workers since the service started.
+    """
 
     version: int
     ledger: Ledger

@@ -260,7 +260,7 @@ class BufferService:
             version=self._replay.version,
             ledger=self._replay.ledger.copy(),
             leased_groups=states.count("leased"),
-            ready_groups=states.count("ready"),
+            ready_groups=states.count("ready") + states.count("batched"),
             slot_s=sum(total for total, _ in self._slots.values()),
             idle_slot_s=sum(idle for _, idle in self._slots.values()),
         )

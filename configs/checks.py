@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from ..errors import ConfigError
 from .schema import Config, PythonEnv, ReasoningGym, parse_size
 
+BF16_NOISE = 0.05
+"""Nats by which log-probs of equal bfloat16 weights differ between implementations, at least now and then."""
+
 BUILT_IN_AGENTS = ("tool_calling", "single_turn")
 _PYTHON_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -27,6 +30,11 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _episode(config)
     yield from _batch(config)
     yield from _optimizer(config)
+    if config.model.dtype == "bfloat16" and config.weightsync.canary_tolerance < BF16_NOISE:
+        yield (
+            f"weightsync.canary_tolerance={config.weightsync.canary_tolerance:g} with model.dtype=bfloat16 would refuse "
+            f"pushes that arrived: kernels of learner and engine differ by up to 0.1 nats; allowed is {BF16_NOISE:g} and more, 0.2 is usual"
+        )
     if config.launch.hosts == "many" and config.launch.kind != "ray":
         yield "launch.hosts=many needs launch.kind=ray; the local launcher knows one host"
     parse_size("weightsync.bucket", config.weightsync.bucket)

@@ -283,7 +283,7 @@ class Monitor(Section, frozen=True):
 class Config(Section, frozen=True):
     """A whole run."""
 
-    seed: int = 0
+    seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     """Seeds tasks, sampling and initialisation."""
     run: Run = field(default_factory=Run)
     """Where the run lives."""

@@ -27,6 +27,8 @@ def task_source(config: ReasoningGym | PythonEnv, split: Split, seed: int) -> Ta
         source = factory(split=split, seed=seed, **config.arguments)
     except TypeError as error:
         raise ConfigError(f"env.arguments: {config.factory} does not take {config.arguments}: {error}") from error
+    except Exception as error:  # whatever the user's own code raises
+        raise ConfigError(f"env.factory: {config.factory} raised {type(error).__name__}: {error}") from error
     missing = [name for name in ("name", "task", "make", "demonstration") if not hasattr(source, name)]
     if missing:
         raise ConfigError(

@@ -109,8 +109,10 @@ def sft(options: argparse.Namespace) -> int:
 def init_model(options: argparse.Namespace) -> int:
     from ..envs import task_source
     from .init_model import init_model as make
+    from .preflight import writable
 
     config = load(options.config, options.overrides)
+    writable("DIR", options.directory)
     source = task_source(config.env, "train", config.seed)
     parameters = make(Path(options.directory), sources=[source], agent=config.agent, seed=config.seed)
     _out(f"{options.directory}: a random Qwen3 model of {parameters / 1e6:.2f} million parameters")

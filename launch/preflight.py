@@ -11,9 +11,11 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -22,6 +24,9 @@ from ..configs.schema import parse_size
 from ..errors import ConfigError
 from .processes import claim_ports
 from .resources import local_placement
+
+if TYPE_CHECKING:
+    from ..learner.model import ModelShape
 
 Check = Callable[[Config], str]
 
@@ -98,9 +103,10 @@ def memory(config: Config) -> str:
 
 
 def model(config: Config) -> str:
-    from ..learner.model import check_model, vocabulary_size
+    from ..learner.model import check_model, read_shape, vocabulary_size
 
     check_model(config.model.path)
+    fits(config, read_shape(config.model.path))
     return f"{config.model.path}, vocabulary {vocabulary_size(config.model.path)}"
 
 
@@ -117,7 +123,10 @@ def environment(config: Config) -> str:
     from ..envs import task_source
 
     source = task_source(config.env, "train", config.seed)
-    source.task(0)
+    try:
+        source.task(0)
+    except Exception as error:  # whatever the user's own code raises
+        raise ConfigError(f"env: {source.name} raised {type(error).__name__} for task 0: {error}") from error
     return source.name
 
 
@@ -140,12 +149,43 @@ def ports(config: Config) -> str:
 
 
 def folder(config: Config) -> str:
-    place = Path(config.run.dir).resolve()
+    place = writable("run.dir", config.run.dir)
+    return f"{config.run.dir}, {shutil.disk_usage(place).free >> 30} GiB free"
+
+
+def writable(key: str, path: str) -> Path:
+    """The nearest existing parent of a folder that is to be made. Raises ConfigError naming `key`."""
+    place = Path(path).resolve()
     while not place.exists():
         place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        raise ConfigError(f"run.dir: {config.run.dir} cannot be made, {place} is not a writable folder")
-    return f"{config.run.dir}, {shutil.disk_usage(place).free >> 30} GiB free"
+    try:
+        if not place.is_dir():
+            raise NotADirectoryError(f"{place} is a file")
+        with tempfile.TemporaryFile(dir=place):
+            return place
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} cannot be made or written: {error}") from None
+
+
+def fits(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError where the engine would refuse to serve a model of this shape as configured."""
+    engine, tokens = config.rollout.engine, config.agent.max_tokens
+    if tokens > shape.positions:
+        raise ConfigError(
+            f"agent.max_tokens: {tokens} is more than the {shape.positions} positions of {config.model.path}"
+        )
+    if shape.heads % engine.tensor_parallel:
+        raise ConfigError(
+            f"rollout.engine.tensor_parallel: {engine.tensor_parallel} does not divide the {shape.heads} attention heads of "
+            f"{config.model.path}"
+        )
+    if not engine.memory.replace(".", "", 1).isdigit():
+        needed = tokens * shape.kv_numbers * (2 if config.model.dtype == "bfloat16" else 4) // engine.tensor_parallel
+        if parse_size("rollout.engine.memory", engine.memory) < needed:
+            raise ConfigError(
+                f"rollout.engine.memory: {engine.memory} does not hold the keys and values of one episode of agent.max_tokens="
+                f"{tokens}; allowed are {-(-needed >> 20) or 1}MiB and more"
+            )
 
 
 CHECKS: dict[str, Check] = {

@@ -25,7 +25,7 @@ from ..errors import ConfigError, SlipstreamError
 from ..monitor.live import View, open_view
 from ..monitor.report import Report, write_report
 from ..monitor.summary import read_evaluations
-from .preflight import preflight
+from .preflight import preflight, writable
 from .processes import LocalLauncher
 from .resources import Placement, gpus_of, local_placement, place
 from .supervisor import Supervisor
@@ -48,7 +48,7 @@ def train(config: Config) -> Report:
     if Path(config.model.path).is_dir():  # so that the run can be resumed from anywhere
         path = str(Path(config.model.path).resolve())
         config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
-    if run_dir.exists() and any(run_dir.iterdir()):
+    if run_dir.is_dir() and any(run_dir.iterdir()):
         raise ConfigError(
             f"run.dir: {config.run.dir} is not empty; continue it with `slipstream resume {config.run.dir}`, "
             "or name a new folder"
@@ -117,6 +117,7 @@ def warm_up(config: Config, say: Callable[[str], None]) -> float:
     out = Path(config.sft.out)
     if out.exists():
         raise ConfigError(f"sft.out: {out} exists; remove it or name another folder")
+    writable("sft.out", config.sft.out)
     preflight(config)
     from ..learner.sft import SftProgress, run_sft
     from .wiring import make_backend, make_demonstrations

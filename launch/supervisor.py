@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -61,6 +62,12 @@ comes back needs its weights."""
 
 Keep = Callable[[Coroutine[Any, Any, None]], None]
 """Takes work that goes on in the background until the plan is done; its failure ends the run."""
+
+
+LOG_TAIL = 64 << 10
+"""Bytes of a log that are searched for a last error."""
+
+ERROR_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
 
 
 @dataclass
@@ -109,6 +116,7 @@ class Supervisor:
         self._placement = placement
         self._view = view
         self._interrupted = asyncio.Event()
+        self._hurry = asyncio.Event()
         self._farewell = "interrupted"
         self._members: dict[str, Member] = {}
 
@@ -130,7 +138,9 @@ class Supervisor:
         await self._see_through([*names, "evaluator"], serve_and_play)
 
     def interrupt(self) -> None:
-        """Stop as soon as the learner has written its checkpoint."""
+        """Stop as soon as the learner has written its checkpoint; asked again, at once."""
+        if self._interrupted.is_set():
+            self._hurry.set()
         self._interrupted.set()
 
     async def _see_through(self, names: Sequence[str], plan: Callable[[Keep], Coroutine[Any, Any, None]]) -> None:
@@ -260,8 +270,8 @@ class Supervisor:
             if failed is None:
                 return
             why = f"{failed.name} ended with {_describe(failed.exit_status)}"
-            if failed.last_words:
-                why += f": {failed.last_words}"
+            if said := failed.last_words or last_error(self._dir / "logs" / f"{failed.name}.log"):
+                why += f": {said}"
             if failed.exit_status == ConfigError.exit_code:
                 raise ConfigError(failed.last_words or why)
             failed.restarts += 1
@@ -301,9 +311,10 @@ class Supervisor:
             return
         member.deadline, member.stopping = float("inf"), True
         await member.process.terminate()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await member.process.wait()
+        ways = [asyncio.create_task(member.process.wait()), asyncio.create_task(self._hurry.wait())]
+        await asyncio.wait(ways, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for way in ways:
+            way.cancel()
         await member.process.kill()
 
     async def _end(self) -> None:
@@ -371,6 +382,17 @@ class Supervisor:
             member.deadline = time.monotonic() + self._config.launch.heartbeat_s
         elif member.ready.is_set():
             member.deadline = time.monotonic()
+
+
+def last_error(log_file: Path) -> str:
+    """The last line of a log that names an error, for servers that are not ours and have no other last words."""
+    try:
+        with log_file.open("rb") as file:
+            file.seek(max(0, log_file.stat().st_size - LOG_TAIL))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((found[0][:300] for line in reversed(lines) if (found := ERROR_LINE.search(line))), "")
 
 
 def _describe(status: int | None) -> str:

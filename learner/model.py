@@ -11,8 +11,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from huggingface_hub import HfApi
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -31,12 +33,35 @@ LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)
 """What the loaders raise for missing, malformed, foreign and ill-fitting files."""
 
 
+class ModelShape(msgspec.Struct, frozen=True):
+    """What decides whether an engine can serve a model as configured.
+
+    Attributes:
+        positions: longest context it was made for, in tokens.
+        heads: query heads.
+        kv_numbers: numbers that the KV cache keeps per token, over all layers.
+    """
+
+    positions: int
+    heads: int
+    kv_numbers: int
+
+
+def read_shape(path: str) -> ModelShape:
+    """The shape of a decoder, from its config. Raises ConfigError where there is none."""
+    config = _load(AutoConfig, path, "config")
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return ModelShape(config.max_position_embeddings, heads, 2 * config.num_hidden_layers * kv_heads * head_dim)
+
+
 def check_model(path: str) -> None:
     """See that `path` names a causal LM which can be trained here, without reading its weights.
 
     Raises:
-        ConfigError: no such folder, no config, no weights file, no tokenizer, a tokenizer larger than the vocabulary, or
-            layers that cannot be packed.
+        ConfigError: no such folder, no config, no weights file or half of one, no tokenizer, a tokenizer larger than the
+            vocabulary, or layers that cannot be packed.
     """
     config = _load(AutoConfig, path, "config")
     kinds = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS
@@ -51,6 +76,12 @@ def check_model(path: str) -> None:
                 f"model.path: folder {path!r} holds no {what} file ({', '.join(patterns)}); "
                 f"write the {what} with save_pretrained"
             )
+    for file in folder.glob("*.safetensors") if folder.is_dir() else ():
+        try:
+            with safe_open(file, framework="pt"):  # reads the header and compares it with the size of the file
+                pass
+        except SafetensorError as error:
+            raise ConfigError(f"model.path: {file} is not a whole weights file: {error}") from error
     size, vocabulary = len(load_tokenizer(path)), config.vocab_size
     if size > vocabulary:
         raise ConfigError(

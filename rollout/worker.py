@@ -23,6 +23,7 @@ from ..buffer.client import BufferClient
 from ..buffer.messages import Lease
 from ..configs.schema import Config
 from ..envs.base import TaskSource
+from ..errors import EpisodesFail
 from .engine import Sampling
 from .episode import EpisodeResult, play
 from .router import Router
@@ -34,6 +35,9 @@ PROGRESS_S = 0.5
 
 GOODBYE_S = 5.0
 """How long a stopping worker tries to give its leases back; after that they expire by themselves."""
+
+FAILURES = 64
+"""Failed episodes in a row, or twice the slots where that is more, after which the worker gives up: something is broken."""
 
 MakeSession = Callable[[Generate], Session]
 """A new session around a way to generate."""
@@ -109,6 +113,7 @@ class Worker:
         self._room = min(group_size, slots)
         self._free = asyncio.Semaphore(slots)
         self._running: dict[str, int] = {}
+        self._failures = 0
         self._slot_s = 0.0
         self._idle_slot_s = 0.0
         self._changed = asyncio.Condition()
@@ -157,12 +162,23 @@ class Worker:
                 oldest_version=lease.oldest_version,
                 count=count,
             )
-        if not result.outcome.trainable:
-            log.warning("episode %s failed (%s): %s", episode_id, result.outcome.reason, result.outcome.detail)
         await self._buffer.deliver(episode_id, self._running[episode_id], result.outcome, result.trajectories)
         async with self._changed:
             del self._running[episode_id]
             self._changed.notify_all()
+        self._judge(episode_id, result)
+
+    def _judge(self, episode_id: str, result: EpisodeResult) -> None:
+        """Tell of a failure; raise EpisodesFail when there was nothing else for long."""
+        if result.trajectories:
+            self._failures = 0
+            return
+        outcome = result.outcome
+        why = f"{outcome.reason}: {outcome.detail}" if outcome.reason else "nothing fits into agent.max_tokens"
+        log.warning("episode %s failed by %s", episode_id, why)
+        self._failures += 1
+        if self._failures >= max(FAILURES, 2 * self._slots):
+            raise EpisodesFail(f"{self._failures} episodes in a row failed, the last by {why}")
 
     async def _report(self) -> None:
         last = time.monotonic()

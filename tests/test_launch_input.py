@@ -44,6 +44,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("rollout.engine.kind=abacus", ("rollout.engine.kind", "abacus", "vllm")),
         ("rollout.engine.memory=0.5", ("rollout.engine.memory", "0.5", "128MiB")),
         ("rollout.engine.memory=4000GiB", ("rollout.engine.memory", "4000GiB", "free")),
+        ("agent.max_tokens=1000000", ("agent.max_tokens", "2048")),
+        ("rollout.engine.memory=1KiB", ("rollout.engine.memory", "1KiB", "MiB and more")),
+        ("rollout.engine.tensor_parallel=5", ("rollout.engine.tensor_parallel", "5", "6 attention heads")),
+        ("model.dtype=bfloat16", ("model.dtype", "weightsync.canary_tolerance", "0.2")),
+        ("seed=-1", ("seed", "-1")),
         ("launch.hosts=many", ("launch.hosts", "launch.kind=ray")),
         ("launch.kind=slurm", ("launch.kind", "slurm", "ray")),
         ("model.path=models/none-of-this-name", ("model.path", "models/none-of-this-name")),
@@ -70,6 +75,62 @@ def test_a_vocabulary_that_does_not_match_its_tokenizer(
     line = refused(capsys, "train", "quickstart", f"model.path={broken}", f"run.dir={tmp_path / 'run'}")
     assert "model.path" in line
     assert "tokenizer" in line
+
+
+def test_half_a_weights_file(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(policy, broken)
+    (weights,) = broken.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    line = refused(capsys, "train", "quickstart", f"model.path={broken}", f"run.dir={tmp_path / 'run'}")
+    assert str(weights) in line
+
+
+CUSTOM = """
+from slipstream.envs import SimpleEnv
+
+class Broken(SimpleEnv):
+    def __init__(self, *, where, **given):
+        super().__init__(**given)
+        self.where = where
+        if where == "init":
+            raise RuntimeError("no licence")
+
+    def task(self, index):
+        raise KeyError("row 0")
+
+    async def reset(self, task): ...
+    async def step(self, message): ...
+"""
+
+
+@pytest.mark.parametrize(("where", "names"), [("init", ("env.factory", "no licence")), ("task", ("env", "row 0"))])
+def test_an_environment_that_cannot_begin(
+    where: str,
+    names: tuple[str, ...],
+    policy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "custom_broken.py").write_text(CUSTOM)
+    monkeypatch.syspath_prepend(tmp_path)
+    overrides = ("env.kind=python", "env.factory=custom_broken:Broken", f"env.arguments={{where: {where}}}")
+    line = refused(capsys, "train", "quickstart", f"model.path={policy}", f"run.dir={tmp_path / 'run'}", *overrides)
+    for name in names:
+        assert name in line
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "init-model"])
+def test_a_folder_below_a_file(command: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    below = str(tmp_path / "file" / "folder")
+    arguments = {
+        "train": ("train", "quickstart", f"model.path={policy}", f"run.dir={below}"),
+        "sft": ("sft", "quickstart", f"model.path={policy}", f"sft.out={below}"),
+        "init-model": ("init-model", below),
+    }[command]
+    assert below in refused(capsys, *arguments)
 
 
 def test_a_busy_port(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

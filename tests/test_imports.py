@@ -1,0 +1,56 @@
+"""Who may know whom: the folders import only along the arrows of docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+ALLOWED = {
+    "agents": {"envs", "buffer.trajectory"},
+    "envs": set(),
+    "rollout": {"agents", "envs", "buffer", "weightsync"},
+    "buffer": {"monitor"},
+    "learner": {"buffer", "weightsync"},
+    "weightsync": {"monitor"},
+    "monitor": set(),
+    "configs": set(),
+}
+"""Beside itself, `configs` and `errors`; `launch` may import everything and nobody imports it."""
+
+
+def imports(path: Path, room: str) -> set[str]:
+    """What a file imports of ours, as `room.module`."""
+    found: set[str] = set()
+    depth = len(path.relative_to(ROOT).parts)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            if node.level == depth and node.module:
+                found.add(node.module)
+            elif node.level == depth:
+                found |= {alias.name for alias in node.names}
+            elif node.level == 0 and (node.module or "").startswith("slipstream"):
+                found.add((node.module or "").removeprefix("slipstream."))
+        elif isinstance(node, ast.Import):
+            found |= {a.name.removeprefix("slipstream.") for a in node.names if a.name.startswith("slipstream")}
+    return {name for name in found if name.split(".")[0] != room}
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_a_room_imports_only_along_the_arrows(room: str) -> None:
+    files = list((ROOT / room).rglob("*.py"))
+    assert files
+    allowed = ALLOWED[room] | {"configs", "errors"}
+    for path in files:
+        for name in imports(path, room):
+            parts = name.split(".")
+            ways = {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
+            assert ways & allowed, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_the_check_sees_an_import(tmp_path: Path) -> None:
+    assert "rollout.engine" not in imports(ROOT / "learner" / "loop.py", "learner")
+    assert "buffer.client" in imports(ROOT / "learner" / "loop.py", "learner")
