@@ -33,7 +33,8 @@ def _problems(config: Config) -> Iterator[str]:
     if config.model.dtype == "bfloat16" and config.weightsync.canary_tolerance < BF16_NOISE:
         yield (
             f"weightsync.canary_tolerance={config.weightsync.canary_tolerance:g} with model.dtype=bfloat16 would refuse "
-            f"pushes that arrived: kernels of learner and engine differ by up to 0.1 nats; allowed is {BF16_NOISE:g} and more, 0.2 is usual"
+            "pushes that arrived: learner and engine differ by up to 0.1 nats there; "
+            f"allowed is {BF16_NOISE:g} and more, 0.2 is usual"
         )
     if config.launch.hosts == "many" and config.launch.kind != "ray":
         yield "launch.hosts=many needs launch.kind=ray; the local launcher knows one host"

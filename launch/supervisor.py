@@ -270,7 +270,10 @@ class Supervisor:
             if failed is None:
                 return
             why = f"{failed.name} ended with {_describe(failed.exit_status)}"
-            if said := failed.last_words or last_error(self._dir / "logs" / f"{failed.name}.log"):
+            said = failed.last_words
+            if not said and (failed.exit_status or 0) > 0:
+                said = last_error(self._dir / "logs" / f"{failed.name}.log")
+            if said:
                 why += f": {said}"
             if failed.exit_status == ConfigError.exit_code:
                 raise ConfigError(failed.last_words or why)
