@@ -1,0 +1,1 @@
+"""The command line, the launchers, the supervisor: how a run starts, stays alive and ends."""

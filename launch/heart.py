@@ -52,11 +52,10 @@ class Said(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Why `role` ends; with `final` it need not be started again."""
+    """Why `role` ends."""
 
     role: str
     text: str
-    final: bool
 
 
 Signal = Beat | Ready | Done | Stepped | Said | Failed
@@ -93,8 +92,8 @@ class Heart:
     def say(self, text: str) -> None:
         self._outbox.put(Said(self.role, text))
 
-    def failed(self, text: str, *, final: bool) -> None:
-        self._outbox.put(Failed(self.role, text, final))
+    def failed(self, text: str) -> None:
+        self._outbox.put(Failed(self.role, text))
 
     async def follow_loop(self) -> None:
         """From now on beat only while this event loop turns: one that a user's code blocks for ever is taken for dead."""

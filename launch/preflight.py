@@ -142,7 +142,7 @@ def ports(config: Config) -> str:
         return "free ones are picked"
     if config.launch.kind == "ray" and "RAY_ADDRESS" in os.environ:
         return "looked at where Ray places the roles"
-    from .supervisor import role_names
+    from .member import role_names
 
     claimed = claim_ports(config.launch.port, len(role_names(config)))
     return f"{claimed[0]} to {claimed[-1]} are free"

@@ -26,6 +26,7 @@ from ..errors import ConfigError, SlipstreamError, first_cause
 from ..monitor.log import setup_logging
 from .heart import Heart
 from .job import Job, read_job
+from .member import FINAL
 from .processes import die_with_parent
 
 log = logging.getLogger(__name__)
@@ -55,11 +56,11 @@ def run_role(name: str, label: str = "") -> int:
             uvloop.run(_until_stopped(roles[kind], job, int(index or 0), heart))
         except SlipstreamError as error:
             log.error("%s: %s", type(error).__name__, error)
-            heart.failed(f"{type(error).__name__}: {error}", final=error.final)
-            return error.exit_code
+            heart.failed(f"{type(error).__name__}: {error}")
+            return FINAL if error.final and not isinstance(error, ConfigError) else error.exit_code
         except Exception as error:
             log.exception("%s ended by an error that nobody foresaw", name)
-            heart.failed(f"{type(error).__name__}: {error}", final=False)
+            heart.failed(f"{type(error).__name__}: {error}")
             return 1
     return 0
 

@@ -19,38 +19,28 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import os
-import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import msgspec
 import zmq
 import zmq.asyncio
 
 from ..configs import Config
 from ..errors import ConfigError, Interrupted, RoleDied, first_cause, within
 from ..monitor.live import View
-from .heart import Beat, Done, Failed, Ready, Said, Signal, Stepped
 from .job import Cluster, Job
-from .processes import Launcher, Process
+from .member import FINAL, Member, describe, last_error, role_names
+from .processes import Launcher
 from .resources import Placement, role_environment
-
-log = logging.getLogger(__name__)
+from .vitals import Vitals
 
 END_S = 5.0
 """How long a role other than the learner may take to end in good order."""
-
-PROBE_S = 5.0
-"""Longest wait for one answer to /health."""
 
 IMPORT_S = 60.0
 """Beyond `start_s`: what the learner may take to import torch and load the model on a busy machine."""
@@ -62,42 +52,6 @@ comes back needs its weights."""
 
 Keep = Callable[[Coroutine[Any, Any, None]], None]
 """Takes work that goes on in the background until the plan is done; its failure ends the run."""
-
-
-LOG_TAIL = 64 << 10
-"""Bytes of a log that are searched for a last error."""
-
-ERROR_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
-
-
-@dataclass
-class Member:
-    """One role as the supervisor sees it. `deadline` is when silence becomes death, `stopping` that it was told to end."""
-
-    name: str
-    environment: dict[str, str] = field(default_factory=dict)
-    arguments: tuple[str, ...] = ()
-    process: Process | None = None
-    restarts: int = 0
-    deadline: float = float("inf")
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    last_words: str = ""
-    final: bool = False
-    stopping: bool = False
-    exit_status: int | None = None
-
-    @property
-    def kind(self) -> str:
-        return self.name.partition("-")[0]
-
-
-def role_names(config: Config) -> list[str]:
-    """The processes of a training run; each listens on at most one port."""
-    engines = [f"engine-{i}" for i in range(config.rollout.engine.replicas)]
-    learners = [f"learner-{i}" for i in range(config.learner.backend.ranks)]
-    workers = [f"worker-{i}" for i in range(config.rollout.workers)]
-    return [*engines, "buffer", *learners, *workers, "evaluator"]
 
 
 class Supervisor:
@@ -152,7 +106,7 @@ class Supervisor:
         socket = context.socket(zmq.PULL)
         try:
             async with asyncio.TaskGroup() as tasks:
-                background = [tasks.create_task(self._listen(socket)), tasks.create_task(self._pulse())]
+                background: list[asyncio.Task[Any]] = []
                 work = asyncio.create_task(
                     self._carry_out(names, socket, plan, lambda c: background.append(tasks.create_task(c))), name="plan"
                 )
@@ -181,7 +135,10 @@ class Supervisor:
         plan: Callable[[Keep], Coroutine[Any, Any, None]],
         keep: Keep,
     ) -> None:
-        await self._place(names, socket)
+        engines = await self._place(names, socket)
+        vitals = Vitals(self._members, engines, self._config.launch.heartbeat_s, self._view)
+        keep(vitals.listen(socket))
+        keep(vitals.pulse())
         await plan(keep)
 
     def _all(self, kind: str) -> list[Member]:
@@ -189,8 +146,8 @@ class Supervisor:
 
     # --- the order of things --------------------------------------------------------------------------------------
 
-    async def _place(self, names: Sequence[str], socket: zmq.asyncio.Socket) -> None:
-        """Find a host and a port for everybody, and write them into the job that every role is given."""
+    async def _place(self, names: Sequence[str], socket: zmq.asyncio.Socket) -> Sequence[str]:
+        """Find a host and a port for everybody, and write them into the job that every role is given; the engines' URLs."""
         places = await self._launcher.place(names, ports=1)
         at = {name: f"{host}:{ports[0]}" for name, (host, ports) in places.items()}
         host = self._launcher.host
@@ -203,7 +160,6 @@ class Supervisor:
             engines=tuple(f"http://{at[m.name]}" for m in self._all("engine")),
             learner_host=learner_host,
         )
-        self._cluster = cluster
         job = Job(
             self._config,
             cluster,
@@ -220,6 +176,7 @@ class Supervisor:
             meeting = {"MASTER_ADDR": learner_host, "MASTER_PORT": learner_port, "WORLD_SIZE": str(len(ranks))}
             for rank, member in enumerate(ranks):
                 member.environment |= meeting | {"RANK": str(rank), "LOCAL_RANK": "0"}  # each rank sees its GPU alone
+        return cluster.engines
 
     async def _train(self, keep: Keep) -> None:
         for member in (*self._all("engine"), *self._all("buffer")):
@@ -256,7 +213,7 @@ class Supervisor:
 
     async def _start(self, member: Member) -> None:
         member.ready.clear()
-        member.last_words, member.final, member.exit_status = "", False, None
+        member.last_words, member.exit_status = "", None
         command = [sys.executable, "-P", "-m", "slipstream.launch.cli", "role", member.name, *member.arguments]
         grace = self._config.rollout.engine.start_s if member.kind == "engine" else self._config.launch.heartbeat_s
         member.deadline = time.monotonic() + grace
@@ -269,7 +226,7 @@ class Supervisor:
             failed = await self._failure(gang)
             if failed is None:
                 return
-            why = f"{failed.name} ended with {_describe(failed.exit_status)}"
+            why = f"{failed.name} ended with {describe(failed.exit_status)}"
             said = failed.last_words
             if not said and (failed.exit_status or 0) > 0:
                 said = last_error(self._dir / "logs" / f"{failed.name}.log")
@@ -278,8 +235,9 @@ class Supervisor:
             if failed.exit_status == ConfigError.exit_code:
                 raise ConfigError(failed.last_words or why)
             failed.restarts += 1
-            if failed.final or failed.restarts > self._config.launch.restarts:
-                budget = "" if failed.final else f"; given up after {self._config.launch.restarts} restarts"
+            final = failed.exit_status == FINAL
+            if final or failed.restarts > self._config.launch.restarts:
+                budget = "" if final else f"; given up after {self._config.launch.restarts} restarts"
                 raise RoleDied(f"{why}{budget}. See {self._dir / 'logs' / failed.name}.log")
             self._view.event(f"{why}; restart {failed.restarts} of {self._config.launch.restarts}")
             await asyncio.gather(*(self._start(m) for m in gang))
@@ -304,7 +262,7 @@ class Supervisor:
         assert member.process is not None
         member.exit_status = await member.process.wait()
         member.deadline = float("inf")
-        self._view.status(member.name, _describe(member.exit_status))
+        self._view.status(member.name, describe(member.exit_status))
         well = member.stopping or (member.exit_status == 0 and member.kind in FINISHING)
         return None if well else member
 
@@ -326,82 +284,3 @@ class Supervisor:
         await asyncio.gather(*(self._stop(m, END_S) for m in (*self._all("worker"), *self._all("evaluator"))))
         await asyncio.gather(*(self._stop(m, END_S) for m in (*self._all("buffer"), *self._all("engine"))))
         await self._launcher.close()
-
-    # --- signs of life --------------------------------------------------------------------------------------------
-
-    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            try:
-                signal_ = msgspec.json.decode(await socket.recv(), type=Signal)
-                member = self._members[signal_.role]
-            except (msgspec.MsgspecError, KeyError) as error:
-                log.warning("dropped a heartbeat that is none of ours: %s", error)
-                continue
-            if member.deadline != float("inf"):
-                member.deadline = time.monotonic() + self._config.launch.heartbeat_s
-            match signal_:
-                case Ready():
-                    member.ready.set()
-                    self._view.status(member.name, "ready")
-                case Done():
-                    member.done.set()
-                    self._view.status(member.name, "done")
-                case Stepped(row=row):
-                    self._view.step(msgspec.json.decode(row))
-                case Said(text=text):
-                    self._view.event(f"{member.name}: {text}")
-                case Failed(text=text, final=final):
-                    member.last_words, member.final = text, final
-                case Beat():
-                    pass
-
-    async def _pulse(self) -> None:
-        """Kill what is silent; `_watch` starts it again."""
-        timeout = aiohttp.ClientTimeout(total=PROBE_S)
-        async with aiohttp.ClientSession(timeout=timeout) as http:
-            while True:
-                await asyncio.sleep(min(PROBE_S, self._config.launch.heartbeat_s / 4))
-                await asyncio.gather(*(self._probe(http, i) for i in range(len(self._all("engine")))))
-                for member in self._members.values():
-                    if member.process and time.monotonic() > member.deadline:
-                        self._view.event(f"{member.name} is silent and is killed")
-                        member.deadline = float("inf")
-                        await member.process.kill()
-
-    async def _probe(self, http: aiohttp.ClientSession, index: int) -> None:
-        """Ask an engine how it is: an answer is a heartbeat, a refusal of a server that was well is its death."""
-        member = self._members[f"engine-{index}"]
-        if member.process is None or member.deadline == float("inf"):
-            return
-        try:
-            async with http.get(f"{self._cluster.engines[index]}/health") as answer:
-                healthy = answer.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return
-        if healthy:
-            if not member.ready.is_set():
-                self._view.status(member.name, "ready")
-            member.ready.set()
-            member.deadline = time.monotonic() + self._config.launch.heartbeat_s
-        elif member.ready.is_set():
-            member.deadline = time.monotonic()
-
-
-def last_error(log_file: Path) -> str:
-    """The last line of a log that names an error, for servers that are not ours and have no other last words."""
-    try:
-        with log_file.open("rb") as file:
-            file.seek(max(0, log_file.stat().st_size - LOG_TAIL))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((found[0][:300] for line in reversed(lines) if (found := ERROR_LINE.search(line))), "")
-
-
-def _describe(status: int | None) -> str:
-    if status is None:
-        return "running"
-    if status < 0:
-        with contextlib.suppress(ValueError):
-            return signal.Signals(-status).name
-    return "exit 0" if status == 0 else f"exit status {status}"

@@ -59,6 +59,7 @@ class BatchSummary(msgspec.Struct, frozen=True):
     episodes: int
     episode_tokens_mean: float
     turns_mean: float
+    environment: dict[str, float]
 
 
 def to_sequences(
@@ -107,6 +108,7 @@ def summarize(groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> Ba
         episodes=len(rewards),
         episode_tokens_mean=sampled / episodes,
         turns_mean=turns / episodes,
+        environment=_environment(groups),
     )
 
 
@@ -174,6 +176,15 @@ def mismatch(rows: Sequence[PackedRow]) -> tuple[float, int]:
     """Largest |learner - engine| log-prob in nats over this rank's tokens of lag 0, 0 where there are none; their number."""
     gaps = [(r.proximal_logprobs - r.behavior_logprobs)[r.trained & (r.lags == 0)].abs() for r in rows]
     return max((float(gap.max()) for gap in gaps if len(gap)), default=0.0), sum(len(gap) for gap in gaps)
+
+
+def _environment(groups: Sequence[Group]) -> dict[str, float]:
+    """What environments reported: mean by name over episodes, each counted by its first branch."""
+    values: dict[str, list[float]] = {}
+    for trajectory in (t for group in groups for t in group if t.branch == 0):
+        for name, value in trajectory.metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in sorted(values.items())}
 
 
 def _rewards(group: Group) -> dict[int, float]:

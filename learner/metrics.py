@@ -23,6 +23,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         episodes: episodes in the batch.
         episode_tokens_mean: sampled tokens per episode.
         turns_mean: completions per episode.
+        environment: what the environment reported (`StepResult.metrics`), mean by name over the episodes that reported it.
         rollout_tokens_per_s: tokens generated per second since the previous step.
         overlap_tokens_per_s: tokens generated per second while the learner was stepping.
         learner_tokens_per_s: tokens (context included) per second of stepping.
@@ -61,6 +62,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     episodes: int
     episode_tokens_mean: float
     turns_mean: float
+    environment: dict[str, float]
     rollout_tokens_per_s: float
     overlap_tokens_per_s: float
     learner_tokens_per_s: float

@@ -1,5 +1,6 @@
 """From trajectories to rows: who is trained, with which advantage, and where each token ends up."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -134,3 +135,11 @@ def test_fresh_rows_score_the_tokens_of_one_version_across_a_change_of_weights()
     assert row.trained.tolist() == [False, False, False, True, True, False, True]
     assert not row.advantages.any()
     assert batch.fresh_rows([trajectory(0, 1.0, [-1, 4])], version=5, budget=64) == []
+
+
+def test_what_environments_report_is_averaged_over_episodes():
+    def reporting(member: int, branch: int, **metrics: float):
+        return msgspec.structs.replace(trajectory(member, 1.0, [-1, 5], branch=branch), metrics=metrics)
+
+    group = (reporting(0, 0, calls=1.0), reporting(0, 1, calls=1.0), reporting(1, 0, calls=4.0, errors=2.0))
+    assert batch.summarize([group], []).environment == {"calls": 2.5, "errors": 2.0}

@@ -57,6 +57,7 @@ def synthetic(folder: Path, steps: int, starved: str = "learner", overrides: tup
                     episodes=64,
                     episode_tokens_mean=62 + rng.normal(),
                     turns_mean=1.5 + step / 100,
+                    environment={"tool_calls": 0.8},
                     rollout_tokens_per_s=3100 + rng.normal(0, 200),
                     overlap_tokens_per_s=2700 + rng.normal(0, 200),
                     learner_tokens_per_s=5200 + rng.normal(0, 300),

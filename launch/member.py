@@ -1,0 +1,71 @@
+"""One role as the supervisor sees it, and what its end says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..configs import Config
+from .processes import Process
+
+FINAL = 3
+"""Exit status of a role that need not be started again: what went wrong would go wrong again."""
+
+LOG_TAIL = 64 << 10
+"""Bytes of a log that are searched for a last error."""
+
+ERROR_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
+
+
+@dataclass
+class Member:
+    """One role as the supervisor sees it. `deadline` is when silence becomes death, `stopping` that it was told to end."""
+
+    name: str
+    environment: dict[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    process: Process | None = None
+    restarts: int = 0
+    deadline: float = float("inf")
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    last_words: str = ""
+    stopping: bool = False
+    exit_status: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition("-")[0]
+
+
+def role_names(config: Config) -> list[str]:
+    """The processes of a training run; each listens on at most one port."""
+    engines = [f"engine-{i}" for i in range(config.rollout.engine.replicas)]
+    learners = [f"learner-{i}" for i in range(config.learner.backend.ranks)]
+    workers = [f"worker-{i}" for i in range(config.rollout.workers)]
+    return [*engines, "buffer", *learners, *workers, "evaluator"]
+
+
+def last_error(log_file: Path) -> str:
+    """The last line of a log that names an error, for servers that are not ours and have no other last words."""
+    try:
+        with log_file.open("rb") as file:
+            file.seek(max(0, log_file.stat().st_size - LOG_TAIL))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((found[0][:300] for line in reversed(lines) if (found := ERROR_LINE.search(line))), "")
+
+
+def describe(status: int | None) -> str:
+    """An exit status in words."""
+    if status is None:
+        return "running"
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-status).name
+    return "exit 0" if status == 0 else f"exit status {status}"
