@@ -55,7 +55,6 @@ def train(config: Config) -> Report:
         )
     preflight(config)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(dump(config))
     return _supervise(config, run_dir)
 
 
@@ -67,12 +66,12 @@ def resume(config: Config, before: Config, run_dir: Path) -> Report:
             raise ConfigError(f"{key}: a run keeps what it began with ({old}), {new} is not allowed; start a new run")
     preflight(config)
     (run_dir / "logs").mkdir(exist_ok=True)
-    (run_dir / "config.yaml").write_text(dump(config))
     return _supervise(config, run_dir)
 
 
 def _supervise(config: Config, run_dir: Path) -> Report:
     with _alone(run_dir):
+        (run_dir / "config.yaml").write_text(dump(config))
         try:
             with open_view(config) as view:
                 asyncio.run(_supervisor(config, run_dir, view).train())

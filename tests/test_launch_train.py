@@ -142,6 +142,7 @@ def test_killed_as_a_whole_then_resumed(policy: Path, tmp_path: Path) -> None:
     assert leftovers(run) == []
     reached = max(row["step"] for row in metrics(run))
     with Background("resume", str(run), f"run.dir={run}", f"learner.steps={reached + 3}") as again:
+        again.until(lambda: "buffer" in again.roles(), "its first roles")
         refused = slipstream("resume", str(run), check=False)
         assert refused.returncode == 2, refused.stderr
         assert "in use by another slipstream command" in refused.stderr
