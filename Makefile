@@ -14,7 +14,7 @@ quickstart: install $(MODEL)/config.json
 	  $(SLIPSTREAM) train quickstart seed=$(SEED) model.path=$(MODEL) run.dir=$$run
 
 $(MODEL)/config.json: | .venv/installed
-	rm -rf $(MODEL) $(MODEL)-random
+	rm -rf $(MODEL)-random
 	$(SLIPSTREAM) init-model $(MODEL)-random --config quickstart seed=$(SEED)
 	$(SLIPSTREAM) sft quickstart seed=$(SEED) model.path=$(MODEL)-random sft.out=$(MODEL)
 
@@ -24,10 +24,7 @@ install: .venv/installed
 	sh requirements/install.sh $(PYTHON)
 	touch $@
 
-test: install
-	.venv/bin/ruff format --check .
-	.venv/bin/ruff check .
-	.venv/bin/basedpyright
+test: lint
 	.venv/bin/python -m pytest
 
 lint: install
