@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 
 from ..errors import ConfigError
-from .schema import Config, PythonEnv, ReasoningGym, parse_size
+from .schema import Config, PythonEnv, ReasoningGym, parse_memory, parse_size
 
 BF16_NOISE = 0.05
 """Nats by which log-probs of equal bfloat16 weights differ between implementations, at least now and then."""
@@ -39,23 +39,12 @@ def _problems(config: Config) -> Iterator[str]:
     if config.launch.hosts == "many" and config.launch.kind != "ray":
         yield "launch.hosts=many needs launch.kind=ray; the local launcher knows one host"
     parse_size("weightsync.bucket", config.weightsync.bucket)
-    yield from _memory(config.rollout.engine.memory)
+    parse_memory(config.rollout.engine.memory)
     for key, text in (("run.dir", config.run.dir), ("model.path", config.model.path), ("sft.out", config.sft.out)):
         if not text.strip():
             yield f"{key}: must not be empty"
     if len(set(config.monitor.trackers)) < len(config.monitor.trackers):
         yield f"monitor.trackers: {', '.join(config.monitor.trackers)} names a tracker twice"
-
-
-def _memory(text: str) -> Iterator[str]:
-    """A size in bytes, or a share of GPU memory; whether there is a GPU is not known here."""
-    try:
-        share = float(text)
-    except ValueError:
-        parse_size("rollout.engine.memory", text)
-        return
-    if not 0.0 < share <= 1.0:
-        yield f"rollout.engine.memory: {text!r} is neither a share above 0 and at most 1, such as 0.85, nor a size, such as 40GiB"
 
 
 def _episode(config: Config) -> Iterator[str]:

@@ -318,3 +318,21 @@ def parse_size(key: str, text: str) -> int:
     if unit in units and number.replace(".", "", 1).isdigit() and float(number) > 0:
         return int(float(number) * units[unit])
     raise ConfigError(f"{key}: {text!r} is not a size; write a number and KiB, MiB or GiB, for example 64MiB")
+
+
+def parse_memory(text: str) -> int | float:
+    """`rollout.engine.memory`: bytes as an int for a size such as `40GiB`, a share of GPU memory as a float for `0.85`.
+
+    Raises:
+        ConfigError: it is neither. Whether there is a GPU is not known here.
+    """
+    key = "rollout.engine.memory"
+    try:
+        share = float(text)
+    except ValueError:
+        return parse_size(key, text)
+    if not 0.0 < share <= 1.0:
+        raise ConfigError(
+            f"{key}: {text!r} is neither a share above 0 and at most 1, such as 0.85, nor a size, such as 40GiB"
+        )
+    return share

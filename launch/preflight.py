@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ..configs import Config, check
-from ..configs.schema import parse_size
+from ..configs.schema import parse_memory
 from ..errors import ConfigError
 from .processes import claim_ports
 from .resources import local_placement
@@ -89,15 +89,14 @@ def devices(config: Config) -> str:
 
 def memory(config: Config) -> str:
     free = psutil.virtual_memory().available
-    text = config.rollout.engine.memory
-    if not text.replace(".", "", 1).isdigit():
-        needed = parse_size("rollout.engine.memory", text) * config.rollout.engine.replicas
+    size = parse_memory(config.rollout.engine.memory)
+    if isinstance(size, int):
         from ..rollout import vllm_server
 
-        if vllm_server.serves_on_cpu() and needed > free:
+        if vllm_server.serves_on_cpu() and size * config.rollout.engine.replicas > free:
             raise ConfigError(
-                f"rollout.engine.memory: {text} for {config.rollout.engine.replicas} replicas is more than the "
-                f"{free >> 20} MiB that are free"
+                f"rollout.engine.memory: {config.rollout.engine.memory} for {config.rollout.engine.replicas} replicas is more "
+                f"than the {free >> 20} MiB that are free"
             )
     return f"{free >> 20} MiB free"
 
@@ -179,9 +178,10 @@ def fits(config: Config, shape: ModelShape) -> None:
             f"rollout.engine.tensor_parallel: {engine.tensor_parallel} does not divide the {shape.heads} attention heads of "
             f"{config.model.path}"
         )
-    if not engine.memory.replace(".", "", 1).isdigit():
+    size = parse_memory(engine.memory)
+    if isinstance(size, int):
         needed = tokens * shape.kv_numbers * (2 if config.model.dtype == "bfloat16" else 4) // engine.tensor_parallel
-        if parse_size("rollout.engine.memory", engine.memory) < needed:
+        if size < needed:
             raise ConfigError(
                 f"rollout.engine.memory: {engine.memory} does not hold the keys and values of one episode of agent.max_tokens="
                 f"{tokens}; allowed are {-(-needed >> 20) or 1}MiB and more"

@@ -106,7 +106,12 @@ async def buffer(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> Non
     from ..buffer.service import BufferService
 
     service = BufferService(job.config.buffer, job.dir / "buffer.sqlite", job.cluster.buffer)
-    await _or_stop(service.serve(heart.ready), stop)
+    stopped = asyncio.create_task(stop.wait(), name="stop")
+    stopped.add_done_callback(lambda _: service.stop())
+    try:
+        await service.serve(heart.ready)
+    finally:
+        stopped.cancel()
 
 
 async def worker(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> None:

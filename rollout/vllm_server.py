@@ -12,7 +12,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ..configs.schema import Config, parse_size
+from ..configs.schema import Config, parse_memory
 from ..errors import ConfigError
 from ..weightsync.vllm_plugin import BACKEND
 
@@ -88,11 +88,9 @@ def serves_on_cpu() -> bool:
 
 
 def _memory(text: str, cpu: bool) -> dict[str, object]:
-    try:
-        share = float(text)
-    except ValueError:
-        return {"kv-cache-memory-bytes": parse_size("rollout.engine.memory", text)}
-    if cpu or not 0.0 < share <= 1.0:
-        allowed = "a size such as 128MiB" + ("" if cpu else ", or a share of GPU memory above 0 and at most 1")
-        raise ConfigError(f"rollout.engine.memory: {text!r} is not allowed here; write {allowed}")
-    return {"gpu-memory-utilization": share}
+    memory = parse_memory(text)
+    if isinstance(memory, int):
+        return {"kv-cache-memory-bytes": memory}
+    if cpu:
+        raise ConfigError(f"rollout.engine.memory: {text!r} is not allowed here; write a size such as 128MiB")
+    return {"gpu-memory-utilization": memory}

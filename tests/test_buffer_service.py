@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
@@ -24,12 +23,12 @@ from slipstream.buffer.client import BufferClient
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.messages import Batch, Lease
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store import ledger_of
-from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory, Turn, VersionSpan
+from slipstream.buffer.store import Store, ledger_of
+from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
 from slipstream.configs.schema import Buffer
 from slipstream.errors import DeadlineExceeded, StateError, StoreError
+from slipstream.tests.episodes import SAMPLED, trajectory
 
-SAMPLED = 3
 SOON = 20.0
 """Longer than anything here takes; a test that waits for it has found a hang."""
 
@@ -66,26 +65,6 @@ async def serving(path: Path, address: str, config: Buffer = PATIENT) -> AsyncIt
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError, StoreError):
             await task
-
-
-def trajectory(episode_id: str, branch: int = 0, version: int = 0) -> Trajectory:
-    group, _, member = map(int, episode_id.split("."))
-    return Trajectory(
-        id=f"{episode_id}.{branch}",
-        group_id=group,
-        member=member,
-        branch=branch,
-        task_id=f"task {group}",
-        env="env",
-        token_ids=np.arange(SAMPLED + 1, dtype=np.int32),
-        loss_mask=np.array([False] + [True] * SAMPLED),
-        behavior_logprobs=np.array([0.0] + [-1.5] * SAMPLED, dtype=np.float32),
-        version_spans=(VersionSpan(1, 1 + SAMPLED, version),),
-        turns=(Turn(1, 1 + SAMPLED, "stop"),),
-        reward=float(member),
-        turn_rewards=(float(member),),
-        outcome=FINISHED,
-    )
 
 
 def episodes(lease: Lease) -> list[str]:
@@ -485,6 +464,7 @@ async def test_stop_ends_the_service_after_its_round(path: Path, address: str) -
         async with BufferClient(address, "w") as client:
             await client.served(0)
         service.stop()
+    assert Store(path).load()[0].served == 0
 
 
 # --- death and restart -------------------------------------------------------------------------------------------------

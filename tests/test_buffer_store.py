@@ -11,34 +11,14 @@ import sys
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from slipstream.buffer.admission import Admission
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.replay import Group, Replay
 from slipstream.buffer.store import Clock, CommitRow, Store, ledger_of
-from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory, Turn, VersionSpan
+from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
 from slipstream.errors import StoreError
-
-
-def trajectory(episode_id: str, branch: int = 0, sampled: int = 3, version: int = 0) -> Trajectory:
-    group, _, member = map(int, episode_id.split("."))
-    return Trajectory(
-        id=f"{episode_id}.{branch}",
-        group_id=group,
-        member=member,
-        branch=branch,
-        task_id=f"task {group}",
-        env="env",
-        token_ids=np.arange(sampled + 1, dtype=np.int32),
-        loss_mask=np.array([False] + [True] * sampled),
-        behavior_logprobs=np.array([0.0] + [-1.5] * sampled, dtype=np.float32),
-        version_spans=(VersionSpan(1, 1 + sampled, version),),
-        turns=(Turn(1, 1 + sampled, "stop"),),
-        reward=float(member),
-        turn_rewards=(float(member),),
-        outcome=FINISHED,
-    )
+from slipstream.tests.episodes import trajectory
 
 
 def clock_of(replay: Replay, checkpointed: int = 0) -> Clock:

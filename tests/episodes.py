@@ -1,0 +1,28 @@
+"""A delivered trajectory as small as it gets, for tests of the buffer."""
+
+from __future__ import annotations
+
+import numpy as np
+from slipstream.buffer.trajectory import FINISHED, Trajectory, Turn, VersionSpan
+
+SAMPLED = 3
+
+
+def trajectory(episode_id: str, branch: int = 0, sampled: int = SAMPLED, version: int = 0) -> Trajectory:
+    group, _, member = map(int, episode_id.split("."))
+    return Trajectory(
+        id=f"{episode_id}.{branch}",
+        group_id=group,
+        member=member,
+        branch=branch,
+        task_id=f"task {group}",
+        env="env",
+        token_ids=np.arange(sampled + 1, dtype=np.int32),
+        loss_mask=np.array([False] + [True] * sampled),
+        behavior_logprobs=np.array([0.0] + [-1.5] * sampled, dtype=np.float32),
+        version_spans=(VersionSpan(1, 1 + sampled, version),),
+        turns=(Turn(1, 1 + sampled, "stop"),),
+        reward=float(member),
+        turn_rewards=(float(member),),
+        outcome=FINISHED,
+    )
