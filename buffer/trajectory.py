@@ -23,11 +23,21 @@ LENGTH_LIMIT = 1 << 22
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens `[start, end)` were sampled by the weights of policy version `version`, as the engine reported it."""
+    """Tokens `[start, end)` were sampled by the weights of policy version `version`, as the engine reported it.
+
+    `kv_version` is the oldest version whose cached keys and values they attended to, where that is not `version`: the weights
+    were swapped under a request that kept its cache, and the tokens come from a mixed policy. Staleness counts `version`.
+    """
 
     start: int
     end: int
     version: int
+    kv_version: int | None = None
+
+    @property
+    def mixed(self) -> bool:
+        """Whether keys and values of other weights took part."""
+        return self.kv_version is not None and self.kv_version != self.version
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):

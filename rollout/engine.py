@@ -3,6 +3,7 @@
 Invariants:
 - Token ids in, token ids out. Nothing is tokenized on this side or on that.
 - A completion's version spans are the server's own report, never a guess of the client.
+- A server that dies under a request costs no token that had reached us with its version: they are in `Broken.partial`.
 - What would kill a server (ids outside the vocabulary, prompts beyond the context) is refused here with a named error.
 - Weights are replaced only while paused, so that a span boundary is exact.
 """
@@ -10,16 +11,14 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 
 from ..agents.base import Completion
+from ..configs.schema import Partial
+from ..errors import EngineError
 from ..weightsync.plan import GroupPlan, TransferPlan
-
-PauseMode = Literal["keep", "abort", "wait"]
-"""`keep`: requests stay and continue after `resume`, their KV recomputed. `abort`: partial completions return at once.
-`wait`: running requests finish first."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -33,31 +32,70 @@ class Sampling(msgspec.Struct, frozen=True):
     seed: int | None = None
 
 
+class Pressure(msgspec.Struct, frozen=True):
+    """How busy a replica is: sequences decoding, sequences queued, share of its KV cache in use."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+
+
+class Broken(EngineError):
+    """The server went away in the middle of a completion. `partial` holds what had arrived (`finish_reason` `abort`), possibly
+    nothing; going on from prompt + partial elsewhere equals never having been interrupted."""
+
+    def __init__(self, message: str, partial: Completion) -> None:
+        super().__init__(message)
+        self.partial = partial
+
+
 class Engine(Protocol):
     """A client of one replica. Every method raises EngineError, or DeadlineExceeded when the server does not answer."""
 
     name: str
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, salt: str = "") -> Completion:
-        """Sample a completion. Requests with different `salt` never share cached prefixes."""
+    ranks: int
+    """Processes that each hold a part of the replica's weights, and join a broadcast group."""
+
+    stages: bool
+    """Whether the replica goes on generating while it receives weights; else it must be paused before `receive_weights`."""
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, version: int | None = None) -> Completion:
+        """Sample a completion; one that `pause("abort_resume")` or a drain cut short ends with `abort`.
+
+        `version` is what the caller believes the replica serves: only requests with an equal one share cached prefixes, so that
+        none sees keys and values of other weights. A caller that is cancelled no longer has a request on the server.
+
+        Raises:
+            PolicyError: an id outside the vocabulary, or no room in the context for another token.
+            Broken: the server went away in the middle.
+        """
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs in nats of `token_ids[1:]`, each given what precedes it, at temperature 1. Used for the canary."""
         ...
 
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop stepping; with `keep`, drop cached keys and values so that they are recomputed with the next weights."""
+    async def pressure(self) -> Pressure:
+        """How busy the replica is right now."""
         ...
 
-    async def resume(self) -> None: ...
+    async def pause(self, mode: Partial) -> None:
+        """Stop stepping. `recompute`: requests stay, their KV and every cached prefix is dropped and computed anew with the next
+        weights. `keep_kv`: requests and KV stay. `abort_resume`: requests end at once with what they have."""
+        ...
+
+    async def resume(self) -> None:
+        """Step again; does no harm to a server that is not paused."""
+        ...
 
     async def join_group(self, plan: GroupPlan) -> None:
-        """Join a broadcast group with the learner. Blocks until the whole group has met."""
+        """Join a broadcast group with the learner, leaving any other. Blocks until the whole group has met."""
         ...
 
     async def receive_weights(self, plan: TransferPlan) -> None:
-        """Receive one version's tensors into a staging buffer; the old weights keep serving."""
+        """Begin to stage one version's tensors; the old weights keep serving. Each of the replica's ranks tells `plan.receipts`
+        when it holds all of them, and they match `plan.checksum`, or why not."""
         ...
 
     async def swap_weights(self, version: int) -> None:

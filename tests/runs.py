@@ -20,7 +20,6 @@ from slipstream.launch.init_model import init_model
 SMALL = (
     "buffer.groups_per_batch=2",
     "buffer.group_size=4",
-    "rollout.episodes_per_worker=16",
     "agent.max_tokens_per_turn=24",
     "learner.checkpoint.every=2",
     "evaluation.tasks=0",

@@ -2,14 +2,14 @@
 
 import pytest
 from slipstream.configs import Config, count_fields, describe, load, presets
-from slipstream.configs.fields import docstrings, root, variants
+from slipstream.configs.fields import docs_of, root, variants
 
 
 def sections(kind):
     for section in variants(kind):
         yield section
         for field in section.fields:
-            yield from sections(field.type)
+            yield from sections(getattr(field.type, "item_type", field.type))
 
 
 def test_there_are_fewer_than_120_keys():
@@ -17,12 +17,11 @@ def test_there_are_fewer_than_120_keys():
 
 
 def test_every_field_has_a_docstring():
-    docs = docstrings()
     missing = [
         f"{section.cls.__name__}.{field.name}"
         for section in sections(root())
         for field in section.fields
-        if not docs[section.cls.__name__].get(field.name)
+        if not docs_of(section.cls).get(field.name)
     ]
     assert missing == []
 

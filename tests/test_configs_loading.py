@@ -188,7 +188,7 @@ def test_impossible_combinations_name_their_keys(overrides, expected):
         ["env.calculator=false", "agent.kind=single_turn"],
         ["rollout.sampling.top_p=0.9"],
         ["learner.backend.device=cuda"],
-        ["rollout.episodes_per_worker=4096"],
+        ["rollout.workers=64"],
         ["learner.batch_s=10"],
     ],
 )
