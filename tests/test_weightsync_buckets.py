@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.errors import WeightSyncError
 from slipstream.weightsync.buckets import ALIGNMENT, buckets_of, cut, dtype_of, pack, unpack
-from slipstream.weightsync.group import BroadcastGroup, listen
-from slipstream.weightsync.plan import GroupPlan, TransferPlan
+from slipstream.weightsync.group import BroadcastGroup, Rendezvous
+from slipstream.weightsync.plan import Broadcast, GroupPlan, TransferPlan
 
 CPU = torch.device("cpu")
 
@@ -39,6 +39,11 @@ def test_unpacking_gives_back_the_same_bits(entries: list[tuple[str, list[int]]]
         dtypes=tuple(d for d, _ in entries),
         shapes=tuple(tuple(s) for _, s in entries),
         bucket_bytes=256,
+        source=Broadcast(),
+        checksum="",
+        keep=False,
+        receipts="",
+        replica="a",
     )
     sent = list(pack(tensors, plan.bucket_bytes))
     got = [pair for bucket, data in zip(buckets_of(plan), sent, strict=True) for pair in unpack(plan, bucket, data)]
@@ -52,13 +57,12 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 
 def make_pair(timeout_s: float) -> list[BroadcastGroup]:
-    listener = listen("127.0.0.1")
-    port = listener.getsockname()[1]
-    plan = GroupPlan("pair", "gloo", "127.0.0.1", port, rank_offset=1, world_size=2, timeout_s=timeout_s)
+    rendezvous = Rendezvous("127.0.0.1", timeout_s)
+    plan = GroupPlan("pair", "gloo", "127.0.0.1", rendezvous.port, rank_offset=1, world_size=2, timeout_s=timeout_s)
     made: dict[int, BroadcastGroup] = {}
     other = threading.Thread(target=lambda: made.update({1: BroadcastGroup(plan, 1, CPU)}))
     other.start()
-    made[0] = BroadcastGroup(plan, 0, CPU, listener)
+    made[0] = BroadcastGroup(plan, 0, CPU, rendezvous)
     other.join(30)
     return [made[0], made[1]]
 
@@ -82,15 +86,36 @@ def test_leaving_a_group_fails_the_others_at_once() -> None:
 
 
 def test_a_group_that_does_not_meet_is_a_named_error() -> None:
-    listener = listen("127.0.0.1")
-    plan = GroupPlan("lonely", "gloo", "127.0.0.1", listener.getsockname()[1], 1, world_size=2, timeout_s=1)
+    rendezvous = Rendezvous("127.0.0.1", 1)
+    plan = GroupPlan("lonely", "gloo", "127.0.0.1", rendezvous.port, 1, world_size=2, timeout_s=1)
     with pytest.raises(WeightSyncError, match=r"group lonely did not meet within 1 s"):
-        BroadcastGroup(plan, 0, CPU, listener)
+        BroadcastGroup(plan, 0, CPU, rendezvous)
+
+
+def test_closing_the_rendezvous_releases_at_once_whoever_still_waits_there() -> None:
+    rendezvous = Rendezvous("127.0.0.1", 60)
+    plan = GroupPlan("void", "gloo", "127.0.0.1", rendezvous.port, 1, world_size=3, timeout_s=60)
+    errors: list[WeightSyncError] = []
+
+    def meet() -> None:
+        try:
+            BroadcastGroup(plan, 1, CPU)
+        except WeightSyncError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=meet)
+    waiting.start()
+    waiting.join(1)
+    assert waiting.is_alive()
+    rendezvous.close()
+    waiting.join(10)
+    meet()  # who comes later does not wait either
+    assert len(errors) == 2
 
 
 def test_nccl_without_a_gpu_build_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.distributed, "ProcessGroupNCCL", raising=False)
-    listener = listen("127.0.0.1")
-    plan = GroupPlan("nccl", "nccl", "127.0.0.1", listener.getsockname()[1], 1, world_size=1, timeout_s=1)
+    rendezvous = Rendezvous("127.0.0.1", 1)
+    plan = GroupPlan("nccl", "nccl", "127.0.0.1", rendezvous.port, 1, world_size=1, timeout_s=1)
     with pytest.raises(WeightSyncError, match="no NCCL; allowed here is gloo"):
-        BroadcastGroup(plan, 0, CPU, listener)
+        BroadcastGroup(plan, 0, CPU, rendezvous)

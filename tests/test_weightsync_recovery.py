@@ -1,10 +1,13 @@
-"""Pushes while things die: two real servers, a learner that is killed in the middle, servers that freeze, die and come back."""
+"""Rolling pushes over two real servers, while they generate, freeze, die and come back.
+
+What a push does to one server of each kind is in tests/conformance; what the publisher does with many, in milliseconds, in
+test_weightsync_publisher.py.
+"""
 
 import asyncio
 import contextlib
 import itertools
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from slipstream.errors import EngineError
+from slipstream.agents.base import Completion
 from slipstream.rollout.engine import Sampling
 from slipstream.rollout.vllm import VllmEngine
 from slipstream.tests import tiny
@@ -24,33 +27,6 @@ START_S = 180.0
 VERSION = itertools.count(1)
 GREEDY = Sampling(max_tokens=8, temperature=0.0)
 PROMPT = [(3 * j) % 440 + 4 for j in range(20)]
-
-DYING_LEARNER = """
-import asyncio, os, signal, sys, torch
-from pathlib import Path
-from slipstream.rollout.vllm import VllmEngine
-from slipstream.tests import tiny
-from slipstream.weightsync.buckets import pack
-from slipstream.weightsync.delivery import Rendezvous, meet
-from slipstream.weightsync.plan import TransferPlan
-
-async def main(url, folder, when):
-    engine = VllmEngine("a", url, vocab_size=tiny.VOCABULARY, max_model_len=tiny.CONTEXT)
-    weights = tiny.weights(Path(folder))
-    shapes = tuple(tuple(t.shape) for t in weights.values())
-    plan = TransferPlan(99, tuple(weights), ("float32",) * len(weights), shapes, 64 << 10)
-    group = await meet([engine], Rendezvous("127.0.0.1", "gloo", torch.device("cpu"), 1), "dying", 20.0)
-    await engine.pause()
-    receiving = asyncio.create_task(engine.receive_weights(plan))
-    for count, data in enumerate(pack(list(weights.values()), plan.bucket_bytes)):
-        if when == "in the middle" and count == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        await asyncio.to_thread(group.broadcast, data)
-    await receiving
-    os.kill(os.getpid(), signal.SIGKILL)
-
-asyncio.run(main(*sys.argv[1:]))
-"""
 
 
 class Server:
@@ -66,12 +42,9 @@ class Server:
     def start(self) -> None:
         self.process = self._stack.enter_context(tiny.vllm(self._folder, self.port, self._log))
 
-    def family(self) -> list[psutil.Process]:
-        root = psutil.Process(self.process.pid)
-        return [root, *root.children(recursive=True)]
-
     def signal_all(self, number: signal.Signals) -> None:
-        for process in self.family():
+        root = psutil.Process(self.process.pid)
+        for process in [root, *root.children(recursive=True)]:
             process.send_signal(number)
 
     def close(self) -> None:
@@ -79,13 +52,13 @@ class Server:
 
 
 class DiesReceiving(VllmEngine):
-    """The client of a server that is killed as soon as the broadcast begins, when nobody can know it yet."""
+    """The client of a server that is killed once it has begun to receive, when nobody can know it yet."""
 
     victim: Server
 
     async def receive_weights(self, plan: TransferPlan) -> None:
-        self.victim.process.kill()
         await super().receive_weights(plan)
+        self.victim.process.kill()
 
 
 class FreezesJoining(VllmEngine):
@@ -131,9 +104,12 @@ async def engines(servers: list[Server]) -> AsyncIterator[list[VllmEngine]]:
         await engine.close()
 
 
-def make_publisher(*replicas: VllmEngine, push_s: float = 60.0) -> Publisher:
-    return Publisher(
+@contextlib.contextmanager
+def publishing(folder: Path, *replicas: VllmEngine, push_s: float = 60.0, cohort: int = 0) -> Iterator[Publisher]:
+    publisher = Publisher(
         replicas,
+        transport="broadcast",
+        folder=folder,
         host="127.0.0.1",
         backend="gloo",
         device=torch.device("cpu"),
@@ -141,7 +117,12 @@ def make_publisher(*replicas: VllmEngine, push_s: float = 60.0) -> Publisher:
         push_s=push_s,
         canary_tolerance=1e-4,
         dtype="float32",
+        cohort=cohort,
     )
+    try:
+        yield publisher
+    finally:
+        publisher.close()
 
 
 async def push(publisher: Publisher, folder: Path, model: PreTrainedModel) -> PushReport:
@@ -150,133 +131,75 @@ async def push(publisher: Publisher, folder: Path, model: PreTrainedModel) -> Pu
 
 async def serves(engine: VllmEngine, model: PreTrainedModel, version: int) -> bool:
     """Whether it samples what `model` would, and labels it `version`."""
-    completion = await engine.generate(PROMPT, GREEDY)
+    completion = await engine.generate(PROMPT, GREEDY, version=version)
     rows = tiny.logprobs(model, [*PROMPT, *completion.token_ids])[len(PROMPT) - 1 :]
     return list(completion.token_ids) == rows.argmax(-1).tolist() and completion.version_spans[0].version == version
 
 
-async def until_somebody_catches_up(publisher: Publisher) -> PushReport:
-    while (report := await publisher.catch_up()) is None:
-        pass  # it waits by itself for an answer
-    return report
+async def catches_up(publisher: Publisher) -> PushReport:
+    while True:  # catch_up waits by itself for an answer
+        if (report := await publisher.catch_up()) is not None and report.pushed:
+            return report
 
 
-async def test_replicas_share_one_group(
-    engines: list[VllmEngine], folders: list[Path], models: list[PreTrainedModel]
+async def test_requests_run_through_a_rolling_push(
+    engines: list[VllmEngine], folders: list[Path], models: list[PreTrainedModel], tmp_path: Path
 ) -> None:
-    publisher = make_publisher(*engines)
-    assert await publisher.catch_up() is None  # nothing to bring yet
-    report = await push(publisher, folders[1], models[1])
-    assert report.pushed == ("a", "b")
-    assert await publisher.catch_up() is None  # nobody is behind
-    for engine in engines:
-        assert await serves(engine, models[1], report.version)
-    publisher.close()
+    with publishing(tmp_path, *engines) as publisher:
+        old = (await push(publisher, folders[0], models[0])).version
+        long = Sampling(max_tokens=800)
+        running = [asyncio.create_task(e.generate(PROMPT, long, version=old)) for e in engines]
+        await asyncio.gather(*(e.generate(PROMPT, GREEDY, version=old) for e in engines))
+        report = await push(publisher, folders[1], models[1])
+        assert (report.pushed, report.failed) == (("a", "b"), {})
+        completions: list[Completion] = await asyncio.wait_for(asyncio.gather(*running), 60)
+        for completion in completions:
+            assert [span.version for span in completion.version_spans] == [old, report.version]
+            assert len(completion.token_ids) == 800
+        for engine in engines:
+            assert await serves(engine, models[1], report.version)
 
 
-@pytest.mark.parametrize("when", ["in the middle", "before the swap"])
-async def test_a_learner_that_dies_leaves_the_old_version_serving(
-    engines: list[VllmEngine], folders: list[Path], models: list[PreTrainedModel], when: str
-) -> None:
-    publisher = make_publisher(*engines)
-    old = (await push(publisher, folders[0], models[0])).version
-    publisher.close()
-    command = [sys.executable, "-c", DYING_LEARNER, engines[0].url, str(folders[1]), when]
-    learner = await asyncio.create_subprocess_exec(*command)
-    assert await asyncio.wait_for(learner.wait(), 60) == -signal.SIGKILL
-
-    assert await engines[0].version() == old
-    await engines[0].resume()
-    assert await serves(engines[0], models[0], old)
-
-    restarted = make_publisher(*engines)
-    report = await push(restarted, folders[1], models[1])
-    assert report.pushed == ("a", "b")
-    assert await serves(engines[0], models[1], report.version)
-    restarted.close()
-
-
-async def test_a_replica_that_freezes_holds_back_nobody_and_catches_up(
-    engines: list[VllmEngine], servers: list[Server], folders: list[Path], models: list[PreTrainedModel]
+async def test_a_server_that_freezes_holds_back_nobody_and_catches_up(
+    engines: list[VllmEngine], servers: list[Server], folders: list[Path], models: list[PreTrainedModel], tmp_path: Path
 ) -> None:
     freezing = client(servers[1], "b", FreezesJoining)
     freezing.victim = servers[1]  # type: ignore[attr-defined]
-    publisher = make_publisher(engines[0], freezing, push_s=10.0)
-    began = time.monotonic()
-    try:
-        report = await push(publisher, folders[0], models[0])
-    finally:
-        servers[1].signal_all(signal.SIGCONT)
-    assert time.monotonic() - began < 11.0
-    assert report.pushed == ("a",)
-    assert "waited" in report.failed["b"]
-    assert await serves(engines[0], models[0], report.version)
-    publisher.close()
+    with publishing(tmp_path, engines[0], freezing, push_s=16.0, cohort=2) as publisher:
+        began = time.monotonic()
+        try:
+            report = await push(publisher, folders[0], models[0])
+        finally:
+            servers[1].signal_all(signal.SIGCONT)
+        assert time.monotonic() - began < 17.0
+        assert report.pushed == ("a",)
+        assert "waited" in report.failed["b"]
+        assert await serves(engines[0], models[0], report.version)
 
-    # Frozen from the start, it is not even waited for long.
-    publisher = make_publisher(*engines, push_s=10.0)
-    servers[1].signal_all(signal.SIGSTOP)
-    try:
-        report = await push(publisher, folders[1], models[1])
-    finally:
-        servers[1].signal_all(signal.SIGCONT)
-    assert report.pushed == ("a",)
-    caught_up = await asyncio.wait_for(
-        until_somebody_catches_up(publisher), 60
-    )  # it still sits in groups that never met
-    assert caught_up.pushed == ("b",)
-    assert await serves(engines[1], models[1], report.version)
-    publisher.close()
+        publisher.update(engines)
+        caught_up = await asyncio.wait_for(catches_up(publisher), 60)  # it still sits in groups that never met
+        assert caught_up.pushed == ("b",)
+        assert await serves(engines[1], models[0], report.version)
     await freezing.close()
 
 
-async def test_a_killed_server_leaves_nothing_behind_and_its_successor_catches_up(
-    engines: list[VllmEngine], servers: list[Server], folders: list[Path], models: list[PreTrainedModel]
+async def test_a_server_killed_while_it_receives_is_succeeded_by_one_that_catches_up(
+    engines: list[VllmEngine], servers: list[Server], folders: list[Path], models: list[PreTrainedModel], tmp_path: Path
 ) -> None:
     dying = client(servers[1], "b", DiesReceiving)
     dying.victim = servers[1]  # type: ignore[attr-defined]
-    family = servers[1].family()
-    assert len(family) > 1
-    running = asyncio.create_task(engines[1].generate(PROMPT, Sampling(max_tokens=900)))
-    await engines[1].generate(PROMPT, Sampling(max_tokens=1))
+    with publishing(tmp_path, engines[0], dying, push_s=40.0, cohort=2) as publisher:
+        report = await push(publisher, folders[1], models[1])
+        assert report.pushed == ("a",)
+        assert "not reachable" in report.failed["b"]
+        assert await serves(engines[0], models[1], report.version)
+        assert await publisher.catch_up() is None  # it does not answer
 
-    publisher = make_publisher(engines[0], dying, push_s=20.0)
-    report = await push(publisher, folders[0], models[0])
-    assert report.pushed == ("a",)
-    assert "not reachable" in report.failed["b"]
-    assert await serves(engines[0], models[0], report.version)
-
-    with pytest.raises(EngineError, match=r"b at .* is not reachable"):
-        await asyncio.wait_for(running, 5)
-    with pytest.raises(EngineError, match=r"b at .* is not reachable"):
-        await asyncio.wait_for(engines[1].generate(PROMPT, GREEDY), 5)
-    servers[1].process.wait(10)
-    _, alive = await asyncio.to_thread(psutil.wait_procs, family, 10)
-    assert alive == []
-    publisher.close()
-
-    publisher = make_publisher(*engines, push_s=20.0)
-    report = await push(publisher, folders[1], models[1])
-    assert (report.pushed, set(report.failed)) == (("a",), {"b"})
-    assert await publisher.catch_up() is None  # it does not answer yet
-    servers[1].start()
-    await engines[1].wait_ready(START_S)
-    assert await engines[1].version() is None
-    caught_up = await publisher.catch_up()
-    assert caught_up is not None
-    assert (caught_up.version, caught_up.pushed) == (report.version, ("b",))
-    assert await serves(engines[1], models[1], report.version)
-    assert (await push(publisher, folders[0], models[0])).pushed == ("a", "b")
-    publisher.close()
+        servers[1].start()
+        await engines[1].wait_ready(START_S)
+        publisher.update(engines)
+        caught_up = await catches_up(publisher)
+        assert (caught_up.version, caught_up.pushed) == (report.version, ("b",))
+        assert await serves(engines[1], models[1], report.version)
+        assert (await push(publisher, folders[0], models[0])).pushed == ("a", "b")
     await dying.close()
-
-
-async def test_with_everybody_gone_the_caller_decides(folders: list[Path], models: list[PreTrainedModel]) -> None:
-    nobody = VllmEngine(
-        "nobody", f"http://127.0.0.1:{tiny.free_port()}", vocab_size=tiny.VOCABULARY, max_model_len=tiny.CONTEXT
-    )
-    publisher = make_publisher(nobody, push_s=5.0)
-    report = await push(publisher, folders[0], models[0])
-    assert report.pushed == ()
-    assert "not reachable" in report.failed["nobody"]
-    await nobody.close()

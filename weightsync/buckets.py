@@ -80,6 +80,8 @@ def nbytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """uint8[nbytes] view (or copy, where it is not contiguous) of a tensor."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)  # its strides may be such that torch refuses to view it
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 

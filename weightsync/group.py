@@ -3,7 +3,8 @@
 Invariants:
 - Nothing global is touched: no `torch.distributed.init_process_group`, no default group, no environment left behind.
 - Constructing returns only once the whole group has met; every collective has the plan's deadline and ends in WeightSyncError.
-- A member that goes away closes its sockets, which fails the others at once; nobody need wait for a deadline then.
+- A member that goes away closes its sockets, which fails the others at once; so does closing the rendezvous while they still
+  meet. Nobody need wait for a deadline then.
 - The rendezvous listens on the plan's host alone.
 """
 
@@ -24,11 +25,32 @@ from ..errors import WeightSyncError
 from .plan import GroupPlan
 
 
+class Rendezvous:
+    """Where one group meets: a store on a free port of `host`, which rank 0 keeps for as long as the group lives."""
+
+    def __init__(self, host: str, seconds: float) -> None:
+        listener = socket.create_server((host, 0))
+        self.host = host
+        self.port: int = listener.getsockname()[1]
+        self._store: Store | None = TCPStore(
+            host,
+            self.port,
+            is_master=True,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def close(self) -> None:
+        """Fail at once whoever still waits to meet here."""
+        self._store = None
+
+
 class BroadcastGroup:
     """One rank of a group in which rank 0 sends."""
 
-    def __init__(self, plan: GroupPlan, rank: int, device: torch.device, listener: socket.socket | None = None) -> None:
-        """Meet the others. Rank 0 passes the `listener` that the plan's port belongs to.
+    def __init__(self, plan: GroupPlan, rank: int, device: torch.device, rendezvous: Rendezvous | None = None) -> None:
+        """Meet the others. Rank 0 passes the `rendezvous` that the plan's port belongs to.
 
         Raises:
             WeightSyncError: the group did not meet within `plan.timeout_s`.
@@ -36,22 +58,17 @@ class BroadcastGroup:
         self.plan = plan
         self.rank = rank
         self.device = torch.device("cpu") if plan.backend == "gloo" else device
+        self._rendezvous = rendezvous
         timeout = timedelta(seconds=plan.timeout_s)
         try:
+            # A rendezvous that is closed already was given up; TCPStore would knock there until the deadline.
+            socket.create_connection((plan.host, plan.port), timeout=plan.timeout_s).close()
             # The store must outlive the group: the group only borrows it.
-            self._store: Store | None = TCPStore(
-                plan.host,
-                plan.port,
-                plan.world_size,
-                is_master=listener is not None,
-                timeout=timeout,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach() if listener else None,
-            )
+            self._store: Store | None = TCPStore(plan.host, plan.port, timeout=timeout, wait_for_workers=False)
             store = PrefixStore(plan.name, self._store)
             make = _gloo if plan.backend == "gloo" else _nccl
             self._group = make(store, plan, rank, timeout)
-        except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
+        except (RuntimeError, ValueError, OSError) as error:  # torch's DistError is a RuntimeError
             raise WeightSyncError(
                 f"rank {rank} of {plan.world_size}: group {plan.name} did not meet within {plan.timeout_s:g} s at"
                 f" {plan.host}:{plan.port}: {_first_line(error)}"
@@ -72,7 +89,7 @@ class BroadcastGroup:
         try:
             group.broadcast([data], options).wait()
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+                torch.cuda.current_stream(self.device).synchronize()  # not the device: an engine computes on it
         except RuntimeError as error:
             raise WeightSyncError(
                 f"rank {self.rank}: broadcast in group {self.plan.name} failed: {_first_line(error)}"
@@ -85,11 +102,8 @@ class BroadcastGroup:
         """
         self._group = None
         self._store = None
-
-
-def listen(host: str) -> socket.socket:
-    """A listening socket on a free port of `host`, for the rendezvous of a new group."""
-    return socket.create_server((host, 0))
+        if self._rendezvous is not None:
+            self._rendezvous.close()
 
 
 def _gloo(store: Store, plan: GroupPlan, rank: int, timeout: timedelta) -> Any:

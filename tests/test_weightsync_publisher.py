@@ -1,0 +1,444 @@
+"""Rolling pushes over a fleet of small real replicas: cohorts, fences, joiners, leavers, deadlines, in every transport.
+
+The replicas are those of tests/replicas.py: real receiving code, real sockets, collectives and files, a real model that computes
+the canary; only the server around them is missing. The same against real servers is in tests/conformance.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from slipstream.errors import DeadlineExceeded, EngineError, StateError, WeightSyncError
+from slipstream.tests.replicas import CANARY, LocalReplica, RemoteReplica, logprobs, make_model, remote
+from slipstream.weightsync.files import read_manifest
+from slipstream.weightsync.plan import GroupPlan, PushReport, TransferPlan
+from slipstream.weightsync.publisher import Publisher
+from slipstream.weightsync.replica import Replica
+
+TRANSPORTS = ("broadcast", "shared", "disk", "delta")
+
+
+class Fleet:
+    """A publisher, and what it told the supervisor."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.told: list[tuple[str, int | str]] = []
+        self.publisher: Publisher
+
+    def publish_to(self, *replicas: Replica, transport: str = "broadcast", **options: Any) -> Publisher:
+        defaults: dict[str, Any] = {"push_s": 20.0, "canary_tolerance": 1e-6, "dtype": "float32", "bucket_bytes": 1024}
+        self.publisher = Publisher(
+            replicas,
+            transport=transport,  # type: ignore[arg-type]
+            folder=self.folder,
+            host="127.0.0.1",
+            backend="gloo",
+            device=torch.device("cpu"),
+            on_served=lambda name, version: self.told.append((name, version)),
+            on_lost=lambda name, reason: self.told.append((name, reason)),
+            **(defaults | options),
+        )
+        return self.publisher
+
+    async def push(self, version: int, model: torch.nn.Module | None = None) -> PushReport:
+        model = model or make_model(version)
+        return await self.publisher.publish(version, model.state_dict().items(), CANARY, logprobs(model, CANARY))
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    fleet = Fleet(tmp_path / "weights")
+    yield fleet
+    fleet.publisher.close()
+
+
+def holds(replica: LocalReplica, version: int) -> bool:
+    """Whether it serves `version`, bit for bit, and is not paused."""
+    wanted = make_model(version).state_dict()
+    same = all(torch.equal(tensor, wanted[name]) for name, tensor in replica.model.state_dict().items())
+    return same and replica.served == version and not replica.paused
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_versions_roll_over_the_fleet_one_cohort_at_a_time(fleet: Fleet, transport: str) -> None:
+    journal: list[tuple[str, str]] = []
+    replicas = [LocalReplica(name, journal, ranks=2 if name == "b" else 1) for name in "abcde"]
+    fleet.publish_to(*replicas, transport=transport, partial="keep_kv")
+    for version in (1, 2, 3):
+        journal.clear()
+        report = await fleet.push(version)
+        assert (report.version, report.pushed, report.failed) == (version, tuple("abcde"), {})
+        assert all(holds(replica, version) for replica in replicas)
+        assert 0 < report.pause_ms < report.push_ms
+        assert 0 < report.transfer_ms < report.push_ms
+        assert report.sent_bytes > 0
+        assert report.canary == 0
+        steps = [(name, what.split()[0]) for name, what in journal if what != "join"]
+        assert steps == [(n, w) for n in "abcde" for w in ("receive", "pause", "swap", "resume", "score")]
+        assert ("a", "pause keep_kv") in journal
+    assert fleet.told == [(name, version) for version in (1, 2, 3) for name in "abcde"]
+    assert ("a", "join") not in journal  # the group lasts as long as its members do
+
+
+async def test_files_are_written_once_per_push_and_shared_memory_is_cleaned(fleet: Fleet) -> None:
+    replicas = [LocalReplica(name) for name in "abcd"]
+    publisher = fleet.publish_to(*replicas, transport="shared")
+    paths: list[Path] = []
+    receive = replicas[3].receive_weights
+
+    async def note(plan: TransferPlan) -> None:
+        paths.append(Path(plan.source.path))  # type: ignore[union-attr]
+        await receive(plan)
+
+    replicas[3].receive_weights = note
+    sizes = [(await fleet.push(version)).sent_bytes for version in (1, 2)]
+    assert sizes == [paths[1].stat().st_size] * 2
+    assert not paths[0].exists()
+    assert str(paths[1]).startswith("/dev/shm/slipstream-weights-")
+    publisher.close()
+    assert not paths[1].parent.exists()
+
+
+async def test_a_disk_tells_other_readers_what_is_latest(fleet: Fleet) -> None:
+    fleet.publish_to(LocalReplica("a"), transport="disk")
+    for version in (1, 2, 3):
+        await fleet.push(version)
+    manifest = read_manifest(fleet.folder)
+    assert manifest is not None
+    assert (manifest.version, manifest.full) == (3, "v3.full.safetensors")
+    assert len(list(fleet.folder.glob("*.safetensors"))) == 2
+
+
+async def test_a_delta_goes_to_those_who_kept_the_version_before_and_the_file_to_the_others(fleet: Fleet) -> None:
+    replicas = [LocalReplica(name) for name in "ab"]
+    publisher = fleet.publish_to(*replicas, transport="delta")
+    full = (await fleet.push(1)).sent_bytes
+    model = make_model(1)
+    with torch.no_grad():
+        model[0].weight[3] += 1.0
+    small = await fleet.push(2, model)
+    assert [r.journal[-5] for r in replicas] == [("a", "receive Delta"), ("b", "receive Delta")]
+    assert small.sent_bytes < full / 3
+    assert read_manifest(fleet.folder).base == 1  # type: ignore[union-attr]
+
+    reborn, late = LocalReplica("b"), LocalReplica("c")
+    publisher.update([replicas[0], reborn, late])
+    with torch.no_grad():
+        model[0].weight[4] += 1.0
+    assert (await fleet.push(3, model)).pushed == ("a",)
+    caught_up = await publisher.catch_up()
+    assert caught_up is not None
+    assert caught_up.pushed == ("b", "c")
+    assert replicas[0].journal[-5] == ("a", "receive Delta")
+    assert ("b", "receive File") in reborn.journal
+    assert ("c", "receive File") in late.journal
+    with torch.no_grad():
+        model[0].weight[5] += 1.0
+    assert (await fleet.push(4, model)).pushed == ("a", "b", "c")
+    assert ("c", "receive Delta") in late.journal
+    everything = make_model(9)
+    await fleet.push(5, everything)  # all of it changed: a delta would be larger
+    assert replicas[0].journal[-5] == ("a", "receive File")
+
+
+async def test_groups_follow_the_cohorts_members(fleet: Fleet) -> None:
+    replicas = [LocalReplica(name) for name in "abcde"]
+    publisher = fleet.publish_to(*replicas[:4], cohort=2)
+
+    def joins() -> list[int]:
+        return [sum(what == "join" for _, what in replica.journal) for replica in replicas]
+
+    for version in (1, 2):
+        assert (await fleet.push(version)).pushed == tuple("abcd")
+        assert joins() == [1, 1, 1, 1, 0]
+    publisher.update([replicas[0], replicas[1], replicas[2], replicas[4]])
+    await publisher.catch_up()
+    assert joins() == [1, 1, 1, 1, 1]  # the joiner by itself
+    assert holds(replicas[4], 2)
+    assert (await fleet.push(3)).pushed == tuple("abce")
+    assert joins() == [1, 1, 2, 1, 2]
+    assert holds(replicas[3], 2)  # a leaver keeps what it has
+
+
+async def test_who_cannot_stage_is_paused_before_it_receives(fleet: Fleet) -> None:
+    replica = LocalReplica("a")
+    replica.stages = False
+    fleet.publish_to(replica)
+    await fleet.push(1)
+    assert [w.split()[0] for _, w in replica.journal] == ["pause", "join", "receive", "swap", "resume", "score"]
+    assert holds(replica, 1)
+
+
+class Forgetful(LocalReplica):
+    """Its loader says that all is well, and skips a layer the first `times` times."""
+
+    def __init__(self, name: str, times: int) -> None:
+        super().__init__(name)
+        self.times = times
+        self.load = self._load
+
+    def _load(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.times -= 1
+        some = {name: tensor for name, tensor in tensors.items() if self.times < 0 or not name.startswith("1")}
+        self.model.load_state_dict(some, strict=False)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_the_canary_catches_a_bad_load_and_a_second_push_heals_it(fleet: Fleet, transport: str) -> None:
+    replicas = [LocalReplica("a"), Forgetful("b", 1)]
+    fleet.publish_to(*replicas, transport=transport)
+    assert (await fleet.push(1)).pushed == ("a", "b")
+    assert holds(replicas[1], 1)
+
+
+async def test_a_replica_that_stays_wrong_stops_the_push_before_the_next_cohort(fleet: Fleet) -> None:
+    replicas = [LocalReplica("a"), Forgetful("b", 0), LocalReplica("c")]
+    fleet.publish_to(*replicas)
+    await fleet.push(1)
+    replicas[1].times = 2  # type: ignore[attr-defined]
+    with pytest.raises(
+        WeightSyncError, match="b does not hold version 2: after two pushes its canary log-probs differ"
+    ):
+        await fleet.push(2)
+    assert holds(replicas[0], 2)
+    assert holds(replicas[2], 1)
+    assert fleet.told[-2] == ("a", 2)
+    assert fleet.told[-1][0] == "b"
+
+
+def flip_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 4
+    path.write_bytes(content)
+
+
+async def test_a_file_that_was_damaged_is_written_anew(fleet: Fleet) -> None:
+    class Unlucky(LocalReplica):
+        damage = 1
+
+        async def receive_weights(self, plan: TransferPlan) -> None:
+            self.damage -= 1
+            if self.damage == 0:
+                flip_last_byte(Path(plan.source.path))  # type: ignore[union-attr]
+            await super().receive_weights(plan)
+
+    replica = Unlucky("a")
+    fleet.publish_to(replica, transport="disk")
+    report = await fleet.push(1)
+    assert report.pushed == ("a",)
+    assert replica.damage == -1
+    assert report.sent_bytes == 2 * (fleet.folder / "v1.full.safetensors").stat().st_size
+
+
+class Silent(LocalReplica):
+    """Takes the announcement of version 2, and never says anything again about it, as often as told."""
+
+    times = 99
+
+    async def receive_weights(self, plan: TransferPlan) -> None:
+        if plan.version == 2 and self.times > 0:
+            self.times -= 1
+            return
+        await super().receive_weights(plan)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_late_member_is_fenced_and_its_cohort_goes_on_without_it(fleet: Fleet, transport: str) -> None:
+    replicas = [LocalReplica("a"), Silent("b"), LocalReplica("c"), LocalReplica("d")]
+    fleet.publish_to(*replicas, transport=transport, cohort=2, push_s=8.0)
+    await fleet.push(1)
+    began = time.monotonic()
+    report = await fleet.push(2)
+    assert time.monotonic() - began < 8.0
+    assert report.pushed == ("a", "c", "d")
+    assert "for b#" in report.failed["b"]
+    assert "to hold version 2 (no receipt of rank 0)" in report.failed["b"]
+    assert holds(replicas[1], 1)  # goes on with what it has, and is not paused
+    assert fleet.told[4:] == [("a", 2), ("b", report.failed["b"]), ("c", 2), ("d", 2)]
+    replicas[1].times = 0  # type: ignore[attr-defined]
+    assert (await fleet.push(3)).pushed == ("a", "c", "d")  # fenced until it is proven
+    caught_up = await fleet.publisher.catch_up()
+    assert caught_up is not None
+    assert caught_up.pushed == ("b",)
+    assert fleet.told[-1] == ("b", 3)
+    assert (await fleet.push(4)).pushed == ("a", "b", "c", "d")
+    assert await fleet.publisher.catch_up() is None
+
+
+async def test_a_swap_that_fails_is_tried_once_more_and_the_paused_are_resumed(fleet: Fleet) -> None:
+    class Refuses(LocalReplica):
+        async def swap_weights(self, version: int) -> None:
+            self.journal.append((self.name, "swap refused"))
+            raise EngineError(f"{self.name} answered 500")
+
+    replicas = [Refuses("a"), LocalReplica("b")]
+    fleet.publish_to(*replicas, cohort=2)
+    report = await fleet.push(1)
+    assert (report.pushed, report.failed) == (("b",), {"a": "a answered 500"})
+    assert sum(what == "swap refused" for _, what in replicas[0].journal) == 2
+    assert not replicas[0].paused
+    assert fleet.told == [("b", 1)]  # a never served: nobody need be told that it is lost
+
+
+class Stuck(LocalReplica):
+    """Is asked something, and never answers."""
+
+    def __init__(self, name: str, at: str) -> None:
+        super().__init__(name)
+        self.asked = asyncio.Event()
+        setattr(self, at, self._forever)
+
+    async def _forever(self, *_: object) -> None:
+        self.asked.set()
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("at", ["join_group", "receive_weights", "pause", "swap_weights", "resume", "score", "version"])
+async def test_a_leaver_in_the_middle_of_a_push_is_let_go_at_once(fleet: Fleet, at: str) -> None:
+    replicas = [LocalReplica("a"), Stuck("b", at), LocalReplica("c")]
+    publisher = fleet.publish_to(*replicas, cohort=2, push_s=60.0)
+    pushing = asyncio.create_task(fleet.push(1))
+    await asyncio.wait_for(replicas[1].asked.wait(), 10)  # type: ignore[attr-defined]
+    publisher.update([replicas[0], replicas[2]])
+    report = await asyncio.wait_for(pushing, 10)
+    assert (report.pushed, report.failed) == (("a", "c"), {})
+    assert holds(replicas[0], 1)
+    assert holds(replicas[2], 1)
+    assert fleet.told == [("a", 1), ("c", 1)]
+
+
+@pytest.mark.parametrize("at", ["join_group", "receive_weights", "pause", "swap_weights", "resume", "score", "version"])
+async def test_every_wait_has_a_deadline(fleet: Fleet, at: str) -> None:
+    replicas = [Stuck("a", at), LocalReplica("b")]
+    fleet.publish_to(*replicas, push_s=6.0)
+    began = time.monotonic()
+    report = await fleet.push(1)
+    assert time.monotonic() - began < 6.5
+    assert report.pushed == ("b",)
+    assert "publisher waited" in report.failed["a"]
+
+
+async def test_a_joiner_gets_the_current_version_through_catch_up(fleet: Fleet) -> None:
+    replicas = [LocalReplica("a"), LocalReplica("b")]
+    publisher = fleet.publish_to(replicas[0])
+    assert await publisher.catch_up() is None  # nothing to bring yet
+    await fleet.push(1)
+    assert await publisher.catch_up() is None  # nobody is behind
+    publisher.update(replicas)
+    report = await publisher.catch_up()
+    assert report is not None
+    assert (report.version, report.pushed) == (1, ("b",))
+    assert holds(replicas[1], 1)
+    replicas[1].served = None  # started anew on the same port, unknown to the publisher
+    report = await publisher.catch_up()
+    assert report is not None
+    assert report.pushed == ("b",)
+
+
+async def test_everybody_may_be_gone(fleet: Fleet) -> None:
+    class Down(LocalReplica):
+        async def version(self) -> int | None:
+            raise EngineError(f"{self.name} is not reachable")
+
+    fleet.publish_to(Down("a"))
+    report = await fleet.push(1)
+    assert (report.pushed, report.failed) == ((), {"a": "a is not reachable"})
+    assert await fleet.publisher.catch_up() is None
+    fleet.publisher.update([])
+    assert (await fleet.push(2)).pushed == ()
+
+
+async def test_a_canary_needs_its_log_probs(fleet: Fleet) -> None:
+    fleet.publish_to(LocalReplica("a"))
+    with pytest.raises(StateError, match="3 canary log-probs for 3 tokens"):
+        await fleet.publisher.publish(1, [], [1, 2, 3], [0.0, 0.0, 0.0])
+
+
+async def test_a_bug_in_a_client_is_not_swallowed(fleet: Fleet) -> None:
+    class Buggy(LocalReplica):
+        async def pause(self, mode: str) -> None:
+            raise ZeroDivisionError
+
+    fleet.publish_to(Buggy("a"))
+    with pytest.raises(ZeroDivisionError):
+        await fleet.push(1)
+
+
+# Processes of their own, that can be killed and frozen.
+
+
+class DiesReceiving(RemoteReplica):
+    async def receive_weights(self, plan: TransferPlan) -> None:
+        await super().receive_weights(plan)
+        self.signal(signal.SIGKILL)
+
+
+class FreezesJoining(RemoteReplica):
+    async def join_group(self, plan: GroupPlan) -> None:
+        self.signal(signal.SIGSTOP)
+        await super().join_group(plan)
+
+
+async def start(stack: AsyncExitStack, tmp_path: Path, names: Sequence[str]) -> list[RemoteReplica]:
+    replicas = [await stack.enter_async_context(remote(name, tmp_path / name)) for name in names]
+    await asyncio.gather(*(replica.wait_ready(120) for replica in replicas))
+    return replicas
+
+
+def client(kind: Callable[..., RemoteReplica], of: RemoteReplica, tmp_path: Path) -> RemoteReplica:
+    return kind(of.name, tmp_path / of.name, of.process)
+
+
+async def test_a_replica_killed_while_it_receives_takes_nobody_with_it(fleet: Fleet, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        remotes = await start(stack, tmp_path, ["killed"])
+        healthy = [LocalReplica("a"), LocalReplica("b")]
+        fleet.publish_to(healthy[0], client(DiesReceiving, remotes[0], tmp_path), healthy[1], cohort=3, push_s=60.0)
+        began = time.monotonic()
+        report = await fleet.push(1)
+        assert time.monotonic() - began < 15
+        assert report.pushed == ("a", "b")
+        assert report.failed["killed"] == "killed is not reachable"
+        assert all(holds(replica, 1) for replica in healthy)
+
+
+async def test_a_frozen_replica_is_fenced_and_catches_up_when_it_thaws(fleet: Fleet, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        frozen = (await start(stack, tmp_path, ["frozen"]))[0]
+        healthy = LocalReplica("a")
+        publisher = fleet.publish_to(healthy, client(FreezesJoining, frozen, tmp_path), cohort=2, push_s=8.0)
+        began = time.monotonic()
+        report = await fleet.push(1)
+        assert time.monotonic() - began < 8.5
+        assert report.pushed == ("a",)
+        assert "waited" in report.failed["frozen"]
+        publisher.update([healthy, frozen])
+        frozen.signal(signal.SIGCONT)
+
+        async def thawed() -> PushReport:
+            while True:  # catch_up waits by itself for an answer
+                if (caught_up := await publisher.catch_up()) is not None and caught_up.pushed:
+                    return caught_up
+
+        assert (await asyncio.wait_for(thawed(), 30)).pushed == ("frozen",)
+        assert await frozen.version() == 1
+        assert await frozen.score(CANARY) == logprobs(make_model(1), CANARY)
+
+
+async def test_wait_ready_names_who_is_late(fleet: Fleet) -> None:
+    class Late(LocalReplica):
+        async def wait_ready(self, deadline_s: float) -> None:
+            raise DeadlineExceeded(self.name, "its server", deadline_s, "see its log")
+
+    fleet.publish_to(LocalReplica("a"))
+    assert await fleet.publisher.wait_ready(1)
+    fleet.publisher.update([Late("z")])
+    with pytest.raises(DeadlineExceeded, match="z waited 1 s"):
+        await fleet.publisher.wait_ready(1)

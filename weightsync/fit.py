@@ -1,0 +1,64 @@
+"""Whether announced weights fit the model of an engine: compared with the files that it was first loaded from.
+
+Imported by vLLM's and SGLang's processes: nothing beyond what both have may be needed here.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import safe_open
+
+from ..errors import WeightSyncError
+from .plan import TransferPlan
+
+logger = logging.getLogger(__name__)
+
+Shapes = dict[str, tuple[int, ...]]
+"""Hugging Face name -> shape."""
+
+
+def check_fit(plan: TransferPlan, known: Shapes | None, *, tied: bool) -> None:
+    """Compare what is announced with what the model was first loaded from; None leaves it unchecked.
+
+    Raises:
+        WeightSyncError: a name is unknown, missing or has another shape. With tied embeddings `lm_head.weight` may be missing.
+    """
+    if known is None:
+        return
+    given = dict(zip(plan.names, plan.shapes, strict=True))
+    if unknown := sorted(given.keys() - known.keys()):
+        raise WeightSyncError(
+            f"version {plan.version}: the model has no tensor {unknown[0]!r} ({len(unknown)} unknown names)"
+        )
+    missing = known.keys() - given.keys() - ({"lm_head.weight"} if tied else set())
+    if missing:
+        raise WeightSyncError(f"version {plan.version} lacks {min(missing)!r} ({len(missing)} missing names)")
+    for name, shape in given.items():
+        if shape != known[name]:
+            raise WeightSyncError(f"version {plan.version}: {name} is {shape}, the model has {known[name]}")
+
+
+def checkpoint_shapes(model: str, revision: str | None = None) -> Shapes | None:
+    """Names and shapes in the safetensors of a folder or hub name; None where there are none on this machine."""
+    shapes: Shapes = {}
+    for file in sorted(_folder(model, revision).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    if not shapes:
+        logger.warning("no safetensors of %s here: names and shapes of pushed weights are not checked", model)
+    return shapes or None
+
+
+def _folder(model: str, revision: str | None) -> Path:
+    """Where the model's files lie; for a hub name its place in the local cache, downloaded by the engine before."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return folder

@@ -1,0 +1,54 @@
+"""One version of the policy on the learner's side: in host memory, in the dtype that travels, with its checksum.
+
+Invariants:
+- A snapshot never changes, and outlives the push: whoever comes later gets the same bytes without the learner's ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import torch
+
+from .buckets import dtype_of
+from .checksum import checksum
+from .plan import Source, TransferPlan
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """One version's tensors, host memory, all of one dtype."""
+
+    version: int
+    names: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...]
+    checksum: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def plan(self, source: Source, *, bucket_bytes: int, keep: bool, receipts: str, receiver: str) -> TransferPlan:
+        """What `receiver` is told about the way that this snapshot comes to it."""
+        return TransferPlan(
+            version=self.version,
+            names=self.names,
+            dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in self.tensors),
+            shapes=tuple(tuple(t.shape) for t in self.tensors),
+            bucket_bytes=bucket_bytes,
+            source=source,
+            checksum=self.checksum,
+            keep=keep,
+            receipts=receipts,
+            replica=receiver,
+        )
+
+
+def take(version: int, named_weights: Iterable[tuple[str, torch.Tensor]], dtype: str) -> Snapshot:
+    """Copy the weights. Iterating `named_weights` may be a collective: it happens here, in the caller's thread."""
+    names, tensors = [], []
+    for name, tensor in named_weights:
+        names.append(name)
+        tensors.append(torch.empty(tensor.shape, dtype=dtype_of(dtype)).copy_(tensor.detach()))
+    return Snapshot(version, tuple(names), tuple(tensors), checksum(tensors))
