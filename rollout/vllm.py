@@ -1,48 +1,49 @@
-"""Client of one vLLM server (0.32 or newer), speaking its own HTTP protocol: `Engine` for workers, `Replica` for the learner.
+"""Client of one server that speaks vLLM's HTTP protocol (vLLM 0.32 or newer, or our own server).
 
 Invariants:
 - Request ids are unique; a request whose caller was cancelled, or whose deadline passed, no longer runs on the server by the
   time the caller hears of it.
-- A completion is checked before anybody sees it: one finite log-prob per token, spans that cover every token.
-- Nothing is tried twice here. A server that refuses, resets or fails is an EngineError at once; the router tries another.
-- What kills a server (it runs without a tokenizer, and so checks no ids itself) is refused before it is sent.
+- Completions are streamed, so that a server that dies takes few tokens with it. Each chunk says the versions of all tokens so
+  far where our plugin is loaded; without it only the last one does, and a broken completion keeps nothing.
+- One push at a time: what is swapped in is what was received last.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import uuid
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import aiohttp
 import msgspec
 
 from ..agents.base import Completion, FinishReason
 from ..buffer.trajectory import VersionSpan
-from ..errors import DeadlineExceeded, EngineError, PolicyError, within
+from ..configs.schema import Partial
+from ..errors import DeadlineExceeded, EngineError
 from ..weightsync.plan import GroupPlan, TransferPlan
-from .engine import PauseMode, Sampling
-
-T = TypeVar("T")
+from .engine import Broken, Pressure, Sampling
+from .http import Disconnected, HttpEngine
 
 logger = logging.getLogger(__name__)
 
 UNPUSHED = "default"
 """What vLLM calls the version of weights that it loaded itself."""
 
-IMPOSSIBLE = -9999.0
-"""What vLLM writes for a log-prob that is minus infinity or not a number."""
+STREAM_INTERVAL = 16
+"""Tokens per chunk of a stream; the first comes alone."""
 
 ABORT_S = 5.0
 """Longest wait for the server to confirm an abort; it takes milliseconds."""
 
-KEEPALIVE_S = 3.0
-"""Idle connections are dropped before the server (after 5 s) does: a request must not meet a closing socket."""
-
 FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+PAUSE: dict[Partial, dict[str, str]] = {
+    "recompute": {"mode": "keep", "clear_cache": "true"},
+    "keep_kv": {"mode": "keep", "clear_cache": "false"},
+    "abort_resume": {"mode": "abort", "clear_cache": "true"},
+}
 
 
 class _Span(msgspec.Struct):
@@ -66,8 +67,16 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Generated(msgspec.Struct):
-    choices: list[_Choice]
+class _Error(msgspec.Struct):
+    message: str = ""
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: _Error | None = None
+
+
+class _Scored(msgspec.Struct):
     prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
 
 
@@ -75,49 +84,21 @@ class _WeightInfo(msgspec.Struct):
     weight_version: str
 
 
-class VllmEngine:
-    """One server at `url`.
+class VllmEngine(HttpEngine):
+    """One server at `url`; see `HttpEngine` for the arguments."""
 
-    Args:
-        name: what errors and reports call it.
-        url: `http://host:port`.
-        vocab_size: token ids must lie in `[0, vocab_size)`.
-        max_model_len: tokens of a prompt and its completion together.
-        initial_version: the version that the weights a server loaded itself go by; None refuses their completions, because a
-            trajectory must not be labelled by guesswork.
-        request_s: longest wait for a completion or a control call.
-        push_s: longest wait for one call of a weight push.
-    """
+    _received: int | None = None
 
-    def __init__(
-        self,
-        name: str,
-        url: str,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        initial_version: int | None = None,
-        request_s: float = 120.0,
-        push_s: float = 120.0,
-    ) -> None:
-        self.name = name
-        self.url = url.rstrip("/")
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
-        self.initial_version = initial_version
-        self.request_s = request_s
-        self.push_s = push_s
-        self._opened: aiohttp.ClientSession | None = None
-
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, salt: str = "") -> Completion:
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, version: int | None = None) -> Completion:
         """Sample a completion; see `Engine.generate`.
 
         Raises:
             PolicyError: an id outside the vocabulary, or no room in the context for another token.
+            Broken: the server went away in the middle.
         """
-        self._check_prompt(token_ids)
+        self.check_prompt(token_ids)
         parameters = {
-            "max_tokens": sampling.max_tokens,
+            "max_tokens": self.room(token_ids, sampling.max_tokens),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
@@ -126,15 +107,32 @@ class VllmEngine:
             "seed": sampling.seed,
             "logprobs": 0,
             "detokenize": False,
+            "stream_interval": STREAM_INTERVAL,
         }
-        choice = (await self._generate(token_ids, parameters, salt)).choices[0]
-        return self._completion(choice)
+        body = self._request_body(token_ids, parameters, None if version is None else str(version))
+        answer = _Answer(self)
+        try:
+            await self.stream("/inference/v1/generate", body | {"stream": True}, answer.take)
+            if answer.finish is None:
+                raise Disconnected(f"{self.name} at {self.url} ended a completion without a reason")
+        except (asyncio.CancelledError, DeadlineExceeded):
+            await self._abort(body["request_id"])
+            raise
+        except Disconnected as error:
+            raise Broken(str(error), answer.certain(version)) from error
+        return answer.whole(version)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of `token_ids[1:]`, computed afresh with the weights of this moment; see `Engine.score`."""
-        self._check_prompt(token_ids)
+        self.check_prompt(token_ids)
         parameters = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-        scored = (await self._generate(token_ids, parameters, salt=uuid.uuid4().hex, priority=-1)).prompt_logprobs or []
+        body = self._request_body(token_ids, parameters, salt=uuid.uuid4().hex, priority=-1)
+        try:
+            text = await self.call("POST", "/inference/v1/generate", body=body)
+        except (asyncio.CancelledError, DeadlineExceeded):
+            await self._abort(body["request_id"])
+            raise
+        scored = self.decode(text, _Scored).prompt_logprobs or []
         if len(scored) != len(token_ids):
             raise EngineError(f"{self.name}: scored {len(scored)} of {len(token_ids)} tokens")
         values = []
@@ -142,165 +140,117 @@ class VllmEngine:
             if not entry or str(token) not in entry:
                 raise EngineError(f"{self.name}: the scores of a prompt lack token {token}")
             values.append(entry[str(token)].logprob)
-        return self._finite(values)
+        return self.finite(values)
 
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop stepping, drop all cached keys and values; see `Engine.pause`."""
-        await self._call("POST", "/pause", {"mode": mode, "clear_cache": "true"})
+    async def pressure(self) -> Pressure:
+        """How busy the server is; see `Engine.pressure`."""
+        running, waiting, usage = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+        values = await self.metrics((running, waiting, usage))
+        return Pressure(int(values[running]), int(values[waiting]), values[usage])
+
+    async def swap_seconds(self) -> float:
+        """Seconds that the server has spent on loading weights since it started, measured by itself: a swap's own floor."""
+        name = "vllm:rl_weight_update_operation_duration_seconds_sum"
+        return (await self.metrics((name,), {"operation": "finish"}))[name]
+
+    async def pause(self, mode: Partial) -> None:
+        """Stop stepping; see `Engine.pause`."""
+        await self.call("POST", "/pause", PAUSE[mode])
 
     async def resume(self) -> None:
         """Step again; does no harm to a server that is not paused."""
-        await self._call("POST", "/resume")
+        await self.call("POST", "/resume")
 
     async def join_group(self, plan: GroupPlan) -> None:
         """Join a broadcast group, dropping the one before; see `Engine.join_group`."""
         body = {"init_info": {"plan": msgspec.to_builtins(plan)}}
-        await self._call("POST", "/init_weight_transfer_engine", body=body, seconds=self.push_s)
+        await self.call("POST", "/init_weight_transfer_engine", body=body, seconds=self.push_s)
 
     async def receive_weights(self, plan: TransferPlan) -> None:
-        """Stage one version's tensors; see `Engine.receive_weights`."""
+        """Begin to stage one version's tensors; see `Engine.receive_weights`."""
+        self._received = None
         try:
-            await self._call("POST", "/start_weight_update", seconds=self.push_s)
+            await self.call("POST", "/start_weight_update", seconds=self.push_s)
         except EngineError as error:
+            # A push that was never swapped in. Finishing it would load it; the plan that follows replaces what it staged.
             if "already active" not in str(error):
                 raise
-            # A learner died between staging and loading. Joining our group dropped what it staged: finishing loads nothing.
-            await self._call("POST", "/finish_weight_update", seconds=self.push_s)
-            await self._call("POST", "/start_weight_update", seconds=self.push_s)
         body = {"update_info": {"plan": msgspec.to_builtins(plan)}}
-        await self._call("POST", "/update_weights", body=body, seconds=self.push_s)
+        await self.call("POST", "/update_weights", body=body, seconds=self.push_s)
+        self._received = plan.version
 
     async def swap_weights(self, version: int) -> None:
         """Load what was staged and serve it as `version`; call while paused."""
-        await self._call("POST", "/finish_weight_update", body={"weight_version": str(version)}, seconds=self.push_s)
+        if self._received != version:  # the server itself would call the tensors of any version by this one
+            raise EngineError(f"{self.name} was told to swap in version {version}, but received {self._received}")
+        await self.call("POST", "/finish_weight_update", body={"weight_version": str(version)}, seconds=self.push_s)
 
     async def version(self) -> int | None:
         """The version pushed last; `initial_version` for a server that still has the weights it loaded itself."""
-        answer = self._decode(await self._call("GET", "/weight_info"), _WeightInfo)
-        return self.initial_version if answer.weight_version == UNPUSHED else self._version(answer.weight_version)
+        answer = self.decode(await self.call("GET", "/weight_info"), _WeightInfo)
+        if answer.weight_version == UNPUSHED:
+            return self.initial_version
+        return self.policy_version(answer.weight_version, UNPUSHED)
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Return as soon as the server answers `/health`; DeadlineExceeded when it does not within `deadline_s`."""
+        await self.answers("/health", deadline_s)
 
-        async def until_healthy() -> None:
-            while True:
-                try:
-                    await self._call("GET", "/health", seconds=deadline_s)
-                    return
-                except EngineError:
-                    await asyncio.sleep(0.1)  # nothing tells us when a foreign server starts to listen
-
-        await within(deadline_s, until_healthy(), who=self.name, waits_for="its server to start", hint="see its log")
-
-    async def close(self) -> None:
-        """Close the connections. The client may be used again afterwards."""
-        session, self._opened = self._opened, None
-        if session is not None:
-            await session.close()
-
-    def _check_prompt(self, token_ids: Sequence[int]) -> None:
-        if not 0 < len(token_ids) < self.max_model_len:
-            raise PolicyError(
-                f"{self.name}: a prompt of {len(token_ids)} tokens; allowed are 1 to {self.max_model_len - 1}"
-                f" (the context is {self.max_model_len}, and a completion needs one)"
-            )
-        if not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
-            foreign = next(t for t in token_ids if not 0 <= t < self.vocab_size)
-            raise PolicyError(f"{self.name}: token id {foreign} is outside the vocabulary, 0 to {self.vocab_size - 1}")
-
-    async def _generate(
-        self, token_ids: Sequence[int], parameters: dict[str, Any], salt: str, priority: int = 0
-    ) -> _Generated:
-        request_id = uuid.uuid4().hex
-        body: dict[str, Any] = {"request_id": request_id, "token_ids": list(token_ids), "sampling_params": parameters}
-        body["priority"] = priority  # lower goes first
-        if salt:
-            body["cache_salt"] = salt
-        try:
-            text = await self._call("POST", "/inference/v1/generate", body=body, reuse=True)
-        except (asyncio.CancelledError, DeadlineExceeded):
-            await self._abort(request_id)
-            raise
-        answer = self._decode(text, _Generated)
-        if len(answer.choices) != 1:
-            raise EngineError(f"{self.name}: {len(answer.choices)} completions for one request")
-        return answer
+    def _request_body(
+        self, token_ids: Sequence[int], parameters: dict[str, Any], salt: str | None, priority: int = 0
+    ) -> dict[str, Any]:
+        body = {
+            "request_id": uuid.uuid4().hex,
+            "token_ids": list(token_ids),
+            "sampling_params": parameters,
+            "priority": priority,  # lower goes first
+        }
+        return body if salt is None else body | {"cache_salt": salt}
 
     async def _abort(self, request_id: str) -> None:
         body = {"request_ids": [f"generate-tokens-{request_id}"]}  # the server's own name for it
         try:
-            await self._call("POST", "/abort_requests", body=body, seconds=ABORT_S)
+            await self.call("POST", "/abort_requests", body=body, seconds=ABORT_S)
         except (EngineError, DeadlineExceeded) as error:  # the caller already has a better one, or was cancelled
             logger.warning("could not abort a request: %s", error)
 
-    def _completion(self, choice: _Choice) -> Completion:
-        tokens = choice.token_ids or []
-        content = (choice.logprobs.content if choice.logprobs else None) or []
-        logprobs = self._finite([entry.logprob for entry in content])
-        if len(logprobs) != len(tokens):
-            raise EngineError(f"{self.name}: {len(logprobs)} log-probs for {len(tokens)} tokens")
-        spans = tuple(VersionSpan(s.start, s.end, self._version(s.version)) for s in choice.weight_versions or ())
-        edges = [0, *(s.end for s in spans)]
-        if [s.start for s in spans] != edges[:-1] or edges[-1] != len(tokens):
-            raise EngineError(f"{self.name}: version spans {spans} do not cover {len(tokens)} tokens")
-        if choice.finish_reason not in FINISH:
-            raise EngineError(f"{self.name}: unknown finish reason {choice.finish_reason!r}")
-        return Completion(tuple(tokens), tuple(logprobs), spans, FINISH[choice.finish_reason])
 
-    def _version(self, text: str) -> int:
-        if text.isdigit():
-            return int(text)
-        if text == UNPUSHED and self.initial_version is not None:
-            return self.initial_version
-        raise EngineError(f"{self.name} has no policy version yet (it reports {text!r}); push weights to it first")
+class _Answer:
+    """A completion as it arrives."""
 
-    def _finite(self, values: list[float]) -> list[float]:
-        for value in values:
-            if not math.isfinite(value) or value <= IMPOSSIBLE:
-                raise EngineError(f"{self.name}: a log-prob of {value}; its weights are probably not finite")
-        return values
+    def __init__(self, engine: HttpEngine) -> None:
+        self.finish: str | None = None
+        self._engine = engine
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._spans: list[_Span] | None = None
 
-    def _decode(self, text: bytes, kind: type[T]) -> T:
-        try:
-            return msgspec.json.decode(text, type=kind)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise EngineError(f"{self.name} at {self.url} answered something impossible: {error}") from error
+    def take(self, event: bytes) -> None:
+        """Add a chunk. Raises Disconnected where the server says that it failed."""
+        chunk = self._engine.decode(event, _Chunk)
+        if chunk.error is not None:
+            raise Disconnected(f"{self._engine.name} at {self._engine.url} failed: {chunk.error.message[:500]}")
+        for choice in chunk.choices:
+            self._tokens += choice.token_ids or ()
+            self._logprobs += [entry.logprob for entry in (choice.logprobs and choice.logprobs.content) or ()]
+            if choice.weight_versions is not None:
+                self._spans = choice.weight_versions
+            if choice.finish_reason is not None:
+                self.finish = choice.finish_reason
 
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        query: dict[str, str] | None = None,
-        *,
-        body: dict[str, Any] | None = None,
-        seconds: float | None = None,
-        reuse: bool = False,
-    ) -> bytes:
-        """One request. Without `reuse` on a connection of its own: after an error the server closes the one it came on."""
-        headers = {"Content-Type": "application/json"} | ({} if reuse else {"Connection": "close"})
-        data = msgspec.json.encode(body) if body is not None else None
+    def whole(self, version: int | None) -> Completion:
+        """The completion, checked."""
+        name = self._engine.name
+        if self.finish not in FINISH:
+            raise EngineError(f"{name}: unknown finish reason {self.finish!r}")
+        if self._tokens and not self._spans:
+            raise EngineError(f"{name} reports no weight_versions of what it sampled; vLLM 0.32 or newer is needed")
+        return self._engine.completion(self._tokens, self._logprobs, self._versions(), FINISH[self.finish], version)
 
-        async def exchange() -> bytes:
-            request = self._session().request(method, self.url + path, params=query, data=data, headers=headers)
-            try:
-                async with request as response:
-                    text = await response.read()
-            except (aiohttp.ClientError, OSError) as error:
-                raise EngineError(
-                    f"{self.name} at {self.url} is not reachable: {error or type(error).__name__}"
-                ) from error
-            if response.status != 200:
-                reason = text.decode(errors="replace").strip()[:500]
-                raise EngineError(f"{self.name} at {self.url}{path} answered {response.status}: {reason}")
-            return text
+    def certain(self, version: int | None) -> Completion:
+        """The tokens whose versions were reported."""
+        return self._engine.certain(self._tokens, self._logprobs, self._versions(), version)
 
-        hint = "see the server's log; rollout.request_s and weightsync.push_s set the deadlines"
-        return await within(
-            seconds or self.request_s, exchange(), who=self.name, waits_for=f"answer to {path}", hint=hint
-        )
-
-    def _session(self) -> aiohttp.ClientSession:
-        if self._opened is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-            self._opened = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
-        return self._opened
+    def _versions(self) -> list[VersionSpan]:
+        spans = self._spans or ()
+        return [VersionSpan(s.start, s.end, self._engine.policy_version(s.version, UNPUSHED)) for s in spans]

@@ -12,7 +12,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ..configs.schema import Config, parse_memory
+from ..configs.schema import Config, Vllm, parse_memory
 from ..errors import ConfigError
 from ..weightsync.vllm_plugin import BACKEND
 
@@ -44,7 +44,7 @@ def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]
         "seed": seed,
         "max-model-len": config.agent.max_tokens,
         "max-num-seqs": engine.max_concurrent,
-        "tensor-parallel-size": engine.tensor_parallel,
+        "tensor-parallel-size": _ranks(config),
         "generation-config": "vllm",  # the model's own sampling defaults must not leak into a request
         "scheduling-policy": "priority",  # the canary of a push does not queue behind the episodes
         "logprobs-mode": "processed_logprobs",
@@ -54,9 +54,7 @@ def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]
     }
     if cpu:
         arguments["block-size"] = CPU_BLOCK
-    switches = ["--tokens-only", "--enable-prefix-caching", "--disable-log-stats"] + (
-        ["--enforce-eager"] if cpu else []
-    )
+    switches = ["--tokens-only", "--enable-prefix-caching"] + (["--enforce-eager"] if cpu else [])
     return [sys.executable, "-m", MODULE, *(f"--{k}={v}" for k, v in arguments.items()), *switches]
 
 
@@ -72,8 +70,10 @@ def environment(config: Config) -> dict[str, str]:
         variables["HF_HUB_OFFLINE"] = "1"
     if serves_on_cpu():
         variables |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCH_COMPILE_DISABLE": "1"}
-        if config.rollout.engine.tensor_parallel == 1:
+        if _ranks(config) == 1:
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no worker process below the engine's own
+        else:
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else vLLM wants a NUMA node for each worker
     return variables
 
 
@@ -85,6 +85,12 @@ def serves_on_cpu() -> bool:
         except PackageNotFoundError:
             continue
     raise ConfigError("rollout.engine.kind: vllm is not installed; install slipstream-rl[cpu] or slipstream-rl[cuda]")
+
+
+def _ranks(config: Config) -> int:
+    engine = config.rollout.engine
+    assert isinstance(engine, Vllm), f"a vLLM server was asked for, rollout.engine.kind is {engine}"
+    return engine.tensor_parallel
 
 
 def _memory(text: str, cpu: bool) -> dict[str, object]:

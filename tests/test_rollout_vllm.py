@@ -1,47 +1,34 @@
-"""The vLLM client against a real server: what it samples, what it refuses, and weights that change under running requests."""
+"""What is vLLM's own: its streams in all their forms, pushes that were left in the middle, its command line.
+
+What every engine must do is in tests/conformance. A stand-in server replays streams that a real one sends only when it is old
+or breaks; the client under test is the real one.
+"""
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Iterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
-import torch
+from aiohttp import web
 from slipstream.agents.base import Completion
 from slipstream.buffer.trajectory import VersionSpan
-from slipstream.configs.schema import Config, Model, Rollout, Vllm
-from slipstream.errors import ConfigError, DeadlineExceeded, EngineError, PolicyError, WeightSyncError
+from slipstream.configs.schema import Config, Model, Partial, Rollout, Vllm
+from slipstream.errors import ConfigError, DeadlineExceeded, EngineError, WeightSyncError
 from slipstream.rollout import vllm_server
-from slipstream.rollout.engine import Sampling
+from slipstream.rollout.engine import Broken, Pressure, Sampling
 from slipstream.rollout.vllm import VllmEngine
 from slipstream.tests import tiny
-from slipstream.weightsync.plan import PushReport
-from slipstream.weightsync.publisher import Publisher
+from slipstream.weightsync.checksum import Checksum
+from slipstream.weightsync.plan import File, TransferPlan
+from slipstream.weightsync.receipts import Receipts
 from transformers import PreTrainedModel
 
 START_S = 180.0
 TOLERANCE = 1e-4
-VERSION = itertools.count(1)
 GREEDY = Sampling(max_tokens=24, temperature=0.0)
-PROMPTS = [[(7 * i + 3 * j) % 440 + 4 for j in range(20 + i)] for i in range(8)]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("models")
-    return [tiny.tiny_qwen3(root / f"m{seed}", seed) for seed in range(2)]
-
-
-@pytest.fixture(scope="module")
-def models(folders: list[Path]) -> list[PreTrainedModel]:
-    return [tiny.load(folder) for folder in folders]
-
-
-@pytest.fixture(scope="module")
-def url(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port = tiny.free_port()
-    with tiny.vllm(folders[0], port, tmp_path_factory.mktemp("log") / "server.log"):
-        yield f"http://127.0.0.1:{port}"
+PROMPT = [(3 * j) % 440 + 4 for j in range(20)]
 
 
 def client(url: str, **changes: object) -> VllmEngine:
@@ -49,227 +36,312 @@ def client(url: str, **changes: object) -> VllmEngine:
     return VllmEngine("replica0", url, **(settings | changes))  # type: ignore[arg-type]
 
 
+# ---- streams, replayed
+
+Spans = Sequence[tuple[str, int, int]]
+
+
+def chunk(tokens: Sequence[int], spans: Spans | None = None, finish: str | None = None, **changes: object) -> bytes:
+    """A server-sent event as vLLM writes it."""
+    choice: dict[str, object] = {
+        "index": 0,
+        "token_ids": tokens,
+        "logprobs": {"content": [{"token_id": t, "logprob": -t / 100, "rank": 1} for t in tokens]},
+        "finish_reason": finish,
+    }
+    if spans is not None:
+        choice["weight_versions"] = [{"version": v, "start": s, "end": e} for v, s, e in spans]
+    return b"data: " + msgspec.json.encode({"request_id": "r", "choices": [choice | changes]}) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+FAILED = b'data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}}\n\n'
+
+
+@contextlib.asynccontextmanager
+async def replaying(pieces: Sequence[bytes], *, cut: bool = False, metrics: str = "") -> AsyncIterator[str]:
+    """The address of a server that answers every request with this stream; `cut` breaks the connection after it."""
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+        if cut:
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+    async def scrape(_: web.Request) -> web.Response:
+        return web.Response(text=metrics)
+
+    app = web.Application()
+    app.add_routes([web.post("/inference/v1/generate", generate), web.get("/metrics", scrape)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def generated(
+    pieces: Sequence[bytes], version: int | None = 3, partial: Partial = "recompute", *, cut: bool = False
+) -> Completion:
+    async with replaying(pieces, cut=cut) as url:
+        engine = client(url, partial=partial)
+        try:
+            return await engine.generate(PROMPT, GREEDY, version=version)
+        finally:
+            await engine.close()
+
+
+async def test_a_stream_becomes_a_completion_however_it_is_cut_into_packets() -> None:
+    whole = chunk([7], [("3", 0, 1)]) + chunk([8, 9], [("3", 0, 3)]) + chunk([], [("3", 0, 3)], "length") + DONE
+    expected = Completion((7, 8, 9), (-0.07, -0.08, -0.09), (VersionSpan(0, 3, 3),), "length")
+    for size in (1, 5, 64, len(whole)):
+        assert await generated([whole[i : i + size] for i in range(0, len(whole), size)]) == expected
+
+
+async def test_a_server_that_reports_no_versions_is_too_old() -> None:
+    with pytest.raises(EngineError, match=r"replica0 reports no weight_versions .* vLLM 0\.32 or newer is needed"):
+        await generated([chunk([7]), chunk([8], None, "length"), DONE])
+
+
+@pytest.mark.parametrize("end", ["closed", "cut", "failed"])
+@pytest.mark.parametrize(
+    ("chunks", "kept"),
+    [
+        ([], ()),
+        ([chunk([7]), chunk([8, 9])], ()),
+        ([chunk([7], [("3", 0, 1)]), chunk([8, 9], [("3", 0, 2), ("4", 2, 3)])], ((0, 2, 3), (2, 3, 4))),
+        ([chunk([7], [("3", 0, 1)]), chunk([8, 9])], ((0, 1, 3),)),
+        ([chunk([7, 8], [("3", 0, 1), ("4", 1, 5)])], ((0, 1, 3), (1, 2, 4))),
+    ],
+    ids=["nothing", "no versions", "all versions", "versions of the first", "versions of more than came"],
+)
+async def test_what_breaks_off_keeps_the_tokens_whose_versions_are_known(
+    chunks: list[bytes], kept: tuple[tuple[int, int, int], ...], end: str
+) -> None:
+    with pytest.raises(Broken, match="EngineCore died" if end == "failed" else "replica0 at") as caught:
+        await generated(chunks + [FAILED] * (end == "failed"), cut=end == "cut")
+    partial = caught.value.partial
+    assert partial.version_spans == tuple(VersionSpan(*span) for span in kept)
+    assert partial.token_ids == (7, 8, 9)[: kept[-1][1] if kept else 0]
+    assert len(partial.logprobs) == len(partial.token_ids)
+    assert partial.finish_reason == "abort"
+
+
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [
+        (chunk([7, 8], [("3", 0, 2)], "length", logprobs={"content": [{"logprob": -1.0}]}), "1 log-probs for 2 tokens"),
+        (chunk([7], [("3", 0, 1)], "length", logprobs={"content": [{"logprob": -9999.0}]}), "a log-prob of -9999"),
+        (chunk([7, 8], [("3", 0, 1)], "length"), "do not cover 2 tokens"),
+        (chunk([7, 8], [("3", 1, 2)], "length"), "do not cover 2 tokens"),
+        (chunk([7], [("default", 0, 1)], "length"), "has no policy version yet"),
+        (chunk([7], [("3", 0, 1)], "boredom"), "unknown finish reason 'boredom'"),
+        (b"data: [1, 2]\n\n", "answered something impossible"),
+    ],
+)
+async def test_an_impossible_answer_is_named(last: bytes, says: str) -> None:
+    with pytest.raises(EngineError, match=says):
+        await generated([last, DONE])
+
+
+@pytest.mark.parametrize(
+    ("sent_as", "spans", "kv"),
+    [
+        (3, [("3", 0, 2)], [None]),
+        (3, [("3", 0, 1), ("4", 1, 2)], [None, 3]),
+        (2, [("3", 0, 1), ("4", 1, 2)], [2, 2]),
+        (5, [("3", 0, 1), ("4", 1, 2)], [None, 3]),
+        (None, [("3", 0, 1), ("4", 1, 2)], [None, 3]),
+    ],
+)
+async def test_kept_keys_and_values_are_declared(sent_as: int | None, spans: Spans, kv: list[int | None]) -> None:
+    stream = [chunk([7, 8], spans, "length"), DONE]
+    assert [s.kv_version for s in (await generated(stream, sent_as, "keep_kv")).version_spans] == kv
+    assert {s.kv_version for s in (await generated(stream, sent_as)).version_spans} == {None}
+
+
+async def test_pressure_is_read_from_prometheus_metrics() -> None:
+    lines = (
+        "# TYPE vllm:num_requests_running gauge",
+        'vllm:num_requests_running{engine="0",model_name="policy"} 3.0',
+        'vllm:num_requests_running{engine="1",model_name="policy"} 2.0',
+        'vllm:num_requests_waiting{engine="0",model_name="policy"} 1.0',
+        'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 1.0',
+        'vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25',
+    )
+    async with replaying((), metrics="\n".join(lines)) as url:
+        engine = client(url)
+        assert await engine.pressure() == Pressure(5, 1, 0.25)
+        await engine.close()
+    async with replaying((), metrics="\n".join(lines[:3])) as url:
+        engine = client(url)
+        with pytest.raises(EngineError, match="has no metric vllm:num_requests_waiting"):
+            await engine.pressure()
+        await engine.close()
+
+
+async def test_nobody_listening_is_an_engine_error_at_once() -> None:
+    nobody = client(f"http://127.0.0.1:{tiny.free_port()}")
+    with pytest.raises(EngineError, match=r"replica0 at .* is not reachable") as caught:
+        await asyncio.wait_for(nobody.generate(PROMPT, GREEDY), 5)
+    assert not isinstance(caught.value, Broken)
+    with pytest.raises(DeadlineExceeded, match=r"replica0 waited 0.3 s for its server to start"):
+        await nobody.wait_ready(0.3)
+    await nobody.close()
+
+
+async def test_only_what_was_received_is_swapped_in() -> None:
+    nobody = client(f"http://127.0.0.1:{tiny.free_port()}")
+    with pytest.raises(EngineError, match="told to swap in version 7, but received None"):
+        await nobody.swap_weights(7)
+
+
+# ---- the real server
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
+def server(
+    request: pytest.FixtureRequest, folders: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, int]]:
+    """Address and ranks of a vLLM server."""
+    port, ranks = tiny.free_port(), request.param
+    with tiny.vllm(folders[0], port, tmp_path_factory.mktemp("log") / "server.log", ranks=ranks):
+        yield f"http://127.0.0.1:{port}", ranks
+
+
 @pytest.fixture
-async def engine(url: str) -> AsyncIterator[VllmEngine]:
-    engine = client(url)
+async def engine(server: tuple[str, int]) -> AsyncIterator[VllmEngine]:
+    url, ranks = server
+    engine = client(url, ranks=ranks, initial_version=0)
     await engine.wait_ready(START_S)
     yield engine
     await engine.close()
 
 
-@pytest.fixture
-def publisher(engine: VllmEngine) -> Iterator[Publisher]:
-    publisher = make_publisher(engine)
-    yield publisher
-    publisher.close()
+async def receive(engine: VllmEngine, folder: Path, version: int, checksum: str = "") -> None:
+    """Have the weights of `folder` staged as `version`; raises WeightSyncError where a rank could not."""
+    weights = tiny.weights(folder)
+    total = Checksum()
+    for tensor in weights.values():
+        total.add(tensor)
+    receipts = Receipts("127.0.0.1")
+    try:
+        with receipts.expect(engine.name, version, engine.ranks) as expected:
+            plan = TransferPlan(
+                version=version,
+                names=tuple(weights),
+                dtypes=("float32",) * len(weights),
+                shapes=tuple(tuple(t.shape) for t in weights.values()),
+                bucket_bytes=1 << 20,
+                source=File(str(folder / "model.safetensors")),
+                checksum=checksum or total.hexdigest(),
+                keep=False,
+                receipts=receipts.address,
+                replica=expected.receiver,
+            )
+            await engine.receive_weights(plan)
+            await asyncio.wait_for(expected.complete(), 30)
+    finally:
+        receipts.close()
 
 
-def make_publisher(*replicas: VllmEngine, push_s: float = 60.0, bucket_bytes: int = 64 << 10) -> Publisher:
-    return Publisher(
-        replicas,
-        host="127.0.0.1",
-        backend="gloo",
-        device=torch.device("cpu"),
-        bucket_bytes=bucket_bytes,
-        push_s=push_s,
-        canary_tolerance=TOLERANCE,
-        dtype="float32",
-    )
+async def swap(engine: VllmEngine, version: int) -> None:
+    await engine.pause("recompute")
+    try:
+        await engine.swap_weights(version)
+    finally:
+        await engine.resume()
 
 
-async def push(publisher: Publisher, folder: Path, model: PreTrainedModel) -> PushReport:
-    report = await publisher.publish(next(VERSION), tiny.weights(folder).items(), *tiny.canary(model))
-    assert report.failed == {}
-    return report
-
-
-def worst(
-    model: PreTrainedModel, prompt: list[int], completion: Completion, start: int = 0, end: int | None = None
-) -> float:
-    """Largest difference in nats between the completion's log-probs and the model's over its tokens `[start, end)`."""
-    rows = tiny.logprobs(model, [*prompt, *completion.token_ids])[len(prompt) - 1 :]
-    pairs = list(zip(rows, completion.token_ids, completion.logprobs, strict=True))[start:end]
+async def off_by(engine: VllmEngine, model: PreTrainedModel, version: int) -> float:
+    """Largest difference in nats between a completion's log-probs, all of `version`, and the model's."""
+    completion = await engine.generate(PROMPT, GREEDY, version=version)
+    assert completion.version_spans == (VersionSpan(0, 24, version),)
+    rows = tiny.logprobs(model, [*PROMPT, *completion.token_ids])[len(PROMPT) - 1 :]
+    pairs = zip(rows, completion.token_ids, completion.logprobs, strict=True)
     return max(abs(float(row[token]) - logprob) for row, token, logprob in pairs)
 
 
-async def test_a_server_without_a_version_labels_nothing_unless_told(engine: VllmEngine, url: str) -> None:
-    assert await engine.version() is None
+async def test_weights_that_a_server_loaded_itself_go_by_the_version_it_was_told(
+    engine: VllmEngine, server: tuple[str, int], models: list[PreTrainedModel]
+) -> None:
+    assert await engine.version() == 0
+    assert await off_by(engine, models[0], 0) <= TOLERANCE
+    untold = client(server[0])
+    assert await untold.version() is None
     with pytest.raises(EngineError, match="has no policy version yet"):
-        await engine.generate(PROMPTS[0], GREEDY)
-    told = client(url, initial_version=0)
-    completion = await told.generate(PROMPTS[0], GREEDY)
-    assert completion.version_spans == (VersionSpan(0, 24, 0),)
-    assert await told.version() == 0
-    await told.close()
+        await untold.generate(PROMPT, GREEDY)
+    await untold.close()
 
 
-async def test_tokens_and_logprobs_are_those_of_transformers(
-    engine: VllmEngine, publisher: Publisher, folders: list[Path], models: list[PreTrainedModel]
+async def test_every_chunk_says_the_versions_of_all_tokens_so_far(engine: VllmEngine) -> None:
+    counts: list[tuple[int, int]] = []
+
+    def take(event: bytes) -> None:
+        choice = msgspec.json.decode(event)["choices"][0]
+        before = counts[-1][0] if counts else 0
+        counts.append((before + len(choice["token_ids"]), choice["weight_versions"][-1]["end"]))
+
+    parameters = {"max_tokens": 100, "ignore_eos": True, "logprobs": 0, "detokenize": False, "stream_interval": 16}
+    body = {"request_id": "chunks", "token_ids": PROMPT, "sampling_params": parameters, "stream": True}
+    await engine.stream("/inference/v1/generate", body, take)
+    assert len(counts) > 5
+    assert [tokens for tokens, _ in counts] == [covered for _, covered in counts]
+    assert counts[-1][0] == 100
+
+
+async def test_a_version_that_nobody_asked_for_is_never_loaded(
+    engine: VllmEngine, folders: list[Path], models: list[PreTrainedModel]
 ) -> None:
-    report = await push(publisher, folders[1], models[1])
-    assert report.pushed == ("replica0",)
-    assert report.canary <= TOLERANCE
-    assert await engine.version() == report.version
-    greedy = await asyncio.gather(*(engine.generate(p, GREEDY) for p in PROMPTS))
-    for prompt, completion in zip(PROMPTS, greedy, strict=True):
-        rows = tiny.logprobs(models[1], [*prompt, *completion.token_ids])[len(prompt) - 1 :]
-        assert list(completion.token_ids) == rows.argmax(-1).tolist()
-        assert worst(models[1], prompt, completion) <= TOLERANCE
-        assert completion.version_spans == (VersionSpan(0, 24, report.version),)
-    sampled = await engine.generate(PROMPTS[0], Sampling(max_tokens=40, temperature=1.0, seed=5), salt="a")
-    assert worst(models[1], PROMPTS[0], sampled) <= TOLERANCE
-    again = await engine.generate(PROMPTS[0], Sampling(max_tokens=40, temperature=1.0, seed=5), salt="b")
-    assert again == sampled
+    await receive(engine, folders[1], 11)  # and its learner died
+    another = client(engine.url, ranks=engine.ranks)
+    await receive(another, folders[0], 12)
+    before = await another.swap_seconds() if await engine.version() else 0.0
+    await swap(another, 12)
+    assert 0 < await another.swap_seconds() - before < 10
+    assert await off_by(another, models[0], 12) <= TOLERANCE
+    await another.close()
 
 
-async def test_only_named_tokens_stop_and_they_belong_to_the_completion(
-    engine: VllmEngine, publisher: Publisher, folders: list[Path], models: list[PreTrainedModel]
+async def test_a_failed_push_is_told_by_the_call_that_failed_and_the_next_one_works(
+    engine: VllmEngine, folders: list[Path], models: list[PreTrainedModel]
 ) -> None:
-    await push(publisher, folders[0], models[0])
-    free = await engine.generate(PROMPTS[0], Sampling(max_tokens=600, seed=1))
-    assert free.finish_reason == "length"
-    assert len(free.token_ids) == 600
-    assert 3 in free.token_ids  # the model's own end-of-sequence token
-    stop = free.token_ids[5]
-    stopped = await engine.generate(PROMPTS[0], Sampling(max_tokens=600, seed=1, stop_token_ids=(stop,)))
-    assert stopped.finish_reason == "stop"
-    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
-
-
-async def test_scores_are_exact_and_fresh(
-    engine: VllmEngine, publisher: Publisher, folders: list[Path], models: list[PreTrainedModel]
-) -> None:
-    for folder, model in zip(folders, models, strict=True):
-        await push(publisher, folder, model)
-        ids, expected = tiny.canary(model)
-        assert await engine.score(ids) == pytest.approx(expected, abs=TOLERANCE)
-
-
-async def test_a_push_under_running_requests_has_exact_spans(
-    engine: VllmEngine, publisher: Publisher, folders: list[Path], models: list[PreTrainedModel]
-) -> None:
-    before = (await push(publisher, folders[0], models[0])).version
-    long = Sampling(max_tokens=400, temperature=0.0)
-    first = asyncio.gather(*(engine.generate(p, Sampling(max_tokens=40, temperature=0.0)) for p in PROMPTS))
-    running = [asyncio.create_task(engine.generate(p, long)) for p in PROMPTS]
-    await first  # short requests came back: the long ones, sent after them, have sampled tokens too
-    after = (await push(publisher, folders[1], models[1])).version
-    for prompt, completion in zip(PROMPTS, await asyncio.gather(*running), strict=True):
-        old, new = completion.version_spans
-        assert (old.version, new.version, new.end) == (before, after, 400)
-        assert worst(models[0], prompt, completion, 0, old.end) <= TOLERANCE
-        assert worst(models[1], prompt, completion, new.start) <= TOLERANCE
-
-
-async def test_a_second_push_reuses_the_group_and_is_quick(
-    publisher: Publisher, folders: list[Path], models: list[PreTrainedModel]
-) -> None:
-    await push(publisher, folders[0], models[0])
-    group = publisher._group
-    report = await push(publisher, folders[1], models[1])
-    assert publisher._group is group
-    assert 0 < report.transfer_ms <= report.pause_ms
-
-
-async def test_the_canary_finds_one_wrong_tensor(
-    engine: VllmEngine, publisher: Publisher, folders: list[Path], models: list[PreTrainedModel]
-) -> None:
-    weights = tiny.weights(folders[0])
-    name = "model.layers.1.mlp.down_proj.weight"
-    corrupted = weights | {name: -weights[name]}
-    version = next(VERSION)
-    with pytest.raises(WeightSyncError, match=rf"replica0 does not hold version {version}: after two pushes .* nats"):
-        await publisher.publish(version, corrupted.items(), *tiny.canary(models[0]))
-    assert (await push(publisher, folders[0], models[0])).pushed == ("replica0",)
-
-
-@pytest.mark.parametrize("change", ["unknown", "missing", "shape"])
-async def test_weights_that_do_not_fit_leave_the_old_ones_serving(
-    engine: VllmEngine, publisher: Publisher, folders: list[Path], models: list[PreTrainedModel], change: str
-) -> None:
-    served = (await push(publisher, folders[0], models[0])).version
-    weights = tiny.weights(folders[1])
-    if change == "unknown":
-        weights["model.layers.9.mlp.down_proj.weight"] = torch.zeros(4)
-    elif change == "missing":
-        del weights["model.norm.weight"]
-    else:
-        weights["model.norm.weight"] = torch.zeros(65)
-    report = await publisher.publish(next(VERSION), weights.items(), *tiny.canary(models[1]))
-    assert report.pushed == ()
-    assert {"unknown": "no tensor", "missing": "lacks", "shape": "the model has"}[change] in report.failed["replica0"]
-    assert await engine.version() == served
-    assert worst(models[0], PROMPTS[0], await engine.generate(PROMPTS[0], GREEDY)) <= TOLERANCE
-    assert (await push(publisher, folders[1], models[1])).pushed == ("replica0",)
-
-
-async def test_a_cancelled_request_no_longer_runs(engine: VllmEngine, url: str) -> None:
-    async def requests_on_the_server() -> int:
-        answer = await engine._call("POST", "/abort_requests", body={})  # with no ids: all, and says how many
-        return int(answer.split(b'"aborted":')[1].strip(b"} "))
-
-    started = asyncio.create_task(engine.generate(PROMPTS[0], Sampling(max_tokens=900)))
-    await engine.generate(PROMPTS[1], Sampling(max_tokens=1))
-    started.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await started
-    assert await requests_on_the_server() == 0
-
-    hasty = client(url, request_s=0.2)
-    with pytest.raises(DeadlineExceeded, match=r"replica0 waited 0.2 s for answer to /inference/v1/generate"):
-        await hasty.generate(PROMPTS[0], Sampling(max_tokens=900))
-    assert await requests_on_the_server() == 0
-    await hasty.close()
-
-
-async def test_pausing_in_abort_mode_returns_what_was_sampled(
-    engine: VllmEngine, publisher: Publisher, folders: list[Path], models: list[PreTrainedModel]
-) -> None:
-    await push(publisher, folders[0], models[0])
-    short = asyncio.gather(*(engine.generate(p, GREEDY) for p in PROMPTS))
-    running = asyncio.create_task(engine.generate(PROMPTS[0], Sampling(max_tokens=900, temperature=0.0)))
-    await short
-    await engine.pause("abort")
-    partial = await running
-    await engine.resume()
-    assert partial.finish_reason == "abort"
-    assert 0 < len(partial.token_ids) < 900
-    rest = await engine.generate([*PROMPTS[0], *partial.token_ids], GREEDY)
-    whole = Completion(partial.token_ids + rest.token_ids, partial.logprobs + rest.logprobs, (), "length")
-    assert worst(models[0], PROMPTS[0], whole) <= TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("prompt", "says"),
-    [
-        ([4, tiny.VOCABULARY], f"token id {tiny.VOCABULARY} is outside the vocabulary, 0 to {tiny.VOCABULARY - 1}"),
-        ([-1], "token id -1 is outside"),
-        ([4] * tiny.CONTEXT, f"a prompt of {tiny.CONTEXT} tokens; allowed are 1 to {tiny.CONTEXT - 1}"),
-        ([], "a prompt of 0 tokens"),
-    ],
-)
-async def test_what_would_kill_a_server_is_refused_before_it_is_sent(
-    engine: VllmEngine, prompt: list[int], says: str
-) -> None:
-    with pytest.raises(PolicyError, match=says):
-        await engine.generate(prompt, GREEDY)
-    with pytest.raises(PolicyError, match=says):
-        await engine.score(prompt)
-    assert await engine.version() is not None
+    await receive(engine, folders[0], 21)
+    await swap(engine, 21)
+    with pytest.raises(WeightSyncError, match=r"rank .: version 22 arrived with checksum"):
+        await receive(engine, folders[1], 22, checksum="0" * 16)
+    with pytest.raises(EngineError, match=r"finish_weight_update answered 500: .*version 22 was not staged"):
+        await swap(engine, 22)
+    assert await engine.version() == 21
+    assert await off_by(engine, models[0], 21) <= TOLERANCE
+    await receive(engine, folders[1], 23)
+    await swap(engine, 23)
+    assert await off_by(engine, models[1], 23) <= TOLERANCE
 
 
 async def test_what_the_server_refuses_is_an_engine_error(engine: VllmEngine) -> None:
-    with pytest.raises(EngineError, match=r"answered 400: .*top_p"):
-        await engine.generate(PROMPTS[0], Sampling(max_tokens=1, top_p=7.0))
+    with pytest.raises(EngineError, match=r"answered 400: .*top_p") as caught:
+        await engine.generate(PROMPT, Sampling(max_tokens=1, top_p=7.0))
+    assert not isinstance(caught.value, Broken)
 
 
-async def test_nobody_listening_is_an_engine_error_at_once() -> None:
-    nobody = client(f"http://127.0.0.1:{tiny.free_port()}")
-    with pytest.raises(EngineError, match=r"replica0 at .* is not reachable"):
-        await asyncio.wait_for(nobody.generate(PROMPTS[0], GREEDY), 5)
-    with pytest.raises(DeadlineExceeded, match=r"replica0 waited 0.3 s for its server to start"):
-        await nobody.wait_ready(0.3)
-    await nobody.close()
+async def test_a_late_request_no_longer_runs_when_its_caller_hears_of_it(engine: VllmEngine) -> None:
+    hasty = client(engine.url, request_s=0.2)
+    with pytest.raises(DeadlineExceeded, match=r"replica0 waited 0.2 s for answer to /inference/v1/generate"):
+        await hasty.generate(PROMPT, Sampling(max_tokens=900))
+    answer = await engine.call("POST", "/abort_requests", body={})  # with no ids: all, and says how many
+    assert msgspec.json.decode(answer)["aborted"] == 0
+    await hasty.close()
+
+
+# ---- the command line
 
 
 @pytest.mark.parametrize("memory", ["0.85", "1.5", "lots", "-1"])

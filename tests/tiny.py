@@ -74,12 +74,14 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def vllm(folder: Path, port: int, log: Path, *, max_concurrent: int = 64) -> Iterator[subprocess.Popen[bytes]]:
-    """A real vLLM server of `folder`, killed with its children at the end; it may not answer yet."""
+def vllm(
+    folder: Path, port: int, log: Path, *, max_concurrent: int = 64, ranks: int = 1
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A real vLLM server of `folder` over `ranks` processes, killed with its children at the end; it may not answer yet."""
     config = Config(
         model=Model(path=str(folder)),
         agent=Agent(max_tokens=CONTEXT),
-        rollout=Rollout(engine=Vllm(max_concurrent=max_concurrent, memory="64MiB")),
+        rollout=Rollout(engine=Vllm(max_concurrent=max_concurrent, memory="64MiB", tensor_parallel=ranks)),
     )
     with log.open("ab") as out:
         environment = os.environ | vllm_server.environment(config)

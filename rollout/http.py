@@ -1,0 +1,281 @@
+"""What every client of an inference server shares: HTTP with deadlines and named errors, and the checks of the engine contract.
+
+Invariants:
+- Nothing is tried twice here. A server that refuses, resets or fails is an EngineError at once; the router tries another.
+- A completion is checked before anybody sees it: one finite log-prob per token, spans that cover every token.
+- What kills a server (most check no ids themselves) is refused before it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from ..agents.base import Completion, FinishReason
+from ..buffer.trajectory import VersionSpan
+from ..configs.schema import Partial
+from ..errors import EngineError, PolicyError, within
+
+T = TypeVar("T")
+
+IMPOSSIBLE = -9999.0
+"""What servers write for a log-prob that is minus infinity or not a number."""
+
+KEEPALIVE_S = 3.0
+"""Idle connections are dropped before the server (after 5 s) does: a request must not meet a closing socket."""
+
+HINT = "see the server's log; rollout.request_s and weightsync.push_s set the deadlines"
+
+
+class Disconnected(EngineError):
+    """The server took a request and the connection broke before its answer was whole."""
+
+
+class HttpEngine:
+    """One server at `url`; the base of the engine clients.
+
+    Args:
+        name: what errors and reports call it.
+        url: `http://host:port`.
+        vocab_size: token ids must lie in `[0, vocab_size)`.
+        max_model_len: tokens of a prompt and its completion together.
+        initial_version: the version that the weights a server loaded itself go by; None refuses their completions, because a
+            trajectory must not be labelled by guesswork.
+        request_s: longest wait for a completion or a control call.
+        push_s: longest wait for one call of a weight push.
+        ranks: processes that hold a part of the replica's weights.
+        partial: what weight pushes do with requests under way; with `keep_kv` spans say which KV took part.
+    """
+
+    stages = True
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        initial_version: int | None = None,
+        request_s: float = 120.0,
+        push_s: float = 120.0,
+        ranks: int = 1,
+        partial: Partial = "recompute",
+    ) -> None:
+        self.name = name
+        self.url = url.rstrip("/")
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.initial_version = initial_version
+        self.request_s = request_s
+        self.push_s = push_s
+        self.ranks = ranks
+        self.partial: Partial = partial
+        self._opened: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Close the connections. The client may be used again afterwards."""
+        session, self._opened = self._opened, None
+        if session is not None:
+            await session.close()
+
+    # ---- HTTP
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        query: dict[str, str] | None = None,
+        *,
+        body: object = None,
+        seconds: float | None = None,
+        reuse: bool = False,
+    ) -> bytes:
+        """One request and its whole answer. Without `reuse` on a connection of its own: after an error a server closes the one
+        it came on.
+
+        Raises:
+            EngineError: not reachable, or an answer that is not 200.
+            DeadlineExceeded: no answer within `seconds`, by default `request_s`.
+        """
+
+        async def exchange() -> bytes:
+            async with self._request(method, path, query, body, reuse) as response:
+                return await response.read()
+
+        return await self._within(seconds, exchange(), path)
+
+    async def stream(
+        self, path: str, body: object, take: Callable[[bytes], None], *, seconds: float | None = None
+    ) -> None:
+        """POST, and hand the data of each server-sent event to `take` until `[DONE]`.
+
+        Raises:
+            Disconnected: the server took the request, and the stream ended early.
+            EngineError: not reachable, or an answer that is not 200; and whatever `take` raises.
+            DeadlineExceeded: the stream did not end within `seconds`, by default `request_s`.
+        """
+
+        async def exchange() -> None:
+            done, rest = False, b""
+            async with self._request("POST", path, None, body, reuse=True) as response:
+                async for data in response.content.iter_any():
+                    *lines, rest = (rest + data).split(b"\n")
+                    for line in lines:
+                        event = line[5:].strip() if line.startswith(b"data:") else b""
+                        done = done or event == b"[DONE]"
+                        if event and not done:
+                            take(event)
+            if not done:
+                raise Disconnected(f"{self.name} at {self.url} ended the stream of {path} early")
+
+        await self._within(seconds, exchange(), path)
+
+    def decode(self, data: bytes, kind: type[T]) -> T:
+        """JSON to a struct. Raises EngineError."""
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise EngineError(f"{self.name} at {self.url} answered something impossible: {error}") from error
+
+    async def metrics(
+        self, names: Iterable[str], labels: Mapping[str, str] | None = None, path: str = "/metrics"
+    ) -> dict[str, float]:
+        """Values of these Prometheus samples, added up over all that carry `labels`. Raises EngineError where there is none."""
+        values: dict[str, float | None] = dict.fromkeys(names)
+        text = (await self.call("GET", path, reuse=True)).decode()
+        # Parsing all of a server's histograms takes longer than everything else here.
+        wanted = [line for line in text.splitlines() if line.startswith(tuple(values))]
+        for family in text_string_to_metric_families("\n".join(wanted) + "\n"):
+            for sample in family.samples:
+                if sample.name in values and (labels or {}).items() <= sample.labels.items():
+                    values[sample.name] = (values[sample.name] or 0.0) + sample.value
+        for name, value in values.items():
+            if value is None:
+                raise EngineError(f"{self.name} at {self.url}{path} has no metric {name}")
+        return {name: value or 0.0 for name, value in values.items()}
+
+    async def answers(self, path: str, deadline_s: float) -> None:
+        """Return as soon as a GET of `path` succeeds; DeadlineExceeded when it does not within `deadline_s`."""
+
+        async def until_healthy() -> None:
+            while True:
+                try:
+                    await self.call("GET", path, seconds=deadline_s)
+                    return
+                except EngineError:
+                    await asyncio.sleep(0.1)  # nothing tells us when a foreign server starts to listen
+
+        await within(deadline_s, until_healthy(), who=self.name, waits_for="its server to start", hint="see its log")
+
+    # ---- the contract
+
+    def check_prompt(self, token_ids: Sequence[int]) -> None:
+        """Raises PolicyError for a prompt that is empty or too long, or an id outside the vocabulary."""
+        if not 0 < len(token_ids) < self.max_model_len:
+            raise PolicyError(
+                f"{self.name}: a prompt of {len(token_ids)} tokens; allowed are 1 to {self.max_model_len - 1}"
+                f" (the context is {self.max_model_len}, and a completion needs one)"
+            )
+        if not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            foreign = next(t for t in token_ids if not 0 <= t < self.vocab_size)
+            raise PolicyError(f"{self.name}: token id {foreign} is outside the vocabulary, 0 to {self.vocab_size - 1}")
+
+    def room(self, token_ids: Sequence[int], max_tokens: int) -> int:
+        """How many of `max_tokens` fit into the context behind a prompt."""
+        return min(max_tokens, self.max_model_len - len(token_ids))
+
+    def finite(self, values: Sequence[float]) -> list[float]:
+        """`values`, log-probs. Raises EngineError where one is not finite."""
+        for value in values:
+            if not math.isfinite(value) or value <= IMPOSSIBLE:
+                raise EngineError(f"{self.name}: a log-prob of {value}; its weights are probably not finite")
+        return list(values)
+
+    def policy_version(self, text: str, unpushed: str) -> int:
+        """The policy version that a server writes as `text`; `unpushed` is what it calls weights that it loaded itself.
+
+        Raises:
+            EngineError: it has none, and there is no `initial_version`.
+        """
+        if text.isdigit():
+            return int(text)
+        if text == unpushed and self.initial_version is not None:
+            return self.initial_version
+        raise EngineError(f"{self.name} has no policy version yet (it reports {text!r}); push weights to it first")
+
+    def completion(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        spans: Sequence[VersionSpan],
+        finish: FinishReason,
+        version: int | None,
+    ) -> Completion:
+        """A whole completion of a request that was sent as `version`. Raises EngineError where it cannot be one."""
+        if len(logprobs) != len(token_ids):
+            raise EngineError(f"{self.name}: {len(logprobs)} log-probs for {len(token_ids)} tokens")
+        edges = [0, *(s.end for s in spans)]
+        if [s.start for s in spans] != edges[:-1] or edges[-1] != len(token_ids):
+            raise EngineError(f"{self.name}: version spans {tuple(spans)} do not cover {len(token_ids)} tokens")
+        filled = tuple(s for s in spans if s.start < s.end)
+        return Completion(tuple(token_ids), tuple(self.finite(logprobs)), self._with_kv(filled, version), finish)
+
+    def certain(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        spans: Sequence[VersionSpan],
+        version: int | None,
+    ) -> Completion:
+        """What is left of a completion that broke off: the tokens up to where versions were reported."""
+        end = min(len(token_ids), len(logprobs), spans[-1].end if spans else 0)
+        kept = [msgspec.structs.replace(s, end=min(s.end, end)) for s in spans if s.start < end]
+        return self.completion(token_ids[:end], logprobs[:end], kept, "abort", version)
+
+    def _with_kv(self, spans: tuple[VersionSpan, ...], version: int | None) -> tuple[VersionSpan, ...]:
+        """Name the oldest version whose keys and values took part. A prefix cached for `version` may be that old too."""
+        if self.partial != "keep_kv" or not spans:
+            return spans
+        oldest = min(s.version for s in spans) if version is None else min(version, *(s.version for s in spans))
+        return tuple(s if s.version == oldest else msgspec.structs.replace(s, kv_version=oldest) for s in spans)
+
+    # ---- connections
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, query: dict[str, str] | None, body: object, reuse: bool
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        headers = {"Content-Type": "application/json"} | ({} if reuse else {"Connection": "close"})
+        data = msgspec.json.encode(body) if body is not None else None
+        try:
+            async with self._session().request(
+                method, self.url + path, params=query, data=data, headers=headers
+            ) as response:
+                if response.status != 200:
+                    reason = (await response.read()).decode(errors="replace").strip()[:500]
+                    raise EngineError(f"{self.name} at {self.url}{path} answered {response.status}: {reason}")
+                yield response
+        except aiohttp.ClientConnectorError as error:
+            raise EngineError(f"{self.name} at {self.url} is not reachable: {error}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise Disconnected(f"{self.name} at {self.url} broke the connection: {reason}") from error
+
+    async def _within(self, seconds: float | None, exchange: Any, path: str) -> Any:
+        return await within(
+            seconds or self.request_s, exchange, who=self.name, waits_for=f"answer to {path}", hint=HINT
+        )
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._opened is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+            self._opened = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        return self._opened

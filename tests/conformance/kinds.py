@@ -1,0 +1,87 @@
+"""What each kind of server offers, and why not where it does not: the one table that the suite skips by and the manual prints."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from slipstream.configs.schema import Fake, Servers, Sglang, Transformers, Vllm
+
+OFFERS = {
+    "exact": "tokens and log-probs of transformers, within 1e-4 nats in float32",
+    "truncated": "with `top_p` or `top_k`, log-probs of the truncated distribution",
+    "seed": "a seed per request: equal seed, equal tokens",
+    "stop": "only the stop tokens that a request names stop it",
+    "abort": "an aborted request returns its tokens and goes on exactly",
+    "spans": "exact version spans of requests that a push finds under way",
+    "recompute": "partial rollout `recompute`",
+    "keep_kv": "partial rollout `keep_kv`, declared as mixed",
+    "abort_resume": "partial rollout `abort_resume`",
+    "prefix cache": "a prefix cache, never of another version",
+    "staging": "receives weights while it generates",
+    "broadcast": "transport `broadcast`",
+    "shared": "transport `shared`",
+    "disk": "transport `disk`",
+    "delta": "transport `delta`",
+    "untied": "untied embeddings",
+    "moe": "mixture of experts",
+    "tensor parallel": "a replica over several processes",
+    "compute process": "a process of its own computes; its death is told at once",
+    "cancel": "a caller that goes away takes its request with it",
+}
+"""What the suite tests, in the words of the manual."""
+
+_OURS_ON_ONE_DEVICE = "our own server holds the model in one process; larger models are vLLM's and SGLang's business"
+_OURS_IN_ONE_PROCESS = "server and model live and die together, in one process"
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """One kind of engine.
+
+    Attributes:
+        name: `rollout.engine.kind`.
+        engine: its section of the configuration.
+        lacks: offer -> why this kind does not have it.
+    """
+
+    name: str
+    engine: type[Servers]
+    lacks: dict[str, str] = {}
+
+    def needs(self, *offers: str) -> None:
+        """Skip the test, with the reason from the table, where this kind lacks one of `offers`."""
+        for offer in offers:
+            assert offer in OFFERS, f"{offer!r} is not in the table of offers"
+            if offer in self.lacks:
+                pytest.skip(f"{self.name} has no {offer!r}: {self.lacks[offer]}")
+
+
+KINDS = (
+    Kind("vllm", Vllm),
+    Kind("sglang", Sglang),
+    Kind(
+        "transformers",
+        Transformers,
+        {"tensor parallel": _OURS_ON_ONE_DEVICE, "compute process": _OURS_IN_ONE_PROCESS},
+    ),
+    Kind(
+        "fake",
+        Fake,
+        {
+            "prefix cache": "it computes every prompt anew; it is for fault injection",
+            "tensor parallel": _OURS_ON_ONE_DEVICE,
+            "compute process": _OURS_IN_ONE_PROCESS,
+        },
+    ),
+)
+
+
+def table() -> str:
+    """The table in Markdown: one row per offer, one column per kind, the reasons below."""
+    assert all(offer in OFFERS for kind in KINDS for offer in kind.lacks)
+    reasons = list(dict.fromkeys(reason for kind in KINDS for reason in kind.lacks.values()))
+    rows = [["", *(f"`{kind.name}`" for kind in KINDS)], ["---"] * (len(KINDS) + 1)]
+    for offer, words in OFFERS.items():
+        marks = [f"no ({reasons.index(k.lacks[offer]) + 1})" if offer in k.lacks else "yes" for k in KINDS]
+        rows.append([words, *marks])
+    notes = [f"{number}. {reason[0].upper()}{reason[1:]}." for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *notes])

@@ -1,0 +1,189 @@
+"""What the tests hold in their hands: a server with its client, the models it may serve, and pushes between them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+from slipstream.agents.base import Completion
+from slipstream.buffer.trajectory import VersionSpan
+from slipstream.configs.schema import Partial
+from slipstream.rollout.engine import Engine, Sampling
+from slipstream.tests import tiny
+from slipstream.tests.conformance import reference
+from slipstream.tests.conformance.kinds import Kind
+from slipstream.tests.conformance.servers import Server
+from slipstream.weightsync.plan import PushReport
+from slipstream.weightsync.publisher import Publisher
+from transformers import PreTrainedModel
+
+Transport = Literal["broadcast", "shared", "disk", "delta"]
+
+GREEDY = Sampling(max_tokens=24, temperature=0.0)
+
+PROMPTS = [[(7 * i + 3 * j) % 440 + 4 for j in range(20 + i)] for i in range(8)]
+
+VERSIONS = itertools.count(1)
+"""Policy versions only rise, whichever server they go to."""
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """Two policies of one architecture: the folders of their weights, and the models that transformers makes of them."""
+
+    folders: tuple[Path, Path]
+    models: tuple[PreTrainedModel, PreTrainedModel]
+
+
+def make_weights(root: Path, *, tied: bool = True, moe: bool = False) -> Weights:
+    """Two policies of random weights below `root`."""
+    folders = tuple(tiny.tiny_qwen3(root / f"m{seed}", seed, tied=tied, moe=moe) for seed in range(2))
+    return Weights(folders, tuple(tiny.load(folder) for folder in folders))  # type: ignore[arg-type]
+
+
+def make_publisher(
+    *engines: Engine,
+    folder: Path,
+    partial: Partial = "recompute",
+    transport: Transport = "broadcast",
+    bucket_bytes: int = 64 << 10,
+    push_s: float = 60.0,
+) -> Publisher:
+    """A publisher to `engines` as the learner makes one; weights are several buckets, files go below `folder`."""
+    return Publisher(
+        engines,
+        transport=transport,
+        folder=folder,
+        host="127.0.0.1",
+        backend="gloo",
+        device=torch.device("cpu"),
+        bucket_bytes=bucket_bytes,
+        push_s=push_s,
+        canary_tolerance=reference.TOLERANCE,
+        dtype="float32",
+        partial=partial,
+    )
+
+
+class Replica:
+    """A server that answers, and one client of it."""
+
+    def __init__(
+        self, kind: Kind, server: Server, weights: Weights, files: Path, partial: Partial = "recompute"
+    ) -> None:
+        self.kind, self.server, self.weights, self.partial = kind, server, weights, partial
+        self.engine = server.client("replica", partial=partial)
+        self.files = files
+        self.version: int | None = None
+        self._publisher: Publisher | None = None
+
+    async def push(self, which: int, transport: Transport = "broadcast") -> int:
+        """Push policy `which` (0 or 1), as the learner does; returns its new version."""
+        report = await self.publish(tiny.weights(self.weights.folders[which]).items(), which, transport)
+        assert report.failed == {}
+        assert report.pushed == ("replica",)
+        assert report.canary <= reference.TOLERANCE
+        return report.version
+
+    async def publish(
+        self, named_weights: Iterable[tuple[str, torch.Tensor]], which: int, transport: Transport = "broadcast"
+    ) -> PushReport:
+        """Push any tensors, under the claim that they are policy `which`."""
+        if self._publisher is None:
+            self._publisher = make_publisher(self.engine, folder=self.files, partial=self.partial, transport=transport)
+        canary = tiny.canary(self.weights.models[which])
+        report = await self._publisher.publish(next(VERSIONS), named_weights, *canary)
+        self.version = await self.engine.version()
+        return report
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Completion:
+        """A completion by the policy that is served as far as we know; one that a pause cut short is continued."""
+        whole = Completion((), (), (), "abort")
+        while whole.finish_reason == "abort":
+            left = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(whole.token_ids))
+            part = await self.engine.generate([*prompt, *whole.token_ids], left, version=self.version)
+            whole = join(whole, part)
+        return whole
+
+    async def generate_all(self, prompts: Sequence[Sequence[int]], sampling: Sampling = GREEDY) -> list[Completion]:
+        """A completion for each prompt, all at once."""
+        return await asyncio.gather(*(self.generate(prompt, sampling) for prompt in prompts))
+
+    async def serves(self, which: int) -> bool:
+        """Whether it samples what policy `which` would, and names its version."""
+        completion = await self.generate(PROMPTS[0])
+        rows = reference.rows(self.weights.models[which], PROMPTS[0], completion)
+        spans = (VersionSpan(0, GREEDY.max_tokens, self.version or 0),)
+        return completion.version_spans == spans and reference.greedy(rows, completion.token_ids)
+
+    async def running(self, count: int, within_s: float = 10.0) -> None:
+        """Return when exactly `count` requests decode; the server is asked again and again, for it tells nobody by itself."""
+        async with asyncio.timeout(within_s):
+            while (await self.engine.pressure()).running != count:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        """Leave every group and close the connections; it may be used again, and then pushes by another transport, too."""
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.close()
+        await self.engine.close()
+
+
+def join(first: Completion, second: Completion) -> Completion:
+    """`second` continued `first`; neighbouring spans of one policy become one."""
+    shift = len(first.token_ids)
+    spans = list(first.version_spans)
+    for span in second.version_spans:
+        start = spans[-1].end if spans else 0
+        assert span.start + shift == start
+        if spans and (spans[-1].version, spans[-1].kv_version) == (span.version, span.kv_version):
+            start = spans.pop().start
+        spans.append(VersionSpan(start, span.end + shift, span.version, span.kv_version))
+    return Completion(
+        first.token_ids + second.token_ids, first.logprobs + second.logprobs, tuple(spans), second.finish_reason
+    )
+
+
+class Traffic:
+    """Greedy requests without end: as soon as one has finished its prompt is sent again, until the block is left.
+
+        async with Traffic(replica) as traffic:
+            await replica.push(1)
+        for prompt, completion in traffic.finished: ...
+
+    When the block begins every prompt has a request under way that has sampled tokens.
+    """
+
+    def __init__(self, replica: Replica, *, prompts: Sequence[list[int]] = PROMPTS[:4], max_tokens: int = 300) -> None:
+        self.finished: list[tuple[list[int], Completion]] = []
+        self._replica, self._prompts = replica, prompts
+        self._sampling = Sampling(max_tokens=max_tokens, temperature=0.0)
+        self._stopping = False
+        self._loops: list[asyncio.Task[None]] = []
+
+    def crossing(self) -> list[tuple[list[int], Completion]]:
+        """Those under which the weights changed."""
+        return [(prompt, completion) for prompt, completion in self.finished if len(completion.version_spans) > 1]
+
+    async def __aenter__(self) -> Traffic:
+        self._loops = [asyncio.create_task(self._repeat(prompt)) for prompt in self._prompts]
+        await self._replica.running(len(self._prompts))
+        # One that was sent after all the others has come back: the others have sampled, too.
+        await self._replica.generate(PROMPTS[7], Sampling(max_tokens=40, temperature=0.0))
+        return self
+
+    async def __aexit__(self, kind: object, *_: object) -> None:
+        self._stopping = True
+        if kind is not None:
+            for loop in self._loops:
+                loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=kind is not None)
+
+    async def _repeat(self, prompt: list[int]) -> None:
+        while not self._stopping:
+            self.finished.append((prompt, await self._replica.generate(prompt, self._sampling)))

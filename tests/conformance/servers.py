@@ -1,0 +1,175 @@
+"""Real servers of every kind, started by the code that the launcher starts them with, and their clients.
+
+Invariants:
+- Nothing outlives a test run: a server dies with the test process, and is killed with all its children.
+- A server's output is in its log; the log's end is part of the error when it does not start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import msgspec
+import psutil
+from slipstream.configs.schema import Agent, Config, Model, Partial, Rollout, Sglang, Vllm
+from slipstream.errors import DeadlineExceeded
+from slipstream.launch.processes import die_with_parent
+from slipstream.rollout import servers
+from slipstream.rollout.engine import Engine
+from slipstream.tests import tiny
+from slipstream.tests.conformance.kinds import Kind
+
+START_S = 180.0
+"""Longest start of a server; on two cores that others use it takes up to a minute."""
+
+HOST = "127.0.0.1"
+
+MAX_CONCURRENT = 8
+"""Sequences that a server decodes at once: few, so that a test can make a queue."""
+
+
+def configure(kind: Kind, folder: Path, *, ranks: int = 1, partial: Partial = "recompute") -> Config:
+    """The configuration of a run whose servers are of `kind` and serve the model in `folder`."""
+    engine = kind.engine(max_concurrent=MAX_CONCURRENT, memory="64MiB", start_s=START_S)
+    if ranks > 1:
+        assert isinstance(engine, Vllm | Sglang)
+        engine = msgspec.structs.replace(engine, tensor_parallel=ranks)
+    return Config(
+        model=Model(path=str(folder)),
+        agent=Agent(max_tokens=tiny.CONTEXT),
+        rollout=Rollout(engine=engine, partial=partial),  # type: ignore[arg-type]
+    )
+
+
+def make_client(
+    kind: str, name: str, url: str, ranks: int = 1, *, partial: Partial = "recompute", request_s: float = 60.0
+) -> Engine:
+    """A client, called `name`, of the server of kind `kind` at `url`."""
+    if kind == "sglang":
+        from slipstream.rollout.sglang import SglangEngine as Client
+    else:
+        from slipstream.rollout.vllm import VllmEngine as Client
+    return Client(
+        name,
+        url,
+        vocab_size=tiny.VOCABULARY,
+        max_model_len=tiny.CONTEXT,
+        request_s=request_s,
+        push_s=60.0,
+        ranks=ranks,
+        partial=partial,
+    )
+
+
+class Server:
+    """One server, which can be killed and started again at the same address."""
+
+    def __init__(self, kind: Kind, config: Config, log: Path) -> None:
+        self.kind, self.config = kind, config
+        self.port = tiny.free_port()
+        self.url = f"http://{HOST}:{self.port}"
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start it, unless it runs; it may not answer yet."""
+        if self.alive:
+            return
+        variables = os.environ | servers.environment(self.config)
+        line = servers.command(self.config, HOST, self.port, seed=self.port)
+        with self._log.open("ab") as out:
+            self._process = subprocess.Popen(
+                line, env=variables, stdout=out, stderr=out, start_new_session=True, preexec_fn=die_with_parent
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def client(self, name: str, *, partial: Partial = "recompute", request_s: float = 60.0) -> Engine:
+        """A client of it called `name`, for pushes that treat requests under way as `partial` says."""
+        return make_client(self.kind.name, name, self.url, self.ranks, partial=partial, request_s=request_s)
+
+    @property
+    def ranks(self) -> int:
+        """Processes that hold a part of its weights."""
+        return getattr(self.config.rollout.engine, "tensor_parallel", 1)
+
+    async def wait_ready(self) -> None:
+        """Return once it answers; fails with the end of its log when it ends or is late."""
+        client = self.client("starting")
+        ready, ended = asyncio.create_task(client.wait_ready(START_S)), asyncio.create_task(self.ended())
+        try:
+            await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
+            assert not ended.done(), f"the server ended with status {ended.result()}:\n{self.tail()}"
+            await ready
+        except DeadlineExceeded as error:
+            raise AssertionError(f"{error}:\n{self.tail()}") from error
+        finally:
+            ready.cancel()
+            ended.cancel()
+            await asyncio.gather(ready, ended, return_exceptions=True)
+            await client.close()
+
+    async def ended(self) -> int:
+        """Return its exit status, negative for a signal, as soon as its process has ended."""
+        assert self._process is not None
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+        process = os.pidfd_open(self._process.pid)
+        loop.add_reader(process, event.set)
+        try:
+            await event.wait()
+        finally:
+            loop.remove_reader(process)
+            os.close(process)
+        return self._process.wait()
+
+    def tail(self) -> str:
+        """The end of its log."""
+        return self._log.read_text(errors="replace")[-4000:]
+
+    def family(self) -> list[psutil.Process]:
+        """The server's process and all below it."""
+        assert self._process is not None
+        try:
+            root = psutil.Process(self._process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def compute_process(self) -> psutil.Process:
+        """The child that holds the model: the largest."""
+        return max(self.family()[1:], key=lambda process: process.memory_info().rss)
+
+    def die(self) -> None:
+        """SIGKILL for the server's own process; what becomes of its children is its own business."""
+        assert self._process is not None
+        self._process.kill()
+
+    def freeze(self) -> None:
+        """Stop every process of it where it stands."""
+        for process in self.family():
+            process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        for process in self.family():
+            process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """Kill it with all its children, and wait until they are gone."""
+        family = self.family()
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        if self._process is not None:
+            self._process.wait(30)
+        _, alive = psutil.wait_procs(family, 30)
+        assert alive == [], f"processes of {self.kind.name} that SIGKILL did not end: {alive}"

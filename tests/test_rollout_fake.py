@@ -1,0 +1,262 @@
+"""The fake server's scripted faults: each happens where, when and as the script says, once, and is told by the right error."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from slipstream.configs.schema import Config, Fake, Fault
+from slipstream.errors import ConfigError, DeadlineExceeded, EngineError, WeightSyncError
+from slipstream.rollout.engine import Broken, Sampling
+from slipstream.rollout.server.faults import CANNOT, Faults
+from slipstream.rollout.vllm import VllmEngine
+from slipstream.tests import tiny
+from slipstream.tests.conformance.kinds import KINDS
+from slipstream.tests.conformance.replica import PROMPTS, make_publisher
+from slipstream.tests.conformance.servers import Server, configure
+from slipstream.weightsync.plan import PushReport
+from transformers import PreTrainedModel
+
+(FAKE,) = (kind for kind in KINDS if kind.name == "fake")
+FOUR = Sampling(max_tokens=4, temperature=0.0)
+LONG = Sampling(max_tokens=900, temperature=0.0)
+
+
+def test_a_fault_happens_the_nth_time_and_once() -> None:
+    faults = Faults([Fault(at="score", do="refuse", nth=2), Fault(at="pause", do="die", nth=1)], replica=0)
+    assert faults.passing("score") is None
+    assert faults.passing("generate") is None
+    assert faults.passing("score") == Fault(at="score", do="refuse", nth=2)
+    assert faults.passing("score") is None
+    assert faults.passing("pause") == Fault(at="pause", do="die")
+    assert faults.passing("pause") is None
+
+
+def test_a_fault_of_another_replica_is_none_of_ours() -> None:
+    script = [Fault(at="swap", do="die", replica=1), Fault(at="join", do="freeze")]
+    assert Faults(script, replica=0).passing("swap") is None
+    assert Faults(script, replica=1).passing("swap") == script[0]
+    assert all(Faults(script, replica=i).passing("join") == script[1] for i in range(3))
+
+
+@pytest.mark.parametrize(("at", "do"), sorted(CANNOT))
+def test_a_fault_that_means_nothing_is_refused(at: str, do: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rollout\.engine\.faults: '{do}' at '{at}' means nothing"):
+        Faults([msgspec.convert({"at": at, "do": do}, Fault)], replica=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tiny_qwen3(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> PreTrainedModel:
+    return tiny.load(folder)
+
+
+def script(folder: Path, *faults: Fault) -> Config:
+    config = configure(FAKE, folder)
+    assert isinstance(config.rollout.engine, Fake)
+    engine = msgspec.structs.replace(config.rollout.engine, faults=faults)
+    return msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, engine=engine))
+
+
+@pytest.fixture
+def serve(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Start a server with faults."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*faults: Fault) -> Server:
+            server = Server(FAKE, script(folder, *faults), tmp_path / "server.log")
+            stack.callback(server.close)
+            return server
+
+        yield start
+
+
+@contextlib.asynccontextmanager
+async def client(server: Server, *, request_s: float = 20.0) -> AsyncIterator[VllmEngine]:
+    """A client that takes the weights which the server loaded itself for version 0."""
+    engine = VllmEngine(
+        "fake",
+        server.url,
+        vocab_size=tiny.VOCABULARY,
+        max_model_len=tiny.CONTEXT,
+        initial_version=0,
+        request_s=request_s,
+    )
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def test_completions_and_scores_that_are_refused_late_or_false(
+    serve: Callable[..., Server], model: PreTrainedModel
+) -> None:
+    server = serve(
+        Fault(at="health", do="refuse", nth=2),
+        Fault(at="generate", do="refuse"),
+        Fault(at="generate", do="lie", nth=2),
+        Fault(at="generate", do="delay", nth=3, seconds=1.5),
+        Fault(at="token", do="lie", nth=6),  # of the second completion that was computed
+        Fault(at="token", do="delay", nth=10, seconds=1.5),  # of the third
+        Fault(at="score", do="refuse"),
+        Fault(at="score", do="lie", nth=2),
+    )
+    await server.wait_ready()
+    ids, truth = tiny.canary(model)
+    async with client(server) as engine:
+        with pytest.raises(EngineError, match=r"answered 500: scripted fault: refused at health 2"):
+            await engine.call("GET", "/health")
+        await engine.call("GET", "/health")
+        with pytest.raises(EngineError, match=r"answered 500: scripted fault: refused at generate 1"):
+            await engine.generate(PROMPTS[0], FOUR)
+        with pytest.raises(EngineError, match=r"0 log-probs for 1 tokens|reports no weight_versions"):
+            await engine.generate(PROMPTS[0], FOUR)
+        began = time.monotonic()
+        late = await engine.generate(PROMPTS[0], FOUR)
+        assert 1.5 <= time.monotonic() - began < 10
+        with pytest.raises(EngineError, match="a log-prob of"):
+            await engine.generate(PROMPTS[0], FOUR)
+        began = time.monotonic()
+        assert await engine.generate(PROMPTS[0], FOUR) == late
+        assert 1.5 <= time.monotonic() - began < 10
+        assert await engine.generate(PROMPTS[0], FOUR) == late
+        with pytest.raises(EngineError, match=r"answered 500: scripted fault: refused at score 1"):
+            await engine.score(ids)
+        assert await engine.score(ids) == [-1.0] * len(truth)
+        assert await engine.score(ids) == pytest.approx(truth, abs=1e-4)
+
+
+async def test_orders_that_are_refused_or_confirmed_and_not_carried_out(serve: Callable[..., Server]) -> None:
+    server = serve(
+        Fault(at="pause", do="lie"),
+        Fault(at="pause", do="refuse", nth=2),
+        Fault(at="resume", do="lie"),
+        Fault(at="resume", do="refuse", nth=2),
+    )
+    await server.wait_ready()
+    async with client(server) as engine:
+        await engine.pause("recompute")
+        await engine.generate(PROMPTS[0], FOUR)  # it never paused
+        with pytest.raises(EngineError, match="refused at pause 2"):
+            await engine.pause("recompute")
+        await engine.generate(PROMPTS[0], FOUR)
+        await engine.pause("recompute")
+        await engine.resume()
+        waiting = asyncio.create_task(engine.generate(PROMPTS[0], FOUR))
+        with pytest.raises(EngineError, match="refused at resume 2"):
+            await engine.resume()
+        done, _ = await asyncio.wait({waiting}, timeout=1.0)
+        assert not done  # it never resumed
+        await engine.resume()
+        await asyncio.wait_for(waiting, 10)
+
+
+async def test_pushes_that_are_refused_or_confirmed_and_not_carried_out(
+    serve: Callable[..., Server], folder: Path, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    server = serve(  # a push tries twice
+        *(Fault(at="receive", do="refuse", nth=n) for n in (1, 2)),
+        *(Fault(at="receive", do="lie", nth=n) for n in (3, 4)),
+        *(Fault(at="swap", do="refuse", nth=n) for n in (1, 2)),
+        Fault(at="swap", do="delay", nth=3, seconds=1.0),
+    )
+    await server.wait_ready()
+    weights, canary = tiny.weights(folder), tiny.canary(model)
+    async with client(server) as engine:
+        publisher = make_publisher(engine, folder=tmp_path, push_s=10.0)
+
+        async def push(version: int) -> PushReport:
+            return await publisher.publish(version, weights.items(), *canary)
+
+        failed = await push(1)
+        assert "refused at receive 2" in failed.failed["fake"]
+        failed = await push(2)  # nothing was received, so no receipt comes
+        assert "no receipt" in failed.failed["fake"]
+        failed = await push(3)
+        assert "refused at swap 2" in failed.failed["fake"]
+        assert await engine.version() == 0
+        late = await push(4)
+        assert late.pushed == ("fake",)
+        assert late.pause_ms >= 1000
+        publisher.close()
+
+
+async def test_a_join_that_is_confirmed_and_not_carried_out_ends_at_the_deadline(
+    serve: Callable[..., Server], folder: Path, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    server = serve(
+        *(Fault(at="join", do="refuse", nth=n) for n in (1, 2)), *(Fault(at="join", do="lie", nth=n) for n in (3, 4))
+    )
+    await server.wait_ready()
+    async with client(server) as engine:
+        publisher = make_publisher(engine, folder=tmp_path, push_s=8.0)
+        for version, says in ((1, "refused at join 2"), (2, "to join a group"), (3, "")):
+            report = await publisher.publish(version, tiny.weights(folder).items(), *tiny.canary(model))
+            assert says in report.failed.get("fake", "")
+        assert report.pushed == ("fake",)
+        publisher.close()
+
+
+async def test_a_swap_that_is_confirmed_and_not_carried_out_is_found_by_the_canary(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    other = tiny.tiny_qwen3(tmp_path / "other", seed=1)
+    server = serve(*(Fault(at="swap", do="lie", nth=n) for n in (1, 2, 3)))
+    await server.wait_ready()
+    async with client(server) as engine:
+        publisher = make_publisher(engine, folder=tmp_path)
+        with pytest.raises(WeightSyncError, match=r"fake does not hold version 1: .* nats"):
+            await publisher.publish(1, tiny.weights(other).items(), *tiny.canary(tiny.load(other)))
+        publisher.close()
+
+
+async def test_a_death_between_two_tokens_leaves_the_partial(serve: Callable[..., Server]) -> None:
+    server = serve(Fault(at="token", do="die", nth=50))
+    await server.wait_ready()
+    async with client(server) as engine:
+        with pytest.raises(Broken) as broken:
+            await engine.generate(PROMPTS[0], LONG)
+        assert 49 - 16 <= len(broken.value.partial.token_ids) <= 49
+        assert await server.ended() == -signal.SIGKILL
+
+
+async def test_a_death_at_a_request_is_told_at_once(serve: Callable[..., Server]) -> None:
+    server = serve(Fault(at="generate", do="die", nth=2))
+    await server.wait_ready()
+    async with client(server) as engine:
+        await engine.generate(PROMPTS[0], FOUR)
+        with pytest.raises(Broken) as broken:
+            await asyncio.wait_for(engine.generate(PROMPTS[0], FOUR), 5)
+        assert broken.value.partial.token_ids == ()
+        assert await server.ended() == -signal.SIGKILL
+
+
+async def test_a_freeze_answers_nobody_until_it_thaws(serve: Callable[..., Server]) -> None:
+    server = serve(Fault(at="token", do="freeze", nth=20))
+    await server.wait_ready()
+    async with client(server, request_s=2.0) as engine:
+        running = asyncio.create_task(engine.generate(PROMPTS[0], LONG))
+        with pytest.raises(DeadlineExceeded, match=r"fake waited 2 s"):
+            await running
+        with pytest.raises(DeadlineExceeded, match=r"fake waited 2 s"):
+            await engine.version()
+        server.thaw()
+        assert await engine.version() == 0
+
+
+async def test_starts_that_are_late_refused_or_deadly(serve: Callable[..., Server]) -> None:
+    refused, dies = serve(Fault(at="start", do="refuse")), serve(Fault(at="start", do="die"))
+    async with client(serve(Fault(at="start", do="delay", seconds=60.0))) as engine:
+        with pytest.raises(DeadlineExceeded, match="its server to start"):
+            await engine.wait_ready(10.0)
+    assert await refused.ended() == 1
+    assert "EngineError: scripted fault: refused to start" in refused.tail()
+    assert await dies.ended() == -signal.SIGKILL

@@ -1,0 +1,210 @@
+"""What is so only of SGLang: how its server starts, what our plugin adds to it. The rest is in the conformance suite."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from slipstream.configs.schema import Agent, Config, Model, Partial, Rollout, Sglang, Vllm
+from slipstream.errors import ConfigError, EngineError
+from slipstream.rollout import sglang_server
+from slipstream.rollout.engine import Sampling
+from slipstream.rollout.sglang import SglangEngine
+from slipstream.tests import tiny
+from slipstream.weightsync.plan import Broadcast, File, GroupPlan, TransferPlan
+
+PROMPT = [5, 6, 7, 8, 9]
+LONG = Sampling(max_tokens=900)
+
+
+def configure(folder: Path, partial: Partial = "recompute", **engine: object) -> Config:
+    return Config(
+        model=Model(path=str(folder)),
+        agent=Agent(max_tokens=tiny.CONTEXT),
+        rollout=Rollout(engine=msgspec.structs.replace(Sglang(memory="64MiB"), **engine), partial=partial),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tiny_qwen3(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server's address and process, killed with all its children."""
+    config, port = configure(folder), tiny.free_port()
+    with (tmp_path_factory.mktemp("log") / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            sglang_server.command(config, sglang_server.LOOPBACK, port),
+            env=os.environ | sglang_server.environment(config),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    yield f"http://{sglang_server.LOOPBACK}:{port}", process
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(30)
+
+
+@pytest.fixture
+async def engine(server: tuple[str, subprocess.Popen[bytes]]) -> AsyncIterator[SglangEngine]:
+    client = SglangEngine(
+        "sglang", server[0], vocab_size=tiny.VOCABULARY, max_model_len=tiny.CONTEXT, initial_version=0, push_s=20.0
+    )
+    await client.wait_ready(180.0)
+    yield client
+    await client.close()
+
+
+async def running(engine: SglangEngine, count: int) -> None:
+    """Return when exactly `count` requests decode; nobody tells us, so ask."""
+    async with asyncio.timeout(5):
+        while (await engine.pressure()).running != count:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def test_the_kv_cache_is_as_large_as_asked(folder: Path) -> None:
+    # Two layers, keys and values, one head of 32 numbers of 4 bytes: 512 bytes per token.
+    assert "--max-total-tokens=131072" in sglang_server.command(configure(folder), sglang_server.LOOPBACK, 1)
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ({"memory": "256KiB"}, r"holds 512 tokens of this model, but one episode may have agent.max_tokens = 1024"),
+        ({"memory": "0.5"}, "write a size"),
+        ({"python": "/nowhere/python"}, "'/nowhere/python' is not a Python that runs"),
+        ({"python": sys.executable}, "has no sglang"),
+    ],
+)
+def test_what_cannot_start_is_refused_before_it_starts(folder: Path, engine: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        sglang_server.command(configure(folder, **engine), sglang_server.LOOPBACK, 1)
+
+
+def test_another_kinds_config_is_refused(folder: Path) -> None:
+    config = msgspec.structs.replace(configure(folder), rollout=Rollout(engine=Vllm()))
+    with pytest.raises(ConfigError, match="not sglang"):
+        sglang_server.command(config, sglang_server.LOOPBACK, 1)
+
+
+def test_spans_are_exact_with_kept_kv_only_without_overlap(folder: Path) -> None:
+    def overlaps(partial: Partial) -> bool:
+        command = sglang_server.command(configure(folder, partial), sglang_server.LOOPBACK, 1)
+        return "--disable-overlap-schedule" not in command
+
+    assert [overlaps("recompute"), overlaps("keep_kv"), overlaps("abort_resume")] == [True, False, True]
+
+
+def test_the_callers_own_python_path_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    variables = sglang_server.environment(configure(folder, tensor_parallel=2))
+    assert variables["PYTHONPATH"] == f"{sglang_server.SHIM}{os.pathsep}/mine"
+    assert variables["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+
+
+async def test_generation_goes_on_while_the_server_waits_for_a_group(engine: SglangEngine) -> None:
+    """The learner that it was told to meet never comes."""
+    with socket.create_server((sglang_server.LOOPBACK, 0)) as nobody:
+        port = nobody.getsockname()[1]
+        plan = GroupPlan("nobody", "gloo", sglang_server.LOOPBACK, port, rank_offset=1, world_size=2, timeout_s=3.0)
+        await engine.join_group(plan)
+        began = time.monotonic()
+        completion = await engine.generate(PROMPT, Sampling(max_tokens=64))
+        assert len(completion.token_ids) == 64
+        assert time.monotonic() - began < 2.0
+    transfer = TransferPlan(7, (), (), (), 1 << 20, Broadcast(), "", False, "tcp://127.0.0.1:9", "sglang")
+    with pytest.raises(EngineError, match="group"):
+        await engine.receive_weights(transfer)
+    assert await engine.version() == 0
+
+
+async def test_a_version_that_is_not_staged_is_refused_and_the_old_one_serves_on(
+    engine: SglangEngine, tmp_path: Path
+) -> None:
+    waiting = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=300)))
+    await engine.pause("recompute")
+    with pytest.raises(EngineError, match="version 3 is not staged here, nothing is"):
+        await engine.swap_weights(3)
+    plan = TransferPlan(
+        3, ("x",), ("float32",), ((1,),), 1 << 20, File(str(tmp_path / "x")), "", False, "tcp://127.0.0.1:9", "sglang"
+    )
+    await engine.receive_weights(plan)
+    with pytest.raises(EngineError, match="the model has no tensor 'x'"):
+        await engine.swap_weights(3)
+    await engine.resume()
+    completion = await waiting
+    assert [span.version for span in completion.version_spans] == [0]
+    assert await engine.version() == 0
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep_kv", "abort_resume"])
+async def test_a_request_that_came_in_a_pause_and_was_cancelled_never_runs(engine: SglangEngine, mode: Partial) -> None:
+    await engine.pause(mode)
+    held = asyncio.create_task(engine.generate(PROMPT, LONG))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(held, 0.3)
+    await engine.resume()
+    (token,) = (await engine.generate(PROMPT, Sampling(max_tokens=1))).token_ids
+    assert 0 <= token < tiny.VOCABULARY
+    await running(engine, 0)
+
+
+async def test_a_pause_that_aborts_takes_milliseconds(engine: SglangEngine) -> None:
+    requests = [asyncio.create_task(engine.generate(PROMPT, LONG)) for _ in range(4)]
+    await running(engine, 4)
+    began = time.monotonic()
+    await engine.pause("abort_resume")
+    assert time.monotonic() - began < 0.5  # a second, if we left it to SGLang
+    partials = await asyncio.gather(*requests)
+    assert {partial.finish_reason for partial in partials} == {"abort"}
+    assert all(partial.token_ids for partial in partials)
+    await engine.resume()
+
+
+async def test_one_abort_ends_one_request(engine: SglangEngine) -> None:
+    """SGLang aborts by prefix: of ids of one length none is another's."""
+    requests = [asyncio.create_task(engine.generate(PROMPT, LONG)) for _ in range(6)]
+    await running(engine, 6)
+    requests[0].cancel()
+    await running(engine, 5)
+    completions = await asyncio.gather(*requests[1:])
+    assert {(len(c.token_ids), c.finish_reason) for c in completions} == {(900, "length")}
+
+
+async def test_an_abort_in_the_queue_repeats_no_token(engine: SglangEngine, folder: Path) -> None:
+    """A retracted request is queued; SGLang then answers its abort with the last token once more."""
+    request = asyncio.create_task(engine.generate(PROMPT, LONG))
+    await running(engine, 1)
+    await engine.pause("recompute")
+    await engine.pause("abort_resume")
+    partial = await asyncio.wait_for(request, 5)
+    await engine.resume()
+    model = tiny.load(folder)
+    rows = tiny.logprobs(model, [*PROMPT, *partial.token_ids])[len(PROMPT) - 1 :]
+    expected = [float(row[token]) for row, token in zip(rows, partial.token_ids, strict=True)]
+    assert partial.logprobs == pytest.approx(expected, abs=1e-4)
+    assert partial.version_spans[-1].end == len(partial.token_ids) > 0
+
+
+async def test_the_server_ends_with_its_scheduler_and_leaves_nobody(
+    engine: SglangEngine, server: tuple[str, subprocess.Popen[bytes]]
+) -> None:
+    """The last test: it kills the server."""
+    family = psutil.Process(server[1].pid).children(recursive=True)
+    scheduler = max(family, key=lambda process: process.memory_info().rss)
+    scheduler.kill()
+    assert await asyncio.to_thread(server[1].wait, 1.0) != 0
+    _, alive = await asyncio.to_thread(psutil.wait_procs, family, 5)
+    assert alive == []
