@@ -6,13 +6,16 @@ Invariants:
   rewrote the history, a new branch opens; its earlier turns are context without loss. No sampled token is ever masked.
 - Every sampled token carries its log-prob and the policy version that the engine reported for it.
 - A completion cut short by the engine (`abort`) continues from the tokens it has, within the same token budget.
+- Nothing is asked for in a hot loop: where an engine cuts off before the first token, the next try comes later.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from renderers import ParsedResponse, Renderer, ToolCallParseStatus
 
@@ -21,6 +24,12 @@ from ..envs.base import Message, ToolCall, ToolSpec
 from ..errors import EngineError, PolicyError
 from .base import Completion, ContextExhausted, Generate
 from .format import to_chat, to_tools
+
+RETRY_S = 0.05
+"""Pause after a completion that was cut off before its first token; twice as long after each further one in a row."""
+
+RETRY_LIMIT_S = 2.0
+"""Longest such pause. The episode's deadline ends them."""
 
 
 @dataclass
@@ -50,7 +59,7 @@ class Branch:
         self.loss_mask.extend([True] * len(part.token_ids))
         self.logprobs.extend(part.logprobs)
         for span in part.version_spans:
-            self._span(VersionSpan(offset + span.start, offset + span.end, span.version))
+            self._span(_moved(span, offset))
         if self.turns and self.turns[-1].start == start:
             self.turns.pop()
         self.turns.append(Turn(start, len(self.token_ids), part.finish_reason))
@@ -61,8 +70,9 @@ class Branch:
 
     def _span(self, span: VersionSpan) -> None:
         last = self.version_spans[-1] if self.version_spans else None
-        if last and last.end == span.start and last.version == span.version:
-            self.version_spans[-1] = VersionSpan(last.start, span.end, span.version)
+        same = last and (last.version, last.kv_version) == (span.version, span.kv_version)
+        if last and same and last.end == span.start:
+            self.version_spans[-1] = VersionSpan(last.start, span.end, span.version, span.kv_version)
         else:
             self.version_spans.append(span)
 
@@ -202,12 +212,17 @@ class Session:
         start = len(branch.token_ids)
         end = min(start + self._max_tokens_per_turn, self._max_tokens)
         reason = "abort"
+        pause_s = RETRY_S
         while reason == "abort" and len(branch.token_ids) < end:
             room = end - len(branch.token_ids)
             part = await self._generate(tuple(branch.token_ids), room)
             _check(part, room)
+            if not part.token_ids:
+                await asyncio.sleep(pause_s)
+                pause_s = min(RETRY_LIMIT_S, 2 * pause_s)
+                continue
             branch.record(start, part)
-            reason = part.finish_reason
+            reason, pause_s = part.finish_reason, RETRY_S
         if reason == "abort":  # the parts together used up the budget
             reason = "length"
             branch.turns[-1] = Turn(start, end, reason)
@@ -215,12 +230,16 @@ class Session:
             tuple(branch.token_ids[start:]),
             tuple(branch.logprobs[start:]),
             tuple(
-                VersionSpan(max(s.start, start) - start, s.end - start, s.version)
+                _moved(msgspec.structs.replace(s, start=max(s.start, start)), -start)
                 for s in branch.version_spans
                 if s.end > start
             ),
             reason,
         )
+
+
+def _moved(span: VersionSpan, by: int) -> VersionSpan:
+    return msgspec.structs.replace(span, start=span.start + by, end=span.end + by)
 
 
 def _check(part: Completion, room: int) -> None:
@@ -230,6 +249,10 @@ def _check(part: Completion, room: int) -> None:
         raise EngineError(
             f"the engine answered {tokens} tokens where {room} were asked, with {len(part.logprobs)} log-probs and "
             f"version spans over {len(covered)}; check that its version is supported"
+        )
+    if not tokens and part.finish_reason != "abort":
+        raise EngineError(
+            f"the engine answered no token and said {part.finish_reason}; check that its version is supported"
         )
 
 

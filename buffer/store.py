@@ -20,7 +20,8 @@ from .ledger import Ledger
 from .replay import Episode, Group
 from .trajectory import Outcome, Trajectory
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change."""
 
 BUSY_S = 10.0
 """How long SQLite waits for another connection that holds the file."""

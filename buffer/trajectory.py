@@ -122,6 +122,13 @@ class Trajectory(msgspec.Struct, frozen=True):
             out[span.start : span.end] = span.version
         return out
 
+    def mixed(self) -> NDArray[np.bool_]:
+        """bool[T]: sampled tokens for which keys and values of another version took part (`VersionSpan.mixed`)."""
+        out = np.zeros(len(self), dtype=np.bool_)
+        for span in self.version_spans:
+            out[span.start : span.end] = span.mixed
+        return out
+
     def check(self) -> None:
         """Raises WireError where an invariant of this module does not hold."""
 
@@ -148,6 +155,8 @@ class Trajectory(msgspec.Struct, frozen=True):
         covered = np.zeros(n, dtype=np.bool_)
         for span in self.version_spans:
             require(at <= span.start < span.end <= n and span.version >= 0, f"bad version span {span}")
+            oldest = span.version if span.kv_version is None else span.kv_version
+            require(0 <= oldest <= span.version, f"bad version span {span}")
             covered[span.start : span.end] = True
             at = span.end
         require(bool((covered == self.loss_mask).all()), "version spans must cover exactly the sampled tokens")

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import WireError
 
-FORMAT = b"\x01"
+FORMAT = b"\x02"
 """First byte of every message. Raise it when a struct on the wire changes meaning."""
 
 Frame = bytes | memoryview

@@ -34,6 +34,7 @@ class PackedRow(msgspec.Struct, frozen=True):
         proximal_logprobs: float32[N], of the policy at the start of this step, 0 where not trained; NaN where still unknown.
         advantages: float32[N], 0 where not trained.
         lags: int32[N], learner version minus the version that sampled the token, -1 where not trained.
+        mixed: bool[N], trained tokens whose sampling used keys and values of older weights too: no version gives their log-prob.
     """
 
     token_ids: torch.Tensor
@@ -44,6 +45,7 @@ class PackedRow(msgspec.Struct, frozen=True):
     proximal_logprobs: torch.Tensor
     advantages: torch.Tensor
     lags: torch.Tensor
+    mixed: torch.Tensor
 
 
 class LossOutput(msgspec.Struct, frozen=True):

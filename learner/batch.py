@@ -36,6 +36,7 @@ class TrainSequence(msgspec.Struct, frozen=True):
         trained: bool[T].
         behavior_logprobs: float32[T], 0 where not trained.
         lags: int32[T], learner version minus the token's, -1 where not trained.
+        mixed: bool[T], trained tokens of a mixed policy (`VersionSpan.mixed`).
         advantage: of the episode, the same at every trained token.
     """
 
@@ -43,6 +44,7 @@ class TrainSequence(msgspec.Struct, frozen=True):
     trained: NDArray[np.bool_]
     behavior_logprobs: NDArray[np.float32]
     lags: NDArray[np.int32]
+    mixed: NDArray[np.bool_]
     advantage: float
 
 
@@ -56,6 +58,7 @@ class BatchSummary(msgspec.Struct, frozen=True):
     staleness_tokens: dict[str, int]
     tokens_trained: int
     tokens_withheld: int
+    mixed_tokens: int
     episodes: int
     episode_tokens_mean: float
     turns_mean: float
@@ -105,6 +108,7 @@ def summarize(groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> Ba
         staleness_tokens={str(lag): lags[lag] for lag in sorted(lags)},
         tokens_trained=trained,
         tokens_withheld=sampled - trained,
+        mixed_tokens=sum(int(sequence.mixed.sum()) for sequence in sequences),
         episodes=len(rewards),
         episode_tokens_mean=sampled / episodes,
         turns_mean=turns / episodes,
@@ -139,6 +143,7 @@ def to_row(sequences: Sequence[TrainSequence]) -> PackedRow:
         proximal_logprobs=torch.from_numpy(np.where(trained, np.float32("nan"), np.float32(0))),
         advantages=torch.from_numpy(np.where(trained, advantages, np.float32(0))),
         lags=torch.from_numpy(np.concatenate([s.lags for s in sequences])),
+        mixed=torch.from_numpy(np.concatenate([s.mixed for s in sequences])),
     )
 
 
@@ -156,6 +161,7 @@ def supervised(token_ids: Sequence[int], trained: Sequence[bool] | NDArray[np.bo
         trained=mask,
         behavior_logprobs=np.zeros(len(mask), dtype=np.float32),
         lags=np.where(mask, 0, -1).astype(np.int32),
+        mixed=np.zeros(len(mask), dtype=np.bool_),
         advantage=1.0,
     )
 
@@ -173,8 +179,11 @@ def fresh_rows(trajectories: Sequence[Trajectory], version: int, budget: int) ->
 
 
 def mismatch(rows: Sequence[PackedRow]) -> tuple[float, int]:
-    """Largest |learner - engine| log-prob in nats over this rank's tokens of lag 0, 0 where there are none; their number."""
-    gaps = [(r.proximal_logprobs - r.behavior_logprobs)[r.trained & (r.lags == 0)].abs() for r in rows]
+    """Largest |learner - engine| log-prob in nats over this rank's tokens of lag 0, 0 where there are none; their number.
+
+    Tokens of a mixed policy are left out: the engine computed them from other keys and values, and rightly differs.
+    """
+    gaps = [(r.proximal_logprobs - r.behavior_logprobs)[r.trained & (r.lags == 0) & ~r.mixed].abs() for r in rows]
     return max((float(gap.max()) for gap in gaps if len(gap)), default=0.0), sum(len(gap) for gap in gaps)
 
 
@@ -216,5 +225,6 @@ def _cut(trajectory: Trajectory, advantage: float, version: int, oldest_version:
         trained=trained,
         behavior_logprobs=np.where(trained, trajectory.behavior_logprobs[:end], np.float32(0)),
         lags=lags.astype(np.int32),
+        mixed=trained & trajectory.mixed()[:end],
         advantage=advantage,
     )

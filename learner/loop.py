@@ -5,6 +5,7 @@
 
     who waits          for what                                        until
     every rank         the batch of version v                          learner.batch_s, then DeadlineExceeded
+    rank 0             a replica that came (back), meanwhile           a batch, or a stop
     rank 0             replicas that take the new weights              weightsync.push_s each; the late are left out
     every rank         the other ranks, in each collective             the backend's timeout, then LearnerError
 
@@ -19,10 +20,10 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..buffer.client import BufferClient
 from ..buffer.messages import Batch
@@ -51,8 +52,11 @@ from .schedule import warm_up
 
 log = logging.getLogger(__name__)
 
-CATCH_UP_S = 1.0
-"""Between looks for replicas that came back, while the learner waits for a batch anyway."""
+LOOK_S = 1.0
+"""Between looks at the buffer until the first group is being played."""
+
+RETRY_S = 5.0
+"""Until replicas that answer, but did not take the weights, are tried again."""
 
 FRESH = 8
 """Trajectories scored per step only to compare learner and engine; a few percent of a batch."""
@@ -66,6 +70,7 @@ class TrainingLoop:
         backend: this rank's part of the model.
         buffer: where batches come from.
         publisher: on rank 0 how weights leave; None on the others.
+        joined: set on rank 0 whenever a replica answers that serves nothing yet.
         checkpoints: folder that checkpoints live in.
         canary_ids: the fixed prompt of every push.
         report: receives each step's metrics, on rank 0.
@@ -77,6 +82,7 @@ class TrainingLoop:
         backend: Backend,
         buffer: BufferClient,
         publisher: Publisher | None,
+        joined: asyncio.Event,
         checkpoints: Path,
         canary_ids: Sequence[int],
         report: Callable[[StepMetrics], None],
@@ -85,6 +91,7 @@ class TrainingLoop:
         self._backend = backend
         self._buffer = buffer
         self._publisher = publisher
+        self._joined = joined
         self._checkpoints = checkpoints
         self._canary = tuple(canary_ids)
         self._report = report
@@ -119,30 +126,42 @@ class TrainingLoop:
         return state
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """After the last step, until `stop`: a replica that comes back still gets its weights."""
-        while not stop.is_set():
-            await self._catch_up(stop)
+        """After the last step, until `stop`: a replica that comes, or comes back, still gets its weights."""
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        while not stopped.done():
+            await self._meanwhile({stopped})
 
     async def _until_played(self, on_ready: Callable[[], None], stop: asyncio.Event) -> None:
         """Return when the first group is being played. What comes before, an evaluation for example, takes the time it takes
         and counts neither as waiting nor towards `batch_s`."""
         announced = False
-        while not stop.is_set():
-            if not announced and (self._publisher is None or self._served is not None):
-                announced = True
-                on_ready()
-            stats = await self._buffer.stats()
-            if stats.leased_groups or stats.ready_groups:
-                return
-            await self._catch_up(stop)
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            while not stopped.done():
+                if not announced and (self._publisher is None or self._served is not None):
+                    announced = True
+                    on_ready()
+                stats = await self._buffer.stats()
+                if stats.leased_groups or stats.ready_groups:
+                    return
+                await self._meanwhile({stopped}, LOOK_S)
+        finally:
+            stopped.cancel()
 
-    async def _catch_up(self, stop: asyncio.Event) -> None:
-        """Push to replicas that came back, then wait a little, or for `stop`."""
-        if self._publisher is not None:
-            await self._serve(await self._publisher.catch_up())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CATCH_UP_S):
-                await stop.wait()
+    async def _meanwhile(self, waits: Collection[asyncio.Task[Any]], seconds: float | None = None) -> None:
+        """Return when one of `waits` is done, after `seconds`, or when replicas that came (back) were brought the weights."""
+        joined = asyncio.create_task(self._joined.wait(), name="joined")
+        try:
+            done, _ = await asyncio.wait({*waits, joined}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            joined.cancel()
+        if self._publisher is None or done != {joined}:
+            return
+        self._joined.clear()
+        push = await self._publisher.catch_up()
+        await self._serve(push)
+        if push is not None and push.failed:
+            asyncio.get_running_loop().call_later(RETRY_S, self._joined.set)
 
     async def _recover(self) -> CheckpointState:
         """Load the newest checkpoint, if any, and have the buffer roll back what it does not contain."""
@@ -166,9 +185,7 @@ class TrainingLoop:
         stopped = asyncio.create_task(stop.wait(), name="stop")
         try:
             while not (take.done() or stopped.done()):
-                await asyncio.wait({take, stopped}, timeout=CATCH_UP_S, return_when=asyncio.FIRST_COMPLETED)
-                if self._publisher is not None and not take.done():
-                    await self._serve(await self._publisher.catch_up())
+                await self._meanwhile({take, stopped})
             late = take.done() and isinstance(take.exception(), DeadlineExceeded)
             if self._backend.maximum(late):
                 if self._saved != state:

@@ -70,6 +70,7 @@ class StepMeter:
             learner_tokens_per_s=self._context / step_s,
             learner_idle=wait_s / total_s,
             rollout_idle=(after.idle_slot_s - before.idle_slot_s) / slot_s if slot_s > 0 else 0.0,
+            slots=slot_s / total_s,
             wait_s=wait_s,
             step_s=step_s,
             push_s=now - self._stepped,

@@ -19,6 +19,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         staleness_tokens: trained tokens by staleness (`{"0": 120, "1": 30}`).
         tokens_trained: tokens that carried loss in this step.
         tokens_withheld: sampled tokens of this batch that were too old and stayed as context.
+        mixed_tokens: trained tokens sampled by new weights from keys and values of older ones too (`rollout.partial=keep_kv`).
         tokens_discarded: tokens discarded for any reason since the previous step.
         episodes: episodes in the batch.
         episode_tokens_mean: sampled tokens per episode.
@@ -29,6 +30,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         learner_tokens_per_s: tokens (context included) per second of stepping.
         learner_idle: share of the time in which the learner waited for a batch, 0 to 1.
         rollout_idle: share of the episode slots that stood empty for want of a lease, 0 to 1.
+        slots: episodes that all workers together would play at once, mean; follows how busy the servers are.
         wait_s: seconds waited for the batch.
         step_s: seconds of proximal log-probs, forward, backward and optimizer.
         push_s: seconds of the weight push, all told.
@@ -37,7 +39,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         canary: largest canary difference after the push, nats.
         mismatch_max: largest difference in nats between the learner's and the engine's log-prob of a token sampled at the
             learner's own version: tokens of staleness 0 in the batch, and in a few trajectories that were delivered while
-            the learner looked at the batch; 0 when there were none.
+            the learner looked at the batch; 0 when there were none. Tokens of a mixed policy do not count.
         mismatch_tokens: how many tokens that maximum is over (rank 0's).
         loss: the policy loss.
         ess: effective sample size of the importance weights over tokens, as a share, 0 to 1.
@@ -58,6 +60,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     staleness_tokens: dict[str, int]
     tokens_trained: int
     tokens_withheld: int
+    mixed_tokens: int
     tokens_discarded: int
     episodes: int
     episode_tokens_mean: float
@@ -68,6 +71,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     learner_tokens_per_s: float
     learner_idle: float
     rollout_idle: float
+    slots: float
     wait_s: float
     step_s: float
     push_s: float

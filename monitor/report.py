@@ -35,6 +35,7 @@ HEALTH = {
     "episode_tokens_mean": "tokens per episode",
     "turns_mean": "turns per episode",
     "tokens_withheld": "tokens withheld",
+    "mixed_tokens": "tokens of mixed policies",
     "tokens_discarded": "tokens discarded",
 }
 
@@ -172,6 +173,7 @@ def _waiting(run: _Material) -> str:
         ("overlap_tokens_per_s", "generated while the learner stepped", "green"),
     )
     learner = (("learner_tokens_per_s", "learner, context included", "orange"),)
+    slots = (("slots", "episodes that the workers would play at once", "blue"),)
     speeds = [mean(column(run.rows, name)) for name, _, _ in (*overlap, *learner)]
     caption = ""
     if speeds[0] and speeds[1] is not None:
@@ -189,6 +191,11 @@ def _waiting(run: _Material) -> str:
                 _chart(charts.lines(run.rows, learner, "tokens/s"), missing),
                 "Learning",
                 f"On average {count(speeds[2])} tokens/s of stepping." if run.rows else "",
+            ),
+            card(
+                _chart(charts.lines(run.rows, slots, "episodes"), missing),
+                "Concurrency",
+                "It grows until requests queue at the servers or their caches fill." if run.rows else "",
             ),
         ),
     )

@@ -24,6 +24,13 @@ IDLE = 0.15
 """A side that is idle for more than this share of the time is called starved; below, one step's noise explains it."""
 
 
+CROWDED = 0.7
+"""Workers that play fewer episodes than this share of what the servers may decode were pushed back by full caches."""
+
+SMALL_BATCH = 32
+"""Sequences decoded at once below which a server mostly reads weights, and more of them cost nearly nothing."""
+
+
 class Evaluation(msgspec.Struct, frozen=True):
     """Fresh tasks played once with one policy version; `outcomes` counts episodes by how they ended."""
 
@@ -116,32 +123,41 @@ def balance(rows: Sequence[Row], config: Config) -> Balance | None:
     if learner is None or rollout is None:
         return None
     waited = f"The learner waited {share(learner)} of the time for batches; {share(rollout)} of the episode slots stood empty."
-    return Balance(learner, rollout, f"{waited} {_advice(learner > IDLE, rollout > IDLE, config)}")
+    advice = _advice(learner > IDLE, rollout > IDLE, mean(column(steady, "slots")), config)
+    return Balance(learner, rollout, f"{waited} {advice}")
 
 
-def _advice(learner_starved: bool, rollout_starved: bool, config: Config) -> str:
-    buffer, fleet = config.buffer, config.rollout
-    slots = fleet.workers * fleet.episodes_per_worker
+def _advice(learner_starved: bool, rollout_starved: bool, slots: float | None, config: Config) -> str:
+    """`slots` is how many episodes the workers would play at once: what the servers take, tools and environments included."""
+    buffer, engine = config.buffer, config.rollout.engine
     admitted = (buffer.max_staleness + 1) * buffer.groups_per_batch * buffer.group_size
-    decoding = fleet.engine.replicas * fleet.engine.max_concurrent
+    decoding = engine.replicas * engine.max_concurrent
+    needed = -(-admitted // engine.max_concurrent)
     if learner_starved and rollout_starved:
         return (
             "Each side waits for the other: admission is too tight for the spread of episode lengths. "
             f"Raise buffer.max_staleness from {buffer.max_staleness} to {buffer.max_staleness + 1}."
         )
-    if learner_starved and slots < min(admitted, decoding):
-        wanted = -(-min(admitted, decoding) // fleet.workers)
+    if learner_starved and slots is not None and slots < CROWDED * decoding:
         return (
-            "Rollouts are the bottleneck and the engines could decode more episodes at once. "
-            f"Raise rollout.episodes_per_worker from {fleet.episodes_per_worker} to {wanted}."
+            f"Rollouts are the bottleneck: requests queue before the servers decode all {decoding} that they may, for want of "
+            f"room for their keys and values. Raise rollout.engine.memory above {engine.memory}."
+        )
+    if learner_starved and engine.max_concurrent < SMALL_BATCH and decoding < admitted:
+        return (
+            f"Rollouts are the bottleneck, and a server that decodes {engine.max_concurrent} sequences at once is not busy. "
+            f"Raise rollout.engine.max_concurrent from {engine.max_concurrent} to {2 * engine.max_concurrent}."
         )
     if learner_starved:
-        replicas = fleet.engine.replicas
-        return f"Rollouts are the bottleneck. Raise rollout.engine.replicas from {replicas} to {replicas + 1}."
-    if rollout_starved and slots > admitted:
         return (
-            f"The learner is busy, and {slots} slots are more than the {admitted} episodes that admission allows. "
-            f"Lower rollout.episodes_per_worker from {fleet.episodes_per_worker} to {max(1, admitted // fleet.workers)}."
+            "Rollouts are the bottleneck: the servers are the limit. "
+            f"Raise rollout.engine.replicas from {engine.replicas} to {engine.replicas + 1}."
+            f" (While it runs: slipstream replicas {config.run.dir} add.)"
+        )
+    if rollout_starved and needed < engine.replicas:
+        return (
+            f"The learner is busy, and the servers decode {decoding} episodes at once where admission allows {admitted}. "
+            f"Lower rollout.engine.replicas from {engine.replicas} to {needed}."
         )
     if rollout_starved:
         ranks = config.learner.backend.ranks

@@ -35,14 +35,14 @@ class Evaluation(msgspec.Struct, frozen=True):
     seconds: float
 
 
-async def evaluate(player: Player, label: str, tasks: int, concurrency: int) -> Evaluation:
-    """Play tasks 0, 1, ... once each, `concurrency` at a time.
+async def evaluate(player: Player, label: str, tasks: int) -> Evaluation:
+    """Play tasks 0, 1, ... once each, at a time as many as the servers decode at once.
 
     Raises:
         EvaluationError: all episodes failed.
     """
     started = time.perf_counter()
-    free = asyncio.Semaphore(concurrency)
+    free = asyncio.Semaphore(player.decodes)
 
     async def one(index: int):
         async with free:

@@ -1,150 +1,298 @@
-"""Which replica answers a request: sticky by episode, else the one with the fewest tokens in flight.
+"""The router: takes requests of many episodes to the replicas of a fleet that changes under it.
+
+    episodes ──generate──> Routing (who goes where, pure) ──> one engine client per incarnation of a replica
+                              ^        ^
+              fleet feed ─────┘        └── completions, failures, probes of suspect replicas
+
+    who waits            for what                                       until
+    a request            a replica with room and a recent version       rollout.request_s, its retries included
+    a probe              a replica that failed a request                the replica is well, restarted or gone
+    a retired replica    its last completions to end or break           GRACE_S, then they continue elsewhere
 
 Invariants:
-- A request goes only to a replica that answers and serves at least the version its lease asks for.
-- A replica that fails is left alone at once; one task per failed replica waits for its return. Its requests go elsewhere,
-  or wait for it, until their own deadline.
+- Nobody looks again and again: a waiting request is woken by the fleet, by a completion that made room, or by a probe.
+- A request that loses its replica continues elsewhere from the tokens it has: they go back to the session as a completion that
+  ended by `abort`, and the session asks for the rest. Without any token it is tried again right here.
+- A request whose caller was cancelled is no longer on any server when the caller hears of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..agents.base import Completion
+from ..configs.schema import Partial
 from ..errors import DeadlineExceeded, EngineError, within
-from .engine import Engine, Sampling
+from ..weightsync.fleet import Fleet, Seat
+from .engine import Broken, Engine, Pressure, Sampling
+from .routing import Ask, Grant, Routing
 
 log = logging.getLogger(__name__)
 
-PROBE_S = 0.5
-"""Between looks at a replica that is down or behind: a server has no event to wait for over HTTP."""
+AHEAD = 4
+"""Requests on a replica beyond those that it decodes at once, so that a place that falls free is filled without a round trip."""
 
+PROBE_S = 0.25
+"""Pause before the second probe in a row of one replica; the first is made at once, and each further pause is twice as long."""
 
 BACKOFF_S = 8.0
-"""Longest pause between tries of one request."""
+"""Longest pause between two probes."""
+
+GRACE_S = 0.4
+"""How long the requests of a replica that left the fleet may take to break by themselves, with their tokens. A process that ends
+breaks its connections at once; only a host that vanished says nothing."""
+
+PRESSURE_S = 2.0
+"""Longest wait for a replica to say how busy it is; a sample that is older says nothing."""
+
+NOTHING = Completion((), (), (), "abort")
+
+MakeEngine = Callable[[Seat], Engine]
+"""A new client of the replica in this seat; the router closes it."""
 
 
-class Replica:
-    """One engine as the router sees it. `tokens` are in flight; `version` is the last one seen, None while it is away."""
+class Link:
+    """The client of one incarnation of one replica. `gone` is set when it is too late for its answers."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, seat: Seat, engine: Engine) -> None:
+        self.seat = seat
         self.engine = engine
-        self.version: int | None = None
-        self.tokens = 0
+        self.calls: set[asyncio.Task[Completion]] = set()
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.probe: asyncio.Task[None] | None = None
+        self.probes = 0
+
+    def same(self, seat: Seat) -> bool:
+        """Whether `seat` is still this process."""
+        return (self.seat.incarnation, self.seat.url) == (seat.incarnation, seat.url)
 
 
 class Router:
-    """Spreads requests over `engines`. Use as an async context manager; it closes the engines."""
+    """Spreads requests over the fleet. Use as an async context manager, and give it every new fleet by `update`.
 
-    def __init__(self, engines: Sequence[Engine], *, start_s: float, request_s: float) -> None:
-        self._replicas = [Replica(engine) for engine in engines]
-        self._start_s = start_s
+    Args:
+        make_engine: makes the client of a seat; called in the event loop when a seat serves for the first time.
+        max_concurrent: sequences that a replica decodes at once; it gets at most `AHEAD` requests more.
+        request_s: longest wait for one completion, retries on other replicas included.
+        start_s: longest wait in one probe for a replica to answer.
+        partial: what a push does to requests under way. Only with `abort_resume` is one that was cut short no sign of trouble.
+    """
+
+    def __init__(
+        self, make_engine: MakeEngine, *, max_concurrent: int, request_s: float, start_s: float, partial: Partial
+    ) -> None:
+        self.max_concurrent = max_concurrent
+        self._make_engine = make_engine
         self._request_s = request_s
-        self._changed = asyncio.Condition()
-        self._sticky: dict[str, Replica] = {}
+        self._start_s = start_s
+        self._partial: Partial = partial
+        self._routing = Routing(max_concurrent + AHEAD)
+        self._links: dict[str, Link] = {}
+        self._granted: dict[int, asyncio.Future[tuple[Grant, Link]]] = {}
+        self._numbers = itertools.count()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     async def __aenter__(self) -> Router:
-        for replica in self._replicas:
-            self._watch(replica, 0)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        probes = [r.probe for r in self._replicas if r.probe]
-        for probe in probes:
-            probe.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*probes)
-        for replica in self._replicas:
-            await replica.engine.close()
+        self.update(Fleet(0, ()))
+        self._closed = True
+        await asyncio.gather(*self._closing)
+
+    # --- the fleet ------------------------------------------------------------------------------------------------
+
+    def update(self, fleet: Fleet) -> None:
+        """The fleet is now this. Call in the event loop, with every snapshot of the feed in its order; returns at once."""
+        if self._closed:
+            return
+        seats = {seat.name: seat for seat in fleet.seats}
+        for name, link in list(self._links.items()):
+            if name in seats and link.same(seats[name]):
+                link.seat = seats[name]
+            else:
+                self._retire(self._links.pop(name))
+        for name, seat in seats.items():
+            if seat.state == "serving" and name not in self._links:
+                self._links[name] = Link(seat, self._make_engine(seat))
+        self._routing.follow(fleet)
+        self._send()
+
+    @property
+    def serving(self) -> int:
+        """Replicas that take requests."""
+        return sum(place.serving for place in self._routing.places.values())
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait here because no replica has room for them."""
+        return self._routing.waiting
+
+    async def pressure(self) -> list[Pressure]:
+        """How busy each serving replica is that says so in time; one that cannot be reached is probed."""
+        links = [link for name, link in self._links.items() if self._routing.places[name].serving]
+        samples = await asyncio.gather(*(self._sample(link) for link in links))
+        return [sample for sample in samples if sample is not None]
+
+    async def _sample(self, link: Link) -> Pressure | None:
+        try:
+            async with asyncio.timeout(PRESSURE_S):
+                return await link.engine.pressure()
+        except (TimeoutError, DeadlineExceeded):
+            return None  # a machine that is busy is slow to say so
+        except EngineError as error:
+            self._distrust(link, error)
+            return None
+
+    def _retire(self, link: Link) -> None:
+        if link.probe is not None:
+            link.probe.cancel()
+        task = asyncio.create_task(self._close(link), name=f"closing {link.engine.name}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close(self, link: Link) -> None:
+        if link.calls:
+            await asyncio.wait(link.calls, timeout=GRACE_S)
+        link.gone.set_result(None)
+        if link.calls:
+            await asyncio.wait(link.calls)  # each was cancelled by its request, which does not wait for it
+        with contextlib.suppress(EngineError):
+            await link.engine.close()
+
+    # --- the requests ---------------------------------------------------------------------------------------------
 
     def forget(self, episode_id: str) -> None:
         """The episode is over; nothing sticks to its replica any more."""
-        self._sticky.pop(episode_id, None)
+        self._routing.forget(episode_id)
 
     async def generate(
         self, episode_id: str, token_ids: Sequence[int], sampling: Sampling, oldest_version: int
     ) -> Completion:
-        """One completion from a replica that serves at least `oldest_version`.
+        """One completion, or the beginning of one (`abort`, one token or more), from a replica at `oldest_version` or later.
 
         Raises:
-            DeadlineExceeded: no replica could complete it within `request_s`.
+            DeadlineExceeded: no replica could begin and end it within `request_s`.
             PolicyError: no engine would take such a request.
         """
+        request = Ask(next(self._numbers), episode_id, tuple(token_ids), sampling.max_tokens, oldest_version)
         return await within(
             self._request_s,
-            self._generate(episode_id, token_ids, sampling, oldest_version),
+            self._generate(request, sampling),
             who=f"episode {episode_id}",
             waits_for=f"a completion at version {oldest_version} or later",
             hint=lambda: f"replicas: {self._describe()}; see their logs, or raise rollout.request_s",
         )
 
-    async def _generate(
-        self, episode_id: str, token_ids: Sequence[int], sampling: Sampling, oldest_version: int
-    ) -> Completion:
-        weight = len(token_ids) + sampling.max_tokens
-        failures = 0
+    async def _generate(self, request: Ask, sampling: Sampling) -> Completion:
         while True:
-            if (
-                failures > 1
-            ):  # the first failure goes elsewhere at once; a request that nobody can serve must not hammer
-                await asyncio.sleep(min(BACKOFF_S, PROBE_S * 2 ** (failures - 2)))
-            replica = await self._pick(episode_id, oldest_version)
-            replica.tokens += weight
+            grant, link = await self._grant(request)
             try:
-                completion = await replica.engine.generate(token_ids, sampling, salt=str(replica.version))
+                completion = await self._call(link, request, sampling, grant.version)
+                self._account(link, request, completion)
+            except Broken as error:
+                self._distrust(link, error)
+                completion = error.partial
             except (EngineError, DeadlineExceeded) as error:
-                log.warning("%s failed: %s", replica.engine.name, error)
-                self._watch(replica, oldest_version)
-                failures += 1
+                self._distrust(link, error)
                 continue
             finally:
-                replica.tokens -= weight
-            if completion.version_spans and replica.version is not None:
-                replica.version = max(replica.version, completion.version_spans[-1].version)
-            return completion
+                self._routing.leave(request.number)
+                self._send()
+            if completion.token_ids or completion.finish_reason != "abort":
+                return completion
 
-    async def _pick(self, episode_id: str, oldest_version: int) -> Replica:
-        """Wait for a replica that serves `oldest_version`, and stick to it."""
-        async with self._changed:
-            while True:
-                for replica in self._replicas:
-                    if replica.version is not None and replica.version < oldest_version:
-                        self._watch(replica, oldest_version)
-                able = [r for r in self._replicas if r.version is not None]
-                if able:
-                    kept = self._sticky.get(episode_id)
-                    replica = kept if kept in able else min(able, key=lambda r: r.tokens)
-                    self._sticky[episode_id] = replica
-                    return replica
-                await self._changed.wait()
+    async def _grant(self, request: Ask) -> tuple[Grant, Link]:
+        """Wait for a replica."""
+        granted = asyncio.get_running_loop().create_future()
+        self._granted[request.number] = granted
+        self._routing.ask(request)
+        self._send()
+        try:
+            return await granted
+        except asyncio.CancelledError:
+            self._routing.leave(request.number)  # also when it was granted and nobody came to fetch it
+            self._send()
+            raise
+        finally:
+            self._granted.pop(request.number, None)
 
-    def _watch(self, replica: Replica, oldest_version: int) -> None:
-        """Take the replica out until it answers and serves `oldest_version`."""
-        replica.version = None
-        if replica.probe is None or replica.probe.done():
-            name = f"probe of {replica.engine.name}"
-            replica.probe = asyncio.create_task(self._probe(replica, oldest_version), name=name)
+    def _send(self) -> None:
+        """Grant what can be granted."""
+        for grant in self._routing.grants():
+            granted = self._granted.pop(grant.number)
+            if not granted.done():
+                granted.set_result((grant, self._links[grant.replica]))
 
-    async def _probe(self, replica: Replica, oldest_version: int) -> None:
+    async def _call(self, link: Link, request: Ask, sampling: Sampling, version: int) -> Completion:
+        """Have `link` generate; Broken when it left the fleet."""
+        call = asyncio.create_task(link.engine.generate(request.token_ids, sampling, version=version))
+        link.calls.add(call)
+        call.add_done_callback(link.calls.discard)
+        call.add_done_callback(_look)
+        try:
+            await asyncio.wait({call, link.gone}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            call.cancel()
+            await asyncio.wait({call})
+            raise
+        if call.done():
+            return call.result()
+        call.cancel()
+        raise Broken(f"{link.engine.name} left the fleet", NOTHING)
+
+    def _account(self, link: Link, request: Ask, completion: Completion) -> None:
+        """Remember what `completion` tells about its replica."""
+        cut = completion.finish_reason == "abort"
+        version = completion.version_spans[-1].version if completion.version_spans else None
+        self._routing.finished(request.number, completion.token_ids, version, cut=cut)
+        if not cut:
+            link.probes = 0
+        elif self._partial != "abort_resume" or not completion.token_ids:
+            self._distrust(link, "it cut a request short")
+
+    # --- replicas that failed -------------------------------------------------------------------------------------
+
+    def _distrust(self, link: Link, why: object) -> None:
+        """Send nothing there until a probe finds it well; a replica that is on its way out is nobody's worry."""
+        name = link.seat.name
+        if self._links.get(name) is not link or link.seat.state == "draining":
+            return
+        self._routing.suspect(name)
+        if link.probe is None or link.probe.done():
+            log.warning("%s failed: %s", name, why)
+            link.probe = asyncio.create_task(self._probe(link), name=f"probe of {name}")
+
+    async def _probe(self, link: Link) -> None:
         while True:
+            if link.probes:
+                await asyncio.sleep(min(BACKOFF_S, PROBE_S * 2 ** (link.probes - 1)))
+            link.probes += 1
             try:
-                await replica.engine.wait_ready(self._start_s)
-                version = await replica.engine.version()
+                await link.engine.wait_ready(self._start_s)
+                version = await link.engine.version()
             except (EngineError, DeadlineExceeded) as error:
-                log.warning("%s is away: %s", replica.engine.name, error)
-                version = None
-            if version is not None and version >= oldest_version:
-                async with self._changed:
-                    replica.version = version
-                    self._changed.notify_all()
+                log.warning("%s is away: %s", link.seat.name, error)
+                continue
+            if version is not None and (link.seat.version is None or version >= link.seat.version):
+                self._routing.recovered(link.seat.name)
+                self._send()
                 return
-            await asyncio.sleep(PROBE_S)
 
     def _describe(self) -> str:
-        return ", ".join(
-            f"{r.engine.name} {'away' if r.version is None else f'at {r.version}'}" for r in self._replicas
-        )
+        states = [
+            f"{name} {'fails' if p.suspect else p.seat.state} at version {p.seat.version} with {len(p.tokens)} requests"
+            for name, p in self._routing.places.items()
+        ]
+        return f"{', '.join(states) or 'none'}; {self.waiting} requests wait"
+
+
+def _look(call: asyncio.Task[Completion]) -> None:
+    """Take note of an error that nobody waits for any more."""
+    if not call.cancelled():
+        call.exception()

@@ -1,10 +1,12 @@
 """The worker: plays many episodes at once and delivers what they left.
 
-    buffer ──lease──> slots ──one task per member──> play() ──Deliver──> buffer
-                        └── every second: Progress (tokens so far, slots idle), which also renews the leases
+    buffer ──lease──> one task per member ──> play() ──Deliver──> buffer
+                        ├── twice a second: Progress (tokens so far, slots idle), which also renews the leases
+                        └── every second: how busy the servers are, which moves the number of slots (`concurrency.py`)
 
 Invariants:
 - A lease is asked for only when there is room for a whole group, so a group's members start together.
+- No episode is ended because there are fewer slots now: fewer are begun.
 - Every token an engine returned to this worker is reported, whether its episode ends, fails or is cut off.
 - `stop` gives all leases back before it returns.
 """
@@ -24,6 +26,7 @@ from ..buffer.messages import Lease
 from ..configs.schema import Config
 from ..envs.base import TaskSource
 from ..errors import EpisodesFail
+from .concurrency import Concurrency
 from .engine import Sampling
 from .episode import EpisodeResult, play
 from .router import Router
@@ -32,6 +35,9 @@ log = logging.getLogger(__name__)
 
 PROGRESS_S = 0.5
 """Between reports: fine enough to see what is generated during one learner step, a small message each."""
+
+SAMPLE_S = 1.0
+"""Between looks at the servers; what `Concurrency` calls a second."""
 
 GOODBYE_S = 5.0
 """How long a stopping worker tries to give its leases back; after that they expire by themselves."""
@@ -44,7 +50,12 @@ MakeSession = Callable[[Generate], Session]
 
 
 class Player:
-    """What it takes to play an episode: the agent, the tasks, the engines. Shared by the worker and the evaluation."""
+    """What it takes to play an episode: the agent, the tasks, the engines. Shared by the worker and the evaluation.
+
+    Attributes:
+        router: reaches the engines.
+        decodes: episodes that the servers which the run began with decode at once.
+    """
 
     def __init__(
         self,
@@ -58,7 +69,8 @@ class Player:
     ) -> None:
         self._agent = agent
         self._source = source
-        self._router = router
+        self.router = router
+        self.decodes = config.rollout.engine.replicas * config.rollout.engine.max_concurrent
         self._make_session = make_session
         self._episode_s = config.rollout.episode_s
         self._top_p = config.rollout.sampling.top_p
@@ -81,7 +93,7 @@ class Player:
             sampling = Sampling(
                 max_tokens, temperature=self._temperature, top_p=self._top_p, stop_token_ids=self._stop_token_ids
             )
-            completion = await self._router.generate(episode_id, token_ids, sampling, oldest_version)
+            completion = await self.router.generate(episode_id, token_ids, sampling, oldest_version)
             count(len(completion.token_ids))
             return completion
 
@@ -96,7 +108,7 @@ class Player:
                 episode_s=self._episode_s,
             )
         finally:
-            self._router.forget(episode_id)
+            self.router.forget(episode_id)
 
 
 class Stopped(Exception):
@@ -104,14 +116,20 @@ class Stopped(Exception):
 
 
 class Worker:
-    """Plays up to `slots` episodes at once until `stop`."""
+    """Plays as many episodes at once as the servers take, until `stop`.
 
-    def __init__(self, player: Player, buffer: BufferClient, slots: int, group_size: int) -> None:
+    Args:
+        player: plays one episode. Its router must be entered, and is given the fleet by somebody else.
+        buffer: where leases come from and trajectories go.
+        group_size: episodes per group (`buffer.group_size`).
+        workers: worker processes that share the servers (`rollout.workers`).
+    """
+
+    def __init__(self, player: Player, buffer: BufferClient, group_size: int, workers: int) -> None:
         self._player = player
         self._buffer = buffer
-        self._slots = slots
-        self._room = min(group_size, slots)
-        self._free = asyncio.Semaphore(slots)
+        self._group_size = group_size
+        self._concurrency = Concurrency(group_size, player.router.max_concurrent, workers)
         self._running: dict[str, int] = {}
         self._failures = 0
         self._slot_s = 0.0
@@ -125,8 +143,9 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 report = tasks.create_task(self._report(), name="progress")
+                watch = tasks.create_task(self._watch(), name="pressure")
                 work = tasks.create_task(self._lease_forever(tasks), name="leases")
-                await asyncio.wait([stopped, report, work], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([stopped, report, watch, work], return_when=asyncio.FIRST_COMPLETED)
                 if stop.is_set():
                     raise Stopped
         except* Stopped:
@@ -138,10 +157,15 @@ class Worker:
                 await self._buffer.progress(dict(self._running), self._slot_s, self._idle_slot_s)
                 await self._buffer.goodbye()
 
+    @property
+    def _room(self) -> bool:
+        """Whether a whole group may start."""
+        return self._concurrency.cap - len(self._running) >= self._group_size
+
     async def _lease_forever(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._slots - len(self._running) >= self._room)
+                await self._changed.wait_for(lambda: self._room)
             lease = await self._buffer.lease()
             for member in lease.members:
                 self._running[f"{lease.group_id}.{lease.attempt}.{member}"] = 0
@@ -154,14 +178,13 @@ class Worker:
         def count(tokens: int) -> None:
             self._running[episode_id] += tokens
 
-        async with self._free:
-            result = await self._player.play(
-                lease.group_id,
-                attempt=lease.attempt,
-                member=member,
-                oldest_version=lease.oldest_version,
-                count=count,
-            )
+        result = await self._player.play(
+            lease.group_id,
+            attempt=lease.attempt,
+            member=member,
+            oldest_version=lease.oldest_version,
+            count=count,
+        )
         await self._buffer.deliver(episode_id, self._running[episode_id], result.outcome, result.trajectories)
         async with self._changed:
             del self._running[episode_id]
@@ -177,15 +200,28 @@ class Worker:
         why = f"{outcome.reason}: {outcome.detail}" if outcome.reason else "nothing fits into agent.max_tokens"
         log.warning("episode %s failed by %s", episode_id, why)
         self._failures += 1
-        if self._failures >= max(FAILURES, 2 * self._slots):
+        if self._failures >= max(FAILURES, 2 * self._concurrency.cap):
             raise EpisodesFail(f"{self._failures} episodes in a row failed, the last by {why}")
 
+    async def _watch(self) -> None:
+        """Let the number of slots follow the servers."""
+        router, concurrency = self._player.router, self._concurrency
+        while True:
+            samples = await router.pressure()
+            concurrency.follow(router.serving)
+            concurrency.observe(samples, router.waiting, len(self._running))
+            async with self._changed:
+                self._changed.notify_all()
+            await asyncio.sleep(SAMPLE_S)
+
     async def _report(self) -> None:
+        """Tell of tokens and slots. A slot is idle for want of a lease: one that waits for a whole group's room is not."""
         last = time.monotonic()
         while True:
             await self._buffer.progress(dict(self._running), self._slot_s, self._idle_slot_s)
             await asyncio.sleep(PROGRESS_S)
             now = time.monotonic()
-            self._slot_s += self._slots * (now - last)
-            self._idle_slot_s += max(0, self._slots - len(self._running)) * (now - last)
+            slots, playing = self._concurrency.cap, len(self._running)
+            self._slot_s += max(slots, playing) * (now - last)
+            self._idle_slot_s += (slots - playing if self._room else 0) * (now - last)
             last = now

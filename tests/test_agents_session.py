@@ -1,8 +1,12 @@
+import itertools
 import json
 import random
+from unittest import mock
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from slipstream.agents import (
     Completion,
     ContextExhausted,
@@ -152,6 +156,66 @@ async def test_aborts_that_use_up_the_budget_end_by_length(renderer, tokenizer):
     (made,) = trajectories(played)
     assert made.turns[0].finish_reason == "length"
     assert made.version_spans[0].end - made.version_spans[0].start == 3
+
+
+@given(st.integers(0, 1 << 32))
+@settings(deadline=None, max_examples=200)
+async def test_partial_rollouts_over_many_versions_lose_no_token(seed):
+    """An engine that cuts off at any place, with weights and kept KV that change at any token, over several turns."""
+    rng = random.Random(seed)
+    room = rng.randint(1, 40)
+    truth = []  # per sampled token: (id, version, kv version)
+
+    async def generate(token_ids, max_tokens):
+        prompts.append(tuple(token_ids))
+        count = rng.randint(0, max_tokens)
+        tokens, spans = [], []
+        for position in range(count):
+            version = truth[-1][1] if truth else 0
+            version += rng.random() < 0.2
+            kv_version = rng.choice([None, None, version, max(0, version - 1)])
+            truth.append((len(truth) % 1000, version, kv_version))
+            tokens.append(truth[-1][0])
+            if spans and (spans[-1].version, spans[-1].kv_version) == (version, kv_version):
+                spans[-1] = VersionSpan(spans[-1].start, position + 1, version, kv_version)
+            else:
+                spans.append(VersionSpan(position, position + 1, version, kv_version))
+        ends = "length" if count == max_tokens else "stop"
+        reason = rng.choice(["abort", "abort", ends]) if count else "abort"
+        return Completion(tuple(tokens), tuple(-float(t) for t in tokens), tuple(spans), reason)
+
+    played = Session(None, generate, vocabulary=2000, max_tokens_per_turn=room, max_tokens=2000)
+    history, sampled = (1500,), []
+    for _ in range(rng.randint(1, 3)):
+        prompts, before = [], len(truth)
+        with mock.patch("asyncio.sleep", new=mock.AsyncMock()) as sleep:
+            completion = await played.generate(history)
+        new = truth[before:]
+        assert completion.token_ids == tuple(t for t, _, _ in new)
+        assert completion.logprobs == tuple(-float(t) for t, _, _ in new)
+        assert [(s.version, s.kv_version) for s in completion.version_spans for _ in range(s.start, s.end)] == [
+            (v, k) for _, v, k in new
+        ]
+        assert completion.finish_reason in ("stop", "length")
+        asked = [prompt[len(history) :] for prompt in prompts]
+        assert all(prompt[: len(history)] == history for prompt in prompts)
+        assert all(completion.token_ids[: len(part)] == part for part in asked)
+        repeated = sum(a == b for a, b in itertools.pairwise(asked))
+        assert sleep.await_count == repeated  # whoever gets nothing does not ask again at once
+        sampled.append((len(history), len(history) + len(new)))
+        history += (*completion.token_ids, 1501)
+    (made,) = trajectories(played)
+    assert made.token_ids[made.loss_mask].tolist() == [t for t, _, _ in truth]
+    assert made.versions()[made.loss_mask].tolist() == [v for _, v, _ in truth]
+    assert made.mixed()[made.loss_mask].tolist() == [k not in (None, v) for _, v, k in truth]
+    assert [(t.start, t.end) for t in made.turns] == sampled
+    for one, two in itertools.pairwise(made.version_spans):  # merged as far as both versions are equal
+        assert one.end < two.start or (one.version, one.kv_version) != (two.version, two.kv_version)
+
+
+async def test_an_engine_that_ends_before_the_first_token_is_wrong(renderer):
+    with pytest.raises(EngineError, match="answered no token and said stop"):
+        await session(renderer, Script(([], 0, "stop"))).chat(OPENING)
 
 
 async def test_context_ends_the_episode(renderer, tokenizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -16,7 +17,7 @@ from slipstream.buffer.admission import Admission
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.replay import Group, Replay
 from slipstream.buffer.store import Clock, CommitRow, Store, ledger_of
-from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
+from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory, VersionSpan
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory
 
@@ -92,6 +93,29 @@ def test_trajectories_come_back_by_member_and_branch(tmp_path: Path) -> None:
     assert store.trajectories(1) == []
     with pytest.raises(StoreError, match="UNIQUE"):  # written once
         store.save(Clock(), [], [("0.0.0", sent[2])])
+
+
+def test_which_kv_took_part_comes_back(tmp_path: Path) -> None:
+    store = Store(tmp_path / "buffer.sqlite")
+    spans = (VersionSpan(1, 2, 4), VersionSpan(2, 3, 4, 1), VersionSpan(3, 4, 5, 5))
+    store.save(
+        Clock(),
+        [Group(0, episodes={})],
+        [("0.0.0", msgspec.structs.replace(trajectory("0.0.0"), version_spans=spans))],
+    )
+    (got,) = store.trajectories(0)
+    got.check()
+    assert got.version_spans == spans
+    assert got.mixed().tolist() == [False, False, True, False]
+
+
+def test_a_file_of_an_earlier_format_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "buffer.sqlite"
+    Store(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA user_version = 1")
+    with pytest.raises(StoreError, match="has schema 1, this program knows 2"):
+        Store(path)
 
 
 def test_a_save_is_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -210,7 +234,7 @@ def test_a_newer_schema_is_refused_and_left_alone(tmp_path: Path) -> None:
     Store(path).close()
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreError, match="has schema 99, this program knows 1") as error:
+    with pytest.raises(StoreError, match="has schema 99, this program knows 2") as error:
         Store(path)
     one_line(error, path)
 

@@ -82,6 +82,8 @@ def test_an_engine_that_said_nothing_leaves_an_empty_turn() -> None:
         ({"version_spans": (VersionSpan(1, 3, 3), VersionSpan(4, 6, 4))}, "bad version span"),
         ({"version_spans": (VersionSpan(1, 3, 3), VersionSpan(4, 2**70, 4))}, "bad version span"),
         ({"version_spans": (VersionSpan(1, 3, -1), VersionSpan(4, 5, 4))}, "bad version span"),
+        ({"version_spans": (VersionSpan(1, 3, 3, -1), VersionSpan(4, 5, 4))}, "bad version span"),
+        ({"version_spans": (VersionSpan(1, 3, 3, 4), VersionSpan(4, 5, 4))}, "bad version span"),
         ({"version_spans": (VersionSpan(1, 1, 3), VersionSpan(1, 3, 3), VersionSpan(4, 5, 4))}, "bad version span"),
         ({"version_spans": (VersionSpan(-1, 3, 3), VersionSpan(4, 5, 4))}, "bad version span"),
         ({"turns": (Turn(1, 6, "stop"),)}, "bad turn"),

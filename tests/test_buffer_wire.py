@@ -23,7 +23,8 @@ def trajectories(draw: st.DrawFn, branch: int = 0) -> Trajectory:
         start = len(mask)
         mask += [sampled] * length
         if sampled:
-            spans.append(VersionSpan(start, start + length, version))
+            kv_version = draw(st.one_of(st.none(), st.integers(0, version)))
+            spans.append(VersionSpan(start, start + length, version, kv_version))
             turns.append(Turn(start, start + length, draw(st.sampled_from(["stop", "length", "abort"]))))
             logprobs += draw(st.lists(st.floats(-50, 0, width=32), min_size=length, max_size=length))
         else:
@@ -130,7 +131,8 @@ def test_a_strided_array_is_sent_as_its_values() -> None:
         (lambda f: [], "no frame"),
         (lambda f: [b""], "format"),
         (lambda f: [b"\x00" + f[0][1:], *f[1:]], "format '00'"),
-        (lambda f: [b"\x02" + f[0][1:], *f[1:]], "format '02'"),
+        (lambda f: [b"\x01" + f[0][1:], *f[1:]], "format '01'; this side speaks 02"),  # without VersionSpan.kv_version
+        (lambda f: [b"\x03" + f[0][1:], *f[1:]], "format '03'"),
         (lambda f: [f[0][:1], *f[1:]], "truncated"),
         (lambda f: [f[0][:-1], *f[1:]], "truncated"),
         (lambda f: [f[0] + b"\x00", *f[1:]], "trailing"),

@@ -128,6 +128,26 @@ def test_mismatch_looks_at_lag_zero_only():
     assert batch.mismatch([]) == (0.0, 0)
 
 
+def test_tokens_of_a_mixed_policy_are_trained_and_counted_and_not_compared():
+    spans = (VersionSpan(1, 3, 5), VersionSpan(3, 4, 5, 4), VersionSpan(4, 5, 5, 5), VersionSpan(5, 6, 4, 3))
+    made = msgspec.structs.replace(trajectory(0, 1.0, [-1, 5, 5, 5, 5, 4, -1]), version_spans=spans)
+    made.check()
+    (sequence,) = sequences = batch.to_sequences([(made,)], PLAIN, version=5, oldest_version=4)
+    assert sequence.mixed.tolist() == [False, False, False, True, False, True]
+    assert batch.summarize([(made,)], sequences).mixed_tokens == 2
+    row = batch.with_proximal(batch.to_row(sequences), torch.tensor([9.0, -0.5, -0.625, -7.0, -0.5, -9.0]))
+    assert row.trained.sum() == 5
+    assert batch.mismatch([row]) == (0.125, 3)
+    (late,) = batch.to_sequences([(made,)], PLAIN, version=5, oldest_version=5)
+    assert late.mixed.tolist() == [False, False, False, True, False]
+
+
+def test_only_mixed_tokens_compare_nothing():
+    made = msgspec.structs.replace(trajectory(0, 1.0, [-1, 5]), version_spans=(VersionSpan(1, 2, 5, 0),))
+    (row,) = batch.fresh_rows([made], version=5, budget=64)
+    assert batch.mismatch([batch.with_proximal(row, torch.tensor([0.0, -3.0]))]) == (0.0, 0)
+
+
 def test_fresh_rows_score_the_tokens_of_one_version_across_a_change_of_weights():
     (row,) = batch.fresh_rows(
         [trajectory(0, 1.0, [-1, 4, 4, 5, 5, -1, 5]), trajectory(1, 0.0, [-1, 4])], version=5, budget=64

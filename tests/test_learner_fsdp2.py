@@ -98,6 +98,7 @@ def make_batch(step: int) -> tuple[list[TrainSequence], list[np.ndarray]]:
                 trained=trained,
                 behavior_logprobs=behavior,
                 lags=np.where(trained, 0, -1).astype(np.int32),
+                mixed=np.zeros(n, dtype=np.bool_),
                 advantage=float(rng.normal()),
             )
         )

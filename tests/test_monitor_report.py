@@ -28,7 +28,9 @@ LEDGER = {
 STARVED = {"learner": (0.45, 0.02), "rollout": (0.01, 0.4), "none": (0.05, 0.03), "both": (0.3, 0.3)}
 
 
-def synthetic(folder: Path, steps: int, starved: str = "learner", overrides: tuple[str, ...] = ()) -> None:
+def synthetic(
+    folder: Path, steps: int, starved: str = "learner", overrides: tuple[str, ...] = (), slots: float = 70.0
+) -> None:
     """A run of `steps` steps that learns, in the files that a real run writes."""
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,6 +55,7 @@ def synthetic(folder: Path, steps: int, starved: str = "learner", overrides: tup
                     staleness_tokens=lags,
                     tokens_trained=4000,
                     tokens_withheld=int(rng.integers(0, 200)),
+                    mixed_tokens=10 * step,
                     tokens_discarded=int(rng.integers(0, 50)),
                     episodes=64,
                     episode_tokens_mean=62 + rng.normal(),
@@ -63,6 +66,7 @@ def synthetic(folder: Path, steps: int, starved: str = "learner", overrides: tup
                     learner_tokens_per_s=5200 + rng.normal(0, 300),
                     learner_idle=float(np.clip(learner_idle + rng.normal(0, 0.05), 0, 1)),
                     rollout_idle=float(np.clip(rollout_idle + rng.normal(0, 0.02), 0, 1)),
+                    slots=slots,
                     wait_s=wait,
                     step_s=work,
                     push_s=push,
@@ -127,7 +131,7 @@ def test_the_headline_says_from_what_to_what_on_how_many_tasks(whole):
 
 def test_the_page_is_one_file_that_loads_nothing(whole):
     assert whole[1].external == []
-    assert whole[1].tags.count("svg") == 10
+    assert whole[1].tags.count("svg") == 11
     source = (whole[0] / "report.html").read_text()
     assert "url(http" not in source
     assert "prefers-color-scheme: dark" in source
@@ -157,25 +161,32 @@ def test_reward_png_is_a_picture_with_something_on_it(whole):
 
 
 @pytest.mark.parametrize(
-    ("starved", "overrides", "advice"),
+    ("starved", "overrides", "slots", "advice"),
     [
-        ("learner", (), "Raise rollout.engine.replicas from 1 to 2."),
-        ("learner", ("rollout.episodes_per_worker=16",), "Raise rollout.episodes_per_worker from 16 to 64."),
-        ("rollout", (), "Raise learner.backend.ranks from 1 to 2."),
+        ("learner", (), 70.0, "Raise rollout.engine.replicas from 1 to 2."),
+        ("learner", (), 40.0, "Raise rollout.engine.memory above 128MiB."),
+        ("learner", ("rollout.engine.max_concurrent=8",), 20.0, "Raise rollout.engine.max_concurrent from 8 to 16."),
+        ("rollout", (), 70.0, "Raise learner.backend.ranks from 1 to 2."),
         (
             "rollout",
-            ("buffer.max_staleness=0", "rollout.workers=2"),
-            "Lower rollout.episodes_per_worker from 64 to 32.",
+            ("buffer.max_staleness=0", "rollout.engine.replicas=4"),
+            256.0,
+            "Lower rollout.engine.replicas from 4 to 1.",
         ),
-        ("both", ("buffer.max_staleness=0",), "Raise buffer.max_staleness from 0 to 1."),
-        ("none", (), "nothing needs to change"),
+        ("both", ("buffer.max_staleness=0",), 70.0, "Raise buffer.max_staleness from 0 to 1."),
+        ("none", (), 70.0, "nothing needs to change"),
     ],
 )
-def test_who_waited_for_whom_ends_in_one_flag(starved, overrides, advice, tmp_path):
-    synthetic(tmp_path / "run", 3, starved, overrides)
+def test_who_waited_for_whom_ends_in_one_flag(starved, overrides, slots, advice, tmp_path):
+    synthetic(tmp_path / "run", 3, starved, overrides, slots)
     text = rendered(tmp_path / "run").text
     assert advice in text
     assert "The ledger was not available" in text
+
+
+def test_a_server_can_be_added_to_the_run_that_lacks_one(tmp_path):
+    synthetic(tmp_path / "run", 3)
+    assert f"slipstream replicas {tmp_path / 'run'} add" in rendered(tmp_path / "run").text
 
 
 def test_a_smoothed_curve_starts_and_ends_where_the_run_did():

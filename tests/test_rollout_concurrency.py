@@ -1,0 +1,189 @@
+"""The cap against a queueing model of the servers: it fills them, queues little, shares fairly, and comes to rest."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from slipstream.rollout.concurrency import Concurrency
+from slipstream.rollout.engine import Pressure
+
+GROUP = 8
+TICKS = 10
+"""Steps of the model per second."""
+
+IDLE = Pressure(1, 0, 0.0)
+
+
+@dataclass
+class Model:
+    """Workers on servers that decode `slots` requests at once, as long as `kv_share` each still fits into the cache.
+
+    An episode is three times a request of `generates` ticks and then `tools` ticks away from the servers.
+    """
+
+    slots: int
+    workers: list[Concurrency]
+    generates: tuple[int, int] = (5, 40)
+    tools: tuple[int, int] = (0, 0)
+    kv_share: float = 0.0
+    admitted: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(0)
+        self.queue: deque[tuple[int, int]] = deque()
+        self.decoding: list[list[int]] = []  # [ticks left, worker, turns left]
+        self.away: list[list[int]] = []
+        self.playing = [0] * len(self.workers)
+
+    def run(self, seconds: int) -> list[tuple[list[int], int, int]]:
+        """Per second: caps, requests that decode, requests that queue."""
+        seen = []
+        for tick in range(seconds * TICKS):
+            for worker, concurrency in enumerate(self.workers):
+                while concurrency.cap - self.playing[worker] >= GROUP and sum(self.playing) + GROUP <= self.admitted:
+                    self.playing[worker] += GROUP
+                    self.queue.extend([(worker, 3)] * GROUP)
+            self._step()
+            if tick % TICKS == 0:
+                sample = Pressure(len(self.decoding), len(self.queue), len(self.decoding) * self.kv_share)
+                for worker, concurrency in enumerate(self.workers):
+                    concurrency.observe([sample], 0, self.playing[worker])
+                seen.append(([c.cap for c in self.workers], sample.running, sample.waiting))
+        return seen
+
+    def _step(self) -> None:
+        for item in (*self.decoding, *self.away):
+            item[0] -= 1
+        for item in [i for i in self.decoding if i[0] <= 0]:
+            self.decoding.remove(item)
+            _, worker, turns = item
+            if turns == 1:
+                self.playing[worker] -= 1
+            else:
+                self.away.append([self.random.randint(*self.tools), worker, turns - 1])
+        for item in [i for i in self.away if i[0] <= 0]:
+            self.away.remove(item)
+            self.queue.append((item[1], item[2]))
+        room = min(self.slots, int(1 / self.kv_share) if self.kv_share else self.slots)
+        while self.queue and len(self.decoding) < room:
+            worker, turns = self.queue.popleft()
+            self.decoding.append([self.random.randint(*self.generates), worker, turns])
+
+
+def worker(max_concurrent: int = 64, workers: int = 1) -> Concurrency:
+    made = Concurrency(GROUP, max_concurrent, workers)
+    made.follow(1)
+    return made
+
+
+def settled(seen: list[tuple[list[int], int, int]]) -> tuple[list[int], float, float]:
+    """Of the second half: sums of caps, mean decoding, mean queue."""
+    half = seen[len(seen) // 2 :]
+    return [sum(caps) for caps, _, _ in half], sum(s[1] for s in half) / len(half), sum(s[2] for s in half) / len(half)
+
+
+@pytest.mark.parametrize(
+    ("generates", "tools"),
+    [((5, 40), (0, 0)), ((5, 40), (0, 100)), ((100, 600), (0, 0)), ((100, 600), (0, 1000))],
+    ids=["short", "short, tools", "long", "long, tools"],
+)
+def test_servers_are_full_queues_short_and_the_cap_comes_to_rest(generates, tools) -> None:
+    caps, decoding, queueing = settled(Model(64, [worker()], generates, tools).run(800))
+    assert decoding >= 0.9 * 64
+    assert queueing <= 0.1 * 64
+    mean = sum(caps) / len(caps)
+    assert max(caps) <= 1.2 * mean
+    assert min(caps) >= 0.8 * mean
+    if tools[1]:
+        assert mean > 1.5 * 64  # those that use tools do not decode
+
+
+def test_a_full_cache_limits_like_a_queue() -> None:
+    caps, decoding, queueing = settled(Model(64, [worker()], kv_share=1 / 40).run(400))
+    assert 0.75 * 40 <= decoding < 40  # of 40 that fit
+    assert queueing < 1
+    assert max(caps) < 64
+
+
+@pytest.mark.parametrize("tools", [(0, 0), (0, 100)])
+def test_workers_that_share_servers_come_to_equal_caps(tools: tuple[int, int]) -> None:
+    first, second = worker(workers=2), worker(workers=2)
+    first._cap = 150.0  # pyright: ignore[reportPrivateUsage]  # was alone until now
+    second._cap = float(GROUP)  # pyright: ignore[reportPrivateUsage]
+    seen = Model(64, [first, second], tools=tools).run(600)
+    for caps, _, _ in seen[300:]:
+        assert abs(caps[0] - caps[1]) <= 0.2 * sum(caps)
+    _, decoding, _ = settled(seen)
+    assert decoding >= 0.9 * 64
+
+
+def test_it_grows_back_when_the_pressure_is_gone() -> None:
+    concurrency = worker()
+    for _ in range(40):
+        concurrency.observe([Pressure(64, 500, 1.0)], 500, concurrency.cap)
+    assert concurrency.cap == GROUP
+    for _ in range(45):
+        concurrency.observe([IDLE], 0, concurrency.cap)
+    assert concurrency.cap >= 64
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("replicas"), st.integers(0, 9)),
+            st.tuples(
+                st.just("second"),
+                st.lists(st.builds(Pressure, st.integers(0, 99), st.integers(0, 999), st.floats(0, 1)), max_size=3),
+            ),
+        )
+    ),
+    st.integers(1, 64),
+    st.integers(1, 300),
+    st.integers(1, 8),
+)
+def test_a_group_always_fits(events, group_size: int, max_concurrent: int, workers: int) -> None:
+    concurrency = Concurrency(group_size, max_concurrent, workers)
+    for kind, value in events:
+        before = concurrency.cap
+        if kind == "replicas":
+            concurrency.follow(value)
+        else:
+            concurrency.observe(value, 3, before)
+            assert concurrency.cap >= int(0.7 * before)
+        assert concurrency.cap >= group_size
+
+
+def test_it_follows_the_fleet_and_back() -> None:
+    concurrency = Concurrency(GROUP, 64, 2)
+    assert concurrency.cap == 32
+    for replicas, cap in ((2, 64), (3, 96), (2, 64), (0, 64), (2, 64), (1, 32)):
+        concurrency.follow(replicas)
+        assert concurrency.cap == cap
+
+
+def test_it_does_not_grow_while_admission_is_the_limit_nor_shrink_before_the_last_cut_was_felt() -> None:
+    model = Model(64, [worker()], admitted=24)
+    assert {sum(caps) for caps, _, _ in model.run(100)} == {64}
+    concurrency = worker()
+    crowd = [Pressure(64, 64, 0.5)]
+    concurrency.observe(crowd, 0, 64)
+    cut = concurrency.cap
+    assert cut < 64
+    for _ in range(20):
+        concurrency.observe(crowd, 0, 64)  # nobody ends an episode
+    assert concurrency.cap == cut
+    concurrency.observe(crowd, 0, cut)
+    assert concurrency.cap < cut
+
+
+def test_a_replica_that_is_paused_is_not_crowded() -> None:
+    concurrency = worker()
+    concurrency.observe([Pressure(0, 64, 0.5)], 0, 64)
+    assert concurrency.cap == 64
+    concurrency.observe([], 100, 64)
+    assert concurrency.cap == 64

@@ -1,0 +1,457 @@
+"""The router over engines that do what a test tells them: deaths, drains, joins, pauses, cancellations."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, cast
+
+import pytest
+from slipstream.agents import Session
+from slipstream.agents.base import Completion
+from slipstream.buffer.trajectory import VersionSpan
+from slipstream.errors import DeadlineExceeded, EngineError, PolicyError
+from slipstream.rollout import router as module
+from slipstream.rollout.engine import Pressure, Sampling
+from slipstream.rollout.router import AHEAD, Router
+from slipstream.tests.scripted import Call, ScriptedEngine, said, settle
+from slipstream.weightsync.fleet import Fleet, Seat
+
+SOON = 10.0
+"""Longer than anything here takes; a test that waits for it has found a hang."""
+
+SAMPLING = Sampling(max_tokens=8)
+
+
+class World:
+    """A router, the engines that it made, newest last by name, and the fleet that it was told of."""
+
+    def __init__(self, **options: Any) -> None:
+        self.made: list[ScriptedEngine] = []
+        defaults: dict[str, Any] = {"max_concurrent": 4, "request_s": SOON, "start_s": SOON, "partial": "recompute"}
+        self.router = Router(self._make, **(defaults | options))
+        self.seats: dict[str, Seat] = {}
+        self.revision = 0
+        self.tasks = asyncio.TaskGroup()
+
+    def _make(self, seat: Seat) -> ScriptedEngine:
+        self.made.append(ScriptedEngine(seat))
+        return self.made[-1]
+
+    def __getitem__(self, name: str) -> ScriptedEngine:
+        return next(e for e in reversed(self.made) if e.name == name)
+
+    def fleet(self, **seats: Seat | None) -> None:
+        """Change some seats; None removes one."""
+        self.seats = {n: s for n, s in (self.seats | seats).items() if s is not None}
+        self.revision += 1
+        self.router.update(Fleet(self.revision, tuple(self.seats.values())))
+
+    def serve(self, *names: str, version: int = 0, incarnation: int = 0) -> None:
+        self.fleet(**{n: Seat(n, f"http://{n}", incarnation, "serving", version) for n in names})
+
+    def drain(self, name: str) -> None:
+        seat = self.seats[name]
+        self.fleet(**{name: Seat(name, seat.url, seat.incarnation, "draining", seat.version)})
+
+    def ask(self, episode: str, *token_ids: int, oldest: int = 0) -> asyncio.Task[Completion]:
+        return self.tasks.create_task(self.router.generate(episode, token_ids or (1, 2), SAMPLING, oldest))
+
+    async def call(self, name: str) -> Call:
+        """The next request that `name` gets."""
+        return await self[name].calls.get()
+
+    async def anywhere(self) -> tuple[ScriptedEngine, Call]:
+        """The next request that anybody gets."""
+        await settle()
+        engine = next(e for e in self.made if not e.calls.empty())
+        return engine, engine.calls.get_nowait()
+
+
+@contextlib.asynccontextmanager
+async def world(**options: Any) -> AsyncIterator[World]:
+    made = World(**options)
+    async with asyncio.timeout(SOON), made.router, made.tasks:
+        yield made
+    assert all(engine.closed.is_set() for engine in made.made)
+    assert not any(engine.open for engine in made.made)
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PROBE_S", 0.01)
+    monkeypatch.setattr(module, "GRACE_S", 0.05)
+
+
+# --- who goes where ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_waits_for_a_replica_and_is_woken_by_the_fleet() -> None:
+    async with world() as w:
+        waiting = w.ask("e")
+        await settle()
+        assert w.router.waiting == 1
+        w.fleet(a=Seat("a", "http://a"))  # starts: nothing is sent there, not even a client is made
+        await settle()
+        assert w.made == []
+        w.serve("a", version=3)
+        call = await w.call("a")
+        assert (call.token_ids, call.version, call.sampling) == ((1, 2), 3, SAMPLING)
+        call.say(5, version=3)
+        assert (await waiting).token_ids == (5,)
+
+
+async def test_turns_stick_until_the_weights_change() -> None:
+    async with world() as w:
+        w.serve("a", "b", "c")
+        history = tuple(range(50))
+        turn = w.ask("e", *history)
+        home, call = await w.anywhere()
+        call.say(60)
+        await turn
+        for token in range(61, 65):
+            history = (*history, token - 1)
+            turn = w.ask("e", *history)
+            (await w.call(home.name)).say(token)
+            await turn
+        other = w.ask("other", *range(20))  # somebody works there now: less than the cache is worth
+        w.serve("a", "b", "c", version=1)
+        busy, call = await w.anywhere()
+        second = w.ask("e", *history)
+        elsewhere, moved = await w.anywhere()
+        assert elsewhere is not busy  # the cache is void: least loaded
+        assert moved.version == 1
+        call.say(1)
+        moved.say(1, version=1)
+        await asyncio.gather(other, second)
+
+
+async def test_a_replica_gets_a_bounded_number_and_the_rest_in_order() -> None:
+    async with world(max_concurrent=2) as w:
+        w.serve("a")
+        asked = [w.ask(f"{i}", i) for i in range(2 + AHEAD + 5)]
+        await settle()
+        assert len(w["a"].open) == 2 + AHEAD
+        assert w.router.waiting == 5
+        served = []
+        for i in range(len(asked)):
+            call = await w.call("a")
+            served.append(call.token_ids[0])
+            call.say(7)
+            await asked[i]
+            assert len(w["a"].open) <= 2 + AHEAD
+        assert served == list(range(len(asked)))
+        assert w.router.waiting == 0
+
+
+async def test_only_a_replica_that_has_proven_the_version_is_used() -> None:
+    async with world() as w:
+        w.serve("a", "b", version=1)
+        new = w.ask("new", oldest=2)
+        await settle()
+        assert w.router.waiting == 1
+        old = w.ask("old", oldest=1)  # is not held up by one that nobody can serve yet
+        engine, call = await w.anywhere()
+        call.say(4, version=2)  # swapped, but its canary has not been seen
+        await old
+        assert w.router.waiting == 1
+        proven = "b" if engine.name == "a" else "a"
+        w.serve(proven, version=2)
+        (await w.call(proven)).say(4, version=2)
+        await new
+
+
+# --- joins, drains, restarts ------------------------------------------------------------------------------------------
+
+
+async def test_a_replica_that_joins_takes_what_waits() -> None:
+    async with world(max_concurrent=1) as w:
+        w.serve("a")
+        asked = [w.ask(f"{i}", i) for i in range(1 + AHEAD + 2)]
+        await settle()
+        assert w.router.waiting == 2
+        w.serve("b")
+        await settle()
+        assert [c.token_ids for c in w["b"].open] == [(1 + AHEAD,), (2 + AHEAD,)]
+        assert w.router.serving == 2
+        for engine in w.made:
+            for call in list(engine.open):
+                call.say(1)
+        await asyncio.gather(*asked)
+
+
+async def test_a_replica_that_drains_ends_what_it_has_and_takes_nothing_new() -> None:
+    async with world() as w:
+        w.serve("a")
+        first = w.ask("e")
+        call = await w.call("a")
+        w.drain("a")
+        second = w.ask("e")
+        await settle()
+        assert w["a"].open == [call]
+        w.serve("b")
+        (await w.call("b")).say(2)
+        await second
+        call.say(3)
+        assert (await first).token_ids == (3,)
+        w.fleet(a=None)
+        await w["a"].closed.wait()
+
+
+async def test_what_a_drain_cut_short_goes_on_elsewhere_and_nobody_is_probed() -> None:
+    async with world() as w:
+        w.serve("a")
+        first = w.ask("e")
+        call = await w.call("a")
+        w.serve("b")
+        w.drain("a")
+        call.say(3, reason="abort")
+        assert (await first) == said(3, reason="abort")
+        rest = w.ask("e", 1, 2, 3)
+        (await w.call("b")).say(4)
+        await rest
+        assert w["a"].probes == 0
+
+
+async def test_a_replica_that_is_another_process_now_gets_another_client() -> None:
+    async with world() as w:
+        w.serve("a")
+        old = w["a"]
+        hanging = w.ask("e")
+        call = await w.call("a")
+        started = time.monotonic()
+        w.serve("a", incarnation=1)  # the host had vanished: nothing ever broke the connection
+        again = await w.call("a")
+        assert time.monotonic() - started < 1.0
+        assert w["a"] is not old
+        await old.closed.wait()
+        assert call.cancelled
+        again.say(9)
+        assert (await hanging).token_ids == (9,)
+
+
+async def test_the_tokens_of_a_process_that_ends_are_waited_for() -> None:
+    async with world() as w:
+        w.serve("a", "b")
+        asked = w.ask("e")
+        engine, _ = await w.anywhere()
+        w.fleet(**{engine.name: None})
+        await settle()
+        engine.die(lambda call: said(7, 8, reason="abort"))
+        assert (await asked).token_ids == (7, 8)
+
+
+# --- deaths -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_death_under_load_costs_no_token_and_no_second() -> None:
+    """Twelve episodes of thirty tokens each, token n of episode e being 100 e + n; one of two replicas dies at any token."""
+
+    def rest(call: Call, count: int) -> list[int]:
+        """The next `count` tokens after a prompt."""
+        episode, done = call.token_ids[0], len(call.token_ids) - 1
+        return [100 * episode + n for n in range(done, min(30, done + count))]
+
+    async with world(max_concurrent=12) as w:
+        w.serve("a", "b")
+
+        async def episode(number: int) -> list[int]:
+            async def generate(token_ids: Sequence[int], max_tokens: int) -> Completion:
+                return await w.router.generate(f"{number}", token_ids, Sampling(max_tokens), 0)
+
+            session = Session(cast(Any, None), generate, vocabulary=9999, max_tokens_per_turn=30, max_tokens=99)
+            completion = await session.generate([number])
+            assert completion.finish_reason == "stop"
+            assert completion.version_spans == (VersionSpan(0, 30, 0),)
+            return list(completion.token_ids)
+
+        played = [w.tasks.create_task(episode(i)) for i in range(12)]
+        await settle()
+        assert len(w["a"].open) == len(w["b"].open) == 6
+        died = w["b"]
+        lengths = iter([0, 0, 3, 17, 29, 1])
+        started = time.monotonic()
+        died.die(lambda call: said(*rest(call, next(lengths)), reason="abort"))
+        await settle()
+        assert len(w["a"].open) == 12  # all of them, at once
+        for call in list(w["a"].open):
+            call.say(*rest(call, 30))
+        assert [await p for p in played] == [[100 * i + n for n in range(30)] for i in range(12)]
+        assert time.monotonic() - started < 1.0
+        probing = [task for task in asyncio.all_tasks() if task.get_name() == "probe of b"]
+        assert len(probing) == died.probes == 1  # however many requests failed
+
+
+async def test_without_another_replica_requests_wait_for_this_one() -> None:
+    async with world() as w:
+        w.serve("a")
+        asked = [w.ask(f"{i}") for i in range(3)]
+        await settle()
+        w["a"].die()
+        await settle()
+        assert w["a"].open == []
+        assert w.router.waiting == 3
+        assert w.router.serving == 0
+        w["a"].up.set()
+        while len(w["a"].open) < 3:
+            await w.call("a")
+        for call in list(w["a"].open):
+            call.say(1)
+        await asyncio.gather(*asked)
+
+
+@pytest.mark.parametrize("serves", [None, 4])
+async def test_a_process_that_lost_its_weights_is_not_used_until_the_fleet_says_so(serves: int | None) -> None:
+    async with world() as w:
+        w.serve("a", version=5)
+        asked = w.ask("e")
+        await w.call("a")
+        w["a"].serves = serves
+        w["a"].die()
+        w["a"].up.set()  # a new process behind the old address
+        while w["a"].probes < 3:
+            w["a"].probed.clear()
+            await w["a"].probed.wait()
+        assert w.router.waiting == 1
+        w.serve("a", version=6, incarnation=1)
+        (await w.call("a")).say(1, version=6)
+        await asked
+
+
+async def test_a_replica_that_answers_and_fails_every_request_is_tried_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def no_sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    async with world() as w:
+        w.serve("a")
+        asked = w.ask("e")
+        monkeypatch.setattr(module.asyncio, "sleep", no_sleep)
+        monkeypatch.setattr(module, "PROBE_S", 1.0)
+        for _ in range(7):
+            (await w.call("a")).fail(EngineError("500"))
+        (await w.call("a")).say(1)
+        await asked
+        monkeypatch.undo()
+    assert [p for p in pauses if p] == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+
+
+async def test_the_deadline_names_the_episode_and_how_the_replicas_are() -> None:
+    async with world(request_s=0.05) as w:
+        w.serve("a", version=1)
+        with pytest.raises(DeadlineExceeded) as caught:
+            await w.router.generate("3.0.1", [1], SAMPLING, 2)
+        text = str(caught.value)
+        assert "episode 3.0.1 waited 0.05 s for a completion at version 2 or later" in text
+        assert "a serving at version 1 with 0 requests" in text
+        assert w.router.waiting == 0
+
+
+async def test_what_no_engine_would_take_is_the_callers_fault() -> None:
+    async with world() as w:
+        w.serve("a")
+        asked = asyncio.create_task(w.router.generate("e", [1], SAMPLING, 0))
+        (await w.call("a")).fail(PolicyError("too long"))
+        with pytest.raises(PolicyError):
+            await asked
+        assert w["a"].probes == 0
+        assert w.router.serving == 1
+
+
+# --- pauses -----------------------------------------------------------------------------------------------------------
+
+
+async def test_requests_that_a_pause_aborts_go_elsewhere_or_wait_for_it() -> None:
+    async with world(partial="abort_resume") as w:
+        w.serve("a", "b")
+        asked = w.ask("e", *range(40))
+        paused, call = await w.anywhere()
+        call.say(40, 41, reason="abort")
+        assert (await asked).finish_reason == "abort"
+        assert paused.probes == 0  # as it should be
+        other = w["b" if paused.name == "a" else "a"]
+        rest = w.ask("e", *range(42))
+        (await w.call(other.name)).say(50)
+        await rest
+        w.fleet(**{other.name: None})
+        late = w.ask("e", *range(42))
+        (await w.call(paused.name)).say(51, version=1)  # queued in the paused server
+        await late
+
+
+async def test_an_abort_without_a_token_is_tried_again_right_here() -> None:
+    for partial in ("abort_resume", "recompute"):
+        async with world(partial=partial) as w:
+            w.serve("a")
+            asked = w.ask("e")
+            for _ in range(4):
+                (await w.call("a")).say(reason="abort")
+            (await w.call("a")).say(3)
+            assert (await asked).token_ids == (3,)
+            assert w["a"].probes == 4  # each time it had to prove itself: no hot loop
+
+
+# --- cancellations ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_caller_that_is_cancelled_leaves_nothing_behind() -> None:
+    async with world(max_concurrent=1) as w:
+        w.serve("a")
+        flying = [w.ask(f"{i}") for i in range(1 + AHEAD)]
+        waits, next_one = w.ask("waits"), w.ask("next")
+        await settle()
+        waits.cancel()
+        await asyncio.wait({waits})
+        assert w.router.waiting == 1
+        call = await w.call("a")
+        flying[0].cancel()
+        await asyncio.wait({flying[0]})
+        assert call.cancelled
+        await settle()
+        assert w.router.waiting == 0  # its place went to the next
+        for left in list(w["a"].open):
+            left.say(1)
+        await asyncio.gather(*flying[1:], next_one)
+
+
+async def test_a_grant_that_nobody_fetches_is_given_to_the_next() -> None:
+    async with world(max_concurrent=1) as w:
+        asked = [w.ask(f"{i}", i) for i in range(1 + AHEAD)]
+        last = w.ask("last", 99)
+        await settle()
+        w.serve("a")
+        asked[0].cancel()  # granted in this very moment
+        await settle()
+        assert [c.token_ids for c in w["a"].open] == [(1,), (2,), (3,), (4,), (99,)]
+        for call in list(w["a"].open):
+            call.say(1)
+        await asyncio.gather(*asked[1:], last)
+
+
+# --- pressure ---------------------------------------------------------------------------------------------------------
+
+
+async def test_pressure_is_of_those_that_answer_and_the_others_are_probed() -> None:
+    async with world() as w:
+        w.serve("a", "b", "c")
+        w.fleet(d=Seat("d", "http://d"))
+        w["a"].busy = Pressure(3, 1, 0.5)
+        w["b"].busy = EngineError("not reachable")
+        w["b"].up.clear()
+        w["c"].busy = DeadlineExceeded("c", "metrics", 5.0, "busy")
+        assert await w.router.pressure() == [Pressure(3, 1, 0.5)]
+        assert w.router.serving == 2
+        await w["b"].probed.wait()
+        assert await w.router.pressure() == [Pressure(3, 1, 0.5)]
+        w["b"].busy = Pressure(0, 0, 0.0)
+        w["b"].up.set()
+        await settle()
+        assert len(await w.router.pressure()) == 2
+        assert w["c"].probes == 0
