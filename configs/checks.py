@@ -38,6 +38,11 @@ def _problems(config: Config) -> Iterator[str]:
         )
     if config.launch.hosts == "many" and config.launch.kind != "ray":
         yield "launch.hosts=many needs launch.kind=ray; the local launcher knows one host"
+    if config.weightsync.transport == "shared" and config.launch.hosts == "many":
+        yield (
+            "weightsync.transport=shared is one copy in the memory of one host, and launch.hosts=many spreads replicas over many; "
+            "allowed there are broadcast, disk and delta"
+        )
     parse_size("weightsync.bucket", config.weightsync.bucket)
     parse_memory(config.rollout.engine.memory)
     for key, text in (("run.dir", config.run.dir), ("model.path", config.model.path), ("sft.out", config.sft.out)):

@@ -273,7 +273,7 @@ class WeightSync(Section, frozen=True):
     bucket: str = "64MiB"
     """Tensors are broadcast in buckets of at most this size."""
     push_s: AboveZero = 120.0
-    """Longest push to a replica; a replica that is later is left out until it answers again."""
+    """Longest push to the whole fleet; a replica that is later is left out until it answers again."""
     canary_tolerance: AboveZero = 0.002
     """Largest difference in nats between the learner's and a replica's log-probs of a fixed prompt after a push."""
 

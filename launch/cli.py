@@ -18,6 +18,7 @@ from .. import __version__
 from ..configs import Config, describe, dump, load
 from ..configs.schema import PythonEnv
 from ..errors import ConfigError, Interrupted, SlipstreamError
+from . import cli_replicas
 from .resources import wait_passively
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def show_config(options: argparse.Namespace) -> int:
 def role(options: argparse.Namespace) -> int:
     from .roles import run_role
 
-    return run_role(options.name, options.label)
+    return run_role(options.name, options.label, options.listen)
 
 
 # --- helpers ------------------------------------------------------------------------------------------------------
@@ -240,12 +241,18 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--config", default="quickstart", help="whose environment the tokenizer is trained for")
     overrides(sub).set_defaults(command=init_model)
     add("ledger", ledger, "where every generated token is", run=True).add_argument("--json", action="store_true")
+    replicas = "change the number of inference servers of a run that goes on"
+    sub = commands.add_parser(
+        "replicas", help=replicas, description=replicas, epilog=cli_replicas.COMMANDS, formatter_class=raw
+    )
+    cli_replicas.arguments(sub)
     overrides(add("doctor", doctor, "look for what would break a run", default="quickstart"))
     sub = overrides(add("config", show_config, "show every field of a config with its meaning"))
     sub.add_argument("--yaml", action="store_true", help="as a file that can be loaded again")
     sub = commands.add_parser("role", help="one process of a run (started by the launchers)")
     sub.add_argument("name")
     sub.add_argument("--label", default="")
+    sub.add_argument("--listen", default="", metavar="HOST:PORT")
     sub.set_defaults(command=role)
     return parser
 

@@ -58,7 +58,25 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-Signal = Beat | Ready | Done | Stepped | Said | Failed
+class Served(msgspec.Struct, frozen=True, tag=True):
+    """The learner has seen `replica`, in this incarnation, serve `version`."""
+
+    role: str
+    replica: str
+    version: int
+    incarnation: int
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """A push left `replica` out: what it serves is not known."""
+
+    role: str
+    replica: str
+    incarnation: int
+    why: str
+
+
+Signal = Beat | Ready | Done | Stepped | Said | Failed | Served | Lost
 
 
 class Heart:
@@ -94,6 +112,12 @@ class Heart:
 
     def failed(self, text: str) -> None:
         self._outbox.put(Failed(self.role, text))
+
+    def served(self, replica: str, version: int, incarnation: int) -> None:
+        self._outbox.put(Served(self.role, replica, version, incarnation))
+
+    def lost(self, replica: str, incarnation: int, why: str) -> None:
+        self._outbox.put(Lost(self.role, replica, incarnation, why))
 
     async def follow_loop(self) -> None:
         """From now on beat only while this event loop turns: one that a user's code blocks for ever is taken for dead."""

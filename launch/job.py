@@ -2,7 +2,8 @@
 
 Invariants:
 - A job travels as JSON in one environment variable, so that a role starts the same way under any launcher, on any host.
-- Addresses are fixed for the life of a run: a process that is restarted comes back where it was.
+- Addresses are fixed for the life of a run: a process that is restarted comes back where it was. Replicas come and go, so
+  where they are is told by the fleet's feed alone.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ class Cluster(msgspec.Struct, frozen=True):
 
     Attributes:
         supervisor: ZeroMQ address for heartbeats.
+        fleet: ZeroMQ address of the fleet's feed.
         buffer: ZeroMQ address of the buffer.
-        engines: base URL per replica.
         learner_host: host of learner rank 0, where the replicas meet it for a push.
     """
 
     supervisor: str
+    fleet: str
     buffer: str
-    engines: tuple[str, ...]
     learner_host: str
 
 
@@ -41,7 +42,7 @@ class Job(msgspec.Struct, frozen=True):
 
     Attributes:
         run_dir: absolute.
-        transport: what carries the weights.
+        backend: what collectives between learner and replicas run on.
         started_in: the folder that the run was started from.
         pushed: a learner pushes versions to the engines; without one they serve what they loaded, as version 0.
     """
@@ -49,7 +50,7 @@ class Job(msgspec.Struct, frozen=True):
     config: Config
     cluster: Cluster
     run_dir: str
-    transport: Literal["gloo", "nccl"]
+    backend: Literal["gloo", "nccl"]
     started_in: str
     pushed: bool
 

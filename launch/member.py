@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,9 +22,20 @@ LOG_TAIL = 64 << 10
 ERROR_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
 
 
+def nothing() -> None:
+    """What most roles have to do with their starts and ends."""
+
+
 @dataclass
 class Member:
-    """One role as the supervisor sees it. `deadline` is when silence becomes death, `stopping` that it was told to end."""
+    """One role as the supervisor sees it.
+
+    Attributes:
+        deadline: when silence becomes death.
+        stopping: it was told to end.
+        changing: held while its process is started or ended, so that neither happens in the middle of the other.
+        on_start, on_end: called as soon as a process of it runs, and as soon as one has ended.
+    """
 
     name: str
     environment: dict[str, str] = field(default_factory=dict)
@@ -36,6 +48,9 @@ class Member:
     last_words: str = ""
     stopping: bool = False
     exit_status: int | None = None
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    on_start: Callable[[], None] = nothing
+    on_end: Callable[[], None] = nothing
 
     @property
     def kind(self) -> str:

@@ -23,7 +23,7 @@ from ..configs import Config, check
 from ..configs.schema import parse_memory
 from ..errors import ConfigError
 from .processes import claim_ports
-from .resources import local_placement
+from .resources import local_placement, ranks_of
 
 if TYPE_CHECKING:
     from ..learner.model import ModelShape
@@ -65,13 +65,14 @@ def packages(config: Config) -> str:
 
 
 def engine(config: Config) -> str:
-    from ..rollout import vllm_server
+    from ..rollout import servers
 
-    vllm_server.command(config, vllm_server.LOOPBACK, 0)
-    if vllm_server.serves_on_cpu() and shutil.which("lscpu") is None:
+    chosen = config.rollout.engine
+    kind, on_cpu = servers.kind_of(chosen), servers.serves_on_cpu(config)
+    servers.command(config, servers.LOOPBACK, 0, seed=config.seed)
+    if kind == "vllm" and on_cpu and shutil.which("lscpu") is None:
         raise ConfigError("rollout.engine.kind: vllm on CPU needs the program `lscpu` on the PATH (package util-linux)")
-    where = "CPU" if vllm_server.serves_on_cpu() else "GPU"
-    return f"vllm on {where}, {config.rollout.engine.replicas} replicas"
+    return f"{kind} on {'CPU' if on_cpu else 'GPU'}, {chosen.replicas} replicas"
 
 
 def devices(config: Config) -> str:
@@ -84,16 +85,18 @@ def devices(config: Config) -> str:
         raise ConfigError("learner.backend.device: cuda, but torch sees no GPU; allowed here are auto and cpu")
     placement = local_placement(config)
     shown = ", ".join(f"{role} on GPU {'+'.join(map(str, gpus))}" for role, gpus in placement.gpus.items())
-    return f"{count} GPUs, {os.cpu_count()} cores{': ' + shown if shown else ''}; weights travel over {placement.transport}"
+    return (
+        f"{count} GPUs, {os.cpu_count()} cores{': ' + shown if shown else ''}; collectives run on {placement.backend}"
+    )
 
 
 def memory(config: Config) -> str:
     free = psutil.virtual_memory().available
     size = parse_memory(config.rollout.engine.memory)
     if isinstance(size, int):
-        from ..rollout import vllm_server
+        from ..rollout import servers
 
-        if vllm_server.serves_on_cpu() and size * config.rollout.engine.replicas > free:
+        if servers.serves_on_cpu(config) and size * config.rollout.engine.replicas > free:
             raise ConfigError(
                 f"rollout.engine.memory: {config.rollout.engine.memory} for {config.rollout.engine.replicas} replicas is more "
                 f"than the {free >> 20} MiB that are free"
@@ -173,14 +176,15 @@ def fits(config: Config, shape: ModelShape) -> None:
         raise ConfigError(
             f"agent.max_tokens: {tokens} is more than the {shape.positions} positions of {config.model.path}"
         )
-    if shape.heads % engine.tensor_parallel:
+    ranks = ranks_of(engine)
+    if shape.heads % ranks:
         raise ConfigError(
-            f"rollout.engine.tensor_parallel: {engine.tensor_parallel} does not divide the {shape.heads} attention heads of "
+            f"rollout.engine.tensor_parallel: {ranks} does not divide the {shape.heads} attention heads of "
             f"{config.model.path}"
         )
     size = parse_memory(engine.memory)
     if isinstance(size, int):
-        needed = tokens * shape.kv_numbers * (2 if config.model.dtype == "bfloat16" else 4) // engine.tensor_parallel
+        needed = tokens * shape.kv_numbers * (2 if config.model.dtype == "bfloat16" else 4) // ranks
         if size < needed:
             raise ConfigError(
                 f"rollout.engine.memory: {engine.memory} does not hold the keys and values of one episode of agent.max_tokens="

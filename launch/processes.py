@@ -3,7 +3,7 @@
 Invariants:
 - A role leads its own process group: ending it ends whatever it started.
 - A role dies with the process that launched it, also when that one is killed (`die_with_parent`).
-- A launcher only starts and ends processes; who is restarted, and when, is the supervisor's business.
+- A launcher only places, starts and ends processes; who is restarted, and when, is the supervisor's business.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from ..errors import ConfigError
+from .resources import Placement, spare
 
 PR_SET_PDEATHSIG = 1
 
@@ -45,20 +49,40 @@ class Process(Protocol):
         ...
 
 
+class Spot(msgspec.Struct, frozen=True):
+    """Where a role runs: an address it may listen on, and its GPUs; none where the launcher itself shows it those."""
+
+    host: str
+    port: int
+    gpus: tuple[int, ...] = ()
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
 class Launcher(Protocol):
     """Starts roles. `place` comes first and says where each will run; `close` ends everything that is left.
 
-    `host` is where the roles can reach this process, known once they are placed.
+    `host` is where the roles can reach this process, known once the first are placed.
     """
 
     host: str
 
-    async def place(self, roles: Sequence[str], ports: int) -> dict[str, tuple[str, list[int]]]:
-        """Reserve a place for every role: role name -> (host, `ports` port numbers free there)."""
+    async def place(self, roles: Mapping[str, int]) -> dict[str, Spot]:
+        """Reserve a place for each of `roles`, name -> GPUs it needs. May be called again, for roles that come later.
+
+        Raises:
+            ConfigError: there is no room.
+        """
         ...
 
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> Process:
         """Start `command` at the role's place."""
+        ...
+
+    async def release(self, role: str) -> None:
+        """Give back the place of a role that has ended for good."""
         ...
 
     async def close(self) -> None: ...
@@ -118,19 +142,35 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """Child processes on this machine; their output goes to `logs/<role>.log`."""
+    """Child processes on this machine; their output goes to `logs/<role>.log`.
+
+    Args:
+        logs: folder of the roles' logs.
+        first_port: 0 for any free ports, or the first of consecutive ones.
+        placement: who has which of the `available` GPUs from the beginning; others get what is left.
+    """
 
     host = "127.0.0.1"
 
-    def __init__(self, logs: Path, first_port: int) -> None:
+    def __init__(self, logs: Path, first_port: int, placement: Placement | None = None, available: int = 0) -> None:
         self._logs = logs
-        self._first_port = first_port
-        self._started: list[LocalProcess] = []
+        self._next_port = first_port
+        self._gpus = dict(placement.gpus) if placement else {}
+        self._available = available
+        self._started: defaultdict[str, list[LocalProcess]] = defaultdict(list)
 
-    async def place(self, roles: Sequence[str], ports: int) -> dict[str, tuple[str, list[int]]]:
-        total = len(roles) * ports
-        numbers = claim_ports(self._first_port, total) if self._first_port else free_ports(total)
-        return {role: ("127.0.0.1", numbers[i * ports : (i + 1) * ports]) for i, role in enumerate(roles)}
+    async def place(self, roles: Mapping[str, int]) -> dict[str, Spot]:
+        gpus = dict(self._gpus)
+        for role, count in roles.items():
+            if role not in gpus:
+                gpus[role] = spare(gpus, count, self._available)
+        if self._next_port:
+            ports = claim_ports(self._next_port, len(roles))
+            self._next_port += len(roles)
+        else:
+            ports = free_ports(len(roles))
+        self._gpus = gpus
+        return {role: Spot(self.host, port, gpus[role]) for role, port in zip(roles, ports, strict=True)}
 
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> Process:
         with (self._logs / f"{role}.log").open("ab") as log:
@@ -142,8 +182,12 @@ class LocalLauncher:
                 env={**os.environ, **environment, PARENT: str(os.getpid())},
                 start_new_session=True,
             )
-        self._started.append(LocalProcess(process))
-        return self._started[-1]
+        self._started[role].append(LocalProcess(process))
+        return self._started[role][-1]
+
+    async def release(self, role: str) -> None:
+        self._gpus.pop(role, None)
+        await asyncio.gather(*(process.kill() for process in self._started.pop(role, ())))
 
     async def close(self) -> None:
-        await asyncio.gather(*(process.kill() for process in self._started))
+        await asyncio.gather(*(process.kill() for started in self._started.values() for process in started))

@@ -1,7 +1,9 @@
 """The Ray launcher: the same role processes, placed by Ray on one host or many.
 
 Invariants:
-- One placement group holds a bundle per role; Ray decides the hosts, and only that. No token and no weight goes through Ray.
+- A placement group holds a bundle per role, and another one those that come later; Ray decides the hosts, and only that. No
+  token and no weight goes through Ray.
+- The place of a role that has left is given to the next that needs as many GPUs.
 - Each role is a child process of a small actor at its place, and dies with it.
 """
 
@@ -11,17 +13,18 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..errors import ConfigError, RoleDied, SlipstreamError, within
-from .processes import LocalLauncher, Process, claim_ports, free_ports
+from .processes import LocalLauncher, Process, Spot, claim_ports, free_ports
 
 PLACE_S = 120.0
 """Longest wait for Ray to find room for all roles."""
@@ -35,10 +38,10 @@ class Place:
         self._launcher = LocalLauncher(Path(logs), 0)
         self._process: Process | None = None
 
-    async def reserve(self, loopback: bool, first_port: int, count: int) -> tuple[str, list[int]]:
-        """The address to listen on, and ports that are free there."""
+    async def reserve(self, loopback: bool, port: int) -> tuple[str, int]:
+        """The address to listen on, and a port that is free there: `port`, or any for 0."""
         host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
-        return host, claim_ports(first_port, count, host) if first_port else free_ports(count, host)
+        return host, (claim_ports(port, 1, host) if port else free_ports(1, host))[0]
 
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> int:
         self._process = await self._launcher.start(role, command, environment)
@@ -78,50 +81,91 @@ class RayProcess:
             await self._place.kill.remote()
 
 
+class Bundle(msgspec.Struct, frozen=True):
+    """Room for one role: bundle `index` of a placement group, and the GPUs in it."""
+
+    group: PlacementGroup
+    index: int
+    gpus: int
+
+
 class RayLauncher:
     """Places roles on the cluster that `RAY_ADDRESS` names, or on a Ray that it starts here and stops again.
+
+    Every role takes one CPU; in a Ray of our own those that come later take none, because there a CPU is only a number.
 
     Args:
         logs: folder of the roles' logs.
         first_port: 0, or the first of as many ports as there are roles.
-        gpus: the roles that need GPUs, and how many; the others take one CPU.
         many_hosts: spread over the cluster and listen on node addresses; else everything is on this node, on loopback.
     """
 
-    def __init__(self, logs: Path, first_port: int, gpus: dict[str, int], *, many_hosts: bool) -> None:
+    def __init__(self, logs: Path, first_port: int, *, many_hosts: bool) -> None:
         self.host = "127.0.0.1"
         self._many_hosts = many_hosts
         self._logs = logs
-        self._first_port = first_port
-        self._gpus = gpus
-        self._group: PlacementGroup | None = None
+        self._next_port = first_port
+        self._groups: list[PlacementGroup] = []
+        self._free: list[Bundle] = []
+        self._bundles: dict[str, Bundle] = {}
         self._places: dict[str, Any] = {}
 
-    async def place(self, roles: Sequence[str], ports: int) -> dict[str, tuple[str, list[int]]]:
+    async def place(self, roles: Mapping[str, int]) -> dict[str, Spot]:
+        cpus = 0 if self._groups and not _external() else 1
         await self._join(len(roles))
         here = ray.util.get_node_ip_address()
         if self._many_hosts:
             self.host = here
-        near = {} if self._many_hosts else {f"node:{here}": 0.001}
-        bundles = [{"CPU": 1.0, **near, **({"GPU": float(self._gpus[r])} if self._gpus.get(r) else {})} for r in roles]
-        self._group = placement_group(bundles, strategy="PACK")
-        await within(
-            PLACE_S,
-            self._group.ready(),
-            who="the Ray launcher",
-            waits_for=f"room for {len(roles)} roles, {bundles}",
-            hint=f"the cluster has {ray.cluster_resources()}; ask for fewer replicas, ranks or workers",
-        )
-        actor = ray.remote(num_cpus=1)(Place)
-        placed: dict[str, tuple[str, list[int]]] = {}
-        for i, role in enumerate(roles):
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=i)
-            options = {"scheduling_strategy": strategy, "num_gpus": self._gpus.get(role, 0)}
-            self._places[role] = actor.options(**options).remote(str(self._logs))
-            first = self._first_port + i * ports if self._first_port else 0
-            reserved = self._places[role].reserve.remote(not self._many_hosts, first, ports)
-            placed[role] = await self._answer(reserved, f"ports for {role}")
+        new = {}
+        for role, gpus in roles.items():
+            vacant = next((b for b in self._free if b.gpus == gpus), None)
+            if vacant is None:
+                new[role] = gpus
+            else:
+                self._free.remove(vacant)
+                self._bundles[role] = vacant
+        if new:
+            near = {} if self._many_hosts and _external() else {f"node:{here}": 0.001}
+            await self._reserve(new, cpus, near)
+        placed: dict[str, Spot] = {}
+        for role in roles:
+            bundle = self._bundles[role]
+            strategy = PlacementGroupSchedulingStrategy(bundle.group, placement_group_bundle_index=bundle.index)
+            actor = ray.remote(num_cpus=cpus, num_gpus=bundle.gpus, scheduling_strategy=strategy)(Place)
+            self._places[role] = actor.remote(str(self._logs))
+            reserved = self._places[role].reserve.remote(not self._many_hosts, self._next_port)
+            placed[role] = Spot(*await self._answer(reserved, f"a port for {role}"))
+            self._next_port += 1 if self._next_port else 0
         return placed
+
+    async def _reserve(self, roles: Mapping[str, int], cpus: int, near: dict[str, float]) -> None:
+        """A placement group with a bundle for each of `roles`.
+
+        Raises:
+            ConfigError: they come later, and the GPUs are not there.
+            DeadlineExceeded: Ray found no room.
+        """
+        wanted, free = sum(roles.values()), int(ray.available_resources().get("GPU", 0))
+        if self._groups and wanted > free:
+            raise ConfigError(f"{', '.join(roles)} want {wanted} GPUs, and Ray has {free} that are free; ask for fewer")
+        bundles = [
+            {name: amount for name, amount in {"CPU": float(cpus), "GPU": float(gpus), **near}.items() if amount}
+            for gpus in roles.values()
+        ]
+        group = placement_group(bundles, strategy="PACK")
+        try:
+            await within(
+                PLACE_S,
+                group.ready(),
+                who="the Ray launcher",
+                waits_for=f"room for {len(roles)} roles, {bundles}",
+                hint=f"the cluster has {ray.cluster_resources()}; ask for fewer replicas, ranks or workers",
+            )
+        except BaseException:
+            remove_placement_group(group)
+            raise
+        self._groups.append(group)
+        self._bundles |= {role: Bundle(group, i, gpus) for i, (role, gpus) in enumerate(roles.items())}
 
     async def _join(self, roles: int) -> None:
         """Connect to the cluster, or start one here. Raises ConfigError when `RAY_ADDRESS` leads nowhere."""
@@ -147,13 +191,20 @@ class RayLauncher:
         pid = await self._answer(place.start.remote(role, list(command), environment), f"{role} to start")
         return RayProcess(place, pid)
 
+    async def release(self, role: str) -> None:
+        await self._vacate(self._places.pop(role))
+        self._free.append(self._bundles.pop(role))
+
+    async def _vacate(self, place: Any) -> None:
+        with contextlib.suppress(RayActorError):
+            await place.kill.remote()
+        ray.kill(place)
+
     async def close(self) -> None:
         for place in self._places.values():
-            with contextlib.suppress(RayActorError):
-                await place.kill.remote()
-            ray.kill(place)
-        if self._group is not None:
-            remove_placement_group(self._group)
+            await self._vacate(place)
+        for group in self._groups:
+            remove_placement_group(group)
         if not _external():
             await asyncio.to_thread(ray.shutdown)
 

@@ -3,28 +3,36 @@
 Invariants:
 - Processes that wait must not spin (`OMP_WAIT_POLICY=PASSIVE`), and together ask for about as many threads as there are cores:
   on two cores, two processes of two spinning threads slow each other down a hundredfold.
-- Each learner rank sees one GPU and each replica its own `tensor_parallel`, when there are enough; NCCL carries the weights.
+- Each learner rank sees one GPU and each replica as many of its own as it has ranks, when there are enough; NCCL carries the
+  weights. A replica that comes later gets GPUs that nobody else has, or does not come.
 - With fewer they share, and gloo carries the weights: NCCL does not connect two processes on one GPU.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
 from ..configs import Config
+from ..configs.schema import Servers, Sglang, Vllm
 from ..errors import ConfigError
 
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """GPU numbers by role, none for roles that need none, and the transport of the weights."""
+    """GPU numbers by role, none for roles that need none, and what collectives between learner and replicas run on."""
 
     gpus: dict[str, tuple[int, ...]]
-    transport: Literal["gloo", "nccl"]
+    backend: Literal["gloo", "nccl"]
+
+
+def ranks_of(engine: Servers) -> int:
+    """Processes that one replica is split over; each wants a GPU of its own."""
+    return engine.tensor_parallel if isinstance(engine, Vllm | Sglang) else 1
 
 
 def needed_gpus(config: Config, *, engines: bool, learners: bool) -> dict[str, int]:
@@ -33,7 +41,7 @@ def needed_gpus(config: Config, *, engines: bool, learners: bool) -> dict[str, i
     if learners:
         wanted |= {f"learner-{i}": 1 for i in range(config.learner.backend.ranks)}
     if engines:
-        wanted |= {f"engine-{i}": config.rollout.engine.tensor_parallel for i in range(config.rollout.engine.replicas)}
+        wanted |= {f"engine-{i}": ranks_of(config.rollout.engine) for i in range(config.rollout.engine.replicas)}
     return wanted
 
 
@@ -62,15 +70,31 @@ def place(wanted: dict[str, int], available: int) -> Placement:
     return Placement(gpus, "nccl" if both and following <= available else "gloo")
 
 
+def spare(taken: Mapping[str, tuple[int, ...]], count: int, available: int) -> tuple[int, ...]:
+    """`count` of the GPUs 0 to `available - 1` that no role has.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    used = {gpu for gpus in taken.values() for gpu in gpus}
+    free = [gpu for gpu in range(available) if gpu not in used]
+    if count > len(free):
+        raise ConfigError(
+            f"another replica wants {count} GPUs of its own, and {len(free)} of {available} are free; remove one first, "
+            "or start the run with fewer learner ranks"
+        )
+    return tuple(free[:count])
+
+
 def gpus_of(config: Config) -> dict[str, int]:
     """GPUs wanted by role on this machine, as it is installed."""
     import torch
 
-    from ..rollout import vllm_server
+    from ..rollout import servers
 
     device = config.learner.backend.device
     learners = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    return needed_gpus(config, engines=not vllm_server.serves_on_cpu(), learners=learners)
+    return needed_gpus(config, engines=not servers.serves_on_cpu(config), learners=learners)
 
 
 def local_placement(config: Config) -> Placement:

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 import uvloop
@@ -39,15 +38,18 @@ T = TypeVar("T")
 Role = Callable[[Job, int, Heart, asyncio.Event], Awaitable[None]]
 
 
-def run_role(name: str, label: str = "") -> int:
-    """Be `name` (`buffer`, `engine-0`, `worker-0`, `learner-0`, `evaluator`) until done; returns the exit status."""
+def run_role(name: str, label: str = "", listen: str = "") -> int:
+    """Be `name` (`buffer`, `engine-0`, `worker-0`, `learner-0`, `evaluator`) until done; returns the exit status.
+
+    `label` names an evaluation, `listen` is an engine's `host:port`.
+    """
     die_with_parent()
     setup_logging(name)
     kind, _, index = name.partition("-")
     job = read_job()
     sys.path.append(job.started_in)  # where the user's own environments and agents are
     if kind == "engine":
-        become_engine(job, int(index))
+        become_engine(job, int(index), listen)
     roles: dict[str, Role] = {"buffer": buffer, "worker": worker, "learner": learner, "evaluator": evaluator(label)}
     if kind not in roles:
         raise ConfigError(f"role {name!r} is unknown; there are engine, {', '.join(roles)}")
@@ -91,15 +93,13 @@ async def _or_stop(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | Non
         await asyncio.wait({working, stopped})
 
 
-def become_engine(job: Job, index: int) -> None:
-    """Replace this process by the upstream server of replica `index`."""
-    from ..rollout import vllm_server
+def become_engine(job: Job, index: int, listen: str) -> None:
+    """Replace this process by the server of replica `index`, which listens on `host:port`."""
+    from ..rollout import servers
 
-    address = urlsplit(job.cluster.engines[index])
-    arguments = vllm_server.command(
-        job.config, address.hostname or vllm_server.LOOPBACK, address.port or 0, seed=job.config.seed + index
-    )
-    os.execvpe(arguments[0], arguments, {**os.environ, **vllm_server.environment(job.config)})
+    host, _, port = listen.rpartition(":")
+    arguments = servers.command(job.config, host, int(port), seed=job.config.seed + index)
+    os.execvpe(arguments[0], arguments, {**os.environ, **servers.environment(job.config)})
 
 
 async def buffer(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> None:
@@ -125,8 +125,7 @@ async def worker(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> Non
         player = make_player(config, router, split="train", temperature=temperature)
         async with BufferClient(job.cluster.buffer, f"worker-{index}") as client:
             heart.ready()
-            slots, group_size = config.rollout.episodes_per_worker, config.buffer.group_size
-            await Worker(player, client, slots, group_size).run(stop)
+            await Worker(player, client, config.buffer.group_size, config.rollout.workers).run(stop)
 
 
 def evaluator(label: str) -> Role:
@@ -140,8 +139,7 @@ def evaluator(label: str) -> Role:
         async with make_router(job) as router:
             player = make_player(config, router, split="eval", temperature=config.evaluation.temperature)
             heart.ready()
-            tasks, concurrency = config.evaluation.tasks, config.rollout.episodes_per_worker
-            result = await _or_stop(evaluate(player, label, tasks, concurrency), stop)
+            result = await _or_stop(evaluate(player, label, config.evaluation.tasks), stop)
         if result is None:
             return
         append_json(job.dir / "evaluations.json", result)
@@ -174,9 +172,12 @@ async def learner(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> No
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(backend.close)
         client = await stack.enter_async_context(BufferClient(job.cluster.buffer, f"learner-{index}"))
-        publisher = await stack.enter_async_context(make_publisher(job, backend.device)) if first else None
-        if publisher is not None and await _or_stop(publisher.wait_ready(config.rollout.engine.start_s), stop) is None:
-            return
+        publisher, joined = None, asyncio.Event()
+        if first:
+            publisher, targets = await stack.enter_async_context(make_publisher(job, backend.device, heart))
+            joined = targets.joined
+            if await _or_stop(targets.wait_ready(config.rollout.engine.start_s), stop) is None:
+                return
         writer = stack.enter_context(MetricsWriter(job.dir / "metrics.jsonl")) if first else None
         trackers = open_trackers(config.monitor.trackers, job.dir, config) if first else []
         for tracker in trackers:
@@ -191,7 +192,7 @@ async def learner(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> No
             heart.stepped(metrics)
 
         canary = make_canary(config, CANARY_TOKENS)
-        loop = TrainingLoop(config.learner, backend, client, publisher, job.dir / "checkpoints", canary, report)
+        loop = TrainingLoop(config.learner, backend, client, publisher, joined, job.dir / "checkpoints", canary, report)
         state = await loop.run(stop, heart.ready)
         if state.step >= config.learner.steps:
             backend.export(job.dir / "model")

@@ -27,7 +27,7 @@ from ..monitor.report import Report, write_report
 from ..monitor.summary import read_evaluations
 from .preflight import preflight, writable
 from .processes import LocalLauncher
-from .resources import Placement, gpus_of, local_placement, place
+from .resources import gpus_of, place
 from .supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -167,12 +167,15 @@ def require_ledger(run_dir: Path) -> dict[str, object]:
 
 def _supervisor(config: Config, run_dir: Path, view: View) -> Supervisor:
     """A supervisor over the launcher that `launch.kind` names."""
-    logs = run_dir / "logs"
-    if config.launch.kind == "local":
-        return Supervisor(config, run_dir, LocalLauncher(logs, config.launch.port), local_placement(config), view)
-    from .ray_launcher import RayLauncher
+    import torch
 
-    wanted = gpus_of(config)
-    apart = place(wanted, sum(wanted.values()))  # Ray gives every role GPUs of its own, and tells it which
-    launcher = RayLauncher(logs, config.launch.port, wanted, many_hosts=config.launch.hosts == "many")
-    return Supervisor(config, run_dir, launcher, Placement({}, apart.transport), view)
+    logs, gpus, available = run_dir / "logs", gpus_of(config), torch.cuda.device_count()
+    if config.launch.kind == "local":
+        placement = place(gpus, available)
+        launcher = LocalLauncher(logs, config.launch.port, placement, available)
+    else:
+        from .ray_launcher import RayLauncher
+
+        placement = place(gpus, sum(gpus.values()))  # Ray gives every role GPUs of its own, and tells it which
+        launcher = RayLauncher(logs, config.launch.port, many_hosts=config.launch.hosts == "many")
+    return Supervisor(config, run_dir, launcher, view, gpus=gpus, backend=placement.backend)

@@ -10,28 +10,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
 
-import aiohttp
 import msgspec
 import zmq.asyncio
 
 from ..monitor.live import View
-from .heart import Beat, Done, Failed, Ready, Said, Signal, Stepped
-from .member import Member
+from .heart import Beat, Done, Failed, Lost, Ready, Said, Served, Signal, Stepped
+from .keeper import Keeper
+from .probe import PROBE_S, Probe
+from .replicas import Replicas
 
 log = logging.getLogger(__name__)
 
-PROBE_S = 5.0
-"""Longest wait for one answer to /health."""
-
 
 class Vitals:
-    """Watches `members`; `engines` are the base URLs of `engine-0`, `engine-1`, ...; `silence_s` is how long is too long."""
+    """Watches what `keeper` started, the engines of `replicas` by `probe`; `silence_s` is how long is too long."""
 
-    def __init__(self, members: Mapping[str, Member], engines: Sequence[str], silence_s: float, view: View) -> None:
-        self._members = members
-        self._engines = engines
+    def __init__(self, keeper: Keeper, replicas: Replicas, probe: Probe, silence_s: float, view: View) -> None:
+        self._members = keeper.members
+        self._replicas = replicas
+        self._probe = probe
         self._silence_s = silence_s
         self._view = view
 
@@ -59,36 +57,31 @@ class Vitals:
                     self._view.event(f"{member.name}: {text}")
                 case Failed(text=text):
                     member.last_words = text
+                case Served(replica=replica, version=version, incarnation=incarnation):
+                    self._replicas.served(replica, version, incarnation)
+                case Lost(replica=replica, incarnation=incarnation, why=why):
+                    self._replicas.lost(replica, incarnation, why)
                 case Beat():
                     pass
 
     async def pulse(self) -> None:
         """Kill what is silent; the supervisor starts it again."""
-        timeout = aiohttp.ClientTimeout(total=PROBE_S)
-        async with aiohttp.ClientSession(timeout=timeout) as http:
-            while True:
-                await asyncio.sleep(min(PROBE_S, self._silence_s / 4))
-                await asyncio.gather(*(self._probe(http, i) for i in range(len(self._engines))))
-                for member in self._members.values():
-                    if member.process and time.monotonic() > member.deadline:
-                        self._view.event(f"{member.name} is silent and is killed")
-                        member.deadline = float("inf")
-                        await member.process.kill()
+        while True:
+            await asyncio.sleep(min(PROBE_S, self._silence_s / 4))
+            await asyncio.gather(*(self._ask(s.name, s.url) for s in self._replicas.fleet.seats))
+            for member in list(self._members.values()):
+                if member.process and time.monotonic() > member.deadline:
+                    self._view.event(f"{member.name} is silent and is killed")
+                    member.deadline = float("inf")
+                    await member.process.kill()
 
-    async def _probe(self, http: aiohttp.ClientSession, index: int) -> None:
-        """Ask an engine how it is: an answer is a heartbeat, a refusal of a server that was well is its death."""
-        member = self._members[f"engine-{index}"]
-        if member.process is None or member.deadline == float("inf"):
+    async def _ask(self, name: str, url: str) -> None:
+        """Ask an engine that has answered before how it is: an answer is a heartbeat, a refusal is its death."""
+        member = self._members[name]
+        process = member.process
+        if process is None or not member.ready.is_set() or member.deadline == float("inf"):
             return
-        try:
-            async with http.get(f"{self._engines[index]}/health") as answer:
-                healthy = answer.status == 200
-        except (aiohttp.ClientError, TimeoutError):
+        well = await self._probe(url)
+        if well is None or member.process is not process or member.deadline == float("inf"):
             return
-        if healthy:
-            if not member.ready.is_set():
-                self._view.status(member.name, "ready")
-            member.ready.set()
-            member.deadline = time.monotonic() + self._silence_s
-        elif member.ready.is_set():
-            member.deadline = time.monotonic()
+        member.deadline = time.monotonic() + (self._silence_s if well else 0.0)

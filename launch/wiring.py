@@ -6,14 +6,18 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ..configs.schema import Config, parse_size
+from ..configs.schema import Config, Sglang, parse_size
 from ..errors import ConfigError
+from ..weightsync.fleet import Fleet, FleetFeed, Seat
 from .job import Job
+from .resources import ranks_of
 
 if TYPE_CHECKING:
     import torch
@@ -24,34 +28,64 @@ if TYPE_CHECKING:
     from ..rollout.router import Router
     from ..rollout.worker import Player
     from ..weightsync.publisher import Publisher
+    from .heart import Heart
+    from .targets import Targets
 
 
-def make_engines(job: Job) -> list[Engine]:
-    """A client per replica."""
+def make_engine(job: Job, seat: Seat) -> Engine:
+    """A client of the replica in `seat`."""
     from ..learner.model import vocabulary_size
-    from ..rollout.vllm import VllmEngine
 
     config = job.config
-    vocabulary = vocabulary_size(config.model.path)
-    return [
-        VllmEngine(
-            f"engine-{i}",
-            url,
-            vocab_size=vocabulary,
-            max_model_len=config.agent.max_tokens,
-            initial_version=None if job.pushed else 0,
-            request_s=config.rollout.request_s,
-            push_s=config.weightsync.push_s,
-        )
-        for i, url in enumerate(job.cluster.engines)
-    ]
+    engine = config.rollout.engine
+    if isinstance(engine, Sglang):
+        from ..rollout.sglang import SglangEngine as Client
+    else:
+        from ..rollout.vllm import VllmEngine as Client  # our own server speaks vLLM's protocol, too
+    return Client(
+        seat.name,
+        seat.url,
+        vocab_size=vocabulary_size(config.model.path),
+        max_model_len=config.agent.max_tokens,
+        initial_version=None if job.pushed else 0,
+        request_s=config.rollout.request_s,
+        push_s=config.weightsync.push_s,
+        ranks=ranks_of(engine),
+        partial=config.rollout.partial,
+    )
 
 
-def make_router(job: Job) -> Router:
+@contextlib.asynccontextmanager
+async def following(job: Job, update: Callable[[Fleet], None]) -> AsyncIterator[None]:
+    """Calls `update` with every fleet, as long as the context lasts."""
+
+    async def follow() -> None:
+        async for fleet in feed:
+            update(fleet)
+
+    async with FleetFeed(job.cluster.fleet) as feed, asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(follow(), name="fleet")
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def make_router(job: Job) -> AsyncIterator[Router]:
+    """A router that follows the fleet."""
     from ..rollout.router import Router
 
     rollout = job.config.rollout
-    return Router(make_engines(job), start_s=rollout.engine.start_s, request_s=rollout.request_s)
+    router = Router(
+        functools.partial(make_engine, job),
+        max_concurrent=rollout.engine.max_concurrent,
+        request_s=rollout.request_s,
+        start_s=rollout.engine.start_s,
+        partial=rollout.partial,
+    )
+    async with router, following(job, router.update):
+        yield router
 
 
 def make_player(config: Config, router: Router, *, split: Split, temperature: float) -> Player:
@@ -126,26 +160,31 @@ def make_canary(config: Config, length: int) -> Sequence[int]:
 
 
 @contextlib.asynccontextmanager
-async def make_publisher(job: Job, device: torch.device) -> AsyncIterator[Publisher]:
-    """A publisher to all replicas; closes its clients."""
+async def make_publisher(job: Job, device: torch.device, heart: Heart) -> AsyncIterator[tuple[Publisher, Targets]]:
+    """A publisher, and what makes it follow the fleet."""
     from ..weightsync.publisher import Publisher
+    from .targets import Targets
 
     config = job.config
-    engines = make_engines(job)
-    publisher = Publisher(
-        engines,
-        host=job.cluster.learner_host,
-        backend=job.transport,
-        device=device,
-        bucket_bytes=parse_size("weightsync.bucket", config.weightsync.bucket),
-        push_s=config.weightsync.push_s,
-        canary_tolerance=config.weightsync.canary_tolerance,
-        dtype=config.model.dtype,
-        ranks_per_replica=config.rollout.engine.tensor_parallel,
-    )
-    try:
-        yield publisher
-    finally:
-        publisher.close()
-        for engine in engines:
-            await engine.close()
+    targets = Targets(functools.partial(make_engine, job), heart)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(targets.close)
+        publisher = Publisher(
+            (),
+            transport=config.weightsync.transport,
+            folder=job.dir / "weights",
+            host=job.cluster.learner_host,
+            backend=job.backend,
+            device=device,
+            bucket_bytes=parse_size("weightsync.bucket", config.weightsync.bucket),
+            push_s=config.weightsync.push_s,
+            canary_tolerance=config.weightsync.canary_tolerance,
+            dtype=config.model.dtype,
+            cohort=config.weightsync.cohort,
+            partial=config.rollout.partial,
+            on_served=targets.served,
+            on_lost=targets.lost,
+        )
+        stack.callback(publisher.close)
+        await stack.enter_async_context(following(job, functools.partial(targets.follow, publisher)))
+        yield publisher, targets

@@ -126,3 +126,21 @@ def leftovers(run_dir: Path) -> list[str]:
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
     return found
+
+
+def check_accounts(run_dir: Path) -> None:
+    """The ledger closes, by the command and by an audit of the file that shares no code with it."""
+    shown = ledger(run_dir)
+    assert shown["closes"]
+    assert shown["generated"] == sum(shown[k] for k in ("in_flight", "ready", "trained", "withheld")) + sum(
+        shown["discarded"].values()
+    )
+    assert query(run_dir, "SELECT sum(generated) FROM episodes") == [(shown["generated"],)]
+    # Each trajectory belongs to one group, and each group to at most one commit that still counts.
+    assert query(run_dir, "SELECT count(*) - count(DISTINCT id) FROM trajectories") == [(0,)]
+    orphans = "SELECT count(*) FROM groups WHERE state = 'trained' AND trained_at NOT IN (SELECT version FROM commits)"
+    assert query(run_dir, orphans) == [(0,)]
+    lost = "SELECT count(*) FROM groups JOIN commits ON trained_at = version WHERE rolled_back"
+    assert query(run_dir, lost) == [(0,)]
+    sizes = "SELECT groups, (SELECT count(*) FROM groups WHERE trained_at = version) FROM commits WHERE NOT rolled_back"
+    assert all(committed == kept for committed, kept in query(run_dir, sizes))

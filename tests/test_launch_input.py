@@ -50,6 +50,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("model.dtype=bfloat16", ("model.dtype", "weightsync.canary_tolerance", "0.2")),
         ("seed=-1", ("seed", "-1")),
         ("launch.hosts=many", ("launch.hosts", "launch.kind=ray")),
+        ("weightsync.transport=pigeon", ("weightsync.transport", "pigeon", "broadcast")),
+        ("rollout.partial=whole", ("rollout.partial", "whole", "recompute")),
+        ("rollout.episodes_per_worker=8", ("rollout.episodes_per_worker",)),
         ("launch.kind=slurm", ("launch.kind", "slurm", "ray")),
         ("model.path=models/none-of-this-name", ("model.path", "models/none-of-this-name")),
         ("learner.backend.device=cuda", ("learner.backend.device", "cuda")),
@@ -60,6 +63,37 @@ def test_a_bad_key_is_one_line(
 ) -> None:
     run = tmp_path / "run"
     line = refused(capsys, "train", "quickstart", f"model.path={policy}", f"run.dir={run}", override)
+    for name in names:
+        assert name in line
+    assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (
+            ("launch.kind=ray", "launch.hosts=many", "weightsync.transport=shared"),
+            ("weightsync.transport=shared", "launch.hosts=many", "disk"),
+        ),
+        (
+            ("rollout.engine.kind=transformers", "rollout.engine.tensor_parallel=2"),
+            ("rollout.engine.tensor_parallel", "max_concurrent"),
+        ),
+        (
+            ("rollout.engine.kind=sglang", "rollout.engine.python=/nowhere/python"),
+            ("rollout.engine.python", "/nowhere/python"),
+        ),
+        (
+            ("rollout.engine.kind=fake", "rollout.engine.faults=[{at: lunch, do: die}]"),
+            ("rollout.engine.faults", "lunch"),
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together_are_one_line(
+    overrides: tuple[str, ...], names: tuple[str, ...], policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    line = refused(capsys, "train", "quickstart", f"model.path={policy}", f"run.dir={run}", *overrides)
     for name in names:
         assert name in line
     assert not run.exists()
@@ -162,6 +196,13 @@ def test_a_resumed_run_keeps_what_its_buffer_means(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize("command", ["resume", "eval", "ledger"])
 def test_a_run_that_is_none(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert str(tmp_path) in refused(capsys, command, str(tmp_path))
+
+
+@pytest.mark.parametrize("wish", [("list",), ("add",), ("remove", "engine-0")])
+def test_replicas_of_a_run_that_is_none(
+    wish: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"{tmp_path} holds no run" in refused(capsys, "replicas", str(tmp_path), *wish)
 
 
 def test_doctor_names_what_is_wrong_and_goes_on(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:

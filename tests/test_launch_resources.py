@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from slipstream.configs import load
 from slipstream.errors import ConfigError
-from slipstream.launch.resources import needed_gpus, place, role_environment
+from slipstream.launch.processes import LocalLauncher, Spot, free_ports
+from slipstream.launch.resources import Placement, needed_gpus, place, ranks_of, role_environment, spare
 
 
 def test_a_gpu_each_while_there_are_enough() -> None:
@@ -17,19 +20,52 @@ def test_a_gpu_each_while_there_are_enough() -> None:
     used = [gpu for gpus in placement.gpus.values() for gpu in gpus]
     assert sorted(used) == list(range(6))
     assert placement.gpus["engine-1"] == (4, 5)
-    assert placement.transport == "nccl"
+    assert placement.backend == "nccl"
 
 
 def test_one_gpu_is_shared_and_weights_go_through_the_host() -> None:
     placement = place(needed_gpus(load("qwen3-0.6b"), engines=True, learners=True), 1)
     assert set(placement.gpus.values()) == {(0,)}
-    assert placement.transport == "gloo"
+    assert placement.backend == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "ranks"), [("vllm", ("2",), 2), ("sglang", ("2",), 2), ("transformers", (), 1), ("fake", (), 1)]
+)
+def test_only_kinds_that_split_a_model_want_more_than_one_gpu(kind: str, more: tuple[str, ...], ranks: int) -> None:
+    split = [f"rollout.engine.tensor_parallel={n}" for n in more]
+    config = load("quickstart", [f"rollout.engine.kind={kind}", *split])
+    assert ranks_of(config.rollout.engine) == ranks
+    assert needed_gpus(config, engines=True, learners=False) == {"engine-0": ranks}
+
+
+def test_a_late_replica_gets_what_nobody_has_or_does_not_come() -> None:
+    taken = {"learner-0": (0,), "engine-0": (1, 2), "engine-1": (5,)}
+    assert spare(taken, 2, 8) == (3, 4)
+    assert spare(taken, 0, 0) == ()
+    del taken["engine-0"]  # one that left makes room
+    assert spare(taken, 3, 6) == (1, 2, 3)
+    with pytest.raises(ConfigError, match=r"another replica wants 4 GPUs of its own, and 3 of 4 are free"):
+        spare(taken, 4, 4)
+
+
+async def test_late_roles_get_the_ports_and_gpus_that_follow(tmp_path: Path) -> None:
+    first = free_ports(1)[0]
+    launcher = LocalLauncher(tmp_path, first, Placement({"learner-0": (0,), "engine-0": (1,)}, "nccl"), 3)
+    spots = await launcher.place({"learner-0": 1, "engine-0": 1, "buffer": 0})
+    assert [spot.port for spot in spots.values()] == [first, first + 1, first + 2]
+    assert [spot.gpus for spot in spots.values()] == [(0,), (1,), ()]
+    assert await launcher.place({"engine-1": 1}) == {"engine-1": Spot("127.0.0.1", first + 3, (2,))}
+    with pytest.raises(ConfigError, match="0 of 3 are free"):
+        await launcher.place({"engine-2": 1})
+    await launcher.release("engine-0")
+    assert (await launcher.place({"engine-3": 1}))["engine-3"] == Spot("127.0.0.1", first + 4, (1,))
 
 
 def test_without_gpus_nobody_asks_for_one() -> None:
     placement = place(needed_gpus(load("quickstart"), engines=False, learners=False), 0)
     assert placement.gpus == {}
-    assert placement.transport == "gloo"
+    assert placement.backend == "gloo"
 
 
 def test_a_replica_that_does_not_fit_is_named() -> None:

@@ -1,0 +1,46 @@
+"""Policies of given sizes, made here, and the episodes that they play in benchmarks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..configs.schema import Agent
+from ..envs import Message, Observation, SimpleEnv, StepResult, Task
+from ..launch.init_model import Shape, init_model
+
+SHAPES = {
+    "1M": Shape(),
+    "3M": Shape(hidden=256, layers=4, heads=4, kv_heads=1, head_dim=64, intermediate=768),
+    "10M": Shape(hidden=384, layers=6, heads=6, kv_heads=2, head_dim=64, intermediate=1152),
+    "50M": Shape(hidden=768, layers=7, heads=12, kv_heads=3, head_dim=64, intermediate=2304),
+    "300M": Shape(hidden=1408, layers=13, heads=22, kv_heads=11, head_dim=64, intermediate=4224),
+}
+"""By their number of parameters; "1M" is the quickstart's."""
+
+TURNS = 4
+
+AGAIN = "Go on, and say more about it."
+
+
+class Talk(SimpleEnv):
+    """Says the same few words `TURNS` times, whatever it is told: episodes of known length for a policy that knows nothing."""
+
+    def task(self, index: int) -> Task:
+        return Task(f"talk-{index}", {"words": self.opening(index)})
+
+    def opening(self, index: int) -> str:
+        """What the `index`-th episode begins with."""
+        return f"Tell me about the number {self.rng(index).randint(0, 9999)}."
+
+    async def reset(self, task: Task) -> Observation:
+        self._said = 0
+        return Observation((Message("user", task.payload["words"]),))
+
+    async def step(self, message: Message) -> StepResult:
+        self._said += 1
+        return StepResult((Message("user", AGAIN),), done=self._said == TURNS)
+
+
+def make_policy(folder: Path, size: str, seed: int = 0) -> int:
+    """Write a random policy of `size` (a key of SHAPES) with its tokenizer to `folder`; the number of its parameters."""
+    return init_model(folder, sources=[Talk(split="train", seed=0)], agent=Agent(), seed=seed, shape=SHAPES[size])

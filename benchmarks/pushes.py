@@ -1,0 +1,182 @@
+"""What weight pushes cost the generation: cohorts against stopping everybody, and keeping requests against restarting them.
+
+Invariants:
+- The modes of a row run by turns on the same servers under the same load; tokens are the servers' own count.
+- The global stop is done as well as it can be: all replicas pause together, receive side by side, swap and resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from ..agents.base import Completion
+from ..launch.wiring import make_engine
+from ..rollout.engine import Sampling
+from ..rollout.router import Router
+from ..weightsync.publisher import Publisher
+from .models import make_policy
+from .result import Result, Row
+from .serving import Policies, Serving, configure, make_publisher, serving
+
+PUSH_EVERY_S = 4.0
+
+WINDOW_S = 24.0
+"""One mode's turn."""
+
+ROUNDS = 2
+
+CLIENTS = 16
+"""Requests under way per replica."""
+
+LENGTH = 200
+"""Tokens of each of them."""
+
+PROMPT = tuple(range(10, 42))
+
+
+async def rolling(folder: Path, size: str, replicas: int) -> Result:
+    """Tokens per second with rolling pushes, and with global stops, over those without any push."""
+    make_policy(folder / "model", size)
+    policies = Policies(folder / "model")
+    async with serving(configure(folder / "model", replicas=replicas), folder) as served:
+        stopping = [make_engine(served.job, seat) for seat in served.seats]
+        for engine in stopping:
+            engine.stages = False  # receive while paused, as a server without a staging buffer must
+        publishers = {
+            "none": None,
+            "rolling": make_publisher(served.engines, folder),
+            "stop": make_publisher(stopping, folder, cohort=replicas),
+        }
+        rates: dict[str, list[float]] = {mode: [] for mode in publishers}
+        assert publishers["rolling"] is not None
+        version = (await policies.push(publishers["rolling"])).version
+        async with served.router(version) as router, _together(_client(router, i) for i in range(CLIENTS * replicas)):
+            await asyncio.sleep(PUSH_EVERY_S)
+            for mode, publisher in [*publishers.items()] * ROUNDS:
+                async with _together([_push_forever(served, router, policies, publisher)] if publisher else []):
+                    rates[mode].append(await _rate(served))
+        for publisher in publishers.values():
+            if publisher is not None:
+                publisher.close()
+        for engine in stopping:
+            await engine.close()
+    what = f"{size}, {replicas} replicas"
+    none = mean(rates["none"])
+    return Result(
+        f"generation with a push every {PUSH_EVERY_S:g} s over generation without",
+        "with pushes",
+        "without",
+        (
+            Row(f"{what}: rolling", mean(rates["rolling"]), none, "tokens/s"),
+            Row(f"{what}: global stop", mean(rates["stop"]), none, "tokens/s"),
+        ),
+    )
+
+
+async def _client(router: Router, number: int) -> None:
+    """One request after the other, for ever."""
+    for turn in itertools.count():
+        await _finish(router, f"{number}.{turn}", LENGTH)
+
+
+async def _finish(router: Router, episode: str, length: int) -> int:
+    """A completion of `length` tokens, in as many parts as it takes; tokens that were sampled for it."""
+    ids = list(PROMPT)
+    while (left := len(PROMPT) + length - len(ids)) > 0:
+        part = await router.generate(episode, ids, Sampling(left), 0)
+        ids += part.token_ids
+    router.forget(episode)
+    return length
+
+
+async def _rate(served: Serving) -> float:
+    """Tokens per second of all servers over a window."""
+    before, began = await served.generated(), time.perf_counter()
+    await asyncio.sleep(WINDOW_S)
+    return (await served.generated() - before) / (time.perf_counter() - began)
+
+
+async def _push_forever(served: Serving, router: Router, policies: Policies, publisher: Publisher) -> None:
+    while True:
+        began = time.perf_counter()
+        report = await policies.push(publisher)
+        served.tell(router, report.version)
+        await asyncio.sleep(max(0.0, PUSH_EVERY_S - (time.perf_counter() - began)))
+
+
+@contextlib.asynccontextmanager
+async def _together(work: Any) -> AsyncIterator[None]:
+    """Runs coroutines that never end beside the body, and ends them with it; one that fails ends the body."""
+    coroutines: list[Coroutine[Any, Any, None]] = list(work)
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(coroutine) for coroutine in coroutines]
+        try:
+            yield
+        finally:
+            for task in running:
+                task.cancel()
+
+
+# --- partial rollouts -----------------------------------------------------------------------------------------------
+
+PARTIAL_CLIENTS = 32
+PARTIAL_WINDOW_S = 40.0
+LONGEST = 900
+
+
+def skewed(number: int) -> int:
+    """The length of the `number`-th request: most are short, a few take many pushes (log-normal, mean about 200 tokens)."""
+    return min(LONGEST, max(8, int(random.Random(number).lognormvariate(4.7, 1.1))))
+
+
+async def partial(folder: Path, size: str) -> Result:
+    """Tokens of finished requests per second: kept over a push, against aborted by it and begun anew."""
+    make_policy(folder / "model", size)
+    policies = Policies(folder / "model")
+    useful: dict[str, list[float]] = {"kept": [], "restarted": []}
+    config = configure(folder / "model", replicas=1)
+    async with serving(config, folder) as served:
+        engine = served.engines[0]
+        publishers = {
+            "kept": make_publisher(served.engines, folder, partial="recompute"),
+            "restarted": make_publisher(served.engines, folder, partial="abort_resume"),
+        }
+        version = (await policies.push(publishers["kept"])).version
+        for mode, publisher in [*publishers.items()] * ROUNDS:
+            done = 0
+            numbers = itertools.count()
+
+            async def client(keep: bool) -> None:
+                nonlocal done
+                for number in numbers:  # noqa: B023
+                    length = skewed(number)
+                    while True:
+                        answer: Completion = await engine.generate(PROMPT, Sampling(length))
+                        if answer.finish_reason != "abort":
+                            break
+                        assert not keep
+                    done += length
+
+            async with served.router(version) as router:
+                clients = [client(mode == "kept") for _ in range(PARTIAL_CLIENTS)]
+                async with _together([*clients, _push_forever(served, router, policies, publisher)]):
+                    began = time.perf_counter()
+                    await asyncio.sleep(PARTIAL_WINDOW_S)
+                    useful[mode].append(done / (time.perf_counter() - began))
+        for publisher in publishers.values():
+            publisher.close()
+    row = Row(
+        f"{size}, lengths to {LONGEST}, a push every {PUSH_EVERY_S:g} s",
+        mean(useful["kept"]),
+        mean(useful["restarted"]),
+        "useful tokens/s",
+    )
+    return Result("partial rollouts kept over aborted and begun anew", "kept", "begun anew", (row,))

@@ -1,0 +1,179 @@
+"""Servers for a benchmark: the same command lines, clients and routers as in a run, without a supervisor.
+
+Invariants:
+- What is started here ends with the `async with` that started it, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..configs.schema import Agent, Buffer, Config, Model, Partial, PythonEnv, Rollout, Vllm, parse_size
+from ..errors import WeightSyncError
+from ..launch.job import Cluster, Job
+from ..launch.processes import LocalLauncher
+from ..launch.wiring import make_engine
+from ..rollout import servers
+from ..rollout.router import Router
+from ..rollout.vllm import VllmEngine
+from ..weightsync.fleet import Fleet, Seat
+from ..weightsync.plan import PushReport
+from ..weightsync.publisher import Publisher
+from ..weightsync.replica import Replica
+
+Dtype = Literal["float32", "bfloat16"]
+Transport = Literal["broadcast", "shared", "disk", "delta"]
+
+CANARY = tuple((31 * i * i + 7 * i) % 200 + 4 for i in range(32))
+"""Any ids that every policy here knows."""
+
+
+def configure(model: Path, *, replicas: int, dtype: Dtype = "float32") -> Config:
+    """A run of `replicas` vLLM servers of `model`, which plays `models.Talk` in groups of four."""
+    return Config(
+        model=Model(path=str(model), dtype=dtype),
+        agent=Agent(max_tokens=1024, max_tokens_per_turn=48),
+        env=PythonEnv(factory="slipstream.benchmarks.models:Talk"),
+        buffer=Buffer(group_size=4, max_staleness=0),
+        rollout=Rollout(engine=Vllm(replicas=replicas, memory="256MiB")),
+    )
+
+
+class Serving(msgspec.Struct):
+    """Servers that answer. `job` is as a run's, but for the feeds that it lacks."""
+
+    job: Job
+    seats: tuple[Seat, ...]
+    engines: tuple[VllmEngine, ...]
+
+    def router(self, version: int) -> Router:
+        """A router over all of them, which serve `version`."""
+        rollout = self.job.config.rollout
+        router = Router(
+            lambda seat: make_engine(self.job, seat),
+            max_concurrent=rollout.engine.max_concurrent,
+            request_s=rollout.request_s,
+            start_s=rollout.engine.start_s,
+            partial=rollout.partial,
+        )
+        self.tell(router, version)
+        return router
+
+    def tell(self, router: Router, version: int) -> None:
+        """All of them serve `version` now."""
+        seats = tuple(msgspec.structs.replace(s, state="serving", version=version) for s in self.seats)
+        router.update(Fleet(version, seats))
+
+    async def generated(self) -> int:
+        """Tokens that all servers have sampled since they started, by their own count."""
+        name = "vllm:generation_tokens_total"
+        counts = await asyncio.gather(*(engine.metrics((name,)) for engine in self.engines))
+        return int(sum(values[name] for values in counts))
+
+
+@contextlib.asynccontextmanager
+async def serving(config: Config, folder: Path) -> AsyncIterator[Serving]:
+    """Start `rollout.engine.replicas` servers and wait until they answer; their logs go to `folder`."""
+    logs = folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    launcher = LocalLauncher(logs, 0)
+    names = [f"engine-{i}" for i in range(config.rollout.engine.replicas)]
+    cluster = Cluster(supervisor="", fleet="", buffer="", learner_host=launcher.host)
+    job = Job(config, cluster, run_dir=str(folder), backend="gloo", started_in=os.getcwd(), pushed=True)
+    engines: list[VllmEngine] = []
+    try:
+        spots = await launcher.place(dict.fromkeys(names, 0))
+        for number, (name, spot) in enumerate(spots.items()):
+            command = servers.command(config, spot.host, spot.port, seed=number)
+            await launcher.start(name, command, servers.environment(config))
+        seats = tuple(Seat(name, f"http://{spot.host}:{spot.port}") for name, spot in spots.items())
+        for seat in seats:
+            engine = make_engine(job, seat)
+            assert isinstance(engine, VllmEngine)  # counts are read from its metrics
+            engines.append(engine)
+        await asyncio.gather(*(engine.wait_ready(config.rollout.engine.start_s) for engine in engines))
+        yield Serving(job, seats, tuple(engines))
+    finally:
+        for engine in engines:
+            await engine.close()
+        await launcher.close()
+
+
+class State(msgspec.Struct, frozen=True):
+    """A policy's weights, and the log-probs that it computes for `CANARY`."""
+
+    weights: dict[str, torch.Tensor]
+    canary: list[float]
+
+
+def state_of(model: PreTrainedModel) -> State:
+    """A copy of what `model` holds now."""
+    ids = torch.tensor([CANARY])
+    with torch.no_grad():
+        rows = model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    canary = rows[torch.arange(len(CANARY) - 1), ids[0, 1:]].tolist()
+    return State({name: p.detach().clone() for name, p in model.named_parameters()}, canary)
+
+
+class Policies:
+    """Versions to push, by turns: two policies that differ in every weight of `folder`'s."""
+
+    def __init__(self, folder: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self._versions = itertools.count()
+        self._states = [state_of(model)]
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=1e-3)
+        self._states.append(state_of(model))
+
+    async def push(self, publisher: Publisher) -> PushReport:
+        """Publish the next version. Raises WeightSyncError where a replica did not take it: nothing was measured then."""
+        version = next(self._versions)
+        state = self._states[version % 2]
+        return require(await publisher.publish(version, state.weights.items(), CANARY, state.canary))
+
+
+def require(report: PushReport) -> PushReport:
+    """The report of a push that reached everybody. Raises WeightSyncError for any other."""
+    if report.failed:
+        raise WeightSyncError(f"version {report.version} did not reach everybody: {report.failed}")
+    return report
+
+
+def make_publisher(
+    engines: Sequence[Replica],
+    folder: Path,
+    *,
+    transport: Transport = "broadcast",
+    cohort: int = 0,
+    partial: Partial = "recompute",
+    dtype: Dtype = "float32",
+) -> Publisher:
+    """A publisher as the learner has it."""
+    return Publisher(
+        engines,
+        host="127.0.0.1",
+        backend="gloo",
+        device=torch.device("cpu"),
+        bucket_bytes=parse_size("bucket", "64MiB"),
+        push_s=120.0,
+        canary_tolerance=0.002 if dtype == "float32" else 0.5,
+        dtype=dtype,
+        transport=transport,
+        cohort=cohort,
+        partial=partial,
+        folder=folder / "weights",
+    )

@@ -1,0 +1,87 @@
+"""`slipstream bench NAME [--json]`: contender and floor side by side in one run, ratios first."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from ..benchmarks.result import Result
+
+NAMES = ("rollout", "weightsync")
+
+Measure = Callable[[Path], Coroutine[Any, Any, "Result | tuple[Result, ...]"]]
+"""Measures in a folder of its own."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `bench` understands to its parser."""
+    parser.add_argument("name", metavar="NAME", choices=NAMES, help=" or ".join(NAMES))
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--sizes", metavar="SIZE", nargs="+", help="policies to measure, for example 3M 50M; default: all"
+    )
+    parser.set_defaults(command=bench)
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Run one benchmark; returns the exit status."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: servers and learner share the cores
+    from ..benchmarks.models import SHAPES
+    from ..benchmarks.result import Report, machine, render
+    from ..errors import ConfigError
+
+    if unknown := sorted(set(options.sizes or ()) - SHAPES.keys()):
+        raise ConfigError(f"--sizes: {unknown[0]} is not one of {', '.join(SHAPES)}")
+    say = Console(stderr=True, highlight=False)
+    parts = _rollout(options.sizes) if options.name == "rollout" else _weightsync(options.sizes)
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
+        for number, (what, measure) in enumerate(parts):
+            say.print(f"measuring {what}")
+            place = Path(folder) / str(number)
+            place.mkdir()
+            measured = asyncio.run(measure(place))
+            results += measured if isinstance(measured, tuple) else [measured]
+    report = Report(options.name, machine(), tuple(results))
+    if options.json:
+        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+    else:
+        render(report, Console())
+    return 0
+
+
+def _rollout(sizes: list[str] | None) -> list[tuple[str, Measure]]:
+    from ..benchmarks.overhead import overhead
+    from ..benchmarks.pushes import partial, rolling
+
+    parts: list[tuple[str, Measure]] = []
+    for size in sizes or ["1M", "10M"]:
+        parts.append((f"worker over bare engine, {size}", lambda folder, size=size: overhead(folder, size)))
+    for size in sizes or ["3M"]:
+        for replicas in (2, 4):
+            what = f"rolling push over global stop, {size}, {replicas} replicas"
+            parts.append((what, lambda folder, size=size, n=replicas: rolling(folder, size, n)))
+        what = f"partial rollouts over restarts, {size}"
+        parts.append((what, lambda folder, size=size: partial(folder, size)))
+    return parts
+
+
+def _weightsync(sizes: list[str] | None) -> list[tuple[str, Measure]]:
+    from ..benchmarks.transfers import delta, transfers
+
+    parts: list[tuple[str, Measure]] = []
+    for size in sizes or ["3M", "50M", "300M"]:
+        parts.append((f"transfers, {size}", lambda folder, size=size: transfers(folder, size)))
+    for size in sizes or ["50M"]:
+        parts.append((f"delta over full, {size}", lambda folder, size=size: delta(folder, size)))
+    return parts
