@@ -16,9 +16,9 @@ from rich.table import Table
 from .. import __doc__ as package_doc
 from .. import __version__
 from ..configs import Config, describe, dump, load
-from ..configs.schema import PythonEnv
+from ..configs.schema import Fake, PythonEnv, Rollout, Sglang
 from ..errors import ConfigError, Interrupted, SlipstreamError
-from . import cli_replicas
+from . import cli_bench, cli_replicas
 from .resources import wait_passively
 
 if TYPE_CHECKING:
@@ -229,7 +229,10 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     fields = "fields, their defaults, and what they mean:\n\n" + _fields(
-        Config(), Config(env=PythonEnv(factory="package.module:Name"))
+        Config(),
+        Config(env=PythonEnv(factory="package.module:Name")),
+        Config(rollout=Rollout(engine=Sglang())),
+        Config(rollout=Rollout(engine=Fake())),
     )
     overrides(add("train", train, "start a run and see it through", epilog=fields))
     overrides(add("resume", resume, "continue a run from its newest checkpoint", run=True))
@@ -246,6 +249,8 @@ def _parser() -> argparse.ArgumentParser:
         "replicas", help=replicas, description=replicas, epilog=cli_replicas.COMMANDS, formatter_class=raw
     )
     cli_replicas.arguments(sub)
+    bench = "measure what Slipstream costs, as ratios of contender and floor in one run"
+    cli_bench.arguments(commands.add_parser("bench", help=bench, description=bench))
     overrides(add("doctor", doctor, "look for what would break a run", default="quickstart"))
     sub = overrides(add("config", show_config, "show every field of a config with its meaning"))
     sub.add_argument("--yaml", action="store_true", help="as a file that can be loaded again")
