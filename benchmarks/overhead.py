@@ -4,7 +4,8 @@
     floor       one process whose coroutines post token ids and append the answer and a fixed next message, no more
 
 Invariants:
-- Both play the same number of episodes of the same tasks and turns on the same server, by turns; both in a process of their own.
+- Both play the same groups of the same tasks on the same server, by turns, and find the same prefixes cached; both in a process of
+  their own.
 - The floor extends its own samples, so that it hits the server's prefix cache as the worker does, and does not stream.
 """
 
@@ -125,7 +126,8 @@ async def _ask(this: Round) -> Played:
     source = Talk(split="train", seed=config.seed)
     prompts = [
         renderer.render_ids([{"role": "user", "content": source.opening(index)}], add_generation_prompt=True)
-        for index in range(EPISODES)
+        for index in range(EPISODES // config.buffer.group_size)
+        for _ in range(config.buffer.group_size)
     ]
     answer = prompts[0][-3:]  # any three tokens; what follows an answer is the same after all of them
     bridged = renderer.bridge_to_next_turn(prompts[0], answer, [{"role": "user", "content": AGAIN}])
@@ -145,7 +147,7 @@ async def _ask(this: Round) -> Played:
         for prompt in waiting:
             ids = prompt
             for _ in range(TURNS):
-                body = {"token_ids": ids, "sampling_params": parameters, "cache_salt": f"bare-{this.number}"}
+                body = {"token_ids": ids, "sampling_params": parameters, "cache_salt": f"{this.version}"}
                 url = f"{this.seats[0].url}/inference/v1/generate"
                 async with http.post(url, data=msgspec.json.encode(body), headers=JSON) as response:
                     tokens = msgspec.json.decode(await response.read())["choices"][0]["token_ids"]

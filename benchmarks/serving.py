@@ -18,7 +18,7 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..configs.schema import Agent, Buffer, Config, Model, Partial, PythonEnv, Rollout, Vllm, parse_size
+from ..configs.schema import Agent, Buffer, Config, Model, Partial, PythonEnv, Rollout, TransportKind, Vllm, parse_size
 from ..errors import WeightSyncError
 from ..launch.job import Cluster, Job
 from ..launch.processes import LocalLauncher
@@ -32,7 +32,6 @@ from ..weightsync.publisher import Publisher
 from ..weightsync.replica import Replica
 
 Dtype = Literal["float32", "bfloat16"]
-Transport = Literal["broadcast", "shared", "disk", "delta"]
 
 CANARY = tuple((31 * i * i + 7 * i) % 200 + 4 for i in range(32))
 """Any ids that every policy here knows."""
@@ -157,7 +156,7 @@ def make_publisher(
     engines: Sequence[Replica],
     folder: Path,
     *,
-    transport: Transport = "broadcast",
+    transport: TransportKind = "broadcast",
     cohort: int = 0,
     partial: Partial = "recompute",
     dtype: Dtype = "float32",

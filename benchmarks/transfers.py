@@ -19,6 +19,7 @@ from typing import get_args
 import torch
 from transformers import AutoModelForCausalLM
 
+from ..configs.schema import TransportKind
 from ..rollout.engine import Sampling
 from ..rollout.vllm import VllmEngine
 from ..weightsync.plan import PushReport
@@ -26,7 +27,7 @@ from ..weightsync.publisher import Publisher
 from .memory import copy_bandwidth
 from .models import make_policy
 from .result import Result, Row
-from .serving import CANARY, Dtype, Policies, State, Transport, configure, make_publisher, require, serving, state_of
+from .serving import CANARY, Dtype, Policies, State, configure, make_publisher, require, serving, state_of
 
 PUSHES = 5
 
@@ -47,7 +48,7 @@ async def transfers(folder: Path, size: str) -> tuple[Result, Result]:
     carried, paused = [], []
     async with serving(configure(folder / "model", replicas=1), folder) as served:
         engine = served.engines[0]
-        for transport in get_args(Transport):
+        for transport in get_args(TransportKind):
             publisher = make_publisher(served.engines, folder, transport=transport)
             await policies.push(publisher)  # groups meet, files are first written
             swap_ms = await _swap_ms(engine, policies, publisher)

@@ -71,6 +71,8 @@ class StepMeter:
             learner_idle=wait_s / total_s,
             rollout_idle=(after.idle_slot_s - before.idle_slot_s) / slot_s if slot_s > 0 else 0.0,
             slots=slot_s / total_s,
+            replicas=len(push.pushed),
+            replicas_failed=len(push.failed),
             wait_s=wait_s,
             step_s=step_s,
             push_s=now - self._stepped,

@@ -31,6 +31,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         learner_idle: share of the time in which the learner waited for a batch, 0 to 1.
         rollout_idle: share of the episode slots that stood empty for want of a lease, 0 to 1.
         slots: episodes that all workers together would play at once, mean; follows how busy the servers are.
+        replicas: inference servers that took the push and serve its version.
+        replicas_failed: those that did not, for the moment.
         wait_s: seconds waited for the batch.
         step_s: seconds of proximal log-probs, forward, backward and optimizer.
         push_s: seconds of the weight push, all told.
@@ -72,6 +74,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     learner_idle: float
     rollout_idle: float
     slots: float
+    replicas: int
+    replicas_failed: int
     wait_s: float
     step_s: float
     push_s: float

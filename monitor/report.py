@@ -214,6 +214,7 @@ def _staleness(run: _Material) -> str:
 def _push(run: _Material) -> str:
     pause = (("pause_ms", "longest pause of a replica", "orange"), ("transfer_ms", "transfer", "blue"))
     total = (("push_s", "push, all told", "green"),)
+    fleet = (("replicas", "took the push", "blue"), ("replicas_failed", "did not", "orange"))
     canary = column(run.rows, "canary")
     worst = f"Largest canary difference: {count(float(canary.max()))} nats." if mean(canary) is not None else ""
     missing = "No push has been recorded."
@@ -222,6 +223,11 @@ def _push(run: _Material) -> str:
         grid(
             card(_chart(charts.lines(run.rows, pause, "ms", trend=False), missing), "Pause and transfer", worst),
             card(_chart(charts.lines(run.rows, total, "seconds"), missing), "Whole push"),
+            card(
+                _chart(charts.lines(run.rows, fleet, "replicas", trend=False), missing),
+                "Fleet",
+                "Servers that join, leave, die or are late." if run.rows else "",
+            ),
         ),
     )
 

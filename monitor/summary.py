@@ -123,15 +123,18 @@ def balance(rows: Sequence[Row], config: Config) -> Balance | None:
     if learner is None or rollout is None:
         return None
     waited = f"The learner waited {share(learner)} of the time for batches; {share(rollout)} of the episode slots stood empty."
-    advice = _advice(learner > IDLE, rollout > IDLE, mean(column(steady, "slots")), config)
+    replicas = mean(column(steady, "replicas"))
+    served = config.rollout.engine.replicas if replicas is None else max(1, round(replicas))
+    advice = _advice(learner > IDLE, rollout > IDLE, mean(column(steady, "slots")), served, config)
     return Balance(learner, rollout, f"{waited} {advice}")
 
 
-def _advice(learner_starved: bool, rollout_starved: bool, slots: float | None, config: Config) -> str:
-    """`slots` is how many episodes the workers would play at once: what the servers take, tools and environments included."""
+def _advice(learner_starved: bool, rollout_starved: bool, slots: float | None, replicas: int, config: Config) -> str:
+    """`slots` is how many episodes the workers would play at once: what the servers take, tools and environments included.
+    `replicas` served on average: they come and go."""
     buffer, engine = config.buffer, config.rollout.engine
     admitted = (buffer.max_staleness + 1) * buffer.groups_per_batch * buffer.group_size
-    decoding = engine.replicas * engine.max_concurrent
+    decoding = replicas * engine.max_concurrent
     needed = -(-admitted // engine.max_concurrent)
     if learner_starved and rollout_starved:
         return (
@@ -151,13 +154,13 @@ def _advice(learner_starved: bool, rollout_starved: bool, slots: float | None, c
     if learner_starved:
         return (
             "Rollouts are the bottleneck: the servers are the limit. "
-            f"Raise rollout.engine.replicas from {engine.replicas} to {engine.replicas + 1}."
+            f"Raise rollout.engine.replicas from {replicas} to {replicas + 1}."
             f" (While it runs: slipstream replicas {config.run.dir} add.)"
         )
-    if rollout_starved and needed < engine.replicas:
+    if rollout_starved and needed < replicas:
         return (
             f"The learner is busy, and the servers decode {decoding} episodes at once where admission allows {admitted}. "
-            f"Lower rollout.engine.replicas from {engine.replicas} to {needed}."
+            f"Lower rollout.engine.replicas from {replicas} to {needed}."
         )
     if rollout_starved:
         ranks = config.learner.backend.ranks

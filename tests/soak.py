@@ -21,6 +21,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ import torch
 from safetensors.torch import load_file
 from slipstream.buffer import wire
 from slipstream.buffer.trajectory import Trajectory
+from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task
 from slipstream.tests.runs import SMALL, Background, ledger, leftovers, metrics, query, slipstream, tiny_policy
 from transformers import AutoModelForCausalLM
 
@@ -40,10 +42,35 @@ TOLERANCE = 1e-3
 HANG_S = 60.0
 """Longest time between two learner steps: with all replicas but one gone, batches take long on a small machine, but they come."""
 
+PUSH_S = 2.0
+"""A push comes at least as often as this, in seconds, on average."""
+
 AUDITED = 4000
 """Trajectories whose log-probs are computed anew: first those of several versions, then the newest."""
 
-ENGINES_FAULT = ("failed_engine", "failed_timeout")
+ALLOWED = ("", "worker_stopped", "stale", "too_few_members")
+"""Reasons for which episodes may have been discarded: at the end of the run, or by the staleness bound. Nothing else was killed."""
+
+
+TURNS = 4
+
+
+class Noise(SimpleEnv):
+    """Pays at random, so that a policy that knows nothing moves at every step: versions must differ to be told apart."""
+
+    def task(self, index: int) -> Task:
+        return Task(f"noise-{index}")
+
+    async def reset(self, task: Task) -> Observation:
+        self._said = ""
+        self._turns = 0
+        return Observation((Message("user", f"Tell me about {task.id}."),))
+
+    async def step(self, message: Message) -> StepResult:
+        self._said += message.content
+        self._turns += 1
+        reward = random.Random(self._said).random()
+        return StepResult((Message("user", "Go on."),), reward=reward, done=self._turns == TURNS)
 
 
 def main() -> int:
@@ -52,6 +79,12 @@ def main() -> int:
     policy = tiny_policy(run.parent / f"{run.name}-policy")
     arguments = (
         *("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL),
+        *(
+            "env.kind=python",
+            "env.factory=slipstream.tests.soak:Noise",
+            "agent.max_tokens=768",
+            "agent.max_tokens_per_turn=96",
+        ),
         *("learner.steps=1000000", "launch.restarts=0", "weightsync.transport=disk", "monitor.live=false"),
         *(f"rollout.engine.kind={options.engine}", f"rollout.engine.replicas={options.replicas}"),
         *options.overrides,
@@ -63,6 +96,7 @@ def main() -> int:
         threading.Thread(target=_keep_versions, args=(run / "weights", history, stop), daemon=True).start()
         going.until_step(1)
         told = _torment(going, run, 60 * options.minutes, options.every)
+        stopped = time.time()
         going.process.send_signal(signal.SIGINT)
         output = going.output()
         status = going.process.returncode
@@ -71,9 +105,11 @@ def main() -> int:
     problems = [] if status == 130 else [f"the run ended with status {status}: {output[-2000:]}"]
     problems += [f"left running: {process}" for process in leftovers(run)]
     rows = metrics(run)
-    gaps = [b["time"] - a["time"] for a, b in itertools.pairwise(rows)]
+    gaps = [b - a for a, b in itertools.pairwise([*(row["time"] for row in rows), stopped])]
     if max(gaps) > HANG_S:
         problems.append(f"{max(gaps):.1f} s without a step")
+    if sum(gaps) / len(gaps) > PUSH_S:
+        problems.append(f"a push every {sum(gaps) / len(gaps):.1f} s only")
     problems += _accounts(run, told) + _spans(run, history, policy, told)
     told |= {
         "engine": options.engine,
@@ -147,7 +183,7 @@ def _accounts(run: Path, told: dict[str, object]) -> list[str]:
     episodes = Counter()
     for account, reason, count in query(run, "SELECT account, reason, count(*) FROM episodes GROUP BY account, reason"):
         episodes[f"{account} {reason}".strip()] = count
-        if any(fault in reason for fault in ENGINES_FAULT):
+        if reason not in ALLOWED:
             problems.append(f"{count} episodes were lost: {reason}")
     told |= {"ledger": shown, "episodes": dict(episodes)}
     return problems
@@ -163,7 +199,7 @@ def _spans(run: Path, history: Path, policy: Path, told: dict[str, object]) -> l
     for trajectory in audited:
         for version in {span.version for span in trajectory.version_spans}:
             by_version.setdefault(version, []).append(trajectory)
-    worst, tokens, unknown = 0.0, 0, 0
+    errors, strangers, tokens, unknown = [0.0], [], 0, 0
     for version, members in sorted(by_version.items()):
         path = history / f"v{version}.full.safetensors"
         if not path.exists():
@@ -176,21 +212,28 @@ def _spans(run: Path, history: Path, policy: Path, told: dict[str, object]) -> l
             with torch.no_grad():
                 rows = model(ids[None], use_cache=False).logits[0].float().log_softmax(-1)
             for span in trajectory.version_spans:
-                if span.version == version:
-                    at = torch.arange(span.start, span.end)
-                    ours = rows[at - 1, ids[at]]
-                    theirs = torch.from_numpy(trajectory.behavior_logprobs[span.start : span.end].copy())
-                    worst = max(worst, float((ours - theirs).abs().max()))
-                    tokens += span.end - span.start
+                at = torch.arange(span.start, span.end)
+                theirs = torch.from_numpy(trajectory.behavior_logprobs[span.start : span.end].copy())
+                error = float(torch.nan_to_num((rows[at - 1, ids[at]] - theirs).abs(), nan=torch.inf).max())
+                (errors if span.version == version else strangers).append(error)
+                tokens += (span.end - span.start) * (span.version == version)
+    worst = max(errors)
     told |= {
         "trajectories": len(trajectories),
         "trajectories_of_several_versions": sum(len(t.version_spans) > 1 for t in trajectories),
         "most_versions_in_one": max(len(t.version_spans) for t in trajectories),
         "tokens_audited": tokens,
         "versions_audited": len(by_version) - unknown,
-        "versions_without_file": unknown,
         "worst_logprob_error_nats": worst,
+        "same_under_a_neighbouring_version_nats": {
+            "median": statistics.median(strangers),
+            "share_above_tolerance": sum(e > TOLERANCE for e in strangers) / len(strangers),
+        },
     }
+    if unknown:
+        return [f"{unknown} versions were trained on of which no file was kept"]
+    if statistics.median(strangers) < 10 * TOLERANCE:
+        return ["the versions are too much alike for this audit to say anything"]
     if worst > TOLERANCE or not tokens:
         return [f"a log-prob is off by {worst:.3g} nats over {tokens} tokens: a span names the wrong version"]
     return []

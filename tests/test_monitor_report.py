@@ -67,6 +67,8 @@ def synthetic(
                     learner_idle=float(np.clip(learner_idle + rng.normal(0, 0.05), 0, 1)),
                     rollout_idle=float(np.clip(rollout_idle + rng.normal(0, 0.02), 0, 1)),
                     slots=slots,
+                    replicas=config.rollout.engine.replicas,
+                    replicas_failed=int(step == 2),
                     wait_s=wait,
                     step_s=work,
                     push_s=push,
@@ -131,7 +133,7 @@ def test_the_headline_says_from_what_to_what_on_how_many_tasks(whole):
 
 def test_the_page_is_one_file_that_loads_nothing(whole):
     assert whole[1].external == []
-    assert whole[1].tags.count("svg") == 11
+    assert whole[1].tags.count("svg") == 12
     source = (whole[0] / "report.html").read_text()
     assert "url(http" not in source
     assert "prefers-color-scheme: dark" in source
@@ -234,3 +236,10 @@ def test_rows_with_unknown_and_missing_names_are_drawn(tmp_path):
     rows = [{"step": 1, "time": 1.0, "reward_mean": 0.5, "new": 3}, {"step": 2, "time": 3.0, "reward_mean": None}]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     assert "No push has been recorded" in rendered(tmp_path).text
+
+
+def test_advice_counts_the_servers_that_served_and_not_those_that_the_config_began_with(tmp_path):
+    synthetic(tmp_path / "run", 3, "rollout", ("buffer.max_staleness=0", "rollout.engine.replicas=4"), 256.0)
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("replicas: 4", "replicas: 1"))  # three were added while it went on
+    assert "Lower rollout.engine.replicas from 4 to 1." in rendered(tmp_path / "run").text

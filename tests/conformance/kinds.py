@@ -30,6 +30,7 @@ OFFERS = {
 }
 """What the suite tests, in the words of the manual."""
 
+_SGLANG_SEED = "SGLang heeds a request's seed only in its deterministic mode, which has no CPU backend"
 _OURS_ON_ONE_DEVICE = "our own server holds the model in one process; larger models are vLLM's and SGLang's business"
 _OURS_IN_ONE_PROCESS = "server and model live and die together, in one process"
 
@@ -57,7 +58,7 @@ class Kind(msgspec.Struct, frozen=True):
 
 KINDS = (
     Kind("vllm", Vllm),
-    Kind("sglang", Sglang),
+    Kind("sglang", Sglang, {"seed": _SGLANG_SEED}),
     Kind(
         "transformers",
         Transformers,

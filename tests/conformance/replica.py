@@ -6,13 +6,12 @@ import asyncio
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import torch
 from slipstream.agents.base import Completion
 from slipstream.buffer.trajectory import VersionSpan
-from slipstream.configs.schema import Partial
+from slipstream.configs.schema import Partial, TransportKind
 from slipstream.rollout.engine import Engine, Sampling
 from slipstream.tests import tiny
 from slipstream.tests.conformance import reference
@@ -21,8 +20,6 @@ from slipstream.tests.conformance.servers import Server
 from slipstream.weightsync.plan import PushReport
 from slipstream.weightsync.publisher import Publisher
 from transformers import PreTrainedModel
-
-Transport = Literal["broadcast", "shared", "disk", "delta"]
 
 GREEDY = Sampling(max_tokens=24, temperature=0.0)
 
@@ -49,7 +46,7 @@ def make_publisher(
     *engines: Engine,
     folder: Path,
     partial: Partial = "recompute",
-    transport: Transport = "broadcast",
+    transport: TransportKind = "broadcast",
     bucket_bytes: int = 64 << 10,
     push_s: float = 60.0,
 ) -> Publisher:
@@ -81,7 +78,7 @@ class Replica:
         self.version: int | None = None
         self._publisher: Publisher | None = None
 
-    async def push(self, which: int, transport: Transport = "broadcast") -> int:
+    async def push(self, which: int, transport: TransportKind = "broadcast") -> int:
         """Push policy `which` (0 or 1), as the learner does; returns its new version."""
         report = await self.publish(tiny.weights(self.weights.folders[which]).items(), which, transport)
         assert report.failed == {}
@@ -90,7 +87,7 @@ class Replica:
         return report.version
 
     async def publish(
-        self, named_weights: Iterable[tuple[str, torch.Tensor]], which: int, transport: Transport = "broadcast"
+        self, named_weights: Iterable[tuple[str, torch.Tensor]], which: int, transport: TransportKind = "broadcast"
     ) -> PushReport:
         """Push any tensors, under the claim that they are policy `which`."""
         if self._publisher is None:

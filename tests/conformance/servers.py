@@ -62,6 +62,7 @@ def make_client(
         push_s=60.0,
         ranks=ranks,
         partial=partial,
+        scores_paused=kind in ("transformers", "fake"),
     )
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from slipstream.configs.schema import TransportKind
 from slipstream.errors import WeightSyncError
 from slipstream.tests import tiny
 from slipstream.tests.conformance import reference
 from slipstream.tests.conformance.kinds import Kind
 from slipstream.tests.conformance.reference import TOLERANCE
-from slipstream.tests.conformance.replica import GREEDY, PROMPTS, VERSIONS, Replica, Traffic, Transport, make_publisher
+from slipstream.tests.conformance.replica import GREEDY, PROMPTS, VERSIONS, Replica, Traffic, make_publisher
 from slipstream.weightsync.group import BroadcastGroup
 
 DYING_LEARNER = """
@@ -50,7 +51,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "shared", "disk", "delta"])
-async def test_every_transport_brings_the_weights(kind: Kind, replica: Replica, transport: Transport) -> None:
+async def test_every_transport_brings_the_weights(kind: Kind, replica: Replica, transport: TransportKind) -> None:
     kind.needs(transport)
     await replica.close()  # the fixture's own pushes were broadcasts
     for which in (1, 0, 1):
