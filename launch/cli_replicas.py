@@ -19,7 +19,7 @@ from ..errors import EngineError, within
 if TYPE_CHECKING:
     from ..weightsync.fleet import Fleet
     from .control import Contact
-    from .fleet import Listed
+    from .roster import Listed
 
 COMMANDS = """\
 add [COUNT]    start COUNT more (default 1); each joins when the learner has brought it the weights
@@ -117,10 +117,11 @@ async def _until(where: Contact, run_dir: Path, settled: Callable[[Fleet], bool]
 
 
 def _table(rows: tuple[Listed, ...]) -> Table:
-    table = Table("name", "state", "version", "url", "pid", "incarnation", title="replicas")
+    table = Table("name", "state", "version", "pid", "started", "url", title="replicas")
+    table.columns[-1].overflow = "fold"
     for row in rows:
         version, pid = ("-" if value is None else str(value) for value in (row.version, row.pid))
-        table.add_row(row.name, row.state, version, row.url, pid, str(row.incarnation))
+        table.add_row(row.name, row.state, version, pid, f"{row.incarnation + 1} x", row.url)
     return table
 
 

@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from ..errors import ConfigError, SlipstreamError, within
-from .fleet import Listed
+from .roster import Listed
 
 if TYPE_CHECKING:
     from .replicas import Replicas

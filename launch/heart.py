@@ -68,7 +68,7 @@ class Served(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """A push left `replica` out: what it serves is not known."""
+    """A push did not reach `replica`: what it serves is not known. Said each time."""
 
     role: str
     replica: str

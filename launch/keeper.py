@@ -48,8 +48,8 @@ class Keeper:
             member.last_words, member.exit_status = "", None
             command = [sys.executable, "-P", "-m", "slipstream.launch.cli", "role", member.name, *member.arguments]
             grace = self._config.rollout.engine.start_s if member.kind == "engine" else self._config.launch.heartbeat_s
-            member.deadline = time.monotonic() + grace
             member.process = await self._launcher.start(member.name, command, member.environment)
+            member.deadline = time.monotonic() + grace  # from here: finding it another place may have taken its time
             self._view.status(member.name, f"started, pid {member.process.pid}")
             member.on_start()
 

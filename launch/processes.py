@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import socket
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,9 +21,8 @@ from typing import Protocol
 import msgspec
 
 from ..errors import ConfigError
+from ..parent import die_with
 from .resources import Placement, spare
-
-PR_SET_PDEATHSIG = 1
 
 PARENT = "SLIPSTREAM_PARENT"
 """Variable that tells a role which process started it."""
@@ -41,11 +38,11 @@ class Process(Protocol):
         ...
 
     async def terminate(self) -> None:
-        """Ask it to stop in good order."""
+        """Ask it to stop in good order. Does not raise where it has ended or cannot be reached."""
         ...
 
     async def kill(self) -> None:
-        """End it and all it started."""
+        """End it and all it started. Does not raise where it has ended or cannot be reached."""
         ...
 
 
@@ -78,22 +75,23 @@ class Launcher(Protocol):
         ...
 
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> Process:
-        """Start `command` at the role's place."""
+        """Start `command` at the role's place.
+
+        Raises:
+            RoleDied: the place is lost, and there is no other.
+        """
         ...
 
     async def release(self, role: str) -> None:
-        """Give back the place of a role that has ended for good."""
+        """Give back the place of a role that has ended for good; nothing where that was done before."""
         ...
 
     async def close(self) -> None: ...
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies (Linux); ends it if that has happened already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if str(os.getppid()) != os.environ.get(PARENT, str(os.getppid())):
-            os._exit(1)
+    """End with whoever launched this process, or else started it."""
+    die_with(int(os.environ.get(PARENT) or os.getppid()))
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
@@ -186,8 +184,8 @@ class LocalLauncher:
         return self._started[role][-1]
 
     async def release(self, role: str) -> None:
-        self._gpus.pop(role, None)
         await asyncio.gather(*(process.kill() for process in self._started.pop(role, ())))
+        self._gpus.pop(role, None)  # nobody computes there any more
 
     async def close(self) -> None:
         await asyncio.gather(*(process.kill() for started in self._started.values() for process in started))

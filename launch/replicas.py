@@ -7,6 +7,8 @@ Invariants:
 - The fleet is told of the end of a process as soon as it has ended, before anything is started again.
 - A replica whose restarts are spent leaves the fleet while others serve or start; the last one takes the run with it.
 - A replica that is removed loses nobody's tokens: its requests are cut short with what they have and go on elsewhere.
+- A replica is forgotten once, by who watches its process (`_live`), whatever made it end.
+- Its API may answer while it computes nothing: one that weights do not reach `LOSSES` times in a row is started again.
 """
 
 from __future__ import annotations
@@ -14,18 +16,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from ..errors import DeadlineExceeded, EngineError, RoleDied, within
+from ..errors import ConfigError, RoleDied, within
 from ..monitor.live import View
 from ..rollout.engine import Engine
 from ..weightsync.fleet import Fleet, FleetBoard, Seat
-from .fleet import Listed, Roster
 from .keeper import Keeper
 from .member import Member
 from .probe import Probe
 from .processes import Launcher, Spot
+from .roster import Listed, Roster
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,9 @@ PAUSE_S = 5.0
 
 END_S = 5.0
 """How long its process may take to end in good order."""
+
+LOSSES = 3
+"""So many pushes in a row that a replica did not take, and the supervisor starts it again."""
 
 Keep = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 """Takes work that goes on in the background until the plan is done; its failure ends the run."""
@@ -78,6 +83,7 @@ class Replicas:
         self._roster = Roster()
         self._keep: Keep | None = None
         self._waking: dict[str, asyncio.Task[None]] = {}
+        self._losses: dict[str, int] = {}
 
     @property
     def fleet(self) -> Fleet:
@@ -103,21 +109,27 @@ class Replicas:
         """
         names = self._roster.names(count)
         spots = await self._launcher.place(dict.fromkeys(names, self._gpus))
-        for name in names:
-            await self._open(name, spots[name])
+        try:
+            for name in names:
+                await self._open(name, spots.pop(name))
+        finally:
+            for name in spots:  # one before them could not be started: they never come
+                await self._launcher.release(name)
         self._view.event(f"{', '.join(names)} added")
         return names
 
     async def remove(self, name: str) -> None:
-        """Let a replica go. Returns at once; it leaves the fleet when its process has ended.
+        """Let a replica go. Returns at once; its requests are cut short, and it leaves the fleet when its process has ended.
 
         Raises:
             ConfigError: there is no such replica, or nobody could take its place.
         """
         self._roster.drain(name)
-        self._keeper.members[name].stopping = True
+        seat, member = self.fleet.seat(name), self._keeper.members[name]
+        assert seat is not None
+        member.stopping = True
         self._show()
-        self._go_on(self._retire(name))
+        self._go_on(self._retire(seat, member))
 
     def listed(self) -> list[Listed]:
         rows = []
@@ -131,15 +143,25 @@ class Replicas:
     # --- what the learner says ------------------------------------------------------------------------------------
 
     def served(self, name: str, version: int, incarnation: int) -> None:
+        self._losses.pop(name, None)
         self._roster.served(name, version, incarnation)
         self._show()
 
     def lost(self, name: str, incarnation: int, why: str) -> None:
-        before = self.fleet.revision
-        self._roster.lost(name, incarnation)
-        if self.fleet.revision != before:
+        """A push did not reach it."""
+        seat = self.fleet.seat(name)
+        if seat is None or seat.incarnation != incarnation or seat.state == "draining":
+            return
+        if seat.state == "serving":
             self._view.event(f"{name} was left out of a push: {why}")
+        self._roster.lost(name, incarnation)
         self._show()
+        self._losses[name] = self._losses.get(name, 0) + 1
+        if self._losses[name] == LOSSES:
+            member = self._keeper.members[name]
+            member.last_words = f"{LOSSES} pushes in a row did not reach it, the last: {why}"
+            if member.process is not None:
+                self._go_on(member.process.kill())  # and `_live` starts it again
 
     # --- one replica ----------------------------------------------------------------------------------------------
 
@@ -154,18 +176,24 @@ class Replicas:
         self._keeper.members[name] = member
         self._roster.join(name, f"http://{spot.address}")
         self._show()
-        await self._keeper.start(member)
+        try:
+            await self._keeper.start(member)
+        except BaseException:
+            await self._forget(name)
+            raise
         self._go_on(self._live(member))
 
     async def _live(self, member: Member) -> None:
         """From its first process to its last."""
         try:
             await self._keeper.watch([member])
-        except RoleDied as error:
+        except (RoleDied, ConfigError) as error:
             if not (others := self._roster.others(member.name)):
                 raise
             self._view.event(f"{error}; the run goes on with {', '.join(others)}")
-            await self._forget(member.name)
+        else:
+            self._view.event(f"{member.name} removed")
+        await self._forget(member.name)
 
     def _started(self, name: str) -> None:
         self._waking[name] = self._go_on(self._wake(name))
@@ -173,13 +201,14 @@ class Replicas:
     def _ended(self, name: str) -> None:
         if (waking := self._waking.pop(name, None)) is not None:
             waking.cancel()
+        self._losses.pop(name, None)
         self._roster.died(name)
         self._show()
 
     async def _wake(self, name: str) -> None:
         """See a process that has just started answer. Its deadline is the member's own: `start_s`, then it is killed."""
-        seat, member = self.fleet.seat(name), self._keeper.members[name]
-        if seat is None:
+        seat, member = self.fleet.seat(name), self._keeper.members.get(name)
+        if seat is None or member is None:
             return
         await self._probe.until_well(seat.url)
         member.ready.set()
@@ -189,27 +218,33 @@ class Replicas:
             self._roster.served(name, 0, seat.incarnation)
         self._show()
 
-    async def _retire(self, name: str) -> None:
-        """Cut its requests short, end it, forget it."""
-        seat, member = self.fleet.seat(name), self._keeper.members.get(name)
-        if seat is None or member is None:
-            return  # it died for the last time just now
+    async def _retire(self, seat: Seat, member: Member) -> None:
+        """Cut its requests short, end it."""
         if member.ready.is_set():
-            engine = self._make_engine(seat)
             try:
-                await _in_time(engine.pause("abort_resume"), name)
-            except (EngineError, DeadlineExceeded) as error:
-                log.warning("%s did not give its requests back: %s", name, error)
-            finally:
-                await engine.close()
+                await self._give_back(seat)
+            except Exception as error:  # its requests find their connections closed; no wish may end the run
+                log.warning("%s did not give its requests back: %s", seat.name, error)
         await self._keeper.stop(member, END_S)
-        await self._forget(name)
-        self._view.event(f"{name} removed")
+
+    async def _give_back(self, seat: Seat) -> None:
+        engine = self._make_engine(seat)
+        try:
+            pause = engine.pause("abort_resume")
+            waits_for = f"{seat.name} to cut its requests short"
+            await within(PAUSE_S, pause, who="the supervisor", waits_for=waits_for, hint="see its log")
+        finally:
+            await engine.close()
 
     async def _forget(self, name: str) -> None:
+        """It is of the fleet no more, and its place is free."""
+        if self._keeper.members.pop(name, None) is None:
+            return
+        if (waking := self._waking.pop(name, None)) is not None:
+            waking.cancel()
+        self._losses.pop(name, None)
         self._roster.gone(name)
         self._show()
-        del self._keeper.members[name]
         self._view.status(name, "gone")
         await self._launcher.release(name)
 
@@ -219,9 +254,3 @@ class Replicas:
 
     def _show(self) -> None:
         self._board.show(self.fleet)
-
-
-async def _in_time(pause: Awaitable[None], name: str) -> None:
-    await within(
-        PAUSE_S, pause, who="the supervisor", waits_for=f"{name} to cut its requests short", hint="see its log"
-    )

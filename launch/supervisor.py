@@ -14,7 +14,7 @@
 Invariants:
 - Whatever way `run` ends, no process that it started is left.
 - The ranks of the learner live and die together.
-- A role that ends with a ConfigError ends the run; trying again would not help.
+- A role that ends with a ConfigError ends the run, a replica that does so only if it is the last; trying again would not help.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Supervisor:
     Both raise:
         RoleDied: a role ended more often than `launch.restarts` allows, and for a replica: none is left.
         Interrupted: SIGINT or SIGTERM came.
-        ConfigError: a role found its config to be wrong.
+        ConfigError: a role found its config to be wrong, and for a replica: none is left.
 
     Args:
         gpus: how many each role needs, by name; none for the others.
@@ -116,11 +116,13 @@ class Supervisor:
             loop.add_signal_handler(number, self.interrupt)
         try:
             async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
-                background: list[asyncio.Task[Any]] = []
+                background: set[asyncio.Task[None]] = set()
 
                 def keep(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-                    background.append(tasks.create_task(work))
-                    return background[-1]
+                    task = tasks.create_task(work)
+                    background.add(task)
+                    task.add_done_callback(background.discard)
+                    return task
 
                 work = asyncio.create_task(self._carry_out(names, stack, plan, keep), name="plan")
                 interrupted = asyncio.create_task(self._interrupted.wait(), name="interrupt")
@@ -144,6 +146,10 @@ class Supervisor:
             self._view.event(
                 "rollout.engine.kind=fake is for fault injection: what it generates is slow and fails as told"
             )
+        if self._config.weightsync.transport == "shared":
+            from ..weightsync.files import sweep  # here, because it loads torch
+
+            stack.push_async_callback(asyncio.to_thread, sweep)  # what a learner that was killed has left
         stack.push_async_callback(self._launcher.close)
         self._spots = await self._launcher.place({name: self._gpus.get(name, 0) for name in names})
         host = self._launcher.host

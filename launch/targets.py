@@ -87,7 +87,7 @@ class Targets:
             self._heart.served(name, version, self._known[name][0])
 
     def lost(self, name: str, why: str) -> None:
-        """A push left out a replica that served."""
+        """A push did not reach a replica."""
         if name in self._known:
             self._heart.lost(name, self._known[name][0], why)
 

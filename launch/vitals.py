@@ -77,9 +77,9 @@ class Vitals:
 
     async def _ask(self, name: str, url: str) -> None:
         """Ask an engine that has answered before how it is: an answer is a heartbeat, a refusal is its death."""
-        member = self._members[name]
-        process = member.process
-        if process is None or not member.ready.is_set() or member.deadline == float("inf"):
+        member = self._members.get(name)  # it may have left since the question was planned
+        process = member.process if member else None
+        if member is None or process is None or not member.ready.is_set() or member.deadline == float("inf"):
             return
         well = await self._probe(url)
         if well is None or member.process is not process or member.deadline == float("inf"):

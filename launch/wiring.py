@@ -13,7 +13,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ..configs.schema import Config, Sglang, parse_size
+from ..configs.schema import Config, Fake, Sglang, Transformers, parse_size
 from ..errors import ConfigError
 from ..weightsync.fleet import Fleet, FleetFeed, Seat
 from .job import Job
@@ -52,6 +52,7 @@ def make_engine(job: Job, seat: Seat) -> Engine:
         push_s=config.weightsync.push_s,
         ranks=ranks_of(engine),
         partial=config.rollout.partial,
+        scores_paused=isinstance(engine, Transformers | Fake),
     )
 
 

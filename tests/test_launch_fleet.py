@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.errors import ConfigError
 from slipstream.launch.control import FILE, contact
-from slipstream.launch.fleet import Roster
+from slipstream.launch.roster import Roster
 from slipstream.weightsync.fleet import Fleet, FleetBoard, FleetFeed, Seat
 
 WAIT_S = 10.0

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
+import subprocess
 import sys
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -19,7 +22,9 @@ from slipstream.launch.control import Accepted, Add, Control, Remove, Show, Show
 from slipstream.launch.keeper import Keeper
 from slipstream.launch.probe import Probe
 from slipstream.launch.processes import LocalLauncher, Process
-from slipstream.launch.replicas import Replicas
+from slipstream.launch.replicas import LOSSES, Keep, Replicas
+from slipstream.launch.supervisor import Supervisor
+from slipstream.launch.vitals import Vitals
 from slipstream.monitor.live import LineView
 from slipstream.rollout.vllm import VllmEngine
 from slipstream.weightsync.fleet import Fleet, FleetBoard, FleetFeed, Seat
@@ -51,12 +56,22 @@ http.server.HTTPServer((host, int(port)), Handler).serve_forever()
 """
 
 
+WRONG = "engine-8"
+"""A replica that finds its config to be wrong."""
+
+NOWHERE = "engine-9"
+"""A replica whose place is lost before its process starts."""
+
+
 class SmallServers(LocalLauncher):
     """Starts `SERVER` where an engine is to be started."""
 
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> Process:
+        if role == NOWHERE:
+            raise RoleDied(f"the place of {role} is lost")
         listen = command[command.index("--listen") + 1]
-        return await super().start(role, [sys.executable, "-S", "-c", SERVER, listen], environment)
+        code = "raise SystemExit(2)" if role == WRONG else SERVER
+        return await super().start(role, [sys.executable, "-S", "-c", code, listen], environment)
 
 
 class Stage:
@@ -71,6 +86,7 @@ class Stage:
         self.board = FleetBoard("127.0.0.1")
         self.probe = Probe("/health")
         self.launcher = launcher
+        self.view = view
         self.replicas = Replicas(
             self.keeper,
             launcher,
@@ -213,3 +229,109 @@ async def test_restarts_are_spent_one_leaves_and_the_last_ends_it_all(tmp_path: 
     error = first_cause(ended.value)
     assert isinstance(error, RoleDied)
     assert "engine-0 ended with SIGKILL; given up after 1 restarts" in str(error)
+
+
+async def test_one_that_weights_do_not_reach_is_started_again(tmp_path: Path) -> None:
+    """Its API answers, but nobody knows whether anything behind it does."""
+    async with stage(tmp_path, 1, "launch.restarts=1") as (there, feed):
+        for _ in range(LOSSES - 1):
+            there.replicas.lost("engine-0", 0, "it was late")
+        there.replicas.served("engine-0", 1, 0)  # what came before does not count any more
+        for _ in range(LOSSES - 1):
+            there.replicas.lost("engine-0", 0, "it was late")
+        there.replicas.lost("engine-0", 1, "of a process to come")
+        before = there.replicas.listed()[0].pid
+        there.replicas.lost("engine-0", 0, "it was late again")
+        await feed.until(lambda f: seat(f, "engine-0").incarnation == 1 and seat(f, "engine-0").answers)
+        assert there.replicas.listed()[0].pid != before
+        why = f"ended with SIGKILL: {LOSSES} pushes in a row did not reach it, the last: it was late again"
+        assert f"! engine-0 {why}; restart 1 of 1" in there.events()
+        for _ in range(LOSSES - 1):
+            there.replicas.lost("engine-0", 1, "it was late")
+        assert there.keeper.members["engine-0"].restarts == 1
+
+
+async def test_one_is_removed_just_when_its_restarts_are_spent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stage(tmp_path, 2, "launch.restarts=0") as (there, feed):
+        member = there.keeper.members["engine-0"]
+        ended, removing = member.on_end, list[asyncio.Task[None]]()
+
+        def remove_it() -> None:
+            ended()
+            removing.append(asyncio.create_task(there.replicas.remove("engine-0")))
+
+        member.on_end = remove_it
+        assert member.process is not None
+        await member.process.kill()
+        await feed.until(lambda f: f.seat("engine-0") is None)
+        retiring = [task for task in asyncio.all_tasks() if "_retire" in repr(task.get_coro())]
+        await asyncio.gather(*removing, *retiring)
+        assert "engine-0 did not give its requests back" in caplog.text
+        assert set(there.keeper.members) == {"engine-1"}
+        assert "the run goes on with engine-1" in there.events()
+        assert (await ask(contact(tmp_path), Add(1), Accepted)).names == ("engine-2",)
+
+
+async def test_one_that_left_since_its_pulse_was_planned(tmp_path: Path) -> None:
+    async with stage(tmp_path, 2) as (there, feed):
+        vitals = Vitals(there.keeper, there.replicas, there.probe, 0.4, there.view)
+        left = there.replicas.fleet.seats[0]
+        await there.replicas.remove(left.name)
+        await feed.until(lambda f: f.seat(left.name) is None)
+        await vitals._ask(left.name, left.url)
+        assert set(there.keeper.members) == {"engine-1"}
+
+
+@pytest.mark.parametrize("name", [WRONG, NOWHERE])
+async def test_a_newcomer_that_cannot_live_does_not_end_the_run(name: str, tmp_path: Path) -> None:
+    async with stage(tmp_path, 1, "launch.restarts=0") as (there, feed):
+        there.replicas.served("engine-0", 0, 0)
+        there.replicas.names(int(name.partition("-")[2]) - 1)
+        where = contact(tmp_path)
+        if name == WRONG:
+            accepted = await ask(where, Add(1), Accepted)
+            await feed.until(lambda f: f.revision >= accepted.revision and len(f.seats) == 1)
+            assert "engine-8 ended with exit status 2; the run goes on with engine-0" in there.events()
+        else:
+            with pytest.raises(ConfigError, match="the place of engine-9 is lost"):
+                await ask(where, Add(2), Accepted)
+        assert [row.name for row in (await ask(where, Show(), Shown)).replicas] == ["engine-0"]
+        assert set(there.keeper.members) == {"engine-0"}
+
+
+HOLDER = """
+import time
+from slipstream.weightsync.files import SharedFolder
+print(SharedFolder().path, flush=True)
+time.sleep(600)
+"""
+
+
+async def test_a_supervisor_keeps_no_finished_work_and_leaves_no_shared_memory(tmp_path: Path) -> None:
+    config = load("quickstart", [f"run.dir={tmp_path}", "weightsync.transport=shared"])
+    view = LineView(config, Console(file=(tmp_path / "events").open("w")))
+    supervisor = Supervisor(config, tmp_path, SmallServers(tmp_path, 0), view, gpus={}, backend="gloo")
+    folders: list[Path] = []
+
+    async def nothing() -> None: ...
+
+    async def plan(keep: Keep) -> None:
+        task = keep(nothing())
+        await task
+        kept = weakref.ref(task)
+        del task
+        await asyncio.sleep(0)
+        gc.collect()
+        assert kept() is None
+        learner = await asyncio.create_subprocess_exec(sys.executable, "-c", HOLDER, stdout=subprocess.PIPE)
+        assert learner.stdout is not None
+        folders.append(Path((await learner.stdout.readline()).decode().strip()))
+        learner.kill()
+        await learner.wait()
+        assert folders[0].is_dir()
+
+    async with asyncio.timeout(WAIT_S):
+        await supervisor._see_through(["engine-0"], plan)
+    assert not folders[0].exists()

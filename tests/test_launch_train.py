@@ -155,6 +155,22 @@ def test_two_of_each_synchronous_and_a_replica_dies(policy: Path, tmp_path: Path
     assert leftovers(run) == []
 
 
+@pytest.mark.parametrize("kind", ["transformers", "sglang"])
+def test_a_run_on_every_kind_of_server(kind: str, policy: Path, tmp_path: Path) -> None:
+    """Beside vLLM, which the others take. One that is not installed is an error, as in the conformance suite."""
+    run = tmp_path / "run"
+    engine = f"rollout.engine.kind={kind}"
+    slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, engine, "learner.steps=3")
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert sum(row["mismatch_tokens"] for row in rows) > 0
+    assert max(row["mismatch_max"] for row in rows) < 1e-3
+    assert max(row["canary"] for row in rows) < 1e-3
+    check_accounts(run)
+    check_staleness(run)
+    assert leftovers(run) == []
+
+
 def test_the_same_run_under_ray(policy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     slipstream(

@@ -10,14 +10,12 @@ Invariants:
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import multiprocessing
-import os
-import signal
-import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..parent import die_with
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
@@ -29,8 +27,6 @@ BACKEND = "slipstream"
 
 GUARDED = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 """Calls of all workers that may fail and leave the replica in order."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
@@ -111,12 +107,7 @@ def _collect_every_answer() -> None:
 
 
 def _die_with_parent() -> None:
-    """Engine and worker processes survive a server that was SIGKILLed; ask the kernel to end them with it (Linux)."""
+    """Engine and worker processes survive a server that was SIGKILLed; have them end with it."""
     parent = multiprocessing.parent_process()
-    if parent is None or sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent.pid:  # it died before the kernel knew of our wish
-        os.kill(os.getpid(), signal.SIGKILL)
+    if parent is not None and parent.pid is not None:
+        die_with(parent.pid)

@@ -1,0 +1,35 @@
+"""Real processes that end with the one that started them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import psutil
+
+CHILD = """
+import os, time
+from slipstream.parent import die_with
+die_with(os.getppid())
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"
+
+
+def test_it_ends_with_a_parent_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        assert parent.stdout.read() == ""  # the child's end closes the pipe
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_it_ends_at_once_if_its_parent_has() -> None:
+    code = f"from slipstream.parent import die_with; die_with({os.getppid()}); print('alive')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
