@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
@@ -107,13 +108,39 @@ async def _until(where: Contact, run_dir: Path, settled: Callable[[Fleet], bool]
     config = load(str(run_dir / "config.yaml"))
     seconds = config.rollout.engine.start_s + config.weightsync.push_s + config.learner.batch_s
     async with FleetFeed(where.fleet) as feed:
-        return await within(
+        fleet = await within(
             seconds,
-            feed.until(settled),
+            _or_end(feed.until(lambda fleet: not fleet.seats or settled(fleet)), where.pid),
             who="slipstream replicas",
             waits_for=what,
             hint=f"it may still come to that; see `slipstream replicas {run_dir} list` and {run_dir / 'logs'}",
         )
+    if (
+        fleet is None or not fleet.seats
+    ):  # a fleet is empty at the end of the run alone: the last replica may not be removed
+        raise EngineError(f"the run ended while `slipstream replicas` waited for {what}")
+    return fleet
+
+
+async def _or_end(work: Coroutine[Any, Any, Fleet], pid: int) -> Fleet | None:
+    """The result of `work`, None when process `pid` ends before."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        work.close()
+        return None
+    loop.add_reader(process, ended.set)
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(ended.wait())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        loop.remove_reader(process)
+        os.close(process)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _table(rows: tuple[Listed, ...]) -> Table:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
-import psutil
 import zmq
 import zmq.asyncio
 
 from ..errors import ConfigError, SlipstreamError, within
+from .folder import in_use
 from .roster import Listed
 
 if TYPE_CHECKING:
@@ -154,18 +154,23 @@ def contact(run_dir: Path) -> Contact:
     Raises:
         ConfigError: there is no such run, or it does not run now.
     """
-    if not (run_dir / "config.yaml").is_file():
+    held = in_use(run_dir)
+    if not held and not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir} holds no run: there is no {run_dir / 'config.yaml'}")
     path = run_dir / FILE
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Contact)
     except FileNotFoundError:
-        raise ConfigError(f"{run_dir} is not running; continue it with `slipstream resume {run_dir}`") from None
+        raise ConfigError(
+            f"{run_dir} is only starting or just ending; try again in a moment"
+            if held
+            else f"{run_dir} is not running; if it has not finished, `slipstream resume {run_dir}` continues it"
+        ) from None
     except PermissionError:
         raise ConfigError(f"{path} may be read only by who started the run") from None
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is not of this version of Slipstream: {error}") from None
-    if not psutil.pid_exists(found.pid):
+    if not held:
         raise ConfigError(
             f"{run_dir} is not running: its supervisor, process {found.pid}, was killed; "
             f"continue the run with `slipstream resume {run_dir}`"

@@ -157,10 +157,10 @@ def folder(config: Config) -> str:
 
 def writable(key: str, path: str) -> Path:
     """The nearest existing parent of a folder that is to be made. Raises ConfigError naming `key`."""
-    place = Path(path).resolve()
-    while not place.exists():
-        place = place.parent
     try:
+        place = Path(path).resolve()
+        while not place.exists():
+            place = place.parent
         if not place.is_dir():
             raise NotADirectoryError(f"{place} is a file")
         with tempfile.TemporaryFile(dir=place):

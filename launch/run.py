@@ -8,11 +8,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import logging
+import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 
@@ -21,10 +20,11 @@ from rich.console import Console
 
 from ..buffer.store import ledger_of
 from ..configs import Config, dump
-from ..errors import ConfigError, SlipstreamError
+from ..errors import ConfigError, Interrupted, SlipstreamError
 from ..monitor.live import View, open_view
 from ..monitor.report import Report, write_report
 from ..monitor.summary import read_evaluations
+from .folder import alone
 from .preflight import preflight, writable
 from .processes import LocalLauncher
 from .resources import gpus_of, place
@@ -44,6 +44,7 @@ def train(config: Config) -> Report:
         RoleDied: the run failed.
         Interrupted: the run was stopped and can be resumed.
     """
+    writable("run.dir", config.run.dir)
     run_dir = Path(config.run.dir).resolve()
     if Path(config.model.path).is_dir():  # so that the run can be resumed from anywhere
         path = str(Path(config.model.path).resolve())
@@ -70,7 +71,7 @@ def resume(config: Config, before: Config, run_dir: Path) -> Report:
 
 
 def _supervise(config: Config, run_dir: Path) -> Report:
-    with _alone(run_dir):
+    with alone(run_dir):
         (run_dir / "config.yaml").write_text(dump(config))
         try:
             with open_view(config) as view:
@@ -84,31 +85,22 @@ def _supervise(config: Config, run_dir: Path) -> Report:
         return write_report(run_dir, ledger_json(run_dir))
 
 
-@contextlib.contextmanager
-def _alone(run_dir: Path) -> Iterator[None]:
-    """Hold the run folder. Raises ConfigError while another command does."""
-    with (run_dir / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"run.dir: {run_dir} is in use by another slipstream command; stop that one first"
-            ) from None
-        yield
-
-
 def evaluate(config: Config, label: str) -> msgspec.Raw:
     """Serve `model.path`, play `evaluation.tasks` fresh tasks; the evaluation as JSON."""
     if config.evaluation.tasks == 0:
         raise ConfigError("evaluation.tasks: 0 leaves nothing to do; allowed here are 1 and more")
     preflight(config)
-    with tempfile.TemporaryDirectory(prefix="slipstream-eval-") as folder:
-        run_dir = Path(folder)
-        (run_dir / "logs").mkdir()
+    run_dir = Path(tempfile.mkdtemp(prefix="slipstream-eval-"))  # stays when this fails: the error names a log in it
+    (run_dir / "logs").mkdir()
+    try:
         with open_view(config, Console(stderr=True, highlight=False)) as view:
             asyncio.run(_supervisor(config, run_dir, view).evaluate(label))
-        results = msgspec.json.decode((run_dir / "evaluations.json").read_bytes(), type=list[msgspec.Raw])
-        return msgspec.Raw(bytes(results[-1]))
+    except Interrupted:
+        shutil.rmtree(run_dir)
+        raise
+    results = msgspec.json.decode((run_dir / "evaluations.json").read_bytes(), type=list[msgspec.Raw])
+    shutil.rmtree(run_dir)
+    return msgspec.Raw(bytes(results[-1]))
 
 
 def warm_up(config: Config, say: Callable[[str], None]) -> float:

@@ -13,8 +13,10 @@ import zmq
 import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.errors import ConfigError
-from slipstream.launch.control import FILE, contact
+from slipstream.errors import ConfigError, EngineError
+from slipstream.launch.cli_replicas import _until
+from slipstream.launch.control import FILE, Contact, contact
+from slipstream.launch.folder import alone
 from slipstream.launch.roster import Roster
 from slipstream.weightsync.fleet import Fleet, FleetBoard, FleetFeed, Seat
 
@@ -220,13 +222,42 @@ def test_a_run_that_was_killed_leaves_a_contact_that_is_one_line(tmp_path: Path)
     with pytest.raises(ConfigError, match="holds no run"):
         contact(tmp_path)
     (tmp_path / "config.yaml").write_text("")
-    with pytest.raises(ConfigError, match="is not running; continue it with `slipstream resume"):
+    with pytest.raises(ConfigError, match="is not running; if it has not finished, `slipstream resume"):
         contact(tmp_path)
-    pid = os.spawnlp(os.P_NOWAIT, "true", "true")
-    os.waitpid(pid, 0)
+    pid = os.getpid()  # numbers are used again: that a process has this one says nothing
     (tmp_path / FILE).write_text(f'{{"pid": {pid}, "address": "tcp://127.0.0.1:1", "fleet": "", "key": ""}}')
     with pytest.raises(ConfigError, match=f"its supervisor, process {pid}, was killed"):
         contact(tmp_path)
+    with alone(tmp_path):
+        assert contact(tmp_path).pid == pid
+        (tmp_path / FILE).unlink()
+        with pytest.raises(ConfigError, match="is only starting or just ending"):
+            contact(tmp_path)
     (tmp_path / FILE).write_text("{")
     with pytest.raises(ConfigError, match=r"control\.json is not of this version"):
         contact(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["killed", "finished"])
+async def test_waiting_for_a_replica_ends_with_the_run(how: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    supervisor = await asyncio.create_subprocess_exec("sleep", "60")
+    board = FleetBoard("127.0.0.1")
+    serving = asyncio.create_task(board.serve())
+    board.show(Fleet(1, (Seat("engine-0", "http://a"),)))
+    where = Contact(supervisor.pid, "", board.address, "")
+    waiting = asyncio.create_task(_until(where, tmp_path, lambda fleet: fleet.revision > 9, "engine-1 to serve"))
+    async with FleetFeed(board.address) as feed:
+        await feed.until(lambda fleet: fleet.revision == 1)
+    if how == "killed":
+        supervisor.kill()
+    else:
+        board.show(Fleet(2, ()))
+    with pytest.raises(EngineError, match=r"the run ended while .* waited for engine-1 to serve"):
+        await asyncio.wait_for(waiting, 5)
+    if how == "finished":
+        supervisor.kill()
+    await supervisor.wait()
+    serving.cancel()
+    await asyncio.wait([serving])
+    await board.close()

@@ -87,6 +87,14 @@ def test_a_bad_key_is_one_line(
             ("rollout.engine.kind=fake", "rollout.engine.faults=[{at: lunch, do: die}]"),
             ("rollout.engine.faults", "lunch"),
         ),
+        (
+            ("rollout.engine.kind=fake", "rollout.engine.faults=[{at: token, do: refuse}]"),
+            ("rollout.engine.faults[0]", "do=refuse", "at=token"),
+        ),
+        (
+            ("rollout.engine.kind=fake", "rollout.engine.memory=0.85"),
+            ("rollout.engine.memory", "0.85", "128MiB"),
+        ),
     ],
 )
 def test_keys_that_do_not_go_together_are_one_line(
@@ -224,3 +232,9 @@ def test_train_help_shows_every_field(capsys: pytest.CaptureFixture[str]) -> Non
     for key in keys:
         assert f"{key} = " in text
     assert "No token older than this many policy versions is trained on." in text
+
+
+def test_a_run_folder_whose_name_is_too_long(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "train", "quickstart", f"model.path={policy}", f"run.dir={tmp_path / ('x' * 300)}")
+    assert "run.dir" in line
+    assert "too long" in line

@@ -82,7 +82,7 @@ def test_replicas_come_and_go_while_a_run_trains(policy: Path, tmp_path: Path) -
     assert failures(run) == []
     check_accounts(run)
     assert not (run / "control.json").exists()
-    assert "is not running; continue it with" in refused(run, "list")
+    assert "is not running; if it has not finished" in refused(run, "list")
 
 
 def test_a_replica_whose_restarts_are_spent_leaves_and_the_run_goes_on(policy: Path, tmp_path: Path) -> None:
