@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import get_args, get_type_hints
 
 from ..errors import ConfigError
-from .schema import Config, PythonEnv, ReasoningGym, parse_memory, parse_size
+from .schema import NO_FAULTS, Config, Fake, Fault, PythonEnv, ReasoningGym, parse_memory, parse_size
 
 BF16_NOISE = 0.05
 """Nats by which log-probs of equal bfloat16 weights differ between implementations, at least now and then."""
@@ -24,6 +25,15 @@ def check(config: Config) -> None:
     """Raises ConfigError with the first impossible combination, naming its keys and what is allowed."""
     for problem in _problems(config):
         raise ConfigError(problem)
+
+
+def meaningless(fault: Fault) -> str | None:
+    """What is wrong with a fault that cannot happen, and what can happen in its place; None when it can."""
+    if (fault.at, fault.do) not in NO_FAULTS:
+        return None
+    deeds = get_args(get_type_hints(Fault)["do"])
+    allowed = ", ".join(do for do in deeds if (fault.at, do) not in NO_FAULTS)
+    return f"do={fault.do} means nothing at={fault.at}; allowed there are {allowed}"
 
 
 def _problems(config: Config) -> Iterator[str]:
@@ -45,6 +55,10 @@ def _problems(config: Config) -> Iterator[str]:
         )
     parse_size("weightsync.bucket", config.weightsync.bucket)
     parse_memory(config.rollout.engine.memory)
+    if isinstance(config.rollout.engine, Fake):
+        for number, fault in enumerate(config.rollout.engine.faults):
+            if problem := meaningless(fault):
+                yield f"rollout.engine.faults[{number}]: {problem}"
     for key, text in (("run.dir", config.run.dir), ("model.path", config.model.path), ("sft.out", config.sft.out)):
         if not text.strip():
             yield f"{key}: must not be empty"

@@ -236,6 +236,10 @@ def _refuse_unknown(data: dict[str, Any], section: reflect.StructType, prefix: s
             _refuse_unknown(value, chosen, path)
             if chosen.tag is not None:
                 value[str(chosen.tag_field)] = chosen.tag
+        elif isinstance(field.type, reflect.VarTupleType) and isinstance(value, list):
+            for number, item in enumerate(value):
+                if isinstance(field.type.item_type, reflect.StructType) and isinstance(item, dict):
+                    _refuse_unknown(item, field.type.item_type, f"{path}[{number}]")
 
 
 def _convert(data: dict[str, Any]) -> Config:
@@ -248,13 +252,17 @@ def _convert(data: dict[str, Any]) -> Config:
 def _explain(error: str, data: Any) -> str:
     """msgspec names the place; the value there and what the schema allows there are looked up by us."""
     what, _, where = error.partition(" - at `$.")
-    path = re.sub(r"\[.*", "", where.rstrip("`"))
+    path, kind, value = "", root(), data
+    for key, index in re.findall(r"(\w+)|\[(\d+)\]", where.rstrip("`")):
+        if isinstance(kind, reflect.VarTupleType):
+            if not isinstance(kind.item_type, reflect.StructType):
+                break  # of a list of words all words are shown
+            path, kind, value = f"{path}[{index}]", kind.item_type, value[int(index)]
+        else:
+            path = f"{path}.{key}" if path else key
+            kind, value = _field(_variant(variants(kind), value, None, path), key, path).type, value[key]
     if missing := re.fullmatch(r"Object missing required field `(\w+)`", what):
         return f"{path}.{missing[1]}: must be set; it has no default"
-    kind, value = root(), data
-    for key in path.split("."):
-        section = _variant(variants(kind), value, None, path)
-        kind, value = _field(section, key, path).type, value[key]
     if isinstance(kind, reflect.StrType):
         return f"{path}: {value!r} is not text; write it in quotes"
     return f"{path}: {value!r} is not allowed; expected {type_text(kind)}"

@@ -135,8 +135,12 @@ class Fault(Section, frozen=True):
     """The how manieth time."""
     seconds: AboveZero = 1.0
     """How long a delay takes."""
-    replica: int = -1
-    """Only on this replica; -1 is any."""
+    replica: Annotated[int, Meta(ge=-1)] = -1
+    """Only on this replica, counted from 0 in the order they were added, those added while the run goes on included; -1 is any."""
+
+
+NO_FAULTS = {("start", "lie"), ("health", "lie"), ("token", "refuse")}
+"""`at` and `do` of what means nothing: nobody asks a start or a token for an answer, and there is no false way to be healthy."""
 
 
 class Fake(Servers, frozen=True, tag_field="kind", tag="fake"):
@@ -262,10 +266,13 @@ class Learner(Section, frozen=True):
     """Longest wait for a batch; past it the run stops and says who was late."""
 
 
+TransportKind = Literal["broadcast", "shared", "disk", "delta"]
+
+
 class WeightSync(Section, frozen=True):
     """How new weights travel back."""
 
-    transport: Literal["broadcast", "shared", "disk", "delta"] = "broadcast"
+    transport: TransportKind = "broadcast"
     """`broadcast`: collectives (NCCL or gloo). `shared`: one copy in this host's shared memory, for all replicas. `disk`: a file
     under `run.dir`, which other clusters may read too. `delta`: such a file of changed values only, where that is smaller."""
     cohort: NonNegative = 0

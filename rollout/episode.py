@@ -3,6 +3,8 @@
 Invariants:
 - A failure is never a reward: what raises becomes `failed(reason)`, and the reason names whose fault it was.
 - The environment is closed exactly once, also after a failure or a cancellation.
+- No exception of the user's code ends more than its episode, also none that Python does not count among the Exceptions: only who
+  cancels the task of `play` itself sees a cancellation.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +26,8 @@ from ..envs.base import Environment, Message, Observation, StepResult, Task, Tas
 from ..errors import DeadlineExceeded, EngineError, EnvError, PolicyError, ToolError, within
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CLOSE_S = 30.0
 """How long an environment may take to release what it holds; its episode keeps its slot meanwhile."""
@@ -37,6 +42,10 @@ class EpisodeResult(msgspec.Struct, frozen=True):
     outcome: Outcome
     reward: float
     trajectories: tuple[Trajectory, ...]
+
+
+class Escaped(Exception):
+    """What user code raised that is no Exception, for example SystemExit or a CancelledError of its own; names it."""
 
 
 class Watched:
@@ -82,7 +91,7 @@ class Watched:
             if self._inner is not None:
                 await within(
                     CLOSE_S,
-                    self._inner.close(),
+                    _apart(self._inner.close),
                     who=f"task {self.task_id}",
                     waits_for="its environment to close",
                     hint="what the environment holds may leak",
@@ -102,8 +111,10 @@ class Watched:
             yield
         except ToolError:
             raise
-        except Exception as error:
-            raise EnvError(f"{self._source.name}: {doing}: {type(error).__name__}: {error}") from error
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and _cancelled():
+                raise
+            raise EnvError(f"{self._source.name}: {doing}: {_line(error)}") from error
         finally:
             self.seconds += time.perf_counter() - started
 
@@ -148,7 +159,7 @@ async def _outcome(agent: Agent, env: Watched, session: Session, index: int, epi
     deadline = asyncio.timeout(episode_s)
     try:
         async with deadline:
-            await agent(env, session, env.open(index))
+            await _apart(lambda: agent(env, session, env.open(index)))
     except ContextExhausted:
         return TRUNCATED
     except TimeoutError as error:
@@ -167,5 +178,40 @@ async def _outcome(agent: Agent, env: Watched, session: Session, index: int, epi
         return Outcome("failed", "policy", str(error))
     except Exception as error:  # an agent is the user's code: its faults end an episode, not a worker
         log.exception("the agent raised on task %s", env.task_id)
-        return Outcome("failed", "policy", f"{type(error).__name__}: {error}")
+        return Outcome("failed", "policy", str(error) if isinstance(error, Escaped) else _line(error))
     return FINISHED if env.done and not env.truncated else TRUNCATED
+
+
+async def _apart(work: Callable[[], Awaitable[T]]) -> T:
+    """Await user code in a task of its own: it may cancel that one, and nothing it raises passes for a cancellation of ours.
+
+    Raises:
+        Escaped: it raised something that is no Exception.
+    """
+
+    async def contained() -> T:
+        try:
+            return await work()
+        except (Exception, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # with some of these asyncio would end the event loop
+            raise Escaped(_line(error)) from error
+
+    task = asyncio.create_task(contained())
+    try:
+        return await task
+    except asyncio.CancelledError as error:
+        if not task.done() or _cancelled():
+            raise
+        raise Escaped(_line(error)) from error
+
+
+def _cancelled() -> bool:
+    """Whether somebody cancelled the task that runs now. A CancelledError in one that nobody did is the user's code's own."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _line(error: BaseException) -> str:
+    """An exception's name, and what it says if it says something."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

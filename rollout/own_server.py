@@ -24,7 +24,8 @@ def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]
     fault names is the seed's distance from the run's own.
 
     Raises:
-        ConfigError: the kind is not one of ours, or `rollout.engine.memory` is neither a size nor a share.
+        ConfigError: the kind is not one of ours, or `rollout.engine.memory` is neither a size nor, on a GPU, a share of its
+            memory.
     """
     engine = config.rollout.engine
     if not isinstance(engine, Transformers | Fake):
@@ -36,7 +37,7 @@ def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]
         port=port,
         dtype=config.model.dtype,
         seed=seed,
-        memory=parse_memory(engine.memory),
+        memory=_memory(config),
         max_concurrent=engine.max_concurrent,
         max_tokens=config.agent.max_tokens,
         replica=seed - config.seed,
@@ -51,3 +52,20 @@ def environment(config: Config) -> dict[str, str]:
     if Path(config.model.path).is_dir():
         variables["HF_HUB_OFFLINE"] = "1"
     return variables
+
+
+def serves_on_cpu(config: Config) -> bool:
+    """Whether a server here computes on CPU."""
+    if isinstance(config.rollout.engine, Fake):
+        return True
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def _memory(config: Config) -> int | float:
+    text = config.rollout.engine.memory
+    memory = parse_memory(text)
+    if isinstance(memory, float) and serves_on_cpu(config):
+        raise ConfigError(f"rollout.engine.memory: {text!r} is not allowed here; write a size such as 128MiB")
+    return memory

@@ -3,11 +3,12 @@
 Invariants:
 - Each kind has one module that knows its command line and environment; who starts a replica knows this file only.
 - Nothing here imports an inference server.
+- No process of a server imports modules from the folder that the run was started in.
 """
 
 from __future__ import annotations
 
-from ..configs.schema import Config, Fake, Servers, Sglang, Vllm
+from ..configs.schema import Config, Servers, Sglang, Vllm
 from . import own_server, sglang_server, vllm_server
 
 LOOPBACK = "127.0.0.1"
@@ -34,11 +35,12 @@ def environment(config: Config) -> dict[str, str]:
     """What the server needs in its environment besides the caller's own."""
     match config.rollout.engine:
         case Vllm():
-            return vllm_server.environment(config)
+            variables = vllm_server.environment(config)
         case Sglang():
-            return sglang_server.environment(config)
+            variables = sglang_server.environment(config)
         case _:
-            return own_server.environment(config)
+            variables = own_server.environment(config)
+    return variables | {"PYTHONSAFEPATH": "1"}  # what `python -P` does, for all the processes that a server starts, too
 
 
 def serves_on_cpu(config: Config) -> bool:
@@ -48,12 +50,8 @@ def serves_on_cpu(config: Config) -> bool:
             return vllm_server.serves_on_cpu()
         case Sglang():
             return sglang_server.serves_on_cpu(config)
-        case Fake():
-            return True
         case _:
-            import torch
-
-            return not torch.cuda.is_available()
+            return own_server.serves_on_cpu(config)
 
 
 def probe_path(config: Config) -> str:

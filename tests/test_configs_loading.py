@@ -145,10 +145,47 @@ def test_a_bad_file_is_one_line_naming_key_value_and_what_is_allowed(text, expec
         ("env.parameters={a: ", ["env.parameters", "not valid YAML"]),
         ("env.kind=pyton", ["env.kind: 'pyton'", "python"]),
         ("env=[1]", ["env: [1]", "a section"]),
+        ("monitor.trackers=[wandb, mlflow]", ["monitor.trackers: ['wandb', 'mlflow']", "a list of tensorboard, wandb"]),
     ],
 )
 def test_a_bad_override_is_one_line(override, expected):
     message = refusal("quickstart", override)
+    for part in expected:
+        assert part in message
+
+
+FAULT = "{at: token, do: die}"
+
+
+@pytest.mark.parametrize(
+    ("faults", "expected"),
+    [
+        ("[{at: tokn, do: die}]", ["faults[0].at: 'tokn' is not allowed; expected one of ", ", token"]),
+        (f"[{FAULT}, {{at: token, do: dye}}]", ["faults[1].do: 'dye' is not allowed", "die, "]),
+        (
+            "[{at: token, do: die, nht: 3}]",
+            [
+                "faults[0].nht: no such key",
+                "did you mean rollout.engine.faults[0].nth?",
+                "at, do, nth, seconds, replica",
+            ],
+        ),
+        (f"[{FAULT}, {{at: token}}]", ["faults[1].do: must be set"]),
+        ("[{at: token, do: delay, nth: 0}]", ["faults[0].nth: 0", "an integer >= 1"]),
+        ("[{at: token, do: delay, seconds: .inf}]", ["faults[0].seconds: inf", "not a finite number"]),
+        ("[{at: token, do: die, replica: -5}]", ["faults[0].replica: -5", "an integer >= -1"]),
+        ("[die]", ["faults[0]: 'die'", "a section with the keys at, do"]),
+        (FAULT, ["faults: {'at': 'token', 'do': 'die'}", "a list of sections with the keys at, do"]),
+        (
+            f"[{FAULT}, {{at: token, do: refuse}}]",
+            ["faults[1]: do=refuse means nothing at=token", "die, freeze, delay, lie"],
+        ),
+        ("[{at: health, do: lie}]", ["faults[0]: do=lie means nothing at=health", "die, freeze, refuse, delay"]),
+    ],
+)
+def test_a_bad_section_in_a_list_is_named_with_its_place(faults, expected):
+    message = refusal("quickstart", "rollout.engine.kind=fake", f"rollout.engine.faults={faults}")
+    assert message.startswith("rollout.engine.faults")
     for part in expected:
         assert part in message
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 from slipstream.agents import Completion, Session, load_agent, load_renderer
 from slipstream.agents.base import Agent, Generate
 from slipstream.buffer.trajectory import VersionSpan
-from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task
+from slipstream.envs import Environment, Message, Observation, SimpleEnv, StepResult, Task
 from slipstream.errors import DeadlineExceeded, EngineError, ToolError
 from slipstream.learner.model import load_tokenizer, vocabulary_size
 from slipstream.rollout.episode import EpisodeResult, play
@@ -144,6 +145,97 @@ async def test_an_agent_that_raises_ends_its_episode_and_nothing_else(policy: Pa
     result = await episode(policy, Ask(), agent=careless)
     assert (result.outcome.kind, result.outcome.reason) == ("failed", "policy")
     assert "KeyError" in result.outcome.detail
+
+
+NO_EXCEPTIONS = [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt(), GeneratorExit()]
+"""What ends a worker, or a task without a word, when nobody catches it; not one of these is an `Exception`."""
+
+
+@pytest.mark.parametrize("error", NO_EXCEPTIONS, ids=repr)
+@pytest.mark.parametrize("where", ["task", "reset", "step"])
+async def test_what_is_no_exception_is_the_environments_failure_too(
+    where: str, error: BaseException, policy: Path
+) -> None:
+    env = Ask()
+    env.broken[where] = error
+    result = await episode(policy, env)
+    assert (result.outcome.kind, result.outcome.reason) == ("failed", "environment")
+    assert type(error).__name__ in result.outcome.detail
+    assert env.closed == [1]
+
+
+@pytest.mark.parametrize("error", NO_EXCEPTIONS, ids=repr)
+async def test_what_is_no_exception_is_the_agents_failure_too(error: BaseException, policy: Path) -> None:
+    async def leaves(env: object, policy: object, task: Task) -> float:
+        raise error
+
+    env = Ask()
+    result = await episode(policy, env, agent=leaves)
+    assert (result.outcome.kind, result.outcome.reason) == ("failed", "policy")
+    assert result.outcome.detail.startswith(type(error).__name__)
+    assert env.closed == [1]
+
+
+@pytest.mark.parametrize("error", NO_EXCEPTIONS, ids=repr)
+async def test_what_is_no_exception_changes_nothing_while_closing(error: BaseException, policy: Path) -> None:
+    env = Ask()
+    env.broken["close"] = error
+    result = await episode(policy, env)
+    assert (result.outcome.kind, result.reward) == ("finished", 1.0)
+
+
+async def test_an_agent_that_cancels_its_own_task_cancels_nothing_of_ours(policy: Path) -> None:
+    async def gives_up(env: object, policy: object, task: Task) -> float:
+        task_of_mine = asyncio.current_task()
+        assert task_of_mine is not None
+        task_of_mine.cancel()
+        await asyncio.sleep(0)
+        raise AssertionError
+
+    result = await episode(policy, Ask(), agent=gives_up)
+    assert (result.outcome.kind, result.outcome.reason) == ("failed", "policy")
+    ours = asyncio.current_task()
+    assert ours is not None
+    assert ours.cancelling() == 0
+
+
+class Slow(Ask):
+    """Never answers the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = asyncio.Event()
+
+    async def step(self, message: Message) -> StepResult:
+        if not self.waits.is_set():
+            self.waits.set()
+            await asyncio.Event().wait()
+        return await super().step(message)
+
+
+async def test_a_step_that_the_agent_cancels_is_nobodys_fault(policy: Path) -> None:
+    async def impatient(env: Environment, policy: object, task: Task) -> None:
+        await env.reset(task)
+        step = asyncio.create_task(env.step(Message("assistant", "Hm.")))
+        await asyncio.wait([step], timeout=0.01)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        await env.step(Message("assistant", "Now."))
+        await env.step(Message("assistant", "And now."))
+
+    result = await episode(policy, Slow(), agent=cast(Agent, impatient))
+    assert result.outcome.kind == "finished"
+
+
+async def test_who_cancels_an_episode_sees_a_cancellation_and_the_environment_is_closed(policy: Path) -> None:
+    env = Slow()
+    playing = asyncio.create_task(episode(policy, env))
+    await env.waits.wait()
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert env.closed == [1]
 
 
 async def test_an_episode_past_its_deadline_is_a_timeout(policy: Path) -> None:

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from slipstream.configs.schema import Agent, Config, Fake, Fault, Model, Rollout, Servers, Transformers, Vllm
 from slipstream.errors import ConfigError, within
-from slipstream.rollout import own_server
+from slipstream.rollout import own_server, servers
 from slipstream.rollout.engine import Broken, Sampling
 from slipstream.rollout.server.options import parse
 from slipstream.rollout.vllm import VllmEngine
@@ -246,10 +246,26 @@ def test_the_command_line_says_everything() -> None:
     assert (options.kind, options.model, options.host, options.port) == ("fake", "m", "127.0.0.1", 4000)
     assert (options.memory, options.max_concurrent, options.max_tokens) == (1 << 30, 3, tiny.CONTEXT)
     assert (options.seed, options.replica) == (7, 2)
-    share = configure(Path("m"), Transformers(memory="0.85"))
-    assert parse(own_server.command(share, "127.0.0.1", 4000)[3:]).memory == 0.85
     with pytest.raises(ConfigError, match="vllm"):
         own_server.command(configure(Path("m"), Vllm()), "127.0.0.1", 4000)
+
+
+def test_a_share_of_memory_is_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = configure(Path("m"), Transformers(memory="0.85"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert parse(own_server.command(share, "127.0.0.1", 4000)[3:]).memory == 0.85
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for refused in (share, configure(Path("m"), Fake(memory="0.85"))):
+        with pytest.raises(ConfigError, match=r"^rollout\.engine\.memory: '0\.85' is not allowed here; .*128MiB$"):
+            own_server.command(refused, "127.0.0.1", 4000)
+
+
+@pytest.mark.parametrize("engine", [Vllm(), Transformers(), Fake()], ids=servers.kind_of)
+def test_no_module_of_the_folder_a_run_was_started_in_gets_into_a_server(engine: Servers, tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('the wrong queue')")
+    environment = os.environ | servers.environment(configure(Path("m"), engine))
+    below = "import subprocess, sys, queue; subprocess.run([sys.executable, '-c', 'import queue'], check=True)"
+    subprocess.run([sys.executable, "-c", below], cwd=tmp_path, env=environment, check=True, timeout=60)
 
 
 def test_a_model_that_is_not_there_ends_the_server_with_one_line(tmp_path: Path) -> None:

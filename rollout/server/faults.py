@@ -29,14 +29,12 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from ...configs.checks import meaningless
 from ...configs.schema import Fault
 from ...errors import ConfigError, EngineError
 from .protocol import Choice, Generated, GenerateRequest, Logprob, Logprobs
 
 log = logging.getLogger(__name__)
-
-CANNOT = {("start", "lie"), ("health", "lie"), ("token", "refuse")}
-"""What means nothing: nobody asks a start or a token for an answer, and there is no false way to be healthy."""
 
 POINTS = {
     "/health": "health",
@@ -67,8 +65,8 @@ class Faults:
         self._passed: Counter[str] = Counter()
         self._due: dict[str, dict[int, Fault]] = defaultdict(dict)
         for fault in faults:
-            if (fault.at, fault.do) in CANNOT:
-                raise ConfigError(f"rollout.engine.faults: {fault.do!r} at {fault.at!r} means nothing")
+            if problem := meaningless(fault):
+                raise ConfigError(f"rollout.engine.faults: {problem}")
             if fault.replica in (-1, replica):
                 self._due[fault.at].setdefault(fault.nth, fault)
 
