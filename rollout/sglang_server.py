@@ -37,6 +37,9 @@ SPARE = 8
 HOST_SHARE = 0.9
 """Of a host's memory, what weights and KV cache may fill on CPU; `max-total-tokens` sets the real limit, below it."""
 
+ISOLATED = ("-P",)
+"""Nothing is imported from the working directory: metadata of an old build there would hide that our plugin is installed."""
+
 PROBE_S = 60.0
 """Longest wait for the other Python to name its packages; it takes a tenth of a second."""
 
@@ -98,7 +101,7 @@ def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]
     if cpu:
         arguments |= {"device": "cpu", "attention-backend": "torch_native"}
         switches.append("--sleep-on-idle")
-    return [python, "-m", "sglang.launch_server", *(f"--{k}={v}" for k, v in arguments.items()), *switches]
+    return [python, *ISOLATED, "-m", "sglang.launch_server", *(f"--{k}={v}" for k, v in arguments.items()), *switches]
 
 
 def environment(config: Config) -> dict[str, str]:
@@ -126,13 +129,13 @@ def environment(config: Config) -> dict[str, str]:
     return variables
 
 
-def serves_on_cpu(config: Config | None = None) -> bool:
-    """Whether the SGLang that `config` names, by default the one we would find, has a torch for CPU; known without importing it.
+def serves_on_cpu(config: Config) -> bool:
+    """Whether the SGLang that a run would start has a torch for CPU; known without importing it.
 
     Raises:
         ConfigError: there is none.
     """
-    return _on_cpu(_python(_engine(config).python if config else ""))
+    return _on_cpu(_python(_engine(config).python))
 
 
 def _engine(config: Config) -> Sglang:
@@ -165,7 +168,7 @@ def _on_cpu(python: str) -> bool:
 def _packages(python: str) -> _Packages:
     """What `python` has. Raises ConfigError where a server could not start."""
     try:
-        told = subprocess.run([python, "-c", PROBE], capture_output=True, timeout=PROBE_S, check=True)
+        told = subprocess.run([python, *ISOLATED, "-c", PROBE], capture_output=True, timeout=PROBE_S, check=True)
         packages = msgspec.json.decode(told.stdout, type=_Packages)
     except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
         raise ConfigError(f"rollout.engine.python: {python!r} is not a Python that runs: {error}") from error

@@ -42,19 +42,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A server's address and process, killed with all its children."""
-    config, port = configure(folder), tiny.free_port()
-    with (tmp_path_factory.mktemp("log") / "server.log").open("wb") as log:
+    port = tiny.free_port()
+    with started(folder, port, tmp_path_factory.mktemp("log") / "server.log") as process:
+        yield f"http://{sglang_server.LOOPBACK}:{port}", process
+
+
+@contextlib.contextmanager
+def started(folder: Path, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    config = configure(folder)
+    with log.open("wb") as out:
         process = subprocess.Popen(
             sglang_server.command(config, sglang_server.LOOPBACK, port),
             env=os.environ | sglang_server.environment(config),
-            stdout=log,
-            stderr=log,
+            stdout=out,
+            stderr=out,
             start_new_session=True,
         )
-    yield f"http://{sglang_server.LOOPBACK}:{port}", process
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(30)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
 
 
 @pytest.fixture
@@ -93,6 +102,18 @@ def test_what_cannot_start_is_refused_before_it_starts(folder: Path, engine: dic
         sglang_server.command(configure(folder, **engine), sglang_server.LOOPBACK, 1)
 
 
+def test_an_old_build_in_the_working_directory_hides_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "slipstream_rl.egg-info"
+    old.mkdir()
+    (old / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: slipstream-rl\nVersion: 0\n")
+    (old / "entry_points.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    sglang_server._packages.cache_clear()
+    assert "-P" in sglang_server.command(configure(folder), sglang_server.LOOPBACK, 1)
+
+
 def test_another_kinds_config_is_refused(folder: Path) -> None:
     config = msgspec.structs.replace(configure(folder), rollout=Rollout(engine=Vllm()))
     with pytest.raises(ConfigError, match="not sglang"):
@@ -112,6 +133,17 @@ def test_the_callers_own_python_path_is_kept(folder: Path, monkeypatch: pytest.M
     variables = sglang_server.environment(configure(folder, tensor_parallel=2))
     assert variables["PYTHONPATH"] == f"{sglang_server.SHIM}{os.pathsep}/mine"
     assert variables["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+
+
+def test_a_server_whose_port_is_taken_ends(folder: Path, tmp_path: Path) -> None:
+    """Whoever has the port takes connections and never answers, as a scheduler's own sockets do."""
+    log = tmp_path / "server.log"
+    with (
+        socket.create_server((sglang_server.LOOPBACK, 0)) as taken,
+        started(folder, taken.getsockname()[1], log) as process,
+    ):
+        assert process.wait(180) == 1
+        assert f"cannot listen at 127.0.0.1:{taken.getsockname()[1]}" in log.read_text()
 
 
 async def test_generation_goes_on_while_the_server_waits_for_a_group(engine: SglangEngine) -> None:

@@ -5,6 +5,7 @@ What we add to SGLang 0.5.23, through the hooks that its plugins may register:
     _tell    HTTP server  what a receiver is told reaches it while requests run
     _pause   HTTP server  mode `abort` takes milliseconds, not a second
     _watch   HTTP server  the server ends at once when its scheduler dies
+    _listen  HTTP server  the server ends at once when its port is taken
     _take    scheduler    our commands, and our weights, go to `sglang_receiver`
     _span    scheduler    every chunk of a stream says its tokens' versions, not the last only
     _no_end  scheduler    the tokens that stop are those that a request names, no others
@@ -94,6 +95,19 @@ def _watch(original: Callable[[Any], None], watchdog: Any) -> None:
                 os._exit(1)
 
 
+async def _listen(original: Callable[..., Awaitable[None]], server: Any, *args: Any, **kwargs: Any) -> None:
+    """uvicorn gives up on a port that is taken, but SGLang then waits ten minutes for a server to answer there. A scheduler's
+    own sockets take ports that are free, and may take this one before we listen."""
+
+    async def end() -> None:
+        logger.error("cannot listen at %s:%s; the server ends", server.config.host, server.config.port)
+        os._exit(1)
+
+    shutdown, server.lifespan.shutdown = server.lifespan.shutdown, end  # what uvicorn calls when it gives up
+    await original(server, *args, **kwargs)
+    server.lifespan.shutdown = shutdown
+
+
 def _take(original: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
     if request.load_format not in (COMMAND, LOADER):
         return original(manager, request)
@@ -124,6 +138,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.update_weights_from_tensor": _tell,
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation": _pause,
     "sglang.srt.utils.watchdog.SubprocessWatchdog._monitor_loop": _watch,
+    "uvicorn.server.Server.startup": _listen,
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor": _take,
     "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept": _span,
     "sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id": _no_end,
