@@ -34,6 +34,10 @@ class EngineError(SlipstreamError):
     """An inference server refused a request, died, or answered something impossible."""
 
 
+class NoAnswer(EngineError):
+    """An inference server took a request, and the connection broke: nobody knows whether it does what it was asked to."""
+
+
 class EnvError(SlipstreamError):
     """An environment raised, or returned something its contract does not allow."""
 

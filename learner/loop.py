@@ -5,7 +5,7 @@
 
     who waits          for what                                        until
     every rank         the batch of version v                          learner.batch_s, then DeadlineExceeded
-    rank 0             a replica that came (back), meanwhile           a batch, or a stop
+    rank 0             replicas that came (back)                       never: they are brought the weights meanwhile
     rank 0             replicas that take the new weights              weightsync.push_s each; the late are left out
     every rank         the other ranks, in each collective             the backend's timeout, then LearnerError
 
@@ -55,9 +55,6 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 """Between looks at the buffer until the first group is being played."""
 
-RETRY_S = 5.0
-"""Until replicas that answer, but did not take the weights, are tried again."""
-
 FRESH = 8
 """Trajectories scored per step only to compare learner and engine; a few percent of a batch."""
 
@@ -98,9 +95,17 @@ class TrainingLoop:
         self._advantage = advantage_of(config.algorithm)
         self._loss = loss_of(config.algorithm)
         self._served: int | None = None
+        self._catching: asyncio.Task[None] | None = None
+        self._retry: asyncio.TimerHandle | None = None
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> CheckpointState:
         """Train from the newest checkpoint to `learner.steps`, or until `stop`. Returns what the last checkpoint holds."""
+        try:
+            return await self._train(stop, on_ready)
+        finally:
+            await self._leave()
+
+    async def _train(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> CheckpointState:
         state = await self._recover()
         await self._publish(state.version)
         await self._until_played(on_ready, stop)
@@ -128,8 +133,14 @@ class TrainingLoop:
     async def serve(self, stop: asyncio.Event) -> None:
         """After the last step, until `stop`: a replica that comes, or comes back, still gets its weights."""
         stopped = asyncio.create_task(stop.wait(), name="stop")
-        while not stopped.done():
-            await self._meanwhile({stopped})
+        if self._publisher is not None:
+            self._joined.set()  # somebody may have been left out when training ended
+        try:
+            while not stopped.done():
+                await self._meanwhile({stopped})
+        finally:
+            stopped.cancel()
+            await self._leave()
 
     async def _until_played(self, on_ready: Callable[[], None], stop: asyncio.Event) -> None:
         """Return when the first group is being played. What comes before, an evaluation for example, takes the time it takes
@@ -149,19 +160,32 @@ class TrainingLoop:
             stopped.cancel()
 
     async def _meanwhile(self, waits: Collection[asyncio.Task[Any]], seconds: float | None = None) -> None:
-        """Return when one of `waits` is done, after `seconds`, or when replicas that came (back) were brought the weights."""
-        joined = asyncio.create_task(self._joined.wait(), name="joined")
+        """Return when one of `waits` is done, after `seconds`, or when there is news of replicas that came (back): they are brought
+        the weights in a task of its own, which goes on while `waits` are dealt with."""
+        if self._catching is not None and self._catching.done():
+            catching, self._catching = self._catching, None
+            catching.result()
+        if self._catching is None and self._joined.is_set() and self._publisher is not None:
+            self._joined.clear()
+            self._catching = asyncio.create_task(self._catch_up(self._publisher), name="catch up")
+        news = self._catching or asyncio.create_task(self._joined.wait(), name="joined")
         try:
-            done, _ = await asyncio.wait({*waits, joined}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({*waits, news}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            joined.cancel()
-        if self._publisher is None or done != {joined}:
-            return
-        self._joined.clear()
-        push = await self._publisher.catch_up()
-        await self._serve(push)
-        if push is not None and push.failed:
-            asyncio.get_running_loop().call_later(RETRY_S, self._joined.set)
+            if news is not self._catching:
+                news.cancel()
+
+    async def _catch_up(self, publisher: Publisher) -> None:
+        await self._serve(await publisher.catch_up())
+
+    async def _leave(self) -> None:
+        """Nobody is brought anything any more."""
+        if self._retry is not None:
+            self._retry.cancel()
+        catching, self._catching = self._catching, None
+        if catching is not None:
+            catching.cancel()
+            await asyncio.wait({catching})
 
     async def _recover(self) -> CheckpointState:
         """Load the newest checkpoint, if any, and have the buffer roll back what it does not contain."""
@@ -228,11 +252,20 @@ class TrainingLoop:
             return None
         weights = self._backend.named_weights()
         push = await self._publisher.publish(version, weights, self._canary, scored[1:].tolist())
+        if self._catching is not None:  # broken off by the push, unless it had ended before
+            catching, self._catching = self._catching, None
+            await catching
         await self._serve(push)
         return push
 
     async def _serve(self, push: PushReport | None) -> None:
-        """Tell the buffer what the engines serve now."""
+        """Tell the buffer what the engines serve now, and see to it that those who do not are tried again."""
+        assert self._publisher is not None
+        retry_in = self._publisher.retry_in()
+        if self._retry is not None:
+            self._retry.cancel()
+        if retry_in is not None:
+            self._retry = asyncio.get_running_loop().call_later(retry_in, self._joined.set)
         if push is None:
             return
         for name, why in push.failed.items():

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,10 @@ def check_model(path: str) -> None:
         )
 
 
+@functools.cache
 def vocabulary_size(path: str) -> int:
-    """Rows of the model's embedding: every token id is below it. Raises ConfigError where there is no model."""
+    """Rows of the model's embedding: every token id is below it. Read once per process. Raises ConfigError where there is no
+    model."""
     return _load(AutoConfig, path, "config").vocab_size
 
 

@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -40,6 +40,29 @@ class Pressure(msgspec.Struct, frozen=True):
     kv_usage: float
 
 
+NOTHING = Completion((), (), (), "abort")
+"""A completion that was cut off before its first token."""
+
+
+class Growing:
+    """A completion as it grows, for a caller that may stop waiting for it. The engine sets `certain`."""
+
+    def __init__(self) -> None:
+        self.certain: Callable[[], Completion] | None = None
+
+    @property
+    def partial(self) -> Completion:
+        """What has arrived with its versions (`finish_reason` `abort`), possibly nothing."""
+        try:
+            return self.certain() if self.certain else NOTHING
+        except EngineError:  # what has arrived is impossible: nobody can vouch for any of it
+            return NOTHING
+
+
+class Refused(EngineError):
+    """The server will not take this request, and no other server would. It says nothing about the server."""
+
+
 class Broken(EngineError):
     """The server went away in the middle of a completion. `partial` holds what had arrived (`finish_reason` `abort`), possibly
     nothing; going on from prompt + partial elsewhere equals never having been interrupted."""
@@ -60,15 +83,28 @@ class Engine(Protocol):
     stages: bool
     """Whether the replica goes on generating while it receives weights; else it must be paused before `receive_weights`."""
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, version: int | None = None) -> Completion:
+    scores_paused: bool
+    """Whether `score` is answered while paused. Then no request sees weights before the canary has proven them; else requests
+    under way sample from them until the canary is answered, right after the resume."""
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        version: int | None = None,
+        growing: Growing | None = None,
+    ) -> Completion:
         """Sample a completion; one that `pause("abort_resume")` or a drain cut short ends with `abort`.
 
         `version` is what the caller believes the replica serves: only requests with an equal one share cached prefixes, so that
-        none sees keys and values of other weights. A caller that is cancelled no longer has a request on the server.
+        none sees keys and values of other weights; without it nothing is shared. A caller that is cancelled no longer has a
+        request on the server; what had arrived by then, or by a deadline, is in `growing`.
 
         Raises:
             PolicyError: an id outside the vocabulary, or no room in the context for another token.
-            Broken: the server went away in the middle.
+            Refused: the server does not take such a request.
+            Broken: the server went away, or fell silent, in the middle.
         """
         ...
 

@@ -4,11 +4,14 @@ Invariants:
 - Nothing is tried twice here. A server that refuses, resets or fails is an EngineError at once; the router tries another.
 - A completion is checked before anybody sees it: one finite log-prob per token, spans that cover every token.
 - What kills a server (most check no ids themselves) is refused before it is sent.
+- A server that falls silent in the middle of a completion is given up before the caller's own deadline: what has arrived must be
+  able to go on elsewhere. Its health says nothing: that is answered by another process than the one that computes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -21,9 +24,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from ..agents.base import Completion, FinishReason
 from ..buffer.trajectory import VersionSpan
 from ..configs.schema import Partial
-from ..errors import EngineError, PolicyError, within
+from ..errors import DeadlineExceeded, EngineError, NoAnswer, PolicyError, within
+from .engine import Refused
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+UNPUSHED = "default"
+"""What vLLM and SGLang call the version of weights that they loaded themselves."""
 
 IMPOSSIBLE = -9999.0
 """What servers write for a log-prob that is minus infinity or not a number."""
@@ -31,11 +40,33 @@ IMPOSSIBLE = -9999.0
 KEEPALIVE_S = 3.0
 """Idle connections are dropped before the server (after 5 s) does: a request must not meet a closing socket."""
 
+ABORT_S = 5.0
+"""Longest wait for a server to confirm an abort; it takes milliseconds."""
+
+FIRST_SHARE = 0.5
+"""Longest wait for the first chunk of a stream, as a share of `request_s`: a request may queue, and there must be time to be
+served by another replica when it queues for nothing."""
+
+IDLE_SHARE = 0.25
+"""Longest wait for each chunk after the first, as a share of `request_s`. A sequence that decodes sends one every second or so; it
+stands still while weights are swapped, and while it waits to have its KV computed anew: seconds, for large models many. One that is
+given up too early loses no token, only its prefill."""
+
+IDLE_LEAST_S = 5.0
+"""Least such wait, in seconds: under a shorter `request_s` that is the only limit."""
+
+REFUSALS = (400, 413, 422)
+"""Statuses by which a server says that the request itself is wrong. Others, such as 404, 429 or 503, are about the server."""
+
 HINT = "see the server's log; rollout.request_s and weightsync.push_s set the deadlines"
 
 
-class Disconnected(EngineError):
+class Disconnected(NoAnswer):
     """The server took a request and the connection broke before its answer was whole."""
+
+
+class Silent(Disconnected):
+    """The server took a request and sent nothing for so long that nobody waits any more."""
 
 
 class HttpEngine:
@@ -52,6 +83,7 @@ class HttpEngine:
         push_s: longest wait for one call of a weight push.
         ranks: processes that hold a part of the replica's weights.
         partial: what weight pushes do with requests under way; with `keep_kv` spans say which KV took part.
+        scores_paused: whether the server computes scores while it is paused: ours does, vLLM and SGLang do not.
     """
 
     stages = True
@@ -68,6 +100,7 @@ class HttpEngine:
         push_s: float = 120.0,
         ranks: int = 1,
         partial: Partial = "recompute",
+        scores_paused: bool = False,
     ) -> None:
         self.name = name
         self.url = url.rstrip("/")
@@ -76,8 +109,11 @@ class HttpEngine:
         self.initial_version = initial_version
         self.request_s = request_s
         self.push_s = push_s
+        self.first_s = max(IDLE_LEAST_S, FIRST_SHARE * request_s)
+        self.idle_s = max(IDLE_LEAST_S, IDLE_SHARE * request_s)
         self.ranks = ranks
         self.partial: Partial = partial
+        self.scores_paused = scores_paused
         self._opened: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -102,7 +138,8 @@ class HttpEngine:
         it came on.
 
         Raises:
-            EngineError: not reachable, or an answer that is not 200.
+            Refused: the server says that the request is wrong.
+            EngineError: not reachable, or another answer that is not 200.
             DeadlineExceeded: no answer within `seconds`, by default `request_s`.
         """
 
@@ -118,25 +155,50 @@ class HttpEngine:
         """POST, and hand the data of each server-sent event to `take` until `[DONE]`.
 
         Raises:
-            Disconnected: the server took the request, and the stream ended early.
-            EngineError: not reachable, or an answer that is not 200; and whatever `take` raises.
+            Disconnected: the server took the request, and the stream ended early, or fell silent (`Silent`).
+            Refused: the server says that the request is wrong.
+            EngineError: not reachable, or another answer that is not 200; and whatever `take` raises.
             DeadlineExceeded: the stream did not end within `seconds`, by default `request_s`.
         """
 
         async def exchange() -> None:
-            done, rest = False, b""
-            async with self._request("POST", path, None, body, reuse=True) as response:
-                async for data in response.content.iter_any():
-                    *lines, rest = (rest + data).split(b"\n")
-                    for line in lines:
-                        event = line[5:].strip() if line.startswith(b"data:") else b""
-                        done = done or event == b"[DONE]"
-                        if event and not done:
-                            take(event)
+            done, rest, patience = False, b"", self.first_s
+            clock = asyncio.get_running_loop().time
+            try:
+                async with (
+                    asyncio.timeout(patience) as silence,
+                    self._request("POST", path, None, body, reuse=True) as response,
+                ):
+                    async for data in response.content.iter_any():
+                        *lines, rest = (rest + data).split(b"\n")
+                        for line in lines:
+                            event = line[5:].strip() if line.startswith(b"data:") else b""
+                            done = done or event == b"[DONE]"
+                            if event and not done:
+                                patience = self.idle_s
+                                silence.reschedule(clock() + patience)
+                                take(event)
+            except TimeoutError as error:
+                raise Silent(
+                    f"{self.name} at {self.url} has sent nothing of {path} for {patience:g} s; {HINT}"
+                ) from error
             if not done:
                 raise Disconnected(f"{self.name} at {self.url} ended the stream of {path} early")
 
         await self._within(seconds, exchange(), path)
+
+    @asynccontextmanager
+    async def aborting(self, path: str, body: object) -> AsyncIterator[None]:
+        """A request that is cancelled, late or silent in this block no longer runs on the server after it: `body` is sent to
+        `path`, which aborts it."""
+        try:
+            yield
+        except (asyncio.CancelledError, DeadlineExceeded, Silent):
+            try:
+                await self.call("POST", path, body=body, seconds=ABORT_S)
+            except (EngineError, DeadlineExceeded) as error:  # the caller already has a better one, or was cancelled
+                logger.warning("could not abort a request: %s", error)
+            raise
 
     def decode(self, data: bytes, kind: type[T]) -> T:
         """JSON to a struct. Raises EngineError."""
@@ -199,15 +261,15 @@ class HttpEngine:
                 raise EngineError(f"{self.name}: a log-prob of {value}; its weights are probably not finite")
         return list(values)
 
-    def policy_version(self, text: str, unpushed: str) -> int:
-        """The policy version that a server writes as `text`; `unpushed` is what it calls weights that it loaded itself.
+    def policy_version(self, text: str) -> int:
+        """The policy version that a server writes as `text`.
 
         Raises:
             EngineError: it has none, and there is no `initial_version`.
         """
         if text.isdigit():
             return int(text)
-        if text == unpushed and self.initial_version is not None:
+        if text == UNPUSHED and self.initial_version is not None:
             return self.initial_version
         raise EngineError(f"{self.name} has no policy version yet (it reports {text!r}); push weights to it first")
 
@@ -261,7 +323,8 @@ class HttpEngine:
             ) as response:
                 if response.status != 200:
                     reason = (await response.read()).decode(errors="replace").strip()[:500]
-                    raise EngineError(f"{self.name} at {self.url}{path} answered {response.status}: {reason}")
+                    kind = Refused if response.status in REFUSALS else EngineError
+                    raise kind(f"{self.name} at {self.url}{path} answered {response.status}: {reason}")
                 yield response
         except aiohttp.ClientConnectorError as error:
             raise EngineError(f"{self.name} at {self.url} is not reachable: {error}") from error

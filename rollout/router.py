@@ -6,13 +6,17 @@
 
     who waits            for what                                       until
     a request            a replica with room and a recent version       rollout.request_s, its retries included
-    a probe              a replica that failed a request                the replica is well, restarted or gone
+    a probe              a replica that failed a request                it computes again, is fenced, restarted or gone
     a retired replica    its last completions to end or break           GRACE_S, then they continue elsewhere
 
 Invariants:
 - Nobody looks again and again: a waiting request is woken by the fleet, by a completion that made room, or by a probe.
 - A request that loses its replica continues elsewhere from the tokens it has: they go back to the session as a completion that
-  ended by `abort`, and the session asks for the rest. Without any token it is tried again right here.
+  ended by `abort`, and the session asks for the rest. Without any token it is tried again right here. The same goes for one
+  whose replica was fenced, or let its deadline pass.
+- A replica that failed or fell silent gets nothing before it has computed something: a server may say that it is well while the
+  process that computes hangs.
+- A request that a server refuses is its caller's fault, and no other replica is asked.
 - A request whose caller was cancelled is no longer on any server when the caller hears of it.
 """
 
@@ -28,28 +32,30 @@ from ..agents.base import Completion
 from ..configs.schema import Partial
 from ..errors import DeadlineExceeded, EngineError, within
 from ..weightsync.fleet import Fleet, Seat
-from .engine import Broken, Engine, Pressure, Sampling
+from .engine import Broken, Engine, Growing, Pressure, Refused, Sampling
 from .routing import Ask, Grant, Routing
 
 log = logging.getLogger(__name__)
 
 AHEAD = 4
-"""Requests on a replica beyond those that it decodes at once, so that a place that falls free is filled without a round trip."""
+"""Requests of one worker on a replica beyond those that it decodes at once, so that a place that falls free is filled without a
+round trip."""
 
 PROBE_S = 0.25
 """Pause before the second probe in a row of one replica; the first is made at once, and each further pause is twice as long."""
 
 BACKOFF_S = 8.0
-"""Longest pause between two probes."""
+"""Longest pause between two probes; and how long a replica must have been well for its next failure to count as its first."""
+
+PROBE_IDS = (0, 0)
+"""What a probe has scored: any prompt will do."""
 
 GRACE_S = 0.4
-"""How long the requests of a replica that left the fleet may take to break by themselves, with their tokens. A process that ends
-breaks its connections at once; only a host that vanished says nothing."""
+"""How long the requests of a replica that left the fleet, or was fenced, may take to end or break by themselves. A process that
+ends breaks its connections at once; only a host that vanished says nothing. Then they go on elsewhere with what has arrived."""
 
 PRESSURE_S = 2.0
 """Longest wait for a replica to say how busy it is; a sample that is older says nothing."""
-
-NOTHING = Completion((), (), (), "abort")
 
 MakeEngine = Callable[[Seat], Engine]
 """A new client of the replica in this seat; the router closes it."""
@@ -65,10 +71,21 @@ class Link:
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.probe: asyncio.Task[None] | None = None
         self.probes = 0
+        self.well_at = 0.0
 
     def same(self, seat: Seat) -> bool:
-        """Whether `seat` is still this process."""
-        return (self.seat.incarnation, self.seat.url) == (seat.incarnation, seat.url)
+        """Whether `seat` is still this process, and has not been fenced."""
+        return (self.seat.incarnation, self.seat.url) == (seat.incarnation, seat.url) and seat.state != "starting"
+
+
+class Flight:
+    """A request on its way: the replica that has it, and what has arrived from there."""
+
+    def __init__(self, ask: Ask, sampling: Sampling) -> None:
+        self.ask = ask
+        self.sampling = sampling
+        self.link: Link | None = None
+        self.growing = Growing()
 
 
 class Router:
@@ -76,7 +93,8 @@ class Router:
 
     Args:
         make_engine: makes the client of a seat; called in the event loop when a seat serves for the first time.
-        max_concurrent: sequences that a replica decodes at once; it gets at most `AHEAD` requests more.
+        max_concurrent: sequences that a replica decodes at once. It gets at most `AHEAD` requests more, from each worker: routers
+            of several workers know nothing of each other, and what is too much together queues in the server.
         request_s: longest wait for one completion, retries on other replicas included.
         start_s: longest wait in one probe for a replica to answer.
         partial: what a push does to requests under way. Only with `abort_resume` is one that was cut short no sign of trouble.
@@ -162,6 +180,8 @@ class Router:
         link.gone.set_result(None)
         if link.calls:
             await asyncio.wait(link.calls)  # each was cancelled by its request, which does not wait for it
+        if link.probe is not None:
+            await asyncio.wait({link.probe})
         with contextlib.suppress(EngineError):
             await link.engine.close()
 
@@ -172,37 +192,64 @@ class Router:
         self._routing.forget(episode_id)
 
     async def generate(
-        self, episode_id: str, token_ids: Sequence[int], sampling: Sampling, oldest_version: int
+        self,
+        episode_id: str,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        oldest_version: int,
+        *,
+        lost: Callable[[int], None] = lambda tokens: None,
     ) -> Completion:
         """One completion, or the beginning of one (`abort`, one token or more), from a replica at `oldest_version` or later.
 
+        `lost` is told how many tokens had arrived when the caller was cancelled: it will never see them.
+
         Raises:
-            DeadlineExceeded: no replica could begin and end it within `request_s`.
+            DeadlineExceeded: not one token came within `request_s`.
+            Refused: a server does not take such a request.
             PolicyError: no engine would take such a request.
         """
-        request = Ask(next(self._numbers), episode_id, tuple(token_ids), sampling.max_tokens, oldest_version)
-        return await within(
-            self._request_s,
-            self._generate(request, sampling),
-            who=f"episode {episode_id}",
-            waits_for=f"a completion at version {oldest_version} or later",
-            hint=lambda: f"replicas: {self._describe()}; see their logs, or raise rollout.request_s",
-        )
+        ask = Ask(next(self._numbers), episode_id, tuple(token_ids), sampling.max_tokens, oldest_version)
+        flight = Flight(ask, sampling)
+        try:
+            return await within(
+                self._request_s,
+                self._generate(flight),
+                who=f"episode {episode_id}",
+                waits_for=f"a completion at version {oldest_version} or later",
+                hint=lambda: f"replicas: {self._describe()}; see their logs, or raise rollout.request_s",
+            )
+        except DeadlineExceeded as error:
+            if flight.link is not None:
+                self._distrust(flight.link, error)
+            if not flight.growing.partial.token_ids:
+                raise
+            return flight.growing.partial
+        except asyncio.CancelledError:
+            lost(len(flight.growing.partial.token_ids))
+            raise
 
-    async def _generate(self, request: Ask, sampling: Sampling) -> Completion:
+    async def _generate(self, flight: Flight) -> Completion:
         while True:
-            grant, link = await self._grant(request)
+            flight.link, flight.growing = None, Growing()
+            grant, link = await self._grant(flight.ask)
+            flight.link = link
             try:
-                completion = await self._call(link, request, sampling, grant.version)
-                self._account(link, request, completion)
+                completion = await self._call(link, flight, grant.version)
+                self._account(link, flight.ask, completion)
+            except Refused:
+                raise
             except Broken as error:
                 self._distrust(link, error)
                 completion = error.partial
-            except (EngineError, DeadlineExceeded) as error:
+            except DeadlineExceeded as error:
+                self._distrust(link, error)
+                completion = flight.growing.partial
+            except EngineError as error:  # nothing that came with an impossible answer is to be trusted
                 self._distrust(link, error)
                 continue
             finally:
-                self._routing.leave(request.number)
+                self._routing.leave(flight.ask.number)
                 self._send()
             if completion.token_ids or completion.finish_reason != "abort":
                 return completion
@@ -229,9 +276,11 @@ class Router:
             if not granted.done():
                 granted.set_result((grant, self._links[grant.replica]))
 
-    async def _call(self, link: Link, request: Ask, sampling: Sampling, version: int) -> Completion:
-        """Have `link` generate; Broken when it left the fleet."""
-        call = asyncio.create_task(link.engine.generate(request.token_ids, sampling, version=version))
+    async def _call(self, link: Link, flight: Flight, version: int) -> Completion:
+        """Have `link` generate; Broken when it left the fleet or was fenced."""
+        call = asyncio.create_task(
+            link.engine.generate(flight.ask.token_ids, flight.sampling, version=version, growing=flight.growing)
+        )
         link.calls.add(call)
         call.add_done_callback(link.calls.discard)
         call.add_done_callback(_look)
@@ -244,16 +293,14 @@ class Router:
         if call.done():
             return call.result()
         call.cancel()
-        raise Broken(f"{link.engine.name} left the fleet", NOTHING)
+        raise Broken(f"{link.engine.name} left the fleet", flight.growing.partial)
 
     def _account(self, link: Link, request: Ask, completion: Completion) -> None:
         """Remember what `completion` tells about its replica."""
         cut = completion.finish_reason == "abort"
         version = completion.version_spans[-1].version if completion.version_spans else None
         self._routing.finished(request.number, completion.token_ids, version, cut=cut)
-        if not cut:
-            link.probes = 0
-        elif self._partial != "abort_resume" or not completion.token_ids:
+        if cut and (self._partial != "abort_resume" or not completion.token_ids):
             self._distrust(link, "it cut a request short")
 
     # --- replicas that failed -------------------------------------------------------------------------------------
@@ -266,6 +313,8 @@ class Router:
         self._routing.suspect(name)
         if link.probe is None or link.probe.done():
             log.warning("%s failed: %s", name, why)
+            if asyncio.get_running_loop().time() > link.well_at + BACKOFF_S:
+                link.probes = 0
             link.probe = asyncio.create_task(self._probe(link), name=f"probe of {name}")
 
     async def _probe(self, link: Link) -> None:
@@ -276,10 +325,14 @@ class Router:
             try:
                 await link.engine.wait_ready(self._start_s)
                 version = await link.engine.version()
+                well = version is not None and (link.seat.version is None or version >= link.seat.version)
+                if well:
+                    await link.engine.score(PROBE_IDS)
             except (EngineError, DeadlineExceeded) as error:
                 log.warning("%s is away: %s", link.seat.name, error)
                 continue
-            if version is not None and (link.seat.version is None or version >= link.seat.version):
+            if well:
+                link.well_at = asyncio.get_running_loop().time()
                 self._routing.recovered(link.seat.name)
                 self._send()
                 return

@@ -8,7 +8,7 @@ Cost of a replica = tokens in flight there + prompt tokens that it would have to
 
 Invariants:
 - A request goes only to a replica that is `serving`, is not suspect, and serves at least the request's oldest version.
-- At most `limit` requests are in flight on a replica.
+- At most `limit` of this worker's requests are in flight on a replica.
 - Nobody overtakes: a replica's free place goes to the request that asked first among those that may use it.
 - A replica that cut requests short to take weights gets one only where no other has room; it is queued there until it is back.
 - A cache is worth something only at the version it was filled under: engines salt prefixes by it, and drop them at a swap.
@@ -91,7 +91,7 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class Routing:
-    """The state. `limit` is how many requests may be in flight on one replica."""
+    """The state. `limit` is how many requests may be in flight on one replica; other workers' are not counted."""
 
     def __init__(self, limit: int) -> None:
         self.places: dict[str, Place] = {}
@@ -109,12 +109,14 @@ class Routing:
     # --- what the replicas do -------------------------------------------------------------------------------------
 
     def follow(self, fleet: Fleet) -> None:
-        """The fleet is now this. What was known of an earlier incarnation is forgotten."""
+        """The fleet is now this. What was known of an earlier incarnation, or of one that was fenced since, is forgotten."""
         known, self.places = self.places, {}
         for seat in fleet.seats:
             place = known.get(seat.name)
             if place is None or place.seat.incarnation != seat.incarnation or place.seat.url != seat.url:
                 place = Place(seat)
+            elif seat.state == "starting":
+                place.seen, place.suspect, place.paused = -1, False, False
             elif seat.version != place.seat.version:
                 place.paused = False
             place.seat = seat

@@ -12,6 +12,7 @@ from ..configs.schema import Config, Servers, Sglang, Vllm
 from . import own_server, sglang_server, vllm_server
 
 LOOPBACK = "127.0.0.1"
+"""Where a server listens that only this host asks."""
 
 
 def command(config: Config, host: str, port: int, *, seed: int) -> list[str]:

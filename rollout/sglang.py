@@ -12,9 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import logging
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -24,19 +22,11 @@ import msgspec
 from ..agents.base import Completion, FinishReason
 from ..buffer.trajectory import VersionSpan
 from ..configs.schema import Partial
-from ..errors import DeadlineExceeded, EngineError
+from ..errors import EngineError
 from ..weightsync.plan import GroupPlan, TransferPlan
 from ..weightsync.sglang_plugin import COMMAND, LOADER
-from .engine import Broken, Pressure, Sampling
-from .http import Disconnected, HttpEngine
-
-logger = logging.getLogger(__name__)
-
-UNPUSHED = "default"
-"""What SGLang calls the version of weights that it loaded itself."""
-
-ABORT_S = 5.0
-"""Longest wait for the server to take an abort; it takes milliseconds."""
+from .engine import Broken, Growing, Pressure, Refused, Sampling
+from .http import REFUSALS, UNPUSHED, Disconnected, HttpEngine
 
 CANARY_PRIORITY = 1
 """Of a score; higher goes first, and completions have 0."""
@@ -74,6 +64,7 @@ class _Meta(msgspec.Struct):
 
 class _Error(msgspec.Struct):
     message: str = ""
+    code: int | str | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -101,12 +92,20 @@ class SglangEngine(HttpEngine):
 
     _flush = True
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, version: int | None = None) -> Completion:
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        version: int | None = None,
+        growing: Growing | None = None,
+    ) -> Completion:
         """Sample a completion; see `Engine.generate`. A seed has no effect on CPU.
 
         Raises:
             PolicyError: an id outside the vocabulary, or no room in the context for another token.
-            Broken: the server went away in the middle.
+            Refused: the server does not take such a request.
+            Broken: the server went away, or fell silent, in the middle.
         """
         self.check_prompt(token_ids)
         truncated = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
@@ -124,13 +123,13 @@ class SglangEngine(HttpEngine):
         body = self._request_body(token_ids, parameters, uuid.uuid4().hex if version is None else str(version))
         body |= {"stream": True, "return_sampling_mask": truncated}
         answer = _Answer(self, sampling, truncated)
+        if growing is not None:
+            growing.certain = lambda: answer.certain(version)
         try:
-            await self.stream("/generate", body, answer.take)
+            async with self.aborting("/abort_request", {"rid": body["rid"]}):
+                await self.stream("/generate", body, answer.take)
             if answer.finish is None:
                 raise Disconnected(f"{self.name} at {self.url} ended a completion without a reason")
-        except (asyncio.CancelledError, DeadlineExceeded):
-            await self._abort(body["rid"])
-            raise
         except Disconnected as error:
             raise Broken(str(error), answer.certain(version)) from error
         return answer.whole(version)
@@ -140,11 +139,8 @@ class SglangEngine(HttpEngine):
         self.check_prompt(token_ids)
         body = self._request_body(token_ids, {"max_new_tokens": 0, "temperature": 1.0}, uuid.uuid4().hex)
         body |= {"logprob_start_len": 0, "priority": CANARY_PRIORITY}
-        try:
+        async with self.aborting("/abort_request", {"rid": body["rid"]}):
             text = await self.call("POST", "/generate", body=body)
-        except (asyncio.CancelledError, DeadlineExceeded):
-            await self._abort(body["rid"])
-            raise
         meta = self.decode(text, _Chunk).meta_info
         scored = (meta and meta.input_token_logprobs) or []
         if [token for _, token, _ in scored] != list(token_ids):
@@ -189,7 +185,7 @@ class SglangEngine(HttpEngine):
         answer = self.decode(await self.call("GET", "/model_info"), _ModelInfo)
         if answer.weight_version == UNPUSHED:
             return self.initial_version
-        return self.policy_version(answer.weight_version, UNPUSHED)
+        return self.policy_version(answer.weight_version)
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Return as soon as the server answers `/health`; DeadlineExceeded when it does not within `deadline_s`."""
@@ -211,12 +207,6 @@ class SglangEngine(HttpEngine):
         body["serialized_named_tensors"] = [base64.b64encode(data).decode() for data in payload]
         await self.call("POST", "/update_weights_from_tensor", body=body, seconds=self.push_s)
 
-    async def _abort(self, rid: str) -> None:
-        try:
-            await self.call("POST", "/abort_request", body={"rid": rid}, seconds=ABORT_S)
-        except (EngineError, DeadlineExceeded) as error:  # the caller already has a better one, or was cancelled
-            logger.warning("could not abort a request: %s", error)
-
 
 class _Answer:
     """A completion as it arrives."""
@@ -235,7 +225,9 @@ class _Answer:
         chunk, name = self._engine.decode(event, _Chunk), self._engine.name
         if chunk.error is not None or chunk.meta_info is None:
             reason = chunk.error.message[:500] if chunk.error else "a chunk without meta_info"
-            raise EngineError(f"{name} at {self._engine.url} refused a request: {reason}")
+            raise _refusal(chunk.error and chunk.error.code)(
+                f"{name} at {self._engine.url} refused a request: {reason}"
+            )
         meta = chunk.meta_info
         new = meta.completion_tokens - len(self._tokens)
         if new > 0:  # an abort while queued repeats what was sent before
@@ -255,7 +247,7 @@ class _Answer:
         if finish is None or finish.type not in FINISH:
             raise EngineError(f"{name}: unknown finish reason {finish!r}")
         if finish.status_code is not None:
-            raise EngineError(f"{name} refused a request: {finish.status_code} {finish.message}")
+            raise _refusal(finish.status_code)(f"{name} refused a request: {finish.status_code} {finish.message}")
         if finish.type == "stop" and finish.matched not in self._stops:
             raise EngineError(
                 f"{name} stopped at {finish.matched!r}, which nobody asked for; its weights may be broken"
@@ -270,4 +262,9 @@ class _Answer:
 
     def _versions(self) -> list[VersionSpan]:
         spans = self._spans or ()
-        return [VersionSpan(s.start, s.end, self._engine.policy_version(s.version, UNPUSHED)) for s in spans]
+        return [VersionSpan(s.start, s.end, self._engine.policy_version(s.version)) for s in spans]
+
+
+def _refusal(status: int | str | None) -> type[EngineError]:
+    """What an answer of this status is: about the request itself, or about the server."""
+    return Refused if status in REFUSALS else EngineError

@@ -10,8 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -21,21 +19,13 @@ import msgspec
 from ..agents.base import Completion, FinishReason
 from ..buffer.trajectory import VersionSpan
 from ..configs.schema import Partial
-from ..errors import DeadlineExceeded, EngineError
+from ..errors import EngineError
 from ..weightsync.plan import GroupPlan, TransferPlan
-from .engine import Broken, Pressure, Sampling
-from .http import Disconnected, HttpEngine
-
-logger = logging.getLogger(__name__)
-
-UNPUSHED = "default"
-"""What vLLM calls the version of weights that it loaded itself."""
+from .engine import Broken, Growing, Pressure, Refused, Sampling
+from .http import REFUSALS, UNPUSHED, Disconnected, HttpEngine
 
 STREAM_INTERVAL = 16
 """Tokens per chunk of a stream; the first comes alone."""
-
-ABORT_S = 5.0
-"""Longest wait for the server to confirm an abort; it takes milliseconds."""
 
 FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -69,6 +59,7 @@ class _Choice(msgspec.Struct):
 
 class _Error(msgspec.Struct):
     message: str = ""
+    code: int | str | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -89,12 +80,20 @@ class VllmEngine(HttpEngine):
 
     _received: int | None = None
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, version: int | None = None) -> Completion:
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        version: int | None = None,
+        growing: Growing | None = None,
+    ) -> Completion:
         """Sample a completion; see `Engine.generate`.
 
         Raises:
             PolicyError: an id outside the vocabulary, or no room in the context for another token.
-            Broken: the server went away in the middle.
+            Refused: the server does not take such a request.
+            Broken: the server went away, or fell silent, in the middle.
         """
         self.check_prompt(token_ids)
         parameters = {
@@ -109,15 +108,15 @@ class VllmEngine(HttpEngine):
             "detokenize": False,
             "stream_interval": STREAM_INTERVAL,
         }
-        body = self._request_body(token_ids, parameters, None if version is None else str(version))
+        body = self._request_body(token_ids, parameters, uuid.uuid4().hex if version is None else str(version))
         answer = _Answer(self)
+        if growing is not None:
+            growing.certain = lambda: answer.certain(version)
         try:
-            await self.stream("/inference/v1/generate", body | {"stream": True}, answer.take)
+            async with self.aborting("/abort_requests", _abort_body(body)):
+                await self.stream("/inference/v1/generate", body | {"stream": True}, answer.take)
             if answer.finish is None:
                 raise Disconnected(f"{self.name} at {self.url} ended a completion without a reason")
-        except (asyncio.CancelledError, DeadlineExceeded):
-            await self._abort(body["request_id"])
-            raise
         except Disconnected as error:
             raise Broken(str(error), answer.certain(version)) from error
         return answer.whole(version)
@@ -126,12 +125,9 @@ class VllmEngine(HttpEngine):
         """Log-probs of `token_ids[1:]`, computed afresh with the weights of this moment; see `Engine.score`."""
         self.check_prompt(token_ids)
         parameters = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-        body = self._request_body(token_ids, parameters, salt=uuid.uuid4().hex, priority=-1)
-        try:
+        body = self._request_body(token_ids, parameters, uuid.uuid4().hex, priority=-1)
+        async with self.aborting("/abort_requests", _abort_body(body)):
             text = await self.call("POST", "/inference/v1/generate", body=body)
-        except (asyncio.CancelledError, DeadlineExceeded):
-            await self._abort(body["request_id"])
-            raise
         scored = self.decode(text, _Scored).prompt_logprobs or []
         if len(scored) != len(token_ids):
             raise EngineError(f"{self.name}: scored {len(scored)} of {len(token_ids)} tokens")
@@ -190,29 +186,26 @@ class VllmEngine(HttpEngine):
         answer = self.decode(await self.call("GET", "/weight_info"), _WeightInfo)
         if answer.weight_version == UNPUSHED:
             return self.initial_version
-        return self.policy_version(answer.weight_version, UNPUSHED)
+        return self.policy_version(answer.weight_version)
 
     async def wait_ready(self, deadline_s: float) -> None:
         """Return as soon as the server answers `/health`; DeadlineExceeded when it does not within `deadline_s`."""
         await self.answers("/health", deadline_s)
 
     def _request_body(
-        self, token_ids: Sequence[int], parameters: dict[str, Any], salt: str | None, priority: int = 0
+        self, token_ids: Sequence[int], parameters: dict[str, Any], salt: str, priority: int = 0
     ) -> dict[str, Any]:
-        body = {
+        return {
             "request_id": uuid.uuid4().hex,
             "token_ids": list(token_ids),
             "sampling_params": parameters,
             "priority": priority,  # lower goes first
+            "cache_salt": salt,
         }
-        return body if salt is None else body | {"cache_salt": salt}
 
-    async def _abort(self, request_id: str) -> None:
-        body = {"request_ids": [f"generate-tokens-{request_id}"]}  # the server's own name for it
-        try:
-            await self.call("POST", "/abort_requests", body=body, seconds=ABORT_S)
-        except (EngineError, DeadlineExceeded) as error:  # the caller already has a better one, or was cancelled
-            logger.warning("could not abort a request: %s", error)
+
+def _abort_body(body: dict[str, Any]) -> dict[str, list[str]]:
+    return {"request_ids": [f"generate-tokens-{body['request_id']}"]}  # the server's own name for it
 
 
 class _Answer:
@@ -226,10 +219,11 @@ class _Answer:
         self._spans: list[_Span] | None = None
 
     def take(self, event: bytes) -> None:
-        """Add a chunk. Raises Disconnected where the server says that it failed."""
+        """Add a chunk. Raises Disconnected where the server says that it failed, Refused where it will not take the request."""
         chunk = self._engine.decode(event, _Chunk)
         if chunk.error is not None:
-            raise Disconnected(f"{self._engine.name} at {self._engine.url} failed: {chunk.error.message[:500]}")
+            kind = Refused if chunk.error.code in REFUSALS else Disconnected
+            raise kind(f"{self._engine.name} at {self._engine.url} failed: {chunk.error.message[:500]}")
         for choice in chunk.choices:
             self._tokens += choice.token_ids or ()
             self._logprobs += [entry.logprob for entry in (choice.logprobs and choice.logprobs.content) or ()]
@@ -253,4 +247,4 @@ class _Answer:
 
     def _versions(self) -> list[VersionSpan]:
         spans = self._spans or ()
-        return [VersionSpan(s.start, s.end, self._engine.policy_version(s.version, UNPUSHED)) for s in spans]
+        return [VersionSpan(s.start, s.end, self._engine.policy_version(s.version)) for s in spans]

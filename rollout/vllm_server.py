@@ -16,8 +16,6 @@ from ..configs.schema import Config, Vllm, parse_memory
 from ..errors import ConfigError
 from ..weightsync.vllm_plugin import BACKEND
 
-LOOPBACK = "127.0.0.1"
-
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 """What `vllm serve` runs; the `vllm` command itself is broken in the wheel for CPU."""
 

@@ -7,7 +7,8 @@
 Invariants:
 - A lease is asked for only when there is room for a whole group, so a group's members start together.
 - No episode is ended because there are fewer slots now: fewer are begun.
-- Every token an engine returned to this worker is reported, whether its episode ends, fails or is cut off.
+- Every token an engine returned to this worker is reported, whether its episode ends, fails or is cut off. Only what an agent
+  cancels itself, to go on without it, is not: the buffer wants as many tokens as the trajectories have.
 - `stop` gives all leases back before it returns.
 """
 
@@ -86,19 +87,25 @@ class Player:
         oldest_version: int = 0,
         count: Callable[[int], None] = lambda tokens: None,
     ) -> EpisodeResult:
-        """Play one episode of task `task_index`; `count` is told of every completion's tokens as they come."""
+        """Play one episode of task `task_index`; `count` is told of every completion's tokens as they come, and of those of
+        completions that were cut off with the episode."""
         episode_id = f"{task_index}.{attempt}.{member}"
+        cut_off = 0
+
+        def lose(tokens: int) -> None:
+            nonlocal cut_off
+            cut_off += tokens
 
         async def generate(token_ids: Sequence[int], max_tokens: int) -> Completion:
             sampling = Sampling(
                 max_tokens, temperature=self._temperature, top_p=self._top_p, stop_token_ids=self._stop_token_ids
             )
-            completion = await self.router.generate(episode_id, token_ids, sampling, oldest_version)
+            completion = await self.router.generate(episode_id, token_ids, sampling, oldest_version, lost=lose)
             count(len(completion.token_ids))
             return completion
 
         try:
-            return await play(
+            result = await play(
                 self._agent,
                 self._source,
                 task_index,
@@ -107,7 +114,11 @@ class Player:
                 member=member,
                 episode_s=self._episode_s,
             )
+            if result.outcome.trainable:
+                cut_off = 0
+            return result
         finally:
+            count(cut_off)
             self.router.forget(episode_id)
 
 

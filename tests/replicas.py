@@ -47,6 +47,7 @@ class LocalReplica:
         self.name = name
         self.ranks = ranks
         self.stages = True
+        self.scores_paused = False
         self.model = make_model(0)
         self.journal = [] if journal is None else journal
         self.paused = False
@@ -99,12 +100,47 @@ class LocalReplica:
     async def version(self) -> int | None:
         return self.served
 
-    async def wait_ready(self, deadline_s: float) -> None:
-        """It answers from the start."""
-
     def close(self) -> None:
         for staging in self.stagings:
             staging.close()
+
+
+class Outliving(LocalReplica):
+    """Its server goes on with what it was told when the client hangs up, as real ones do. A swap loads, waits for `go_on`, and only
+    then changes the version; with `refuses` it fails there. While it is not paused, `sampling` notes what each token is drawn from
+    and how it is labelled, in `sampled`."""
+
+    def __init__(self, name: str, journal: list[tuple[str, str]] | None = None) -> None:
+        super().__init__(name, journal)
+        self.go_on = asyncio.Event()
+        self.loading = asyncio.Event()
+        self.refuses = False
+        self.sampled: set[tuple[int | None, int | None]] = set()
+        self._weights: int | None = None
+
+    async def swap_weights(self, version: int) -> None:
+        await asyncio.shield(asyncio.ensure_future(self._swap(version)))
+
+    async def _swap(self, version: int) -> None:
+        (tensors,) = [await asyncio.to_thread(staging.take, version) for staging in self.stagings]
+        before = dict(self.model.state_dict())
+        self.load(dict(tensors))
+        old, self._weights = self._weights, version
+        self._note(f"load {version}")
+        self.loading.set()
+        await self.go_on.wait()
+        if self.refuses:
+            self.model.load_state_dict(before)
+            self._weights = old
+            raise EngineError(f"{self.name} answered 500")
+        self.served = version
+        self._note(f"label {version}")
+
+    async def sampling(self) -> None:
+        while True:
+            if not self.paused:
+                self.sampled.add((self._weights, self.served))
+            await asyncio.sleep(0.001)
 
 
 class RemoteReplica:
@@ -114,6 +150,7 @@ class RemoteReplica:
         self.name = name
         self.ranks = 1
         self.stages = True
+        self.scores_paused = False
         self.process = process
         self._path = path
 

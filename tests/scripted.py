@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from slipstream.agents.base import Completion, FinishReason
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.configs.schema import Partial
-from slipstream.rollout.engine import Broken, Pressure, Sampling
+from slipstream.rollout.engine import NOTHING, Broken, Growing, Pressure, Sampling
 from slipstream.weightsync.fleet import Seat
 from slipstream.weightsync.plan import GroupPlan, TransferPlan
 
@@ -27,10 +27,15 @@ class Call:
         self.sampling = sampling
         self.version = version
         self.cancelled = False
+        self.grown = NOTHING
         self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
     def say(self, *tokens: int, version: int = 0, reason: FinishReason = "stop") -> None:
         self.answer.set_result(said(*tokens, version=version, reason=reason))
+
+    def grow(self, *tokens: int, version: int = 0) -> None:
+        """So much of the answer has arrived."""
+        self.grown = said(*tokens, version=version, reason="abort")
 
     def fail(self, error: Exception) -> None:
         self.answer.set_exception(error)
@@ -46,6 +51,7 @@ class ScriptedEngine:
 
     ranks = 1
     stages = True
+    scores_paused = False
 
     def __init__(self, seat: Seat) -> None:
         self.name = seat.name
@@ -54,14 +60,25 @@ class ScriptedEngine:
         self.open: list[Call] = []
         self.up = asyncio.Event()
         self.up.set()
+        self.computes = asyncio.Event()
+        self.computes.set()
         self.serves: int | None = seat.version
         self.probes = 0
         self.probed = asyncio.Event()
         self.closed = asyncio.Event()
         self.busy: Pressure | Exception = Pressure(0, 0, 0.0)
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, version: int | None = None) -> Completion:
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        version: int | None = None,
+        growing: Growing | None = None,
+    ) -> Completion:
         call = Call(token_ids, sampling, version)
+        if growing is not None:
+            growing.certain = lambda: call.grown
         self.open.append(call)
         self.calls.put_nowait(call)
         try:
@@ -95,7 +112,8 @@ class ScriptedEngine:
         self.closed.set()
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        raise NotImplementedError
+        await self.computes.wait()
+        return [-0.5] * (len(token_ids) - 1)
 
     async def pause(self, mode: Partial) -> None:
         raise NotImplementedError

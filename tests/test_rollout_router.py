@@ -14,7 +14,7 @@ from slipstream.agents.base import Completion
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.errors import DeadlineExceeded, EngineError, PolicyError
 from slipstream.rollout import router as module
-from slipstream.rollout.engine import Pressure, Sampling
+from slipstream.rollout.engine import Pressure, Refused, Sampling
 from slipstream.rollout.router import AHEAD, Router
 from slipstream.tests.scripted import Call, ScriptedEngine, said, settle
 from slipstream.weightsync.fleet import Fleet, Seat
@@ -55,6 +55,10 @@ class World:
     def drain(self, name: str) -> None:
         seat = self.seats[name]
         self.fleet(**{name: Seat(name, seat.url, seat.incarnation, "draining", seat.version)})
+
+    def fence(self, name: str) -> None:
+        """A push left it out."""
+        self.fleet(**{name: Seat(name, self.seats[name].url, self.seats[name].incarnation, "starting", None, True)})
 
     def ask(self, episode: str, *token_ids: int, oldest: int = 0) -> asyncio.Task[Completion]:
         return self.tasks.create_task(self.router.generate(episode, token_ids or (1, 2), SAMPLING, oldest))
@@ -243,6 +247,51 @@ async def test_the_tokens_of_a_process_that_ends_are_waited_for() -> None:
         assert (await asked).token_ids == (7, 8)
 
 
+async def test_what_runs_on_a_replica_that_is_fenced_goes_on_elsewhere_with_what_it_has() -> None:
+    async with world() as w:
+        w.serve("a")
+        long, short = w.ask("long"), w.ask("short")
+        call, ends = await w.call("a"), await w.call("a")
+        w.serve("b")
+        call.grow(7, 8)
+        old = w["a"]
+        w.fence("a")  # and perhaps it stays paused for ever
+        await settle()
+        ends.say(5)  # in time
+        assert (await short).token_ids == (5,)
+        assert (await long) == said(7, 8, reason="abort")
+        await old.closed.wait()
+        assert call.cancelled
+        rest = w.ask("long", 1, 2, 7, 8)
+        (await w.call("b")).say(9)
+        await rest
+        assert old.probes == 0
+
+
+async def test_a_replica_that_failed_and_was_fenced_serves_again_when_it_has_proven_itself() -> None:
+    async with world() as w:
+        w.serve("a")
+        asked = w.ask("e")
+        await w.call("a")
+        w["a"].die()  # and no probe will find it well
+        await settle()
+        w.fence("a")
+        assert w.router.serving == 0
+        w.serve("a", version=1)
+        assert w.router.serving == 1
+        (await w.call("a")).say(1, version=1)
+        await asked
+
+
+async def test_the_tokens_of_a_host_that_vanished_are_kept() -> None:
+    async with world() as w:
+        w.serve("a")
+        asked = w.ask("e")
+        (await w.call("a")).grow(7, 8, 9)
+        w.fleet(a=None)
+        assert (await asked) == said(7, 8, 9, reason="abort")
+
+
 # --- deaths -----------------------------------------------------------------------------------------------------------
 
 
@@ -343,6 +392,108 @@ async def test_a_replica_that_answers_and_fails_every_request_is_tried_ever_more
     assert [p for p in pauses if p] == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
 
 
+async def test_a_replica_that_fails_some_requests_is_not_probed_hot_for_the_sake_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def no_sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    async with world() as w:
+        w.serve("a")
+        sick = w.ask("sick", 66)
+        monkeypatch.setattr(module.asyncio, "sleep", no_sleep)
+        monkeypatch.setattr(module, "PROBE_S", 1.0)
+        for number in range(5):
+            well = w.ask(f"well {number}", number)
+            calls = {call.token_ids: call for call in (await w.call("a"), await w.call("a"))}
+            calls[(number,)].say(1)
+            await well
+            calls[(66,)].fail(EngineError("500"))
+        (await w.call("a")).say(1)
+        await sick
+        monkeypatch.undo()
+    assert [p for p in pauses if p] == [1.0, 2.0, 4.0, 8.0]
+
+
+async def test_after_a_while_without_a_failure_the_next_one_is_probed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def told(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(seconds)
+
+    monkeypatch.setattr(module, "BACKOFF_S", 0.05)
+    async with world() as w:
+        w.serve("a")
+        monkeypatch.setattr(module.asyncio, "sleep", told)
+        for _ in range(3):
+            asked = w.ask("e")
+            (await w.call("a")).fail(EngineError("500"))
+            (await w.call("a")).say(1)
+            await asked
+            await sleep(0.06)
+        monkeypatch.undo()
+    assert pauses == []
+    assert w["a"].probes == 3
+
+
+async def test_a_replica_that_never_answers_is_used_no_more_although_it_says_that_it_is_well() -> None:
+    async with world(request_s=0.1) as w:
+        w.serve("a", "b")
+        stuck = asyncio.create_task(w.router.generate("stuck", [1, 2], SAMPLING, 0))
+        hung, _ = await w.anywhere()
+        hung.computes.clear()
+        other = w["b" if hung.name == "a" else "a"]
+        with pytest.raises(DeadlineExceeded):
+            await stuck
+        assert w.router.serving == 1
+        await hung.probed.wait()
+        await settle()
+        for number in range(20):  # the hung one has nothing to do, and yet gets nothing
+            asked = w.ask(f"{number}")
+            (await w.call(other.name)).say(1)
+            await asked
+        assert w.router.serving == 1
+        hung.computes.set()
+        await settle()
+        assert w.router.serving == 2
+
+
+async def test_what_had_arrived_at_the_deadline_goes_on_elsewhere() -> None:
+    async with world(request_s=0.1) as w:
+        w.serve("a", "b")
+        slow = w.ask("e")
+        hung, call = await w.anywhere()
+        hung.computes.clear()
+        call.grow(7, 8)
+        assert (await slow) == said(7, 8, reason="abort")
+        assert call.cancelled
+        rest = w.ask("e", 1, 2, 7, 8)
+        (await w.call("b" if hung.name == "a" else "a")).say(9)
+        await rest
+
+
+async def test_what_had_arrived_at_an_engines_own_deadline_is_kept_and_what_came_with_nonsense_is_not() -> None:
+    async with world() as w:
+        w.serve("a")
+        late = w.ask("late")
+        call = await w.call("a")
+        call.grow(7, 8)
+        call.fail(DeadlineExceeded("a", "an answer", 1.0, "see its log"))
+        assert (await late) == said(7, 8, reason="abort")
+        wrong = w.ask("wrong")
+        call = await w.call("a")
+        call.grow(7, 8)
+        call.fail(EngineError("a log-prob of nan"))
+        (await w.call("a")).say(3)
+        assert (await wrong).token_ids == (3,)
+
+
 async def test_the_deadline_names_the_episode_and_how_the_replicas_are() -> None:
     async with world(request_s=0.05) as w:
         w.serve("a", version=1)
@@ -363,6 +514,19 @@ async def test_what_no_engine_would_take_is_the_callers_fault() -> None:
             await asked
         assert w["a"].probes == 0
         assert w.router.serving == 1
+
+
+async def test_what_a_server_refuses_is_asked_of_nobody_else() -> None:
+    async with world() as w:
+        w.serve("a", "b")
+        asked = asyncio.create_task(w.router.generate("e", [1], SAMPLING, 0))
+        engine, call = await w.anywhere()
+        call.fail(Refused("a answered 400: top_p must be in (0, 1]"))
+        with pytest.raises(Refused, match="top_p must be"):
+            await asked
+        assert w.router.serving == 2
+        assert engine.probes == 0
+        assert all(e.open == [] for e in w.made)
 
 
 # --- pauses -----------------------------------------------------------------------------------------------------------
@@ -419,6 +583,26 @@ async def test_a_caller_that_is_cancelled_leaves_nothing_behind() -> None:
         for left in list(w["a"].open):
             left.say(1)
         await asyncio.gather(*flying[1:], next_one)
+
+
+async def test_the_tokens_of_a_caller_that_is_cancelled_are_told() -> None:
+    async with world(max_concurrent=1) as w:
+        w.serve("a")
+        lost: list[int] = []
+        options: dict[str, Any] = {"lost": lost.append}
+        flies = asyncio.create_task(w.router.generate("flies", [1], SAMPLING, 0, **options))
+        (await w.call("a")).grow(7, 8)
+        filling = [w.ask(f"{i}") for i in range(AHEAD)]
+        await settle()
+        waits = asyncio.create_task(w.router.generate("waits", [1], SAMPLING, 0, **options))
+        await settle()
+        waits.cancel()
+        flies.cancel()
+        await asyncio.wait({waits, flies})
+        assert sorted(lost) == [0, 2]
+        for call in list(w["a"].open):
+            call.say(1)
+        await asyncio.gather(*filling)
 
 
 async def test_a_grant_that_nobody_fetches_is_given_to_the_next() -> None:

@@ -88,9 +88,8 @@ def test_bound_order_floor_and_conservation(data: st.DataObject) -> None:
         elif what == "fleet":
             drawn = data.draw(SEATS)
             found = {n: Seat(n, f"http://{n}", i, s, v) for n, i, s, v in drawn}
-            suspects = {
-                n for n in suspects if n in found and n in seats and found[n].incarnation == seats[n].incarnation
-            }
+            same = {n for n in found if n in seats and found[n].incarnation == seats[n].incarnation}
+            suspects &= {n for n in same if found[n].state != "starting"}
             flying = {
                 number: (name, incarnation if name in found and found[name].incarnation == incarnation else -1)
                 for number, (name, incarnation) in flying.items()
@@ -210,6 +209,18 @@ def test_a_replica_that_cuts_requests_short_is_avoided_until_it_is_back() -> Non
     routing.follow(serving(1, 1))  # it has its weights
     routing.ask(rest)
     assert routing.grants()[0].replica == paused
+
+
+def test_a_replica_that_was_fenced_is_what_it_proves_and_not_what_was_seen_of_it() -> None:
+    routing, _ = routed(serving(0), ask(0, 100), ask(1, 100))
+    routing.finished(0, [1], 9, cut=True)
+    routing.suspect("a")
+    routing.follow(Fleet(2, (Seat("a", "http://a", 0, "starting", None, True),)))
+    assert not routing.places["a"].serving
+    routing.follow(serving(1))
+    a = routing.places["a"]
+    assert (a.serving, a.version, a.paused) == (True, 1, False)
+    assert list(a.tokens) == [1]  # it still runs there
 
 
 def test_equal_replicas_are_not_all_begun_at_the_first() -> None:

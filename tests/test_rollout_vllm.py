@@ -16,7 +16,7 @@ from slipstream.agents.base import Completion
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.configs.schema import Config, Model, Partial, Rollout, Vllm
 from slipstream.errors import ConfigError, DeadlineExceeded, EngineError, WeightSyncError
-from slipstream.rollout import vllm_server
+from slipstream.rollout import servers, vllm_server
 from slipstream.rollout.engine import Broken, Pressure, Sampling
 from slipstream.rollout.vllm import VllmEngine
 from slipstream.tests import tiny
@@ -347,7 +347,7 @@ async def test_a_late_request_no_longer_runs_when_its_caller_hears_of_it(engine:
 @pytest.mark.parametrize("memory", ["0.85", "1.5", "lots", "-1"])
 def test_a_bad_memory_setting_names_the_key(memory: str) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.engine\.memory: "):
-        vllm_server.command(Config(rollout=Rollout(engine=Vllm(memory=memory))), vllm_server.LOOPBACK, 1)
+        vllm_server.command(Config(rollout=Rollout(engine=Vllm(memory=memory))), servers.LOOPBACK, 1)
 
 
 def test_a_local_folder_is_served_offline_and_nothing_is_reported(tmp_path: Path) -> None:

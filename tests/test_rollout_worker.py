@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from slipstream.agents import Session, load_agent, load_renderer
 from slipstream.agents.base import Generate
@@ -15,7 +16,7 @@ from slipstream.buffer.client import BufferClient
 from slipstream.buffer.messages import Stats
 from slipstream.buffer.service import BufferService
 from slipstream.configs import load
-from slipstream.configs.schema import Buffer
+from slipstream.configs.schema import Buffer, Config
 from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task
 from slipstream.learner.model import load_tokenizer, vocabulary_size
 from slipstream.rollout import worker as module
@@ -61,7 +62,9 @@ def _fast_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 class World:
     """One engine, one buffer, one worker that plays until `stop`."""
 
-    def __init__(self, policy: Path, router: Router, learner: BufferClient, engine: ScriptedEngine) -> None:
+    def __init__(
+        self, policy: Path, router: Router, learner: BufferClient, engine: ScriptedEngine, config: Config
+    ) -> None:
         renderer = load_renderer("qwen3", load_tokenizer(str(policy)), thinking=False)
 
         def make_session(generate: Generate) -> Session:
@@ -69,7 +72,7 @@ class World:
             return Session(renderer, generate, vocabulary=size, max_tokens_per_turn=8, max_tokens=256)
 
         source = Once(split="train", seed=0)
-        self.player = Player(CONFIG, load_agent("single_turn"), source, router, make_session, (), 1.0)
+        self.player = Player(config, load_agent("single_turn"), source, router, make_session, (), 1.0)
         self.learner = learner
         self.engine = engine
         self.stop = asyncio.Event()
@@ -96,11 +99,13 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def world(policy: Path, tmp_path: Path, config: Buffer = BUFFER, *, works: bool = True) -> AsyncIterator[World]:
+async def world(
+    policy: Path, tmp_path: Path, buffer: Buffer = BUFFER, *, works: bool = True, config: Config = CONFIG
+) -> AsyncIterator[World]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    service = BufferService(config, tmp_path / "buffer.sqlite", address)
+    service = BufferService(buffer, tmp_path / "buffer.sqlite", address)
     made: list[ScriptedEngine] = []
 
     def make_engine(seat: Seat) -> ScriptedEngine:
@@ -117,9 +122,9 @@ async def world(policy: Path, tmp_path: Path, config: Buffer = BUFFER, *, works:
         learner = await stack.enter_async_context(BufferClient(address, "learner"))
         client = await stack.enter_async_context(BufferClient(address, "worker-0"))
         await learner.served(await learner.recover(0))
-        w = World(policy, router, learner, made[0])
+        w = World(policy, router, learner, made[0], config)
         w.engine.busy = Pressure(1, 0, 0.9)  # neither grow nor shrink by much
-        worker = Worker(w.player, client, config.group_size, 1)
+        worker = Worker(w.player, client, buffer.group_size, 1)
         playing = asyncio.create_task(worker.run(w.stop) if works else w.stop.wait())
         yield w
         w.stop.set()
@@ -177,6 +182,31 @@ async def test_full_slots_are_not_idle(policy: Path, tmp_path: Path) -> None:
             pass
         assert after.idle_slot_s == before.idle_slot_s
         assert after.ledger.ready == 3
+
+
+async def test_tokens_of_completions_that_are_cut_off_are_generated_tokens(policy: Path, tmp_path: Path) -> None:
+    async with world(policy, tmp_path) as w:
+        await w.until(GROUP)
+        calls = list(w.engine.open)
+        for call in calls:
+            call.grow(40, 41)
+        w.stop.set()
+        while (stats := await w.stats()).leased_groups:
+            pass
+        assert stats.ledger.generated == 2 * len(calls)
+        assert sum(stats.ledger.discarded.values()) == 2 * len(calls)
+
+
+async def test_tokens_of_an_episode_that_ran_out_of_time_are_generated_tokens(policy: Path, tmp_path: Path) -> None:
+    hasty = msgspec.structs.replace(CONFIG, rollout=msgspec.structs.replace(CONFIG.rollout, episode_s=0.5))
+    async with world(policy, tmp_path, config=hasty) as w:
+        await w.until(GROUP)
+        calls = list(w.engine.open)
+        for call in calls:
+            call.grow(40, 41)
+        while (stats := await w.stats()).ledger.discarded.get("failed_timeout", 0) < 2 * len(calls):
+            pass
+        assert stats.ledger.closes
 
 
 async def test_an_evaluation_plays_what_the_servers_decode_at_once(policy: Path, tmp_path: Path) -> None:

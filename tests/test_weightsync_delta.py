@@ -1,8 +1,12 @@
 """Deltas give back the same bits, whatever changed; and the files they and whole snapshots travel in."""
 
+import asyncio
+import fcntl
+import itertools
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file, save_file
-from slipstream.errors import WeightSyncError
-from slipstream.weightsync import delta
+from slipstream.errors import DeadlineExceeded, WeightSyncError
+from slipstream.weightsync import delta, files
 from slipstream.weightsync.buckets import as_bytes
 from slipstream.weightsync.checksum import checksum
 from slipstream.weightsync.files import Manifest, SharedFolder, WeightFolder, read_manifest
 from slipstream.weightsync.plan import Broadcast
 from slipstream.weightsync.snapshot import Snapshot
+from slipstream.weightsync.transports import Written, write_full
 
 BITS = {torch.float32: np.int32, torch.bfloat16: np.int16, torch.float64: np.int64, torch.uint8: np.int8}
 SPECIAL = {
@@ -131,7 +136,7 @@ def test_a_write_that_fails_leaves_nothing_and_is_named(tmp_path: Path) -> None:
     folder = WeightFolder(tmp_path, keep=1)
     code = (
         "import resource, signal, sys, torch; from pathlib import Path\n"
-        "from slipstream.errors import WeightSyncError\n"
+        "from slipstream.errors import DeadlineExceeded, WeightSyncError\n"
         "from slipstream.weightsync.files import WeightFolder\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"  # the disk is full
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -164,3 +169,77 @@ def test_shared_memory_is_removed_at_the_end_and_after_a_death(tmp_path: Path) -
     ours.close()
     second.close()
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+async def test_a_write_that_is_given_up_does_not_disturb_the_ones_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first write of version 1 is stuck until version 2 is there."""
+    go_on, calls, save = threading.Event(), itertools.count(), files.save_file
+    ended = threading.Event()
+
+    def stuck(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+        if next(calls) == 0:
+            assert go_on.wait(10)
+        save(tensors, path, metadata)
+
+    def write(version: int, value: float) -> Path:
+        try:
+            one = Snapshot(version, ("a",), (torch.full((3,), value),), "c")
+            return write_full(folder, one)
+        finally:
+            if value == 0.0:
+                ended.set()
+
+    monkeypatch.setattr(files, "save_file", stuck)
+    folder = WeightFolder(tmp_path, keep=1)
+    written = Written(folder)
+    first, second = (Snapshot(v, ("a",), (torch.zeros(3),), "c") for v in (1, 2))
+    with pytest.raises(DeadlineExceeded, match="is the disk stuck"):
+        await written.file(first, "full", lambda: write(1, 0.0), 0.2)
+    path, _ = await written.file(first, "full", lambda: write(1, 1.0), 5.0)
+    assert path is not None
+    assert load_file(path)["a"].tolist() == [1, 1, 1]
+    path, _ = await written.file(second, "full", lambda: write(2, 2.0), 5.0)
+    assert path is not None
+    go_on.set()
+    assert await asyncio.to_thread(ended.wait, 5)
+    assert load_file(path)["a"].tolist() == [2, 2, 2]
+    assert read_manifest(tmp_path) == Manifest(2, "c", ("a",), full=path.name)
+    assert names(tmp_path) == ["latest.json", path.name]
+
+
+def test_what_is_latest_never_goes_back(tmp_path: Path) -> None:
+    folder = WeightFolder(tmp_path, keep=2)
+    paths = [folder.write(version, "full", {"a": torch.zeros(1)}) for version in (1, 2)]
+    for version in (2, 1):
+        folder.publish(Manifest(version, "c", ("a",), full=paths[version - 1].name))
+    assert read_manifest(tmp_path) == Manifest(2, "c", ("a",), full="v2.full.safetensors")
+
+
+def test_two_writers_of_one_version_do_not_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[Path] = []
+    save = files.save_file
+
+    def note(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+        parts.append(path)
+        save(tensors, path, metadata)
+
+    monkeypatch.setattr(files, "save_file", note)
+    folder = WeightFolder(tmp_path, keep=1)
+    assert folder.write(1, "full", {"a": torch.zeros(1)}) == folder.write(1, "full", {"a": torch.zeros(1)})
+    assert len(set(parts)) == 2
+
+
+def test_a_lock_that_is_never_given_back_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LOCK_S", 0.2)
+    lock = tmp_path / f"{files.PREFIX}{os.getuid()}.lock"
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(WeightSyncError, match=r"another process has held .*\.lock for 0\.2 s"):
+            SharedFolder(tmp_path)
+    SharedFolder(tmp_path).close()

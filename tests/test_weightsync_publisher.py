@@ -6,6 +6,7 @@ the canary; only the server around them is missing. The same against real server
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -14,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from slipstream.errors import DeadlineExceeded, EngineError, StateError, WeightSyncError
+from slipstream.errors import EngineError, StateError, WeightSyncError
 from slipstream.tests.replicas import CANARY, LocalReplica, RemoteReplica, logprobs, make_model, remote
+from slipstream.weightsync import publisher as publishing
+from slipstream.weightsync import snapshot
 from slipstream.weightsync.files import read_manifest
 from slipstream.weightsync.plan import GroupPlan, PushReport, TransferPlan
 from slipstream.weightsync.publisher import Publisher
@@ -284,7 +287,7 @@ async def test_a_swap_that_fails_is_tried_once_more_and_the_paused_are_resumed(f
     assert (report.pushed, report.failed) == (("b",), {"a": "a answered 500"})
     assert sum(what == "swap refused" for _, what in replicas[0].journal) == 2
     assert not replicas[0].paused
-    assert fleet.told == [("b", 1)]  # a never served: nobody need be told that it is lost
+    assert fleet.told == [("b", 1), ("a", "a answered 500")]
 
 
 class Stuck(LocalReplica):
@@ -342,6 +345,79 @@ async def test_a_joiner_gets_the_current_version_through_catch_up(fleet: Fleet) 
     assert report.pushed == ("b",)
 
 
+async def test_a_joiner_that_fails_is_tried_again_after_twice_as_long(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "RETRY_S", 0.2)
+    monkeypatch.setattr(publishing, "RETRY_MOST_S", 0.7)
+    serving, joiner = LocalReplica("serving"), LocalReplica("joiner")
+    receives = 0
+
+    async def fails(plan: TransferPlan) -> None:
+        nonlocal receives
+        receives += 1
+        raise EngineError("joiner answered 500")
+
+    joiner.receive_weights, receive = fails, joiner.receive_weights
+    publisher = fleet.publish_to(serving, transport="disk")
+    await fleet.push(1)
+    assert publisher.retry_in() is None
+    publisher.update([serving, joiner])
+    for wait in (0.2, 0.4, 0.7, 0.7):
+        assert publisher.retry_in() == 0
+        assert (await publisher.catch_up()).failed == {"joiner": "joiner answered 500"}  # type: ignore[union-attr]
+        tried, left = receives, publisher.retry_in()
+        assert left is not None
+        assert wait - 0.1 < left <= wait
+        assert await publisher.catch_up() is None  # not due, whoever asks
+        assert receives == tried
+        await asyncio.sleep(left)
+    joiner.receive_weights = receive
+    assert (await publisher.catch_up()).pushed == ("joiner",)  # type: ignore[union-attr]
+    assert publisher.retry_in() is None
+
+
+@pytest.mark.parametrize("at", ["version", "receive_weights"])
+async def test_a_push_breaks_off_a_catch_up_that_gets_nowhere(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    monkeypatch.setattr(publishing, "GRACE_SHARE", 0.005)
+    serving, stuck = LocalReplica("serving"), Stuck("stuck", at)
+    publisher = fleet.publish_to(serving, transport="disk", push_s=60.0)
+    await fleet.push(1)
+    publisher.update([serving, stuck])
+    catching = asyncio.create_task(publisher.catch_up())
+    await asyncio.wait_for(stuck.asked.wait(), 5)
+    began = time.monotonic()
+    assert (await fleet.push(2)).pushed == ("serving",)
+    assert time.monotonic() - began < 2
+    broken_off = await catching
+    assert broken_off is not None
+    assert (broken_off.version, broken_off.pushed) == (1, ())
+    assert broken_off.failed == {"stuck": "the push of the next version came first"}
+    assert publisher.retry_in()
+
+
+async def test_a_push_goes_on_with_the_loop_while_it_hashes(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet.publish_to(LocalReplica("a"), transport="disk")
+    hashing, loop_ran = threading.Event(), threading.Event()
+    checksum = snapshot.checksum
+
+    def slowly(tensors: Sequence[torch.Tensor]) -> str:
+        hashing.set()
+        assert loop_ran.wait(5), "the loop stood still"
+        return checksum(tensors)
+
+    async def watch() -> None:
+        assert await asyncio.to_thread(hashing.wait, 5)
+        loop_ran.set()
+
+    monkeypatch.setattr(snapshot, "checksum", slowly)
+    watching = asyncio.create_task(watch())
+    assert (await fleet.push(1)).pushed == ("a",)
+    await watching
+
+
 async def test_everybody_may_be_gone(fleet: Fleet) -> None:
     class Down(LocalReplica):
         async def version(self) -> int | None:
@@ -350,7 +426,9 @@ async def test_everybody_may_be_gone(fleet: Fleet) -> None:
     fleet.publish_to(Down("a"))
     report = await fleet.push(1)
     assert (report.pushed, report.failed) == ((), {"a": "a is not reachable"})
-    assert await fleet.publisher.catch_up() is None
+    caught_up = await fleet.publisher.catch_up()
+    assert caught_up is not None
+    assert caught_up.failed == {"a": "a is not reachable"}  # and so it is tried again
     fleet.publisher.update([])
     assert (await fleet.push(2)).pushed == ()
 
@@ -423,22 +501,11 @@ async def test_a_frozen_replica_is_fenced_and_catches_up_when_it_thaws(fleet: Fl
         frozen.signal(signal.SIGCONT)
 
         async def thawed() -> PushReport:
-            while True:  # catch_up waits by itself for an answer
+            while True:
+                await asyncio.sleep(publisher.retry_in() or 0)
                 if (caught_up := await publisher.catch_up()) is not None and caught_up.pushed:
                     return caught_up
 
         assert (await asyncio.wait_for(thawed(), 30)).pushed == ("frozen",)
         assert await frozen.version() == 1
         assert await frozen.score(CANARY) == logprobs(make_model(1), CANARY)
-
-
-async def test_wait_ready_names_who_is_late(fleet: Fleet) -> None:
-    class Late(LocalReplica):
-        async def wait_ready(self, deadline_s: float) -> None:
-            raise DeadlineExceeded(self.name, "its server", deadline_s, "see its log")
-
-    fleet.publish_to(LocalReplica("a"))
-    assert await fleet.publisher.wait_ready(1)
-    fleet.publisher.update([Late("z")])
-    with pytest.raises(DeadlineExceeded, match="z waited 1 s"):
-        await fleet.publisher.wait_ready(1)

@@ -137,7 +137,8 @@ async def serves(engine: VllmEngine, model: PreTrainedModel, version: int) -> bo
 
 
 async def catches_up(publisher: Publisher) -> PushReport:
-    while True:  # catch_up waits by itself for an answer
+    while True:
+        await asyncio.sleep(publisher.retry_in() or 0)
         if (report := await publisher.catch_up()) is not None and report.pushed:
             return report
 
@@ -193,7 +194,9 @@ async def test_a_server_killed_while_it_receives_is_succeeded_by_one_that_catche
         assert report.pushed == ("a",)
         assert "not reachable" in report.failed["b"]
         assert await serves(engines[0], models[1], report.version)
-        assert await publisher.catch_up() is None  # it does not answer
+        caught_up = await publisher.catch_up()
+        assert caught_up is not None
+        assert "not reachable" in caught_up.failed["b"]
 
         servers[1].start()
         await engines[1].wait_ready(START_S)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from slipstream.configs.schema import Agent, Config, Model, Rollout, Vllm
-from slipstream.rollout import vllm_server
+from slipstream.rollout import servers, vllm_server
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -86,7 +86,7 @@ def vllm(
     with log.open("ab") as out:
         environment = os.environ | vllm_server.environment(config)
         process = subprocess.Popen(
-            vllm_server.command(config, vllm_server.LOOPBACK, port), env=environment, stdout=out, stderr=out
+            vllm_server.command(config, servers.LOOPBACK, port), env=environment, stdout=out, stderr=out
         )
     try:
         yield process

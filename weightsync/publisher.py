@@ -8,7 +8,7 @@ One push; the cohorts one after the other, the replicas of a cohort side by side
     receipts             every rank holds all of it, checksum equal
     pause(partial)
     swap_weights         all staged tensors become the version
-    resume
+    resume               whoever scores while paused is proven before, and only then resumes
     score                the canary: proven, `on_served`
 
 Invariants:
@@ -17,6 +17,9 @@ Invariants:
   proven it. It holds back the others for no more than its cohort's share of `push_s`, and the push by no more than `push_s`.
 - The snapshot outlives the push: whoever comes or comes back gets it through `catch_up`, without the learner's ranks.
 - The fleet may change at any time, in the middle of a push too: a leaver is let go at once, a joiner waits for `catch_up`.
+- `catch_up` never holds back `publish` by more than `GRACE_SHARE`, and that only while it makes its first attempt: one that has not
+  ended by then is broken off, and the replicas that it did not reach are tried again later, each time after twice as long.
+- A replica that does not say whether its swap ended stays paused and fenced; `catch_up` brings it back once it does.
 - A replica that takes the weights twice and still computes something else stops the push: the cohorts that have not begun keep
   serving the version before.
 """
@@ -32,17 +35,18 @@ from typing import Literal
 
 import torch
 
-from ..configs.schema import Partial
+from ..configs.schema import Partial, TransportKind
 from ..errors import within
 from .broadcast import Sender
 from .canary import Canary, make_canary
+from .delivery import Push
 from .plan import PushReport
 from .receipts import Receipts
 from .replica import NOTHING, Member, Replica
-from .rolling import Outcome, Push, bring
+from .rolling import Outcome, bring
 from .snapshot import Snapshot, take
 from .transport import failures
-from .transports import Kind, make_transport
+from .transports import make_transport
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +55,20 @@ PROBE_S = 5.0
 
 QUARTER = 4
 """`cohort=0`: one of so many replicas changes weights at a time."""
+
+GRACE_SHARE = 0.1
+"""Of `push_s`: so long `publish` waits for replicas that are being brought the version before for the first time. Without it none
+would ever get there while batches are always ready."""
+
+RETRY_S = 5.0
+"""Until `catch_up` tries a replica again that it did not reach; doubled each time."""
+
+RETRY_MOST_S = 320.0
+"""At most so long."""
+
+
+Probed = tuple[dict[str, int | None], dict[str, str]]
+"""Replica name -> the version that it says it serves; replica name -> why it says nothing."""
 
 
 class Publisher:
@@ -70,7 +88,7 @@ class Publisher:
         cohort: replicas that change weights at the same time; 0 is a quarter of them, at least one.
         partial: what becomes of requests under way when weights change.
         on_served: called with (replica, version) as soon as a replica is proven.
-        on_lost: called with (replica, reason) when one that served is fenced.
+        on_lost: called with (replica, reason) whenever one is fenced, and when it was before: who counts sees that it is stuck.
 
     Raises:
         WeightSyncError: the transport's folder cannot be used.
@@ -80,7 +98,7 @@ class Publisher:
         self,
         replicas: Sequence[Replica],
         *,
-        transport: Kind,
+        transport: TransportKind,
         folder: Path,
         host: str,
         backend: Literal["gloo", "nccl"],
@@ -114,6 +132,9 @@ class Publisher:
         self._snapshot: Snapshot | None = None
         self._canary = Canary((), ())
         self._busy = asyncio.Lock()
+        self._catching: asyncio.Task[PushReport | None] | None = None
+        self._first_try = False
+        self._gone: list[Member] = []
         self.update(replicas)
 
     def update(self, replicas: Sequence[Replica]) -> None:
@@ -129,12 +150,8 @@ class Publisher:
             if members.get(name) is not member:
                 member.leave()
                 self._transport.forget(name)
+                self._gone = [m for m in (*self._gone, member) if not m.settled]
         self._members = members
-
-    async def wait_ready(self, deadline_s: float) -> bool:
-        """True once every replica answers. Raises DeadlineExceeded naming one that does not within `deadline_s`."""
-        await asyncio.gather(*(member.replica.wait_ready(deadline_s) for member in self._members.values()))
-        return True
 
     async def publish(
         self,
@@ -152,42 +169,77 @@ class Publisher:
             WeightSyncError: a replica took the weights twice and still does not compute what the learner computes.
         """
         canary = make_canary(canary_ids, canary_logprobs)
+        snapshot = await take(version, named_weights, self._dtype)
+        await self._break_off()
         async with self._busy:
-            self._snapshot = take(version, named_weights, self._dtype)
-            self._canary = canary
+            self._snapshot, self._canary = snapshot, canary
             members = list(self._members.values())
             size = self._cohort or max(1, len(members) // QUARTER)
             cohorts = [members[i : i + size] for i in range(0, len(members), size)]
             if any(m.proven != NOTHING for m in members):
                 cohorts = [[m for m in cohort if m.proven != NOTHING] for cohort in cohorts]
-            return await self._roll(self._snapshot, cohorts)
+            return await self._roll(snapshot, cohorts, await self._probe([m for cohort in cohorts for m in cohort]))
 
     async def catch_up(self) -> PushReport | None:
-        """Bring the snapshot to replicas that answer and do not serve it: they are new, were fenced, or were started anew.
+        """Bring the snapshot to replicas that do not serve it: they are new, were fenced, or were started anew.
 
-        None when there is no such replica, or nothing to push yet. Raises as `publish`.
+        One that this does not reach is `failed` in the report, and left out until it is due again, see `retry_in`. A `publish`
+        that comes meanwhile breaks it off. None when there is no such replica, or nothing to push yet. Raises as `publish`.
         """
         async with self._busy:
             if self._snapshot is None:
                 return None
-            current = self._snapshot.version
-            members = list(self._members.values())
-            served, _ = await self._probe(members)
-            behind = [m for m in members if m.name in served and {served[m.name], m.proven} != {current}]
-            # None of them is in service, so all at once holds back nobody; each alone, so that none holds back another.
-            return await self._roll(self._snapshot, [behind], alone=True) if behind else None
+            snapshot, now = self._snapshot, time.monotonic()
+            members = [m for m in self._members.values() if m.due <= now]
+            self._first_try = any(m.proven == NOTHING and m.misses == 0 for m in members)
+            wanting = [m for m in members if m.proven != snapshot.version]
+            self._catching = asyncio.create_task(self._catch_up(snapshot, members), name="catch up")
+            try:
+                await asyncio.wait({self._catching})
+                return _broken_off(snapshot, wanting) if self._catching.cancelled() else self._catching.result()
+            finally:
+                self._catching.cancel()
+                await asyncio.wait({self._catching})
+                self._catching = None
+                for member in members:
+                    if member.proven == NOTHING:
+                        member.due = time.monotonic() + min(RETRY_S * 2**member.misses, RETRY_MOST_S)
+                        member.misses += 1
+
+    def retry_in(self) -> float | None:
+        """Seconds until a replica is due that serves nothing, 0 for one that is; None when there is no such replica."""
+        due = [m.due for m in self._members.values() if m.proven == NOTHING]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    async def _catch_up(self, snapshot: Snapshot, members: Sequence[Member]) -> PushReport | None:
+        probed = served, _ = await self._probe(members)
+        # A silent one that serves is the next push's business.
+        behind = [m for m in members if {served.get(m.name, m.proven), m.proven} != {snapshot.version}]
+        # None of them is in service, so all at once holds back nobody; each alone, so that none holds back another.
+        return await self._roll(snapshot, [behind], probed, alone=True) if behind else None
+
+    async def _break_off(self) -> None:
+        """End a `catch_up` that is under way; one that tries a replica for the first time has a moment to end by itself."""
+        if self._catching is not None:
+            await asyncio.wait({self._catching}, timeout=GRACE_SHARE * self._push_s if self._first_try else 0)
+        if self._catching is not None:
+            self._catching.cancel()
 
     def close(self) -> None:
         """Leave all groups, remove what is in shared memory; the replicas go on serving."""
+        if self._catching is not None:
+            self._catching.cancel()
+        for member in (*self._gone, *self._members.values()):
+            member.abandon()
         self._transport.close()
         self._receipts.close()
 
     async def _roll(
-        self, snapshot: Snapshot, cohorts: Sequence[Sequence[Member]], *, alone: bool = False
+        self, snapshot: Snapshot, cohorts: Sequence[Sequence[Member]], probed: Probed, *, alone: bool = False
     ) -> PushReport:
         began = time.monotonic()
         push = Push(snapshot, self._canary, self._transport, self._partial, self._tolerance)
-        served, failed = await self._probe([member for cohort in cohorts for member in cohort])
+        served, failed = probed
         for cohort in cohorts:
             for member in cohort:
                 if member.name in failed:
@@ -231,7 +283,7 @@ class Publisher:
             canary=max(total.proven.values(), default=0.0),
         )
 
-    async def _probe(self, members: Sequence[Member]) -> tuple[dict[str, int | None], dict[str, str]]:
+    async def _probe(self, members: Sequence[Member]) -> Probed:
         """The version that each replica says it serves; and why the others said nothing."""
         seconds = min(PROBE_S, self._push_s / 4)
         hint = "it is down or stuck; catch_up brings it the weights once it answers"
@@ -256,14 +308,30 @@ class Publisher:
         assert self._snapshot is not None
         if not member.left:
             member.proven = self._snapshot.version
+            member.misses, member.due = 0, 0.0
             if self._on_served is not None:
                 self._on_served(member.name, member.proven)
 
     def _fence(self, member: Member, reason: str) -> None:
-        served, member.proven = member.proven != NOTHING, NOTHING
+        member.proven = NOTHING
         self._transport.forget(member.name)
-        if served and not member.left and self._on_lost is not None:
+        if not member.left and self._on_lost is not None:
             self._on_lost(member.name, reason)
+
+
+def _broken_off(snapshot: Snapshot, members: Sequence[Member]) -> PushReport:
+    """What a `catch_up` did that a push of the next version broke off."""
+    staying = [m for m in members if not m.left]
+    return PushReport(
+        version=snapshot.version,
+        pushed=tuple(m.name for m in staying if m.proven == snapshot.version),
+        failed={m.name: "the push of the next version came first" for m in staying if m.proven == NOTHING},
+        pause_ms=0.0,
+        transfer_ms=0.0,
+        push_ms=0.0,
+        sent_bytes=0,
+        canary=0.0,
+    )
 
 
 def _add(total: Outcome, cohort: Outcome) -> None:

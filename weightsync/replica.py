@@ -2,6 +2,10 @@
 
 Invariants:
 - Whatever is asked of a member that leaves ends at once: a leaver holds back nobody.
+- An order (pause, swap, resume) that was sent is never called back: a server goes on with it when its client hangs up. Whoever
+  waits for it may give up; the order stays known until it has settled, and the next one is sent only then.
+- A member is in doubt from the moment its swap is sent until it is known what it computes. One in doubt stays paused: a token
+  sampled between the load and the version's change would carry the wrong version.
 """
 
 from __future__ import annotations
@@ -9,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ..configs.schema import Partial
-from ..errors import EngineError
+from ..errors import EngineError, NoAnswer
 from .plan import GroupPlan, TransferPlan
 
 T = TypeVar("T")
@@ -28,6 +33,7 @@ class Replica(Protocol):
     name: str
     ranks: int
     stages: bool
+    scores_paused: bool
 
     async def pause(self, mode: Partial) -> None: ...
     async def resume(self) -> None: ...
@@ -36,7 +42,6 @@ class Replica(Protocol):
     async def swap_weights(self, version: int) -> None: ...
     async def score(self, token_ids: Sequence[int]) -> list[float]: ...
     async def version(self) -> int | None: ...
-    async def wait_ready(self, deadline_s: float) -> None: ...
 
 
 class Member:
@@ -44,13 +49,23 @@ class Member:
 
     Attributes:
         proven: the version that its canary showed, NOTHING when fenced or new.
+        paused_at: when it was told to pause (`time.perf_counter`), None once it has resumed.
+        doubt: its swap was sent, and nobody knows yet what it computes.
+        holds: the version that it last said it had swapped in.
+        misses: how often in a row `catch_up` did not reach it; until `due` (`time.monotonic`) it is not tried again.
     """
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self.name = replica.name
         self.proven = NOTHING
+        self.paused_at: float | None = None
+        self.doubt = False
+        self.holds = NOTHING
+        self.misses = 0
+        self.due = 0.0
         self._left = asyncio.Event()
+        self._order: asyncio.Future[None] | None = None
 
     @property
     def left(self) -> bool:
@@ -62,7 +77,7 @@ class Member:
         self._left.set()
 
     async def ask(self, answer: Awaitable[T]) -> T:
-        """Await `answer`. Raises EngineError as soon as the member leaves."""
+        """Await `answer`. Raises EngineError as soon as the member leaves. When the caller gives up, so does the request."""
         asking = asyncio.ensure_future(answer)
         leaving = asyncio.ensure_future(self._left.wait())
         try:
@@ -74,6 +89,65 @@ class Member:
             asking.cancel()
             leaving.cancel()
             await asyncio.gather(asking, leaving, return_exceptions=True)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every order that was sent has been answered, or cannot be any more."""
+        return self._order is None or self._order.done()
+
+    async def settle(self) -> None:
+        """Return once it is `settled`, however the order ended. Has no deadline itself."""
+        if self._order is not None:
+            await asyncio.wait({self._order})
+
+    async def pause(self, mode: Partial) -> None:
+        """Have it pause. Raises as `ask`."""
+        self._stays()
+        if self.paused_at is None:
+            self.paused_at = time.perf_counter()  # before: a pause that was not answered may have happened
+        await self.ask(self._send(self.replica.pause(mode)))
+
+    async def swap(self, version: int) -> None:
+        """Have it swap in what it staged; from here on it is in doubt, unless it refuses. Raises as `ask`."""
+        self._stays()
+        before, self.doubt, self.holds = self.doubt, True, NOTHING
+
+        def settle(order: asyncio.Future[None]) -> None:
+            error = asyncio.CancelledError() if order.cancelled() else order.exception()
+            if error is None:
+                self.holds = version
+            elif isinstance(error, EngineError) and not isinstance(error, NoAnswer):
+                # The server says that it did not. After a broken connection or a deadline it may have, or may yet.
+                self.doubt = before
+
+        await self.ask(self._send(self.replica.swap_weights(version), settle))
+
+    async def resume(self) -> None:
+        """Have it go on, once it has settled; a leaver, too: it may be draining. Has no deadline itself."""
+        assert not self.doubt, f"{self.name} must not resume with weights that nobody knows"
+        await self.settle()
+        await self._send(self.replica.resume())
+        self.paused_at = None
+
+    def abandon(self) -> None:
+        """Nobody will ask for the order any more that has not settled."""
+        if self._order is not None:
+            self._order.cancel()
+
+    def _stays(self) -> None:
+        """Raises EngineError for a leaver."""
+        if self.left:
+            raise EngineError(f"{self.name} left the fleet")
+
+    def _send(
+        self, order: Coroutine[Any, Any, None], on_settled: Callable[[asyncio.Future[None]], None] | None = None
+    ) -> asyncio.Future[None]:
+        """What to await for the answer; cancelling it does not cancel the order."""
+        assert self.settled, f"{self.name} was sent an order before it settled the one before"
+        self._order = asyncio.ensure_future(order)
+        if on_settled is not None:
+            self._order.add_done_callback(on_settled)
+        return asyncio.shield(self._order)
 
 
 def names(members: Sequence[Member]) -> str:

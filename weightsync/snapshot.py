@@ -14,6 +14,7 @@ import torch
 from .buckets import dtype_of
 from .checksum import checksum
 from .plan import Source, TransferPlan
+from .replica import in_thread
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -45,10 +46,13 @@ class Snapshot(msgspec.Struct, frozen=True):
         )
 
 
-def take(version: int, named_weights: Iterable[tuple[str, torch.Tensor]], dtype: str) -> Snapshot:
-    """Copy the weights. Iterating `named_weights` may be a collective: it happens here, in the caller's thread."""
+async def take(version: int, named_weights: Iterable[tuple[str, torch.Tensor]], dtype: str) -> Snapshot:
+    """Copy the weights. Iterating `named_weights` may be a collective: it happens here, in the caller's thread, and at once. The
+    checksum is computed in another thread, so that the loop goes on."""
     names, tensors = [], []
     for name, tensor in named_weights:
         names.append(name)
         tensors.append(torch.empty(tensor.shape, dtype=dtype_of(dtype)).copy_(tensor.detach()))
-    return Snapshot(version, tuple(names), tuple(tensors), checksum(tensors))
+    return Snapshot(
+        version, tuple(names), tuple(tensors), await in_thread(lambda: checksum(tensors), f"checksum-{version}")
+    )

@@ -15,8 +15,8 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
+from ..configs.schema import TransportKind
 from ..errors import within
 from . import delta
 from .broadcast import BroadcastTransport, Sender
@@ -27,13 +27,13 @@ from .replica import Member, in_thread
 from .snapshot import Snapshot
 from .transport import Carried, Transport, tell
 
-Kind = Literal["broadcast", "shared", "disk", "delta"]
-
 KEPT_ON_DISK = 2
 """Versions. A reader elsewhere that has just read `latest.json` has time to open what it names."""
 
 
-def make_transport(kind: Kind, sender: Sender, receipts: Receipts, *, bucket_bytes: int, folder: Path) -> Transport:
+def make_transport(
+    kind: TransportKind, sender: Sender, receipts: Receipts, *, bucket_bytes: int, folder: Path
+) -> Transport:
     """The transport that `weightsync.transport` names; `folder` is where files on disk go.
 
     Raises:

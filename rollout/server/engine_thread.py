@@ -23,7 +23,8 @@ import msgspec
 from ...agents.base import FinishReason
 from ...errors import SlipstreamError
 from ..engine import Pressure
-from .protocol import UNPUSHED, BadRequest, Span
+from ..http import UNPUSHED
+from .protocol import BadRequest, Span
 from .stepper import Sampled, Sequence, Stepper
 
 T = TypeVar("T")

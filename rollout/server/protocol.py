@@ -18,9 +18,6 @@ from ..engine import Sampling
 from ..http import IMPOSSIBLE
 from .stepper import Sequence
 
-UNPUSHED = "default"
-"""What vLLM calls the version of weights that a server loaded itself."""
-
 ABORT_PREFIX = "generate-tokens-"
 """vLLM's own name of a request is its id with this before it; `/abort_requests` goes by that name."""
 

@@ -1,0 +1,243 @@
+"""The training loop and replicas that come, fail and come back, with a real publisher and the small replicas of tests/replicas.py.
+
+The model and the buffer are stand-ins that are always ready: what is tested is who waits for whom.
+"""
+
+import asyncio
+import collections
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.messages import Batch, Stats
+from slipstream.buffer.trajectory import Trajectory
+from slipstream.configs.schema import Checkpoint, Learner
+from slipstream.errors import EngineError
+from slipstream.learner.backend import PackedRow, PolicyLoss, StepResult
+from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.loop import TrainingLoop
+from slipstream.learner.metrics import StepMetrics
+from slipstream.tests.episodes import trajectory
+from slipstream.tests.replicas import CANARY, LocalReplica, logprobs, make_model
+from slipstream.weightsync import publisher as publishing
+from slipstream.weightsync.plan import TransferPlan
+from slipstream.weightsync.publisher import Publisher
+
+STEPS = 6
+STATS = Stats(version=0, ledger=Ledger(), leased_groups=0, ready_groups=1, slot_s=0.0, idle_slot_s=0.0)
+
+
+class Model:
+    """A backend whose steps make the policy of the next seed."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self) -> None:
+        self.seed = 0
+
+    def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
+        if temperature is None:
+            return [torch.zeros(len(row.token_ids)) for row in rows]
+        return [torch.tensor([0.0, *logprobs(make_model(self.seed), row.token_ids.tolist())]) for row in rows]
+
+    def maximum(self, value: float) -> float:
+        return float(value)
+
+    def step(self, rows: Sequence[PackedRow], loss: PolicyLoss, lr: float) -> StepResult:
+        self.seed += 1
+        return StepResult(0.0, 0.0, 1, collections.defaultdict(lambda: 1.0))
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from make_model(self.seed).state_dict().items()
+
+    def save(self, directory: Path, state: CheckpointState) -> None:
+        directory.mkdir(parents=True)
+        (directory / "state.json").write_text(f'{{"step":{state.step},"version":{state.version}}}')
+
+    def load(self, directory: Path) -> CheckpointState:
+        raise NotImplementedError
+
+    def export(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class Buffer:
+    """Has a batch whenever one is asked for, `batch_in` seconds later."""
+
+    batch_in = 0.0
+
+    def __init__(self) -> None:
+        self.serves: list[int] = []
+
+    async def recover(self, version: int) -> int:
+        return version
+
+    async def take(self, version: int, deadline_s: float) -> Batch:
+        await asyncio.sleep(self.batch_in)
+        group = tuple(trajectory(f"0.0.{member}", version=version) for member in range(2))
+        return Batch(version, 0, (group,), await self.stats())
+
+    async def fresh(self, version: int, limit: int) -> tuple[Trajectory, ...]:
+        return ()
+
+    async def commit(self, version: int) -> None: ...
+    async def checkpointed(self, version: int) -> None: ...
+
+    async def served(self, version: int) -> None:
+        self.serves.append(version)
+
+    async def stats(self) -> Stats:
+        return STATS
+
+
+class Wedged(LocalReplica):
+    """Answers, takes every announcement, and never says that it holds anything."""
+
+    async def receive_weights(self, plan: TransferPlan) -> None:
+        self._note("receive")
+
+
+class Bench:
+    def __init__(self, folder: Path, *replicas: LocalReplica, push_s: float = 60.0) -> None:
+        self.joined, self.stop, self.ready = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.rows: list[StepMetrics] = []
+        self.buffer = Buffer()
+        self.publisher = Publisher(
+            replicas,
+            transport="disk",
+            folder=folder / "weights",
+            host="127.0.0.1",
+            backend="gloo",
+            device=torch.device("cpu"),
+            bucket_bytes=1 << 20,
+            push_s=push_s,
+            canary_tolerance=1e-5,
+            dtype="float32",
+        )
+        config = Learner(steps=STEPS, checkpoint=Checkpoint(every=100))
+        self.loop = TrainingLoop(
+            config,
+            Model(),
+            self.buffer,  # type: ignore[arg-type]
+            self.publisher,
+            self.joined,
+            folder / "checkpoints",
+            CANARY,
+            self.rows.append,
+        )
+
+    async def run(self) -> CheckpointState:
+        return await self.loop.run(self.stop, self.ready.set)
+
+
+@pytest.fixture
+async def benches() -> AsyncIterator[list[Bench]]:
+    benches: list[Bench] = []
+    yield benches
+    for bench in benches:
+        bench.publisher.close()
+
+
+async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - of many kinds, and none has an event
+            await asyncio.sleep(0.005)
+
+
+async def test_a_joiner_that_never_says_it_is_there_does_not_hold_up_a_step(
+    benches: list[Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "GRACE_SHARE", 0.005)  # 0.3 s, once
+    serving, wedged = LocalReplica("serving"), Wedged("wedged")
+    bench = Bench(tmp_path, serving)
+    benches.append(bench)
+    bench.buffer.batch_in = 0.02
+    publish = bench.publisher.publish
+
+    async def then_join(version: int, *arguments):
+        report = await publish(version, *arguments)
+        if version == 1:
+            bench.publisher.update([serving, wedged])
+        bench.joined.set()  # as a fleet does whose members change all the time
+        return report
+
+    bench.publisher.publish = then_join
+    began = time.monotonic()
+    state = await bench.run()
+    assert time.monotonic() - began < 5.0  # an attempt to reach it takes 23 s by itself
+    assert state.step == STEPS
+    assert serving.served == STEPS
+    assert [what for _, what in wedged.journal] == ["receive"]  # once, and then not before it is due again
+
+
+async def test_a_joiner_gets_its_weights_though_batches_are_always_ready(benches: list[Bench], tmp_path: Path) -> None:
+    class Slow(LocalReplica):
+        async def receive_weights(self, plan: TransferPlan) -> None:
+            await asyncio.sleep(0.3)
+            await super().receive_weights(plan)
+
+    serving, joiner = LocalReplica("serving"), Slow("joiner")
+    bench = Bench(tmp_path, serving)
+    benches.append(bench)
+    bench.buffer.batch_in = 0.02
+    publish = bench.publisher.publish
+
+    async def then_join(version: int, *arguments):
+        report = await publish(version, *arguments)
+        if version == 1:
+            bench.publisher.update([serving, joiner])
+            bench.joined.set()
+        return report
+
+    bench.publisher.publish = then_join
+    await bench.run()
+    assert joiner.served == STEPS
+
+
+@pytest.mark.parametrize("after_training", [False, True])
+async def test_a_replica_that_was_silent_is_tried_again_without_being_announced(
+    benches: list[Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after_training: bool
+) -> None:
+    class Shy(LocalReplica):
+        silent, asked = True, 0
+
+        async def version(self) -> int | None:
+            self.asked += 1
+            if self.silent:
+                raise EngineError(f"{self.name} says nothing")
+            return await super().version()
+
+    monkeypatch.setattr(publishing, "RETRY_S", 0.05)
+    serving, shy = LocalReplica("serving"), Shy("shy")
+    bench = Bench(tmp_path, serving, shy)
+    benches.append(bench)
+    bench.buffer.batch_in = 0.02 if after_training else 1.0
+    running = asyncio.create_task(bench.run())
+    if after_training:
+        await running
+        running = asyncio.create_task(bench.loop.serve(bench.stop))
+    asked = shy.asked
+    await until(lambda: shy.asked >= asked + 2)
+    shy.silent = False
+    await until(lambda: shy.served is not None)
+    bench.stop.set()
+    await asyncio.wait_for(running, 10)
+
+
+async def test_leaving_ends_a_catch_up(benches: list[Bench], tmp_path: Path) -> None:
+    serving, wedged = LocalReplica("serving"), Wedged("wedged")
+    bench = Bench(tmp_path, serving)
+    benches.append(bench)
+    await bench.run()
+    bench.publisher.update([serving, wedged])
+    running = asyncio.create_task(bench.loop.serve(bench.stop))
+    await until(lambda: wedged.journal)
+    bench.stop.set()
+    await asyncio.wait_for(running, 3)
+    assert not any(task.get_name() == "catch up" for task in asyncio.all_tasks())
