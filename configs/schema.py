@@ -163,7 +163,7 @@ class Rollout(Section, frozen=True):
     workers: Positive = 1
     """Worker processes. How many episodes each plays at once follows from how busy the servers are."""
     request_s: AboveZero = 120.0
-    """Longest wait for one completion, retries on other replicas and weight pushes included."""
+    """Longest wait for tokens of one completion, retries on other replicas and weight pushes included."""
     episode_s: AboveZero = 600.0
     """Longest episode; after it the episode has failed with reason `timeout`."""
 
