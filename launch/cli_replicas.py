@@ -110,7 +110,7 @@ async def _until(where: Contact, run_dir: Path, settled: Callable[[Fleet], bool]
     async with FleetFeed(where.fleet) as feed:
         fleet = await within(
             seconds,
-            _or_end(feed.until(lambda fleet: not fleet.seats or settled(fleet)), where.pid),
+            _or_end(feed.until(lambda fleet: fleet.revision > 0 and (not fleet.seats or settled(fleet))), where.pid),
             who="slipstream replicas",
             waits_for=what,
             hint=f"it may still come to that; see `slipstream replicas {run_dir} list` and {run_dir / 'logs'}",

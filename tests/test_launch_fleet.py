@@ -249,6 +249,8 @@ async def test_waiting_for_a_replica_ends_with_the_run(how: str, tmp_path: Path)
     waiting = asyncio.create_task(_until(where, tmp_path, lambda fleet: fleet.revision > 9, "engine-1 to serve"))
     async with FleetFeed(board.address) as feed:
         await feed.until(lambda fleet: fleet.revision == 1)
+    await asyncio.wait([waiting], timeout=0.5)  # long enough to hear of the fleet, which is not what it waits for
+    assert not waiting.done()
     if how == "killed":
         supervisor.kill()
     else:

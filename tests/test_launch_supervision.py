@@ -19,6 +19,7 @@ from rich.console import Console
 from slipstream.configs import Config, load
 from slipstream.errors import ConfigError, RoleDied, first_cause
 from slipstream.launch.control import Accepted, Add, Control, Remove, Show, Shown, ask, contact
+from slipstream.launch.folder import alone
 from slipstream.launch.keeper import Keeper
 from slipstream.launch.probe import Probe
 from slipstream.launch.processes import LocalLauncher, Process
@@ -112,26 +113,27 @@ async def stage(folder: Path, count: int, *overrides: str) -> AsyncIterator[tupl
     there = Stage(config, folder)
     replicas = there.replicas
     try:
-        async with (
-            asyncio.timeout(WAIT_S),
-            there.probe,
-            FleetFeed(there.board.address) as feed,
-            asyncio.TaskGroup() as tasks,
-        ):
-            kept: list[asyncio.Task[None]] = []
+        with alone(folder):
+            async with (
+                asyncio.timeout(WAIT_S),
+                there.probe,
+                FleetFeed(there.board.address) as feed,
+                asyncio.TaskGroup() as tasks,
+            ):
+                kept: list[asyncio.Task[None]] = []
 
-            def keep(work) -> asyncio.Task[None]:
-                kept.append(tasks.create_task(work))
-                return kept[-1]
+                def keep(work) -> asyncio.Task[None]:
+                    kept.append(tasks.create_task(work))
+                    return kept[-1]
 
-            keep(there.board.serve())
-            keep(Control(folder, replicas, there.board.address).serve())
-            names = replicas.names(count)
-            await replicas.begin(await there.launcher.place(dict.fromkeys(names, 0)), keep)
-            await feed.until(lambda fleet: len(fleet.seats) == count and all(s.answers for s in fleet.seats))
-            yield there, feed
-            for task in kept:
-                task.cancel()
+                keep(there.board.serve())
+                keep(Control(folder, replicas, there.board.address).serve())
+                names = replicas.names(count)
+                await replicas.begin(await there.launcher.place(dict.fromkeys(names, 0)), keep)
+                await feed.until(lambda fleet: len(fleet.seats) == count and all(s.answers for s in fleet.seats))
+                yield there, feed
+                for task in kept:
+                    task.cancel()
     finally:
         await there.launcher.close()
         await there.board.close()
