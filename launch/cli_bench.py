@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine
@@ -36,6 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def bench(options: argparse.Namespace) -> int:
     """Run one benchmark; returns the exit status."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: servers and learner share the cores
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the servers end with it
     from ..benchmarks.models import SHAPES
     from ..benchmarks.result import Report, machine, render
     from ..errors import ConfigError
