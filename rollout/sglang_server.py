@@ -21,8 +21,6 @@ from ..configs.schema import Config, Sglang, parse_memory
 from ..errors import ConfigError
 from ..weightsync.sglang_plugin import GROUP, LOADER, NAME
 
-LOOPBACK = "127.0.0.1"
-
 ROOT = Path(__file__).resolve().parent.parent
 """The package, and in a checkout the folder that `make install-sglang` works in."""
 

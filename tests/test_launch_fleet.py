@@ -171,7 +171,8 @@ async def test_the_end_is_told(tmp_path: Path) -> None:
         serving.cancel()
         await asyncio.wait({serving})
         await board.close()
-        await feed.until(lambda f: not f.seats)
+        farewell = await feed.until(lambda f: not f.seats)
+    assert farewell.revision > 0
 
 
 async def test_garbage_and_old_news_change_nothing() -> None:

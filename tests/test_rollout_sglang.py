@@ -16,7 +16,7 @@ import psutil
 import pytest
 from slipstream.configs.schema import Agent, Config, Model, Partial, Rollout, Sglang, Vllm
 from slipstream.errors import ConfigError, EngineError
-from slipstream.rollout import sglang_server
+from slipstream.rollout import servers, sglang_server
 from slipstream.rollout.engine import Sampling
 from slipstream.rollout.sglang import SglangEngine
 from slipstream.tests import tiny
@@ -44,7 +44,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     """A server's address and process, killed with all its children."""
     port = tiny.free_port()
     with started(folder, port, tmp_path_factory.mktemp("log") / "server.log") as process:
-        yield f"http://{sglang_server.LOOPBACK}:{port}", process
+        yield f"http://{servers.LOOPBACK}:{port}", process
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def started(folder: Path, port: int, log: Path) -> Iterator[subprocess.Popen[byt
     config = configure(folder)
     with log.open("wb") as out:
         process = subprocess.Popen(
-            sglang_server.command(config, sglang_server.LOOPBACK, port),
+            sglang_server.command(config, servers.LOOPBACK, port),
             env=os.environ | sglang_server.environment(config),
             stdout=out,
             stderr=out,
@@ -85,7 +85,7 @@ async def running(engine: SglangEngine, count: int) -> None:
 
 def test_the_kv_cache_is_as_large_as_asked(folder: Path) -> None:
     # Two layers, keys and values, one head of 32 numbers of 4 bytes: 512 bytes per token.
-    assert "--max-total-tokens=131072" in sglang_server.command(configure(folder), sglang_server.LOOPBACK, 1)
+    assert "--max-total-tokens=131072" in sglang_server.command(configure(folder), servers.LOOPBACK, 1)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_kv_cache_is_as_large_as_asked(folder: Path) -> None:
 )
 def test_what_cannot_start_is_refused_before_it_starts(folder: Path, engine: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        sglang_server.command(configure(folder, **engine), sglang_server.LOOPBACK, 1)
+        sglang_server.command(configure(folder, **engine), servers.LOOPBACK, 1)
 
 
 def test_an_old_build_in_the_working_directory_hides_nothing(
@@ -111,18 +111,18 @@ def test_an_old_build_in_the_working_directory_hides_nothing(
     (old / "entry_points.txt").write_text("")
     monkeypatch.chdir(tmp_path)
     sglang_server._packages.cache_clear()
-    assert "-P" in sglang_server.command(configure(folder), sglang_server.LOOPBACK, 1)
+    assert "-P" in sglang_server.command(configure(folder), servers.LOOPBACK, 1)
 
 
 def test_another_kinds_config_is_refused(folder: Path) -> None:
     config = msgspec.structs.replace(configure(folder), rollout=Rollout(engine=Vllm()))
     with pytest.raises(ConfigError, match="not sglang"):
-        sglang_server.command(config, sglang_server.LOOPBACK, 1)
+        sglang_server.command(config, servers.LOOPBACK, 1)
 
 
 def test_spans_are_exact_with_kept_kv_only_without_overlap(folder: Path) -> None:
     def overlaps(partial: Partial) -> bool:
-        command = sglang_server.command(configure(folder, partial), sglang_server.LOOPBACK, 1)
+        command = sglang_server.command(configure(folder, partial), servers.LOOPBACK, 1)
         return "--disable-overlap-schedule" not in command
 
     assert [overlaps("recompute"), overlaps("keep_kv"), overlaps("abort_resume")] == [True, False, True]
@@ -139,7 +139,7 @@ def test_a_server_whose_port_is_taken_ends(folder: Path, tmp_path: Path) -> None
     """Whoever has the port takes connections and never answers, as a scheduler's own sockets do."""
     log = tmp_path / "server.log"
     with (
-        socket.create_server((sglang_server.LOOPBACK, 0)) as taken,
+        socket.create_server((servers.LOOPBACK, 0)) as taken,
         started(folder, taken.getsockname()[1], log) as process,
     ):
         assert process.wait(180) == 1
@@ -148,9 +148,9 @@ def test_a_server_whose_port_is_taken_ends(folder: Path, tmp_path: Path) -> None
 
 async def test_generation_goes_on_while_the_server_waits_for_a_group(engine: SglangEngine) -> None:
     """The learner that it was told to meet never comes."""
-    with socket.create_server((sglang_server.LOOPBACK, 0)) as nobody:
+    with socket.create_server((servers.LOOPBACK, 0)) as nobody:
         port = nobody.getsockname()[1]
-        plan = GroupPlan("nobody", "gloo", sglang_server.LOOPBACK, port, rank_offset=1, world_size=2, timeout_s=3.0)
+        plan = GroupPlan("nobody", "gloo", servers.LOOPBACK, port, rank_offset=1, world_size=2, timeout_s=3.0)
         await engine.join_group(plan)
         began = time.monotonic()
         completion = await engine.generate(PROMPT, Sampling(max_tokens=64))

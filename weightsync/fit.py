@@ -6,6 +6,7 @@ Imported by vLLM's and SGLang's processes: nothing beyond what both have may be 
 from __future__ import annotations
 
 import logging
+from collections.abc import Set
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -20,12 +21,15 @@ logger = logging.getLogger(__name__)
 Shapes = dict[str, tuple[int, ...]]
 """Hugging Face name -> shape."""
 
+TIED = frozenset({"lm_head.weight"})
+"""What a push may lack where embeddings are tied."""
 
-def check_fit(plan: TransferPlan, known: Shapes | None, *, tied: bool) -> None:
+
+def check_fit(plan: TransferPlan, known: Shapes | None, *, optional: Set[str]) -> None:
     """Compare what is announced with what the model was first loaded from; None leaves it unchecked.
 
     Raises:
-        WeightSyncError: a name is unknown, missing or has another shape. With tied embeddings `lm_head.weight` may be missing.
+        WeightSyncError: a name is unknown, missing (those in `optional`, tied to others, may be) or has another shape.
     """
     if known is None:
         return
@@ -34,8 +38,7 @@ def check_fit(plan: TransferPlan, known: Shapes | None, *, tied: bool) -> None:
         raise WeightSyncError(
             f"version {plan.version}: the model has no tensor {unknown[0]!r} ({len(unknown)} unknown names)"
         )
-    missing = known.keys() - given.keys() - ({"lm_head.weight"} if tied else set())
-    if missing:
+    if missing := known.keys() - given.keys() - optional:
         raise WeightSyncError(f"version {plan.version} lacks {min(missing)!r} ({len(missing)} missing names)")
     for name, shape in given.items():
         if shape != known[name]:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import WeightSyncError
-from .fit import Shapes, check_fit, checkpoint_shapes
+from .fit import TIED, Shapes, check_fit, checkpoint_shapes
 from .plan import Broadcast, GroupPlan, TransferPlan
 from .staging import Staging
 
@@ -86,7 +86,7 @@ class Receiver:
         return checkpoint_shapes(self._config.model_path, self._config.revision)
 
     def _check(self, plan: TransferPlan) -> None:
-        check_fit(plan, self._known, tied=self.tied)
+        check_fit(plan, self._known, optional=TIED if self.tied else frozenset())
 
 
 class _Meeting(threading.Thread):

@@ -28,7 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from ..errors import WeightSyncError
-from .fit import Shapes, check_fit, checkpoint_shapes
+from .fit import TIED, Shapes, check_fit, checkpoint_shapes
 from .plan import GroupPlan, TransferPlan
 from .staging import Staging
 
@@ -98,7 +98,7 @@ class Receiver(WeightTransferEngine[Join, Receive]):
 
     def _check(self, plan: TransferPlan) -> None:
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        check_fit(plan, self._known, tied=tied)
+        check_fit(plan, self._known, optional=TIED if tied else frozenset())
 
 
 def load(

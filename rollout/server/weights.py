@@ -22,11 +22,9 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from ...errors import ConfigError, WeightSyncError
+from ...errors import ConfigError
+from ...weightsync.fit import Shapes, check_fit
 from ...weightsync.plan import TransferPlan
-
-Shapes = dict[str, tuple[int, ...]]
-"""Hugging Face name -> shape."""
 
 
 class ModelWeights:
@@ -55,16 +53,7 @@ class ModelWeights:
 
     def check(self, plan: TransferPlan) -> None:
         """Raises WeightSyncError: a name is unknown, missing or has another shape."""
-        given = dict(zip(plan.names, plan.shapes, strict=True))
-        if unknown := sorted(given.keys() - self.shapes.keys()):
-            raise WeightSyncError(
-                f"version {plan.version}: the model has no tensor {unknown[0]!r} ({len(unknown)} unknown names)"
-            )
-        if missing := self.shapes.keys() - given.keys() - self.optional:
-            raise WeightSyncError(f"version {plan.version} lacks {min(missing)!r} ({len(missing)} missing names)")
-        for name, shape in given.items():
-            if shape != self.shapes[name]:
-                raise WeightSyncError(f"version {plan.version}: {name} is {shape}, the model has {self.shapes[name]}")
+        check_fit(plan, self.shapes, optional=self.optional)
 
     @torch.no_grad()
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
