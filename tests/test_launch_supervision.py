@@ -40,8 +40,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer()
 
     def do_POST(self):
+        print(self.path, flush=True)  # first: whoever has the answer may end this process
         self.answer()
-        print(self.path, flush=True)
 
     def answer(self):
         self.send_response(200)
