@@ -12,10 +12,9 @@ import contextlib
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from ..agents.base import Completion
 from ..launch.wiring import make_engine
@@ -24,7 +23,7 @@ from ..rollout.router import Router
 from ..weightsync.publisher import Publisher
 from .models import make_policy
 from .result import Result, Row
-from .serving import Policies, Serving, configure, make_publisher, serving
+from .serving import Policies, Serving, configure, make_publisher, serving, together
 
 PUSH_EVERY_S = 4.0
 
@@ -58,10 +57,10 @@ async def rolling(folder: Path, size: str, replicas: int) -> Result:
         rates: dict[str, list[float]] = {mode: [] for mode in publishers}
         assert publishers["rolling"] is not None
         version = (await policies.push(publishers["rolling"])).version
-        async with served.router(version) as router, _together(_client(router, i) for i in range(CLIENTS * replicas)):
+        async with served.router(version) as router, together(_client(router, i) for i in range(CLIENTS * replicas)):
             await asyncio.sleep(PUSH_EVERY_S)
             for mode, publisher in [*publishers.items()] * ROUNDS:
-                async with _together([_push_forever(served, router, policies, publisher)] if publisher else []):
+                async with _pushes(served, router, policies, publisher):
                     rates[mode].append(await _rate(served))
         for publisher in publishers.values():
             if publisher is not None:
@@ -104,25 +103,28 @@ async def _rate(served: Serving) -> float:
     return (await served.generated() - before) / (time.perf_counter() - began)
 
 
-async def _push_forever(served: Serving, router: Router, policies: Policies, publisher: Publisher) -> None:
-    while True:
-        began = time.perf_counter()
-        report = await policies.push(publisher)
-        served.tell(router, report.version)
-        await asyncio.sleep(max(0.0, PUSH_EVERY_S - (time.perf_counter() - began)))
-
-
 @contextlib.asynccontextmanager
-async def _together(work: Any) -> AsyncIterator[None]:
-    """Runs coroutines that never end beside the body, and ends them with it; one that fails ends the body."""
-    coroutines: list[Coroutine[Any, Any, None]] = list(work)
+async def _pushes(
+    served: Serving, router: Router, policies: Policies, publisher: Publisher | None
+) -> AsyncIterator[None]:
+    """A push every `PUSH_EVERY_S` beside the body; the last one ends before the context does. None: no pushes."""
+    over = asyncio.Event()
+
+    async def push(publisher: Publisher) -> None:
+        while not over.is_set():
+            began = time.perf_counter()
+            report = await policies.push(publisher)
+            served.tell(router, report.version)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), max(0.0, PUSH_EVERY_S - (time.perf_counter() - began)))
+
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(coroutine) for coroutine in coroutines]
+        if publisher is not None:
+            tasks.create_task(push(publisher))
         try:
             yield
         finally:
-            for task in running:
-                task.cancel()
+            over.set()
 
 
 # --- partial rollouts -----------------------------------------------------------------------------------------------
@@ -167,7 +169,7 @@ async def partial(folder: Path, size: str) -> Result:
 
             async with served.router(version) as router:
                 clients = [client(mode == "kept") for _ in range(PARTIAL_CLIENTS)]
-                async with _together([*clients, _push_forever(served, router, policies, publisher)]):
+                async with together(clients), _pushes(served, router, policies, publisher):
                     began = time.perf_counter()
                     await asyncio.sleep(PARTIAL_WINDOW_S)
                     useful[mode].append(done / (time.perf_counter() - began))

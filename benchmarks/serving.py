@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -106,6 +106,18 @@ async def serving(config: Config, folder: Path) -> AsyncIterator[Serving]:
         for engine in engines:
             await engine.close()
         await launcher.close()
+
+
+@contextlib.asynccontextmanager
+async def together(work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Runs coroutines that never end beside the body, and ends them with it; one that fails ends the body."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(coroutine) for coroutine in work]
+        try:
+            yield
+        finally:
+            for task in running:
+                task.cancel()
 
 
 class State(msgspec.Struct, frozen=True):

@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from pathlib import Path
 from statistics import median
@@ -27,7 +26,7 @@ from ..weightsync.publisher import Publisher
 from .memory import copy_bandwidth
 from .models import make_policy
 from .result import Result, Row
-from .serving import CANARY, Dtype, Policies, State, configure, make_publisher, require, serving, state_of
+from .serving import CANARY, Dtype, Policies, State, configure, make_publisher, require, serving, state_of, together
 
 PUSHES = 5
 
@@ -80,18 +79,12 @@ async def _under_load(engine: VllmEngine, policies: Policies, publisher: Publish
         for turn in itertools.count():
             await engine.generate([10 + number, 11 + turn % 100], Sampling(400))
 
-    clients = [asyncio.create_task(client(i)) for i in range(CLIENTS)]
-    try:
-        reports = []
+    reports = []
+    async with together(client(i) for i in range(CLIENTS)):
         for _ in range(PUSHES):
             await asyncio.sleep(0.5)
             reports.append(await policies.push(publisher))
-        return reports
-    finally:
-        for task in clients:
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*clients)
+    return reports
 
 
 # --- delta ----------------------------------------------------------------------------------------------------------

@@ -1,9 +1,7 @@
-"""What every client of an inference server shares: HTTP with deadlines and named errors, and the checks of the engine contract.
+"""One inference server over HTTP: calls and streams with deadlines and named errors.
 
 Invariants:
 - Nothing is tried twice here. A server that refuses, resets or fails is an EngineError at once; the router tries another.
-- A completion is checked before anybody sees it: one finite log-prob per token, spans that cover every token.
-- What kills a server (most check no ids themselves) is refused before it is sent.
 - A server that falls silent in the middle of a completion is given up before the caller's own deadline: what has arrived must be
   able to go on elsewhere. Its health says nothing: that is answered by another process than the one that computes.
 """
@@ -12,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -21,21 +18,12 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from ..agents.base import Completion, FinishReason
-from ..buffer.trajectory import VersionSpan
-from ..configs.schema import Partial
-from ..errors import DeadlineExceeded, EngineError, NoAnswer, PolicyError, within
+from ..errors import DeadlineExceeded, EngineError, NoAnswer, within
 from .engine import Refused
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-UNPUSHED = "default"
-"""What vLLM and SGLang call the version of weights that they loaded themselves."""
-
-IMPOSSIBLE = -9999.0
-"""What servers write for a log-prob that is minus infinity or not a number."""
 
 KEEPALIVE_S = 3.0
 """Idle connections are dropped before the server (after 5 s) does: a request must not meet a closing socket."""
@@ -69,51 +57,15 @@ class Silent(Disconnected):
     """The server took a request and sent nothing for so long that nobody waits any more."""
 
 
-class HttpEngine:
-    """One server at `url`; the base of the engine clients.
+class Server:
+    """The server `name` at `url`, `http://host:port`. `request_s`: longest wait for an answer that has no deadline of its own."""
 
-    Args:
-        name: what errors and reports call it.
-        url: `http://host:port`.
-        vocab_size: token ids must lie in `[0, vocab_size)`.
-        max_model_len: tokens of a prompt and its completion together.
-        initial_version: the version that the weights a server loaded itself go by; None refuses their completions, because a
-            trajectory must not be labelled by guesswork.
-        request_s: longest wait for a completion or a control call.
-        push_s: longest wait for one call of a weight push.
-        ranks: processes that hold a part of the replica's weights.
-        partial: what weight pushes do with requests under way; with `keep_kv` spans say which KV took part.
-        scores_paused: whether the server computes scores while it is paused: ours does, vLLM and SGLang do not.
-    """
-
-    stages = True
-
-    def __init__(
-        self,
-        name: str,
-        url: str,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        initial_version: int | None = None,
-        request_s: float = 120.0,
-        push_s: float = 120.0,
-        ranks: int = 1,
-        partial: Partial = "recompute",
-        scores_paused: bool = False,
-    ) -> None:
+    def __init__(self, name: str, url: str, request_s: float) -> None:
         self.name = name
         self.url = url.rstrip("/")
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
-        self.initial_version = initial_version
         self.request_s = request_s
-        self.push_s = push_s
         self.first_s = max(IDLE_LEAST_S, FIRST_SHARE * request_s)
         self.idle_s = max(IDLE_LEAST_S, IDLE_SHARE * request_s)
-        self.ranks = ranks
-        self.partial: Partial = partial
-        self.scores_paused = scores_paused
         self._opened: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -121,8 +73,6 @@ class HttpEngine:
         session, self._opened = self._opened, None
         if session is not None:
             await session.close()
-
-    # ---- HTTP
 
     async def call(
         self,
@@ -236,80 +186,6 @@ class HttpEngine:
                     await asyncio.sleep(0.1)  # nothing tells us when a foreign server starts to listen
 
         await within(deadline_s, until_healthy(), who=self.name, waits_for="its server to start", hint="see its log")
-
-    # ---- the contract
-
-    def check_prompt(self, token_ids: Sequence[int]) -> None:
-        """Raises PolicyError for a prompt that is empty or too long, or an id outside the vocabulary."""
-        if not 0 < len(token_ids) < self.max_model_len:
-            raise PolicyError(
-                f"{self.name}: a prompt of {len(token_ids)} tokens; allowed are 1 to {self.max_model_len - 1}"
-                f" (the context is {self.max_model_len}, and a completion needs one)"
-            )
-        if not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
-            foreign = next(t for t in token_ids if not 0 <= t < self.vocab_size)
-            raise PolicyError(f"{self.name}: token id {foreign} is outside the vocabulary, 0 to {self.vocab_size - 1}")
-
-    def room(self, token_ids: Sequence[int], max_tokens: int) -> int:
-        """How many of `max_tokens` fit into the context behind a prompt."""
-        return min(max_tokens, self.max_model_len - len(token_ids))
-
-    def finite(self, values: Sequence[float]) -> list[float]:
-        """`values`, log-probs. Raises EngineError where one is not finite."""
-        for value in values:
-            if not math.isfinite(value) or value <= IMPOSSIBLE:
-                raise EngineError(f"{self.name}: a log-prob of {value}; its weights are probably not finite")
-        return list(values)
-
-    def policy_version(self, text: str) -> int:
-        """The policy version that a server writes as `text`.
-
-        Raises:
-            EngineError: it has none, and there is no `initial_version`.
-        """
-        if text.isdigit():
-            return int(text)
-        if text == UNPUSHED and self.initial_version is not None:
-            return self.initial_version
-        raise EngineError(f"{self.name} has no policy version yet (it reports {text!r}); push weights to it first")
-
-    def completion(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        spans: Sequence[VersionSpan],
-        finish: FinishReason,
-        version: int | None,
-    ) -> Completion:
-        """A whole completion of a request that was sent as `version`. Raises EngineError where it cannot be one."""
-        if len(logprobs) != len(token_ids):
-            raise EngineError(f"{self.name}: {len(logprobs)} log-probs for {len(token_ids)} tokens")
-        edges = [0, *(s.end for s in spans)]
-        if [s.start for s in spans] != edges[:-1] or edges[-1] != len(token_ids):
-            raise EngineError(f"{self.name}: version spans {tuple(spans)} do not cover {len(token_ids)} tokens")
-        filled = tuple(s for s in spans if s.start < s.end)
-        return Completion(tuple(token_ids), tuple(self.finite(logprobs)), self._with_kv(filled, version), finish)
-
-    def certain(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        spans: Sequence[VersionSpan],
-        version: int | None,
-    ) -> Completion:
-        """What is left of a completion that broke off: the tokens up to where versions were reported."""
-        end = min(len(token_ids), len(logprobs), spans[-1].end if spans else 0)
-        kept = [msgspec.structs.replace(s, end=min(s.end, end)) for s in spans if s.start < end]
-        return self.completion(token_ids[:end], logprobs[:end], kept, "abort", version)
-
-    def _with_kv(self, spans: tuple[VersionSpan, ...], version: int | None) -> tuple[VersionSpan, ...]:
-        """Name the oldest version whose keys and values took part. A prefix cached for `version` may be that old too."""
-        if self.partial != "keep_kv" or not spans:
-            return spans
-        oldest = min(s.version for s in spans) if version is None else min(version, *(s.version for s in spans))
-        return tuple(s if s.version == oldest else msgspec.structs.replace(s, kv_version=oldest) for s in spans)
-
-    # ---- connections
 
     @asynccontextmanager
     async def _request(

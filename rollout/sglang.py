@@ -20,13 +20,13 @@ from typing import Any
 import msgspec
 
 from ..agents.base import Completion, FinishReason
-from ..buffer.trajectory import VersionSpan
 from ..configs.schema import Partial
 from ..errors import EngineError
 from ..weightsync.plan import GroupPlan, TransferPlan
 from ..weightsync.sglang_plugin import COMMAND, LOADER
-from .engine import Broken, Growing, Pressure, Refused, Sampling
-from .http import REFUSALS, UNPUSHED, Disconnected, HttpEngine
+from .client import UNPUSHED, Answer, HttpEngine, Span
+from .engine import Growing, Pressure, Refused, Sampling
+from .http import REFUSALS
 
 CANARY_PRIORITY = 1
 """Of a score; higher goes first, and completions have 0."""
@@ -47,16 +47,10 @@ class _Finish(msgspec.Struct):
     status_code: int | None = None
 
 
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
 class _Meta(msgspec.Struct):
     completion_tokens: int = 0
     finish_reason: _Finish | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[Span] | None = None
     output_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
     output_token_sampling_logprobs: list[float] | None = None
     input_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
@@ -122,17 +116,8 @@ class SglangEngine(HttpEngine):
             parameters["top_k"] = min(sampling.top_k if sampling.top_k > 0 else SUPPORT, self.vocab_size, SUPPORT)
         body = self._request_body(token_ids, parameters, uuid.uuid4().hex if version is None else str(version))
         body |= {"stream": True, "return_sampling_mask": truncated}
-        answer = _Answer(self, sampling, truncated)
-        if growing is not None:
-            growing.certain = lambda: answer.certain(version)
-        try:
-            async with self.aborting("/abort_request", {"rid": body["rid"]}):
-                await self.stream("/generate", body, answer.take)
-            if answer.finish is None:
-                raise Disconnected(f"{self.name} at {self.url} ended a completion without a reason")
-        except Disconnected as error:
-            raise Broken(str(error), answer.certain(version)) from error
-        return answer.whole(version)
+        abort = ("/abort_request", {"rid": body["rid"]})
+        return await self.complete("/generate", body, abort, _Answer(self, sampling, truncated), version, growing)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of `token_ids[1:]`, computed afresh with the weights of this moment; see `Engine.score`."""
@@ -208,42 +193,38 @@ class SglangEngine(HttpEngine):
         await self.call("POST", "/update_weights_from_tensor", body=body, seconds=self.push_s)
 
 
-class _Answer:
-    """A completion as it arrives."""
+class _Answer(Answer):
+    _finish: _Finish | None = None
 
     def __init__(self, engine: HttpEngine, sampling: Sampling, truncated: bool) -> None:
-        self.finish: _Finish | None = None
-        self._engine = engine
+        super().__init__(engine)
         self._stops = sampling.stop_token_ids
         self._truncated = truncated
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._spans: list[_Span] | None = None
 
     def take(self, event: bytes) -> None:
         """Add a chunk. Raises EngineError where the server refuses the request or says something impossible."""
-        chunk, name = self._engine.decode(event, _Chunk), self._engine.name
+        chunk, engine = self.engine.decode(event, _Chunk), self.engine
         if chunk.error is not None or chunk.meta_info is None:
             reason = chunk.error.message[:500] if chunk.error else "a chunk without meta_info"
             raise _refusal(chunk.error and chunk.error.code)(
-                f"{name} at {self._engine.url} refused a request: {reason}"
+                f"{engine.name} at {engine.url} refused a request: {reason}"
             )
         meta = chunk.meta_info
-        new = meta.completion_tokens - len(self._tokens)
+        new = meta.completion_tokens - len(self.tokens)
         if new > 0:  # an abort while queued repeats what was sent before
-            self._tokens += chunk.output_ids[-new:]
+            self.tokens += chunk.output_ids[-new:]
             if self._truncated:
-                self._logprobs += (meta.output_token_sampling_logprobs or [])[-new:]
+                self.logprobs += (meta.output_token_sampling_logprobs or [])[-new:]
             else:
                 drawn = (meta.output_token_logprobs or [])[-new:]
-                self._logprobs += [float("nan") if value is None else value for value, _, _ in drawn]
+                self.logprobs += [float("nan") if value is None else value for value, _, _ in drawn]
         if meta.weight_versions is not None:
-            self._spans = meta.weight_versions
-        self.finish = meta.finish_reason or self.finish
+            self.spans = meta.weight_versions
+        if meta.finish_reason is not None:
+            self._finish, self.ended = meta.finish_reason, True
 
-    def whole(self, version: int | None) -> Completion:
-        """The completion, checked."""
-        name, finish = self._engine.name, self.finish
+    def reason(self) -> FinishReason:
+        name, finish = self.engine.name, self._finish
         if finish is None or finish.type not in FINISH:
             raise EngineError(f"{name}: unknown finish reason {finish!r}")
         if finish.status_code is not None:
@@ -252,17 +233,7 @@ class _Answer:
             raise EngineError(
                 f"{name} stopped at {finish.matched!r}, which nobody asked for; its weights may be broken"
             )
-        if self._tokens and not self._spans:
-            raise EngineError(f"{name} reports no weight_versions of what it sampled; SGLang 0.5.23 or newer is needed")
-        return self._engine.completion(self._tokens, self._logprobs, self._versions(), FINISH[finish.type], version)
-
-    def certain(self, version: int | None) -> Completion:
-        """The tokens whose versions were reported."""
-        return self._engine.certain(self._tokens, self._logprobs, self._versions(), version)
-
-    def _versions(self) -> list[VersionSpan]:
-        spans = self._spans or ()
-        return [VersionSpan(s.start, s.end, self._engine.policy_version(s.version)) for s in spans]
+        return FINISH[finish.type]
 
 
 def _refusal(status: int | str | None) -> type[EngineError]:

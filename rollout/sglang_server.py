@@ -20,14 +20,12 @@ import msgspec
 from ..configs.schema import Config, Sglang, parse_memory
 from ..errors import ConfigError
 from ..weightsync.sglang_plugin import GROUP, LOADER, NAME
+from .client import STREAM_INTERVAL
 
 ROOT = Path(__file__).resolve().parent.parent
 """The package, and in a checkout the folder that `make install-sglang` works in."""
 
 SHIM = ROOT / "rollout" / "sglang_shim"
-
-STREAM_INTERVAL = 16
-"""Tokens per chunk of a stream; the first comes alone."""
 
 SPARE = 8
 """SGLang ends a completion up to this many tokens before the context it was given is full."""

@@ -17,15 +17,12 @@ from typing import Any
 import msgspec
 
 from ..agents.base import Completion, FinishReason
-from ..buffer.trajectory import VersionSpan
 from ..configs.schema import Partial
 from ..errors import EngineError
 from ..weightsync.plan import GroupPlan, TransferPlan
-from .engine import Broken, Growing, Pressure, Refused, Sampling
-from .http import REFUSALS, UNPUSHED, Disconnected, HttpEngine
-
-STREAM_INTERVAL = 16
-"""Tokens per chunk of a stream; the first comes alone."""
+from .client import STREAM_INTERVAL, UNPUSHED, Answer, HttpEngine, Span
+from .engine import Growing, Pressure, Refused, Sampling
+from .http import REFUSALS, Disconnected
 
 FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -34,12 +31,6 @@ PAUSE: dict[Partial, dict[str, str]] = {
     "keep_kv": {"mode": "keep", "clear_cache": "false"},
     "abort_resume": {"mode": "abort", "clear_cache": "true"},
 }
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
 
 
 class _Logprob(msgspec.Struct):
@@ -53,7 +44,7 @@ class _Logprobs(msgspec.Struct):
 class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[Span] | None = None
     finish_reason: str | None = None
 
 
@@ -109,17 +100,9 @@ class VllmEngine(HttpEngine):
             "stream_interval": STREAM_INTERVAL,
         }
         body = self._request_body(token_ids, parameters, uuid.uuid4().hex if version is None else str(version))
-        answer = _Answer(self)
-        if growing is not None:
-            growing.certain = lambda: answer.certain(version)
-        try:
-            async with self.aborting("/abort_requests", _abort_body(body)):
-                await self.stream("/inference/v1/generate", body | {"stream": True}, answer.take)
-            if answer.finish is None:
-                raise Disconnected(f"{self.name} at {self.url} ended a completion without a reason")
-        except Disconnected as error:
-            raise Broken(str(error), answer.certain(version)) from error
-        return answer.whole(version)
+        abort = ("/abort_requests", _abort_body(body))
+        path = "/inference/v1/generate"
+        return await self.complete(path, body | {"stream": True}, abort, _Answer(self), version, growing)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of `token_ids[1:]`, computed afresh with the weights of this moment; see `Engine.score`."""
@@ -208,43 +191,24 @@ def _abort_body(body: dict[str, Any]) -> dict[str, list[str]]:
     return {"request_ids": [f"generate-tokens-{body['request_id']}"]}  # the server's own name for it
 
 
-class _Answer:
-    """A completion as it arrives."""
-
-    def __init__(self, engine: HttpEngine) -> None:
-        self.finish: str | None = None
-        self._engine = engine
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._spans: list[_Span] | None = None
+class _Answer(Answer):
+    _finish: str | None = None
 
     def take(self, event: bytes) -> None:
         """Add a chunk. Raises Disconnected where the server says that it failed, Refused where it will not take the request."""
-        chunk = self._engine.decode(event, _Chunk)
+        chunk, engine = self.engine.decode(event, _Chunk), self.engine
         if chunk.error is not None:
             kind = Refused if chunk.error.code in REFUSALS else Disconnected
-            raise kind(f"{self._engine.name} at {self._engine.url} failed: {chunk.error.message[:500]}")
+            raise kind(f"{engine.name} at {engine.url} failed: {chunk.error.message[:500]}")
         for choice in chunk.choices:
-            self._tokens += choice.token_ids or ()
-            self._logprobs += [entry.logprob for entry in (choice.logprobs and choice.logprobs.content) or ()]
+            self.tokens += choice.token_ids or ()
+            self.logprobs += [entry.logprob for entry in (choice.logprobs and choice.logprobs.content) or ()]
             if choice.weight_versions is not None:
-                self._spans = choice.weight_versions
+                self.spans = choice.weight_versions
             if choice.finish_reason is not None:
-                self.finish = choice.finish_reason
+                self._finish, self.ended = choice.finish_reason, True
 
-    def whole(self, version: int | None) -> Completion:
-        """The completion, checked."""
-        name = self._engine.name
-        if self.finish not in FINISH:
-            raise EngineError(f"{name}: unknown finish reason {self.finish!r}")
-        if self._tokens and not self._spans:
-            raise EngineError(f"{name} reports no weight_versions of what it sampled; vLLM 0.32 or newer is needed")
-        return self._engine.completion(self._tokens, self._logprobs, self._versions(), FINISH[self.finish], version)
-
-    def certain(self, version: int | None) -> Completion:
-        """The tokens whose versions were reported."""
-        return self._engine.certain(self._tokens, self._logprobs, self._versions(), version)
-
-    def _versions(self) -> list[VersionSpan]:
-        spans = self._spans or ()
-        return [VersionSpan(s.start, s.end, self._engine.policy_version(s.version)) for s in spans]
+    def reason(self) -> FinishReason:
+        if self._finish not in FINISH:
+            raise EngineError(f"{self.engine.name}: unknown finish reason {self._finish!r}")
+        return FINISH[self._finish]

@@ -13,8 +13,8 @@ from aiohttp import web
 from slipstream.agents.base import Completion
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.errors import DeadlineExceeded, EngineError
+from slipstream.rollout.client import HttpEngine
 from slipstream.rollout.engine import NOTHING, Broken, Growing, Refused, Sampling
-from slipstream.rollout.http import HttpEngine
 from slipstream.rollout.sglang import SglangEngine
 from slipstream.rollout.vllm import VllmEngine
 from slipstream.tests import tiny
