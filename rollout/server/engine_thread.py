@@ -23,7 +23,7 @@ import msgspec
 from ...agents.base import FinishReason
 from ...errors import SlipstreamError
 from ..engine import Pressure
-from ..http import UNPUSHED
+from ..client import UNPUSHED
 from .protocol import BadRequest, Span
 from .stepper import Sampled, Sequence, Stepper
 

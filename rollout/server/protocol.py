@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, field
 
 from ..engine import Sampling
-from ..http import IMPOSSIBLE
+from ..client import IMPOSSIBLE
 from .stepper import Sequence
 
 ABORT_PREFIX = "generate-tokens-"
