@@ -22,8 +22,8 @@ import msgspec
 
 from ...agents.base import FinishReason
 from ...errors import SlipstreamError
-from ..engine import Pressure
 from ..client import UNPUSHED
+from ..engine import Pressure
 from .protocol import BadRequest, Span
 from .stepper import Sampled, Sequence, Stepper
 

@@ -14,8 +14,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, field
 
-from ..engine import Sampling
 from ..client import IMPOSSIBLE
+from ..engine import Sampling
 from .stepper import Sequence
 
 ABORT_PREFIX = "generate-tokens-"
