@@ -27,16 +27,16 @@ from .serving import Policies, Serving, configure, make_publisher, serving, toge
 
 PUSH_EVERY_S = 4.0
 
-WINDOW_S = 12.0
+WINDOW_S = 8.0
 """One mode's turn: short, so that what else the machine does falls on all of them alike."""
 
-ROUNDS = 6
+ROUNDS = 12
 
 CLIENTS = 16
 """Requests under way per replica."""
 
-LENGTH = 200
-"""Tokens of each of them."""
+LENGTHS = (50, 350)
+"""Tokens of each of them, drawn uniformly: equal ones would all end at the same time, and begin together again."""
 
 PROMPT = tuple(range(10, 42))
 
@@ -87,8 +87,9 @@ def _row(what: str, contender: list[float], floor: list[float], unit: str) -> Ro
 
 async def _client(router: Router, number: int) -> None:
     """One request after the other, for ever."""
+    lengths = random.Random(number)
     for turn in itertools.count():
-        await _finish(router, f"{number}.{turn}", LENGTH)
+        await _finish(router, f"{number}.{turn}", lengths.randint(*LENGTHS))
 
 
 async def _finish(router: Router, episode: str, length: int) -> int:

@@ -40,7 +40,7 @@ def bench(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the servers end with it
     from ..benchmarks.models import SHAPES
     from ..benchmarks.result import Report, machine, render
-    from ..errors import ConfigError
+    from ..errors import ConfigError, first_cause
 
     if unknown := sorted(set(options.sizes or ()) - SHAPES.keys()):
         raise ConfigError(f"--sizes: {unknown[0]} is not one of {', '.join(SHAPES)}")
@@ -52,7 +52,10 @@ def bench(options: argparse.Namespace) -> int:
             say.print(f"measuring {what}")
             place = Path(folder) / str(number)
             place.mkdir()
-            measured = asyncio.run(measure(place))
+            try:
+                measured = asyncio.run(measure(place))
+            except BaseExceptionGroup as group:
+                raise first_cause(group) from group
             results += measured if isinstance(measured, tuple) else [measured]
     report = Report(options.name, machine(), tuple(results))
     if options.json:
