@@ -33,6 +33,14 @@ class Completion(msgspec.Struct, frozen=True):
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
 
+    @property
+    def by_version(self) -> dict[int, int]:
+        """Policy version -> tokens."""
+        counts: dict[int, int] = {}
+        for span in self.version_spans:
+            counts[span.version] = counts.get(span.version, 0) + span.end - span.start
+        return counts
+
 
 class Generate(Protocol):
     """How a session reaches its engine: token ids in, a completion of at most `max_tokens` out."""

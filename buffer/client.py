@@ -22,6 +22,7 @@ import zmq.asyncio
 from ..errors import StateError, WireError, within
 from . import messages as m
 from . import wire
+from .ledger import Counts
 from .messages import Batch, Lease, Stats
 from .trajectory import Outcome, Trajectory
 
@@ -76,11 +77,12 @@ class BufferClient:
         async with self._leasing:
             return (await self._send(m.WantLease(self.name), m.Granted)).lease
 
-    async def progress(self, generated: dict[str, int], slot_s: float, idle_slot_s: float) -> None:
-        await self._ask(m.Progress(self.name, generated, slot_s, idle_slot_s), m.Done)
+    async def progress(self, generated: dict[str, Counts], slot_s: float, idle_slot_s: float) -> tuple[str, ...]:
+        """Report running totals; returns the episodes among them that nobody waits for any more."""
+        return (await self._ask(m.Progress(self.name, generated, slot_s, idle_slot_s), m.Unwanted)).episodes
 
     async def deliver(
-        self, episode_id: str, generated: int, outcome: Outcome, trajectories: Sequence[Trajectory]
+        self, episode_id: str, generated: Counts, outcome: Outcome, trajectories: Sequence[Trajectory]
     ) -> None:
         """Returns once the episode is durable."""
         await self._ask(m.Deliver(self.name, episode_id, generated, outcome, tuple(trajectories)), m.Done)

@@ -1,18 +1,22 @@
-"""The token ledger: where every generated token is.
+"""The token ledger: where every generated token is, by the policy version that sampled it.
 
 Invariants:
 - `generated` is counted from the workers' running reports, completion by completion; all other accounts from what was
   delivered and committed. That the two agree is a check, not a definition.
-- A token is in exactly one account. `closes` says whether the sums match; it is asked at every commit.
+- A token is in exactly one account. `closes` says whether the sums match; it is asked at every commit, for every version.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
 
 import msgspec
 
-Account = Literal["in_flight", "ready", "trained", "withheld"]
+Counts = dict[int, int]
+"""Policy version -> tokens."""
+
+ACCOUNTS = ("in_flight", "ready", "trained", "withheld")
+"""Every other account is a reason for which tokens were discarded."""
 
 
 class Ledger(msgspec.Struct):
@@ -23,7 +27,7 @@ class Ledger(msgspec.Struct):
         in_flight: in episodes that are still running.
         ready: delivered, waiting for a batch or in one that is not committed.
         trained: carried loss in a committed step.
-        withheld: in a committed step as context without loss, because they were too old.
+        withheld: in a committed step as context without loss: too old, or of an episode that ended after its group was complete.
         discarded: reason -> tokens.
     """
 
@@ -34,17 +38,14 @@ class Ledger(msgspec.Struct):
     withheld: int = 0
     discarded: dict[str, int] = {}
 
-    def add(self, account: Account, tokens: int) -> None:
-        """Add `tokens` (may be negative) to an account."""
-        setattr(self, account, getattr(self, account) + tokens)
-
-    def discard(self, reason: str, tokens: int) -> None:
-        """Add `tokens` to `discarded[reason]`; an account that falls to 0 disappears."""
-        total = self.discarded.get(reason, 0) + tokens
-        if total:
-            self.discarded[reason] = total
+    def add(self, account: str, tokens: int) -> None:
+        """Add `tokens` (may be negative) to an account or to a reason; a reason that falls to 0 disappears."""
+        if account in ACCOUNTS:
+            setattr(self, account, getattr(self, account) + tokens)
+        elif total := self.discarded.get(account, 0) + tokens:
+            self.discarded[account] = total
         else:
-            self.discarded.pop(reason, None)
+            self.discarded.pop(account, None)
 
     @property
     def accounted(self) -> int:
@@ -58,3 +59,50 @@ class Ledger(msgspec.Struct):
 
     def copy(self) -> Ledger:
         return msgspec.structs.replace(self, discarded=dict(self.discarded))
+
+
+class Books:
+    """One ledger per policy version, and their sum.
+
+    Attributes:
+        total: over all versions.
+        by_version: policy version -> its ledger.
+    """
+
+    def __init__(self, by_version: dict[int, Ledger] | None = None) -> None:
+        self.by_version = by_version or {}
+        self.total = total_of(self.by_version.values())
+
+    def generated(self, counts: Counts) -> None:
+        """Engines returned so many more tokens."""
+        for version, tokens in counts.items():
+            self.total.generated += tokens
+            self._of(version).generated += tokens
+
+    def add(self, account: str, counts: Counts, sign: int = 1) -> None:
+        """Put `counts` into an account, or with `sign` -1 take them out of it."""
+        for version, tokens in counts.items():
+            self.total.add(account, sign * tokens)
+            self._of(version).add(account, sign * tokens)
+
+    def gap(self) -> str:
+        """What does not close, for people; "" when all of it does."""
+        for name, ledger in (("all versions", self.total), *((f"version {v}", b) for v, b in self.by_version.items())):
+            if not ledger.closes:
+                return f"of {name}, {ledger.generated} tokens were generated, {ledger.accounted} are accounted for"
+        return ""
+
+    def _of(self, version: int) -> Ledger:
+        return self.by_version.setdefault(version, Ledger())
+
+
+def total_of(ledgers: Iterable[Ledger]) -> Ledger:
+    """Their sum."""
+    total = Ledger()
+    for ledger in ledgers:
+        total.generated += ledger.generated
+        for account in ACCOUNTS:
+            total.add(account, getattr(ledger, account))
+        for reason, tokens in ledger.discarded.items():
+            total.add(reason, tokens)
+    return total

@@ -21,6 +21,9 @@ Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
 Version = Annotated[int, Meta(ge=0, lt=1 << 31)]
 """A policy version: int32 in the learner's arrays."""
 
+Counts = dict[Version, Tokens]
+"""Policy version -> sampled tokens."""
+
 Seconds = Annotated[float, Meta(ge=0.0)]
 
 
@@ -32,11 +35,13 @@ class Lease(msgspec.Struct, frozen=True):
     """Leave to play some members of a task group.
 
     Attributes:
-        group_id: also the index of the task.
+        group_id: the group's number.
         attempt: how often the group was leased before; part of the episode ids.
         members: which episodes of the group are still wanted.
         version: policy version the engines served when the lease was granted.
         oldest_version: replicas that serve less must not be used.
+        env: which of the run's environments.
+        task: index of the task there.
     """
 
     group_id: int
@@ -44,6 +49,12 @@ class Lease(msgspec.Struct, frozen=True):
     members: tuple[int, ...]
     version: int
     oldest_version: int
+    env: int = 0
+    task: int = 0
+
+    def episode(self, member: int) -> str:
+        """The id of a member's episode under this lease."""
+        return f"{self.group_id}.{self.attempt}.{member}"
 
 
 class Hello(Message, frozen=True):
@@ -60,20 +71,21 @@ class WantLease(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """A worker lives. `generated` maps each running episode to all the tokens it has sampled so far."""
+    """A worker lives. `generated` maps each running episode to all the tokens it has sampled so far, by version."""
 
     worker: str
-    generated: dict[str, Tokens]
+    generated: dict[str, Counts]
     slot_s: Seconds
     idle_slot_s: Seconds
 
 
 class Deliver(Message, frozen=True):
-    """An episode ended. `generated` is its total; `trajectories` its branches, none when it failed before sampling."""
+    """An episode ended. `generated` is all that was sampled for it, by version; `trajectories` its branches, none when it
+    failed and is not to be trained on."""
 
     worker: str
     episode_id: str
-    generated: Tokens
+    generated: Counts
     outcome: Outcome
     trajectories: tuple[Trajectory, ...]
 
@@ -133,6 +145,12 @@ class Granted(Message, frozen=True):
     lease: Lease
 
 
+class Unwanted(Message, frozen=True):
+    """Of the episodes that were reported, those that nobody waits for any more: their leases are lost, or their groups are over."""
+
+    episodes: tuple[str, ...]
+
+
 class Recovered(Message, frozen=True):
     """The version to publish the recovered weights under: above every version ever used, unless nothing was rolled back."""
 
@@ -163,13 +181,15 @@ class Batch(Message, frozen=True):
     Attributes:
         version: the version it was taken for.
         oldest_version: tokens sampled by an older version are context without loss.
-        groups: all branches of all trainable episodes, group by group.
+        groups: all branches of all episodes that were kept, group by group.
+        late: ids of episodes among them that carry no loss and count in the baseline only.
         stats: the buffer when the batch was handed out.
     """
 
     version: int
     oldest_version: int
     groups: tuple[tuple[Trajectory, ...], ...]
+    late: frozenset[str]
     stats: Stats
 
 
@@ -199,7 +219,7 @@ Request = (
     | WantFresh
     | WantStats
 )
-Reply = Done | Granted | Recovered | StatsReply | Batch | Fresh | Refused
+Reply = Done | Granted | Unwanted | Recovered | StatsReply | Batch | Fresh | Refused
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

@@ -1,127 +1,97 @@
 """The replay state machine: which group is where, who may play it, what a batch is. Pure: no socket, task, clock or tensor.
 
-            grant            all members settled        take             commit
-    (new) ─────────> leased ─────────────────────> ready ─────> batched ─────────> trained
-      ^               │  ^                           │ ^           │                  │
-      │   lease lost  v  │ grant                     │ └───────────┴── recover ───────┘
-      │              open ┘                          v
-      └── admission                              discarded (too old, too few members)
+            grant          enough members ended       take             commit
+    (new) ─────────> leased ─────────────────> ready ─────> batched ─────────> trained
+      ^               │  ^                       │ ^           │                  │
+      │   lease lost, │  │ grant                 │ └───────────┴── recover ───────┘
+      │ a member to   v  │                       v
+      │ try again    open ┘                  discarded (too old, too few members)
+      └── admission
 
 Invariants:
-- Groups are granted in the order of their ids, which are the indices of their tasks; batches take the oldest ready groups.
+- A group is numbered when it is first leased; batches take the oldest ready groups of each environment.
 - An episode is delivered at most once; one whose lease was lost changes no group any more, its tokens stay discarded.
 - `version` never goes back: after a rollback the recovered weights get a number above every one used before, so that a
   version names one set of weights for ever.
-- Every change keeps `ledger.closes`; every changed group is in `drain()` until the caller has stored it.
+- Every change keeps the books closed, see `shelf`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
-
-import msgspec
+from collections.abc import Iterable, Mapping
 
 from ..errors import StateError
 from .admission import Admission
-from .ledger import Ledger
+from .group import FAILED, Episode, Group, GroupState
+from .ledger import Books, Counts
 from .messages import Lease
+from .rules import Clock, Rules
+from .shelf import Shelf
 from .trajectory import Outcome
-
-OnDeadline = Literal["withhold", "wait", "drop"]
-GroupState = Literal["open", "leased", "ready", "batched", "trained", "discarded"]
-EpisodeAccount = Literal["in_flight", "ready", "trained", "discarded"]
-
-FAILED = "failed_"
-"""Prefix of the discard reasons that are the outcome of the episode itself."""
 
 MIN_MEMBERS = 2
 """A group's mean is a baseline from two members on."""
 
+STRAGGLER = "straggler"
+"""Why an episode is discarded whose group was taken while it ran."""
 
-class Episode(msgspec.Struct):
-    """One attempt at one member of a group.
+WAITING: tuple[GroupState, ...] = ("open", "leased", "ready", "batched")
+"""States of groups that no version was trained on yet."""
 
-    Attributes:
-        id: `group.attempt.member`.
-        account: where its tokens are; `trained` covers withheld tokens too.
-        generated: tokens sampled so far, as the worker reports them.
-        by_version: (policy version, sampled tokens) of the delivered trajectories.
-        settled: its end was delivered, or the process that played it is gone: no report about it counts any more.
-        trained: tokens that carried loss.
-        reason: why it was discarded.
-        outcome: how it ended.
+
+class Replay(Shelf):
+    """The state of one buffer. Time is whatever the caller passes as `now`, in seconds.
+
+    Args:
+        clock, groups, by_version: what a store kept; `groups` by id.
+
+    Raises:
+        StateError: the store kept it for other environments.
     """
 
-    id: str
-    account: EpisodeAccount = "in_flight"
-    generated: int = 0
-    by_version: tuple[tuple[int, int], ...] = ()
-    settled: bool = False
-    trained: int = 0
-    reason: str = ""
-    outcome: Outcome | None = None
-
-    @property
-    def member(self) -> int:
-        return int(self.id.rsplit(".", 1)[1])
-
-    @property
-    def sampled(self) -> int:
-        return sum(n for _, n in self.by_version)
-
-    @property
-    def done(self) -> bool:
-        """Whether the member needs no other attempt: it was delivered, or failed while its lease held."""
-        return self.settled and (self.account != "discarded" or self.reason.startswith(FAILED))
-
-    def sampled_since(self, version: int) -> int:
-        return sum(n for v, n in self.by_version if v >= version)
-
-
-class Group(msgspec.Struct):
-    """The episodes of one task. `leased_at` and `trained_at` are policy versions, `deadline` is in the caller's clock, `wish` is
-    the request that the lease answered."""
-
-    id: int
-    state: GroupState = "open"
-    attempt: int = 0
-    worker: str = ""
-    wish: str = ""
-    leased_at: int = 0
-    deadline: float = 0.0
-    trained_at: int | None = None
-    episodes: dict[str, Episode] = {}
-
-    def in_account(self, account: EpisodeAccount) -> list[Episode]:
-        return [e for e in self.episodes.values() if e.account == account]
-
-
-class Replay:
-    """The state of one buffer. Time is whatever the caller passes as `now`, in seconds."""
-
-    def __init__(self, admission: Admission, group_size: int, on_deadline: OnDeadline, lease_s: float) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        rules: Rules,
+        clock: Clock | None = None,
+        groups: Iterable[Group] = (),
+        books: Books | None = None,
+    ) -> None:
+        envs = len(admission.shares)
+        clock = clock or Clock()
+        if clock.cursors and len(clock.cursors) != envs:
+            raise StateError(f"the buffer is of a run with {len(clock.cursors)} environments, this one has {envs}")
+        super().__init__(groups, books)
         self.admission = admission
-        self.group_size = group_size
-        self.on_deadline = on_deadline
-        self.lease_s = lease_s
-        self.groups: dict[int, Group] = {}
-        self.ledger = Ledger()
-        self.version = 0
-        self.served: int | None = None
-        self.next_group = 0
-        self.recovered_from: int | None = None
-        self._changed: set[int] = set()
+        self.rules = rules
+        self.version = clock.version
+        self.served = clock.served
+        self.next_group = clock.next_group
+        self.recovered_from = clock.recovered_from
+        self.checkpointed = clock.checkpointed
+        self.cursors = list(clock.cursors) or [0] * envs
+        self.trained = list(clock.trained) or [0] * envs
+
+    def clock(self) -> Clock:
+        """The numbers as they are, to be stored."""
+        return Clock(
+            self.version,
+            self.served,
+            self.next_group,
+            self.recovered_from,
+            self.checkpointed,
+            tuple(self.cursors),
+            tuple(self.trained),
+        )
 
     # --- what may start -------------------------------------------------------------------------------------------
 
-    def outstanding(self) -> int:
-        """Groups between their first lease and the serving of the version trained on them."""
-        served = -1 if self.served is None else self.served
-        return sum(
-            g.state in ("open", "leased", "ready", "batched") or (g.state == "trained" and (g.trained_at or 0) > served)
-            for g in self.groups.values()
-        )
+    def outstanding(self) -> list[int]:
+        """Groups of each environment between their first lease and the serving of the version trained on them."""
+        counts = [0] * len(self.cursors)
+        for group in self.groups.values():
+            counts[group.env] += group.state in WAITING or self._unserved(group)
+        return counts
 
     def granted(self, wish: str) -> Lease | None:
         """The lease that answered `wish` while it holds: a request whose answer was lost must not lease another group."""
@@ -131,87 +101,115 @@ class Replay:
         """Lease the oldest group that lost its worker, else a new one if admission allows; None when it does not."""
         if self.served is None or self.served < self.admission.oldest_trainable(self.version):
             return None  # what the engines sample now could not be trained on
-        group = next((g for g in self._by_age() if g.state == "open"), None)
+        group = next((g for g in self.groups.values() if g.state == "open"), None) or self._begin()
         if group is None:
-            if not self.admission.admits(self.outstanding()):
-                return None
-            group = Group(self.next_group)
-            self.groups[group.id] = group
-            self.next_group += 1
-        done = {e.member for e in group.episodes.values() if e.done}
-        members = tuple(m for m in range(self.group_size) if m not in done)
-        group.state, group.worker, group.wish = "leased", worker, wish
-        group.leased_at, group.deadline = self.served, now + self.lease_s
-        for member in members:
-            episode = Episode(f"{group.id}.{group.attempt}.{member}")
-            group.episodes[episode.id] = episode
+            return None
+        final = group.final_members
+        group.state, group.wish = "leased", wish
+        group.leased_at, group.deadline = self.served, now + self.rules.lease_s
+        for member in range(self.rules.group_size):
+            if member not in final:
+                episode = Episode(f"{group.id}.{group.attempt}.{member}", worker=worker)
+                group.episodes[episode.id] = episode
         self._changed.add(group.id)
         return self._lease(group)
 
+    def _begin(self) -> Group | None:
+        """A new group of the environment that lacks most of its budget; None when all have theirs."""
+        unserved = [0] * len(self.cursors)
+        for group in self.groups.values():
+            unserved[group.env] += self._unserved(group)
+        settled = [trained - n for trained, n in zip(self.trained, unserved, strict=True)]
+        budgets = self.admission.budgets(settled)
+        free = [(b - n) / b if b else 0.0 for b, n in zip(budgets, self.outstanding(), strict=True)]
+        if max(free) <= 0:
+            return None
+        env = free.index(max(free))
+        group = Group(self.next_group, env, self.cursors[env])
+        self.groups[group.id] = group
+        self.next_group += 1
+        self.cursors[env] += 1
+        return group
+
+    def _unserved(self, group: Group) -> bool:
+        served = -1 if self.served is None else self.served
+        return group.state == "trained" and (group.trained_at or 0) > served
+
     # --- what runs ------------------------------------------------------------------------------------------------
 
-    def progress(self, worker: str, generated: dict[str, int], now: float) -> None:
-        """Take a worker's running totals and renew the leases they belong to."""
-        for episode_id, total in generated.items():
-            found = self._find(episode_id)
+    def progress(self, worker: str, generated: Mapping[str, Counts], now: float) -> list[str]:
+        """Take a worker's running totals and renew the leases they belong to; returns the episodes that nobody waits for."""
+        unwanted = []
+        for episode_id, counts in generated.items():
+            found = self._find(episode_id, self.next_group)
             if found is None or found[1].settled:
+                unwanted.append(episode_id)
                 continue
             group, episode = found
-            self._count(group, episode, total)
-            if group.state == "leased" and group.worker == worker and episode.account == "in_flight":
-                group.deadline = now + self.lease_s
+            more = {v: n for v, n in counts.items() if n > episode.generated.get(v, 0)}
+            if more:
+                self._require_versions(episode_id, more)
+                self._count(group, episode, {**episode.generated, **more})
+            if episode.account != "in_flight":
+                unwanted.append(episode_id)
+            elif episode.worker == worker:
+                group.deadline = now + self.rules.lease_s
+        return unwanted
 
-    def deliver(self, episode_id: str, generated: int, outcome: Outcome, by_version: dict[int, int]) -> bool:
-        """An episode ended; `by_version` are its sampled tokens. False when there is nothing to keep: it is late, known already,
-        failed, or its group is discarded.
+    def deliver(self, episode_id: str, outcome: Outcome, generated: Counts, kept: Counts) -> bool:
+        """An episode ended; `kept` are the sampled tokens of its trajectories. False when there is nothing to keep: it is late,
+        known already, failed, or its group is over.
 
         Raises:
             StateError: nobody leased it, its counts contradict each other, or it names a version that does not exist.
         """
-        found = self._find(episode_id)
+        found = self._find(episode_id, self.next_group)
         if found is None or found[1].settled:
             return False
         group, episode = found
-        sampled = sum(by_version.values())
-        if outcome.trainable and sampled != generated:
-            raise StateError(
-                f"episode {episode_id}: {generated} tokens were generated, {sampled} are in its trajectories"
-            )
-        if generated < episode.generated:
-            raise StateError(
-                f"episode {episode_id}: {episode.generated} tokens were reported, {generated} delivered; totals never fall"
-            )
-        if max(by_version, default=0) > self.version:
-            raise StateError(
-                f"episode {episode_id} has tokens of version {max(by_version)}, the buffer is at version {self.version}"
-            )
+        self._require_counts(episode, generated, kept)
+        again = not outcome.trainable and self._may_retry(group, episode, outcome)
         self._count(group, episode, generated)
-        episode.settled, episode.outcome = True, outcome
-        self._changed.add(group.id)
-        if episode.account == "discarded":
-            return False
-        if outcome.trainable and sampled:
-            episode.account, episode.by_version = "ready", tuple(sorted(by_version.items()))
-            self.ledger.add("in_flight", -episode.generated)
-            self.ledger.add("ready", sampled)
-        else:
-            self._discard(episode, FAILED + (outcome.reason or "nothing_sampled"))
-        if len({e.member for e in group.episodes.values() if e.done}) == self.group_size:
-            group.state = "ready"
-            if len(group.in_account("ready")) < MIN_MEMBERS:
-                self._discard_group(group, "too_few_members")
+        with self._moving(group, episode):
+            episode.settled, episode.outcome = True, outcome
+            if episode.account == "in_flight":
+                episode.final = not again
+                if sum(kept.values()) and not again:
+                    episode.account, episode.kept, episode.late = "ready", dict(kept), group.state == "ready"
+                else:
+                    episode.account, episode.reason = "discarded", FAILED + (outcome.reason or "nothing_sampled")
+        self._complete(group)
         return episode.account == "ready"
+
+    def _may_retry(self, group: Group, episode: Episode, outcome: Outcome) -> bool:
+        failures = group.failures(episode.member, FAILED + outcome.reason)
+        return group.state == "leased" and failures < self.rules.retries.get(outcome.reason, 0)
+
+    def _complete(self, group: Group) -> None:
+        """See whether a leased group has what it needs, or must be leased again for what it lacks."""
+        if group.state != "leased":
+            return
+        kept = len(group.in_account("ready"))
+        if len(group.final_members) == self.rules.group_size and kept < MIN_MEMBERS:
+            self._discard_group(group, "too_few_members")
+        elif kept >= self.rules.min_members or len(group.final_members) == self.rules.group_size:
+            group.state = "ready"
+        elif not group.running:
+            group.state, group.attempt = "open", group.attempt + 1
 
     def release(self, worker: str, reason: str) -> None:
         """A worker left or is another process now: its groups are granted again, its running tokens are discarded."""
         for group in self.groups.values():
-            if group.state == "leased" and group.worker == worker:
-                for episode in self._lose(group, reason):
-                    episode.settled = True
+            if any(e.worker == worker and not e.settled for e in group.episodes.values()):
+                if any(e.worker == worker for e in group.in_account("in_flight")):
+                    self._lose(group, reason)
+                for episode in group.episodes.values():
+                    episode.settled = episode.settled or episode.worker == worker
+                self._changed.add(group.id)
 
     def expire(self, now: float) -> list[Group]:
         """Take back the leases that were not renewed in time; returns their groups."""
-        lost = [g for g in self.groups.values() if g.state == "leased" and g.deadline < now]
+        lost = [g for g in self.groups.values() if g.state in ("leased", "ready") and g.deadline < now and g.running]
         for group in lost:
             self._lose(group, "worker_lost")
         return lost
@@ -225,23 +223,28 @@ class Replay:
         """
         if version != self.version:
             raise StateError(f"a batch was asked for version {version}, the buffer is at version {self.version}")
-        batch = [g for g in self._by_age() if g.state == "batched"]
+        batch = [g for g in self.groups.values() if g.state == "batched"]
         if batch:
             return batch
         self._retire(version)
-        ready = [g for g in self._by_age() if g.state == "ready"]
-        if len(ready) < self.admission.groups_per_batch or (self.on_deadline == "wait" and self._late(version)):
+        if self.rules.on_deadline == "wait" and self._late(version):
             return None
-        batch = ready[: self.admission.groups_per_batch]
+        for env, quota in enumerate(self.admission.quotas(self.trained)):
+            ready = [g for g in self.groups.values() if g.state == "ready" and g.env == env]
+            if len(ready) < quota:
+                return None
+            batch += ready[:quota]
         for group in batch:
+            for episode in group.in_account("in_flight"):
+                self._discard(group, episode, STRAGGLER)
             group.state = "batched"
             self._changed.add(group.id)
-        return batch
+        return sorted(batch, key=lambda g: g.id)
 
     def fresh(self, version: int) -> list[Episode]:
         """Delivered episodes outside of batches that hold tokens of `version`, the youngest first."""
-        waiting = [g for g in reversed(self._by_age()) if g.state in ("open", "leased", "ready")]
-        return [e for g in waiting for e in g.in_account("ready") if any(v == version for v, _ in e.by_version)]
+        waiting = [g for g in reversed(self.groups.values()) if g.state in ("open", "leased", "ready")]
+        return [e for g in waiting for e in g.in_account("ready") if e.kept.get(version)]
 
     def commit(self, version: int) -> None:
         """The batch of `version` is in the weights, which are now `version + 1`. Repeating it changes nothing.
@@ -254,19 +257,15 @@ class Replay:
         batch = [g for g in self.groups.values() if g.state == "batched"]
         if version != self.version or not batch:
             raise StateError(f"commit of version {version} without a batch; the buffer is at version {self.version}")
-        if not self.ledger.closes:
-            raise StateError(
-                f"the ledger does not close: {self.ledger.generated} generated, {self.ledger.accounted} accounted for"
-            )
+        if gap := self.books.gap():
+            raise StateError(f"the ledger does not close: {gap}")
         oldest = self.admission.oldest_trainable(version)
         for group in batch:
             group.state, group.trained_at = "trained", version + 1
+            self.trained[group.env] += 1
             for episode in group.in_account("ready"):
-                episode.account, episode.trained = "trained", episode.sampled_since(oldest)
-                self.ledger.add("ready", -episode.sampled)
-                self.ledger.add("trained", episode.trained)
-                self.ledger.add("withheld", episode.sampled - episode.trained)
-            self._changed.add(group.id)
+                with self._moving(group, episode):
+                    episode.account, episode.loss_from = "trained", None if episode.late else oldest
         self.version, self.recovered_from = version + 1, None
 
     def serve(self, version: int) -> None:
@@ -275,105 +274,79 @@ class Replay:
             raise StateError(f"version {version} cannot be served; the buffer is at version {self.version}")
         self.served = version
 
+    def checkpoint(self, version: int) -> None:
+        """A checkpoint holds all commits up to `version`."""
+        if version > self.version:
+            raise StateError(f"a checkpoint of version {version}; the buffer is at version {self.version}")
+        self.checkpointed = max(self.checkpointed, version)
+
     def recover(self, kept: int) -> int:
         """Roll back to weights that contain the commits up to version `kept`; returns the version to publish them under."""
         if kept > self.version:
             raise StateError(
                 f"the checkpoint is of version {kept}, the buffer is at version {self.version}: another run's?"
             )
+        if kept < self.checkpointed:
+            raise StateError(
+                f"weights of version {kept} cannot be resumed from: commits up to {self.checkpointed} are in a checkpoint "
+                "and no longer rolled back; resume from that checkpoint, or start a new run"
+            )
         for group in self.groups.values():
-            if group.state == "batched" or (group.state == "trained" and (group.trained_at or 0) > kept):
+            rolled_back = group.state == "trained" and (group.trained_at or 0) > kept
+            if rolled_back or group.state == "batched":
                 for episode in group.in_account("trained"):
-                    self.ledger.add("trained", -episode.trained)
-                    self.ledger.add("withheld", episode.trained - episode.sampled)
-                    self.ledger.add("ready", episode.sampled)
-                    episode.account, episode.trained = "ready", 0
+                    with self._moving(group, episode):
+                        episode.account, episode.loss_from = "ready", None
+                self.trained[group.env] -= rolled_back
                 group.state, group.trained_at = "ready", None
                 self._changed.add(group.id)
         if kept != self.version and self.recovered_from != kept:
             self.version, self.recovered_from = self.version + 1, kept
         return self.version
 
-    def forget(self, version: int) -> None:
-        """Drop from memory the settled groups that no recovery can need: those in a checkpoint of `version`."""
-        served = -1 if self.served is None else self.served
+    def forget(self) -> None:
+        """Drop from memory the settled groups that no recovery can need."""
+        over = min(self.checkpointed, -1 if self.served is None else self.served)
         for group in list(self.groups.values()):
-            over = group.state == "discarded" or (
-                group.state == "trained" and (group.trained_at or 0) <= min(version, served)
-            )
-            if over and group.id not in self._changed and all(e.settled for e in group.episodes.values()):
+            ended = group.state == "discarded" or (group.state == "trained" and (group.trained_at or 0) <= over)
+            if ended and group.id not in self._changed and all(e.settled for e in group.episodes.values()):
                 del self.groups[group.id]
-
-    # --- what changed ---------------------------------------------------------------------------------------------
-
-    def drain(self) -> list[Group]:
-        """The groups changed since the last call, to be stored."""
-        changed = [self.groups[i] for i in sorted(self._changed)]
-        self._changed.clear()
-        return changed
-
-    def restore(self, groups: Iterable[Group], ledger: Ledger) -> None:
-        """Take over what a store kept."""
-        self.groups = {g.id: g for g in groups}
-        self.ledger = ledger
 
     # --- helpers --------------------------------------------------------------------------------------------------
 
-    def _by_age(self) -> list[Group]:
-        return [self.groups[i] for i in sorted(self.groups)]
+    def _require_versions(self, episode_id: str, counts: Counts) -> None:
+        if max(counts, default=0) > self.version:
+            raise StateError(
+                f"episode {episode_id} has tokens of version {max(counts)}, the buffer is at version {self.version}"
+            )
 
-    def _find(self, episode_id: str) -> tuple[Group, Episode] | None:
-        """The group and episode of an id; None when the group is over and forgotten."""
-        number = episode_id.split(".", 1)[0]
-        group_id = int(number) if number.isdecimal() and len(number) < 20 else -1
-        group = self.groups.get(group_id)
-        if group is not None and episode_id in group.episodes:
-            return group, group.episodes[episode_id]
-        if group is None and 0 <= group_id < self.next_group:
-            return None
-        raise StateError(f"episode {episode_id!r} was never leased")
+    def _require_counts(self, episode: Episode, generated: Counts, kept: Counts) -> None:
+        self._require_versions(episode.id, generated)
+        for version, reported in episode.generated.items():
+            if generated.get(version, 0) < reported:
+                raise StateError(
+                    f"episode {episode.id}: {reported} tokens of version {version} were reported, "
+                    f"{generated.get(version, 0)} delivered; totals never fall"
+                )
+        for version, tokens in kept.items():
+            if tokens > generated.get(version, 0):
+                raise StateError(
+                    f"episode {episode.id}: {generated.get(version, 0)} tokens of version {version} were generated, "
+                    f"{tokens} are in its trajectories"
+                )
 
-    def _count(self, group: Group, episode: Episode, total: int) -> None:
-        more = total - episode.generated
-        if more <= 0:
-            return
-        episode.generated = total
-        self.ledger.generated += more
-        if episode.account == "in_flight":
-            self.ledger.add("in_flight", more)
-        else:
-            self.ledger.discard(episode.reason, more)
+    def _lose(self, group: Group, reason: str) -> None:
+        for episode in group.in_account("in_flight"):
+            self._discard(group, episode, reason)
+        if group.state == "leased":
+            group.state, group.attempt = "open", group.attempt + 1
         self._changed.add(group.id)
-
-    def _discard(self, episode: Episode, reason: str) -> None:
-        if episode.account == "in_flight":
-            self.ledger.add("in_flight", -episode.generated)
-            self.ledger.discard(reason, episode.generated)
-        else:
-            self.ledger.add("ready", -episode.sampled)
-            self.ledger.discard(reason, episode.sampled)
-        episode.account, episode.reason = "discarded", reason
-
-    def _discard_group(self, group: Group, reason: str) -> None:
-        for episode in group.episodes.values():
-            if episode.account in ("in_flight", "ready"):
-                self._discard(episode, reason)
-        group.state = "discarded"
-        self._changed.add(group.id)
-
-    def _lose(self, group: Group, reason: str) -> list[Episode]:
-        lost = group.in_account("in_flight")
-        for episode in lost:
-            self._discard(episode, reason)
-        group.state, group.attempt, group.worker = "open", group.attempt + 1, ""
-        self._changed.add(group.id)
-        return lost
 
     def _lease(self, group: Group) -> Lease:
         prefix = f"{group.id}.{group.attempt}."
         members = tuple(sorted(e.member for e in group.episodes.values() if e.id.startswith(prefix)))
         oldest = self.admission.oldest_trainable(group.leased_at)
-        return Lease(group.id, group.attempt, members, group.leased_at, oldest)
+        return Lease(group.id, group.attempt, members, group.leased_at, oldest, group.env, group.task)
 
     def _late(self, version: int) -> bool:
         under_way = (g for g in self.groups.values() if g.state in ("open", "leased"))
@@ -381,13 +354,12 @@ class Replay:
 
     def _retire(self, version: int) -> None:
         """Discard what the bound leaves nothing of, and with `drop` whatever it touches."""
-        oldest = self.admission.oldest_trainable(version)
+        oldest, drop = self.admission.oldest_trainable(version), self.rules.on_deadline == "drop"
         for group in list(self.groups.values()):
             if group.state == "ready":
-                episodes = group.in_account("ready")
-                fresh = sum(e.sampled_since(oldest) for e in episodes)
-                old = sum(e.sampled for e in episodes) - fresh
-                if fresh == 0 or (old and self.on_deadline == "drop"):
+                episodes = [e for e in group.in_account("ready") if not e.late]
+                fresh = sum(e.fresh(oldest) for e in episodes)
+                if fresh == 0 or (drop and fresh < sum(sum(e.kept.values()) for e in episodes)):
                     self._discard_group(group, "stale")
-            elif group.state in ("open", "leased") and self.on_deadline == "drop" and group.leased_at < oldest:
+            elif group.state in ("open", "leased") and drop and group.leased_at < oldest:
                 self._discard_group(group, "stale")

@@ -21,19 +21,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import zmq
 import zmq.asyncio
 
-from ..configs.schema import Buffer
+from ..configs.schema import Buffer, parse_size
 from ..errors import StateError, StoreError, WireError
 from . import messages as m
 from . import wire
+from .accounts import ledgers_of
 from .admission import Admission
+from .ledger import Books, Counts
 from .replay import Replay
-from .store import Clock, CommitRow, Store, ledger_of
+from .rules import Clock, Rules
+from .store import CommitRow, Store
 from .trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -48,23 +51,33 @@ ROUND = 512
 class BufferService:
     """Opens `path`, restores what it holds, and serves it at `address` until `stop` is called.
 
+    Args:
+        shares: of the run's environments, see `Admission`.
+        retries: reason of a failure -> how often a member that failed so is granted again.
+
     Raises:
         StoreError: the file cannot be opened, read or written.
+        StateError: it is of a run with other environments.
     """
 
-    def __init__(self, config: Buffer, path: Path, address: str) -> None:
-        admission = Admission(config.max_staleness, config.groups_per_batch)
-        self._replay = Replay(admission, config.group_size, config.on_deadline, config.lease_s)
+    def __init__(
+        self,
+        config: Buffer,
+        path: Path,
+        address: str,
+        *,
+        shares: tuple[float, ...] = (1.0,),
+        retries: Mapping[str, int] | None = None,
+    ) -> None:
         self._lease_s = config.lease_s
+        self._keep = parse_size("buffer.keep", config.keep)
         self._address = address
         self._store = Store(path)
         clock, groups = self._store.load()
         for group in groups:
             group.deadline = time.monotonic() + config.lease_s
-        self._replay.restore(groups, ledger_of(path))
-        self._replay.version, self._replay.served = clock.version, clock.served
-        self._replay.next_group, self._replay.recovered_from = clock.next_group, clock.recovered_from
-        self._checkpointed = clock.checkpointed
+        admission = Admission(config.max_staleness, config.groups_per_batch, shares)
+        self._replay = Replay(admission, _rules(config, retries), clock, groups, Books(ledgers_of(path)))
         self._incarnations: dict[str, str] = {}
         self._slots: dict[bytes, tuple[float, float]] = {}
         self._want_lease: dict[bytes, tuple[int, str]] = {}
@@ -74,6 +87,7 @@ class BufferService:
         self._rolled_back_to: int | None = None
         self._replies: list[tuple[bytes, int, m.Reply]] = []
         self._stored_clock: Clock | None = None
+        self._crowded = False
         self._dropped = 0
         self._stopping = False
 
@@ -119,6 +133,10 @@ class BufferService:
         for identity, number, reply in self._replies:
             await socket.send_multipart([identity, *wire.encode(m.ReplyEnvelope(number, reply))], copy=False)
         self._replies.clear()
+        if self._crowded:
+            clock = self._replay.clock()
+            served = -1 if clock.served is None else clock.served
+            self._crowded = self._store.shrink(self._keep, min(clock.checkpointed, served))
         await asyncio.sleep(0)
 
     def _receive(self, identity: bytes, frames: list[bytes]) -> None:
@@ -149,8 +167,8 @@ class BufferService:
                 self._want_batch[identity] = (envelope.number, version)
                 return None
             case m.Progress(worker, generated, slot_s, idle_slot_s):
-                replay.progress(worker, generated, time.monotonic())
                 self._slots[identity] = (slot_s, idle_slot_s)
+                return m.Unwanted(tuple(replay.progress(worker, generated, time.monotonic())))
             case m.Deliver():
                 self._deliver(request)
             case m.Hello(worker, incarnation):
@@ -166,9 +184,8 @@ class BufferService:
             case m.Served(version):
                 replay.serve(version)
             case m.Checkpointed(version):
-                if version > replay.version:
-                    raise StateError(f"a checkpoint of version {version}; the buffer is at version {replay.version}")
-                self._checkpointed = max(self._checkpointed, version)
+                replay.checkpoint(version)
+                self._crowded = True
             case m.Recover(version):
                 return self._recover(version)
             case m.WantFresh(version, limit):
@@ -180,7 +197,7 @@ class BufferService:
         return m.Done()
 
     def _deliver(self, request: m.Deliver) -> None:
-        by_version: dict[int, int] = {}
+        kept: Counts = {}
         if len({trajectory.id for trajectory in request.trajectories}) < len(request.trajectories):
             raise WireError(f"episode {request.episode_id!r} came with the same branch twice")
         for trajectory in request.trajectories:
@@ -193,8 +210,8 @@ class BufferService:
                     f"{trajectory.branch} came with episode {request.episode_id!r}"
                 )
             for span in trajectory.version_spans:
-                by_version[span.version] = by_version.get(span.version, 0) + span.end - span.start
-        if self._replay.deliver(request.episode_id, request.generated, request.outcome, by_version):
+                kept[span.version] = kept.get(span.version, 0) + span.end - span.start
+        if self._replay.deliver(request.episode_id, request.outcome, request.generated, kept):
             self._arrived += [(request.episode_id, trajectory) for trajectory in request.trajectories]
 
     def _commit(self, version: int) -> None:
@@ -205,11 +222,6 @@ class BufferService:
             self._commits.append(CommitRow(self._replay.version, time.time(), groups))
 
     def _recover(self, version: int) -> m.Recovered:
-        if version < self._checkpointed:
-            raise StateError(
-                f"weights of version {version} cannot be resumed from: commits up to {self._checkpointed} are in a checkpoint "
-                "and no longer rolled back; resume from that checkpoint, or start a new run"
-            )
         recovered = self._replay.recover(version)
         self._want_batch.clear()
         self._rolled_back_to = version
@@ -240,30 +252,34 @@ class BufferService:
                     continue
                 oldest = self._replay.admission.oldest_trainable(version)
                 rows = tuple(tuple(self._store.trajectories(g.id)) for g in groups)
-                reply = m.Batch(version, oldest, rows, self._stats())
+                late = frozenset(e.id for g in groups for e in g.in_account("ready") if e.late)
+                reply = m.Batch(version, oldest, rows, late, self._stats())
             del self._want_batch[identity]
             self._replies.append((identity, number, reply))
 
     def _persist(self) -> None:
-        groups = self._replay.drain()
-        r = self._replay
-        clock = Clock(r.version, r.served, r.next_group, r.recovered_from, self._checkpointed)
+        groups, clock = self._replay.drain(), self._replay.clock()
         if groups or self._commits or self._rolled_back_to is not None or clock != self._stored_clock:
             self._store.save(clock, groups, self._arrived, self._commits, self._rolled_back_to)
         self._stored_clock = clock
         self._arrived, self._commits, self._rolled_back_to = [], [], None
-        r.forget(self._checkpointed)
+        self._replay.forget()
 
     def _stats(self) -> m.Stats:
         states = [g.state for g in self._replay.groups.values()]
         return m.Stats(
             version=self._replay.version,
-            ledger=self._replay.ledger.copy(),
+            ledger=self._replay.books.total.copy(),
             leased_groups=states.count("leased"),
             ready_groups=states.count("ready") + states.count("batched"),
             slot_s=sum(total for total, _ in self._slots.values()),
             idle_slot_s=sum(idle for _, idle in self._slots.values()),
         )
+
+
+def _rules(config: Buffer, retries: Mapping[str, int] | None) -> Rules:
+    min_members = config.min_members or config.group_size
+    return Rules(config.group_size, min_members, config.on_deadline, config.lease_s, dict(retries or {}))
 
 
 def _wish(identity: bytes, number: int) -> str:

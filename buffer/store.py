@@ -1,9 +1,10 @@
-"""The durable store: one SQLite file (WAL) that holds groups, episodes, trajectories and the version clock.
+"""The durable store: one SQLite file (WAL) that holds groups, episodes, trajectories and the clock.
 
 Invariants:
 - What was stored in one `save` is there whole or not at all; after SIGKILL of any process it is as of the last `save`.
-- A trajectory's arrays are written once, with the delivery of its episode, and never changed.
-- The ledger of a file is a query over its episodes (`ledger_of`), independent of the running totals of the state machine.
+- A trajectory's arrays are written once, with the delivery of its episode, and never changed; `shrink` may drop those that nobody
+  can train on again.
+- No token disappears from the file: what `shrink` drops as rows is in `archive` as sums.
 """
 
 from __future__ import annotations
@@ -11,67 +12,34 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from ..errors import StoreError
+from ..errors import StoreError, WireError
 from . import wire
-from .ledger import Ledger
-from .replay import Episode, Group
+from .group import Episode, Group
+from .ledger import Counts
+from .rules import Clock
+from .schema import SCHEMA, SCHEMA_VERSION, bucket
 from .trajectory import Outcome, Trajectory
 
-SCHEMA_VERSION = 2
-"""Raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change."""
+T = TypeVar("T")
 
 BUSY_S = 10.0
 """How long SQLite waits for another connection that holds the file."""
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS clock (
-    id INTEGER PRIMARY KEY CHECK (id = 0),
-    version INTEGER NOT NULL,      -- policy version of the learner
-    served INTEGER,                -- policy version of the engines
-    next_group INTEGER NOT NULL,   -- dataset cursor
-    recovered_from INTEGER,        -- version of the checkpoint that `version` was recovered from, until the next commit
-    checkpointed INTEGER NOT NULL  -- commits up to here are in a checkpoint
-);
-CREATE TABLE IF NOT EXISTS groups (
-    id INTEGER PRIMARY KEY, state TEXT NOT NULL, attempt INTEGER NOT NULL, worker TEXT NOT NULL,
-    wish TEXT NOT NULL, leased_at INTEGER NOT NULL, trained_at INTEGER
-);
-CREATE TABLE IF NOT EXISTS episodes (
-    id TEXT PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups, account TEXT NOT NULL, generated INTEGER NOT NULL,
-    sampled INTEGER NOT NULL, trained INTEGER NOT NULL, reason TEXT NOT NULL, settled INTEGER NOT NULL,
-    by_version TEXT NOT NULL, outcome TEXT  -- JSON: [[version, sampled tokens], ...], and the outcome
-);
-CREATE INDEX IF NOT EXISTS episodes_of_group ON episodes (group_id);
-CREATE TABLE IF NOT EXISTS trajectories (
-    id TEXT PRIMARY KEY, episode_id TEXT NOT NULL REFERENCES episodes, group_id INTEGER NOT NULL, reward REAL NOT NULL,
-    header BLOB NOT NULL, token_ids BLOB NOT NULL, loss_mask BLOB NOT NULL, behavior_logprobs BLOB NOT NULL
-);
-CREATE INDEX IF NOT EXISTS trajectories_of_group ON trajectories (group_id);
-CREATE INDEX IF NOT EXISTS trajectories_of_episode ON trajectories (episode_id);
-CREATE TABLE IF NOT EXISTS commits (
-    version INTEGER PRIMARY KEY, time REAL NOT NULL, groups INTEGER NOT NULL, rolled_back INTEGER NOT NULL DEFAULT 0
-);
-"""
-
-
-MATTERS = (
-    "(state NOT IN ('trained', 'discarded') OR trained_at > ?"
-    " OR EXISTS (SELECT 1 FROM episodes WHERE group_id = groups.id AND NOT settled))"
+SETTLED = (
+    "(state = 'discarded' OR (state = 'trained' AND trained_at <= :over))"
+    " AND NOT EXISTS (SELECT 1 FROM episodes WHERE group_id = groups.id AND NOT settled)"
 )
-"""What `load` brings back of `groups`: all but what `Replay.forget` would drop."""
+"""Groups that nothing can happen to any more; `:over` is the last version that is both served and in a checkpoint."""
 
+GROUPS_AT_ONCE = 256
+"""Groups that `shrink` drops in one transaction: more would keep the answers of a round waiting."""
 
-class Clock(msgspec.Struct, frozen=True):
-    """The state machine's own numbers; see the columns of the same names."""
-
-    version: int = 0
-    served: int | None = None
-    next_group: int = 0
-    recovered_from: int | None = None
-    checkpointed: int = 0
+SLACK = 0.9
+"""`shrink` goes down to this share of the limit, so that it is not needed again at once."""
 
 
 class CommitRow(msgspec.Struct, frozen=True):
@@ -82,7 +50,8 @@ class CommitRow(msgspec.Struct, frozen=True):
     groups: int
 
 
-def _connect(path: Path, mode: str) -> sqlite3.Connection:
+def connect(path: Path, mode: str) -> sqlite3.Connection:
+    """Open the file; `mode` as in SQLite's URIs. Raises StoreError."""
     try:
         return sqlite3.connect(
             f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None, timeout=BUSY_S
@@ -92,17 +61,19 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
 
 
 class Store:
-    """The only writer of one file. Every method raises StoreError when SQLite does."""
+    """The only writer of one file. Every method raises StoreError when SQLite does, or when a row is not what was written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._db = _connect(path, "rwc")
+        self._db = connect(path, "rwc")
         try:
             found = self._db.execute("PRAGMA user_version").fetchone()[0]
             if found not in (0, SCHEMA_VERSION):
                 raise StoreError(f"{path} has schema {found}, this program knows {SCHEMA_VERSION}")
+            self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
             self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute("PRAGMA synchronous = FULL")  # what is acknowledged survives the host, too
+            self._db.create_function("bucket", 1, bucket, deterministic=True)
             self._db.executescript(SCHEMA)
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         except StoreError:
@@ -127,14 +98,15 @@ class Store:
         episodes, new commits, and that the commits after `rolled_back_to`, these included, no longer count."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute("REPLACE INTO clock VALUES (0, ?, ?, ?, ?, ?)", msgspec.structs.astuple(clock))
+            row = (msgspec.json.encode(clock).decode(),)
+            self._db.execute("REPLACE INTO clock VALUES (0, ?)", row)
             for g in groups:
                 self._db.execute(
-                    "REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (g.id, g.state, g.attempt, g.worker, g.wish, g.leased_at, g.trained_at),
+                    "REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    (g.id, g.env, g.task, g.state, g.attempt, g.wish, g.leased_at, g.trained_at),
                 )
                 self._db.executemany(
-                    "REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    "REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     [_episode_row(g.id, e) for e in g.episodes.values()],
                 )
             self._db.executemany(
@@ -147,8 +119,7 @@ class Store:
                 self._db.execute("UPDATE commits SET rolled_back = 1 WHERE version > ?", (rolled_back_to,))
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+            self._undo()
             raise StoreError(f"cannot write the buffer {self.path}: {error}") from None
 
     def trajectories(self, group_id: int) -> list[Trajectory]:
@@ -160,78 +131,132 @@ class Store:
         return self._trajectories("episode_id = ?", episode_id)
 
     def _trajectories(self, where: str, value: object) -> list[Trajectory]:
+        columns = "id, header, token_ids, loss_mask, behavior_logprobs"
         try:
-            rows = self._db.execute(
-                "SELECT header, token_ids, loss_mask, behavior_logprobs FROM trajectories WHERE " + where,
-                (value,),
-            ).fetchall()
+            rows = self._db.execute(f"SELECT {columns} FROM trajectories WHERE {where}", (value,)).fetchall()
         except sqlite3.Error as error:
             raise StoreError(f"cannot read the buffer {self.path}: {error}") from None
-        return sorted((wire.decode(Trajectory, row) for row in rows), key=lambda t: (t.member, t.branch))
+        found = []
+        for trajectory_id, *frames in rows:
+            try:
+                trajectory = wire.decode(Trajectory, frames)
+                trajectory.check()
+            except WireError as error:
+                raise StoreError(f"the buffer {self.path} is damaged at trajectory {trajectory_id}: {error}") from None
+            found.append(trajectory)
+        return sorted(found, key=lambda t: (t.member, t.branch))
 
     def load(self) -> tuple[Clock, list[Group]]:
-        """The clock, and every group that still matters: unfinished, rollable, not served yet, or with episodes that may still
-        report."""
+        """The clock, and by id every group that still matters: unfinished, rollable, not served yet, or with episodes that may
+        still report."""
         try:
-            row = self._db.execute(
-                "SELECT version, served, next_group, recovered_from, checkpointed FROM clock"
-            ).fetchone()
-            clock = Clock(*row) if row else Clock()
-            settled_at = min(clock.checkpointed, -1 if clock.served is None else clock.served)
-            columns = "id, state, attempt, worker, wish, leased_at, trained_at"
+            row = self._db.execute("SELECT value FROM clock").fetchone()
+            clock = self._json(row[0], Clock, "the clock") if row else Clock()
+            over = min(clock.checkpointed, -1 if clock.served is None else clock.served)
+            columns = "id, env, task, state, attempt, wish, leased_at, trained_at"
+            wanted = f"SELECT {columns} FROM groups WHERE NOT ({SETTLED}) ORDER BY id"
             groups = {
                 row[0]: Group(**dict(zip(columns.split(", "), row, strict=True)), episodes={})
-                for row in self._db.execute(f"SELECT {columns} FROM groups WHERE {MATTERS}", (settled_at,))
+                for row in self._db.execute(wanted, {"over": over})
             }
-            rows = self._db.execute(
-                f"SELECT * FROM episodes WHERE group_id IN (SELECT id FROM groups WHERE {MATTERS})", (settled_at,)
-            ).fetchall()
+            ids = f"SELECT id FROM groups WHERE NOT ({SETTLED})"
+            rows = self._db.execute(f"SELECT * FROM episodes WHERE group_id IN ({ids})", {"over": over}).fetchall()
         except sqlite3.Error as error:
             raise StoreError(f"cannot read the buffer {self.path}: {error}") from None
-        for episode_id, group_id, account, generated, _, trained, reason, settled, by_version, outcome in rows:
+        for episode_id, group_id, worker, account, _, generated, kept, *flags, loss_from, reason, outcome in rows:
+            what = f"episode {episode_id}"
+            settled, final, late = map(bool, flags)
             groups[group_id].episodes[episode_id] = Episode(
                 id=episode_id,
+                worker=worker,
                 account=account,
-                generated=generated,
-                by_version=msgspec.json.decode(by_version, type=tuple[tuple[int, int], ...]),
-                settled=bool(settled),
-                trained=trained,
+                generated=self._json(generated, Counts, what),
+                kept=self._json(kept, Counts, what),
+                settled=settled,
+                final=final,
+                late=late,
+                loss_from=loss_from,
                 reason=reason,
-                outcome=msgspec.json.decode(outcome, type=Outcome) if outcome else None,
+                outcome=self._json(outcome, Outcome, what) if outcome else None,
             )
         return clock, list(groups.values())
 
+    def shrink(self, limit: int, over: int) -> bool:
+        """Bring the file towards `limit` bytes: drop arrays of settled groups, the oldest first, then make archived sums of their
+        rows. Does a part at a time; returns whether there is more to do and something left to drop.
+
+        Args:
+            over: the last version that is both served and in a checkpoint.
+        """
+        if self._size() <= limit:
+            return False
+        arrays = f"SELECT id FROM groups WHERE {SETTLED} AND EXISTS {HELD} ORDER BY id LIMIT {GROUPS_AT_ONCE}"
+        rows = f"SELECT id FROM groups WHERE {SETTLED} ORDER BY id LIMIT {GROUPS_AT_ONCE}"
+        try:
+            self._db.execute("CREATE TEMP TABLE IF NOT EXISTS leaving (id INTEGER PRIMARY KEY)")
+            self._db.execute("BEGIN IMMEDIATE")
+            left = 0
+            for chosen, drop in ((arrays, DROP_ARRAYS), (rows, DROP_ROWS)):
+                self._db.execute("DELETE FROM leaving")
+                left = self._db.execute(f"INSERT INTO leaving {chosen}", {"over": over}).rowcount
+                if left:
+                    for statement in drop:
+                        self._db.execute(statement)
+                    break
+            self._db.execute("COMMIT")
+            self._db.execute("PRAGMA incremental_vacuum").fetchall()
+            return left > 0 and self._size() > SLACK * limit
+        except sqlite3.Error as error:
+            self._undo()
+            raise StoreError(f"cannot write the buffer {self.path}: {error}") from None
+
+    def _size(self) -> int:
+        """Bytes of the file that are in use."""
+        page, pages, free = (
+            self._db.execute(f"PRAGMA {what}").fetchone()[0] for what in ("page_size", "page_count", "freelist_count")
+        )
+        return page * (pages - free)
+
+    def _undo(self) -> None:
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+
+    def _json(self, text: str, kind: type[T], what: str) -> T:
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except msgspec.MsgspecError as error:
+            raise StoreError(f"the buffer {self.path} is damaged at {what}: {error}") from None
+
+
+HELD = "(SELECT 1 FROM trajectories WHERE group_id = groups.id AND token_ids IS NOT NULL)"
+LEAVING = "(SELECT id FROM leaving)"
+
+DROP_ARRAYS = (
+    f"UPDATE trajectories SET token_ids = NULL, loss_mask = NULL, behavior_logprobs = NULL WHERE group_id IN {LEAVING}",
+)
+DROP_ROWS = (
+    "INSERT INTO archive SELECT version, bucket(length), account, sum(tokens) FROM placed"
+    f" WHERE group_id IN {LEAVING} GROUP BY 1, 2, 3"
+    " ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens",
+    f"DELETE FROM trajectories WHERE group_id IN {LEAVING}",
+    f"DELETE FROM episodes WHERE group_id IN {LEAVING}",
+    f"DELETE FROM groups WHERE id IN {LEAVING}",
+)
+
 
 def _episode_row(group_id: int, e: Episode) -> tuple[object, ...]:
-    by_version = msgspec.json.encode(e.by_version).decode()
-    outcome = msgspec.json.encode(e.outcome).decode() if e.outcome else None
-    return (e.id, group_id, e.account, e.generated, e.sampled, e.trained, e.reason, e.settled, by_version, outcome)
-
-
-def ledger_of(path: Path) -> Ledger:
-    """The ledger of a buffer file, by SQL over its episodes; the run may be going on.
-
-    Raises:
-        StoreError: there is no such file, or it is not a buffer.
-    """
-    if not path.exists():
-        raise StoreError(f"there is no buffer at {path}")
-    db = _connect(path, "ro")
-    try:
-        db.execute("BEGIN")  # both queries see one state
-        sums = db.execute(
-            "SELECT coalesce(sum(generated), 0),"
-            " coalesce(sum(generated) FILTER (WHERE account = 'in_flight'), 0),"
-            " coalesce(sum(sampled) FILTER (WHERE account = 'ready'), 0),"
-            " coalesce(sum(trained) FILTER (WHERE account = 'trained'), 0),"
-            " coalesce(sum(sampled - trained) FILTER (WHERE account = 'trained'), 0) FROM episodes"
-        ).fetchone()
-        reasons = db.execute(
-            "SELECT reason, sum(generated) FROM episodes"
-            " WHERE account = 'discarded' GROUP BY reason HAVING sum(generated) > 0 ORDER BY reason"
-        ).fetchall()
-    except sqlite3.Error as error:
-        raise StoreError(f"{path} is not a buffer: {error}") from None
-    finally:
-        db.close()
-    return Ledger(*sums, discarded=dict(reasons))
+    return (
+        e.id,
+        group_id,
+        e.worker,
+        e.account,
+        sum(e.generated.values()),
+        msgspec.json.encode(e.generated).decode(),
+        msgspec.json.encode(e.kept).decode(),
+        e.settled,
+        e.final,
+        e.late,
+        e.loss_from,
+        e.reason,
+        msgspec.json.encode(e.outcome).decode() if e.outcome else None,
+    )

@@ -111,6 +111,11 @@ class Trajectory(msgspec.Struct, frozen=True):
         return len(self.token_ids)
 
     @property
+    def episode(self) -> str:
+        """The id of the episode that it is a branch of."""
+        return self.id.rpartition(".")[0]
+
+    @property
     def sampled(self) -> int:
         """Tokens that the policy sampled."""
         return int(self.loss_mask.sum())

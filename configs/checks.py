@@ -53,6 +53,7 @@ def _problems(config: Config) -> Iterator[str]:
             "weightsync.transport=shared is one copy in the memory of one host, and launch.hosts=many spreads replicas over many; "
             "allowed there are broadcast, disk and delta"
         )
+    parse_size("buffer.keep", config.buffer.keep)
     parse_size("weightsync.bucket", config.weightsync.bucket)
     parse_memory(config.rollout.engine.memory)
     if isinstance(config.rollout.engine, Fake):
@@ -90,6 +91,11 @@ def _batch(config: Config) -> Iterator[str]:
         yield (
             f"learner.algorithm.minibatches={algorithm.minibatches} is more than buffer.groups_per_batch="
             f"{buffer.groups_per_batch}: there would be steps of less than a group; allowed are 1 to {buffer.groups_per_batch}"
+        )
+    if buffer.min_members and not 2 <= buffer.min_members <= buffer.group_size:
+        yield (
+            f"buffer.min_members={buffer.min_members}: allowed are 0, which waits for all, and 2 to "
+            f"buffer.group_size={buffer.group_size}"
         )
     waits = "buffer.max_staleness=0" if buffer.max_staleness == 0 else "buffer.on_deadline=wait"
     if (buffer.max_staleness == 0 or buffer.on_deadline == "wait") and config.learner.batch_s < rollout.episode_s:

@@ -177,10 +177,16 @@ class Buffer(Section, frozen=True):
     """Task groups in one learner step."""
     group_size: Annotated[int, Meta(ge=2)] = 8
     """Episodes per task group; their mean reward is the baseline."""
+    min_members: NonNegative = 0
+    """A group may be trained on as soon as so many of its episodes are there; those that end later count in the baseline and carry
+    no loss. 0 waits for all."""
     on_deadline: Literal["withhold", "wait", "drop"] = "withhold"
     """Tokens past the bound: kept as context without loss, waited for by the learner, or dropped with their group."""
     lease_s: AboveZero = 30.0
     """A worker that is silent for this long loses its groups; they are granted again."""
+    keep: str = "4GiB"
+    """Size that the buffer's file is kept below: first the tokens of groups that no recovery needs any more are dropped, then their
+    rows; sums of their accounts stay."""
 
 
 class Fsdp2(Section, frozen=True, tag_field="kind", tag="fsdp2"):

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from .. import __doc__ as package_doc
 from .. import __version__
 from ..configs import Config, describe, dump, load
 from ..configs.schema import Fake, PythonEnv, Rollout, Sglang
 from ..errors import ConfigError, Interrupted, SlipstreamError
-from . import cli_bench, cli_replicas
+from . import cli_bench, cli_ledger, cli_replicas
 from .resources import wait_passively
 
 if TYPE_CHECKING:
@@ -120,17 +118,6 @@ def init_model(options: argparse.Namespace) -> int:
     return 0
 
 
-def ledger(options: argparse.Namespace) -> int:
-    from .run import require_ledger
-
-    values = require_ledger(Path(options.run))
-    if options.json:
-        _out(msgspec.json.encode(values).decode())
-    else:
-        Console().print(_ledger_table(values))
-    return 0 if values["closes"] else 1
-
-
 def doctor(options: argparse.Namespace) -> int:
     from .preflight import CHECKS
 
@@ -192,20 +179,6 @@ def _fields(*configs: Config) -> str:
     return "\n".join(lines)
 
 
-def _ledger_table(values: dict[str, object]) -> Table:
-    table = Table("account", "tokens", title="token ledger")
-    table.columns[1].justify = "right"
-    table.add_row("generated", str(values["generated"]), end_section=True)
-    for account in ("in_flight", "ready", "trained", "withheld"):
-        table.add_row(account.replace("_", " "), str(values[account]))
-    discarded = values["discarded"]
-    assert isinstance(discarded, dict)
-    for reason, tokens in sorted(discarded.items()):
-        table.add_row(f"discarded: {reason}", str(tokens))
-    table.caption = "closes" if values["closes"] else "DOES NOT CLOSE"
-    return table
-
-
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="slipstream", description=package_doc, formatter_class=raw)
@@ -243,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("directory", metavar="DIR", help="the Hugging Face folder to make")
     sub.add_argument("--config", default="quickstart", help="whose environment the tokenizer is trained for")
     overrides(sub).set_defaults(command=init_model)
-    add("ledger", ledger, "where every generated token is", run=True).add_argument("--json", action="store_true")
+    cli_ledger.arguments(add("ledger", cli_ledger.ledger, "where every generated token is", run=True))
     replicas = "change the number of inference servers of a run that goes on"
     sub = commands.add_parser(
         "replicas", help=replicas, description=replicas, epilog=cli_replicas.COMMANDS, formatter_class=raw

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from ..buffer.store import ledger_of
+from ..buffer.accounts import Accounts, accounts_of
 from ..configs import Config, dump
 from ..errors import ConfigError, Interrupted, SlipstreamError
 from ..monitor.live import View, open_view
@@ -78,11 +78,11 @@ def _supervise(config: Config, run_dir: Path) -> Report:
                 asyncio.run(_supervisor(config, run_dir, view).train())
         except BaseException:
             try:
-                write_report(run_dir, ledger_json(run_dir))
+                write_report(run_dir, _ledger(run_dir))
             except SlipstreamError:
                 log.exception("the report of the failed run could not be written")
             raise
-        return write_report(run_dir, ledger_json(run_dir))
+        return write_report(run_dir, _ledger(run_dir))
 
 
 def evaluate(config: Config, label: str) -> msgspec.Raw:
@@ -140,21 +140,24 @@ def outcome(report: Report) -> str:
     return "\n".join([*lines, f"report: {report.html}", f"curve:  {report.png}"])
 
 
-def ledger_json(run_dir: Path) -> dict[str, object] | None:
-    """The ledger of a run as `slipstream ledger --json` prints it; None where the run never had a buffer."""
+def accounts(run_dir: Path) -> Accounts | None:
+    """A run's token accounts; None where it never had a buffer."""
     path = run_dir / "buffer.sqlite"
-    if not path.exists():
-        return None
-    ledger = ledger_of(path)
-    return {**msgspec.to_builtins(ledger), "closes": ledger.closes}
+    return accounts_of(path) if path.exists() else None
 
 
-def require_ledger(run_dir: Path) -> dict[str, object]:
-    """As `ledger_json`. Raises ConfigError where there is none."""
-    ledger = ledger_json(run_dir)
-    if ledger is None:
+def require_accounts(run_dir: Path) -> Accounts:
+    """As `accounts`. Raises ConfigError where there are none."""
+    found = accounts(run_dir)
+    if found is None:
         raise ConfigError(f"{run_dir} holds no run that has begun: there is no buffer.sqlite")
-    return ledger
+    return found
+
+
+def _ledger(run_dir: Path) -> dict[str, object] | None:
+    """What a report says about tokens."""
+    found = accounts(run_dir)
+    return None if found is None else found.told()
 
 
 def _supervisor(config: Config, run_dir: Path, view: View) -> Supervisor:

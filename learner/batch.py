@@ -4,14 +4,15 @@
 
 Invariants:
 - A member's reward counts once in its group's baseline, however many branches it has; all its branches get its advantage.
-- A sampled token is trained exactly when its policy version is at least `oldest_version`; older ones stay as context without loss.
+- A sampled token is trained exactly when its policy version is at least `oldest_version` and its episode is not late; others stay
+  as context without loss.
 - Everything is deterministic, and each rank computes the same whole before it takes its part.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
@@ -66,13 +67,18 @@ class BatchSummary(msgspec.Struct, frozen=True):
 
 
 def to_sequences(
-    groups: Sequence[Group], advantage: Advantage, version: int, oldest_version: int
+    groups: Sequence[Group],
+    advantage: Advantage,
+    version: int,
+    oldest_version: int,
+    late: Collection[str] = (),
 ) -> list[TrainSequence]:
     """The branches that have a trained token, in the order of `groups`.
 
     Args:
         version: the learner's policy version now.
         oldest_version: the oldest policy version whose tokens may be trained on.
+        late: ids of episodes that count in their group's baseline and carry no loss.
 
     Raises:
         LearnerError: a failed episode is among them, or the branches of one disagree about its reward.
@@ -83,6 +89,8 @@ def to_sequences(
         estimates = advantage(np.array(list(rewards.values()), dtype=np.float64))
         by_member = dict(zip(rewards, estimates.tolist(), strict=True))
         for trajectory in group:
+            if trajectory.episode in late:
+                continue
             sequence = _cut(trajectory, by_member[trajectory.member], version, oldest_version)
             if sequence is not None:
                 sequences.append(sequence)

@@ -115,7 +115,7 @@ class TrainingLoop:
             if batch is None:
                 break
             meter.took(batch)
-            sequences = to_sequences(batch.groups, self._advantage, state.version, batch.oldest_version)
+            sequences = to_sequences(batch.groups, self._advantage, state.version, batch.oldest_version, batch.late)
             done = await self._step(sequences, state)
             if self._backend.rank == 0:
                 await self._buffer.commit(state.version)

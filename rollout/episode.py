@@ -125,11 +125,12 @@ async def play(
     index: int,
     session: Session,
     *,
+    group_id: int,
     attempt: int,
     member: int,
     episode_s: float,
 ) -> EpisodeResult:
-    """Play task `index`, which is also its group's id, for at most `episode_s` seconds."""
+    """Play task `index` for at most `episode_s` seconds; `group_id`, `attempt` and `member` name the episode."""
     env = Watched(source)
     started = time.perf_counter()
     try:
@@ -141,7 +142,7 @@ async def play(
     if not outcome.trainable:
         return EpisodeResult(outcome, reward, ())
     trajectories = session.trajectories(
-        group_id=index,
+        group_id=group_id,
         attempt=attempt,
         member=member,
         task_id=env.task_id,

@@ -9,6 +9,7 @@ from collections import Counter
 
 import msgspec
 
+from ..buffer.messages import Lease
 from ..errors import EvaluationError
 from .worker import Player
 
@@ -46,7 +47,7 @@ async def evaluate(player: Player, label: str, tasks: int) -> Evaluation:
 
     async def one(index: int):
         async with free:
-            return await player.play(index)
+            return await player.play(Lease(index, 0, (0,), 0, 0, task=index), 0)
 
     results = await asyncio.gather(*(one(i) for i in range(tasks)))
     rewards = [r.reward for r in results if r.outcome.trainable]

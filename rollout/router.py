@@ -198,11 +198,11 @@ class Router:
         sampling: Sampling,
         oldest_version: int,
         *,
-        lost: Callable[[int], None] = lambda tokens: None,
+        lost: Callable[[Completion], None] = lambda completion: None,
     ) -> Completion:
         """One completion, or the beginning of one (`abort`, one token or more), from a replica at `oldest_version` or later.
 
-        `lost` is told how many tokens had arrived when the caller was cancelled: it will never see them.
+        `lost` is given what had arrived when the caller was cancelled: it will never see it.
 
         Raises:
             DeadlineExceeded: not one token came within `request_s`.
@@ -226,7 +226,7 @@ class Router:
                 raise
             return flight.growing.partial
         except asyncio.CancelledError:
-            lost(len(flight.growing.partial.token_ids))
+            lost(flight.growing.partial)
             raise
 
     async def _generate(self, flight: Flight) -> Completion:

@@ -7,8 +7,8 @@
 Invariants:
 - A lease is asked for only when there is room for a whole group, so a group's members start together.
 - No episode is ended because there are fewer slots now: fewer are begun.
-- Every token an engine returned to this worker is reported, whether its episode ends, fails or is cut off. Only what an agent
-  cancels itself, to go on without it, is not: the buffer wants as many tokens as the trajectories have.
+- Every token an engine returned to this worker is reported, with its version, whether its episode ends, fails or is cut off.
+- An episode that nobody waits for any more is ended as soon as the buffer says so.
 - `stop` gives all leases back before it returns.
 """
 
@@ -23,7 +23,9 @@ from collections.abc import Callable, Sequence
 from ..agents.base import Agent, Completion, Generate
 from ..agents.session import Session
 from ..buffer.client import BufferClient
+from ..buffer.ledger import Counts
 from ..buffer.messages import Lease
+from ..buffer.trajectory import Outcome
 from ..configs.schema import Config
 from ..envs.base import TaskSource
 from ..errors import EpisodesFail
@@ -45,6 +47,9 @@ GOODBYE_S = 5.0
 
 FAILURES = 64
 """Failed episodes in a row, or twice the slots where that is more, after which the worker gives up: something is broken."""
+
+UNWANTED = EpisodeResult(Outcome("failed", "unwanted", "nobody waits for it any more"), 0.0, ())
+"""How an episode ends that is broken off because its lease is lost or its group is over."""
 
 MakeSession = Callable[[Generate], Session]
 """A new session around a way to generate."""
@@ -79,46 +84,32 @@ class Player:
         self._stop_token_ids = tuple(stop_token_ids)
 
     async def play(
-        self,
-        task_index: int,
-        *,
-        attempt: int = 0,
-        member: int = 0,
-        oldest_version: int = 0,
-        count: Callable[[int], None] = lambda tokens: None,
+        self, lease: Lease, member: int, *, count: Callable[[Completion], None] = lambda completion: None
     ) -> EpisodeResult:
-        """Play one episode of task `task_index`; `count` is told of every completion's tokens as they come, and of those of
-        completions that were cut off with the episode."""
-        episode_id = f"{task_index}.{attempt}.{member}"
-        cut_off = 0
-
-        def lose(tokens: int) -> None:
-            nonlocal cut_off
-            cut_off += tokens
+        """Play one episode of `lease`; `count` is given every completion as it comes, and what had arrived of those that were cut
+        off with the episode."""
+        episode_id = lease.episode(member)
 
         async def generate(token_ids: Sequence[int], max_tokens: int) -> Completion:
             sampling = Sampling(
                 max_tokens, temperature=self._temperature, top_p=self._top_p, stop_token_ids=self._stop_token_ids
             )
-            completion = await self.router.generate(episode_id, token_ids, sampling, oldest_version, lost=lose)
-            count(len(completion.token_ids))
+            completion = await self.router.generate(episode_id, token_ids, sampling, lease.oldest_version, lost=count)
+            count(completion)
             return completion
 
         try:
-            result = await play(
+            return await play(
                 self._agent,
                 self._source,
-                task_index,
+                lease.task,
                 self._make_session(generate),
-                attempt=attempt,
+                group_id=lease.group_id,
+                attempt=lease.attempt,
                 member=member,
                 episode_s=self._episode_s,
             )
-            if result.outcome.trainable:
-                cut_off = 0
-            return result
         finally:
-            count(cut_off)
             self.router.forget(episode_id)
 
 
@@ -141,7 +132,8 @@ class Worker:
         self._buffer = buffer
         self._group_size = group_size
         self._concurrency = Concurrency(group_size, player.router.max_concurrent, workers)
-        self._running: dict[str, int] = {}
+        self._running: dict[str, Counts] = {}
+        self._playing: dict[str, asyncio.Task[EpisodeResult]] = {}
         self._failures = 0
         self._slot_s = 0.0
         self._idle_slot_s = 0.0
@@ -179,28 +171,33 @@ class Worker:
                 await self._changed.wait_for(lambda: self._room)
             lease = await self._buffer.lease()
             for member in lease.members:
-                self._running[f"{lease.group_id}.{lease.attempt}.{member}"] = 0
+                self._running[lease.episode(member)] = {}
             for member in lease.members:
-                tasks.create_task(self._episode(lease, member), name=f"{lease.group_id}.{lease.attempt}.{member}")
+                tasks.create_task(self._episode(lease, member), name=lease.episode(member))
 
     async def _episode(self, lease: Lease, member: int) -> None:
-        episode_id = f"{lease.group_id}.{lease.attempt}.{member}"
+        episode_id = lease.episode(member)
+        generated = self._running[episode_id]
 
-        def count(tokens: int) -> None:
-            self._running[episode_id] += tokens
+        def count(completion: Completion) -> None:
+            for version, tokens in completion.by_version.items():
+                generated[version] = generated.get(version, 0) + tokens
 
-        result = await self._player.play(
-            lease.group_id,
-            attempt=lease.attempt,
-            member=member,
-            oldest_version=lease.oldest_version,
-            count=count,
-        )
-        await self._buffer.deliver(episode_id, self._running[episode_id], result.outcome, result.trajectories)
+        playing = asyncio.create_task(self._player.play(lease, member, count=count), name=f"playing {episode_id}")
+        self._playing[episode_id] = playing
+        try:
+            await asyncio.wait({playing})
+        finally:
+            del self._playing[episode_id]
+            playing.cancel()
+            await asyncio.wait({playing})
+        result = UNWANTED if playing.cancelled() else playing.result()
+        await self._buffer.deliver(episode_id, generated, result.outcome, result.trajectories)
         async with self._changed:
             del self._running[episode_id]
             self._changed.notify_all()
-        self._judge(episode_id, result)
+        if result is not UNWANTED:
+            self._judge(episode_id, result)
 
     def _judge(self, episode_id: str, result: EpisodeResult) -> None:
         """Tell of a failure; raise EpisodesFail when there was nothing else for long."""
@@ -229,7 +226,9 @@ class Worker:
         """Tell of tokens and slots. A slot is idle for want of a lease: one that waits for a whole group's room is not."""
         last = time.monotonic()
         while True:
-            await self._buffer.progress(dict(self._running), self._slot_s, self._idle_slot_s)
+            for episode_id in await self._buffer.progress(dict(self._running), self._slot_s, self._idle_slot_s):
+                if episode_id in self._playing:
+                    self._playing[episode_id].cancel()
             await asyncio.sleep(PROGRESS_S)
             now = time.monotonic()
             slots, playing = self._concurrency.cap, len(self._running)

@@ -1,0 +1,50 @@
+"""What the replay state machine is told once, and what it remembers besides the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+OnDeadline = Literal["withhold", "wait", "drop"]
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """How groups are made complete.
+
+    Attributes:
+        group_size: members of a group.
+        min_members: a group is complete as soon as so many of them were kept; the others are late.
+        on_deadline: what becomes of tokens past the staleness bound.
+        lease_s: a lease ends after so many seconds without a report.
+        retries: reason of a failure -> how often a member that failed so is granted again.
+    """
+
+    group_size: int
+    min_members: int
+    on_deadline: OnDeadline
+    lease_s: float
+    retries: Mapping[str, int] = {}
+
+
+class Clock(msgspec.Struct, frozen=True):
+    """The machine's own numbers.
+
+    Attributes:
+        version: of the learner's weights.
+        served: version of the engines; None before the first push.
+        next_group: number of the group that is leased next.
+        recovered_from: version of the checkpoint that `version` was recovered from, until the next commit.
+        checkpointed: commits up to here are in a checkpoint.
+        cursors: the next task of each environment.
+        trained: groups of each environment that were trained on.
+    """
+
+    version: int = 0
+    served: int | None = None
+    next_group: int = 0
+    recovered_from: int | None = None
+    checkpointed: int = 0
+    cursors: tuple[int, ...] = ()
+    trained: tuple[int, ...] = ()

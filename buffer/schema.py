@@ -1,0 +1,61 @@
+"""The tables of the buffer's file, and the views by which anybody with SQLite can check its accounts.
+
+Invariants:
+- `ledger` has every generated token once: account (or the reason it was discarded for), policy version, length of its episode.
+- The views need nothing but SQLite.
+"""
+
+SCHEMA_VERSION = 3
+"""Raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change."""
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS clock (
+    id INTEGER PRIMARY KEY CHECK (id = 0),
+    value TEXT NOT NULL  -- JSON of replay.Clock
+);
+CREATE TABLE IF NOT EXISTS groups (
+    id INTEGER PRIMARY KEY, env INTEGER NOT NULL, task INTEGER NOT NULL, state TEXT NOT NULL, attempt INTEGER NOT NULL,
+    wish TEXT NOT NULL, leased_at INTEGER NOT NULL, trained_at INTEGER
+);
+CREATE TABLE IF NOT EXISTS episodes (
+    id TEXT PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups, worker TEXT NOT NULL, account TEXT NOT NULL,
+    length INTEGER NOT NULL,  -- tokens generated so far
+    generated TEXT NOT NULL,  -- JSON: {"version": tokens}
+    kept TEXT NOT NULL,       -- of these, sampled tokens of the delivered trajectories
+    settled INTEGER NOT NULL, final INTEGER NOT NULL, late INTEGER NOT NULL,
+    loss_from INTEGER,        -- once trained: the oldest version whose tokens carried loss
+    reason TEXT NOT NULL, outcome TEXT
+);
+CREATE INDEX IF NOT EXISTS episodes_of_group ON episodes (group_id);
+CREATE TABLE IF NOT EXISTS trajectories (
+    id TEXT PRIMARY KEY, episode_id TEXT NOT NULL REFERENCES episodes, group_id INTEGER NOT NULL, reward REAL NOT NULL,
+    header BLOB NOT NULL, token_ids BLOB, loss_mask BLOB, behavior_logprobs BLOB  -- NULL once dropped to save room
+);
+CREATE INDEX IF NOT EXISTS trajectories_of_group ON trajectories (group_id);
+CREATE INDEX IF NOT EXISTS trajectories_of_episode ON trajectories (episode_id);
+CREATE TABLE IF NOT EXISTS commits (
+    version INTEGER PRIMARY KEY, time REAL NOT NULL, groups INTEGER NOT NULL, rolled_back INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE IF NOT EXISTS archive (  -- sums over groups whose rows were dropped; length is rounded down to a power of two
+    version INTEGER, length INTEGER, account TEXT, tokens INTEGER NOT NULL, PRIMARY KEY (version, length, account)
+);
+CREATE VIEW IF NOT EXISTS sampled AS
+    SELECT group_id, episodes.id AS episode_id, account, reason, loss_from, length, CAST(key AS INTEGER) AS version,
+        value AS generated, coalesce(json_extract(kept, '$."' || key || '"'), 0) AS kept
+    FROM episodes, json_each(episodes.generated);
+CREATE VIEW IF NOT EXISTS placed AS
+    SELECT group_id, version, length, 'in_flight' AS account, generated AS tokens FROM sampled WHERE account = 'in_flight'
+    UNION ALL SELECT group_id, version, length, reason, generated FROM sampled WHERE account = 'discarded'
+    UNION ALL SELECT group_id, version, length, 'unused', generated - kept FROM sampled
+        WHERE account IN ('ready', 'trained') AND generated <> kept
+    UNION ALL SELECT group_id, version, length,
+        CASE WHEN account = 'ready' THEN 'ready' WHEN version >= loss_from THEN 'trained' ELSE 'withheld' END, kept
+        FROM sampled WHERE account IN ('ready', 'trained') AND kept <> 0;
+CREATE VIEW IF NOT EXISTS ledger AS
+    SELECT version, length, account, tokens FROM placed UNION ALL SELECT version, length, account, tokens FROM archive;
+"""
+
+
+def bucket(length: int) -> int:
+    """The largest power of two that is at most `length`; 0 for 0."""
+    return 1 << (length.bit_length() - 1) if length > 0 else 0
