@@ -47,21 +47,22 @@ def bench(options: argparse.Namespace) -> int:
     say = Console(stderr=True, highlight=False)
     parts = _rollout(options.sizes) if options.name == "rollout" else _weightsync(options.sizes)
     results: list[Result] = []
-    with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
-        for number, (what, measure) in enumerate(parts):
-            say.print(f"measuring {what}")
-            place = Path(folder) / str(number)
-            place.mkdir()
-            try:
+    try:
+        with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
+            for number, (what, measure) in enumerate(parts):
+                say.print(f"measuring {what}")
+                place = Path(folder) / str(number)
+                place.mkdir()
                 measured = asyncio.run(measure(place))
-            except BaseExceptionGroup as group:
-                raise first_cause(group) from group
-            results += measured if isinstance(measured, tuple) else [measured]
-    report = Report(options.name, machine(), tuple(results))
-    if options.json:
-        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
-    else:
-        render(report, Console())
+                results += measured if isinstance(measured, tuple) else [measured]
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from group
+    finally:  # what was measured before an error, too
+        report = Report(options.name, machine(), tuple(results))
+        if options.json:
+            sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+        else:
+            render(report, Console())
     return 0
 
 
