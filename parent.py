@@ -1,4 +1,7 @@
-"""Processes that end with the one that started them, also when that one is killed. Linux only; elsewhere they live on."""
+"""Processes that end with the one that started them, also when that one is killed. Linux only; elsewhere they live on.
+
+`python -m slipstream.parent COMMAND...` runs a command that does not know of this.
+"""
 
 from __future__ import annotations
 
@@ -19,3 +22,8 @@ def die_with(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it ended before the kernel knew of our wish
         os._exit(1)
+
+
+if __name__ == "__main__":
+    die_with(os.getppid())
+    os.execvp(sys.argv[1], sys.argv[1:])

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import sys
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -94,6 +95,7 @@ async def serving(config: Config, folder: Path) -> AsyncIterator[Serving]:
         spots = await launcher.place(dict.fromkeys(names, 0))
         for number, (name, spot) in enumerate(spots.items()):
             command = servers.command(config, spot.host, spot.port, seed=number)
+            command = [sys.executable, "-m", "slipstream.parent", *command]  # also when this process is killed
             await launcher.start(name, command, servers.environment(config))
         seats = tuple(Seat(name, f"http://{spot.host}:{spot.port}") for name, spot in spots.items())
         for seat in seats:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 CHILD = """
 import os, time
@@ -16,15 +17,21 @@ print(os.getpid(), flush=True)
 time.sleep(600)
 """
 
+WRAPPED = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"
 
 
-def test_it_ends_with_a_parent_that_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        child = psutil.Process(int(parent.stdout.readline()))
-        parent.kill()
-        assert parent.stdout.read() == ""  # the child's end closes the pipe
+WRAPPER = f"import subprocess, sys; subprocess.run([sys.executable, '-m', 'slipstream.parent', sys.executable, '-c', {WRAPPED!r}])"
+
+
+@pytest.mark.parametrize("parent", [PARENT, WRAPPER])
+def test_it_ends_with_a_parent_that_is_killed(parent: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+        assert process.stdout.read() == ""  # the child's end closes the pipe
     psutil.wait_procs([child], timeout=10)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 

@@ -369,9 +369,8 @@ async def test_a_process_that_lost_its_weights_is_not_used_until_the_fleet_says_
         await asked
 
 
-async def test_a_replica_that_answers_and_fails_every_request_is_tried_ever_more_rarely(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The router's pauses end at once; returns how long they would have been, in seconds of `PROBE_S` = 1."""
     pauses: list[float] = []
     sleep = asyncio.sleep
 
@@ -379,11 +378,18 @@ async def test_a_replica_that_answers_and_fails_every_request_is_tried_ever_more
         pauses.append(seconds)
         await sleep(0)
 
+    monkeypatch.setattr(module.asyncio, "sleep", no_sleep)
+    monkeypatch.setattr(module, "PROBE_S", 1.0)
+    return pauses
+
+
+async def test_a_replica_that_answers_and_fails_every_request_is_tried_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with world() as w:
         w.serve("a")
         asked = w.ask("e")
-        monkeypatch.setattr(module.asyncio, "sleep", no_sleep)
-        monkeypatch.setattr(module, "PROBE_S", 1.0)
+        pauses = without_pauses(monkeypatch)
         for _ in range(7):
             (await w.call("a")).fail(EngineError("500"))
         (await w.call("a")).say(1)
@@ -395,18 +401,10 @@ async def test_a_replica_that_answers_and_fails_every_request_is_tried_ever_more
 async def test_a_replica_that_fails_some_requests_is_not_probed_hot_for_the_sake_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pauses: list[float] = []
-    sleep = asyncio.sleep
-
-    async def no_sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        await sleep(0)
-
     async with world() as w:
         w.serve("a")
         sick = w.ask("sick", 66)
-        monkeypatch.setattr(module.asyncio, "sleep", no_sleep)
-        monkeypatch.setattr(module, "PROBE_S", 1.0)
+        pauses = without_pauses(monkeypatch)
         for number in range(5):
             well = w.ask(f"well {number}", number)
             calls = {call.token_ids: call for call in (await w.call("a"), await w.call("a"))}
@@ -588,7 +586,7 @@ async def test_a_caller_that_is_cancelled_leaves_nothing_behind() -> None:
 async def test_the_tokens_of_a_caller_that_is_cancelled_are_told() -> None:
     async with world(max_concurrent=1) as w:
         w.serve("a")
-        lost: list[int] = []
+        lost: list[Completion] = []
         options: dict[str, Any] = {"lost": lost.append}
         flies = asyncio.create_task(w.router.generate("flies", [1], SAMPLING, 0, **options))
         (await w.call("a")).grow(7, 8)
@@ -599,7 +597,7 @@ async def test_the_tokens_of_a_caller_that_is_cancelled_are_told() -> None:
         waits.cancel()
         flies.cancel()
         await asyncio.wait({waits, flies})
-        assert sorted(lost) == [0, 2]
+        assert sorted(completion.token_ids for completion in lost) == [(), (7, 8)]
         for call in list(w["a"].open):
             call.say(1)
         await asyncio.gather(*filling)
