@@ -19,6 +19,7 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from .. import heap
 from ..configs.schema import Agent, Buffer, Config, Model, Partial, PythonEnv, Rollout, TransportKind, Vllm, parse_size
 from ..errors import WeightSyncError
 from ..launch.job import Cluster, Job
@@ -103,6 +104,7 @@ async def serving(config: Config, folder: Path) -> AsyncIterator[Serving]:
             assert isinstance(engine, VllmEngine)  # counts are read from its metrics
             engines.append(engine)
         await asyncio.gather(*(engine.wait_ready(config.rollout.engine.start_s) for engine in engines))
+        heap.freeze()  # as the roles of a run do
         yield Serving(job, seats, tuple(engines))
     finally:
         for engine in engines:

@@ -20,6 +20,7 @@ from importlib import import_module
 import uvloop
 from aiohttp import web
 
+from ... import heap
 from ...errors import SlipstreamError
 from ...weightsync.staging import Staging
 from .app import Server
@@ -53,6 +54,7 @@ async def _serve(served: Served, options: Options) -> None:
     app = Server(engine, served.limits, staging, served.weights).app(*served.middlewares)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
+    heap.freeze()
     await web.TCPSite(runner, options.host, options.port, backlog=1024).start()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
