@@ -3,7 +3,8 @@
 Invariants:
 - Each message says what happened, to what, and what to do; it fits on one line, because the command line prints it alone.
 - `exit_code` is what the command line returns: 2 for bad input (nothing was started), 1 for a run that failed.
-- No wait in Slipstream is without a deadline: await through `within`, which names the waiter and what it waited for.
+- No wait in Slipstream is without a deadline: await through `within`, which names the waiter and what it waited for. One that ends
+  with its caller alone is at least told of, by `Waiting`. `slipstream waits` shows both.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
+
+from .waits import Waiting as Waiting
 
 T = TypeVar("T")
 
@@ -55,7 +58,11 @@ class WireError(SlipstreamError):
 
 
 class StoreError(SlipstreamError):
-    """The durable store could not be opened, written or read."""
+    """The durable store could not be opened, written or read. Not `final` where that may pass: another process held the file."""
+
+    def __init__(self, message: str, *, final: bool = True) -> None:
+        super().__init__(message)
+        self.final = final
 
 
 class StateError(SlipstreamError):
@@ -105,15 +112,17 @@ class Interrupted(Exception):  # not an error of the program: somebody asked it 
 async def within(
     seconds: float, awaitable: Awaitable[T], *, who: str, waits_for: str, hint: str | Callable[[], str]
 ) -> T:
-    """Await `awaitable` for at most `seconds`; a `hint` that is a function is asked when the deadline has passed.
+    """Await `awaitable` for at most `seconds`; a `hint` that is a function is asked when the deadline has passed. Meanwhile it is
+    one of the process's `waits`.
 
     Raises:
         DeadlineExceeded: naming `who`, `waits_for` and the `hint` about what to look at.
     """
     deadline = asyncio.timeout(seconds)
     try:
-        async with deadline:
-            return await awaitable
+        with Waiting(who, waits_for, seconds):
+            async with deadline:
+                return await awaitable
     except TimeoutError:
         if not deadline.expired():
             raise

@@ -4,6 +4,7 @@ Invariants:
 - The members of a gang live and die together.
 - A role is started again `launch.restarts` times, unless what went wrong would go wrong again.
 - A role that was told to end is not started again.
+- A process that SIGKILL does not end is named, and waited for no longer than `KILL_S`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..configs import Config
-from ..errors import ConfigError, RoleDied
+from ..errors import ConfigError, RoleDied, within
 from ..monitor.live import View
 from .member import FINAL, Member, describe, last_error
-from .processes import Launcher
+from .processes import KILL_S, Launcher
 
 FINISHING = ("evaluator",)
 """Kinds of roles that have an end of their own; the others serve until they are stopped, the learner in case a replica that
@@ -49,7 +50,9 @@ class Keeper:
             command = [sys.executable, "-P", "-m", "slipstream.launch.cli", "role", member.name, *member.arguments]
             grace = self._config.rollout.engine.start_s if member.kind == "engine" else self._config.launch.heartbeat_s
             member.process = await self._launcher.start(member.name, command, member.environment)
-            member.deadline = time.monotonic() + grace  # from here: finding it another place may have taken its time
+            member.heard = time.monotonic()  # from here: finding it another place may have taken its time
+            member.deadline = member.heard + grace
+            member.waits, member.stuck = (), ""
             self._view.status(member.name, f"started, pid {member.process.pid}")
             member.on_start()
 
@@ -59,6 +62,7 @@ class Keeper:
         Raises:
             ConfigError: one found its config to be wrong.
             RoleDied: one ended more often than `launch.restarts` allows.
+        DeadlineExceeded: one does not end although it was killed.
         """
         while True:
             failed = await self._failure(gang)
@@ -101,7 +105,13 @@ class Keeper:
             for end in asyncio.as_completed(ends):
                 if (failed := await end) is not None:
                     await asyncio.gather(*(m.process.kill() for m in gang if m.process))
-                    await asyncio.gather(*ends)
+                    await within(
+                        2 * KILL_S,  # the launcher has waited half of it
+                        asyncio.gather(*ends),
+                        who="the supervisor",
+                        waits_for=f"{' and '.join(m.name for m in gang)} to end after SIGKILL",
+                        hint="a process is stuck in the kernel, or its host is lost",
+                    )
                     return failed
             return None
         finally:

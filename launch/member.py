@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..configs import Config
+from ..waits import Wait
 from .processes import Process
 
 FINAL = 3
@@ -32,6 +33,9 @@ class Member:
 
     Attributes:
         deadline: when silence becomes death.
+        heard: when it last gave a sign of life; its start counts.
+        waits: what it said that it waits for, at `told`.
+        stuck: where its event loop was stuck at `told`; empty while it turns.
         stopping: it was told to end.
         changing: held while its process is started or ended, so that neither happens in the middle of the other.
         on_start, on_end: called as soon as a process of it runs, and as soon as one has ended.
@@ -43,6 +47,10 @@ class Member:
     process: Process | None = None
     restarts: int = 0
     deadline: float = float("inf")
+    heard: float = 0.0
+    waits: tuple[Wait, ...] = ()
+    told: float = 0.0
+    stuck: str = ""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     last_words: str = ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -20,9 +21,14 @@ from typing import Protocol
 
 import msgspec
 
-from ..errors import ConfigError
+from ..errors import ConfigError, DeadlineExceeded, within
 from ..parent import die_with
 from .resources import Placement, spare
+
+log = logging.getLogger(__name__)
+
+KILL_S = 10.0
+"""How long a process may take to end after SIGKILL: the kernel frees its memory, or a device driver holds it."""
 
 PARENT = "SLIPSTREAM_PARENT"
 """Variable that tells a role which process started it."""
@@ -42,7 +48,7 @@ class Process(Protocol):
         ...
 
     async def kill(self) -> None:
-        """End it and all it started. Does not raise where it has ended or cannot be reached."""
+        """End it and all it started. Does not raise where it has ended, cannot be reached, or does not end within `KILL_S`."""
         ...
 
 
@@ -136,7 +142,11 @@ class LocalProcess:
     async def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        await self._process.wait()
+        waits_for, hint = f"process {self.pid} to end after SIGKILL", "it is stuck in the kernel, see its /proc entry"
+        try:
+            await within(KILL_S, self._process.wait(), who="the launcher", waits_for=waits_for, hint=hint)
+        except DeadlineExceeded as error:
+            log.error("%s", error)
 
 
 class LocalLauncher:

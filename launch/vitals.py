@@ -1,8 +1,10 @@
-"""Signs of life: what the roles say of themselves, and how the engines answer.
+"""Signs of life: what the roles say of themselves, how the engines answer, and what everybody waits for.
 
 Invariants:
-- A role that is silent for `launch.heartbeat_s` is killed, once; who is started again is the supervisor's business.
+- A role that is silent for `launch.heartbeat_s` is killed, once, and it is said what it waited for when it was last heard; who is
+  started again is the supervisor's business.
 - A frame that is no heartbeat of this run's changes nothing.
+- What is worth a line is said once (`Watchdog`).
 """
 
 from __future__ import annotations
@@ -10,15 +12,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
 
 import msgspec
 import zmq.asyncio
 
 from ..monitor.live import View
-from .heart import Beat, Done, Failed, Lost, Ready, Said, Served, Signal, Stepped
+from ..waits import Wait, oldest
+from .heart import Beat, Done, Failed, Lost, Ready, Said, Served, Signal, Stepped, Stuck
 from .keeper import Keeper
+from .member import Member
 from .probe import PROBE_S, Probe
 from .replicas import Replicas
+from .watchdog import RoleWait, Watchdog, by_age
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +38,7 @@ class Vitals:
         self._probe = probe
         self._silence_s = silence_s
         self._view = view
+        self._watchdog = Watchdog()
 
     async def listen(self, socket: zmq.asyncio.Socket) -> None:
         """Take what the roles say."""
@@ -42,16 +49,23 @@ class Vitals:
             except (msgspec.MsgspecError, KeyError) as error:
                 log.warning("dropped a heartbeat that is none of ours: %s", error)
                 continue
-            if member.deadline != float("inf"):
-                member.deadline = time.monotonic() + self._silence_s
+            now = time.monotonic()
+            if not isinstance(said, Stuck):
+                self._alive(member, now)
             match said:
+                case Beat(waits=waits):
+                    member.waits, member.told, member.stuck = waits, now, ""
+                case Stuck(where=where, waits=waits):
+                    member.waits, member.told, member.stuck = waits, now, where
                 case Ready():
                     member.ready.set()
                     self._view.status(member.name, "ready")
                 case Done():
                     member.done.set()
+                    self._watchdog.rest()
                     self._view.status(member.name, "done")
                 case Stepped(row=row):
+                    self._watchdog.stepped(now)
                     self._view.step(msgspec.json.decode(row))
                 case Said(text=text):
                     self._view.event(f"{member.name}: {text}")
@@ -61,19 +75,44 @@ class Vitals:
                     self._replicas.served(replica, version, incarnation)
                 case Lost(replica=replica, incarnation=incarnation, why=why):
                     self._replicas.lost(replica, incarnation, why)
-                case Beat():
-                    pass
 
     async def pulse(self) -> None:
-        """Kill what is silent; the supervisor starts it again."""
+        """Kill what is silent; the supervisor starts it again. Say what is remarkable."""
         while True:
             await asyncio.sleep(min(PROBE_S, self._silence_s / 4))
             await asyncio.gather(*(self._ask(s.name, s.url) for s in self._replicas.fleet.seats))
             for member in list(self._members.values()):
                 if member.process and time.monotonic() > member.deadline:
-                    self._view.event(f"{member.name} is silent and is killed")
+                    member.last_words = member.last_words or self._silent(member, time.monotonic())
+                    self._view.event(f"{member.name} is killed: {member.last_words}")
                     member.deadline = float("inf")
                     await member.process.kill()
+            for line in self._watchdog.look(self.waits(), time.monotonic()):
+                self._view.event(line)
+
+    def waits(self) -> list[RoleWait]:
+        """What every role of the run waits for now, this process included, the oldest first. Of a role that says nothing for
+        itself the supervisor waits for a sign of life."""
+        now = time.monotonic()
+        own = [RoleWait("supervisor", wait, 0.0) for wait in oldest()]
+        return by_age([*own, *(row for m in self._members.values() for row in _waits_of(m, now))])
+
+    def _silent(self, member: Member, now: float) -> str:
+        """Why it is killed."""
+        if member.kind == "engine":
+            return (
+                f"it did not answer for {now - member.heard:.0f} s{'' if member.ready.is_set() else ' since its start'}"
+            )
+        what = f"silent for {now - member.heard:.0f} s"
+        if member.stuck:
+            what += f", its event loop stuck at {member.stuck}"
+        known = [row.wait for row in _waits_of(member, now) if member.waits]
+        return f"{what}; {max(known, key=lambda w: w.age_s)}" if known else f"{what}; it waited for nothing"
+
+    def _alive(self, member: Member, now: float) -> None:
+        member.heard = now
+        if member.deadline != float("inf"):
+            member.deadline = now + self._silence_s
 
     async def _ask(self, name: str, url: str) -> None:
         """Ask an engine that has answered before how it is: an answer is a heartbeat, a refusal is its death."""
@@ -84,4 +123,22 @@ class Vitals:
         well = await self._probe(url)
         if well is None or member.process is not process or member.deadline == float("inf"):
             return
-        member.deadline = time.monotonic() + (self._silence_s if well else 0.0)
+        if well:
+            self._alive(member, time.monotonic())
+        else:
+            member.deadline, member.last_words = time.monotonic(), "it answers that it is not well"
+
+
+def _waits_of(member: Member, now: float) -> Iterator[RoleWait]:
+    """The waits of a role that runs, aged since it told of them."""
+    if member.process is None or member.exit_status is not None:
+        return
+    heard = now - member.heard
+    if not member.waits or member.kind == "engine":
+        limit = None if member.deadline == float("inf") else member.deadline - member.heard
+        sign = "answer" if member.kind == "engine" else "sign of life"
+        which = "next" if member.ready.is_set() else "first"
+        yield RoleWait(member.name, Wait("the supervisor", f"its {which} {sign}", heard, limit), heard)
+    for wait in member.waits:
+        age = wait.age_s + now - member.told
+        yield RoleWait(member.name, msgspec.structs.replace(wait, age_s=age), heard)

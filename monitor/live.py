@@ -2,11 +2,13 @@
 
 Invariants:
 - With a terminal: one view that is drawn in place, log records above it. Without: one short line per step and per event.
+- An event is in the process's log, too: who comes later finds it there.
 - Drawing never waits for the run and never changes it; a row with missing numbers is drawn with dashes.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from types import TracebackType
@@ -21,6 +23,8 @@ from rich.text import Text
 from ..configs import Config
 from .metrics import Row
 from .text import MISSING, count, reward, share, sparkline
+
+log = logging.getLogger(__name__)
 
 EVENTS_SHOWN = 4
 SPARK_WIDTH = 40
@@ -85,6 +89,7 @@ class LineView:
             self._line(f"{role}: {text}")
 
     def event(self, text: str) -> None:
+        log.info("%s", text)
         self._line(f"! {text}")
 
     def __enter__(self) -> LineView:
@@ -132,6 +137,7 @@ class TerminalView:
         self._status[role] = text
 
     def event(self, text: str) -> None:
+        log.info("%s", text)
         self._events.append(f"{time.strftime('%H:%M:%S')}  {text}")
 
     def __enter__(self) -> TerminalView:

@@ -1,0 +1,492 @@
+"""Every wait has an owner: while it lasts it can be told, when it is old it is told, and none is without an end."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import io
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from rich.console import Console
+from slipstream.configs import Config, load
+from slipstream.errors import DeadlineExceeded, RoleDied, StoreError, Waiting, within
+from slipstream.launch import heart as heart_module
+from slipstream.launch.control import Control
+from slipstream.launch.folder import alone
+from slipstream.launch.heart import Beat, Heart, Signal, Stuck
+from slipstream.launch.keeper import Keeper
+from slipstream.launch.member import Member
+from slipstream.launch.probe import Probe
+from slipstream.launch.processes import LocalLauncher, Process
+from slipstream.launch.replicas import Replicas
+from slipstream.launch.vitals import Vitals
+from slipstream.launch.watchdog import OLD_S, STALL_S, STALL_TIMES, RoleWait, Watchdog, by_age
+from slipstream.monitor.live import LineView, open_view
+from slipstream.monitor.log import logged_to
+from slipstream.rollout.vllm import VllmEngine
+from slipstream.tests.runs import slipstream
+from slipstream.waits import Wait, oldest
+from slipstream.weightsync.fleet import FleetBoard
+
+ROOT = Path(__file__).parent.parent
+WAIT_S = 30.0
+
+
+# --- the waits of one process -------------------------------------------------------------------------------------
+
+
+async def forever(who: str, waits_for: str, seconds: float = 60.0) -> None:
+    await within(seconds, asyncio.Event().wait(), who=who, waits_for=waits_for, hint="nothing")
+
+
+async def test_a_wait_is_told_while_it_lasts_and_not_after() -> None:
+    assert oldest() == ()
+    task = asyncio.create_task(forever("a", "b", 7.0))
+    await asyncio.sleep(0)
+    (wait,) = oldest()
+    assert (wait.who, wait.waits_for, wait.deadline_s, wait.alike) == ("a", "b", 7.0, 1)
+    assert 0.0 <= wait.age_s < 1.0
+    task.cancel()
+    await asyncio.wait({task})
+    assert oldest() == ()
+    with pytest.raises(DeadlineExceeded, match=r"a waited 0\.001 s for b; nothing"):
+        await forever("a", "b", 0.001)
+    assert oldest() == ()
+
+    async def broken() -> None:
+        assert len(oldest()) == 1
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        await within(1.0, broken(), who="a", waits_for="b", hint="")
+    assert await within(1.0, asyncio.sleep(0, "done"), who="a", waits_for="b", hint="") == "done"
+    assert oldest() == ()
+
+
+async def test_of_many_waits_the_oldest_of_each_kind_is_told() -> None:
+    with Waiting("worker-0", "a lease"):
+        tasks = [asyncio.create_task(forever(f"episode {i}.0.{i % 8}", f"version {i}")) for i in range(5000)]
+        await asyncio.sleep(0)
+        lease, episode = oldest()
+        assert (lease.who, lease.deadline_s) == ("worker-0", None)
+        assert (episode.who, episode.waits_for, episode.alike) == ("episode 0.0.0", "version 0", 5000)
+        young = msgspec.structs.replace(episode, age_s=1.2)
+        assert str(young) == "episode 0.0.0 has waited 1 of 60 s for version 0 (and 4999 like it)"
+        tasks[0].cancel()
+        await asyncio.wait({tasks[0]})
+        assert oldest()[1].who == "episode 1.0.1"
+        assert [wait.who for wait in oldest(1)] == ["worker-0"]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    assert oldest() == ()
+
+
+def test_threads_may_wait_and_look_at_the_same_time() -> None:
+    stop, failed = threading.Event(), list[BaseException]()
+
+    def wait(number: int) -> None:
+        try:
+            while not stop.is_set():
+                with Waiting(f"thread {number}", "its turn"):
+                    oldest()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=wait, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(2000):
+        assert len(oldest()) <= 1
+    stop.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not failed
+    assert oldest() == ()
+
+
+# --- what is remarkable -------------------------------------------------------------------------------------------
+
+
+def row(
+    age: float, deadline: float | None, role: str = "worker-0", who: str = "episode 3", what: str = "tokens"
+) -> RoleWait:
+    return RoleWait(role, Wait(who, what, age, deadline), 0.0)
+
+
+def test_an_old_wait_is_told_once() -> None:
+    dog = Watchdog()
+    assert dog.look([row(OLD_S - 1, 60.0), row(119.0, 240.0), row(9999.0, None)], 0.0) == []
+    assert dog.look([row(121.0, 240.0)], 1.0) == ["worker-0: episode 3 has waited 121 of 240 s for tokens already"]
+    assert dog.look([row(130.0, 240.0, who="episode 4")], 2.0) == []  # of the same kind
+    assert len(dog.look([row(130.0, 240.0), row(130.0, 240.0, role="worker-1")], 3.0)) == 1
+    assert dog.look([row(5.0, 240.0)], 4.0) == []  # it is over
+    assert len(dog.look([row(150.0, 240.0)], 5.0)) == 1
+
+
+def test_a_run_without_steps_is_told_of_once_with_its_oldest_waits() -> None:
+    dog, waits = Watchdog(), [row(5.0, 60.0), row(80.0, None, "learner-0", "learner-0", "the buffer's answer to Take")]
+    assert dog.look(waits, 1e6) == []  # no step is due before there were some
+    for now in (100.0, 110.0, 130.0):
+        dog.stepped(now)
+    assert STALL_TIMES * 20 > STALL_S
+    assert dog.look(waits, 130.0 + STALL_TIMES * 20) == []
+    (line,) = dog.look(waits, 131.0 + STALL_TIMES * 20)
+    assert line == (
+        "no step for 101 s, the slowest before took 20 s; learner-0: learner-0 has waited 80 s for the buffer's answer to Take; "
+        "worker-0: episode 3 has waited 5 of 60 s for tokens"
+    )
+    assert dog.look(waits, 1e4) == []
+    dog.stepped(1e4)
+    assert dog.look(waits, 1e4 + 5.0) == []
+    assert len(dog.look(waits, 1e4 + STALL_TIMES * 41)) == 1  # the step that hung counts for twice the slowest, 40 s
+    dog.stepped(2e4)
+    dog.rest()
+    assert dog.look(waits, 1e6) == []
+
+
+def test_the_oldest_comes_first() -> None:
+    assert [r.wait.age_s for r in by_age([row(1.0, None), row(9.0, None), row(5.0, 6.0)])] == [9.0, 5.0, 1.0]
+
+
+# --- the heart ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Heart, zmq.Socket]]:
+    """A heart that beats ten times as fast as one, and who hears it."""
+    monkeypatch.setattr(heart_module, "BEAT_S", 0.2)
+    context = zmq.Context()
+    socket = context.socket(zmq.PULL)
+    socket.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    try:
+        with Heart(f"tcp://127.0.0.1:{port}", "worker-0") as heart:
+            yield heart, socket
+    finally:
+        socket.close(linger=0)
+        context.term()
+
+
+def heard(socket: zmq.Socket, kind: type) -> Beat | Stuck:
+    """The next signal of one kind."""
+    deadline = time.monotonic() + WAIT_S
+    while not isinstance(said := msgspec.json.decode(socket.recv(), type=Signal), kind):
+        assert time.monotonic() < deadline, f"no {kind.__name__} for {WAIT_S:g} s"
+    return said
+
+
+def test_a_beat_carries_the_oldest_waits_however_much_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with supervised(monkeypatch) as (heart, socket):
+        over = threading.Event()
+
+        def chatter() -> None:
+            while not over.wait(0.01):
+                heart.say("hello")
+
+        talker = threading.Thread(target=chatter)
+        talker.start()
+        try:
+            with Waiting("worker-0", "a lease"):
+                while not (found := heard(socket, Beat)).waits:
+                    pass
+        finally:
+            over.set()
+            talker.join(WAIT_S)
+        assert [(w.who, w.waits_for) for w in found.waits] == [("worker-0", "a lease")]
+        while heard(socket, Beat).waits:
+            pass
+
+
+def code_of_a_user(ended: threading.Event) -> None:
+    ended.wait(WAIT_S)
+
+
+def test_an_event_loop_that_does_not_turn_is_no_life_and_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    with supervised(monkeypatch) as (heart, socket):
+
+        async def role() -> None:
+            follows = asyncio.create_task(heart.follow_loop())
+            await asyncio.sleep(0.3)
+            with Waiting("episode 7", "step"):
+                code_of_a_user(ended)
+            await asyncio.sleep(0.5)
+            follows.cancel()
+
+        thread = threading.Thread(target=asyncio.run, args=(role(),))
+        thread.start()
+        stuck = heard(socket, Stuck)
+        assert isinstance(stuck, Stuck)
+        assert "code_of_a_user" in stuck.where
+        assert f"{Path(__file__).name}:" in stuck.where
+        assert stuck.waits[0].who == "episode 7"
+        ended.set()
+        assert heard(socket, Beat).waits == ()
+        thread.join(WAIT_S)
+
+
+# --- the supervisor -----------------------------------------------------------------------------------------------
+
+ROLE = """
+import asyncio, sys, time
+from slipstream.errors import within
+from slipstream.launch.heart import Heart
+
+def step_of_a_user():
+    time.sleep(600)
+
+async def role(heart):
+    follows = asyncio.create_task(heart.follow_loop())
+    heart.ready()
+    if sys.argv[2] == "stuck":
+        await asyncio.sleep(0.1)
+        step_of_a_user()
+    await within(500.0, asyncio.Event().wait(), who="episode 3.0.1", waits_for="a completion", hint="")
+
+with Heart(sys.argv[1], "worker-0") as heart:
+    asyncio.run(role(heart))
+"""
+
+
+class Roles(LocalLauncher):
+    """Starts `ROLE` for every role, to beat at `address`; `does` is `wait` or `stuck`."""
+
+    address, does = "", "wait"
+
+    async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> Process:
+        return await super().start(role, [sys.executable, "-c", ROLE, self.address, self.does], environment)
+
+
+class Stage:
+    """A supervisor's parts around one worker."""
+
+    def __init__(self, folder: Path, config: Config, socket: zmq.asyncio.Socket) -> None:
+        self.console = Console(file=io.StringIO(), width=1000)
+        view = LineView(config, self.console)
+        launcher = Roles(folder, 0)
+        launcher.address = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self.board = FleetBoard("127.0.0.1")
+        self.launcher = launcher
+        self.keeper = Keeper(config, folder, launcher, view)
+        self.probe = Probe("/health")
+        replicas = Replicas(
+            self.keeper,
+            launcher,
+            self.board,
+            self.probe,
+            view,
+            environment=lambda name, spot: {},
+            make_engine=lambda seat: VllmEngine(seat.name, seat.url, vocab_size=10, max_model_len=10),
+            gpus=0,
+            pushed=True,
+        )
+        self.vitals = Vitals(self.keeper, replicas, self.probe, config.launch.heartbeat_s, view)
+        self.control = Control(folder, replicas, self.board.address, self.vitals.waits)
+        self.worker = self.keeper.members["worker-0"] = Member("worker-0")
+
+    def events(self) -> str:
+        assert isinstance(self.console.file, io.StringIO)
+        return self.console.file.getvalue()
+
+
+@contextlib.asynccontextmanager
+async def stage(folder: Path, *overrides: str) -> AsyncIterator[Stage]:
+    config = load("quickstart", [f"run.dir={folder}", "launch.restarts=0", *overrides])
+    (folder / "config.yaml").write_text("")
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.PULL)
+    there = Stage(folder, config, socket)
+    try:
+        with alone(folder):
+            async with asyncio.timeout(2 * WAIT_S), there.probe, asyncio.TaskGroup() as tasks:
+                vitals, control = there.vitals, there.control
+                kept = [tasks.create_task(w) for w in (vitals.listen(socket), vitals.pulse(), control.serve())]
+                yield there
+                for task in kept:
+                    task.cancel()
+    finally:
+        await there.launcher.close()
+        await there.board.close()
+        socket.close(linger=0)
+        context.term()
+
+
+async def told(there: Stage) -> None:
+    """Return when the worker has said what it waits for: with one of its next beats, which set nothing that could be awaited."""
+    while not there.worker.waits:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
+async def test_the_command_shows_who_waits_for_what(tmp_path: Path) -> None:
+    async with stage(tmp_path) as there:
+        await there.keeper.start(there.worker)
+        await there.worker.ready.wait()
+        await told(there)
+        table = asyncio.create_task(asyncio.to_thread(slipstream, "waits", str(tmp_path), "--json"))
+        late = asyncio.create_task(forever("the supervisor", "something"))
+        rows = json.loads((await table).stdout)
+        late.cancel()
+        assert [row["wait"]["age_s"] for row in rows] == sorted((row["wait"]["age_s"] for row in rows), reverse=True)
+        found = {row["role"]: row for row in rows}
+        assert found["worker-0"]["wait"]["who"] == "episode 3.0.1"
+        assert found["worker-0"]["wait"]["waits_for"] == "a completion"
+        assert found["worker-0"]["wait"]["deadline_s"] == 500.0
+        assert found["worker-0"]["heard_s"] < 10.0
+        assert found["supervisor"]["wait"]["waits_for"] == "something"
+        shown = (await asyncio.to_thread(slipstream, "waits", str(tmp_path))).stdout
+        assert "episode 3.0.1" in shown
+        assert "8 min 20 s" in shown
+    ended = await asyncio.to_thread(slipstream, "waits", str(tmp_path), check=False)
+    assert ended.returncode == 2
+    assert "is not running" in ended.stderr
+
+
+async def test_who_is_killed_for_silence_is_named_with_its_last_wait(tmp_path: Path) -> None:
+    async with stage(tmp_path, "launch.heartbeat_s=6") as there:
+        await there.keeper.start(there.worker)
+        watch = asyncio.create_task(there.keeper.watch([there.worker]))
+        await there.worker.ready.wait()
+        await told(there)
+        assert there.worker.process is not None
+        began = time.monotonic()
+        os.kill(there.worker.process.pid, signal.SIGSTOP)
+        with pytest.raises(RoleDied) as died:
+            await watch
+        assert time.monotonic() - began > 4.0
+        said = r"silent for (\d+) s; episode 3\.0\.1 has waited (\d+) of 500 s for a completion"
+        assert died.match(rf"worker-0 ended with SIGKILL: {said}; given up after 0 restarts")
+        (line,) = [line for line in there.events().splitlines() if "killed" in line]
+        assert line.startswith("! worker-0 is killed: silent for ")
+        assert "episode 3.0.1 has waited" in line
+
+
+async def test_who_is_stuck_is_killed_and_it_is_said_where(tmp_path: Path) -> None:
+    async with stage(tmp_path, "launch.heartbeat_s=6") as there:
+        there.launcher.does = "stuck"
+        await there.keeper.start(there.worker)
+        with pytest.raises(
+            RoleDied, match=r"silent for \d+ s, its event loop stuck at .*step_of_a_user; it waited for nothing"
+        ):
+            await there.keeper.watch([there.worker])
+
+
+def test_an_event_is_in_the_log_of_the_supervisor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=110)
+        path = tmp_path / f"logs-{terminal}" / "supervisor.log"
+        with logged_to(path, "supervisor"), open_view(load("quickstart"), console) as view:
+            view.event("no step for 75 s")
+            logging.getLogger("slipstream.launch").warning("dropped a heartbeat")
+        logging.getLogger("slipstream.launch").info("nobody listens any more")
+        (event, dropped) = path.read_text().splitlines()
+        assert event.endswith("INFO    [supervisor] slipstream.monitor.live: no step for 75 s")
+        assert dropped.endswith("[supervisor] slipstream.launch: dropped a heartbeat")
+
+
+# --- errors that need no second try -------------------------------------------------------------------------------
+
+
+def test_a_store_error_is_final_unless_it_may_pass() -> None:
+    assert StoreError("the disk is full").final
+    assert not StoreError("another process holds the file", final=False).final
+
+
+# --- no wait without an end ---------------------------------------------------------------------------------------
+
+ROOMS = ("agents", "envs", "rollout", "buffer", "learner", "weightsync", "launch", "monitor", "configs")
+
+LIMITED = {
+    "subprocess.run",
+    "subprocess.check_output",
+    "dist.init_process_group",
+    "aiohttp.ClientSession",
+    "asyncio.wait",
+}
+"""Calls that wait for ever unless they are given a `timeout`."""
+
+NEVER = {"asyncio.wait_for", "asyncio.timeout", "subprocess.call", "subprocess.check_call", "os.wait", "os.waitpid"}
+"""Calls for which there is `errors.within`, or something to await."""
+
+ALLOWED = {
+    ("buffer/client.py", "asyncio.timeout"): "its turns count what it was awake; it raises DeadlineExceeded itself",
+    ("buffer/client.py", "asyncio.wait"): "within such a turn",
+    ("buffer/service.py", "asyncio.wait"): "the disk, for which nobody can do anything; its clients have deadlines",
+    ("rollout/blocking.py", "self._thread.join"): "the thread looks every BLOCK_S / LOOKS whether it is over",
+    ("rollout/episode.py", "asyncio.wait"): "its callers have the deadlines, and it heeds them whatever user code does",
+    ("rollout/episode.py", "asyncio.timeout"): "the episode's own deadline, an outcome and no error",
+    ("rollout/http.py", "asyncio.timeout"): "moved with every chunk; it raises DeadlineExceeded itself",
+    ("rollout/router.py", "asyncio.timeout"): "a sample that is late is left out, which is no error",
+    ("rollout/router.py", "asyncio.wait"): "within request_s; of what was cancelled, within ABORT_S",
+    ("rollout/worker.py", "asyncio.timeout"): "a goodbye that is late is not said; the leases expire",
+    ("rollout/worker.py", "asyncio.wait"): "the worker's life; an episode has episode_s",
+    (
+        "rollout/server/engine_thread.py",
+        "asyncio.to_thread self._thread.join",
+    ): "the server's end; its launcher kills it",
+    ("learner/loop.py", "asyncio.wait"): "of what was cancelled; a push has push_s",
+    ("weightsync/broadcast.py", "asyncio.wait"): "each of them has what is left of push_s",
+    ("weightsync/fleet.py", "asyncio.wait"): "of what was cancelled",
+    ("weightsync/publisher.py", "asyncio.wait"): "catch_up has push_s; of what was cancelled",
+    ("weightsync/replica.py", "asyncio.wait"): "the callers are within their share of push_s",
+    ("weightsync/transport.py", "asyncio.wait"): "the callers are within their share of push_s",
+    ("launch/cli_replicas.py", "asyncio.wait"): "within the command's deadline",
+    ("launch/roles.py", "asyncio.wait"): "the role's life; of what was cancelled, until the supervisor kills it",
+    ("launch/supervisor.py", "asyncio.wait"): "the run's life",
+}
+"""(file, call) -> why it may."""
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` as text, with nothing in front where that is no name."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id if isinstance(node, ast.Name) else "", *reversed(parts)])
+
+
+def endless(source: str) -> Iterator[tuple[int, str]]:
+    """(line, call) of the waits in a module that have no deadline, or another than that of `within`."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name, limited = dotted(node.func), any(k.arg in ("timeout", "timeout_s", None) for k in node.keywords)
+        bare_join = name.endswith(".join") and not node.args and not limited
+        handed = next((dotted(a) for a in node.args if isinstance(a, ast.Attribute) and a.attr == "join"), "")
+        if name in NEVER or (name in LIMITED and not limited) or bare_join:
+            yield node.lineno, name
+        elif handed.endswith("thread.join"):
+            yield node.lineno, f"{name} {handed}"
+
+
+def test_no_wait_in_the_package_is_without_a_deadline_and_a_name() -> None:
+    found: dict[tuple[str, str], list[int]] = {}
+    top = [path for path in ROOT.glob("*.py") if path.name != "errors.py"]
+    for path in [*top, *(p for room in ROOMS for p in (ROOT / room).rglob("*.py"))]:
+        for line, call in endless(path.read_text()):
+            found.setdefault((str(path.relative_to(ROOT)), call), []).append(line)
+    new = {f"{file}:{lines}": call for (file, call), lines in found.items() if (file, call) not in ALLOWED}
+    assert not new, f"await through errors.within, or say in ALLOWED why not: {new}"
+    assert set(ALLOWED) <= set(found), "not needed any more"
+
+
+def test_the_check_sees_a_wait() -> None:
+    seen = endless(
+        "asyncio.wait({a})\nasyncio.wait({a}, timeout=1)\nthread.join()\n','.join(a)\nthread.join(5)\n"
+        "asyncio.to_thread(self._thread.join)\nsubprocess.run(a)\nasyncio.wait_for(a, 1)\nself._event.wait()\n"
+    )
+    assert [line for line, _ in seen] == [1, 3, 6, 7, 8]
