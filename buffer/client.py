@@ -3,6 +3,7 @@
 Invariants:
 - Every request has a deadline, but `lease`, which ends with its caller. Until then it is sent again whenever the buffer is
   silent, which is safe: all requests may be repeated. A buffer that is restarted in between is not noticed.
+- A deadline counts the time in which this process could have heard the answer: one that was stopped for long goes on.
 - Replies are matched by number; any number of requests may be under way at once.
 """
 
@@ -16,15 +17,18 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TypeVar
 
+import msgspec
 import zmq
 import zmq.asyncio
 
-from ..errors import StateError, WireError, within
+from ..curve import Keys, join
+from ..errors import DeadlineExceeded, StateError, Waiting, WireError
 from . import messages as m
 from . import wire
 from .ledger import Counts
 from .messages import Batch, Lease, Stats
-from .trajectory import Outcome, Trajectory
+from .peers import connection_name
+from .trajectory import DETAIL_LIMIT, Outcome, Trajectory
 
 RESEND_S = 5.0
 """Silence after which a request is sent again. A lease or a batch may take longer; asking twice costs one small frame."""
@@ -36,13 +40,17 @@ R = TypeVar("R")
 
 
 class BufferClient:
-    """A connection to the buffer at `address`, used as an async context manager. `name` is unique per role, not per process."""
+    """A connection to the buffer at `address`, used as an async context manager. `name` is unique per role, not per process.
 
-    def __init__(self, address: str, name: str, *, deadline_s: float = 60.0) -> None:
+    `keys` are those of the run, if not this process's own.
+    """
+
+    def __init__(self, address: str, name: str, *, deadline_s: float = 60.0, keys: Keys | None = None) -> None:
         self.name = name
         self.incarnation = uuid.uuid4().hex
         self._address = address
         self._deadline_s = deadline_s
+        self._keys = keys
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[m.Reply]] = {}
         self._leasing = asyncio.Lock()
@@ -50,9 +58,11 @@ class BufferClient:
     async def __aenter__(self) -> BufferClient:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, f"{self.name}/{self.incarnation}".encode())
+        self._socket.setsockopt(zmq.IDENTITY, connection_name(self.name, self.incarnation))
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # while the buffer is away repetitions do not queue up
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        join(self._socket, self._keys)
         self._socket.connect(self._address)
         self._receiver = asyncio.create_task(self._receive(), name=f"{self.name} buffer replies")
         return self
@@ -72,10 +82,18 @@ class BufferClient:
         await self._ask(m.Hello(self.name, self.incarnation), m.Done)
 
     async def lease(self) -> Lease:
-        """The next group to play. How long admission takes is the learner's affair, so the caller's cancellation is the
-        only deadline. The buffer keeps one such wish per client: calls queue here, and a cancelled one is replaced."""
+        """The next group to play, see `leases`."""
+        return (await self.leases(1))[0]
+
+    async def leases(self, groups: int) -> tuple[Lease, ...]:
+        """The next groups to play: at least one, at most `groups`. How long admission takes is the learner's affair, so the
+        caller's cancellation is the only deadline. The buffer keeps one such wish per client: calls queue here, and a cancelled
+        one is replaced."""
         async with self._leasing:
-            return (await self._send(m.WantLease(self.name), m.Granted)).lease
+            with Waiting(self.name, "a lease from the buffer"):
+                wish = m.WantLease(self.name, min(groups, m.GROUPS_AT_ONCE))
+                granted = await self._send(wish, m.Granted, float("inf"))
+                return granted.lease, *granted.more
 
     async def progress(self, generated: dict[str, Counts], slot_s: float, idle_slot_s: float) -> tuple[str, ...]:
         """Report running totals; returns the episodes among them that nobody waits for any more."""
@@ -84,7 +102,12 @@ class BufferClient:
     async def deliver(
         self, episode_id: str, generated: Counts, outcome: Outcome, trajectories: Sequence[Trajectory]
     ) -> None:
-        """Returns once the episode is durable."""
+        """Returns once the episode is durable.
+
+        Raises:
+            WireError: a trajectory is longer than the buffer takes.
+        """
+        outcome = msgspec.structs.replace(outcome, detail=outcome.detail[:DETAIL_LIMIT])
         await self._ask(m.Deliver(self.name, episode_id, generated, outcome, tuple(trajectories)), m.Done)
 
     async def goodbye(self) -> None:
@@ -124,24 +147,31 @@ class BufferClient:
 
     async def _ask(self, request: m.Request, expected: type[R], deadline_s: float | None = None) -> R:
         seconds = self._deadline_s if deadline_s is None else deadline_s
-        return await within(
-            seconds,
-            self._send(request, expected),
-            who=self.name,
-            waits_for=f"the buffer's answer to {type(request).__name__}",
-            hint=f"is the buffer at {self._address} alive, and are workers delivering?",
-        )
+        with Waiting(self.name, _answer_to(request), seconds):
+            return await self._send(request, expected, seconds)
 
-    async def _send(self, request: m.Request, expected: type[R]) -> R:
+    async def _send(self, request: m.Request, expected: type[R], seconds: float) -> R:
         number = next(self._numbers)
         frames = wire.encode(m.Envelope(number, request))
+        if max(map(len, frames)) > wire.FRAME_LIMIT:
+            raise WireError(
+                f"a frame of {type(request).__name__} is above {wire.FRAME_LIMIT} bytes; shorten the episode"
+            )
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        left = seconds
         try:
-            while not future.done():
-                await self._socket.send_multipart(frames, copy=False)
-                await asyncio.wait([future], timeout=RESEND_S)
+            while not future.done() and left > 0:
+                turn = min(left, RESEND_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(turn):
+                        await self._socket.send_multipart(frames, copy=False)
+                        await asyncio.wait([future])
+                left -= turn  # however late the clock woke us: a process that was stopped has heard nothing meanwhile
         finally:
             del self._waiting[number]
+        if not future.done():
+            hint = f"is the buffer at {self._address} alive, and are workers delivering?"
+            raise DeadlineExceeded(self.name, _answer_to(request), seconds, hint)
         reply = future.result()
         if isinstance(reply, m.Refused):
             raise StateError(f"the buffer refused {type(request).__name__} of {self.name}: {reply.error}")
@@ -162,3 +192,7 @@ class BufferClient:
             future = self._waiting.get(reply.number)
             if future is not None and not future.done():
                 future.set_result(reply.message)
+
+
+def _answer_to(request: m.Request) -> str:
+    return f"the buffer's answer to {type(request).__name__}"

@@ -3,6 +3,7 @@
 Invariants:
 - Every request may be repeated: a client that got no answer sends the same request again and nothing happens twice.
 - A worker's reports are running totals, so a repeated or lost report changes nothing in the end.
+- Every number and every id in a request is bounded: what is decoded fits into the store.
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ from msgspec import Meta
 from .ledger import Ledger
 from .trajectory import Outcome, Trajectory
 
+Name = Annotated[str, Meta(min_length=1, max_length=100)]
+"""Of a worker, or of one of its processes."""
+
+EpisodeId = Annotated[str, Meta(max_length=64)]
+"""`group.attempt.member`."""
+
 Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
 """A count of one episode's tokens; the bound keeps a forged one from overflowing the store."""
 
@@ -24,7 +31,14 @@ Version = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Counts = dict[Version, Tokens]
 """Policy version -> sampled tokens."""
 
-Seconds = Annotated[float, Meta(ge=0.0)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
+"""A running total; the bound keeps sums finite."""
+
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+GROUPS_AT_ONCE = 256
+"""Leases in one answer."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -60,21 +74,22 @@ class Lease(msgspec.Struct, frozen=True):
 class Hello(Message, frozen=True):
     """A worker introduces itself. Groups of an earlier process of the same name are granted again at once."""
 
-    worker: str
-    incarnation: str
+    worker: Name
+    incarnation: Name
 
 
 class WantLease(Message, frozen=True):
-    """A worker has room for a group. Answered when admission allows one."""
+    """A worker has room for so many groups. Answered when admission allows one, with as many as it allows."""
 
-    worker: str
+    worker: Name
+    groups: Annotated[int, Meta(ge=1, le=GROUPS_AT_ONCE)] = 1
 
 
 class Progress(Message, frozen=True):
     """A worker lives. `generated` maps each running episode to all the tokens it has sampled so far, by version."""
 
-    worker: str
-    generated: dict[str, Counts]
+    worker: Name
+    generated: dict[EpisodeId, Counts]
     slot_s: Seconds
     idle_slot_s: Seconds
 
@@ -83,8 +98,8 @@ class Deliver(Message, frozen=True):
     """An episode ended. `generated` is all that was sampled for it, by version; `trajectories` its branches, none when it
     failed and is not to be trained on."""
 
-    worker: str
-    episode_id: str
+    worker: Name
+    episode_id: EpisodeId
     generated: Counts
     outcome: Outcome
     trajectories: tuple[Trajectory, ...]
@@ -93,7 +108,7 @@ class Deliver(Message, frozen=True):
 class Goodbye(Message, frozen=True):
     """A worker leaves in good order; its running episodes are given up."""
 
-    worker: str
+    worker: Name
 
 
 class Take(Message, frozen=True):
@@ -130,7 +145,7 @@ class WantFresh(Message, frozen=True):
     """The learner, before it steps on from `version`, wants at most `limit` trajectories with tokens of that very version."""
 
     version: Version
-    limit: int
+    limit: Annotated[int, Meta(ge=0, le=1 << 16)]
 
 
 class WantStats(Message, frozen=True):
@@ -143,6 +158,7 @@ class Done(Message, frozen=True):
 
 class Granted(Message, frozen=True):
     lease: Lease
+    more: tuple[Lease, ...] = ()
 
 
 class Unwanted(Message, frozen=True):
@@ -160,7 +176,10 @@ class Recovered(Message, frozen=True):
 class Stats(msgspec.Struct, frozen=True):
     """The buffer at one instant: `leased_groups` are being played, `ready_groups` are complete and not committed.
 
-    `slot_s` and `idle_slot_s` are summed over workers since the service started.
+    Attributes:
+        slot_s, idle_slot_s: summed over workers since the service started.
+        dropped: messages that were no request, since the service started.
+        refused: attempts to connect without this run's keys, since the service started; a peer may try often.
     """
 
     version: int
@@ -169,6 +188,8 @@ class Stats(msgspec.Struct, frozen=True):
     ready_groups: int
     slot_s: float
     idle_slot_s: float
+    dropped: int = 0
+    refused: int = 0
 
 
 class StatsReply(Message, frozen=True):
@@ -225,12 +246,12 @@ Reply = Done | Granted | Unwanted | Recovered | StatsReply | Batch | Fresh | Ref
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """A request and its number; the reply carries the same number."""
 
-    number: int
+    number: Number
     message: Request
 
 
 class ReplyEnvelope(msgspec.Struct, frozen=True, array_like=True):
     """A reply to request `number`."""
 
-    number: int
+    number: Number
     message: Reply

@@ -11,41 +11,77 @@
 
 Invariants:
 - Everything a round of messages changed is stored, in one transaction, before any of them is answered.
-- A lease is answered once: a repeated wish gets the lease it was granted before, a worker that is another process now gets none.
-- A request that the state machine forbids is answered `Refused`; a frame that is no message is dropped and counted.
+- A wish for a lease has one answer, however often it is sent; a worker that is another process now gets none.
+- A request that the state machine forbids, or that its sender may not make (`peers`), is answered `Refused`; a message that is no
+  request is dropped and counted.
+- While a round is stored, messages are read and checked for the next one; they change nothing before their round.
 - A failed write ends the service: what was acknowledged is in the store, what was not will be sent again.
+- Memory is bounded by the limits below, the groups that admission lets be outstanding, and one batch, whoever sends what. One
+  thing libzmq does not limit: a message of ever more frames that never ends. Only a peer with the run's keys can send it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import zmq
 import zmq.asyncio
 
 from ..configs.schema import Buffer, parse_size
+from ..curve import Guard, Keys
 from ..errors import StateError, StoreError, WireError
 from . import messages as m
 from . import wire
 from .accounts import ledgers_of
 from .admission import Admission
+from .group import Episode, Group
 from .ledger import Books, Counts
+from .peers import Peer, Peers
+from .recent import Recent
 from .replay import Replay
 from .rules import Clock, Rules
 from .store import CommitRow, Store
-from .trajectory import Trajectory
+from .trajectory import Trajectory, sampled_of
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 256 << 20
-"""One message: an episode of a million tokens is 9 MB."""
+K = TypeVar("K")
+V = TypeVar("V")
+T = TypeVar("T")
 
-ROUND = 512
-"""Messages taken in one round, one transaction. More only delays the first answer."""
+ROUND, ROUND_BYTES = 512, 16 << 20
+"""Messages taken in one round, one transaction, and after how many bytes no more are taken. More only delays the first answer."""
+
+BACKLOG = 64
+"""Messages of one connection that wait to be read; after that its sender waits."""
+
+WISHES = 1 << 14
+"""Unanswered wishes for a lease, or for a batch, that are remembered. Who is forgotten asks again."""
+
+
+Arrived = tuple[bytes, m.Envelope, Counts | WireError]
+"""Who sent it, a request, and of a delivery the sampled tokens by version, or what is wrong with it."""
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """For `groups` groups: request `number` of the connection `identity`, whose numbers are not used twice."""
+
+    identity: bytes
+    number: int
+    groups: int
+    peer: Peer
+
+    def name(self, group: int) -> str:
+        """Of the wish for one of the groups."""
+        return f"{self.identity.hex()}.{self.number}.{group}"
 
 
 class BufferService:
@@ -54,6 +90,7 @@ class BufferService:
     Args:
         shares: of the run's environments, see `Admission`.
         retries: reason of a failure -> how often a member that failed so is granted again.
+        keys: of the run, if not this process's own.
 
     Raises:
         StoreError: the file cannot be opened, read or written.
@@ -68,6 +105,7 @@ class BufferService:
         *,
         shares: tuple[float, ...] = (1.0,),
         retries: Mapping[str, int] | None = None,
+        keys: Keys | None = None,
     ) -> None:
         self._lease_s = config.lease_s
         self._keep = parse_size("buffer.keep", config.keep)
@@ -78,15 +116,23 @@ class BufferService:
             group.deadline = time.monotonic() + config.lease_s
         admission = Admission(config.max_staleness, config.groups_per_batch, shares)
         self._replay = Replay(admission, _rules(config, retries), clock, groups, Books(ledgers_of(path)))
-        self._incarnations: dict[str, str] = {}
-        self._slots: dict[bytes, tuple[float, float]] = {}
-        self._want_lease: dict[bytes, tuple[int, str]] = {}
+        self._keys = keys
+        self._guard: Guard | None = None
+        self._peers = Peers()
+        self._want_lease: dict[str, Wish] = {}
         self._want_batch: dict[bytes, tuple[int, int]] = {}
+        self._batch: m.Batch | None = None
         self._arrived: list[tuple[str, Trajectory]] = []
         self._commits: list[CommitRow] = []
         self._rolled_back_to: int | None = None
+        self._recovered: tuple[bytes, int, m.Recovered] | None = None
         self._replies: list[tuple[bytes, int, m.Reply]] = []
         self._stored_clock: Clock | None = None
+        self._inbox: list[Arrived] = []
+        self._inbox_bytes = 0
+        self._recent = Recent()
+        self._want_fresh: list[tuple[bytes, int, int, int]] = []
+        self._saver = ThreadPoolExecutor(1, "store")
         self._crowded = False
         self._dropped = 0
         self._stopping = False
@@ -98,182 +144,266 @@ class BufferService:
     async def serve(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serve until `stop`. `on_ready` is called once the address is bound."""
         context = zmq.asyncio.Context()
+        self._guard = Guard(context, self._keys)
         socket = context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, wire.FRAME_LIMIT)
+        socket.setsockopt(zmq.RCVHWM, BACKLOG)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects before its old connection is noticed dead
+        self._guard.protect(socket)
         try:
             try:
                 socket.bind(self._address)
             except zmq.ZMQError as error:
-                raise StoreError(f"the buffer cannot listen at {self._address}: {error}") from None
+                raise StoreError(f"the buffer cannot listen at {self._address}: {error}", final=False) from None
             on_ready()
             while not self._stopping:
                 await self._round(socket)
         finally:
+            self._saver.shutdown()  # a save that was under way ends
+            self._guard.close()
             socket.close()
             context.term()
             self._store.close()
 
     async def _round(self, socket: zmq.asyncio.Socket) -> None:
         """Take what came, change the state, store it, answer."""
-        tick_ms = max(1, int(min(1.0, self._lease_s / 4) * 1000))
-        if await socket.poll(tick_ms):
-            for _ in range(ROUND):
-                try:
-                    identity, *frames = await socket.recv_multipart(zmq.NOBLOCK, copy=True)
-                except zmq.Again:
-                    break
-                self._receive(identity, frames)
+        if not self._inbox:
+            await socket.poll(max(1, int(min(1.0, self._lease_s / 4) * 1000)))
+        await self._take_in(socket)
+        inbox, self._inbox, self._inbox_bytes = self._inbox, [], 0
+        for identity, envelope, sampled in inbox:
+            try:
+                reply = self._handle(identity, envelope, sampled)
+            except (StateError, WireError) as error:
+                reply = m.Refused(str(error))
+            if reply is not None:
+                self._replies.append((identity, envelope.number, reply))
         for group in self._replay.expire(time.monotonic()):
-            log.warning("group %d: its worker was silent for %g s; the group is granted again", group.id, self._lease_s)
+            log.warning("group %d: its worker was silent for %g s and loses it", group.id, self._lease_s)
         self._grant_leases()
-        self._hand_out_batches()
-        self._persist()
+        taken = self._take_batches()
+        await self._persist(socket)
+        self._hand_out(taken)
+        self._show_fresh()
         for identity, number, reply in self._replies:
             await socket.send_multipart([identity, *wire.encode(m.ReplyEnvelope(number, reply))], copy=False)
         self._replies.clear()
         if self._crowded:
             clock = self._replay.clock()
             served = -1 if clock.served is None else clock.served
-            self._crowded = self._store.shrink(self._keep, min(clock.checkpointed, served))
+            over = min(clock.checkpointed, served)
+            self._crowded = await self._in_store(socket, lambda: self._store.shrink(self._keep, over))
         await asyncio.sleep(0)
 
-    def _receive(self, identity: bytes, frames: list[bytes]) -> None:
-        try:
-            envelope = wire.decode(m.Envelope, frames)
-        except WireError as error:
-            self._dropped += 1
-            log.warning("dropped message %d that is not ours: %s", self._dropped, error)
-            return
-        try:
-            reply = self._handle(identity, envelope)
-        except (StateError, WireError) as error:
-            reply = m.Refused(str(error))
-        if reply is not None:
-            self._replies.append((identity, envelope.number, reply))
+    async def _take_in(self, socket: zmq.asyncio.Socket) -> None:
+        """Decode and check what came, until there is no more or it is enough for a round."""
+        for _ in range(ROUND):
+            if not self._roomy:
+                return
+            try:
+                identity, *frames = await socket.recv_multipart(zmq.NOBLOCK, copy=True)
+            except zmq.Again:
+                return
+            try:
+                self._inbox.append(_arrived(identity, frames))
+            except WireError as error:
+                self._dropped += 1
+                if self._dropped & (self._dropped - 1) == 0:  # at 1, 2, 4, ...: a flood fills no log
+                    log.warning("dropped message %d that is no request: %s", self._dropped, error)
+            self._inbox_bytes += sum(map(len, frames))
 
-    def _handle(self, identity: bytes, envelope: m.Envelope) -> m.Reply | None:
+    @property
+    def _roomy(self) -> bool:
+        return len(self._inbox) < ROUND and self._inbox_bytes <= ROUND_BYTES
+
+    def _handle(self, identity: bytes, envelope: m.Envelope, sampled: Counts | WireError) -> m.Reply | None:
         """Carry out one request; None when it is answered later."""
-        replay, request = self._replay, envelope.message
+        replay, peers, request = self._replay, self._peers, envelope.message
         match request:
-            case m.WantLease(worker):
-                lease = replay.granted(_wish(identity, envelope.number))
-                if lease is not None:
-                    return m.Granted(lease)
-                self._want_lease[identity] = (envelope.number, worker)
-                return None
+            case m.WantLease(worker, groups):
+                return self._wish(worker, Wish(identity, envelope.number, groups, peers.worker(identity, worker)))
             case m.Take(version):
-                self._want_batch[identity] = (envelope.number, version)
+                peers.rank(identity)
+                _queue(self._want_batch, identity, (envelope.number, version))
                 return None
             case m.Progress(worker, generated, slot_s, idle_slot_s):
-                self._slots[identity] = (slot_s, idle_slot_s)
-                return m.Unwanted(tuple(replay.progress(worker, generated, time.monotonic())))
-            case m.Deliver():
-                self._deliver(request)
+                peer = peers.worker(identity, worker)
+                for episode_id in generated:
+                    self._require_holder(worker, episode_id)
+                unwanted = replay.progress(worker, generated, time.monotonic())
+                peer.slot_s, peer.idle_slot_s = slot_s, idle_slot_s
+                return m.Unwanted(tuple(unwanted))
+            case m.Deliver(worker, episode_id, generated, outcome, trajectories):
+                peers.worker(identity, worker)
+                self._require_holder(worker, episode_id)
+                if isinstance(sampled, WireError):
+                    raise sampled
+                if replay.deliver(episode_id, outcome, generated, sampled):
+                    self._arrived += [(episode_id, trajectory) for trajectory in trajectories]
+                    self._recent.add(episode_id, trajectories)
             case m.Hello(worker, incarnation):
-                if self._incarnations.get(worker) != incarnation:
-                    self._forget_wishes(worker)
+                if peers.hello(identity, worker, incarnation):
+                    self._want_lease.pop(worker, None)
                     replay.release(worker, "worker_lost")
-                self._incarnations[worker] = incarnation
             case m.Goodbye(worker):
-                self._forget_wishes(worker)
+                peers.worker(identity, worker)
+                self._want_lease.pop(worker, None)
                 replay.release(worker, "worker_stopped")
             case m.Commit(version):
+                peers.learner(identity)
                 self._commit(version)
             case m.Served(version):
-                replay.serve(version)
+                peers.learner(identity)
+                if replay.served is None or version > replay.served:  # a repeated one comes late
+                    replay.serve(version)
             case m.Checkpointed(version):
+                peers.learner(identity)
                 replay.checkpoint(version)
                 self._crowded = True
             case m.Recover(version):
-                return self._recover(version)
+                peers.recovers(identity)
+                if self._recovered is None or self._recovered[:2] != (identity, version):
+                    self._recovered = identity, version, self._recover(version)
+                return self._recovered[2]
             case m.WantFresh(version, limit):
-                self._persist()
-                episodes = replay.fresh(version)[: max(0, limit)]
-                return m.Fresh(tuple(t for e in episodes for t in self._store.episode(e.id))[: max(0, limit)])
+                peers.rank(identity)
+                self._want_fresh.append((identity, envelope.number, version, limit))
+                return None
             case m.WantStats():
                 return m.StatsReply(self._stats())
         return m.Done()
 
-    def _deliver(self, request: m.Deliver) -> None:
-        kept: Counts = {}
-        if len({trajectory.id for trajectory in request.trajectories}) < len(request.trajectories):
-            raise WireError(f"episode {request.episode_id!r} came with the same branch twice")
-        for trajectory in request.trajectories:
-            trajectory.check()
-            ends = f"{trajectory.group_id}.", f".{trajectory.member}"
-            belongs = request.episode_id.startswith(ends[0]) and request.episode_id.endswith(ends[1])
-            if not belongs or trajectory.id != f"{request.episode_id}.{trajectory.branch}":
-                raise WireError(
-                    f"trajectory {trajectory.id!r} of group {trajectory.group_id}, member {trajectory.member}, branch "
-                    f"{trajectory.branch} came with episode {request.episode_id!r}"
-                )
-            for span in trajectory.version_spans:
-                kept[span.version] = kept.get(span.version, 0) + span.end - span.start
-        if self._replay.deliver(request.episode_id, request.outcome, request.generated, kept):
-            self._arrived += [(request.episode_id, trajectory) for trajectory in request.trajectories]
+    def _wish(self, worker: str, wish: Wish) -> m.Granted | None:
+        """The leases that answered this wish before; else it is remembered."""
+        peer = wish.peer
+        if peer.granted is not None and wish.number <= peer.wish:
+            # Also leases that are lost since: others would be nobody's if the first answer is only late.
+            return peer.granted if wish.number == peer.wish else None
+        leases = [lease for i in range(wish.groups) if (lease := self._replay.granted(wish.name(i)))]
+        if leases:  # before this buffer was started
+            return m.Granted(leases[0], tuple(leases[1:]))
+        _queue(self._want_lease, worker, wish)
+        return None
+
+    def _require_holder(self, worker: str, episode_id: str) -> None:
+        """Raises StateError when another worker plays the episode."""
+        number = episode_id.partition(".")[0]
+        group = self._replay.groups.get(int(number)) if number.isdecimal() else None
+        episode = group.episodes.get(episode_id) if group is not None else None
+        if episode is not None and episode.worker != worker:
+            raise StateError(f"episode {episode_id} is played by {episode.worker}, not by {worker}")
 
     def _commit(self, version: int) -> None:
         groups = sum(g.state == "batched" for g in self._replay.groups.values())
         before = self._replay.version
         self._replay.commit(version)
+        self._batch = None
         if self._replay.version != before:
             self._commits.append(CommitRow(self._replay.version, time.time(), groups))
 
     def _recover(self, version: int) -> m.Recovered:
         recovered = self._replay.recover(version)
+        self._batch = None
         self._want_batch.clear()
         self._rolled_back_to = version
         return m.Recovered(recovered)
 
-    def _forget_wishes(self, worker: str) -> None:
-        self._want_lease = {i: wish for i, wish in self._want_lease.items() if wish[1] != worker}
-
     def _grant_leases(self) -> None:
-        for identity, (number, worker) in list(self._want_lease.items()):
-            lease = self._replay.grant(worker, time.monotonic(), _wish(identity, number))
-            if lease is None:
-                return
-            del self._want_lease[identity]
-            self._replies.append((identity, number, m.Granted(lease)))
+        """A group to every worker that wants one, by turns, while admission allows."""
+        granted: dict[str, list[m.Lease]] = {}
+        for turn in range(max((wish.groups for wish in self._want_lease.values()), default=0)):
+            before = sum(map(len, granted.values()))
+            for worker, wish in self._want_lease.items():
+                if turn < wish.groups and (lease := self._replay.grant(worker, time.monotonic(), wish.name(turn))):
+                    granted.setdefault(worker, []).append(lease)
+            if sum(map(len, granted.values())) == before:
+                break
+        for worker, leases in granted.items():
+            wish = self._want_lease.pop(worker)
+            wish.peer.wish, wish.peer.granted = wish.number, m.Granted(leases[0], tuple(leases[1:]))
+            self._replies.append((wish.identity, wish.number, wish.peer.granted))
 
-    def _hand_out_batches(self) -> None:
-        if not self._want_batch:
-            return
-        self._persist()
+    def _take_batches(self) -> list[tuple[bytes, int, int, list[Group]]]:
+        """Whom to answer, the version that was asked for, and the batch's groups."""
+        taken = []
         for identity, (number, version) in list(self._want_batch.items()):
             try:
                 groups = self._replay.take(version)
             except StateError as error:
-                groups, reply = [], m.Refused(str(error))
+                self._replies.append((identity, number, m.Refused(str(error))))
             else:
                 if groups is None:
                     continue
-                oldest = self._replay.admission.oldest_trainable(version)
-                rows = tuple(tuple(self._store.trajectories(g.id)) for g in groups)
-                late = frozenset(e.id for g in groups for e in g.in_account("ready") if e.late)
-                reply = m.Batch(version, oldest, rows, late, self._stats())
+                taken.append((identity, number, version, groups))
             del self._want_batch[identity]
-            self._replies.append((identity, number, reply))
+        return taken
 
-    def _persist(self) -> None:
+    def _hand_out(self, taken: list[tuple[bytes, int, int, list[Group]]]) -> None:
+        for identity, number, version, groups in taken:
+            self._batch = self._batch or self._batch_of(version, groups)
+            self._recent.keep(self._waits)
+            self._replies.append((identity, number, self._batch))
+
+    def _batch_of(self, version: int, groups: list[Group]) -> m.Batch:
+        """Kept until it is committed: whoever asks for it again gets the same arrays."""
+        oldest = self._replay.admission.oldest_trainable(version)
+        rows = tuple(tuple(self._trajectories(g)) for g in groups)
+        late = frozenset(e.id for g in groups for e in g.in_account("ready") if e.late)
+        return m.Batch(version, oldest, rows, late, self._stats())
+
+    def _trajectories(self, group: Group) -> list[Trajectory]:
+        """Of a group that leaves in a batch, by member and branch."""
+        episodes = sorted(group.in_account("ready"), key=lambda e: e.member)
+        return [t for e in episodes for t in self._branches(e)]
+
+    def _branches(self, episode: Episode) -> Sequence[Trajectory]:
+        return self._recent.get(episode.id) or self._store.episode(episode.id)
+
+    def _waits(self, episode_id: str) -> bool:
+        """Whether the episode's group may still go into a batch."""
+        group = self._replay.groups.get(int(episode_id.partition(".")[0]))
+        return group is not None and group.state in ("open", "leased", "ready")
+
+    def _show_fresh(self) -> None:
+        for identity, number, version, limit in self._want_fresh:
+            episodes = self._replay.fresh(version)[:limit]
+            found = (t for e in episodes for t in self._branches(e))
+            self._replies.append((identity, number, m.Fresh(tuple(itertools.islice(found, limit)))))
+        self._want_fresh.clear()
+
+    async def _persist(self, socket: zmq.asyncio.Socket) -> None:
         groups, clock = self._replay.drain(), self._replay.clock()
         if groups or self._commits or self._rolled_back_to is not None or clock != self._stored_clock:
-            self._store.save(clock, groups, self._arrived, self._commits, self._rolled_back_to)
+            rows = self._arrived, self._commits, self._rolled_back_to
+            await self._in_store(socket, lambda: self._store.save(clock, groups, *rows))
         self._stored_clock = clock
         self._arrived, self._commits, self._rolled_back_to = [], [], None
         self._replay.forget()
 
+    async def _in_store(self, socket: zmq.asyncio.Socket, work: Callable[[], T]) -> T:
+        """The result of `work`, which has the store to itself. What comes meanwhile is read and waits for the next round."""
+        working = asyncio.get_running_loop().run_in_executor(self._saver, work)
+        while not working.done():
+            coming = [asyncio.ensure_future(socket.poll())] if self._roomy else []
+            await asyncio.wait([working, *coming], return_when=asyncio.FIRST_COMPLETED)
+            for poll in coming:
+                poll.cancel()
+            await self._take_in(socket)
+        return await working
+
     def _stats(self) -> m.Stats:
         states = [g.state for g in self._replay.groups.values()]
+        slot_s, idle_slot_s = self._peers.slots()
         return m.Stats(
             version=self._replay.version,
             ledger=self._replay.books.total.copy(),
             leased_groups=states.count("leased"),
             ready_groups=states.count("ready") + states.count("batched"),
-            slot_s=sum(total for total, _ in self._slots.values()),
-            idle_slot_s=sum(idle for _, idle in self._slots.values()),
+            slot_s=slot_s,
+            idle_slot_s=idle_slot_s,
+            dropped=self._dropped,
+            refused=self._guard.refused if self._guard else 0,
         )
 
 
@@ -282,6 +412,19 @@ def _rules(config: Buffer, retries: Mapping[str, int] | None) -> Rules:
     return Rules(config.group_size, min_members, config.on_deadline, config.lease_s, dict(retries or {}))
 
 
-def _wish(identity: bytes, number: int) -> str:
-    """A client's request for a lease; its identity is unique, its numbers are not used twice."""
-    return f"{identity.hex()}.{number}"
+def _arrived(identity: bytes, frames: list[bytes]) -> Arrived:
+    """Raises WireError when the frames are no request."""
+    envelope = wire.decode(m.Envelope, frames)
+    if not isinstance(envelope.message, m.Deliver):
+        return identity, envelope, {}
+    try:
+        return identity, envelope, sampled_of(envelope.message.episode_id, envelope.message.trajectories)
+    except WireError as error:
+        return identity, envelope, error
+
+
+def _queue(waiting: dict[K, V], key: K, value: V) -> None:
+    """Remember what `key` waits for; the longest waiting makes room."""
+    waiting[key] = value
+    if len(waiting) > WISHES:
+        del waiting[next(iter(waiting))]

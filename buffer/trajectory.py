@@ -10,16 +10,27 @@ Invariants, checked by `Trajectory.check` before anything is accepted into the b
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from ..errors import WireError
 
 LENGTH_LIMIT = 1 << 22
 """Tokens in one trajectory. Four million is beyond any context served today and keeps a forged header from allocating memory."""
+
+NAME_LIMIT = 1000
+"""Characters of a name that the environment gives."""
+
+DETAIL_LIMIT = 4000
+"""Characters of what is told of a failure: the end of a traceback is beyond use."""
+
+Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -49,15 +60,16 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How the episode ended. A failure is never a reward: failed episodes carry no reward that anybody reads.
+    """How the episode ended. A failure is never a reward: what a failed episode earned counts for nothing. Where failures are
+    trained on, its reward is the penalty that the environment declared.
 
     `finished`: the environment said so. `truncated`: the token or turn limit came first; the reward so far counts.
     `failed`: `reason` names whose fault it was (`tool`, `environment`, `engine`, `policy`, `timeout`).
     """
 
     kind: Literal["finished", "truncated", "failed"]
-    reason: str = ""
-    detail: str = ""
+    reason: Annotated[str, Meta(max_length=40, pattern="^[a-z_]*$")] = ""
+    detail: Annotated[str, Meta(max_length=DETAIL_LIMIT)] = ""
 
     @property
     def trainable(self) -> bool:
@@ -90,10 +102,10 @@ class Trajectory(msgspec.Struct, frozen=True):
         metrics: numbers that the environment reported.
     """
 
-    id: str
-    group_id: int
-    member: int
-    branch: int
+    id: Annotated[str, Meta(max_length=84)]
+    group_id: Number
+    member: Number
+    branch: Number
     task_id: str
     env: str
     token_ids: NDArray[np.int32]
@@ -142,26 +154,51 @@ class Trajectory(msgspec.Struct, frozen=True):
                 raise WireError(f"trajectory {self.id!r}: {what}")
 
         n = len(self.token_ids)
+        require(
+            max(len(self.task_id), len(self.env)) <= NAME_LIMIT, f"task_id and env may have {NAME_LIMIT} characters"
+        )
         require(0 < n <= LENGTH_LIMIT, f"{n} tokens; allowed are 1 to {LENGTH_LIMIT}")
         require(self.token_ids.dtype == np.int32 and self.token_ids.ndim == 1, "token_ids must be int32[T]")
         require(self.loss_mask.dtype == np.bool_ and self.loss_mask.shape == (n,), "loss_mask must be bool[T]")
         logprobs = self.behavior_logprobs
         require(logprobs.dtype == np.float32 and logprobs.shape == (n,), "behavior_logprobs must be float32[T]")
-        require(bool((self.token_ids >= 0).all()), "token ids must not be negative")
-        require(bool(np.isfinite(logprobs).all()), "behavior_logprobs must be finite")
-        require(bool((logprobs <= 1e-4).all()), "behavior_logprobs must not be positive")
-        require(not logprobs[~self.loss_mask].any(), "behavior_logprobs must be 0 where nothing was sampled")
-        require(np.isfinite(self.reward) and all(np.isfinite(r) for r in self.turn_rewards), "rewards must be finite")
+        require(self.token_ids.min() >= 0, "token ids must not be negative")
+        require(logprobs.min() > -np.inf, "behavior_logprobs must be finite")  # the least of numbers with NaN is NaN
+        require(logprobs.max() <= 1e-4, "behavior_logprobs must not be positive")
+        require(not (logprobs * ~self.loss_mask).any(), "behavior_logprobs must be 0 where nothing was sampled")
+        require(all(map(math.isfinite, (self.reward, *self.turn_rewards))), "rewards must be finite")
         at = 0
         for turn in self.turns:
-            require(at <= turn.start <= turn.end <= n, f"bad turn {turn}")
+            if not at <= turn.start <= turn.end <= n:  # no `require`: its message would be made for every turn
+                raise WireError(f"trajectory {self.id!r}: bad turn {turn}")
             at = turn.end
         at = 0
         covered = np.zeros(n, dtype=np.bool_)
         for span in self.version_spans:
-            require(at <= span.start < span.end <= n and span.version >= 0, f"bad version span {span}")
             oldest = span.version if span.kv_version is None else span.kv_version
-            require(0 <= oldest <= span.version, f"bad version span {span}")
+            if not (at <= span.start < span.end <= n and 0 <= oldest <= span.version):
+                raise WireError(f"trajectory {self.id!r}: bad version span {span}")
             covered[span.start : span.end] = True
             at = span.end
-        require(bool((covered == self.loss_mask).all()), "version spans must cover exactly the sampled tokens")
+        require(np.array_equal(covered, self.loss_mask), "version spans must cover exactly the sampled tokens")
+
+
+def sampled_of(episode_id: str, branches: Sequence[Trajectory]) -> dict[int, int]:
+    """Policy version -> tokens that it sampled, over the branches of one episode.
+
+    Raises:
+        WireError: they are not that episode's, or an invariant of this module does not hold.
+    """
+    if len({branch.id for branch in branches}) < len(branches):
+        raise WireError(f"episode {episode_id!r} came with the same branch twice")
+    sampled: dict[int, int] = {}
+    for t in branches:
+        t.check()
+        belongs = episode_id.startswith(f"{t.group_id}.") and episode_id.endswith(f".{t.member}")
+        if not belongs or t.id != f"{episode_id}.{t.branch}":
+            raise WireError(
+                f"trajectory {t.id!r} of group {t.group_id}, member {t.member}, branch {t.branch} came with episode {episode_id!r}"
+            )
+        for span in t.version_spans:
+            sampled[span.version] = sampled.get(span.version, 0) + span.end - span.start
+    return sampled

@@ -5,6 +5,7 @@ Invariants:
 - No pickle. An array's dtype comes from the receiver's own annotation, its length from its frame; a frame that does not fit
   is a WireError, never a crash.
 - Decoded arrays are read-only views of the frames: nothing is copied.
+- A request has no frame above `FRAME_LIMIT`; the service cuts off who sends one.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ import msgspec
 import numpy as np
 
 from ..errors import WireError
+from .trajectory import LENGTH_LIMIT
 
 FORMAT = b"\x02"
 """First byte of every message. Raise it when a struct on the wire changes meaning."""
+
+FRAME_LIMIT = 4 * LENGTH_LIMIT
+"""Bytes of one frame of a request: the token ids of the longest trajectory."""
 
 Frame = bytes | memoryview
 M = TypeVar("M")

@@ -107,7 +107,7 @@ async def _until(where: Contact, run_dir: Path, settled: Callable[[Fleet], bool]
 
     config = load(str(run_dir / "config.yaml"))
     seconds = config.rollout.engine.start_s + config.weightsync.push_s + config.learner.batch_s
-    async with FleetFeed(where.fleet) as feed:
+    async with FleetFeed(where.fleet, where.keys) as feed:
         fleet = await within(
             seconds,
             _or_end(feed.until(lambda fleet: fleet.revision > 0 and (not fleet.seats or settled(fleet))), where.pid),

@@ -1,4 +1,4 @@
-"""The control channel of a running run: what `slipstream replicas` asks and the supervisor answers.
+"""The control channel of a running run: what `slipstream replicas` and `slipstream waits` ask and the supervisor answers.
 
 Invariants:
 - It listens on loopback only, and answers only who can read `control.json` of the run folder, which is the owner's alone.
@@ -13,6 +13,7 @@ import hmac
 import logging
 import os
 import secrets
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,9 +21,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from ..curve import Keys
 from ..errors import ConfigError, SlipstreamError, within
 from .folder import in_use
 from .roster import Listed
+from .watchdog import RoleWait
 
 if TYPE_CHECKING:
     from .replicas import Replicas
@@ -45,12 +48,14 @@ class Contact(msgspec.Struct, frozen=True):
         address: ZeroMQ address of the channel.
         fleet: ZeroMQ address of the fleet's feed.
         key: what a request must know.
+        keys: of the run, where it has any.
     """
 
     pid: int
     address: str
     fleet: str
     key: str
+    keys: Keys | None = None
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -69,9 +74,16 @@ class Show(msgspec.Struct, frozen=True, tag=True):
     """What replicas are there? Answered by `Shown`."""
 
 
+class Waits(msgspec.Struct, frozen=True, tag=True):
+    """Who waits for what? Answered by `Told`."""
+
+
+Wish = Add | Remove | Show | Waits
+
+
 class Request(msgspec.Struct, frozen=True):
     key: str
-    wish: Add | Remove | Show
+    wish: Wish
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -85,22 +97,37 @@ class Shown(msgspec.Struct, frozen=True, tag=True):
     replicas: tuple[Listed, ...]
 
 
+class Told(msgspec.Struct, frozen=True, tag=True):
+    """The oldest first."""
+
+    waits: tuple[RoleWait, ...]
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """Why not, in one line."""
 
     why: str
 
 
-Reply = Accepted | Shown | Refused
+Reply = Accepted | Shown | Told | Refused
 
 
 class Control:
-    """The supervisor's end."""
+    """The supervisor's end; `waits` says what all roles wait for."""
 
-    def __init__(self, run_dir: Path, replicas: Replicas, fleet_address: str) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        replicas: Replicas,
+        fleet_address: str,
+        waits: Callable[[], Sequence[RoleWait]] = tuple,
+        keys: Keys | None = None,
+    ) -> None:
+        self._keys = keys
         self._path = run_dir / FILE
         self._replicas = replicas
         self._fleet = fleet_address
+        self._waits = waits
 
     async def serve(self) -> None:
         """Answer until it is cancelled; the contact lies in the run folder for as long."""
@@ -108,7 +135,7 @@ class Control:
         socket = context.socket(zmq.REP)
         socket.setsockopt(zmq.LINGER, 0)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        contact = Contact(os.getpid(), f"tcp://127.0.0.1:{port}", self._fleet, secrets.token_hex(16))
+        contact = Contact(os.getpid(), f"tcp://127.0.0.1:{port}", self._fleet, secrets.token_hex(16), self._keys)
         try:
             _write(self._path, contact)
             while True:
@@ -134,7 +161,7 @@ class Control:
             log.exception("%s failed", request.wish)
             return Refused(f"{type(error).__name__}: {error}")
 
-    async def _carry_out(self, wish: Add | Remove | Show) -> Reply:
+    async def _carry_out(self, wish: Wish) -> Reply:
         match wish:
             case Add(count=count):
                 if count < 1:
@@ -145,6 +172,8 @@ class Control:
                 names = [name]
             case Show():
                 return Shown(tuple(self._replicas.listed()))
+            case Waits():
+                return Told(tuple(self._waits()))
         return Accepted(tuple(names), self._replicas.fleet.revision)
 
 
@@ -178,8 +207,8 @@ def contact(run_dir: Path) -> Contact:
     return found
 
 
-async def ask(where: Contact, wish: Add | Remove | Show, expected: type[T]) -> T:
-    """The supervisor's answer.
+async def ask(where: Contact, wish: Wish, expected: type[T], *, who: str = "slipstream replicas") -> T:
+    """The supervisor's answer to command `who`.
 
     Raises:
         ConfigError: it refused.
@@ -194,7 +223,7 @@ async def ask(where: Contact, wish: Add | Remove | Show, expected: type[T]) -> T
         frame = await within(
             ANSWER_S,
             asyncio.ensure_future(socket.recv()),
-            who="slipstream replicas",
+            who=who,
             waits_for=f"the supervisor, process {where.pid}",
             hint="is it stopped, or the run on another host?",
         )

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from .. import heap
 from ..buffer.accounts import Accounts, accounts_of
 from ..configs import Config, dump
 from ..errors import ConfigError, Interrupted, SlipstreamError
@@ -79,8 +80,8 @@ def _supervise(config: Config, run_dir: Path) -> Report:
         except BaseException:
             try:
                 write_report(run_dir, _ledger(run_dir))
-            except SlipstreamError:
-                log.exception("the report of the failed run could not be written")
+            except (SlipstreamError, OSError) as error:  # the run's own error is told by whoever called
+                log.error("the report of the failed run could not be written: %s", error)
             raise
         return write_report(run_dir, _ledger(run_dir))
 
@@ -173,4 +174,5 @@ def _supervisor(config: Config, run_dir: Path, view: View) -> Supervisor:
 
         placement = place(gpus, sum(gpus.values()))  # Ray gives every role GPUs of its own, and tells it which
         launcher = RayLauncher(logs, config.launch.port, many_hosts=config.launch.hosts == "many")
+    heap.freeze()
     return Supervisor(config, run_dir, launcher, view, gpus=gpus, backend=placement.backend)

@@ -33,8 +33,10 @@ import zmq.asyncio
 
 from ..configs import Config
 from ..configs.schema import Fake
+from ..curve import Guard, make_keys
 from ..errors import Interrupted, first_cause, within
 from ..monitor.live import View
+from ..monitor.log import logged_to
 from ..rollout import servers
 from ..weightsync.fleet import FleetBoard
 from .control import Control
@@ -84,6 +86,7 @@ class Supervisor:
         self._view = view
         self._gpus = gpus
         self._backend: Literal["gloo", "nccl"] = backend
+        self._keys = make_keys() if config.launch.hosts == "many" else None
         self._keeper = Keeper(config, run_dir, launcher, view)
         self._interrupted = asyncio.Event()
         self._farewell = "interrupted"
@@ -142,6 +145,7 @@ class Supervisor:
 
     async def _carry_out(self, names: Sequence[str], stack: contextlib.AsyncExitStack, plan: Plan, keep: Keep) -> None:
         """Find a place for everybody, start what listens, then the replicas, then `plan`. `stack` ends it all."""
+        stack.enter_context(logged_to(self._dir / "logs" / "supervisor.log", "supervisor"))
         if isinstance(self._config.rollout.engine, Fake):
             self._view.event(
                 "rollout.engine.kind=fake is for fault injection: what it generates is slow and fails as told"
@@ -157,8 +161,11 @@ class Supervisor:
         stack.callback(context.term)
         socket = context.socket(zmq.PULL)
         stack.callback(socket.close, linger=0)
+        guard = Guard(context, self._keys)
+        stack.callback(guard.close)
+        guard.protect(socket)
         port = socket.bind_to_random_port(f"tcp://{host}")
-        board = FleetBoard(host)
+        board = FleetBoard(host, self._keys)
         stack.push_async_callback(board.close)
         stack.push_async_callback(self._end)
         job = self._job(f"tcp://{host}:{port}", board.address)
@@ -179,7 +186,7 @@ class Supervisor:
             board.serve(),
             vitals.listen(socket),
             vitals.pulse(),
-            Control(self._dir, replicas, board.address).serve(),
+            Control(self._dir, replicas, board.address, vitals.waits, self._keys).serve(),
         ):
             keep(work)
         for name in names:
@@ -212,6 +219,7 @@ class Supervisor:
     def _environment(self, job: Job, name: str, spot: Spot) -> dict[str, str]:
         """What the process of role `name` is given at its place."""
         variables = job.environment(name) | role_environment(self._config, name, spot.gpus)
+        variables |= self._keys.environment() if self._keys else {}
         ranks = self._config.learner.backend.ranks
         if name.startswith("learner-") and ranks > 1:
             first = self._spots["learner-0"]

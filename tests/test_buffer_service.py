@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import random
 import socket
 import sqlite3
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import zmq
 import zmq.asyncio
 from slipstream.buffer import client as client_module
 from slipstream.buffer import messages as m
 from slipstream.buffer import wire
+from slipstream.buffer.accounts import accounts_of
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.messages import Batch, Lease
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store import Store, ledger_of
+from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
 from slipstream.configs.schema import Buffer
 from slipstream.errors import DeadlineExceeded, StateError, StoreError
@@ -54,10 +54,17 @@ def _resend_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(path: Path, address: str, config: Buffer = PATIENT) -> AsyncIterator[asyncio.Task[None]]:
+async def serving(
+    path: Path,
+    address: str,
+    config: Buffer = PATIENT,
+    *,
+    shares: tuple[float, ...] = (1.0,),
+    retries: Mapping[str, int] | None = None,
+) -> AsyncIterator[asyncio.Task[None]]:
     """A service in this process; it is cut off at the end, as by a kill between two rounds."""
     ready = asyncio.Event()
-    task = asyncio.create_task(BufferService(config, path, address).serve(ready.set))
+    task = asyncio.create_task(BufferService(config, path, address, shares=shares, retries=retries).serve(ready.set))
     await asyncio.wait([task, asyncio.ensure_future(ready.wait())], timeout=SOON, return_when=asyncio.FIRST_COMPLETED)
     try:
         yield task
@@ -68,13 +75,13 @@ async def serving(path: Path, address: str, config: Buffer = PATIENT) -> AsyncIt
 
 
 def episodes(lease: Lease) -> list[str]:
-    return [f"{lease.group_id}.{lease.attempt}.{member}" for member in lease.members]
+    return [lease.episode(member) for member in lease.members]
 
 
 async def play(client: BufferClient, lease: Lease) -> None:
     for episode in episodes(lease):
-        await client.progress({episode: 1}, 2.0, 0.5)
-        await client.deliver(episode, SAMPLED, FINISHED, (trajectory(episode, version=lease.version),))
+        await client.progress({episode: {lease.version: 1}}, 2.0, 0.5)
+        await client.deliver(episode, {lease.version: SAMPLED}, FINISHED, (trajectory(episode, version=lease.version),))
 
 
 async def work(client: BufferClient, delivered: Callable[[], None] = lambda: None) -> None:
@@ -129,7 +136,7 @@ async def test_several_workers_feed_one_learner(path: Path, address: str) -> Non
         assert stats.ledger.closes
         assert stats.ledger.trained + stats.ledger.withheld == len(ids) * SAMPLED
         assert stats.slot_s == 4 * stats.idle_slot_s > 0
-        assert ledger_of(path) == stats.ledger
+        assert accounts_of(path).total == stats.ledger
 
 
 async def test_two_ranks_get_the_same_batch_until_it_is_committed(path: Path, address: str) -> None:
@@ -179,9 +186,161 @@ async def test_all_branches_of_an_episode_are_kept(path: Path, address: str) -> 
     async with serving(path, address), BufferClient(address, "w") as client, asyncio.timeout(SOON):
         await client.served(0)
         (a, b) = episodes(await client.lease())
-        await client.deliver(a, 2 * SAMPLED, FINISHED, (trajectory(a, 1), trajectory(a, 0)))
-        await client.deliver(b, SAMPLED, FINISHED, (trajectory(b),))
+        await client.deliver(a, {0: 2 * SAMPLED}, FINISHED, (trajectory(a, 1), trajectory(a, 0)))
+        await client.deliver(b, {0: SAMPLED}, FINISHED, (trajectory(b),))
         assert trained_ids([await client.take(0, SOON)]) == [f"{a}.0", f"{a}.1", f"{b}.0"]
+
+
+# --- groups that are not whole ---------------------------------------------------------------------------------------
+
+SOME = Buffer(max_staleness=1, groups_per_batch=1, group_size=4, min_members=2, lease_s=60.0)
+"""A group is complete with two of four."""
+
+
+async def deliver(client: BufferClient, lease: Lease, *members: int, sampled: int = SAMPLED) -> None:
+    for member in members:
+        branch = trajectory(lease.episode(member), version=lease.version)
+        await client.deliver(lease.episode(member), {lease.version: sampled}, FINISHED, (branch,))
+
+
+async def test_late_members_are_in_the_batch_by_name_and_stragglers_are_told_to_stop(path: Path, address: str) -> None:
+    async with serving(path, address, SOME), BufferClient(address, "w") as client, asyncio.timeout(SOON):
+        await client.served(0)
+        lease = await client.lease()
+        running = {lease.episode(3): {0: 2}}
+        await deliver(client, lease, 1, 2)
+        await deliver(client, lease, 0, sampled=SAMPLED + 1)  # a token that is in no trajectory
+        assert await client.progress(running, 0.0, 0.0) == ()
+        batch = await client.take(0, SOON)
+        assert trained_ids([batch]) == ["0.0.0.0", "0.0.1.0", "0.0.2.0"]
+        assert batch.late == {"0.0.0"}
+        assert await client.progress(running, 0.0, 0.0) == (lease.episode(3),)
+        await deliver(client, lease, 3)  # it was on its way
+        assert trained_ids([await client.take(0, SOON)]) == trained_ids([batch])
+        await client.commit(0)
+        ledger = (await client.stats()).ledger
+        assert ledger == Ledger(generated=13, trained=6, withheld=3, discarded={"unused": 1, "straggler": 3})
+        assert accounts_of(path).total == ledger
+
+
+async def test_progress_names_the_episodes_that_nobody_waits_for(path: Path, address: str) -> None:
+    config = msgspec.structs.replace(PATIENT, lease_s=0.3)
+    async with (
+        serving(path, address, config),
+        BufferClient(address, "a") as slow,
+        BufferClient(address, "b") as other,
+        asyncio.timeout(SOON),
+    ):
+        await other.served(0)
+        lost = await slow.lease()
+        again = await other.lease()
+        while again.group_id != lost.group_id:
+            again = await other.lease()
+        kept = await slow.lease()
+        counts = {key: {0: 1} for key in [*episodes(lost), *episodes(kept)]}
+        assert set(await slow.progress(counts, 0.0, 0.0)) == set(episodes(lost))
+        with pytest.raises(StateError, match=f"{again.episode(0)} is played by b, not by a"):
+            await slow.progress({again.episode(0): {0: 1}}, 0.0, 0.0)
+        with pytest.raises(StateError, match="played by b, not by a"):
+            await deliver(slow, again, 0)
+        with pytest.raises(StateError, match="never leased"):
+            await slow.progress({"7.0.0": {0: 1}}, 0.0, 0.0)
+        await deliver(other, again, 0, 1)
+
+
+async def test_a_failed_member_is_granted_again_while_its_budget_lasts(path: Path, address: str) -> None:
+    async with (
+        serving(path, address, retries={"engine": 1}),
+        BufferClient(address, "w") as client,
+        asyncio.timeout(SOON),
+    ):
+        await client.served(0)
+        lease = await client.lease()
+        await client.deliver(lease.episode(0), {0: 1}, Outcome("failed", "engine", "x" * 10_000), ())
+        await deliver(client, lease, 1)
+        again = await client.lease()
+        assert (again.group_id, again.attempt, again.members) == (0, 1, (0,))
+        await deliver(client, again, 0)
+        assert trained_ids([await client.take(0, SOON)]) == ["0.1.0.0", "0.0.1.0"]
+        assert (await client.stats()).ledger == Ledger(generated=7, ready=6, discarded={"failed_engine": 1})
+
+
+async def test_a_failure_that_comes_with_its_trajectory_is_kept(path: Path, address: str) -> None:
+    failed = Outcome("failed", "tool", "it fell over")
+    async with serving(path, address), BufferClient(address, "w") as client, asyncio.timeout(SOON):
+        await client.served(0)
+        lease = await client.lease()
+        punished = msgspec.structs.replace(trajectory(lease.episode(0)), reward=-1.0, outcome=failed)
+        await client.deliver(lease.episode(0), {0: SAMPLED}, failed, (punished,))
+        await deliver(client, lease, 1)
+        batch = await client.take(0, SOON)
+        assert [(t.reward, t.outcome.kind) for t in batch.groups[0]] == [(-1.0, "failed"), (1.0, "finished")]
+        await client.commit(0)
+        assert (await client.stats()).ledger == Ledger(generated=6, trained=6)
+
+
+async def test_a_buffer_of_other_environments_is_refused_by_name(path: Path, address: str) -> None:
+    async with serving(path, address), BufferClient(address, "w") as client, asyncio.timeout(SOON):
+        await client.served(0)
+    with pytest.raises(StateError, match="of a run with 1 environments, this one has 2"):
+        BufferService(PATIENT, path, address, shares=(1.0, 1.0))
+
+
+async def test_leases_name_the_environment_and_its_task(path: Path, address: str) -> None:
+    async with serving(path, address, shares=(1.0, 1.0)), BufferClient(address, "w") as client, asyncio.timeout(SOON):
+        await client.served(0)
+        assert sorted((lease.env, lease.task) for lease in [await client.lease(), await client.lease()]) == [
+            (0, 0),
+            (1, 0),
+        ]
+
+
+# --- a slow learner --------------------------------------------------------------------------------------------------
+
+
+async def test_workers_wait_while_nobody_takes_a_batch(path: Path, address: str) -> None:
+    """Admission ends the leases; wishes that are repeated add nothing, and what waits is in the file."""
+    config = Buffer(max_staleness=3, groups_per_batch=4, group_size=2, lease_s=60.0)
+    long = 500_000
+    small = "from slipstream.buffer import recent, service as s\ns.ROUND_BYTES = recent.LIMIT = 4 << 20\n"
+    process = await start_process(path, address, config, small + PROCESS)
+    try:
+        async with asyncio.timeout(3 * SOON), contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(BufferClient(address, f"worker-{i}")) for i in range(4)]
+            learner = await stack.enter_async_context(BufferClient(address, "learner"))
+            await learner.served(await learner.recover(0))
+            granted = 0
+
+            async def fill(client: BufferClient) -> None:
+                nonlocal granted
+                await client.hello()
+                while True:
+                    lease = await client.lease()
+                    granted += 1
+                    for episode in episodes(lease):
+                        branch = trajectory(episode, sampled=long)
+                        await client.deliver(episode, {0: long}, FINISHED, (branch,))
+
+            before = psutil.Process(process.pid).memory_info().rss
+            filling = [asyncio.create_task(fill(client)) for client in clients]
+            while (await learner.stats()).ready_groups < 16:
+                assert not any(task.done() for task in filling)
+            await asyncio.sleep(0.5)  # five times as long as it takes to ask again
+            assert granted == 16
+            assert (await learner.stats()).ledger == Ledger(generated=32 * long, ready=32 * long)
+            grown = psutil.Process(process.pid).memory_info().rss - before
+            assert grown < 32 * 9 * long / 2  # of what is in the file
+            await learner.take(0, SOON)
+            await learner.commit(0)
+            await learner.served(1)
+            while granted < 20:
+                await learner.stats()
+            for task in filling:
+                task.cancel()
+            await asyncio.wait(filling)
+    finally:
+        process.kill()
+        await process.wait()
 
 
 # --- workers come and go ---------------------------------------------------------------------------------------------
@@ -193,10 +352,12 @@ async def test_a_silent_worker_loses_its_lease_to_one_that_waits(path: Path, add
         await patient.served(0)
         async with BufferClient(address, "a") as silent:
             lost = await silent.lease()
-            await silent.progress({episodes(lost)[0]: 2}, 0.0, 0.0)
+            await silent.progress({episodes(lost)[0]: {0: 2}}, 0.0, 0.0)
             again = await patient.lease()
             assert (again.group_id, again.attempt, again.members) == (lost.group_id, 1, lost.members)
-            await silent.deliver(episodes(lost)[0], SAMPLED, FINISHED, (trajectory(episodes(lost)[0]),))  # too late
+            await silent.deliver(
+                episodes(lost)[0], {0: SAMPLED}, FINISHED, (trajectory(episodes(lost)[0]),)
+            )  # too late
         await play(patient, again)
         assert trained_ids([await patient.take(0, SOON)]) == ["0.1.0.0", "0.1.1.0"]
         stats = await patient.stats()
@@ -210,7 +371,7 @@ async def test_progress_keeps_a_lease_longer_than_its_deadline(path: Path, addre
         lease = await client.lease()
         end = asyncio.get_running_loop().time() + 1.2
         while asyncio.get_running_loop().time() < end:
-            await client.progress(dict.fromkeys(episodes(lease), 1), 0.0, 0.0)
+            await client.progress({key: {0: 1} for key in episodes(lease)}, 0.0, 0.0)
         await play(client, lease)
         assert (await client.stats()).ledger == Ledger(generated=6, ready=6)
 
@@ -233,6 +394,7 @@ async def test_a_new_process_of_a_worker_frees_the_groups_and_wishes_of_the_old(
             assert [(lease.group_id, lease.attempt) for lease in again] == [(0, 1), (1, 1)]
             assert [lease.members for lease in again] == [lease.members for lease in leases]
             await play(new, again[0])
+            await new.recover(0)
             await new.take(0, SOON)
             await new.commit(0)
             await new.served(1)
@@ -244,7 +406,7 @@ async def test_goodbye_gives_groups_back(path: Path, address: str) -> None:
         await other.served(0)
         async with BufferClient(address, "a") as leaving:
             (first, _) = episodes(await leaving.lease())
-            await leaving.progress({first: 5}, 1.0, 0.0)
+            await leaving.progress({first: {0: 5}}, 1.0, 0.0)
             await leaving.goodbye()
         assert (await other.lease()).attempt == 1
         assert (await other.stats()).ledger == Ledger(generated=5, discarded={"worker_stopped": 5})
@@ -303,30 +465,30 @@ async def test_forged_deliveries_are_refused_and_change_nothing(path: Path, addr
         await client.lease()
         good = trajectory("0.0.0")
         change = msgspec.structs.replace
-        forged: list[tuple[str, int, tuple[Trajectory, ...], str]] = [
-            ("5.0.0", 3, (trajectory("5.0.0"),), "never leased"),
-            ("0.7.0", 3, (trajectory("0.7.0"),), "never leased"),
-            ("0.0.2", 3, (trajectory("0.0.2"),), "never leased"),
-            ("9" * 5000, 0, (), "never leased"),
-            ("nonsense", 3, (good,), "came with episode 'nonsense'"),
-            ("0.0.0", 3, (trajectory("0.0.1"),), "came with episode '0.0.0'"),
-            ("0.0.0", 3, (change(good, group_id=1),), "group 1, member 0, branch 0 came with episode '0.0.0'"),
-            ("0.0.0", 3, (change(good, member=1),), "group 0, member 1"),
-            ("0.0.0", 3, (change(good, branch=1),), "branch 1"),
-            ("0.0.0", 6, (good, good), "the same branch twice"),
-            ("0.0.0", 4, (good,), "4 tokens were generated, 3 are in its trajectories"),
-            ("0.0.0", 3, (), "3 tokens were generated, 0 are in its trajectories"),
-            ("0.0.0", 3, (trajectory("0.0.0", version=1),), "tokens of version 1, the buffer is at version 0"),
-            ("0.0.0", 3, (change(good, reward=float("nan")),), "finite"),
-            ("0.0.0", 3, (change(good, version_spans=()),), "cover exactly"),
+        forged: list[tuple[str, dict[int, int], tuple[Trajectory, ...], str]] = [
+            ("5.0.0", {0: 3}, (trajectory("5.0.0"),), "never leased"),
+            ("0.7.0", {0: 3}, (trajectory("0.7.0"),), "never leased"),
+            ("0.0.2", {0: 3}, (trajectory("0.0.2"),), "never leased"),
+            ("9" * 60, {}, (), "never leased"),
+            ("nonsense", {0: 3}, (good,), "came with episode 'nonsense'"),
+            ("0.0.0", {0: 3}, (trajectory("0.0.1"),), "came with episode '0.0.0'"),
+            ("0.0.0", {0: 3}, (change(good, group_id=1),), "group 1, member 0, branch 0 came with episode '0.0.0'"),
+            ("0.0.0", {0: 3}, (change(good, member=1),), "group 0, member 1"),
+            ("0.0.0", {0: 3}, (change(good, branch=1),), "branch 1"),
+            ("0.0.0", {0: 6}, (good, good), "the same branch twice"),
+            ("0.0.0", {0: 2}, (good,), "2 tokens of version 0 were generated, 3 are in its trajectories"),
+            ("0.0.0", {1: 3}, (trajectory("0.0.0", version=1),), "tokens of version 1, the buffer is at version 0"),
+            ("0.0.0", {0: 3}, (change(good, reward=float("nan")),), "finite"),
+            ("0.0.0", {0: 3}, (change(good, version_spans=()),), "cover exactly"),
+            ("0.0.0", {0: 3}, (change(good, task_id="x" * 1001),), "1000 characters"),
         ]
         for episode, generated, trajectories, says in forged:
             with pytest.raises(StateError, match=says):
                 await client.deliver(episode, generated, FINISHED, trajectories)
         assert (await client.stats()).ledger == Ledger()
-        await client.deliver("0.0.0", 3, FINISHED, (good,))
-        await client.deliver("0.0.0", 3, FINISHED, (good,))  # a repeated request changes nothing
-        await client.deliver("0.0.1", 0, Outcome("failed", "tool"), ())
+        await client.deliver("0.0.0", {0: 3}, FINISHED, (good,))
+        await client.deliver("0.0.0", {0: 3}, FINISHED, (good,))  # a repeated request changes nothing
+        await client.deliver("0.0.1", {}, Outcome("failed", "tool"), ())
         assert (await client.stats()).ledger == Ledger(generated=3, discarded={"too_few_members": 3})
 
 
@@ -351,89 +513,71 @@ async def test_a_learner_out_of_step_is_refused(path: Path, address: str) -> Non
         assert (await client.stats()).ledger == Ledger(generated=6, trained=6)
 
 
-async def test_hostile_frames_are_dropped_while_others_are_served(
-    path: Path, address: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    rubbish = [
-        [b""],
-        [b"", b"", b""],
-        [b"hello"],
-        [wire.FORMAT],
-        [wire.FORMAT + b"\xc1" * 20],
-        [wire.FORMAT + b"\xdd\xff\xff\xff\xff"],
-        [wire.FORMAT + b"\x92\x01\x82\xa4type\xa9WantStats\xa1x" + b"\x91" * 200_000],
-        [*wire.encode(m.Envelope(1, m.WantStats())), b"one frame too many"],
-        wire.encode(m.ReplyEnvelope(1, m.Done())),
-        wire.encode(m.Envelope(1, m.Progress("w", {"0.0.0": 1 << 60}, 0.0, 0.0))),
-    ]
-    caplog.set_level(logging.WARNING)
-    async with serving(path, address) as service, raw(address, b"stranger") as dealer, asyncio.timeout(SOON):
-        async with BufferClient(address, "w") as client:
-            await client.served(0)
-            for number, frames in enumerate(rubbish):
-                await dealer.send_multipart(frames)
-                assert isinstance(await ask(dealer, number, m.WantStats()), m.StatsReply)
-            await play(client, await client.lease())
-            assert (await client.stats()).ledger == Ledger(generated=6, ready=6)
-        assert not service.done()
-    assert sum("that is not ours" in record.message for record in caplog.records) == len(rubbish)
-
-
-def any_request(rng: random.Random, now: int) -> m.Request:
-    """A well-formed request that nobody in his right mind would send; `now` is the buffer's version."""
-    episode = rng.choice(
-        [f"{rng.randint(0, 9)}.{rng.randint(0, 1)}.{rng.randint(0, 2)}", "", "0", "\x00", "\u0663.0.0"]
-    )
-    worker, version = rng.choice(["a", "b", "", "\U0001f600"]), max(0, now + rng.choice([-2, -1, 0, 0, 0, 1]))
-    tokens = rng.choice([0, SAMPLED, 1 << 40])
-    outcome = rng.choice([FINISHED, Outcome("failed", "tool"), Outcome("failed")])
-    kind = rng.choice(m.Request.__args__)
-    if kind is m.Deliver:
-        valid = episode.isascii() and episode.count(".") == 2
-        trajectories = (trajectory(episode, rng.randint(0, 1), version),) * rng.randint(0, 2) if valid else ()
-        return m.Deliver(worker, episode, tokens, outcome, trajectories)
-    if kind is m.Progress:
-        return m.Progress(worker, {episode: tokens}, 1.0, 0.5)
-    if kind is m.Hello:
-        return m.Hello(worker, rng.choice("xy"))
-    if kind in (m.WantLease, m.Goodbye):
-        return kind(worker)
-    if kind is m.WantFresh:
-        return m.WantFresh(version, rng.choice([-1, 0, 1, 1 << 40]))
-    return m.WantStats() if kind is m.WantStats else kind(version)
-
-
-async def test_no_order_of_requests_ends_the_service_or_opens_the_ledger(path: Path, address: str) -> None:
-    async def persist(client: BufferClient) -> None:
-        while True:
-            with contextlib.suppress(StateError):  # somebody else reported about its episodes
-                await work(client)
-
-    rng, version = random.Random(0), 0
-    config = msgspec.structs.replace(PATIENT, max_staleness=3, lease_s=0.4)
+async def test_a_process_that_was_replaced_is_refused(path: Path, address: str) -> None:
     async with (
-        serving(path, address, config) as service,
-        raw(address, b"mad") as dealer,
-        BufferClient(address, "w") as worker,
-        BufferClient(address, "looker") as looker,
+        serving(path, address),
+        BufferClient(address, "worker-0") as old,
+        BufferClient(address, "worker-0") as new,
+        BufferClient(address, "learner-0") as stuck,
+        BufferClient(address, "learner-0") as learner,
+        BufferClient(address, "worker-1") as other,
         asyncio.timeout(SOON),
     ):
-        working = asyncio.create_task(persist(worker))
-        for number in range(1500):
-            await dealer.send_multipart(wire.encode(m.Envelope(number, any_request(rng, version))))
-            if number % 5 == 0:
-                stats = await looker.stats()
-                version = stats.version
-                assert stats.ledger.closes
-        working.cancel()
-        await worker.goodbye()
-        assert version > 1
-        assert not service.done()
-        stats = await looker.stats()
-        assert stats.ledger.closes
-        while await dealer.poll(0):
-            wire.decode(m.ReplyEnvelope, await dealer.recv_multipart())
-    assert ledger_of(path).closes
+        await stuck.served(await stuck.recover(0))
+        await old.hello()
+        await play(old, await old.lease())
+        await new.hello()
+        for late in (old.lease(), old.progress({}, 0.0, 0.0), old.goodbye()):
+            with pytest.raises(StateError, match="worker-0 is another process now"):
+                await late
+        await learner.recover(0)
+        await learner.take(0, SOON)
+        with pytest.raises(StateError, match="learner-0 is another process now"):
+            await stuck.commit(0)
+        for wrong in (other.commit(0), other.served(0), other.checkpointed(0), other.recover(0)):
+            with pytest.raises(StateError, match="worker-1 is not the learner of this run, learner-0 is"):
+                await wrong
+        with pytest.raises(StateError, match="worker-1 is no rank of this run's learner"):
+            await other.take(0, SOON)
+        await learner.commit(0)
+        assert (await learner.stats()).ledger == Ledger(generated=6, trained=6)
+
+
+async def test_requests_that_come_again_late_change_nothing(path: Path, address: str) -> None:
+    async with serving(path, address), raw(address, b"learner/1") as dealer, asyncio.timeout(SOON):
+        assert await ask(dealer, 1, m.Recover(0)) == m.Recovered(0)
+        assert await ask(dealer, 2, m.Served(0)) == m.Done()
+        async with BufferClient(address, "w") as client:
+            await play(client, await client.lease())
+            await play(client, await client.lease())
+        for version in range(2):
+            assert isinstance(await ask(dealer, 10 + version, m.Take(version)), m.Batch)
+            assert await ask(dealer, 20 + version, m.Commit(version)) == m.Done()
+            assert await ask(dealer, 30 + version, m.Served(version + 1)) == m.Done()
+        before = await ask(dealer, 40, m.WantStats())
+        assert await ask(dealer, 1, m.Recover(0)) == m.Recovered(0)
+        for version in range(2):
+            assert await ask(dealer, 20 + version, m.Commit(version)) == m.Done()
+            assert await ask(dealer, 30 + version, m.Served(version)) == m.Done()
+        assert await ask(dealer, 41, m.WantStats()) == before
+        async with BufferClient(address, "v") as client:
+            assert (await client.lease()).version == 2
+
+
+async def test_a_wish_has_one_answer_also_when_its_lease_is_lost(path: Path, address: str) -> None:
+    """A worker that was stopped asks again before it reads; another lease would be nobody's."""
+    config = msgspec.structs.replace(PATIENT, lease_s=0.2)
+    async with serving(path, address, config), raw(address, b"a/1") as dealer, asyncio.timeout(SOON):
+        assert await ask(dealer, 1, m.Served(0)) == m.Done()
+        lost = await ask(dealer, 2, m.WantLease("a"))
+        assert isinstance(lost, m.Granted)
+        async with BufferClient(address, "b") as other:
+            while (await other.lease()).attempt == 0:
+                pass
+            assert await ask(dealer, 2, m.WantLease("a")) == lost
+            assert await ask(dealer, 3, m.Progress("a", {lost.lease.episode(0): {}}, 0.0, 0.0)) == m.Unwanted(
+                ("0.0.0",)
+            )
 
 
 # --- deadlines ---------------------------------------------------------------------------------------------------------
@@ -480,7 +624,7 @@ async def test_a_failed_write_ends_the_service_and_nothing_is_acknowledged(
             (first, _) = episodes(await client.lease())
             thief = sqlite3.connect(path, isolation_level=None)
             thief.execute("BEGIN IMMEDIATE")
-            delivery = asyncio.create_task(client.deliver(first, SAMPLED, FINISHED, (trajectory(first),)))
+            delivery = asyncio.create_task(client.deliver(first, {0: SAMPLED}, FINISHED, (trajectory(first),)))
             with pytest.raises(StoreError, match="locked"):
                 await service
             assert not delivery.done()
@@ -488,6 +632,67 @@ async def test_a_failed_write_ends_the_service_and_nothing_is_acknowledged(
         async with serving(path, address):
             await delivery
             assert (await client.stats()).ledger == Ledger(generated=3, ready=3)
+
+
+async def test_a_full_disk_ends_the_service_and_what_was_acknowledged_stays(path: Path, address: str) -> None:
+    """The kernel lets no file of the process grow beyond a limit; the next write fails."""
+    program = PROCESS.replace(
+        "import asyncio,",
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\nimport asyncio,",
+    )
+    config = msgspec.structs.replace(PATIENT, max_staleness=99)
+    acknowledged = set()
+    async with BufferClient(address, "w") as client, asyncio.timeout(SOON):
+        process = await start_process(path, address, config, program)
+        await client.served(0)
+        lease, sampled = await client.lease(), 20_000
+        delivering = asyncio.create_task(asyncio.sleep(0))
+        while process.returncode is None:
+            for episode in episodes(lease):
+                branch = trajectory(episode, sampled=sampled)
+                delivering = asyncio.create_task(client.deliver(episode, {0: sampled}, FINISHED, (branch,)))
+                ended = asyncio.create_task(process.wait())
+                await asyncio.wait({delivering, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if process.returncode is not None:
+                    break
+                acknowledged.add(f"{episode}.0")
+            else:
+                lease = await client.lease()
+        assert process.stderr is not None
+        assert b"StoreError: cannot write the buffer" in await process.stderr.read()
+        assert len(acknowledged) > 1
+        assert not delivering.done()
+        with sqlite3.connect(path) as db:
+            assert {row[0] for row in db.execute("SELECT id FROM trajectories")} == acknowledged
+        assert accounts_of(path).closes
+        process = await start_process(path, address, config)  # there is room again
+        try:
+            await delivering
+            assert len(await client.fresh(0, 1000)) == len(acknowledged) + 1
+        finally:
+            process.kill()
+            await process.wait()
+
+
+async def test_a_damaged_row_ends_the_service_by_its_name_and_the_rest_stays(path: Path, address: str) -> None:
+    async with BufferClient(address, "w") as client, asyncio.timeout(SOON):
+        async with serving(path, address):
+            await client.served(0)
+            await play(client, await client.lease())
+        with sqlite3.connect(path) as db:
+            whole = db.execute("SELECT token_ids FROM trajectories WHERE id = '0.0.1.0'").fetchone()[0]
+            db.execute("UPDATE trajectories SET token_ids = x'00' WHERE id = '0.0.1.0'")
+        db.close()
+        async with serving(path, address) as service:  # the process that took it in has it in memory, too
+            taking = asyncio.create_task(client.take(0, SOON))
+            with pytest.raises(StoreError, match=r"damaged at trajectory 0\.0\.1\.0"):
+                await service
+            assert not taking.done()
+        with sqlite3.connect(path) as db:
+            db.execute("UPDATE trajectories SET token_ids = ? WHERE id = '0.0.1.0'", (whole,))
+        db.close()
+        async with serving(path, address):
+            assert trained_ids([await taking]) == ["0.0.0.0", "0.0.1.0"]
 
 
 @pytest.mark.parametrize("max_staleness", [3, 4])
@@ -511,7 +716,7 @@ async def test_a_recovery_survives_a_restart(path: Path, address: str, max_stale
             if max_staleness == 3:  # tokens of version 0 are past the bound at version 4: accounted for, not trained on
                 with pytest.raises(DeadlineExceeded):
                     await client.take(4, 0.2)
-                assert ledger_of(path) == Ledger(generated=18, trained=6, discarded={"stale": 12})
+                assert accounts_of(path).total == Ledger(generated=18, trained=6, discarded={"stale": 12})
                 return
             assert trained_ids([await client.take(4, SOON)]) == ["1.0.0.0", "1.0.1.0"]
             await client.commit(4)
@@ -522,24 +727,37 @@ async def test_a_recovery_survives_a_restart(path: Path, address: str, max_stale
             # At version 5 the last group of version 0 is too old; the new one takes its place.
             assert trained_ids([await client.take(5, SOON)]) == ["3.0.0.0", "3.0.1.0"]
             await client.commit(5)
-            assert ledger_of(path) == Ledger(generated=24, trained=18, discarded={"stale": 6})
+            assert accounts_of(path).total == Ledger(generated=24, trained=18, discarded={"stale": 6})
 
 
 PROCESS = """
-import asyncio, sys
+import asyncio, msgspec, sys
 from pathlib import Path
 from slipstream.buffer.service import BufferService
 from slipstream.configs.schema import Buffer
 
-config = Buffer(max_staleness=5, groups_per_batch=2, group_size=2, lease_s=30.0)
+config = msgspec.json.decode(sys.argv[3], type=Buffer)
 service = BufferService(config, Path(sys.argv[1]), sys.argv[2])
 asyncio.run(service.serve(lambda: print("ready", flush=True)))
 """
 
 
-async def start_process(path: Path, address: str) -> asyncio.subprocess.Process:
+LIVELY = Buffer(max_staleness=5, groups_per_batch=2, group_size=2, lease_s=30.0)
+
+
+async def start_process(
+    path: Path, address: str, config: Buffer = LIVELY, program: str = PROCESS
+) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", PROCESS, str(path), address, stdout=asyncio.subprocess.PIPE, cwd=path.parent
+        sys.executable,
+        "-c",
+        program,
+        str(path),
+        address,
+        msgspec.json.encode(config).decode(),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=path.parent,
     )
     assert process.stdout is not None
     assert await process.stdout.readline() == b"ready\n"
@@ -594,7 +812,7 @@ async def test_a_killed_service_is_not_noticed_and_nothing_is_lost_or_doubled(pa
             assert stats.ledger.closes
             assert stats.ledger.trained + stats.ledger.withheld == len(ids) * SAMPLED
             assert set(stats.ledger.discarded) <= {"worker_stopped"}  # no lease was lost
-            assert ledger_of(path) == stats.ledger
+            assert accounts_of(path).total == stats.ledger
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.buffer import trajectory as module
-from slipstream.buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory, Turn, VersionSpan
+from slipstream.buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory, Turn, VersionSpan, sampled_of
 from slipstream.errors import WireError
 
 VALID = Trajectory(
@@ -60,6 +60,8 @@ def test_an_engine_that_said_nothing_leaves_an_empty_turn() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        ({"task_id": "x" * 1001}, "1000 characters"),
+        ({"env": "x" * 1001}, "1000 characters"),
         ({"token_ids": np.zeros(0, np.int32)}, "0 tokens; allowed are 1 to"),
         ({"token_ids": VALID.token_ids.astype(np.int64)}, "int32"),
         ({"token_ids": VALID.token_ids.reshape(5, 1)}, "int32"),
@@ -131,3 +133,27 @@ def test_a_failure_is_not_trainable() -> None:
     assert FINISHED.trainable
     assert TRUNCATED.trainable
     assert not Outcome("failed", "tool").trainable
+
+
+def test_the_branches_of_an_episode_are_counted_by_version() -> None:
+    second = msgspec.structs.replace(VALID, id="0.0.1.1", branch=1)
+    assert sampled_of("0.0.1", (VALID,)) == {3: 1, 4: 2}
+    assert sampled_of("0.0.1", (VALID, second)) == {3: 2, 4: 4}
+    assert sampled_of("0.0.1", ()) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"group_id": 1}, "group 1, member 1, branch 0 came with episode '0.0.1'"),
+        ({"member": 0}, "member 0"),
+        ({"branch": 1}, "branch 1"),
+        ({"id": "0.0.1.1"}, "trajectory '0.0.1.1'"),
+        ({"reward": float("nan")}, "finite"),
+    ],
+)
+def test_a_trajectory_of_another_episode_is_refused(change: dict[str, object], says: str) -> None:
+    with pytest.raises(WireError, match=says):
+        sampled_of("0.0.1", (msgspec.structs.replace(VALID, **change),))
+    with pytest.raises(WireError, match="the same branch twice"):
+        sampled_of("0.0.1", (VALID, VALID))

@@ -52,7 +52,7 @@ def trajectories(draw: st.DrawFn, branch: int = 0) -> Trajectory:
 
 
 def deliver(*branches: Trajectory) -> m.Envelope:
-    return m.Envelope(7, m.Deliver("w", "3.1.2", sum(t.sampled for t in branches), FINISHED, branches))
+    return m.Envelope(7, m.Deliver("w", "3.1.2", {5: sum(t.sampled for t in branches)}, FINISHED, branches))
 
 
 EXAMPLE = Trajectory(
@@ -96,7 +96,7 @@ def test_a_delivery_survives_the_wire(branches: tuple[Trajectory, ...]) -> None:
         got = wire.decode(m.Envelope, ours)
         assert isinstance(got.message, m.Deliver)
         assert got.number == 7
-        assert got.message.generated == sum(t.sampled for t in branches)
+        assert got.message.generated == {5: sum(t.sampled for t in branches)}
         assert all(same(a, b) for a, b in zip(branches, got.message.trajectories, strict=True))
         for trajectory in got.message.trajectories:
             trajectory.check()
@@ -104,10 +104,11 @@ def test_a_delivery_survives_the_wire(branches: tuple[Trajectory, ...]) -> None:
 
 def test_a_batch_survives_the_wire() -> None:
     stats = m.Stats(3, Ledger(generated=9, ready=4, discarded={"stale": 5}), 1, 2, 3.5, 0.5)
-    sent = m.ReplyEnvelope(1, m.Batch(3, 2, ((EXAMPLE,), (EXAMPLE, EXAMPLE)), stats))
+    sent = m.ReplyEnvelope(1, m.Batch(3, 2, ((EXAMPLE,), (EXAMPLE, EXAMPLE)), frozenset({"3.1.2"}), stats))
     got = wire.decode(m.ReplyEnvelope, wire.encode(sent)).message
     assert isinstance(got, m.Batch)
     assert got.stats == stats
+    assert got.late == {"3.1.2"}
     assert [len(group) for group in got.groups] == [1, 2]
     assert all(same(t, EXAMPLE) for group in got.groups for t in group)
 
@@ -166,6 +167,27 @@ def test_an_array_frame_is_used_once() -> None:
         wire.decode(Trajectory, [header, *wire.encode(EXAMPLE)[1:]])
 
 
+def progress(generated: object) -> dict[str, object]:
+    return {"type": "Progress", "worker": "w", "generated": generated, "slot_s": 0.0, "idle_slot_s": 0.0}
+
+
+def failed(reason: str, detail: str = "") -> dict[str, object]:
+    outcome = {"kind": "failed", "reason": reason, "detail": detail}
+    return {
+        "type": "Deliver",
+        "worker": "w",
+        "episode_id": "0.0.0",
+        "generated": {},
+        "outcome": outcome,
+        "trajectories": [],
+    }
+
+
+def test_what_the_hostile_headers_are_made_of_is_accepted() -> None:
+    for good in (progress({"0.0.0": {0: 1 << 40}}), failed("tool", "x" * 4000)):
+        wire.decode(m.Envelope, [wire.FORMAT + msgspec.msgpack.encode([1, good])])
+
+
 @pytest.mark.parametrize(
     "header",
     [
@@ -176,13 +198,29 @@ def test_an_array_frame_is_used_once() -> None:
         b"\x92\x01\x81\xa4type\xa4Nope",
         b"\x92\x01\x81\xa4type\xa5Hello",
         b"\x92\x01\x83\xa4type\xa5Hello\xa6worker\xa2\xff\xff\xabincarnation\xa1x",  # not UTF-8
-        msgspec.msgpack.encode([1, {"type": "Progress", "worker": "w", "generated": {"0.0.0": 2**63}}]),
+        msgspec.msgpack.encode([1, {"type": "Progress", "worker": "w", "generated": {"0.0.0": {0: 2**63}}}]),
         msgspec.msgpack.encode(
             [1, {"type": "Progress", "worker": "w", "generated": {}, "slot_s": float("nan"), "idle_slot_s": 0.0}]
         ),
         msgspec.msgpack.encode([1, {"type": "Recover", "version": -1}]),
         msgspec.msgpack.encode([1, {"type": "Served", "version": 1 << 31}]),
         msgspec.msgpack.encode([1, {"type": "Done"}]),
+        msgspec.msgpack.encode([-1, {"type": "WantStats"}]),
+        msgspec.msgpack.encode([1 << 63, {"type": "WantStats"}]),
+        msgspec.msgpack.encode([1, {"type": "Goodbye", "worker": "w" * 101}]),
+        msgspec.msgpack.encode([1, {"type": "Goodbye", "worker": ""}]),
+        msgspec.msgpack.encode([1, {"type": "WantFresh", "version": 0, "limit": -1}]),
+        msgspec.msgpack.encode(
+            [1, {"type": "Progress", "worker": "w", "generated": {}, "slot_s": float("inf"), "idle_slot_s": 0.0}]
+        ),
+        msgspec.msgpack.encode([1, progress({"9" * 65: {}})]),
+        msgspec.msgpack.encode([1, progress({"0.0.0": {-1: 1}})]),
+        msgspec.msgpack.encode([1, progress({"0.0.0": {1 << 31: 1}})]),
+        msgspec.msgpack.encode([1, progress({"0.0.0": {0: -1}})]),
+        msgspec.msgpack.encode([1, progress({"0.0.0": {0: (1 << 40) + 1}})]),
+        msgspec.msgpack.encode([1, failed("UPPER")]),
+        msgspec.msgpack.encode([1, failed("x" * 41)]),
+        msgspec.msgpack.encode([1, failed("tool", "x" * 4001)]),
     ],
 )
 def test_a_hostile_header_is_refused(header: bytes) -> None:
@@ -234,5 +272,5 @@ def test_what_cannot_be_encoded_raises() -> None:
 
 
 def test_outcomes_survive_the_wire() -> None:
-    sent = m.Envelope(1, m.Deliver("w", "0.0.0", 3, Outcome("failed", "tool", "it fell over\n"), ()))
+    sent = m.Envelope(1, m.Deliver("w", "0.0.0", {0: 3}, Outcome("failed", "tool", "it fell over\n"), ()))
     assert wire.decode(m.Envelope, wire.encode(sent)) == sent

@@ -24,6 +24,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from ..curve import Guard, Keys, join
+
 log = logging.getLogger(__name__)
 
 REPEAT_S = 5.0
@@ -65,11 +67,14 @@ class Fleet(msgspec.Struct, frozen=True):
 
 
 class FleetBoard:
-    """The supervisor's end: shows the newest fleet to everybody who listens at `address`. Binds to a free port of `host`."""
+    """The supervisor's end: shows the newest fleet to everybody who listens at `address`. Binds to a free port of `host`; `keys`
+    are of the run, where it has any."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, keys: Keys | None = None) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.XPUB)
+        self._guard = Guard(self._context, keys)
+        self._guard.protect(self._socket)
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # every new listener is heard of, not only the first
         self._socket.setsockopt(zmq.LINGER, FAREWELL_MS)
         self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
@@ -101,17 +106,19 @@ class FleetBoard:
     async def close(self) -> None:
         """Say that nobody is left, and stop listening."""
         await self._socket.send(msgspec.json.encode(Fleet(self._fleet.revision + 1, ())))
+        self._guard.close()
         self._socket.close()
         await asyncio.to_thread(self._context.term)
 
 
 class FleetFeed:
     """Follows the fleet that the board at `address` shows. Use as an async context manager; `fleet` is the newest known,
-    revision 0 before the first."""
+    revision 0 before the first. `keys` are those of the run, if not this process's own."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, keys: Keys | None = None) -> None:
         self.fleet = Fleet(0, ())
         self._address = address
+        self._keys = keys
         self._news = asyncio.Condition()
 
     async def __aenter__(self) -> FleetFeed:
@@ -119,6 +126,7 @@ class FleetFeed:
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.CONFLATE, 1)  # only the newest counts
+        join(self._socket, self._keys)
         self._socket.connect(self._address)
         self._socket.subscribe(b"")
         self._reader = asyncio.create_task(self._read(), name="fleet feed")

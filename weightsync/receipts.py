@@ -23,6 +23,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from ..curve import Guard, join
 from ..errors import WeightSyncError
 from .plan import Receipt
 
@@ -49,6 +50,7 @@ def send_receipt(address: str, receipt: Receipt) -> None:
     try:
         with context.socket(zmq.PUSH) as push:
             push.setsockopt(zmq.LINGER, LINGER_MS)
+            join(push)
             push.connect(address)
             push.send(msgspec.msgpack.encode(receipt), zmq.NOBLOCK)
     except zmq.ZMQError as error:
@@ -102,6 +104,8 @@ class Receipts:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, LINGER_MS)
+        self._guard = Guard(self._context)
+        self._guard.protect(self._socket)
         port = self._socket.bind_to_random_port(f"tcp://{socket.gethostbyname(host)}")
         self.address = f"tcp://{host}:{port}"
         """What receivers connect to: `TransferPlan.receipts`."""
@@ -127,6 +131,7 @@ class Receipts:
         """Stop listening."""
         if self._reader is not None:
             self._reader.cancel()
+        self._guard.close()
         self._context.destroy(linger=0)
 
     async def _read(self) -> None:

@@ -1,0 +1,87 @@
+"""A worker in a process of its own, over an engine that answers by itself: `python lone_worker.py ADDRESS NAME POLICY`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import signal
+import sys
+
+from slipstream.agents import Session, load_agent, load_renderer
+from slipstream.agents.base import Generate
+from slipstream.buffer.client import BufferClient
+from slipstream.configs import load
+from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task
+from slipstream.envs.registry import Part
+from slipstream.learner.model import load_tokenizer, vocabulary_size
+from slipstream.rollout.engine import Pressure
+from slipstream.rollout.router import Router
+from slipstream.rollout.worker import Player, Worker
+from slipstream.tests.scripted import ScriptedEngine
+from slipstream.weightsync.fleet import Fleet, Seat
+
+GROUP = 2
+SLOTS = 4
+ANSWER_S = 0.05
+
+
+class Once(SimpleEnv):
+    """One question, one answer."""
+
+    def task(self, index: int) -> Task:
+        return Task(f"once-{index}")
+
+    async def reset(self, task: Task) -> Observation:
+        return Observation((Message("user", "Well?"),))
+
+    async def step(self, message: Message) -> StepResult:
+        return StepResult((), 1.0, done=True)
+
+
+async def answer(engine: ScriptedEngine) -> None:
+    """Every request gets three tokens, after a while."""
+    while True:
+        call = await engine.calls.get()
+        version = engine.serves or 0
+        call.grow(40, version=version)
+        say = functools.partial(call.say, 40, 41, 42, version=version)
+        asyncio.get_running_loop().call_later(ANSWER_S, lambda c=call, say=say: c.answer.done() or say())
+
+
+async def follow(client: BufferClient, router: Router, engine: ScriptedEngine) -> None:
+    """The engine serves what the learner made last."""
+    for revision in itertools.count(1):
+        engine.serves = (await client.stats()).version
+        router.update(Fleet(revision, (Seat("a", "http://a", 0, "serving", engine.serves),)))
+        await asyncio.sleep(ANSWER_S / 2)
+
+
+async def work(address: str, name: str, policy: str) -> None:
+    made: list[ScriptedEngine] = []
+
+    def make_engine(seat: Seat) -> ScriptedEngine:
+        made.append(ScriptedEngine(seat))
+        return made[-1]
+
+    renderer = load_renderer("qwen3", load_tokenizer(policy), thinking=False)
+
+    def make_session(generate: Generate) -> Session:
+        return Session(renderer, generate, vocabulary=vocabulary_size(policy), max_tokens_per_turn=8, max_tokens=256)
+
+    config = load("quickstart", [f"rollout.engine.max_concurrent={SLOTS}"])
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    async with Router(make_engine, max_concurrent=SLOTS, request_s=60.0, start_s=60.0, partial="recompute") as router:
+        router.update(Fleet(0, (Seat("a", "http://a", 0, "serving", 0),)))
+        made[0].busy = Pressure(1, 0, 0.9)
+        parts = (Part("once", 1.0, Once(split="train", seed=0), None),)
+        player = Player(config, load_agent("single_turn"), parts, router, make_session, (), 1.0)
+        async with BufferClient(address, name) as client:
+            others = asyncio.gather(answer(made[0]), follow(client, router, made[0]))
+            await Worker(player, client, GROUP, 1).run(stop)
+            others.cancel()
+
+
+if __name__ == "__main__":
+    asyncio.run(work(*sys.argv[1:]))
