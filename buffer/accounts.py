@@ -21,15 +21,23 @@ from .store import connect
 T = TypeVar("T")
 
 MISCOUNTED = """
-SELECT count(*) FROM (
-    SELECT (SELECT coalesce(sum(value), 0) FROM json_each(e.kept)) AS kept,
-        (SELECT coalesce(sum(length(hex(loss_mask)) - length(replace(hex(loss_mask), '1', ''))), 0)
-            FROM trajectories t WHERE t.episode_id = e.id) AS held
-    FROM episodes e WHERE e.account IN ('ready', 'trained')
-        AND NOT EXISTS (SELECT 1 FROM trajectories t WHERE t.episode_id = e.id AND t.loss_mask IS NULL)
-) WHERE kept <> held
+SELECT count(*) FROM episodes e WHERE account NOT IN ('in_flight', 'ready', 'trained', 'discarded')
+    OR length <> (SELECT coalesce(sum(value), 0) FROM json_each(e.generated))
+    OR account IN ('ready', 'trained') AND (
+        EXISTS (SELECT 1 FROM json_each(e.kept) AS k
+            WHERE k.value > coalesce((SELECT value FROM json_each(e.generated) AS g WHERE g.key = k.key), 0))
+        OR (SELECT coalesce(sum(value), 0) FROM json_each(e.kept)) <> (
+            SELECT CASE WHEN count(*) > count(loss_mask) THEN (SELECT coalesce(sum(value), 0) FROM json_each(e.kept))
+                ELSE coalesce(sum(length(hex(loss_mask)) - length(replace(hex(loss_mask), '1', ''))), 0) END
+            FROM trajectories t WHERE t.episode_id = e.id))
 """
-"""Episodes whose arrays hold another number of sampled tokens than their accounts."""
+"""Episodes that contradict themselves: in no account, of another length than their tokens, with more tokens of a version kept than
+generated, or with arrays, while they are there, that hold another number of sampled tokens."""
+
+UNREADABLE = """
+SELECT id FROM episodes WHERE NOT (json_valid(generated) AND json_valid(kept)) LIMIT 1
+"""
+"""An episode whose counts are damaged."""
 
 
 class Accounts(msgspec.Struct, frozen=True):
@@ -42,7 +50,7 @@ class Accounts(msgspec.Struct, frozen=True):
         generated_length: mean length of an episode, over generated tokens.
         trained_length: the same over tokens that carried loss; None before the first step. Where it is smaller, long episodes
             are filtered out.
-        miscounted: episodes whose arrays hold another number of sampled tokens than their accounts say.
+        miscounted: episodes whose rows or arrays contradict their accounts.
     """
 
     total: Ledger
@@ -54,7 +62,7 @@ class Accounts(msgspec.Struct, frozen=True):
 
     @property
     def closes(self) -> bool:
-        """Whether every generated token is in an account, for each version, and the arrays hold what the accounts say."""
+        """Whether every generated token is in an account, for each version, and no row contradicts the accounts."""
         return self.miscounted == 0 and all(ledger.closes for ledger in self.by_version.values())
 
     def told(self) -> dict[str, object]:
@@ -67,7 +75,7 @@ def accounts_of(path: Path) -> Accounts:
     """The accounts of a buffer file.
 
     Raises:
-        StoreError: there is no such file, or it is not a buffer of this version.
+        StoreError: there is no such file, it is not a buffer of this version, or a row of it is damaged.
     """
     return _read(path, _accounts)
 
@@ -87,9 +95,12 @@ def _read(path: Path, query: Callable[[sqlite3.Connection], T]) -> T:
             raise StoreError(f"{path} has schema {found}, this program knows {SCHEMA_VERSION}")
         db.create_function("bucket", 1, bucket, deterministic=True)
         db.execute("BEGIN")  # all queries see one state
+        damaged = db.execute(UNREADABLE).fetchone()
+        if damaged:
+            raise StoreError(f"the buffer {path} is damaged at episode {damaged[0]}: its counts are not JSON")
         return query(db)
     except sqlite3.Error as error:
-        raise StoreError(f"{path} is not a buffer: {error}") from None
+        raise StoreError(f"cannot read the buffer {path}: {error}") from None
     finally:
         db.close()
 
@@ -117,4 +128,4 @@ def _ledgers(db: sqlite3.Connection, key: str) -> dict[int, Ledger]:
 
 
 def _length(db: sqlite3.Connection, where: str) -> float | None:
-    return db.execute(f"SELECT sum(tokens * length) * 1.0 / sum(tokens) FROM ledger WHERE {where}").fetchone()[0]
+    return db.execute(f"SELECT sum(weight) / sum(tokens) FROM ledger WHERE {where}").fetchone()[0]

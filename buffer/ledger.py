@@ -72,6 +72,7 @@ class Books:
     def __init__(self, by_version: dict[int, Ledger] | None = None) -> None:
         self.by_version = by_version or {}
         self.total = total_of(self.by_version.values())
+        self._unchecked = set(self.by_version)
 
     def generated(self, counts: Counts) -> None:
         """Engines returned so many more tokens."""
@@ -86,14 +87,22 @@ class Books:
             self._of(version).add(account, sign * tokens)
 
     def gap(self) -> str:
-        """What does not close, for people; "" when all of it does."""
-        for name, ledger in (("all versions", self.total), *((f"version {v}", b) for v, b in self.by_version.items())):
-            if not ledger.closes:
-                return f"of {name}, {ledger.generated} tokens were generated, {ledger.accounted} are accounted for"
-        return ""
+        """What does not close, for people; "" when all of it does. Sums only the versions that changed since they closed."""
+        for version in sorted(self._unchecked):
+            if gap := _gap(f"version {version}", self.by_version[version]):
+                return gap
+            self._unchecked.discard(version)
+        return _gap("all versions", self.total)
 
     def _of(self, version: int) -> Ledger:
+        self._unchecked.add(version)
         return self.by_version.setdefault(version, Ledger())
+
+
+def _gap(name: str, ledger: Ledger) -> str:
+    if ledger.closes:
+        return ""
+    return f"of {name}, {ledger.generated} tokens were generated, {ledger.accounted} are accounted for"
 
 
 def total_of(ledgers: Iterable[Ledger]) -> Ledger:

@@ -5,7 +5,7 @@ Invariants:
 - The views need nothing but SQLite.
 """
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change."""
 
 SCHEMA = """
@@ -31,28 +31,33 @@ CREATE TABLE IF NOT EXISTS trajectories (
     id TEXT PRIMARY KEY, episode_id TEXT NOT NULL REFERENCES episodes, group_id INTEGER NOT NULL, reward REAL NOT NULL,
     header BLOB NOT NULL, token_ids BLOB, loss_mask BLOB, behavior_logprobs BLOB  -- NULL once dropped to save room
 );
-CREATE INDEX IF NOT EXISTS trajectories_of_group ON trajectories (group_id);
+CREATE INDEX IF NOT EXISTS held ON trajectories (group_id) WHERE token_ids IS NOT NULL;
 CREATE INDEX IF NOT EXISTS trajectories_of_episode ON trajectories (episode_id);
 CREATE TABLE IF NOT EXISTS commits (
     version INTEGER PRIMARY KEY, time REAL NOT NULL, groups INTEGER NOT NULL, rolled_back INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE IF NOT EXISTS archive (  -- sums over groups whose rows were dropped; length is rounded down to a power of two
-    version INTEGER, length INTEGER, account TEXT, tokens INTEGER NOT NULL, PRIMARY KEY (version, length, account)
+    version INTEGER, length INTEGER, account TEXT, tokens INTEGER NOT NULL,
+    weight REAL NOT NULL,     -- sum over tokens of the length of their episodes, which the mean needs unrounded
+    PRIMARY KEY (version, length, account)
 );
 CREATE VIEW IF NOT EXISTS sampled AS
     SELECT group_id, episodes.id AS episode_id, account, reason, loss_from, length, CAST(key AS INTEGER) AS version,
-        value AS generated, coalesce(json_extract(kept, '$."' || key || '"'), 0) AS kept
+        value AS generated,
+        CASE WHEN account IN ('ready', 'trained') THEN coalesce(json_extract(kept, '$."' || key || '"'), 0) ELSE 0 END AS kept
     FROM episodes, json_each(episodes.generated);
 CREATE VIEW IF NOT EXISTS placed AS
-    SELECT group_id, version, length, 'in_flight' AS account, generated AS tokens FROM sampled WHERE account = 'in_flight'
-    UNION ALL SELECT group_id, version, length, reason, generated FROM sampled WHERE account = 'discarded'
-    UNION ALL SELECT group_id, version, length, 'unused', generated - kept FROM sampled
-        WHERE account IN ('ready', 'trained') AND generated <> kept
-    UNION ALL SELECT group_id, version, length,
-        CASE WHEN account = 'ready' THEN 'ready' WHEN version >= loss_from THEN 'trained' ELSE 'withheld' END, kept
-        FROM sampled WHERE account IN ('ready', 'trained') AND kept <> 0;
+    SELECT group_id, version, length,
+        CASE WHEN whose = 'kept' THEN
+                CASE WHEN account = 'ready' THEN 'ready' WHEN version >= loss_from THEN 'trained' ELSE 'withheld' END
+            ELSE CASE account WHEN 'in_flight' THEN 'in_flight' WHEN 'discarded' THEN reason ELSE 'unused' END
+        END AS account,
+        CASE WHEN whose = 'kept' THEN kept ELSE generated - kept END AS tokens
+    FROM sampled, (SELECT 'kept' AS whose UNION ALL SELECT 'rest')
+    WHERE CASE WHEN whose = 'kept' THEN kept ELSE generated - kept END <> 0;
 CREATE VIEW IF NOT EXISTS ledger AS
-    SELECT version, length, account, tokens FROM placed UNION ALL SELECT version, length, account, tokens FROM archive;
+    SELECT version, length, account, tokens, tokens * CAST(length AS REAL) AS weight FROM placed
+    UNION ALL SELECT version, length, account, tokens, weight FROM archive;
 """
 
 

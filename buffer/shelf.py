@@ -2,17 +2,21 @@
 
 Invariants:
 - An episode is changed within `_moving` only: its tokens leave their accounts before and are put where they belong after.
+- A group changes its state in `_put` only, which keeps groups by state and counts them by environment: what is asked at every
+  message takes no walk over all groups.
 - Every changed group is in `drain()` until the caller has stored it.
-- `groups` is in the order of the groups' ids.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import get_args
 
 from ..errors import StateError
-from .group import Episode, Group
+from .group import Episode, Group, GroupState
 from .ledger import Books, Counts
 
 
@@ -20,15 +24,67 @@ class Shelf:
     """`groups` by id, and `books` that hold their tokens and those of groups that are no longer here."""
 
     def __init__(self, groups: Iterable[Group], books: Books | None) -> None:
-        self.groups: dict[int, Group] = {g.id: g for g in groups}
+        self.groups: dict[int, Group] = {}
         self.books = books or Books()
+        self._by_state: dict[GroupState, dict[int, Group]] = {state: {} for state in get_args(GroupState)}
+        self._numbers: Counter[tuple[GroupState, int]] = Counter()
+        self._made: dict[int, dict[int, Group]] = {}
+        self._wishes: dict[str, Group] = {}
         self._changed: set[int] = set()
+        for group in groups:
+            self._enter(group)
 
     def drain(self) -> list[Group]:
         """The groups changed since the last call, to be stored."""
         changed = [self.groups[i] for i in sorted(self._changed)]
         self._changed.clear()
         return changed
+
+    def of(self, *states: GroupState) -> list[Group]:
+        """The groups in these states, the oldest first."""
+        found = {i: group for state in states for i, group in self._by_state[state].items()}
+        return [found[i] for i in sorted(found)]
+
+    def number(self, state: GroupState, env: int) -> int:
+        """How many groups of an environment are in `state`."""
+        return self._numbers[state, env]
+
+    def made(self, above: int = -1, up_to: float = math.inf) -> list[Group]:
+        """The groups that were trained on to make the versions above `above` and up to `up_to`."""
+        return [g for version, groups in self._made.items() if above < version <= up_to for g in groups.values()]
+
+    def _enter(self, group: Group) -> None:
+        self.groups[group.id] = group
+        self._index(group)
+
+    def _leave(self, group: Group) -> None:
+        del self.groups[group.id]
+        self._unindex(group)
+
+    def _put(self, group: Group, state: GroupState, trained_at: int | None = None) -> None:
+        """Change the state of a group; `trained_at` is the version that was made from it."""
+        self._unindex(group)
+        group.state, group.trained_at = state, trained_at
+        self._index(group)
+        self._changed.add(group.id)
+
+    def _index(self, group: Group) -> None:
+        self._by_state[group.state][group.id] = group
+        self._numbers[group.state, group.env] += 1
+        if group.trained_at is not None:
+            self._made.setdefault(group.trained_at, {})[group.id] = group
+        if group.state == "leased":
+            self._wishes[group.wish] = group
+
+    def _unindex(self, group: Group) -> None:
+        del self._by_state[group.state][group.id]
+        self._numbers[group.state, group.env] -= 1
+        if group.trained_at is not None:
+            del self._made[group.trained_at][group.id]
+            if not self._made[group.trained_at]:
+                del self._made[group.trained_at]
+        if group.state == "leased":
+            self._wishes.pop(group.wish, None)
 
     def _find(self, episode_id: str, next_group: int) -> tuple[Group, Episode] | None:
         """The group and episode of an id; None when the group is over and forgotten. `next_group` was never leased yet."""
@@ -63,5 +119,4 @@ class Shelf:
     def _discard_group(self, group: Group, reason: str) -> None:
         for episode in (*group.in_account("in_flight"), *group.in_account("ready")):
             self._discard(group, episode, reason)
-        group.state = "discarded"
-        self._changed.add(group.id)
+        self._put(group, "discarded")

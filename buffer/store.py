@@ -9,17 +9,19 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from ..errors import StoreError, WireError
-from . import wire
+from . import retention, wire
 from .group import Episode, Group
 from .ledger import Counts
+from .retention import SETTLED
 from .rules import Clock
 from .schema import SCHEMA, SCHEMA_VERSION, bucket
 from .trajectory import Outcome, Trajectory
@@ -29,17 +31,12 @@ T = TypeVar("T")
 BUSY_S = 10.0
 """How long SQLite waits for another connection that holds the file."""
 
-SETTLED = (
-    "(state = 'discarded' OR (state = 'trained' AND trained_at <= :over))"
-    " AND NOT EXISTS (SELECT 1 FROM episodes WHERE group_id = groups.id AND NOT settled)"
-)
-"""Groups that nothing can happen to any more; `:over` is the last version that is both served and in a checkpoint."""
+WAL_BYTES = 64 << 20
+"""What the log beside the file is cut down to after a larger transaction."""
 
-GROUPS_AT_ONCE = 256
-"""Groups that `shrink` drops in one transaction: more would keep the answers of a round waiting."""
 
-SLACK = 0.9
-"""`shrink` goes down to this share of the limit, so that it is not needed again at once."""
+ROWS_AT_ONCE, BYTES_AT_ONCE = 64, 1 << 20
+"""Rows of one statement, and the bytes after which there are no more: SQLite holds a copy of them."""
 
 
 class CommitRow(msgspec.Struct, frozen=True):
@@ -54,10 +51,14 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
     """Open the file; `mode` as in SQLite's URIs. Raises StoreError."""
     try:
         return sqlite3.connect(
-            f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None, timeout=BUSY_S
+            f"{path.absolute().as_uri()}?mode={mode}",
+            uri=True,
+            isolation_level=None,
+            timeout=BUSY_S,
+            check_same_thread=False,  # the service saves from another thread, and waits for it
         )
     except sqlite3.Error as error:
-        raise StoreError(f"cannot open the buffer {path}: {error}") from None
+        raise _failed(f"cannot open the buffer {path}", error) from None
 
 
 class Store:
@@ -65,6 +66,7 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._shrinking = False
         self._db = connect(path, "rwc")
         try:
             found = self._db.execute("PRAGMA user_version").fetchone()[0]
@@ -73,6 +75,8 @@ class Store:
             self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")  # what is acknowledged survives the host, too
+            self._db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+            self._db.execute("PRAGMA temp_store = MEMORY")
             self._db.create_function("bucket", 1, bucket, deterministic=True)
             self._db.executescript(SCHEMA)
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -81,7 +85,7 @@ class Store:
             raise
         except sqlite3.Error as error:
             self._db.close()
-            raise StoreError(f"cannot prepare the buffer {path}: {error}") from None
+            raise _failed(f"cannot prepare the buffer {path}", error) from None
 
     def close(self) -> None:
         self._db.close()
@@ -96,35 +100,29 @@ class Store:
     ) -> None:
         """Store in one transaction what changed: groups with all their episodes, new trajectories with the ids of their
         episodes, new commits, and that the commits after `rolled_back_to`, these included, no longer count."""
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
-            row = (msgspec.json.encode(clock).decode(),)
-            self._db.execute("REPLACE INTO clock VALUES (0, ?)", row)
-            for g in groups:
-                self._db.execute(
-                    "REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    (g.id, g.env, g.task, g.state, g.attempt, g.wish, g.leased_at, g.trained_at),
-                )
-                self._db.executemany(
-                    "REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    [_episode_row(g.id, e) for e in g.episodes.values()],
-                )
-            self._db.executemany(
-                "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        with self._transaction():
+            self._db.execute("REPLACE INTO clock VALUES (0, ?)", (msgspec.json.encode(clock).decode(),))
+            changed = list(groups)
+            self._insert("REPLACE INTO groups", [_group_row(g) for g in changed])
+            self._insert("REPLACE INTO episodes", [_episode_row(g.id, e) for g in changed for e in g.episodes.values()])
+            self._insert(
+                "INSERT INTO trajectories",
                 [(t.id, episode_id, t.group_id, t.reward, *wire.encode(t)) for episode_id, t in trajectories],
             )
-            rows = [msgspec.structs.astuple(commit) for commit in commits]
-            self._db.executemany("INSERT INTO commits VALUES (?, ?, ?, 0)", rows)
+            self._insert("INSERT INTO commits", [(*msgspec.structs.astuple(commit), 0) for commit in commits])
             if rolled_back_to is not None:
                 self._db.execute("UPDATE commits SET rolled_back = 1 WHERE version > ?", (rolled_back_to,))
-            self._db.execute("COMMIT")
-        except sqlite3.Error as error:
-            self._undo()
-            raise StoreError(f"cannot write the buffer {self.path}: {error}") from None
+
+    def _insert(self, verb: str, rows: Sequence[tuple[object, ...]]) -> None:
+        """Many rows by one statement: each statement waits for the interpreter, which decodes the next messages meanwhile."""
+        for lot in _lots(rows):
+            marks = f"({', '.join('?' * len(lot[0]))})"
+            values = [value for row in lot for value in row]
+            self._db.execute(f"{verb} VALUES {', '.join([marks] * len(lot))}", values)
 
     def trajectories(self, group_id: int) -> list[Trajectory]:
         """All trajectories of a group that were kept, by member and branch."""
-        return self._trajectories("group_id = ?", group_id)
+        return self._trajectories("episode_id IN (SELECT id FROM episodes WHERE group_id = ?)", group_id)
 
     def episode(self, episode_id: str) -> list[Trajectory]:
         """The branches of one delivered episode."""
@@ -132,116 +130,138 @@ class Store:
 
     def _trajectories(self, where: str, value: object) -> list[Trajectory]:
         columns = "id, header, token_ids, loss_mask, behavior_logprobs"
-        try:
+        with self._reading():
             rows = self._db.execute(f"SELECT {columns} FROM trajectories WHERE {where}", (value,)).fetchall()
-        except sqlite3.Error as error:
-            raise StoreError(f"cannot read the buffer {self.path}: {error}") from None
-        found = []
-        for trajectory_id, *frames in rows:
-            try:
-                trajectory = wire.decode(Trajectory, frames)
-                trajectory.check()
-            except WireError as error:
-                raise StoreError(f"the buffer {self.path} is damaged at trajectory {trajectory_id}: {error}") from None
-            found.append(trajectory)
+        found = [self._trajectory(trajectory_id, frames) for trajectory_id, *frames in rows]
         return sorted(found, key=lambda t: (t.member, t.branch))
+
+    def _trajectory(self, trajectory_id: str, frames: list[bytes]) -> Trajectory:
+        what = f"trajectory {trajectory_id}"
+        if not all(isinstance(frame, bytes) for frame in frames):
+            raise self._damaged(what, "an array or the header is missing")
+        try:
+            trajectory = wire.decode(Trajectory, frames)
+            trajectory.check()
+        except WireError as error:
+            raise self._damaged(what, error) from None
+        if trajectory.id != trajectory_id:
+            raise self._damaged(what, f"it holds {trajectory.id}")
+        return trajectory
 
     def load(self) -> tuple[Clock, list[Group]]:
         """The clock, and by id every group that still matters: unfinished, rollable, not served yet, or with episodes that may
         still report."""
-        try:
+        groups: dict[int, Group] = {}
+        with self._reading():
             row = self._db.execute("SELECT value FROM clock").fetchone()
             clock = self._json(row[0], Clock, "the clock") if row else Clock()
-            over = min(clock.checkpointed, -1 if clock.served is None else clock.served)
-            columns = "id, env, task, state, attempt, wish, leased_at, trained_at"
-            wanted = f"SELECT {columns} FROM groups WHERE NOT ({SETTLED}) ORDER BY id"
-            groups = {
-                row[0]: Group(**dict(zip(columns.split(", "), row, strict=True)), episodes={})
-                for row in self._db.execute(wanted, {"over": over})
-            }
-            ids = f"SELECT id FROM groups WHERE NOT ({SETTLED})"
-            rows = self._db.execute(f"SELECT * FROM episodes WHERE group_id IN ({ids})", {"over": over}).fetchall()
-        except sqlite3.Error as error:
-            raise StoreError(f"cannot read the buffer {self.path}: {error}") from None
-        for episode_id, group_id, worker, account, _, generated, kept, *flags, loss_from, reason, outcome in rows:
-            what = f"episode {episode_id}"
-            settled, final, late = map(bool, flags)
-            groups[group_id].episodes[episode_id] = Episode(
-                id=episode_id,
-                worker=worker,
-                account=account,
-                generated=self._json(generated, Counts, what),
-                kept=self._json(kept, Counts, what),
-                settled=settled,
-                final=final,
-                late=late,
-                loss_from=loss_from,
-                reason=reason,
-                outcome=self._json(outcome, Outcome, what) if outcome else None,
-            )
+            (newest,) = self._db.execute("SELECT coalesce(max(id), -1) FROM groups").fetchone()
+            if newest >= clock.next_group:
+                raise self._damaged("the clock", f"the next group is {clock.next_group}, there is a group {newest}")
+            over = {"over": min(clock.checkpointed, -1 if clock.served is None else clock.served)}
+            wanted = f"FROM groups WHERE NOT ({SETTLED})"
+            for row in self._rows(f"SELECT * {wanted} ORDER BY id", over):
+                groups[row["id"]] = self._struct(dict(row), Group, f"group {row['id']}")
+            for row in self._rows(f"SELECT * FROM episodes WHERE group_id IN (SELECT id {wanted})", over):
+                groups[row["group_id"]].episodes[row["id"]] = self._episode(row)
         return clock, list(groups.values())
+
+    def _episode(self, row: sqlite3.Row) -> Episode:
+        what = f"episode {row['id']}"
+        flags = {name: bool(row[name]) for name in ("settled", "final", "late")}
+        counts = {name: self._json(row[name], Counts, what) for name in ("generated", "kept")}
+        outcome = self._json(row["outcome"], Outcome, what) if row["outcome"] else None
+        return self._struct({**dict(row), **flags, **counts, "outcome": outcome}, Episode, what)
 
     def shrink(self, limit: int, over: int) -> bool:
         """Bring the file towards `limit` bytes: drop arrays of settled groups, the oldest first, then make archived sums of their
-        rows. Does a part at a time; returns whether there is more to do and something left to drop.
+        rows. Does a part at a time; returns whether it did anything, and so should be asked again.
 
         Args:
             over: the last version that is both served and in a checkpoint.
         """
-        if self._size() <= limit:
-            return False
-        arrays = f"SELECT id FROM groups WHERE {SETTLED} AND EXISTS {HELD} ORDER BY id LIMIT {GROUPS_AT_ONCE}"
-        rows = f"SELECT id FROM groups WHERE {SETTLED} ORDER BY id LIMIT {GROUPS_AT_ONCE}"
-        try:
-            self._db.execute("CREATE TEMP TABLE IF NOT EXISTS leaving (id INTEGER PRIMARY KEY)")
+        with self._reading():
+            used, size = retention.sizes(self._db)
+        target = retention.SLACK * limit if self._shrinking else limit
+        dropped = left = False
+        if used > target:
+            with self._transaction():
+                dropped = retention.drop(self._db, over)
+        if size > target:
+            with self._writing():
+                retention.give_back(self._db)
+                left = retention.sizes(self._db)[1] < size
+        self._shrinking = dropped or left
+        return self._shrinking
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All of the block is in the file after it, or nothing."""
+        with self._writing():
             self._db.execute("BEGIN IMMEDIATE")
-            left = 0
-            for chosen, drop in ((arrays, DROP_ARRAYS), (rows, DROP_ROWS)):
-                self._db.execute("DELETE FROM leaving")
-                left = self._db.execute(f"INSERT INTO leaving {chosen}", {"over": over}).rowcount
-                if left:
-                    for statement in drop:
-                        self._db.execute(statement)
-                    break
-            self._db.execute("COMMIT")
-            self._db.execute("PRAGMA incremental_vacuum").fetchall()
-            return left > 0 and self._size() > SLACK * limit
+            try:
+                yield
+                self._db.execute("COMMIT")
+            finally:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OverflowError) as error:
+            raise _failed(f"cannot write the buffer {self.path}", error) from None
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
         except sqlite3.Error as error:
-            self._undo()
-            raise StoreError(f"cannot write the buffer {self.path}: {error}") from None
+            raise _failed(f"cannot read the buffer {self.path}", error) from None
 
-    def _size(self) -> int:
-        """Bytes of the file that are in use."""
-        page, pages, free = (
-            self._db.execute(f"PRAGMA {what}").fetchone()[0] for what in ("page_size", "page_count", "freelist_count")
-        )
-        return page * (pages - free)
-
-    def _undo(self) -> None:
-        if self._db.in_transaction:
-            self._db.execute("ROLLBACK")
+    def _rows(self, query: str, values: dict[str, int]) -> sqlite3.Cursor:
+        cursor = self._db.cursor()
+        cursor.row_factory = sqlite3.Row
+        return cursor.execute(query, values)
 
     def _json(self, text: str, kind: type[T], what: str) -> T:
         try:
             return msgspec.json.decode(text, type=kind)
-        except msgspec.MsgspecError as error:
-            raise StoreError(f"the buffer {self.path} is damaged at {what}: {error}") from None
+        except (msgspec.MsgspecError, TypeError) as error:  # a damaged row may hold anything
+            raise self._damaged(what, error) from None
+
+    def _struct(self, row: dict[str, object], kind: type[T], what: str) -> T:
+        try:
+            return msgspec.convert(row, kind)
+        except msgspec.ValidationError as error:
+            raise self._damaged(what, error) from None
+
+    def _damaged(self, what: str, why: object) -> StoreError:
+        return StoreError(f"the buffer {self.path} is damaged at {what}: {why}")
 
 
-HELD = "(SELECT 1 FROM trajectories WHERE group_id = groups.id AND token_ids IS NOT NULL)"
-LEAVING = "(SELECT id FROM leaving)"
+def _failed(what: str, error: Exception) -> StoreError:
+    """Final, but where another process only held the file for long."""
+    held = getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    return StoreError(f"{what}: {error}", final=not held)
 
-DROP_ARRAYS = (
-    f"UPDATE trajectories SET token_ids = NULL, loss_mask = NULL, behavior_logprobs = NULL WHERE group_id IN {LEAVING}",
-)
-DROP_ROWS = (
-    "INSERT INTO archive SELECT version, bucket(length), account, sum(tokens) FROM placed"
-    f" WHERE group_id IN {LEAVING} GROUP BY 1, 2, 3"
-    " ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens",
-    f"DELETE FROM trajectories WHERE group_id IN {LEAVING}",
-    f"DELETE FROM episodes WHERE group_id IN {LEAVING}",
-    f"DELETE FROM groups WHERE id IN {LEAVING}",
-)
+
+def _lots(rows: Sequence[tuple[object, ...]]) -> Iterator[list[tuple[object, ...]]]:
+    """Parts for one statement each."""
+    lot, size = list[tuple[object, ...]](), 0
+    for row in rows:
+        lot.append(row)
+        size += sum(value.nbytes for value in row if isinstance(value, memoryview))
+        if len(lot) == ROWS_AT_ONCE or size >= BYTES_AT_ONCE:
+            yield lot
+            lot, size = [], 0
+    if lot:
+        yield lot
+
+
+def _group_row(g: Group) -> tuple[object, ...]:
+    return (g.id, g.env, g.task, g.state, g.attempt, g.wish, g.leased_at, g.trained_at)
 
 
 def _episode_row(group_id: int, e: Episode) -> tuple[object, ...]:

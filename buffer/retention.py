@@ -1,0 +1,70 @@
+"""What leaves the buffer's file when it has grown too large, and in which order.
+
+Invariants:
+- Only settled groups lose anything: nobody can train on them again, and no report can change them any more.
+- Arrays go first, of all settled groups, the oldest group first; then rows. What they counted stays, in `archive`.
+- A part at a time, each in one transaction of its own: a round of the service waits for no more.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+SETTLED = (
+    "(state = 'discarded' OR (state = 'trained' AND trained_at <= :over))"
+    " AND NOT EXISTS (SELECT 1 FROM episodes WHERE group_id = groups.id AND NOT settled)"
+)
+"""Groups that nothing can happen to any more; `:over` is the last version that is both served and in a checkpoint."""
+
+GROUPS_AT_ONCE = 256
+"""Groups that lose something in one transaction: more would keep the answers of a round waiting."""
+
+PAGES_AT_ONCE = 8192
+"""Pages cut off the file at a time, for the same reason."""
+
+SLACK = 0.9
+"""A file over its limit is brought down to this share of it, so that it is not over it again at once."""
+
+_LEAVING = "(SELECT id FROM leaving)"
+
+ARRAYS = (
+    "SELECT DISTINCT group_id FROM trajectories INDEXED BY held CROSS JOIN groups ON groups.id = group_id"
+    f" WHERE token_ids IS NOT NULL AND {SETTLED} ORDER BY group_id LIMIT {GROUPS_AT_ONCE}",
+    "UPDATE trajectories SET token_ids = NULL, loss_mask = NULL, behavior_logprobs = NULL"
+    f" WHERE token_ids IS NOT NULL AND group_id IN {_LEAVING}",
+)
+ROWS = (
+    f"SELECT id FROM groups WHERE {SETTLED} ORDER BY id LIMIT {GROUPS_AT_ONCE}",
+    "INSERT INTO archive SELECT version, bucket(length), account, sum(tokens), sum(tokens * CAST(length AS REAL)) FROM placed"
+    f" WHERE group_id IN {_LEAVING} GROUP BY 1, 2, 3"
+    " ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens, weight = weight + excluded.weight",
+    f"DELETE FROM trajectories WHERE episode_id IN (SELECT id FROM episodes WHERE group_id IN {_LEAVING})",
+    f"DELETE FROM episodes WHERE group_id IN {_LEAVING}",
+    f"DELETE FROM groups WHERE id IN {_LEAVING}",
+)
+"""Each: the groups that may lose it, and how they do."""
+
+
+def sizes(db: sqlite3.Connection) -> tuple[int, int]:
+    """Bytes of the file that are in use, and all of them."""
+    page, pages, free = (
+        db.execute(f"PRAGMA {what}").fetchone()[0] for what in ("page_size", "page_count", "freelist_count")
+    )
+    return page * (pages - free), page * pages
+
+
+def give_back(db: sqlite3.Connection) -> None:
+    """Cut unused pages off the file, outside of a transaction; it is smaller after the next checkpoint of its log."""
+    db.executescript(f"PRAGMA incremental_vacuum({PAGES_AT_ONCE})")  # `execute` would stop after one page
+
+
+def drop(db: sqlite3.Connection, over: int) -> bool:
+    """Take the next part away, in the caller's transaction; False when nothing is left that may go."""
+    db.execute("CREATE TEMP TABLE IF NOT EXISTS leaving (id INTEGER PRIMARY KEY)")
+    for chosen, *statements in (ARRAYS, ROWS):
+        db.execute("DELETE FROM leaving")
+        if db.execute(f"INSERT INTO leaving {chosen}", {"over": over}).rowcount:
+            for statement in statements:
+                db.execute(statement)
+            return True
+    return False

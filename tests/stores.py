@@ -1,0 +1,56 @@
+"""Buffer files for tests: opened, looked into, and filled by a short run."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+from slipstream.buffer.admission import Admission
+from slipstream.buffer.replay import Replay
+from slipstream.buffer.rules import Rules
+from slipstream.buffer.store import CommitRow, Store
+from slipstream.buffer.trajectory import FINISHED
+from slipstream.tests.episodes import trajectory_of
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Store]:
+    store = Store(path)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def sql(path: Path, statement: str, *values: object) -> list[tuple[object, ...]]:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        return db.execute(statement, values).fetchall()
+
+
+def play(path: Path, groups: int, *, tokens: int = 50, checkpointed: bool = True) -> Replay:
+    """A run of `groups` steps over groups of two; then one group with a member delivered and one that runs."""
+    replay = Replay(Admission(0, 1), Rules(2, 2, "withhold", 5.0))
+    replay.serve(0)
+    with opened(path) as store:
+        for n in range(groups + 1):
+            lease = replay.grant("a", 0.0)
+            assert lease is not None
+            sent = []
+            for member in lease.members[: 1 if n == groups else 2]:
+                kept = {replay.version: tokens + n}
+                assert replay.deliver(lease.episode(member), FINISHED, {replay.version: tokens + n + 1}, kept)
+                sent.append((lease.episode(member), trajectory_of(lease.episode(member), kept)))
+            replay.progress("a", {lease.episode(1): {replay.version: tokens + n + 1}}, 0.0)
+            store.save(replay.clock(), replay.drain(), sent)
+            if n < groups:
+                assert replay.take(n) is not None
+                replay.commit(n)
+                replay.serve(n + 1)
+                store.save(replay.clock(), replay.drain(), commits=[CommitRow(n + 1, 0.0, 1)])
+        if checkpointed:
+            replay.checkpoint(replay.version)
+        store.save(replay.clock(), [])
+    replay.forget()
+    return replay

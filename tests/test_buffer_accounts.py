@@ -1,0 +1,171 @@
+"""The accounts by SQL: what they say of a file, and that they notice where it contradicts itself."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+
+import pytest
+from slipstream.buffer.accounts import accounts_of, ledgers_of
+from slipstream.buffer.group import Episode, Group
+from slipstream.buffer.ledger import Books, Counts, Ledger, total_of
+from slipstream.buffer.rules import Clock
+from slipstream.buffer.store import Store
+from slipstream.errors import StoreError
+from slipstream.tests.episodes import trajectory_of
+
+
+def sql(path: Path, statement: str) -> None:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        assert db.execute(statement).rowcount == 1
+
+
+def file_of(path: Path, *episodes: Episode) -> Path:
+    """A buffer that holds `episodes`, with arrays for what they kept."""
+    groups: dict[int, Group] = {}
+    for e in episodes:
+        group = int(e.id.split(".")[0])
+        groups.setdefault(group, Group(group, episodes={})).episodes[e.id] = e
+    store = Store(path)
+    sent = [(e.id, trajectory_of(e.id, e.kept)) for e in episodes if e.kept]
+    store.save(Clock(next_group=len(groups)), groups.values(), sent)
+    store.close()
+    return path
+
+
+def in_flight(name: str, generated: Counts) -> Episode:
+    return Episode(name, generated=generated)
+
+
+def delivered(name: str, generated: Counts, kept: Counts, *, late: bool = False) -> Episode:
+    return Episode(name, account="ready", generated=generated, kept=kept, late=late, settled=True)
+
+
+def trained(name: str, generated: Counts, kept: Counts, loss_from: int | None) -> Episode:
+    return Episode(name, account="trained", generated=generated, kept=kept, loss_from=loss_from, settled=True)
+
+
+def discarded(name: str, generated: Counts, reason: str) -> Episode:
+    return Episode(name, account="discarded", generated=generated, reason=reason, settled=True)
+
+
+EPISODES = (
+    in_flight("0.0.0", {1: 5, 2: 6}),
+    in_flight("0.0.1", {}),
+    delivered("1.0.0", {1: 10, 2: 3}, {1: 8, 2: 3}),
+    trained("2.0.0", {0: 4, 1: 9}, {0: 4, 1: 7}, loss_from=1),
+    trained("2.0.1", {1: 100}, {1: 100}, loss_from=None),
+    discarded("3.0.0", {2: 40}, "failed_tool"),
+    discarded("3.0.1", {2: 2}, "stale"),
+)
+
+
+def test_every_token_is_in_one_account_of_its_version(tmp_path: Path) -> None:
+    accounts = accounts_of(file_of(tmp_path / "buffer.sqlite", *EPISODES))
+    assert accounts.closes
+    assert accounts.by_version == {
+        0: Ledger(generated=4, withheld=4),
+        1: Ledger(generated=124, in_flight=5, ready=8, trained=7, withheld=100, discarded={"unused": 4}),
+        2: Ledger(generated=51, in_flight=6, ready=3, discarded={"failed_tool": 40, "stale": 2}),
+    }
+    assert accounts.total == total_of(accounts.by_version.values())
+    assert ledgers_of(tmp_path / "buffer.sqlite") == accounts.by_version
+
+
+def test_lengths_are_counted_in_powers_of_two_and_their_skew_is_told(tmp_path: Path) -> None:
+    accounts = accounts_of(file_of(tmp_path / "buffer.sqlite", *EPISODES))
+    assert {length: ledger.generated for length, ledger in accounts.by_length.items()} == {2: 2, 8: 37, 32: 40, 64: 100}
+    assert accounts.by_length[64] == Ledger(generated=100, withheld=100)
+    assert accounts.trained_length == 13
+    assert accounts.generated_length == pytest.approx((11 * 11 + 13 * 13 + 13 * 13 + 100**2 + 40**2 + 2 * 2) / 179)
+
+
+def test_a_run_that_generated_nothing_has_empty_accounts(tmp_path: Path) -> None:
+    accounts = accounts_of(file_of(tmp_path / "buffer.sqlite"))
+    assert (accounts.total, accounts.by_version, accounts.by_length) == (Ledger(), {}, {})
+    assert (accounts.generated_length, accounts.trained_length, accounts.closes) == (0.0, None, True)
+
+
+def test_the_running_books_are_told_the_same(tmp_path: Path) -> None:
+    books = Books()
+    for e in EPISODES:
+        books.generated(e.generated)
+        for account, counts in e.placed():
+            books.add(account, counts)
+    assert books.gap() == ""
+    assert books.by_version == ledgers_of(file_of(tmp_path / "buffer.sqlite", *EPISODES))
+    assert Books(books.by_version).total == books.total
+
+
+def test_what_is_told_as_json_is_the_total_and_the_rest_by_name(tmp_path: Path) -> None:
+    told = accounts_of(file_of(tmp_path / "buffer.sqlite", *EPISODES)).told()
+    assert (told["generated"], told["trained"], told["closes"], told["miscounted"]) == (179, 7, True, 0)
+    assert told["discarded"] == {"unused": 4, "failed_tool": 40, "stale": 2}
+    assert set(told["by_version"]) == {"0", "1", "2"}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE trajectories SET loss_mask = zeroblob(12) WHERE id = '1.0.0.0'",
+        "DELETE FROM trajectories WHERE id = '2.0.0.0'",
+        """UPDATE episodes SET kept = '{"0":5,"1":6}' WHERE id = '2.0.0'""",  # of 4 of version 0
+        """UPDATE episodes SET kept = '{"1":8,"7":3}' WHERE id = '1.0.0'""",  # of a version that it has nothing of
+        """UPDATE episodes SET generated = '{"1":10,"2":4}' WHERE id = '1.0.0'""",
+        """UPDATE episodes SET generated = '{"2":41}' WHERE id = '3.0.0'""",
+        "UPDATE episodes SET account = 'gone' WHERE id = '3.0.0'",
+    ],
+)
+def test_a_row_that_contradicts_the_accounts_is_counted(tmp_path: Path, statement: str) -> None:
+    path = file_of(tmp_path / "buffer.sqlite", *EPISODES)
+    assert accounts_of(path).miscounted == 0
+    sql(path, statement)
+    accounts = accounts_of(path)
+    assert accounts.miscounted == 1
+    assert not accounts.closes
+    assert accounts.told()["closes"] is False
+
+
+def test_arrays_that_were_dropped_contradict_nothing(tmp_path: Path) -> None:
+    path = file_of(tmp_path / "buffer.sqlite", *EPISODES)
+    sql(path, "UPDATE trajectories SET token_ids = NULL, loss_mask = NULL WHERE id = '2.0.0.0'")
+    assert accounts_of(path).closes
+
+
+def test_the_accounts_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "a #1 50%?.sqlite"  # characters that mean something in an address
+    store = Store(path)
+    assert path.exists()
+    store.save(Clock(next_group=1), [Group(0, episodes={"0.0.0": in_flight("0.0.0", {0: 4})})])
+    assert accounts_of(path).total == Ledger(generated=4, in_flight=4)
+    store.save(Clock(next_group=1), [Group(0, episodes={"0.0.0": discarded("0.0.0", {0: 6}, "failed_tool")})])
+    assert accounts_of(path).total == Ledger(generated=6, discarded={"failed_tool": 6})
+
+
+def test_a_reader_changes_nothing(tmp_path: Path) -> None:
+    path = file_of(tmp_path / "buffer.sqlite", *EPISODES)
+    before = path.read_bytes()
+    accounts_of(path)
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    path = tmp_path / "buffer.sqlite"
+    for reading in (accounts_of, ledgers_of):
+        with pytest.raises(StoreError, match="there is no buffer at"):
+            reading(path)
+    assert not path.exists()
+
+
+def test_a_database_without_the_tables_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("CREATE TABLE other (x)")
+    with pytest.raises(StoreError, match="has schema 0, this program knows") as error:
+        accounts_of(path)
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA user_version = 4")
+    with pytest.raises(StoreError, match=r"cannot read the buffer .*: no such table") as error:
+        accounts_of(path)
+    assert str(path) in str(error.value)

@@ -1,0 +1,298 @@
+"""The buffer's process is killed at every statement that it sends to SQLite, while it opens the file, saves and shrinks.
+
+Invariants:
+- Afterwards the file is as of the last save that was acknowledged, or as of the one in progress: nothing between, nothing else.
+- The accounts close, in every such file.
+- A process that starts from it, and is sent again what was not acknowledged, ends where one that was never killed ends: nothing is
+  lost, nothing done twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from slipstream.buffer import retention
+from slipstream.buffer import store as store_module
+from slipstream.buffer.accounts import accounts_of, ledgers_of
+from slipstream.buffer.admission import Admission
+from slipstream.buffer.ledger import Books, Ledger
+from slipstream.buffer.replay import Replay
+from slipstream.buffer.rules import Rules
+from slipstream.buffer.store import CommitRow, Store
+from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
+from slipstream.tests.episodes import trajectory_of
+
+TABLES = ("clock", "groups", "episodes", "trajectories", "commits", "archive")
+
+Dump = dict[str, list[tuple[object, ...]]]
+
+
+class Buffer:
+    """What the service does with one message after the other: change the state, save it, and only then acknowledge."""
+
+    def __init__(self, path: Path) -> None:
+        self.store = Store(path)
+        clock, groups = self.store.load()
+        rules = Rules(3, 2, "withhold", 5.0, {"engine": 1})
+        self.replay = Replay(Admission(2, 1, (2.0, 1.0)), rules, clock, groups, Books(ledgers_of(path)))
+
+    def save(
+        self,
+        arrived: list[tuple[str, Trajectory]] | None = None,
+        commits: list[CommitRow] | None = None,
+        rolled_back_to: int | None = None,
+    ) -> None:
+        self.store.save(self.replay.clock(), self.replay.drain(), arrived or [], commits or [], rolled_back_to)
+        self.replay.forget()
+
+    def lease(self, wish: str) -> None:
+        assert self.replay.granted(wish) or self.replay.grant("a", 0.0, wish)
+        self.save()
+
+    def report(self, episode: str, version: int, tokens: int) -> None:
+        self.replay.progress("a", {episode: {version: tokens}}, 0.0)
+        self.save()
+
+    def deliver(self, episode: str, version: int, outcome: Outcome = FINISHED) -> None:
+        kept = {version: 5} if outcome.trainable else {}
+        accepted = self.replay.deliver(episode, outcome, {version: 7}, kept)
+        self.save([(episode, trajectory_of(episode, kept))] if accepted else [])
+
+    def take(self) -> None:
+        assert self.replay.take(self.replay.version) is not None
+        self.save()
+
+    def commit(self, version: int) -> None:
+        made = self.replay.version == version
+        self.replay.commit(version)
+        self.save(commits=[CommitRow(version + 1, 0.0, 1)] if made else [])
+
+    def serve(self, version: int) -> None:
+        self.replay.serve(version)
+        self.save()
+
+    def checkpoint(self, version: int) -> None:
+        self.replay.checkpoint(version)
+        self.save()
+
+    def recover(self, kept: int) -> None:
+        self.replay.recover(kept)
+        self.save(rolled_back_to=kept)
+
+    def shrink(self) -> None:
+        served = -1 if self.replay.served is None else self.replay.served
+        self.store.shrink(0, min(self.replay.checkpointed, served))
+
+
+Message = Callable[[Buffer], None]
+
+
+def played(group: int, version: int) -> list[Message]:
+    """A group of which one member is late."""
+    members = [lambda b, m=m: b.deliver(f"{group}.0.{m}", version) for m in range(3)]
+    return [lambda b: b.lease(f"wish {group}"), *members]
+
+
+MESSAGES: list[Message] = [
+    lambda b: b.serve(0),
+    *played(0, 0),
+    lambda b: b.lease("wish 1"),
+    lambda b: b.report("1.0.0", 0, 3),
+    lambda b: b.deliver("1.0.1", 0, Outcome("failed", "engine")),
+    lambda b: b.deliver("1.0.2", 0),
+    lambda b: b.take(),
+    lambda b: b.commit(0),
+    lambda b: b.serve(1),
+    lambda b: b.deliver("1.0.0", 0),  # with 1.0.2 enough: 1.0.1 is not tried again
+    *played(2, 1),
+    lambda b: b.take(),
+    lambda b: b.commit(1),
+    lambda b: b.checkpoint(1),
+    lambda b: b.shrink(),  # arrays of group 0
+    lambda b: b.shrink(),  # its rows
+    lambda b: b.recover(1),  # rolls version 2 back, to be 3
+    lambda b: b.serve(3),
+    lambda b: b.take(),
+    lambda b: b.commit(3),
+    lambda b: b.serve(4),
+    lambda b: b.checkpoint(4),
+    lambda b: b.shrink(),
+    lambda b: b.shrink(),
+    lambda b: b.shrink(),
+    lambda b: b.lease("wish 3"),
+    lambda b: b.report("3.0.2", 4, 1),
+]
+
+
+def dump(path: Path) -> Dump:
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        return {table: sorted(db.execute(f"SELECT * FROM {table}"), key=repr) for table in TABLES}
+
+
+def shrunk(path: Path) -> Dump:
+    """What is left when all that may go is gone; how far `shrink` came before a kill is then the same."""
+    store = Store(path)
+    while store.shrink(0, over=4):
+        pass
+    store.close()
+    return dump(path)
+
+
+def run(path: Path, start: int = 0, acknowledge: Callable[[], object] = lambda: None) -> None:
+    """Open the file and send the messages from `start` on."""
+    buffer = Buffer(path)
+    acknowledge()
+    for message in MESSAGES[start:]:
+        message(buffer)
+        acknowledge()
+    buffer.store.close()
+
+
+@contextlib.contextmanager
+def traced(on_statement: Callable[[str], None]) -> Iterator[None]:
+    """Call `on_statement` before every statement of every connection that a Store opens."""
+    connect = store_module.connect
+
+    def connect_traced(path: Path, mode: str) -> sqlite3.Connection:
+        db = connect(path, mode)
+        db.set_trace_callback(on_statement)
+        return db
+
+    store_module.connect = connect_traced
+    try:
+        yield
+    finally:
+        store_module.connect = connect
+
+
+def killed_at(number: int, path: Path) -> int:
+    """Run in a process that is killed before its statement `number`; how often it acknowledged."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        seen = 0
+
+        def count(_: str) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with traced(count):
+            run(path, acknowledge=lambda: os.write(writing, b"."))
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        acknowledged = len(pipe.read())
+    _, status = os.waitpid(pid, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    return acknowledged
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder that never waits for a disk, where there is one: hundreds of databases are written. A kill needs no disk."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+def test_a_kill_at_any_statement_leaves_the_last_save_or_the_one_in_progress(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for what in ("ARRAYS", "ROWS"):  # one group at a time, so that a transaction of `shrink` leaves others as they are
+        few = tuple(s.replace(f"LIMIT {retention.GROUPS_AT_ONCE}", "LIMIT 1") for s in getattr(retention, what))
+        monkeypatch.setattr(retention, what, few)
+    statements: list[str] = []
+    states: list[Dump] = []  # after each acknowledgement
+    path = memory / "unharmed.sqlite"
+    with traced(statements.append):
+        run(path, acknowledge=lambda: states.append(dump(path)))
+    assert accounts_of(path).closes
+    assert accounts_of(path).total == Ledger(
+        generated=64,
+        in_flight=1,
+        trained=20,
+        withheld=10,
+        discarded={"failed_engine": 7, "stale": 14, "unused": 12},
+    )
+    for what in (
+        "archive",
+        "DELETE",
+        "SET token_ids = NULL",
+        "incremental_vacuum",
+        "rolled_back = 1",
+        "CREATE",
+        "COMMIT",
+    ):
+        assert any(what in statement for statement in statements), what
+    end = shrunk(path)
+    seen = set()
+    for number in range(1, len(statements) + 1):
+        path = memory / f"{number}.sqlite"
+        acknowledged = killed_at(number, path)
+        Store(path).close()  # completes the tables when it was killed between them
+        found = dump(path)
+        stored = acknowledged - (states[acknowledged - 1] == found) if acknowledged else 0
+        assert found == states[stored], f"killed before {statements[number - 1]!r} after {acknowledged} answers"
+        seen.add((acknowledged, stored))
+        assert accounts_of(path).closes
+        run(path, start=max(0, acknowledged - 1))  # what was not acknowledged is sent again
+        assert shrunk(path) == end
+        path.unlink()
+    assert {acknowledged for acknowledged, _ in seen} == set(range(len(states)))
+
+
+def test_a_kill_at_any_moment_leaves_the_last_save_or_the_one_in_progress(tmp_path: Path) -> None:
+    """Not between statements but wherever it hits, while the file grows from one start to the next."""
+    path, said = tmp_path / "buffer.sqlite", 0
+    for saves in (1, 37, 150):
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            forever(path, writing)
+        os.close(writing)
+        with open(reading) as pipe:
+            for _ in range(saves):
+                said = int(pipe.readline())
+            os.kill(pid, signal.SIGKILL)
+            said = max([said, *map(int, (line for line in pipe if line.endswith("\n")))])
+        _, status = os.waitpid(pid, 0)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        store = Store(path)
+        clock, _ = store.load()
+        store.close()
+        assert clock.version in (said, said + 1)  # saved, killed before it could say so
+        assert clock.next_group == clock.version
+        assert accounts_of(path).total == Ledger(generated=10 * clock.version, trained=10 * clock.version)
+        assert [version for version, *_ in dump(path)["commits"]] == sorted(range(1, clock.version + 1), key=repr)
+
+
+def forever(path: Path, say: int) -> None:
+    """One step after the other, a save each; then its version is written to the descriptor `say`."""
+    store = Store(path)
+    clock, groups = store.load()
+    replay = Replay(Admission(0, 1), Rules(2, 2, "withhold", 5.0), clock, groups, Books(ledgers_of(path)))
+    replay.serve(replay.version)
+    while True:
+        lease = replay.grant("a", 0.0)
+        assert lease is not None
+        sent = []
+        for e in map(lease.episode, lease.members):
+            replay.deliver(e, FINISHED, {replay.version: 5}, {replay.version: 5})
+            sent.append((e, trajectory_of(e, {replay.version: 5})))
+        replay.take(replay.version)
+        replay.commit(replay.version)
+        replay.serve(replay.version)
+        replay.checkpoint(replay.version)
+        store.save(replay.clock(), replay.drain(), sent, [CommitRow(replay.version, 0.0, 1)])
+        replay.forget()
+        os.write(say, b"%d\n" % replay.version)
