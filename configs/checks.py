@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from typing import get_args, get_type_hints
 
 from ..errors import ConfigError
-from .schema import NO_FAULTS, Config, Fake, Fault, PythonEnv, ReasoningGym, parse_memory, parse_size
+from .schema import NO_FAULTS, Agent, Config, Fake, Fault, Mixture, PythonEnv, ReasoningGym, parse_memory, parse_size
 
 BF16_NOISE = 0.05
 """Nats by which log-probs of equal bfloat16 weights differ between implementations, at least now and then."""
 
 BUILT_IN_AGENTS = ("tool_calling", "single_turn")
 _PYTHON_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_PART_NAME = re.compile(r"[\w-]+")
 
 
 def check(config: Config) -> None:
@@ -71,17 +72,27 @@ def _episode(config: Config) -> Iterator[str]:
     agent, env = config.agent, config.env
     if agent.kind not in BUILT_IN_AGENTS and not _PYTHON_NAME.fullmatch(agent.kind):
         yield f"agent.kind: {agent.kind!r} is neither of {', '.join(BUILT_IN_AGENTS)}, nor of the form package.module:coroutine"
-    if isinstance(env, PythonEnv) and not _PYTHON_NAME.fullmatch(env.factory):
-        yield f"env.factory: {env.factory!r} is not of the form package.module:Name"
+    if isinstance(env, Mixture) and not env.parts:
+        yield "env.parts: a mixture needs at least one environment, for example {sums: {kind: reasoning_gym, share: 2}}"
+    parts = {f"env.parts.{name}": p for name, p in env.parts.items()} if isinstance(env, Mixture) else {"env": env}
+    for key, part in parts.items():
+        yield from _environment(key, part, agent)
     if agent.max_tokens_per_turn > agent.max_tokens:
         yield (
             f"agent.max_tokens_per_turn={agent.max_tokens_per_turn} is more than agent.max_tokens={agent.max_tokens}, "
             f"the context of a whole episode; allowed are 1 to {agent.max_tokens}"
         )
+
+
+def _environment(key: str, env: ReasoningGym | PythonEnv, agent: Agent) -> Iterator[str]:
+    if key != "env" and not _PART_NAME.fullmatch(key.removeprefix("env.parts.")):
+        yield f"{key}: a name of a part consists of letters, digits, _ and -"
+    if isinstance(env, PythonEnv) and not _PYTHON_NAME.fullmatch(env.factory):
+        yield f"{key}.factory: {env.factory!r} is not of the form package.module:Name"
     if agent.kind == "single_turn" and isinstance(env, ReasoningGym) and env.calculator:
         yield (
-            "agent.kind=single_turn answers once and cannot call the tool of env.calculator=true; "
-            "set env.calculator=false, or agent.kind=tool_calling"
+            f"agent.kind=single_turn answers once and cannot call the tool of {key}.calculator=true; "
+            f"set {key}.calculator=false, or agent.kind=tool_calling"
         )
 
 

@@ -64,6 +64,9 @@ def type_text(kind: reflect.Type) -> str:
             return "one of " + ", ".join(str(v) for v in values)
         case reflect.VarTupleType(item_type=reflect.LiteralType(values=values)):
             return f"a list of {', '.join(str(v) for v in values)}; for example [{values[0]}]"
+        case reflect.DictType(key_type=names, value_type=below) if variants(below):
+            keys = ", ".join(map(str, names.values)) if isinstance(names, reflect.LiteralType) else "names"
+            return f"a mapping of {keys} to {type_text(below).removeprefix('a ').replace('section', 'sections', 1)}"
         case reflect.DictType():
             return "a mapping of names to values"
         case reflect.VarTupleType(item_type=reflect.StructType(fields=fields)):
@@ -128,11 +131,14 @@ def _value_text(value: object) -> str:
 
 def count_fields() -> int:
     """Keys in the whole schema: every field of every section of every kind, sections and `kind` keys included; a key that
-    several kinds share counts once."""
+    several kinds share, and a section that may stand in several places, counts once."""
+    seen = set[type]()
 
     def count(kind: reflect.Type) -> int:
         kind = kind.item_type if isinstance(kind, reflect.VarTupleType) else kind
-        sections = variants(kind)
+        kind = kind.value_type if isinstance(kind, reflect.DictType) else kind
+        sections = [section for section in variants(kind) if section.cls not in seen]
+        seen.update(section.cls for section in sections)
         tags = int(any(s.tag is not None for s in sections))
         keys = {field.encode_name: field.type for section in reversed(sections) for field in section.fields}
         return tags + sum(1 + count(field) for field in keys.values())

@@ -148,12 +148,12 @@ def _apply(data: dict[str, Any], keys: tuple[str, ...], text: str) -> None:
         path = ".".join(keys[: depth + 1])
         last = depth == len(keys) - 1
         if sections := variants(kind):
-            section = _variant(sections, node, tag, ".".join(keys[:depth]))
-            if last and section.tag is not None and key == section.tag_field:
+            if last and sections[0].tag is not None and key == sections[0].tag_field:
                 if value != node.get(key, tag):
                     node.clear()
                 node[key] = value
                 return
+            section = _variant(sections, node, tag, ".".join(keys[:depth]))
             field = _field(section, key, ".".join(keys[:depth]))
             kind, tag = field.type, default_tag(field)
         elif isinstance(kind, reflect.DictType):
@@ -178,9 +178,8 @@ def _variant(
     for section in named:
         if section.tag == tag:
             return section
-    raise ConfigError(
-        f"{path}.{named[0].tag_field}: {tag!r} is unknown; allowed: {', '.join(str(s.tag) for s in named)}"
-    )
+    wrong = "must be set" if tag is None else f"{tag!r} is unknown"
+    raise ConfigError(f"{path}.{named[0].tag_field}: {wrong}; allowed: {', '.join(str(s.tag) for s in named)}")
 
 
 def _field(section: reflect.StructType, key: str, prefix: str) -> reflect.Field:
@@ -230,16 +229,29 @@ def _refuse_unknown(data: dict[str, Any], section: reflect.StructType, prefix: s
         if section.tag is not None and key == section.tag_field:
             continue
         field = _field(section, key, prefix)
-        sections = variants(field.type)
-        if sections and isinstance(value, dict):
-            chosen = _variant(sections, value, default_tag(field), path)
+        _refuse_below(value, field.type, default_tag(field), path)
+
+
+def _refuse_below(value: Any, kind: reflect.Type, default: Any, path: str) -> None:
+    """`_refuse_unknown` for what `kind`, if it holds sections, says of `value`; `default` is its kind where nothing is said."""
+    match kind, value:
+        case reflect.VarTupleType(item_type=below), list():
+            for number, item in enumerate(value):
+                _refuse_below(item, below, None, f"{path}[{number}]")
+        case reflect.DictType(key_type=names, value_type=below), dict() if variants(below):
+            for name, item in value.items():
+                if isinstance(names, reflect.LiteralType) and name not in names.values:
+                    allowed = [str(n) for n in names.values]
+                    hint = _hint(name, f"{path}.", allowed)
+                    raise ConfigError(f"{path}.{name}: no such key; {hint}allowed in {path}: {', '.join(allowed)}")
+                _refuse_below(item, below, None, f"{path}.{name}")
+        case _, dict() if sections := variants(kind):
+            chosen = _variant(sections, value, default, path)
             _refuse_unknown(value, chosen, path)
             if chosen.tag is not None:
                 value[str(chosen.tag_field)] = chosen.tag
-        elif isinstance(field.type, reflect.VarTupleType) and isinstance(value, list):
-            for number, item in enumerate(value):
-                if isinstance(field.type.item_type, reflect.StructType) and isinstance(item, dict):
-                    _refuse_unknown(item, field.type.item_type, f"{path}[{number}]")
+        case _:
+            pass
 
 
 def _convert(data: dict[str, Any]) -> Config:
@@ -253,8 +265,12 @@ def _explain(error: str, data: Any) -> str:
     """msgspec names the place; the value there and what the schema allows there are looked up by us."""
     what, _, where = error.partition(" - at `$.")
     path, kind, value = "", root(), data
-    for key, index in re.findall(r"(\w+)|\[(\d+)\]", where.rstrip("`")):
-        if isinstance(kind, reflect.VarTupleType):
+    for key, index, some in re.findall(r"(\w+)|\[(\d+)\]|(\[\.\.\.\])", where.rstrip("`")):
+        if some and isinstance(kind, reflect.DictType):
+            below = kind.value_type
+            name = next(name for name, item in value.items() if not _fits(item, below))
+            path, kind, value = f"{path}.{name}", below, value[name]
+        elif isinstance(kind, reflect.VarTupleType):
             if not isinstance(kind.item_type, reflect.StructType):
                 break  # of a list of words all words are shown
             path, kind, value = f"{path}[{index}]", kind.item_type, value[int(index)]
@@ -266,3 +282,13 @@ def _explain(error: str, data: Any) -> str:
     if isinstance(kind, reflect.StrType):
         return f"{path}: {value!r} is not text; write it in quotes"
     return f"{path}: {value!r} is not allowed; expected {type_text(kind)}"
+
+
+def _fits(item: Any, kind: reflect.Type) -> bool:
+    """Whether a value is one of the sections that `kind` may be."""
+    sections = variants(kind)
+    tag = item.get(str(sections[0].tag_field)) if isinstance(item, dict) else None
+    try:
+        return any(msgspec.convert(item, section.cls, strict=True) for section in sections if section.tag == tag)
+    except msgspec.ValidationError:
+        return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct, field, structs
 
 from ..errors import ConfigError
 
@@ -40,7 +40,14 @@ class Model(Section, frozen=True):
     """Numbers the engines serve in and the learner computes in; the learner's master weights are float32 always."""
 
 
-class ReasoningGym(Section, frozen=True, tag_field="kind", tag="reasoning_gym"):
+class Tasks(Section, frozen=True, kw_only=True):
+    """What every single environment has."""
+
+    share: AboveZero = 1.0
+    """In a mixture: its part of the groups, in the same unit as the shares of the other parts."""
+
+
+class ReasoningGym(Tasks, frozen=True, tag_field="kind", tag="reasoning_gym"):
     """Tasks generated and verified by reasoning-gym."""
 
     family: str = "chain_sum"
@@ -55,13 +62,25 @@ class ReasoningGym(Section, frozen=True, tag_field="kind", tag="reasoning_gym"):
     """Share of demonstrations that answer at once without the calculator; the habit that training has to unlearn."""
 
 
-class PythonEnv(Section, frozen=True, tag_field="kind", tag="python"):
+class PythonEnv(Tasks, frozen=True, tag_field="kind", tag="python"):
     """Your own environment."""
 
     factory: str
     """`package.module:Name`: called with `split` and `seed` and the arguments below, returns a task source."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the factory."""
+
+
+class Mixture(Section, frozen=True, tag_field="kind", tag="mixture"):
+    """Several environments in one run, each with its share of every batch."""
+
+    parts: dict[str, ReasoningGym | PythonEnv]
+    """The environments by the names that trajectories and reports call them; each of the other kinds, with a `share`."""
+
+
+def shares_of(env: ReasoningGym | PythonEnv | Mixture) -> tuple[float, ...]:
+    """The share of each environment of a run, in the order in which leases number them."""
+    return tuple(part.share for part in env.parts.values()) if isinstance(env, Mixture) else (env.share,)
 
 
 class Agent(Section, frozen=True):
@@ -150,6 +169,28 @@ class Fake(Servers, frozen=True, tag_field="kind", tag="fake"):
     """What goes wrong, for example `[{at: generate, do: die, nth: 3}]`."""
 
 
+Reason = Literal["tool", "environment", "engine", "policy", "timeout"]
+
+
+class Failure(Section, frozen=True):
+    """What becomes of an episode that failed for one reason."""
+
+    retries: NonNegative = 0
+    """How often a member that failed so is given back and played again."""
+    then: Literal["drop", "train"] = "drop"
+    """With no retry left: its tokens are dropped, or trained on with the penalty that the environment declares."""
+
+
+FAILURES: dict[Reason, Failure] = {
+    "tool": Failure(retries=1),
+    "environment": Failure(retries=1),
+    "engine": Failure(retries=2),
+    "policy": Failure(),
+    "timeout": Failure(),
+}
+"""Engines fail by themselves and come back. An agent that raised, or an episode that took too long, would do so again."""
+
+
 class Rollout(Section, frozen=True):
     """Where tokens come from."""
 
@@ -163,9 +204,19 @@ class Rollout(Section, frozen=True):
     workers: Positive = 1
     """Worker processes. How many episodes each plays at once follows from how busy the servers are."""
     request_s: AboveZero = 120.0
-    """Longest wait for tokens of one completion, retries on other replicas and weight pushes included."""
+    """Longest wait for tokens of one turn, retries on other replicas and weight pushes included; then it failed by `engine`."""
+    step_s: AboveZero = 120.0
+    """Longest task generation, reset or step of an environment, with its tools and its reward; then it failed by `environment`."""
+    tool_s: AboveZero = 60.0
+    """Longest call of one tool; then the episode failed by `tool`."""
     episode_s: AboveZero = 600.0
-    """Longest episode; after it the episode has failed with reason `timeout`."""
+    """Longest episode; then it failed by `timeout`."""
+    failures: dict[Reason, Failure] = {}
+    """What becomes of episodes that failed, by reason. `retries`: how often such a member of a group is played again; `then`:
+    `drop` it, or `train` with the penalty that its environment declares. Reasons that are not named keep their defaults."""
+
+    def __post_init__(self) -> None:
+        structs.force_setattr(self, "failures", FAILURES | self.failures)
 
 
 class Buffer(Section, frozen=True):
@@ -323,8 +374,9 @@ class Launch(Section, frozen=True):
     port: Annotated[int, Meta(ge=0, le=65000)] = 0
     """First of the consecutive ports that buffer, engines and learner listen on; 0 picks free ones."""
     hosts: Literal["one", "many"] = "one"
-    """With Ray: everything on this host and on loopback, or spread over the cluster's hosts. Traffic between hosts is neither
-    encrypted nor authenticated yet, and `run.dir` must be a folder that all hosts share: private clusters only."""
+    """With Ray: everything on this host and on loopback, or spread over the cluster's hosts. Across hosts the buffer, heartbeats,
+    fleet and receipts speak CURVE with keys made for the run; unknown peers are refused and counted. Requests to engines,
+    collectives and Ray itself are not encrypted by us, and all hosts must share `run.dir`: private clusters only."""
     restarts: NonNegative = 3
     """How often each process may be restarted before the run stops."""
     heartbeat_s: AboveZero = 30.0
@@ -351,7 +403,7 @@ class Config(Section, frozen=True):
     """Where the run lives."""
     model: Model = field(default_factory=Model)
     """The policy."""
-    env: ReasoningGym | PythonEnv = field(default_factory=ReasoningGym)
+    env: ReasoningGym | PythonEnv | Mixture = field(default_factory=ReasoningGym)
     """What the policy acts on."""
     agent: Agent = field(default_factory=Agent)
     """How it acts."""

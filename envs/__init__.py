@@ -1,7 +1,8 @@
 """What a policy acts on: the environment contract, tools, and adapters to known libraries."""
 
 from .base import JSON, Environment, Message, Observation, StepResult, Task, TaskSource, ToolCall, ToolSpec
-from .registry import task_source
+from .calls import in_thread
+from .registry import Part, parts_of, require_penalties, task_source
 from .simple import SimpleEnv, Split
 from .tools import CALCULATOR, InvalidCall, Tool, call_tool
 
@@ -12,6 +13,7 @@ __all__ = [
     "InvalidCall",
     "Message",
     "Observation",
+    "Part",
     "SimpleEnv",
     "Split",
     "StepResult",
@@ -21,5 +23,8 @@ __all__ = [
     "ToolCall",
     "ToolSpec",
     "call_tool",
+    "in_thread",
+    "parts_of",
+    "require_penalties",
     "task_source",
 ]

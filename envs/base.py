@@ -4,6 +4,7 @@ Invariants:
 - One instance serves one episode: `reset`, then `step` until `done`, then `close`, whatever happened in between.
 - An environment sees messages and rewards, never tokens, versions or sockets.
 - An environment that cannot go on raises; a wrong answer is a reward. The two are never mixed.
+- Its coroutines share an event loop with hundreds of others: what blocks or computes for long goes through `in_thread`.
 """
 
 from __future__ import annotations
@@ -95,12 +96,15 @@ class TaskSource(Protocol):
 
     `task(i)` must return the same task for the same `i` in every process. Training takes indices from 0 upwards;
     evaluation takes them from a disjoint source that was made with `split="eval"`.
+
+    A source may declare `penalty`, a finite number: the reward that a failed episode is trained with where the config asks for it
+    (`rollout.failures.REASON.then=train`). Without one, or with None, failed episodes of this environment are never trained on.
     """
 
     name: str
 
     def task(self, index: int) -> Task:
-        """The `index`-th task, `index >= 0`."""
+        """The `index`-th task, `index >= 0`. Called in a thread, never in two at once."""
         ...
 
     def make(self) -> Environment:

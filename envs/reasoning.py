@@ -5,6 +5,7 @@ Invariants:
 - What the policy gets wrong (a malformed call, an unknown tool, a division by zero) is told to the policy, never raised.
 - Task `i` is the same in every process: it is generated from a seed that depends on the config seed, the split and `i`.
 - Train and eval never share a seed: theirs lie in different halves of the 32-bit range.
+- Tasks are generated and answers verified in threads: some families take seconds for either.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import dataclasses
 import difflib
 import hashlib
 import random
+import threading
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +26,7 @@ from reasoning_gym.utils import extract_answer
 from ..configs.schema import ReasoningGym
 from ..errors import ConfigError, EnvError
 from .base import JSON, Message, Observation, StepResult, Task, ToolCall
+from .calls import in_thread
 from .simple import Split
 from .tools import CALCULATOR, InvalidCall, calculate, call_tool
 
@@ -37,19 +40,20 @@ SYSTEM_WITH_CALCULATOR = "Answer as <answer>...</answer>. You may calculate firs
 class ReasoningGymSource:
     """An endless, deterministic supply of one family's tasks."""
 
-    def __init__(self, config: ReasoningGym, split: Split, seed: int) -> None:
-        """Raises ConfigError where the family or a parameter does not exist or is refused by the family."""
-        _check(config)
+    def __init__(self, config: ReasoningGym, split: Split, seed: int, key: str = "env") -> None:
+        """Raises ConfigError, naming `key`, where the family or a parameter does not exist or is refused by the family."""
+        _check(config, key)
         self.config = config
         self.name = config.family
         self._split: Split = split
         self._seed = seed
+        self._one_at_a_time = threading.RLock()  # a whole group asks for the same task at once
         self._chunk = lru_cache(maxsize=8)(self._make_chunk)
         self._entry = lru_cache(maxsize=1024)(self._make_entry)  # each is asked for by the whole group, several times
         try:
             self.entry(0)
         except Exception as error:  # a family checks its parameters in its own ways, some only when it generates
-            raise ConfigError(f"env.parameters: {config.family} refuses {config.parameters}: {error!r}") from error
+            raise ConfigError(f"{key}.parameters: {config.family} refuses {config.parameters}: {error!r}") from error
 
     def task(self, index: int) -> Task:
         """The `index`-th task. Its payload carries the question only so that `reset` can see whether it is the same."""
@@ -62,7 +66,8 @@ class ReasoningGymSource:
 
     def entry(self, index: int) -> dict[str, Any]:
         """The family's own entry: `question`, `answer`, `metadata`."""
-        return self._entry(index)
+        with self._one_at_a_time:
+            return self._entry(index)
 
     def score(self, index: int, answer: str | None) -> float:
         """The family's verifier; no answer earns nothing, nor does one that the verifier cannot read.
@@ -72,7 +77,9 @@ class ReasoningGymSource:
         """
         if answer is None:
             return 0.0
-        verifier, entry = self._chunk(index // CHUNK), self.entry(index)
+        entry = self.entry(index)
+        with self._one_at_a_time:
+            verifier = self._chunk(index // CHUNK)
         try:
             return float(verifier.score_answer(answer, entry))
         except Exception as unreadable:  # some verifiers raise on text that is not of their form
@@ -105,7 +112,7 @@ class ReasoningGymSource:
         if rng.random() < self.config.direct_answers:
             return opening, (_answer(_guess(answer, rng)),)
         call = ToolCall(CALCULATOR.spec.name, {"expression": expression})
-        result, _ = call_tool({call.name: CALCULATOR}, call)
+        result = Message("tool", calculate(expression), name=call.name)
         return opening, (Message("assistant", "", (call,)), result, _answer(result.content))
 
     def _make_entry(self, index: int) -> dict[str, Any]:
@@ -132,12 +139,7 @@ class ReasoningGymEnv:
     async def reset(self, task: Task) -> Observation:
         """Raises EnvError where this process does not generate the question that the task names."""
         self._index = task.payload["index"]
-        if self._source.entry(self._index)["question"] != task.payload["question"]:
-            raise EnvError(
-                f"{task.id}: this process generates another question than the task names; "
-                "start every process with the same PYTHONHASHSEED and env section"
-            )
-        return self._source.opening(self._index)
+        return await in_thread(self._open, task)
 
     async def step(self, message: Message) -> StepResult:
         """Answer the calls, or score the final answer."""
@@ -146,18 +148,27 @@ class ReasoningGymEnv:
             self._errors += 1
             replies = (Message("user", f"error: {message.malformed}"),)
         elif self._tools and message.tool_calls:
-            replies = tuple(self._call(call) for call in message.tool_calls)
+            replies = tuple([await self._call(call) for call in message.tool_calls])
         else:
             answer = extract_answer(message.content)
-            return self._end(self._source.score(self._index, answer), answered=answer is not None)
+            reward = await in_thread(self._source.score, self._index, answer)
+            return self._end(reward, answered=answer is not None)
         return StepResult(replies) if self._turns < self._max_turns else self._end(0.0, answered=False, truncated=True)
 
     async def close(self) -> None:
         """Nothing is held."""
         return None
 
-    def _call(self, call: ToolCall) -> Message:
-        reply, valid = call_tool(self._tools, call)
+    def _open(self, task: Task) -> Observation:
+        if self._source.entry(self._index)["question"] != task.payload["question"]:
+            raise EnvError(
+                f"{task.id}: this process generates another question than the task names; "
+                "start every process with the same PYTHONHASHSEED and env section"
+            )
+        return self._source.opening(self._index)
+
+    async def _call(self, call: ToolCall) -> Message:
+        reply, valid = await call_tool(self._tools, call)
         self._calls += 1
         self._errors += not valid
         return reply
@@ -189,15 +200,15 @@ def _expression(entry: JSON) -> str | None:
         return None
 
 
-def _check(config: ReasoningGym) -> None:
+def _check(config: ReasoningGym, where: str) -> None:
     if config.family not in DATASETS:
         raise ConfigError(
-            f"env.family: {config.family!r} is not a reasoning-gym family; {_allowed(config.family, list(DATASETS))}"
+            f"{where}.family: {config.family!r} is not a reasoning-gym family; {_allowed(config.family, list(DATASETS))}"
         )
     settable = [f.name for f in dataclasses.fields(DATASETS[config.family][1]) if f.name not in ("seed", "size")]
     for key in config.parameters:
         if key not in settable:
-            raise ConfigError(f"env.parameters: {config.family} has no {key!r}; {_allowed(key, settable)}")
+            raise ConfigError(f"{where}.parameters: {config.family} has no {key!r}; {_allowed(key, settable)}")
 
 
 def _allowed(wrong: str, names: list[str]) -> str:

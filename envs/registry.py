@@ -3,16 +3,58 @@
 from __future__ import annotations
 
 import importlib
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..configs.schema import PythonEnv, ReasoningGym
+import msgspec
+
+from ..configs.schema import Failure, Mixture, PythonEnv, Reason, ReasoningGym
 from ..errors import ConfigError
 from .base import TaskSource
 from .simple import Split
 
 
-def task_source(config: ReasoningGym | PythonEnv, split: Split, seed: int) -> TaskSource:
-    """The tasks of `split`; sources of different splits or seeds share no random seed.
+class Part(msgspec.Struct, frozen=True):
+    """One environment of a run.
+
+    Attributes:
+        name: what trajectories and reports call it.
+        share: its part of every batch, in the unit of the others' shares.
+        source: its tasks.
+        penalty: reward that its failed episodes are trained with; None where it declares none.
+    """
+
+    name: str
+    share: float
+    source: TaskSource
+    penalty: float | None
+
+
+def parts_of(config: ReasoningGym | PythonEnv | Mixture, split: Split, seed: int) -> tuple[Part, ...]:
+    """The environments of a run, in the order in which leases number them.
+
+    Raises:
+        ConfigError: as `task_source`, naming the part; or a penalty that is no finite number.
+    """
+    if isinstance(config, Mixture):
+        return tuple(_part(f"env.parts.{name}", name, part, split, seed) for name, part in config.parts.items())
+    return (_part("env", "", config, split, seed),)
+
+
+def require_penalties(parts: Sequence[Part], failures: Mapping[Reason, Failure]) -> None:
+    """Raises ConfigError where failures are to be trained on and an environment does not say what they are worth."""
+    for reason, failure in failures.items():
+        for part in parts:
+            if failure.then == "train" and part.penalty is None:
+                raise ConfigError(
+                    f"rollout.failures.{reason}.then: train needs the penalty that the environment declares, and {part.name} "
+                    "declares none; set the attribute `penalty` of its task source, or use drop"
+                )
+
+
+def task_source(config: ReasoningGym | PythonEnv, split: Split, seed: int, key: str = "env") -> TaskSource:
+    """The tasks of `split`; sources of different splits or seeds share no random seed. `key` is where the config names it.
 
     Raises:
         ConfigError: an unknown family, parameter, module or name, or a factory that refuses its arguments.
@@ -21,21 +63,29 @@ def task_source(config: ReasoningGym | PythonEnv, split: Split, seed: int) -> Ta
         # Imported here: reasoning-gym takes over a second to import, and engines and learners need none of it.
         from .reasoning import ReasoningGymSource
 
-        return ReasoningGymSource(config, split, seed)
-    factory = load_target("env.factory", config.factory)
+        return ReasoningGymSource(config, split, seed, key)
+    factory = load_target(f"{key}.factory", config.factory)
     try:
         source = factory(split=split, seed=seed, **config.arguments)
     except TypeError as error:
-        raise ConfigError(f"env.arguments: {config.factory} does not take {config.arguments}: {error}") from error
+        raise ConfigError(f"{key}.arguments: {config.factory} does not take {config.arguments}: {error}") from error
     except Exception as error:  # whatever the user's own code raises
-        raise ConfigError(f"env.factory: {config.factory} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{key}.factory: {config.factory} raised {type(error).__name__}: {error}") from error
     missing = [name for name in ("name", "task", "make", "demonstration") if not hasattr(source, name)]
     if missing:
         raise ConfigError(
-            f"env.factory: {config.factory} returned {type(source).__name__} without {', '.join(missing)}; "
+            f"{key}.factory: {config.factory} returned {type(source).__name__} without {', '.join(missing)}; "
             "return a task source, for example a subclass of slipstream.envs.SimpleEnv"
         )
     return source
+
+
+def _part(key: str, name: str, config: ReasoningGym | PythonEnv, split: Split, seed: int) -> Part:
+    source = task_source(config, split, seed, key)
+    penalty = getattr(source, "penalty", None)
+    if penalty is not None and not (isinstance(penalty, int | float) and math.isfinite(penalty)):
+        raise ConfigError(f"{key}: {source.name} declares the penalty {penalty!r}; it must be a finite number, or None")
+    return Part(name or source.name, config.share, source, None if penalty is None else float(penalty))
 
 
 def load_target(key: str, target: str) -> Any:

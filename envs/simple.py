@@ -16,6 +16,7 @@ Named in a config as `env: {kind: python, factory: "my_package.my_module:Guess"}
 Invariants:
 - `make` gives each episode a shallow copy; what belongs to one episode is set in `reset`.
 - `rng(index)` differs between splits and seeds, and is the same in every process.
+- `reset`, `step` and `close` must not block: `await in_thread(function, ...)` for what does.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ Split = Literal["train", "eval"]
 
 class SimpleEnv(ABC):
     """Base of environments whose tasks, openings and steps fit into one class; satisfies TaskSource and Environment."""
+
+    penalty: float | None = None
+    """Reward of a failed episode, where the config asks to train on it (`rollout.failures.REASON.then=train`); None forbids that.
+    A subclass, or an instance, may set one: worse than the worst that an episode can earn, so that failing never pays."""
 
     def __init__(self, *, split: Split, seed: int, **arguments: Any) -> None:
         """`arguments` are the config's own, kept as attribute `arguments`; a subclass may name them instead."""

@@ -2,21 +2,26 @@
 
 Invariants:
 - A call that the policy got wrong raises `InvalidCall` and is told to the policy as the tool's result.
-- A tool that itself fails raises a plain ToolError; that is never told to the policy and never becomes a reward.
+- A tool that itself fails, or does not answer in time, raises a plain ToolError; that is never told to the policy and never
+  becomes a reward.
+- A tool runs beside the event loop: as a coroutine, or else in a thread.
 - The calculator cannot hang or eat memory: length, depth and the size of every number are bounded before it computes.
 """
 
 from __future__ import annotations
 
 import ast
+import asyncio
+import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from ..errors import ToolError
+from ..errors import DeadlineExceeded, ToolError, within
 from .base import JSON, Message, ToolCall, ToolSpec
+from .calls import current_calls, in_thread
 
 MAX_EXPRESSION = 200
 """Characters in one expression: beyond any arithmetic task, and shallow enough for the parser's recursion."""
@@ -30,28 +35,61 @@ class InvalidCall(ToolError):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A tool on offer: its description, and the function from arguments to the text the policy reads.
+    """A tool on offer: its description, and the function, or coroutine function, from arguments to the text the policy reads.
 
-    `run` raises InvalidCall where the arguments are wrong.
+    `run` raises InvalidCall where the arguments are wrong. A plain function is called in a thread, and may block.
     """
 
     spec: ToolSpec
-    run: Callable[[JSON], str]
+    run: Callable[[JSON], str] | Callable[[JSON], Awaitable[str]]
 
 
-def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> tuple[Message, bool]:
+async def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> tuple[Message, bool]:
     """The `tool` message that answers `call`, and whether the call was a valid one.
 
     Raises:
-        ToolError: the tool itself failed.
+        ToolError: the tool itself failed, or did not answer within `rollout.tool_s`.
     """
+    calls = current_calls()
     try:
         if call.name not in tools:
             raise InvalidCall(f"there is no tool {call.name!r}; use {', '.join(sorted(tools)) or 'none'}")
-        content, valid = tools[call.name].run(call.arguments), True
+        calls.tool = call.name  # stays where the caller's own deadline passes first
+        content, valid = await _answer(tools[call.name], call.arguments, calls.tool_s), True
     except InvalidCall as error:
         content, valid = f"error: {error}", False
+    calls.tool = ""
     return Message("tool", content, tool_call_id=call.id, name=call.name), valid
+
+
+async def _answer(tool: Tool, arguments: JSON, seconds: float) -> str:
+    run, name = tool.run, tool.spec.name
+    work = run(arguments) if inspect.iscoroutinefunction(run) else in_thread(run, arguments)
+    hint = "look at the tool, or raise rollout.tool_s"
+    try:
+        content = await within(seconds, work, who="an episode", waits_for=f"the tool {name!r}", hint=hint)
+    except ToolError:
+        raise
+    except DeadlineExceeded as error:
+        raise ToolError(str(error)) from error
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and cancelled():
+            raise
+        raise ToolError(f"the tool {name!r} failed: {line(error)}") from error
+    if not isinstance(content, str):
+        raise ToolError(f"the tool {name!r} returned {type(content).__name__}, not text")
+    return content
+
+
+def cancelled() -> bool:
+    """Whether somebody cancelled the task that runs now. A CancelledError in one that nobody did is the user's code's own."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def line(error: BaseException) -> str:
+    """An exception's name, and what it says if it says something."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def calculate(expression: str) -> str:

@@ -2,11 +2,13 @@
 
 Invariants:
 - A check either returns one line of what it found or raises ConfigError with one line of what is wrong.
-- No check starts a process, loads weights or leaves a file.
+- No check starts a process, loads weights or leaves a file; the environment's own first reset may do what it does.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import platform
 import shutil
@@ -20,12 +22,14 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ..configs import Config, check
+from ..configs.checks import BUILT_IN_AGENTS
 from ..configs.schema import parse_memory
-from ..errors import ConfigError
+from ..errors import ConfigError, within
 from .processes import claim_ports
 from .resources import local_placement, ranks_of
 
 if TYPE_CHECKING:
+    from ..envs import Observation, Part
     from ..learner.model import ModelShape
 
 Check = Callable[[Config], str]
@@ -122,14 +126,60 @@ def agent(config: Config) -> str:
 
 
 def environment(config: Config) -> str:
-    from ..envs import task_source
+    from ..envs import parts_of, require_penalties
 
-    source = task_source(config.env, "train", config.seed)
+    parts = parts_of(config.env, "train", config.seed)
+    require_penalties(parts, config.rollout.failures)
+    for part in parts:
+        try:
+            part.source.task(0)
+        except Exception as error:  # whatever the user's own code raises
+            raise ConfigError(f"env: {part.name} raised {type(error).__name__} for task 0: {error}") from error
+    whole = sum(part.share for part in parts)
+    return ", ".join(f"{p.name} {p.share / whole:.0%}" if len(parts) > 1 else p.name for p in parts)
+
+
+def prompt(config: Config) -> str:
+    """The first prompt of every environment leaves room for an answer."""
+    from ..agents import load_renderer
+    from ..agents.format import to_chat, to_tools
+    from ..envs import parts_of
+    from ..learner.model import load_tokenizer
+
+    if config.agent.kind not in BUILT_IN_AGENTS:
+        return f"known to {config.agent.kind} alone"
+    if config.launch.hosts == "many":
+        return "not looked at: the environments live on other hosts"
     try:
-        source.task(0)
+        parts = parts_of(config.env, "train", config.seed)
+    except ConfigError:
+        return "not known; see environment"
+    renderer = load_renderer(config.agent.renderer, load_tokenizer(config.model.path), thinking=config.agent.thinking)
+    room, longest = config.agent.max_tokens, 0
+    for part in parts:
+        opening = asyncio.run(_opening(part, config.rollout.step_s))
+        tools = to_tools(opening.tools) if config.agent.kind == "tool_calling" else None
+        tokens = len(renderer.render_ids(to_chat(opening.messages), tools=tools or None, add_generation_prompt=True))
+        if tokens >= room:
+            raise ConfigError(
+                f"agent.max_tokens: {room} leaves no room for an answer: the prompt of task 0 of {part.name} has {tokens} tokens; "
+                f"allowed are {tokens + 1} and more"
+            )
+        longest = max(longest, tokens)
+    return f"{longest} of {room} tokens"
+
+
+async def _opening(part: Part, step_s: float) -> Observation:
+    """What the first episode of an environment begins with."""
+    env, hint = part.source.make(), "look at the environment, or raise rollout.step_s"
+    try:
+        work = env.reset(part.source.task(0))
+        return await within(step_s, work, who=part.name, waits_for="the reset of task 0", hint=hint)
     except Exception as error:  # whatever the user's own code raises
-        raise ConfigError(f"env: {source.name} raised {type(error).__name__} for task 0: {error}") from error
-    return source.name
+        raise ConfigError(f"env: {part.name} raised {type(error).__name__} in the reset of task 0: {error}") from error
+    finally:
+        with contextlib.suppress(Exception):  # told by every episode that ends so
+            await within(step_s, env.close(), who=part.name, waits_for="its environment to close", hint=hint)
 
 
 def trackers(config: Config) -> str:
@@ -201,6 +251,7 @@ CHECKS: dict[str, Check] = {
     "environment": environment,
     "model": model,
     "agent": agent,
+    "prompt": prompt,
     "engine": engine,
     "devices": devices,
     "memory": memory,

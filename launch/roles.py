@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
+from .. import heap
 from ..errors import ConfigError, SlipstreamError, first_cause
 from ..monitor.log import setup_logging
 from .heart import Heart
@@ -93,6 +95,12 @@ async def _or_stop(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | Non
         await asyncio.wait({working, stopped})
 
 
+def _ready(heart: Heart) -> None:
+    """Everything is there that stays."""
+    heap.freeze()
+    heart.ready()
+
+
 def become_engine(job: Job, index: int, listen: str) -> None:
     """Replace this process by the server of replica `index`, which listens on `host:port`."""
     from ..rollout import servers
@@ -104,27 +112,31 @@ def become_engine(job: Job, index: int, listen: str) -> None:
 
 async def buffer(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> None:
     from ..buffer.service import BufferService
+    from ..configs.schema import shares_of
 
-    service = BufferService(job.config.buffer, job.dir / "buffer.sqlite", job.cluster.buffer)
+    shares = shares_of(job.config.env)
+    retries = {reason: failure.retries for reason, failure in job.config.rollout.failures.items()}
+    place = job.dir / "buffer.sqlite"
+    service = BufferService(job.config.buffer, place, job.cluster.buffer, shares=shares, retries=retries)
     stopped = asyncio.create_task(stop.wait(), name="stop")
     stopped.add_done_callback(lambda _: service.stop())
     try:
-        await service.serve(heart.ready)
+        await service.serve(functools.partial(_ready, heart))
     finally:
         stopped.cancel()
 
 
 async def worker(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> None:
-    from ..buffer.client import BufferClient
     from ..rollout.worker import Worker
+    from .journalled import buffer_client
     from .wiring import make_player, make_router
 
     config = job.config
     temperature = config.rollout.sampling.temperature
     async with make_router(job) as router:
         player = make_player(config, router, split="train", temperature=temperature)
-        async with BufferClient(job.cluster.buffer, f"worker-{index}") as client:
-            heart.ready()
+        async with buffer_client(job, f"worker-{index}") as client:
+            _ready(heart)
             await Worker(player, client, config.buffer.group_size, config.rollout.workers).run(stop)
 
 
@@ -132,19 +144,20 @@ def evaluator(label: str) -> Role:
     """A role that evaluates what the engines serve and appends to `evaluations.json`."""
 
     async def evaluate_once(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> None:
-        from ..rollout.evaluation import evaluate
+        from ..rollout.evaluation import by_environment, evaluate
         from .wiring import make_player, make_router
 
         config = job.config
         async with make_router(job) as router:
             player = make_player(config, router, split="eval", temperature=config.evaluation.temperature)
-            heart.ready()
+            _ready(heart)
             result = await _or_stop(evaluate(player, label, config.evaluation.tasks), stop)
         if result is None:
             return
         append_json(job.dir / "evaluations.json", result)
         heart.say(
             f"{label}: reward {result.reward_mean:.3f} ± {result.reward_stderr:.3f} over {result.tasks} fresh tasks"
+            f"{by_environment(result)}"
         )
 
     return evaluate_once
@@ -159,11 +172,11 @@ def append_json(path: Path, item: msgspec.Struct) -> None:
 
 
 async def learner(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> None:
-    from ..buffer.client import BufferClient
     from ..learner.loop import TrainingLoop
     from ..learner.metrics import StepMetrics
     from ..monitor.metrics import MetricsWriter, scalars
     from ..monitor.trackers import open_trackers
+    from .journalled import buffer_client
     from .wiring import make_backend, make_canary, make_publisher
 
     config = job.config
@@ -171,7 +184,7 @@ async def learner(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> No
     first = index == 0
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(backend.close)
-        client = await stack.enter_async_context(BufferClient(job.cluster.buffer, f"learner-{index}"))
+        client = await stack.enter_async_context(buffer_client(job, f"learner-{index}"))
         publisher, joined = None, asyncio.Event()
         if first:
             publisher, targets = await stack.enter_async_context(make_publisher(job, backend.device, heart))
@@ -193,7 +206,7 @@ async def learner(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> No
 
         canary = make_canary(config, CANARY_TOKENS)
         loop = TrainingLoop(config.learner, backend, client, publisher, joined, job.dir / "checkpoints", canary, report)
-        state = await loop.run(stop, heart.ready)
+        state = await loop.run(stop, functools.partial(_ready, heart))
         if state.step >= config.learner.steps:
             backend.export(job.dir / "model")
             heart.done()

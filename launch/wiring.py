@@ -93,7 +93,7 @@ def make_player(config: Config, router: Router, *, split: Split, temperature: fl
     """What plays episodes of `split`."""
     from ..agents import Session, load_agent, load_renderer
     from ..agents.base import Generate
-    from ..envs import task_source
+    from ..envs import parts_of
     from ..learner.model import load_tokenizer, vocabulary_size
     from ..rollout.worker import Player
 
@@ -110,9 +110,9 @@ def make_player(config: Config, router: Router, *, split: Split, temperature: fl
             max_tokens=agent.max_tokens,
         )
 
-    source = task_source(config.env, split, config.seed)
+    parts = parts_of(config.env, split, config.seed)
     stop_token_ids = renderer.get_stop_token_ids()
-    return Player(config, load_agent(agent.kind), source, router, make_session, stop_token_ids, temperature)
+    return Player(config, load_agent(agent.kind), parts, router, make_session, stop_token_ids, temperature)
 
 
 def make_backend(config: Config, *, temperature: float) -> Fsdp2Backend:
@@ -129,25 +129,33 @@ def make_backend(config: Config, *, temperature: float) -> Fsdp2Backend:
 
 
 def make_demonstrations(config: Config) -> list[tuple[Sequence[int], Sequence[bool]]]:
-    """(token ids, loss mask) of `sft.demonstrations` conversations, from the training tasks.
+    """(token ids, loss mask) of `sft.demonstrations` conversations, from the training tasks; of a mixture by shares among the
+    environments that have any.
 
     Raises:
-        ConfigError: the environment has none to show.
+        ConfigError: no environment has one to show, or one runs out of them.
     """
     from ..agents import load_renderer, render_demonstration
-    from ..envs import task_source
+    from ..buffer.admission import Admission
+    from ..envs import parts_of
     from ..learner.model import load_tokenizer
 
     renderer = load_renderer(config.agent.renderer, load_tokenizer(config.model.path), thinking=config.agent.thinking)
-    source = task_source(config.env, "train", config.seed)
     rng = random.Random(config.seed)
+    parts = parts_of(config.env, "train", config.seed)
+    shown = [p for p in parts if p.source.demonstration(p.source.task(0), random.Random(config.seed)) is not None]
+    if not shown:
+        names = ", ".join(part.name for part in parts)
+        raise ConfigError(f"env: {names} has no demonstration of task 0; there is nothing to imitate")
+    counts = Admission(0, config.sft.demonstrations, tuple(part.share for part in shown)).quotas([0] * len(shown))
     sequences: list[tuple[Sequence[int], Sequence[bool]]] = []
-    for index in range(config.sft.demonstrations):
-        demonstration = source.demonstration(source.task(index), rng)
-        if demonstration is None:
-            raise ConfigError(f"env: {source.name} has no demonstration of task {index}; there is nothing to imitate")
-        rendered = render_demonstration(renderer, *demonstration)
-        sequences.append((rendered.token_ids, rendered.loss_mask))
+    for part, count in zip(shown, counts, strict=True):
+        for index in range(count):
+            demonstration = part.source.demonstration(part.source.task(index), rng)
+            if demonstration is None:
+                raise ConfigError(f"env: {part.name} has no demonstration of task {index}; there is nothing to imitate")
+            rendered = render_demonstration(renderer, *demonstration)
+            sequences.append((rendered.token_ids, rendered.loss_mask))
     return sequences
 
 

@@ -4,6 +4,8 @@
 
 Invariants:
 - A member's reward counts once in its group's baseline, however many branches it has; all its branches get its advantage.
+- A failed episode is here only where the worker was told to train on it. Its reward is the penalty that its environment declared,
+  counts in the baseline like any other, and in no statistic of rewards.
 - A sampled token is trained exactly when its policy version is at least `oldest_version` and its episode is not late; others stay
   as context without loss.
 - Everything is deterministic, and each rank computes the same whole before it takes its part.
@@ -81,7 +83,7 @@ def to_sequences(
         late: ids of episodes that count in their group's baseline and carry no loss.
 
     Raises:
-        LearnerError: a failed episode is among them, or the branches of one disagree about its reward.
+        LearnerError: a failed episode carries what it earned before it failed, or the branches of one disagree about its reward.
     """
     sequences = []
     for group in groups:
@@ -99,13 +101,14 @@ def to_sequences(
 
 def summarize(groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> BatchSummary:
     """Statistics of a batch: `groups` and the `sequences` that `to_sequences` made of them."""
-    rewards = np.array([reward for group in groups for reward in _rewards(group).values()], dtype=np.float64)
     branches = [trajectory for group in groups for trajectory in group]
+    members = {trajectory.episode: trajectory for trajectory in branches}
+    rewards = np.array([t.reward for t in members.values() if t.outcome.trainable], dtype=np.float64)
     lags = Counter[int]()
     for sequence in sequences:
         values, counts = np.unique(sequence.lags[sequence.trained], return_counts=True)
         lags.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-    trained, episodes = lags.total(), max(1, len(rewards))
+    trained, episodes = lags.total(), max(1, len(members))
     sampled = sum(branch.sampled for branch in branches)
     turns = sum(bool(branch.loss_mask[turn.start : turn.end].any()) for branch in branches for turn in branch.turns)
     return BatchSummary(
@@ -117,7 +120,7 @@ def summarize(groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> Ba
         tokens_trained=trained,
         tokens_withheld=sampled - trained,
         mixed_tokens=sum(int(sequence.mixed.sum()) for sequence in sequences),
-        episodes=len(rewards),
+        episodes=len(members),
         episode_tokens_mean=sampled / episodes,
         turns_mean=turns / episodes,
         environment=_environment(groups),
@@ -196,11 +199,18 @@ def mismatch(rows: Sequence[PackedRow]) -> tuple[float, int]:
 
 
 def _environment(groups: Sequence[Group]) -> dict[str, float]:
-    """What environments reported: mean by name over episodes, each counted by its first branch."""
+    """What environments reported: mean by name over episodes, each counted by its first branch. Where the batch is of several
+    environments, also by environment, their rewards included."""
+    first = {trajectory.episode: trajectory for group in reversed(groups) for trajectory in reversed(group)}
+    episodes = [trajectory for trajectory in first.values() if trajectory.outcome.trainable]
+    several = len({trajectory.env for trajectory in episodes}) > 1
     values: dict[str, list[float]] = {}
-    for trajectory in (t for group in groups for t in group if t.branch == 0):
-        for name, value in trajectory.metrics.items():
+    for episode in episodes:
+        for name, value in episode.metrics.items():
             values.setdefault(name, []).append(value)
+        if several:
+            for name, value in {"reward": episode.reward, **episode.metrics}.items():
+                values.setdefault(f"{episode.env}/{name}", []).append(value)
     return {name: sum(found) / len(found) for name, found in sorted(values.items())}
 
 
@@ -208,8 +218,10 @@ def _rewards(group: Group) -> dict[int, float]:
     """Reward by member."""
     rewards: dict[int, float] = {}
     for trajectory in group:
-        if not trajectory.outcome.trainable:
-            raise LearnerError(f"trajectory {trajectory.id!r} failed; failed episodes must be removed before training")
+        if not trajectory.outcome.trainable and trajectory.turn_rewards:
+            raise LearnerError(
+                f"trajectory {trajectory.id!r} failed and carries rewards; a failure is trained with its penalty or not at all"
+            )
         if rewards.setdefault(trajectory.member, trajectory.reward) != trajectory.reward:
             raise LearnerError(
                 f"trajectory {trajectory.id!r}: its reward differs from that of the episode's other branches"

@@ -20,7 +20,7 @@ from ..configs import Config, dump, load
 from . import charts
 from .metrics import Row, read_metrics
 from .page import card, grid, ledger_bar, page, section, table, tile
-from .summary import Evaluation, Ledger, balance, column, elapsed, mean, read_evaluations, staleness_tokens
+from .summary import Evaluation, Ledger, Score, balance, column, elapsed, mean, read_evaluations, staleness_tokens
 from .text import MISSING, count, duration, reward, share
 
 HEALTH = {
@@ -145,17 +145,16 @@ def _evaluations(evaluations: Sequence[Evaluation]) -> str:
     if not evaluations:
         return '<p class="missing">No evaluation was recorded.</p>'
     kinds = list(dict.fromkeys(kind for evaluation in evaluations for kind in evaluation.outcomes))
-    lines = [
-        [
-            escape(e.label),
-            str(e.version),
-            str(e.tasks),
-            f"{e.reward_mean:.3f} ± {e.reward_stderr:.3f}",
-            *(str(e.outcomes.get(kind, 0)) for kind in kinds),
-            duration(e.seconds),
-        ]
-        for e in evaluations
-    ]
+
+    def cells(score: Evaluation | Score) -> list[str]:
+        earned = score.reward_mean is not None and score.reward_stderr is not None
+        shown = f"{score.reward_mean:.3f} ± {score.reward_stderr:.3f}" if earned else MISSING
+        return [str(score.tasks), shown, *(str(score.outcomes.get(kind, 0)) for kind in kinds)]
+
+    lines: list[list[str]] = []
+    for e in evaluations:
+        lines.append([escape(e.label), str(e.version), *cells(e), duration(e.seconds)])
+        lines += [[f"– {escape(name)}", "", *cells(score), ""] for name, score in e.environments.items()]
     return table(["evaluation", "version", "tasks", "reward", *map(escape, kinds), "took"], lines)
 
 

@@ -31,8 +31,18 @@ SMALL_BATCH = 32
 """Sequences decoded at once below which a server mostly reads weights, and more of them cost nearly nothing."""
 
 
+class Score(msgspec.Struct, frozen=True):
+    """What one environment's part of an evaluation came to; no reward where all of its episodes failed."""
+
+    tasks: int
+    reward_mean: float | None
+    reward_stderr: float | None
+    outcomes: dict[str, int]
+
+
 class Evaluation(msgspec.Struct, frozen=True):
-    """Fresh tasks played once with one policy version; `outcomes` counts episodes by how they ended."""
+    """Fresh tasks played once with one policy version; `outcomes` counts episodes by how they ended. Of a mixture also by
+    environment."""
 
     label: str
     version: int
@@ -41,6 +51,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     reward_stderr: float
     outcomes: dict[str, int]
     seconds: float
+    environments: dict[str, Score] = {}
 
 
 class Ledger(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ Invariants:
 - No episode is ended because there are fewer slots now: fewer are begun.
 - Every token an engine returned to this worker is reported, with its version, whether its episode ends, fails or is cut off.
 - An episode that nobody waits for any more is ended as soon as the buffer says so.
+- With an episode everything ends that its agent has asked of an engine, also what the agent did not wait for.
 - `stop` gives all leases back before it returns.
 """
 
@@ -27,11 +28,12 @@ from ..buffer.ledger import Counts
 from ..buffer.messages import Lease
 from ..buffer.trajectory import Outcome
 from ..configs.schema import Config
-from ..envs.base import TaskSource
-from ..errors import EpisodesFail
+from ..envs import Part, require_penalties
+from ..errors import EpisodesFail, PolicyError
+from .blocking import LoopGuard
 from .concurrency import Concurrency
 from .engine import Sampling
-from .episode import EpisodeResult, play
+from .episode import EpisodeResult, Limits, play
 from .router import Router
 
 log = logging.getLogger(__name__)
@@ -56,30 +58,38 @@ MakeSession = Callable[[Generate], Session]
 
 
 class Player:
-    """What it takes to play an episode: the agent, the tasks, the engines. Shared by the worker and the evaluation.
+    """What it takes to play an episode: the agent, the environments, the engines. Shared by the worker and the evaluation.
 
     Attributes:
+        parts: the run's environments; `Lease.env` counts them.
         router: reaches the engines.
         decodes: episodes that the servers which the run began with decode at once.
+
+    Raises:
+        ConfigError: failures are to be trained on and an environment declares no penalty.
     """
 
     def __init__(
         self,
         config: Config,
         agent: Agent,
-        source: TaskSource,
+        parts: Sequence[Part],
         router: Router,
         make_session: MakeSession,
         stop_token_ids: Sequence[int],
         temperature: float,
     ) -> None:
-        self._agent = agent
-        self._source = source
+        rollout = config.rollout
+        require_penalties(parts, rollout.failures)
+        self.parts = tuple(parts)
         self.router = router
-        self.decodes = config.rollout.engine.replicas * config.rollout.engine.max_concurrent
+        self.decodes = rollout.engine.replicas * rollout.engine.max_concurrent
+        self._agent = agent
         self._make_session = make_session
-        self._episode_s = config.rollout.episode_s
-        self._top_p = config.rollout.sampling.top_p
+        self._limits = Limits(rollout.episode_s, rollout.step_s, rollout.tool_s)
+        self._trained_failures = {reason for reason, failure in rollout.failures.items() if failure.then == "train"}
+        self._one_at_a_time = [asyncio.Lock() for _ in parts]
+        self._top_p = rollout.sampling.top_p
         self._temperature = temperature
         self._stop_token_ids = tuple(stop_token_ids)
 
@@ -87,29 +97,51 @@ class Player:
         self, lease: Lease, member: int, *, count: Callable[[Completion], None] = lambda completion: None
     ) -> EpisodeResult:
         """Play one episode of `lease`; `count` is given every completion as it comes, and what had arrived of those that were cut
-        off with the episode."""
+        off with the episode, or that the agent gave up."""
         episode_id = lease.episode(member)
+        calls: set[asyncio.Task[Completion]] = set()
+        over = False
 
-        async def generate(token_ids: Sequence[int], max_tokens: int) -> Completion:
-            sampling = Sampling(
-                max_tokens, temperature=self._temperature, top_p=self._top_p, stop_token_ids=self._stop_token_ids
-            )
+        async def call(token_ids: Sequence[int], sampling: Sampling) -> Completion:
             completion = await self.router.generate(episode_id, token_ids, sampling, lease.oldest_version, lost=count)
             count(completion)
             return completion
 
+        async def generate(token_ids: Sequence[int], max_tokens: int) -> Completion:
+            if over:
+                raise PolicyError(f"episode {episode_id} is over; its policy answers nobody")
+            sampling = Sampling(
+                max_tokens, temperature=self._temperature, top_p=self._top_p, stop_token_ids=self._stop_token_ids
+            )
+            calling = asyncio.create_task(call(token_ids, sampling))
+            calls.add(calling)
+            calling.add_done_callback(ended)
+            return await calling
+
+        def ended(calling: asyncio.Task[Completion]) -> None:
+            calls.discard(calling)
+            if not calling.cancelled():
+                calling.exception()  # the agent may have left
+
         try:
             return await play(
                 self._agent,
-                self._source,
+                self.parts[lease.env],
                 lease.task,
                 self._make_session(generate),
                 group_id=lease.group_id,
                 attempt=lease.attempt,
                 member=member,
-                episode_s=self._episode_s,
+                limits=self._limits,
+                one_at_a_time=self._one_at_a_time[lease.env],
+                trained_failures=self._trained_failures,
             )
         finally:
+            over = True
+            for calling in calls:
+                calling.cancel()
+            if calls:
+                await asyncio.wait(calls)
             self.router.forget(episode_id)
 
 
@@ -144,7 +176,7 @@ class Worker:
         await self._buffer.hello()
         stopped = asyncio.create_task(stop.wait(), name="stop")
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with LoopGuard(), asyncio.TaskGroup() as tasks:
                 report = tasks.create_task(self._report(), name="progress")
                 watch = tasks.create_task(self._watch(), name="pressure")
                 work = tasks.create_task(self._lease_forever(tasks), name="leases")
@@ -161,19 +193,19 @@ class Worker:
                 await self._buffer.goodbye()
 
     @property
-    def _room(self) -> bool:
-        """Whether a whole group may start."""
-        return self._concurrency.cap - len(self._running) >= self._group_size
+    def _room(self) -> int:
+        """Whole groups that may start."""
+        return max(0, self._concurrency.cap - len(self._running)) // self._group_size
 
     async def _lease_forever(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._room)
-            lease = await self._buffer.lease()
-            for member in lease.members:
-                self._running[lease.episode(member)] = {}
-            for member in lease.members:
-                tasks.create_task(self._episode(lease, member), name=lease.episode(member))
+            for lease in await self._buffer.leases(self._room):
+                for member in lease.members:
+                    self._running[lease.episode(member)] = {}
+                for member in lease.members:
+                    tasks.create_task(self._episode(lease, member), name=lease.episode(member))
 
     async def _episode(self, lease: Lease, member: int) -> None:
         episode_id = lease.episode(member)
@@ -201,7 +233,7 @@ class Worker:
 
     def _judge(self, episode_id: str, result: EpisodeResult) -> None:
         """Tell of a failure; raise EpisodesFail when there was nothing else for long."""
-        if result.trajectories:
+        if result.trajectories and result.outcome.trainable:
             self._failures = 0
             return
         outcome = result.outcome

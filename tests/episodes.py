@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import msgspec
 import numpy as np
 from slipstream.buffer.trajectory import FINISHED, Trajectory, Turn, VersionSpan
 
@@ -26,3 +29,12 @@ def trajectory(episode_id: str, branch: int = 0, sampled: int = SAMPLED, version
         turn_rewards=(float(member),),
         outcome=FINISHED,
     )
+
+
+def trajectory_of(episode_id: str, kept: Mapping[int, int]) -> Trajectory:
+    """One branch with so many sampled tokens of each version."""
+    spans, at = [], 1
+    for version, tokens in sorted(kept.items()):
+        spans.append(VersionSpan(at, at + tokens, version))
+        at += tokens
+    return msgspec.structs.replace(trajectory(episode_id, sampled=at - 1), version_spans=tuple(spans))

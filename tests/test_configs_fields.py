@@ -9,11 +9,19 @@ def sections(kind):
     for section in variants(kind):
         yield section
         for field in section.fields:
-            yield from sections(getattr(field.type, "item_type", field.type))
+            below = getattr(field.type, "item_type", field.type)
+            yield from sections(getattr(below, "value_type", below))
 
 
 def test_there_are_fewer_than_120_keys():
     assert 80 < count_fields() < 120
+
+
+def test_a_section_that_stands_in_several_places_counts_once():
+    parts = load("quickstart", ["env={kind: mixture, parts: {a: {kind: reasoning_gym}}}"])
+    assert "env.parts" in {doc.key for doc in describe(parts)}
+    assert {"Failure", "PythonEnv"} <= {section.cls.__name__ for section in sections(root())}
+    assert count_fields() < 112  # room for what is to come
 
 
 def test_every_field_has_a_docstring():
@@ -32,7 +40,7 @@ def test_describe_gives_key_type_value_and_doc():
     assert found["buffer.max_staleness"].value == "2"
     assert "No token older" in found["buffer.max_staleness"].doc
     assert found["env.kind"].value == "python"
-    assert found["env.kind"].type == "one of reasoning_gym, python"
+    assert found["env.kind"].type == "one of reasoning_gym, python, mixture"
     assert found["env.factory"].value == "my.envs:Make"
     assert "env.family" not in found
     assert "seed, " not in found["seed"].doc

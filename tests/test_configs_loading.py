@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from slipstream.configs import Config, check, dump, load, presets
+from slipstream.configs.schema import FAILURES, Failure, shares_of
 from slipstream.errors import ConfigError
 
 
@@ -71,13 +72,18 @@ def test_overrides_are_applied_over_the_file():
 def test_another_kind_drops_the_keys_of_the_old_one_in_any_order(turn):
     overrides = ["env.kind=python", "env.factory=my.envs:Make", "env.arguments.level=3"][::turn]
     env = load("quickstart", overrides).env
-    assert msgspec.to_builtins(env) == {"kind": "python", "factory": "my.envs:Make", "arguments": {"level": 3}}
+    assert msgspec.to_builtins(env) == {
+        "kind": "python",
+        "factory": "my.envs:Make",
+        "arguments": {"level": 3},
+        "share": 1.0,
+    }
 
 
 def test_a_whole_section_is_set_before_its_keys():
     overrides = ["env.factory=my.envs:Other", "env={kind: python, factory: 'my.envs:Make', arguments: {a: 1}}"]
     env = load("quickstart", overrides).env
-    assert msgspec.to_builtins(env) == {"kind": "python", "factory": "my.envs:Other", "arguments": {"a": 1}}
+    assert (env.factory, env.arguments) == ("my.envs:Other", {"a": 1})
 
 
 def test_the_same_kind_keeps_the_keys_of_the_file():
@@ -94,16 +100,55 @@ def test_text_keys_take_numbers_from_the_command_line_as_written():
     assert (config.rollout.engine.memory, config.run.dir, config.model.path) == ("0.85", "0010", "12")
 
 
+def test_a_mixture_is_written_part_by_part_or_whole(tmp_path):
+    overrides = ["env.kind=mixture", "env.parts.a={kind: reasoning_gym, share: 3}", "env.parts.b.kind=python"]
+    config = load("quickstart", [*overrides, "env.parts.b.factory=my.envs:Make", "env.parts.a.family=gcd"])
+    assert list(config.env.parts) == ["a", "b"]
+    assert (config.env.parts["a"].family, config.env.parts["b"].factory) == ("gcd", "my.envs:Make")
+    assert shares_of(config.env) == (3.0, 1.0)
+    assert shares_of(load("quickstart").env) == (1.0,)
+    assert load(write(tmp_path, dump(config))) == config
+
+
+def test_failures_that_are_not_named_keep_their_policies(tmp_path):
+    failures = load("quickstart", ["rollout.failures.timeout.then=train"]).rollout.failures
+    assert failures == FAILURES | {"timeout": Failure(then="train")}
+    assert failures["engine"].retries == 2
+    assert all(policy.then == "drop" for policy in load("quickstart").rollout.failures.values())
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("rollout: {failures: {tol: {retries: 3}}}", ["rollout.failures.tol: no such key", "rollout.failures.tool?"]),
+        (
+            "rollout: {failures: {worker: {}}}",
+            ["rollout.failures.worker", "engine, environment, policy, timeout, tool"],
+        ),
+        ("rollout: {failures: {tool: {retry: 3}}}", ["rollout.failures.tool.retry: no such key", "retries, then"]),
+        ("rollout: {failures: {tool: 3}}", ["rollout.failures.tool: 3", "a section with the keys retries, then"]),
+        ("rollout: {failures: {engine: {}, tool: {then: hope}}}", ["failures.tool.then: 'hope'", "drop, train"]),
+        ("rollout: {failures: {tool: {retries: -1}}}", ["rollout.failures.tool.retries: -1", ">= 0"]),
+        ("env: {kind: mixture}", ["env.parts: must be set"]),
+        ("env: {kind: mixture, parts: {}}", ["env.parts", "at least one"]),
+        ("env: {kind: mixture, parts: {a: {family: gcd}}}", ["env.parts.a.kind: must be set", "reasoning_gym, python"]),
+        ("env: {kind: mixture, parts: {a: {kind: mixture}}}", ["env.parts.a.kind: 'mixture' is unknown"]),
+        ("env: {kind: mixture, parts: {a: {kind: python}}}", ["env.parts.a.factory: must be set"]),
+        ("env: {kind: mixture, parts: {a: {kind: python, factory: x}}}", ["env.parts.a.factory: 'x'", "module:Name"]),
+        (
+            "env: {kind: mixture, parts: {b: {kind: reasoning_gym}, a: {kind: reasoning_gym, share: 0}}}",
+            ["env.parts.a.share: 0", "a number > 0"],
+        ),
+        ("env: {kind: mixture, parts: {a b: {kind: reasoning_gym}}}", ["env.parts.a b", "letters, digits"]),
+        ("env: {kind: mixture, parts: {a: {kind: reasoning_gym}, a: {kind: reasoning_gym}}}", ["'a'", "set before"]),
+        ("env: {kind: mixture, parts: [1]}", ["env.parts: [1]", "a mapping of names to sections"]),
         ("learner: {optimzer: {lr: 1}}", ["learner.optimzer: no such key", "learner.optimizer?", "steps, backend"]),
         ("max_staleness: 3", ["max_staleness: no such key", "did you mean buffer.max_staleness?", "seed, run"]),
         (
             "env: {factory: 'a:B'}",
             ["env.factory: no such key", "set too", "env.kind=python", "with kind reasoning_gym: kind, family"],
         ),
-        ("env: {kind: gym}", ["env.kind: 'gym' is unknown", "reasoning_gym, python"]),
+        ("env: {kind: gym}", ["env.kind: 'gym' is unknown", "reasoning_gym, python, mixture"]),
         ("env: {kind: python}", ["env.factory: must be set"]),
         ("rollout: {engine: {kind: tgi}}", ["rollout.engine.kind: 'tgi'", "vllm"]),
         ("learner: {steps: many}", ["learner.steps: 'many' is not allowed", "an integer >= 1"]),
@@ -199,6 +244,10 @@ def test_a_missing_file_names_the_presets():
     [
         (["agent.max_tokens_per_turn=2000"], ["agent.max_tokens_per_turn=2000", "agent.max_tokens=256", "1 to 256"]),
         (["agent.kind=single_turn"], ["agent.kind=single_turn", "env.calculator=false"]),
+        (
+            ["agent.kind=single_turn", "env={kind: mixture, parts: {sums: {kind: reasoning_gym}}}"],
+            ["agent.kind=single_turn", "env.parts.sums.calculator=false"],
+        ),
         (["agent.kind=solo"], ["agent.kind: 'solo'", "tool_calling, single_turn", "package.module:coroutine"]),
         (["env.kind=python", "env.factory=mine"], ["env.factory: 'mine'", "package.module:Name"]),
         (["learner.algorithm.minibatches=9"], ["learner.algorithm.minibatches=9", "groups_per_batch=8", "1 to 8"]),

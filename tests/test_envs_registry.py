@@ -1,6 +1,16 @@
+import msgspec
 import pytest
-from slipstream.configs.schema import PythonEnv
-from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task, task_source
+from slipstream.configs.schema import FAILURES, Failure, Mixture, PythonEnv, ReasoningGym
+from slipstream.envs import (
+    Message,
+    Observation,
+    SimpleEnv,
+    StepResult,
+    Task,
+    parts_of,
+    require_penalties,
+    task_source,
+)
 from slipstream.errors import ConfigError
 
 
@@ -51,3 +61,43 @@ async def test_ten_lines_make_an_environment():
 def test_wrong_factories_are_named(config, complaint):
     with pytest.raises(ConfigError, match=complaint):
         task_source(config, "train", 0)
+
+
+class Priced(Guess):
+    penalty = -1
+
+
+def test_a_mixture_is_its_parts_by_name_and_share_in_their_order():
+    guess = msgspec.structs.replace(here("Priced", highest=9), share=3.0)
+    sums, games = parts = parts_of(Mixture(parts={"sums": ReasoningGym(), "games": guess}), "train", 0)
+    assert [(p.name, p.share, p.penalty) for p in parts] == [("sums", 1.0, None), ("games", 3.0, -1.0)]
+    assert sums.source.task(0) == task_source(ReasoningGym(), "train", 0).task(0)
+    assert games.source.task(0).id == "guess-0"
+    (alone,) = parts_of(ReasoningGym(), "eval", 0)
+    assert (alone.name, alone.share, alone.penalty) == ("chain_sum", 1.0, None)
+
+
+def test_what_is_wrong_with_a_part_names_the_part():
+    for part, complaint in (
+        (PythonEnv(factory="no_such_package.x:Y"), "env.parts.b.factory: cannot import"),
+        (ReasoningGym(family="chain_sums"), "env.parts.b.family: 'chain_sums'"),
+        (ReasoningGym(parameters={"digits": 1}), "env.parts.b.parameters: chain_sum has no 'digits'"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            parts_of(Mixture(parts={"a": here("Guess", highest=3), "b": part}), "train", 0)
+
+
+def test_failures_are_trained_on_only_where_every_environment_says_what_they_are_worth():
+    free, priced = here("Guess", highest=3), here("Priced", highest=3)
+    train = FAILURES | {"tool": Failure(then="train")}
+    require_penalties(parts_of(priced, "train", 0), train)
+    require_penalties(parts_of(free, "train", 0), FAILURES)
+    with pytest.raises(ConfigError, match=r"rollout.failures.tool.then: train needs the penalty .* b declares none"):
+        require_penalties(parts_of(Mixture(parts={"a": priced, "b": free}), "train", 0), train)
+
+
+@pytest.mark.parametrize("penalty", [float("nan"), float("-inf"), "a lot"])
+def test_a_penalty_that_is_no_number_is_refused(penalty, monkeypatch):
+    monkeypatch.setattr(Priced, "penalty", penalty)
+    with pytest.raises(ConfigError, match="Priced declares the penalty"):
+        parts_of(here("Priced", highest=3), "train", 0)

@@ -67,25 +67,25 @@ def test_no_expression_hangs_or_raises_anything_else(expression):
     assert time.perf_counter() - began < 1.0
 
 
-def test_a_wrong_call_is_told_to_the_policy():
-    message, valid = call_tool(TOOLS, ToolCall("calculator", {"expression": "1 / 0"}, id="c1"))
+async def test_a_wrong_call_is_told_to_the_policy():
+    message, valid = await call_tool(TOOLS, ToolCall("calculator", {"expression": "1 / 0"}, id="c1"))
     assert (message.role, message.content, message.tool_call_id, valid) == (
         "tool",
         "error: division by zero",
         "c1",
         False,
     )
-    message, valid = call_tool(TOOLS, ToolCall("search", {}))
+    message, valid = await call_tool(TOOLS, ToolCall("search", {}))
     assert message.content == "error: there is no tool 'search'; use calculator"
     assert not valid
     for arguments in ({}, {"expression": 3}, {"expression": "1", "precision": 2}):
-        assert "the calculator takes" in call_tool(TOOLS, ToolCall("calculator", arguments))[0].content
+        assert "the calculator takes" in (await call_tool(TOOLS, ToolCall("calculator", arguments)))[0].content
 
 
-def test_a_tool_that_fails_is_not_told_to_the_policy():
+async def test_a_tool_that_fails_is_not_told_to_the_policy():
     def broken(arguments):
         raise ToolError("the sandbox is gone")
 
     tools = {"broken": Tool(ToolSpec("broken", "", {}), broken)}
     with pytest.raises(ToolError, match="sandbox"):
-        call_tool(tools, ToolCall("broken", {}))
+        await call_tool(tools, ToolCall("broken", {}))

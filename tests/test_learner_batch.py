@@ -65,9 +65,30 @@ def test_the_first_token_is_never_trained():
     assert sequence.trained.tolist() == [False, True]
 
 
-def test_failed_episodes_and_quarrelling_branches_are_refused():
+def test_late_episodes_count_in_the_baseline_and_carry_no_loss():
+    group = (trajectory(0, 1.0, [-1, 5]), trajectory(1, 0.0, [-1, 5]), trajectory(2, 1.0, [-1, 5, 5]))
+    sequences = batch.to_sequences([group], PLAIN, 5, 5, late={"0.0.1"})
+    assert [s.advantage for s in sequences] == pytest.approx([1 / 3, 1 / 3])
+    summary = batch.summarize([group], sequences)
+    assert (summary.episodes, summary.tokens_trained, summary.tokens_withheld) == (3, 3, 1)
+    assert summary.reward_mean == pytest.approx(2 / 3)
+
+
+def test_a_failure_is_trained_with_its_penalty_and_is_in_no_statistic_of_rewards():
+    failed = msgspec.structs.replace(
+        trajectory(1, -1.0, [-1, 5]), outcome=Outcome("failed", "tool"), turn_rewards=(), metrics={"calls": 9.0}
+    )
+    group = (msgspec.structs.replace(trajectory(0, 1.0, [-1, 5]), metrics={"calls": 1.0}), failed)
+    sequences = batch.to_sequences([group], PLAIN, version=5, oldest_version=0)
+    assert [s.advantage for s in sequences] == [1.0, -1.0]
+    summary = batch.summarize([group], sequences)
+    assert (summary.reward_mean, summary.reward_std, summary.episodes) == (1.0, 0.0, 2)
+    assert summary.environment == {"calls": 1.0}
+
+
+def test_failures_with_rewards_and_quarrelling_branches_are_refused():
     failed = trajectory(0, 1.0, [-1, 5], outcome=Outcome("failed", "tool"))
-    with pytest.raises(LearnerError, match="failed"):
+    with pytest.raises(LearnerError, match="failed and carries rewards"):
         batch.to_sequences([(failed,)], PLAIN, version=5, oldest_version=0)
     two = (trajectory(0, 1.0, [-1, 5]), trajectory(0, 0.0, [-1, 5], branch=1))
     with pytest.raises(LearnerError, match="reward differs"):
@@ -163,3 +184,17 @@ def test_what_environments_report_is_averaged_over_episodes():
 
     group = (reporting(0, 0, calls=1.0), reporting(0, 1, calls=1.0), reporting(1, 0, calls=4.0, errors=2.0))
     assert batch.summarize([group], []).environment == {"calls": 2.5, "errors": 2.0}
+
+
+def test_of_several_environments_each_reports_its_own():
+    def of(env: str, reward: float, group: int, **metrics: float):
+        return msgspec.structs.replace(trajectory(0, reward, [-1, 5], group=group), env=env, metrics=metrics)
+
+    groups = [(of("sums", 1.0, 0, calls=1.0),), (of("games", 0.25, 1, calls=3.0),), (of("games", 0.75, 2),)]
+    assert batch.summarize(groups, []).environment == {
+        "calls": 2.0,
+        "games/calls": 3.0,
+        "games/reward": 0.5,
+        "sums/calls": 1.0,
+        "sums/reward": 1.0,
+    }

@@ -232,6 +232,19 @@ def test_evaluations_that_are_not_valid_are_refused_by_name(tmp_path):
         write_report(tmp_path)
 
 
+def test_an_evaluation_of_a_mixture_shows_every_environment(tmp_path):
+    environments = {
+        "sums": {"tasks": 6, "reward_mean": 0.875, "reward_stderr": 0.125, "outcomes": {"finished": 6}},
+        "games": {"tasks": 0, "reward_mean": None, "reward_stderr": None, "outcomes": {"failed_tool": 2}},
+    }
+    whole = {"label": "final", "version": 3, "tasks": 6, "reward_mean": 0.875, "reward_stderr": 0.125, "seconds": 1.0}
+    whole |= {"outcomes": {"finished": 6, "failed_tool": 2}, "environments": environments}
+    (tmp_path / "evaluations.json").write_bytes(msgspec.json.encode([whole]))
+    text = rendered(tmp_path).text
+    assert text.index("– sums") < text.index("– games")
+    assert text.count("0.875 ± 0.125") >= 2
+
+
 def test_rows_with_unknown_and_missing_names_are_drawn(tmp_path):
     rows = [{"step": 1, "time": 1.0, "reward_mean": 0.5, "new": 3}, {"step": 2, "time": 3.0, "reward_mean": None}]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))

@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
+import uvloop
 from slipstream.agents import Completion, Session, load_agent, load_renderer
 from slipstream.agents.base import Agent, Generate
 from slipstream.buffer.trajectory import VersionSpan
-from slipstream.envs import Environment, Message, Observation, SimpleEnv, StepResult, Task
+from slipstream.envs import (
+    Environment,
+    InvalidCall,
+    Message,
+    Observation,
+    Part,
+    SimpleEnv,
+    StepResult,
+    Task,
+    Tool,
+    ToolCall,
+    ToolSpec,
+    call_tool,
+    in_thread,
+)
 from slipstream.errors import DeadlineExceeded, EngineError, ToolError
 from slipstream.learner.model import load_tokenizer, vocabulary_size
-from slipstream.rollout.episode import EpisodeResult, play
+from slipstream.rollout import blocking
+from slipstream.rollout import episode as module
+from slipstream.rollout.blocking import LoopGuard
+from slipstream.rollout.episode import EpisodeResult, Limits, play
 from slipstream.tests.runs import tiny_policy
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
+
+
+PATIENT = Limits(episode_s=60, step_s=60, tool_s=60)
 
 
 class Ask(SimpleEnv):
@@ -72,8 +96,10 @@ async def episode(
     generate: Generate = says,
     *,
     agent: Agent | None = None,
-    episode_s: float = 60,
+    limits: Limits = PATIENT,
     max_tokens: int = 256,
+    trained_failures: Sequence[str] = (),
+    lock: asyncio.Lock | None = None,
 ) -> EpisodeResult:
     renderer = load_renderer("qwen3", load_tokenizer(str(policy)), thinking=False)
     session = Session(
@@ -84,7 +110,18 @@ async def episode(
         max_tokens=max_tokens,
     )
     agent = agent or load_agent("tool_calling")
-    return await play(agent, env, 3, session, attempt=1, member=2, episode_s=episode_s)
+    return await play(
+        agent,
+        Part("ask", 1.0, env, env.penalty),
+        7,
+        session,
+        group_id=3,
+        attempt=1,
+        member=2,
+        limits=limits,
+        one_at_a_time=lock or asyncio.Lock(),
+        trained_failures=trained_failures,
+    )
 
 
 async def test_a_finished_episode_is_one_checked_trajectory(policy: Path) -> None:
@@ -127,7 +164,7 @@ async def test_what_an_environment_raises_is_its_failure(
     ("error", "reason"),
     [
         (EngineError("gone"), "engine"),
-        (DeadlineExceeded("episode", "a completion", 1.0, "look"), "timeout"),
+        (DeadlineExceeded("episode", "a completion", 1.0, "look"), "engine"),
     ],
 )
 async def test_what_an_engine_raises_is_not_the_policys_fault(error: Exception, reason: str, policy: Path) -> None:
@@ -244,7 +281,7 @@ async def test_an_episode_past_its_deadline_is_a_timeout(policy: Path) -> None:
         raise AssertionError
 
     env = Ask()
-    result = await episode(policy, env, never, episode_s=0.05)
+    result = await episode(policy, env, never, limits=Limits(0.05, 60, 60))
     assert (result.outcome.kind, result.outcome.reason) == ("failed", "timeout")
     assert env.closed == [1]
 
@@ -257,6 +294,241 @@ async def test_limits_truncate_and_keep_the_reward_so_far(policy: Path) -> None:
     short = await episode(policy, Ask(), max_tokens=24)
     assert (short.outcome.kind, short.reward) == ("truncated", 0.5)
     assert len(short.trajectories) == 1
+
+
+class Uses(Ask):
+    """Calls a tool in its first step, verifies in its second."""
+
+    def __init__(self, tool: Callable[..., object], verifier: Callable[[], float] = lambda: 1.0) -> None:
+        super().__init__()
+        self.tools = {"tool": Tool(ToolSpec("tool", "", {}), cast(Any, tool))}
+        self.verifier = verifier
+
+    async def step(self, message: Message) -> StepResult:
+        self.turns += 1
+        if self.turns == 1:
+            reply, _ = await call_tool(self.tools, ToolCall("tool", {}))
+            return StepResult((Message("user", reply.content),), 0.25)
+        return StepResult(reward=await in_thread(self.verifier), done=True)
+
+
+async def hangs(*_: object) -> str:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def crashes(*_: object) -> str:
+    raise KeyError("no such row")
+
+
+def leaves(*_: object) -> str:
+    raise SystemExit(3)
+
+
+def spins(*_: object) -> str:
+    while True:
+        time.sleep(0.001)
+
+
+def misused(*_: object) -> str:
+    raise InvalidCall("say please")
+
+
+IMPATIENT = Limits(episode_s=30, step_s=30, tool_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("tool", "limits", "says_what"),
+    [
+        (hangs, IMPATIENT, "waited 0.1 s for the tool 'tool'"),
+        (spins, IMPATIENT, "waited 0.1 s for the tool 'tool'"),
+        (hangs, Limits(30, 0.1, 30), "waited 0.1 s for a step.*calling the tool 'tool'"),
+        (spins, Limits(30, 0.1, 30), "waited 0.1 s for a step.*calling the tool 'tool'"),
+        (crashes, PATIENT, "the tool 'tool' failed: KeyError: 'no such row'"),
+        (leaves, PATIENT, "the tool 'tool' failed: SystemExit: 3"),
+        (lambda _: 3, PATIENT, "the tool 'tool' returned int, not text"),
+    ],
+)
+async def test_a_tool_that_fails_or_hangs_is_the_tools_failure(
+    tool: Callable[..., object], limits: Limits, says_what: str, policy: Path
+) -> None:
+    result = await episode(policy, Uses(tool), limits=limits)
+    assert (result.outcome.kind, result.outcome.reason) == ("failed", "tool")
+    assert re.search(says_what, result.outcome.detail)
+    assert result.trajectories == ()
+
+
+async def test_a_tool_that_was_called_wrongly_is_the_policys_to_mend(policy: Path) -> None:
+    result = await episode(policy, Uses(misused))
+    assert (result.outcome.kind, result.reward) == ("finished", 1.25)
+
+
+async def test_a_tool_that_answered_is_not_to_blame_for_what_hangs_later(policy: Path) -> None:
+    result = await episode(policy, Uses(lambda _: "fine", cast(Any, spins)), limits=Limits(30, 0.2, 30))
+    assert (result.outcome.kind, result.outcome.reason) == ("failed", "environment")
+    assert "waited 0.2 s for a step" in result.outcome.detail
+
+
+@pytest.mark.parametrize("where", ["task", "reset", "step"])
+async def test_an_environment_that_hangs_is_the_environments_failure(where: str, policy: Path) -> None:
+    class Hangs(Ask):
+        def task(self, index: int) -> Task:
+            return super().task(index) if where != "task" else cast(Any, spins())
+
+        async def reset(self, task: Task) -> Observation:
+            return await super().reset(task) if where != "reset" else cast(Any, await hangs())
+
+        async def step(self, message: Message) -> StepResult:
+            return await super().step(message) if where != "step" else cast(Any, await hangs())
+
+    env = Hangs()
+    result = await episode(policy, env, limits=Limits(30, 0.1, 30))
+    assert (result.outcome.kind, result.outcome.reason) == ("failed", "environment")
+    assert "waited 0.1 s for " in result.outcome.detail
+    assert "rollout.step_s" in result.outcome.detail
+    assert env.closed == [1]
+
+
+def sleeps() -> float:
+    time.sleep(60)
+    raise AssertionError
+
+
+def computes() -> float:
+    while True:
+        pass
+
+
+def computes_stubbornly() -> float:
+    while True:
+        try:
+            computes()
+        except Exception:
+            pass
+
+
+@pytest.mark.parametrize("blocks", [sleeps, computes, computes_stubbornly])
+@pytest.mark.parametrize("whose", ["environment", "policy"])
+async def test_what_holds_up_the_event_loop_is_broken_off(
+    blocks: Callable[[], float], whose: str, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocking, "BLOCK_S", 0.3)
+
+    class Blocks(Ask):
+        async def step(self, message: Message) -> StepResult:
+            return StepResult(reward=blocks())
+
+    async def agent(env: object, policy: object, task: Task) -> float:
+        return blocks()
+
+    began = time.monotonic()
+    async with LoopGuard():
+        result = await episode(policy, Blocks(), agent=agent if whose == "policy" else None)
+        assert (result.outcome.kind, result.outcome.reason) == ("failed", whose)
+        assert "held up the event loop for 0.3 s" in result.outcome.detail
+        assert "in_thread" in result.outcome.detail
+        assert (await episode(policy, Ask())).outcome.kind == "finished"
+    assert time.monotonic() - began < 10
+
+
+def test_it_is_broken_off_on_the_loop_that_workers_use_too(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocking, "BLOCK_S", 0.3)
+
+    class Blocks(Ask):
+        async def step(self, message: Message) -> StepResult:
+            return StepResult(reward=sleeps())
+
+    async def play_twice() -> list[str]:
+        async with LoopGuard():
+            return [(await episode(policy, env)).outcome.kind for env in (Blocks(), Ask())]
+
+    assert uvloop.run(play_twice()) == ["failed", "finished"]
+
+
+async def test_code_that_is_ours_or_nobodys_is_never_broken_off(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocking, "BLOCK_S", 0.1)
+    async with LoopGuard():
+        time.sleep(0.4)  # noqa: ASYNC251 - of a test, which no episode called
+
+        async def slow(token_ids: Sequence[int], max_tokens: int) -> Completion:
+            time.sleep(0.4)  # noqa: ASYNC251 - below our session
+            return await says(token_ids, max_tokens)
+
+        assert (await episode(policy, Ask(), slow)).outcome.kind == "finished"
+
+
+async def test_an_agent_that_heeds_no_cancellation_is_left_behind(
+    policy: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "HEED_S", 0.05)
+    released, ended = asyncio.Event(), asyncio.Event()
+    seen: list[str] = []
+
+    async def deaf(env: Environment, policy: object, task: Task) -> float:
+        while not released.is_set():
+            try:
+                await released.wait()
+            except asyncio.CancelledError:
+                seen.append("cancelled")
+        try:
+            await env.step(Message("assistant", "Still here."))
+        except Exception as error:
+            seen.append(str(error))
+        ended.set()
+        return 0.0
+
+    env = Ask()
+    result = await episode(policy, env, agent=deaf, limits=Limits(0.05, 30, 30))
+    assert (result.outcome.kind, result.outcome.reason) == ("failed", "timeout")
+    assert env.closed == [1]
+    assert "is left behind" in caplog.text
+    released.set()
+    await asyncio.wait_for(ended.wait(), 10)
+    assert seen == ["cancelled", "ask: step: EnvError: its episode is over"]
+
+
+async def test_a_failure_is_trained_with_its_penalty_and_nothing_that_was_earned(policy: Path) -> None:
+    env = Uses(lambda _: "fine", cast(Any, crashes))
+    env.penalty = -2.0
+    assert (await episode(policy, env, trained_failures=["tool"])).trajectories == ()
+    result = await episode(policy, env, trained_failures=["environment"])
+    assert (result.outcome.kind, result.outcome.reason, result.reward) == ("failed", "environment", -2.0)
+    (trajectory,) = result.trajectories
+    trajectory.check()
+    assert trajectory.outcome == result.outcome
+    assert (trajectory.reward, trajectory.turn_rewards, trajectory.metrics) == (-2.0, (), {})
+    assert trajectory.sampled == 6
+    env.penalty = None
+    assert (await episode(policy, env, trained_failures=["environment"])).trajectories == ()
+
+
+@pytest.mark.parametrize("name", [3, "x" * 2000, None])
+async def test_a_task_without_a_proper_id_is_the_environments_failure(name: object, policy: Path) -> None:
+    class Nameless(Ask):
+        def task(self, index: int) -> Task:
+            return Task(cast(str, name))
+
+    result = await episode(policy, Nameless())
+    assert (result.outcome.kind, result.outcome.reason) == ("failed", "environment")
+    assert "its id must be text" in result.outcome.detail
+
+
+async def test_tasks_are_made_in_a_thread_and_one_at_a_time(policy: Path) -> None:
+    made: list[tuple[str, bool]] = []
+    making = threading.Lock()
+
+    class Slow(Ask):
+        def task(self, index: int) -> Task:
+            alone = making.acquire(blocking=False)
+            time.sleep(0.02)
+            made.append((threading.current_thread().name, alone))
+            making.release()
+            return super().task(index)
+
+    env, lock = Slow(), asyncio.Lock()
+    results = await asyncio.gather(*(episode(policy, env, lock=lock) for _ in range(4)))
+    assert [r.outcome.kind for r in results] == ["finished"] * 4
+    assert all(alone and "Slow.task" in thread for thread, alone in made)
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])

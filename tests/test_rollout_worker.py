@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import pytest
 from slipstream.agents import Session, load_agent, load_renderer
-from slipstream.agents.base import Generate
+from slipstream.agents.base import Agent, Generate, Policy
+from slipstream.buffer.accounts import ledgers_of
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.messages import Stats
 from slipstream.buffer.service import BufferService
 from slipstream.configs import load
-from slipstream.configs.schema import Buffer, Config
-from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task
+from slipstream.configs.schema import Buffer, Config, Failure, Reason
+from slipstream.envs import Environment, Message, Observation, Part, SimpleEnv, StepResult, Task
+from slipstream.errors import PolicyError, ToolError, first_cause
 from slipstream.learner.model import load_tokenizer, vocabulary_size
 from slipstream.rollout import worker as module
 from slipstream.rollout.engine import Pressure
-from slipstream.rollout.evaluation import evaluate
+from slipstream.rollout.evaluation import Score, evaluate
 from slipstream.rollout.router import Router
 from slipstream.rollout.worker import Player, Worker
-from slipstream.tests.runs import tiny_policy
+from slipstream.tests.runs import query, tiny_policy
 from slipstream.tests.scripted import Call, ScriptedEngine, settle
 from slipstream.weightsync.fleet import Fleet, Seat
 
@@ -48,6 +52,10 @@ class Once(SimpleEnv):
         return StepResult((), 1.0, done=True)
 
 
+ONCE = Part("once", 1.0, Once(split="train", seed=0), None)
+ANSWERS = load_agent("single_turn")
+
+
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
@@ -62,8 +70,17 @@ def _fast_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 class World:
     """One engine, one buffer, one worker that plays until `stop`."""
 
+    playing: asyncio.Task[Any]
+
     def __init__(
-        self, policy: Path, router: Router, learner: BufferClient, engine: ScriptedEngine, config: Config
+        self,
+        policy: Path,
+        router: Router,
+        learner: BufferClient,
+        engine: ScriptedEngine,
+        config: Config,
+        agent: Agent,
+        parts: Sequence[Part],
     ) -> None:
         renderer = load_renderer("qwen3", load_tokenizer(str(policy)), thinking=False)
 
@@ -71,14 +88,20 @@ class World:
             size = vocabulary_size(str(policy))
             return Session(renderer, generate, vocabulary=size, max_tokens_per_turn=8, max_tokens=256)
 
-        source = Once(split="train", seed=0)
-        self.player = Player(config, load_agent("single_turn"), source, router, make_session, (), 1.0)
+        self.player = Player(config, agent, parts, router, make_session, (), 1.0)
         self.learner = learner
         self.engine = engine
         self.stop = asyncio.Event()
+        self.version = 0
 
     async def stats(self) -> Stats:
         return await self.learner.stats()
+
+    async def serve(self, version: int) -> None:
+        """The engine has `version` now."""
+        self.version = self.engine.serves = version
+        self.player.router.update(Fleet(1 + version, (Seat("a", "http://a", 0, "serving", version),)))
+        await self.learner.served(version)
 
     async def until(self, playing: int) -> None:
         """So many requests are at the engine."""
@@ -100,12 +123,21 @@ class World:
 
 @contextlib.asynccontextmanager
 async def world(
-    policy: Path, tmp_path: Path, buffer: Buffer = BUFFER, *, works: bool = True, config: Config = CONFIG
+    policy: Path,
+    tmp_path: Path,
+    buffer: Buffer = BUFFER,
+    *,
+    works: bool = True,
+    config: Config = CONFIG,
+    agent: Agent = ANSWERS,
+    parts: Sequence[Part] = (ONCE,),
+    retries: Mapping[str, int] | None = None,
 ) -> AsyncIterator[World]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    service = BufferService(buffer, tmp_path / "buffer.sqlite", address)
+    shares = tuple(part.share for part in parts)
+    service = BufferService(buffer, tmp_path / "buffer.sqlite", address, shares=shares, retries=retries)
     made: list[ScriptedEngine] = []
 
     def make_engine(seat: Seat) -> ScriptedEngine:
@@ -122,10 +154,10 @@ async def world(
         learner = await stack.enter_async_context(BufferClient(address, "learner"))
         client = await stack.enter_async_context(BufferClient(address, "worker-0"))
         await learner.served(await learner.recover(0))
-        w = World(policy, router, learner, made[0], config)
+        w = World(policy, router, learner, made[0], config, agent, parts)
         w.engine.busy = Pressure(1, 0, 0.9)  # neither grow nor shrink by much
         worker = Worker(w.player, client, buffer.group_size, 1)
-        playing = asyncio.create_task(worker.run(w.stop) if works else w.stop.wait())
+        w.playing = playing = asyncio.create_task(worker.run(w.stop) if works else w.stop.wait())
         yield w
         w.stop.set()
         await playing
@@ -207,6 +239,261 @@ async def test_tokens_of_an_episode_that_ran_out_of_time_are_generated_tokens(po
         while (stats := await w.stats()).ledger.discarded.get("failed_timeout", 0) < 2 * len(calls):
             pass
         assert stats.ledger.closes
+
+
+async def test_tokens_are_reported_under_the_version_that_sampled_them(policy: Path, tmp_path: Path) -> None:
+    one_group = Buffer(max_staleness=1, groups_per_batch=1, group_size=GROUP, lease_s=60.0)
+    async with world(policy, tmp_path, one_group) as w:
+        await w.until(GROUP)
+        assert await train(w, 0) == {0: 3 * GROUP}
+        await w.serve(1)
+        await w.until(GROUP)
+        (*others, last) = w.unanswered()
+        last.grow(40, 41)
+        for call in others:
+            call.say(40, 41, 42, version=1)
+        while (await w.stats()).ledger.ready < 3 * len(others):
+            pass
+        w.stop.set()
+        while (await w.stats()).leased_groups:
+            pass
+        books = {version: book for version, book in ledgers_of(tmp_path / "buffer.sqlite").items() if book.generated}
+        assert books[0].trained == 3 * GROUP
+        assert (books[1].generated, books[1].ready) == (3 * len(others), 3 * len(others))
+        assert books[0].discarded["worker_stopped"] == 2  # what the last one had said, version 0 by its own word
+
+
+async def train(w: World, version: int) -> dict[int, int]:
+    """Answer one group, train on it; sampled tokens by version."""
+    for call in w.unanswered():
+        call.say(40, 41, 42, version=version)
+    batch = await w.learner.take(version, SOON)
+    await w.learner.commit(version)
+    counts: dict[int, int] = {}
+    for span in (s for group in batch.groups for t in group for s in t.version_spans):
+        counts[span.version] = counts.get(span.version, 0) + span.end - span.start
+    return counts
+
+
+async def test_an_episode_that_nobody_waits_for_is_broken_off(policy: Path, tmp_path: Path) -> None:
+    two_of_four = Buffer(max_staleness=0, groups_per_batch=1, group_size=GROUP, min_members=2, lease_s=60.0)
+    async with world(policy, tmp_path, two_of_four) as w:
+        await w.until(GROUP)
+        fast, slow = w.unanswered()[:2], w.unanswered()[2:]
+        for call in slow:
+            call.grow(40)
+        for call in fast:
+            call.say(40, 41, 42)
+        batch = await w.learner.take(0, SOON)
+        assert len(batch.groups[0]) == 2
+        while not all(call.cancelled for call in slow):
+            await w.stats()
+        await w.learner.commit(0)
+        await w.serve(1)
+        await w.until(GROUP)  # the slots of the stragglers are free again
+        stats = await w.stats()
+        assert stats.ledger.discarded == {"straggler": 2}
+        assert (stats.ledger.generated, stats.ledger.trained) == (8, 6)
+        assert stats.ledger.closes
+
+
+async def gives_up_once(env: Environment, policy: Policy, task: Task) -> float:
+    """Cancels its first call, and goes on with another."""
+    observation = await env.reset(task)
+    first = asyncio.create_task(policy.chat(observation.messages))
+    await PATIENCE.wait()
+    first.cancel()
+    await asyncio.wait({first})
+    return (await env.step(await policy.chat(observation.messages))).reward
+
+
+async def leaves_calls_behind(env: Environment, policy: Policy, task: Task) -> float:
+    """Ends while it has a call under way, and tries another after its end."""
+    observation = await env.reset(task)
+
+    async def goes_on() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await policy.chat(observation.messages)
+        try:
+            await policy.chat(observation.messages)
+        except PolicyError as error:
+            AFTER_THE_END.append(str(error))
+
+    LEFT_BEHIND.append(asyncio.create_task(goes_on()))
+    reply = await policy.chat([*observation.messages, Message("user", "Really?")])
+    return (await env.step(reply)).reward
+
+
+PATIENCE = asyncio.Event()
+LEFT_BEHIND: list[asyncio.Task[None]] = []
+AFTER_THE_END: list[str] = []
+
+
+async def test_tokens_of_a_call_that_the_agent_gave_up_are_unused(policy: Path, tmp_path: Path) -> None:
+    PATIENCE.clear()
+    async with world(policy, tmp_path, agent=gives_up_once) as w:
+        await w.until(GROUP)
+        given_up = w.unanswered()
+        for call in given_up:
+            call.grow(40, 41)
+        PATIENCE.set()
+        while not all(call.cancelled for call in given_up):
+            await settle()
+        while len(answered := w.unanswered()) < len(given_up):
+            await w.engine.calls.get()
+        for call in answered:
+            call.say(40, 41, 42)
+        while (stats := await w.stats()).ledger.ready < 3 * len(given_up):
+            pass
+        assert stats.ledger.discarded == {"unused": 2 * len(given_up)}
+        assert stats.ledger.closes
+
+
+async def test_calls_that_an_agent_left_behind_end_with_its_episode(policy: Path, tmp_path: Path) -> None:
+    LEFT_BEHIND.clear()
+    AFTER_THE_END.clear()
+    one_group = Buffer(max_staleness=0, groups_per_batch=1, group_size=2, lease_s=60.0)
+    async with world(policy, tmp_path, one_group, agent=leaves_calls_behind) as w:
+        await w.until(4)
+        longest = max(len(call.token_ids) for call in w.unanswered())
+        waited_for = [call for call in w.unanswered() if len(call.token_ids) == longest]
+        left = [call for call in w.unanswered() if len(call.token_ids) < longest]
+        for call in left:
+            call.grow(40, 41)
+        for call in waited_for:
+            call.say(40, 41, 42)
+        while (stats := await w.stats()).ledger.ready < 6:
+            pass
+        assert all(call.cancelled for call in left)
+        assert stats.ledger.discarded == {"unused": 4}
+        await asyncio.wait(LEFT_BEHIND)
+        assert len(AFTER_THE_END) == 2
+        assert all("is over" in line for line in AFTER_THE_END)
+        assert not w.engine.open
+
+
+class Fragile(Once):
+    """Fails in its step as often as `fails` says, then works."""
+
+    fails = 0
+    penalty = -1.0
+
+    async def step(self, message: Message) -> StepResult:
+        if type(self).fails:
+            type(self).fails -= 1
+            raise ToolError("the sandbox is gone")
+        return await super().step(message)
+
+
+def policies(failures: dict[Reason, Failure]) -> Config:
+    rollout = msgspec.structs.replace(CONFIG.rollout, failures=failures)
+    return msgspec.structs.replace(CONFIG, rollout=rollout)
+
+
+FRAGILE = Part("fragile", 1.0, Fragile(split="train", seed=0), -1.0)
+ONE_GROUP = Buffer(max_staleness=0, groups_per_batch=1, group_size=GROUP, lease_s=60.0)
+
+
+async def answer_all(w: World) -> None:
+    """Answer whatever is asked, until cancelled."""
+    while True:
+        for call in w.unanswered():
+            call.say(40, 41, 42)
+        await w.engine.calls.get()
+
+
+@pytest.mark.parametrize("then", ["drop", "train"])
+async def test_a_member_that_failed_is_played_again_while_its_budget_lasts(
+    then: Literal["drop", "train"], policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fragile, "fails", GROUP + 1)  # every first attempt, and one second one
+    config = policies({"tool": Failure(retries=1, then=then)})
+    async with world(policy, tmp_path, ONE_GROUP, config=config, parts=[FRAGILE], retries={"tool": 1}) as w:
+        answering = asyncio.create_task(answer_all(w))
+        batch = await w.learner.take(0, SOON)
+        answering.cancel()
+        (group,) = batch.groups
+        ends = sorted((t.outcome.kind, t.reward, len(t.turn_rewards)) for t in group)
+        finished = [("finished", 1.0, 1)] * (GROUP - 1)
+        assert ends == (finished if then == "drop" else [("failed", -1.0, 0), *finished][:1] + finished)
+        assert {t.id.split(".")[1] for t in group} == {"1"}
+        ledger = (await w.stats()).ledger
+        assert ledger.discarded == {"failed_tool": 3 * (GROUP + (then == "drop"))}
+        await w.learner.commit(0)
+
+
+async def test_failures_in_a_row_end_the_worker_also_where_they_are_trained_on(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fragile, "fails", 1 << 30)
+    monkeypatch.setattr(module, "FAILURES", 8)
+    config = policies({"tool": Failure(then="train")})
+    many = msgspec.structs.replace(BUFFER, groups_per_batch=64)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with world(policy, tmp_path, many, config=config, parts=[FRAGILE]) as w:
+            await answer_all_until(w, w.playing)
+    assert "episodes in a row failed, the last by tool: the sandbox is gone" in str(first_cause(caught.value))
+
+
+async def answer_all_until(w: World, end: asyncio.Task[Any]) -> None:
+    answering = asyncio.create_task(answer_all(w))
+    await asyncio.wait({end})
+    answering.cancel()
+
+
+async def test_a_slow_environment_is_neither_starved_nor_made_stale_by_a_fast_one(policy: Path, tmp_path: Path) -> None:
+    """One in four groups is of an environment whose episodes take as long as several learner steps."""
+
+    class Slow(Once):
+        async def step(self, message: Message) -> StepResult:
+            await asyncio.sleep(0.25)
+            return await super().step(message)
+
+    parts = [Part("fast", 3.0, Once(split="train", seed=0), None), Part("slow", 1.0, Slow(split="train", seed=0), None)]
+    buffer = Buffer(max_staleness=2, groups_per_batch=4, group_size=2, lease_s=60.0)
+    async with world(policy, tmp_path, buffer, parts=parts) as w:
+        answering = asyncio.create_task(answer_versions(w))
+        trained: list[str] = []
+        for version in range(8):
+            batch = await w.learner.take(version, SOON)
+            trained += [group[0].env for group in batch.groups]
+            assert all(len({t.env for t in group}) == 1 for group in batch.groups)
+            await w.learner.commit(version)
+            await w.serve(version + 1)
+        answering.cancel()
+        assert collections.Counter(trained) == {"fast": 24, "slow": 8}
+        assert trained[:4].count("slow") == 1  # in every batch, not only in the end
+        stats = await w.stats()
+        assert (stats.ledger.withheld, stats.ledger.discarded) == (0, {})
+        rows = query(tmp_path, "SELECT env, count(*) FROM groups WHERE state = 'trained' GROUP BY env")
+        assert rows == [(0, 24), (1, 8)]
+
+
+async def answer_versions(w: World) -> None:
+    """As `answer_all`, by the version served now."""
+    while True:
+        for call in w.unanswered():
+            call.say(40, 41, 42, version=w.version)
+        await w.engine.calls.get()
+
+
+async def test_an_evaluation_plays_a_mixture_by_shares_and_says_how_each_part_did(policy: Path, tmp_path: Path) -> None:
+    class Hopeless(Once):
+        async def step(self, message: Message) -> StepResult:
+            raise ToolError("never works")
+
+    parts = [
+        Part("easy", 2.0, Once(split="eval", seed=0), None),
+        Part("hard", 1.0, Hopeless(split="eval", seed=0), None),
+    ]
+    async with world(policy, tmp_path, works=False, parts=parts) as w:
+        answering = asyncio.create_task(answer_all(w))
+        result = await evaluate(w.player, "final", 10)
+        answering.cancel()
+    assert (result.tasks, result.reward_mean) == (7, 1.0)
+    assert result.outcomes == {"finished": 7, "failed_tool": 3}
+    assert result.environments["easy"] == Score(7, 1.0, 0.0, {"finished": 7})
+    assert result.environments["hard"] == Score(0, None, None, {"failed_tool": 3})
 
 
 async def test_an_evaluation_plays_what_the_servers_decode_at_once(policy: Path, tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""What blocks runs beside the event loop, and is broken off when nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import time
+
+import pytest
+from slipstream.envs import in_thread
+
+SOON = 10.0
+
+
+async def test_a_function_that_blocks_does_not_hold_up_the_loop() -> None:
+    released = threading.Event()
+
+    def blocks(word: str) -> str:
+        assert released.wait(SOON)
+        return f"{word} from {threading.current_thread().name}"
+
+    waiting = asyncio.create_task(in_thread(blocks, "hello"))
+    await asyncio.sleep(0.01)  # the loop turns meanwhile
+    assert not waiting.done()
+    released.set()
+    assert (await waiting).startswith("hello from test_a_function")
+
+
+@pytest.mark.parametrize("error", [KeyError("row 3"), SystemExit(3), asyncio.CancelledError(), StopAsyncIteration()])
+async def test_what_a_function_raises_is_raised_where_it_is_awaited(error: BaseException) -> None:
+    def fails() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        await in_thread(fails)
+    assert caught.value is error
+
+
+async def test_a_function_sees_the_context_of_its_caller() -> None:
+    word = contextvars.ContextVar("word", default="none")
+    word.set("mine")
+    assert await in_thread(word.get) == "mine"
+
+
+async def test_a_function_that_nobody_waits_for_is_broken_off() -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def forever() -> None:
+        began.set()
+        try:
+            while True:
+                time.sleep(0.001)
+        finally:
+            ended.set()
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await in_thread(forever)
+    assert began.is_set()
+    assert await in_thread(ended.wait, SOON)
+
+
+async def test_a_function_that_heeds_nothing_is_left_behind() -> None:
+    released = threading.Event()
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await in_thread(released.wait)  # no line of Python runs in there
+    assert time.monotonic() - began < 5.0
+    assert "Event.wait" in [thread.name for thread in threading.enumerate()]
+    released.set()
+
+
+async def test_functions_that_end_as_they_are_given_up_harm_nobody() -> None:
+    """The race between the end of a function and its breaking off, many times."""
+    threads = threading.active_count()
+    for number in range(300):
+        work = asyncio.create_task(in_thread(time.sleep, number % 7 * 1e-5))
+        await asyncio.sleep(number % 5 * 1e-5)
+        work.cancel()
+        await asyncio.wait({work})
+    assert await in_thread(len, "alive") == 5
+    deadline = time.monotonic() + SOON
+    while threading.active_count() > threads:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
