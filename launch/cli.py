@@ -14,9 +14,9 @@ import msgspec
 from .. import __doc__ as package_doc
 from .. import __version__
 from ..configs import Config, describe, dump, load
-from ..configs.schema import Fake, PythonEnv, Rollout, Sglang
+from ..configs.schema import Fake, Mixture, PythonEnv, Rollout, Sglang
 from ..errors import ConfigError, Interrupted, SlipstreamError
-from . import cli_bench, cli_ledger, cli_replicas
+from . import cli_bench, cli_chaos, cli_ledger, cli_replicas, cli_waits
 from .resources import wait_passively
 
 if TYPE_CHECKING:
@@ -106,14 +106,14 @@ def sft(options: argparse.Namespace) -> int:
 
 
 def init_model(options: argparse.Namespace) -> int:
-    from ..envs import task_source
+    from ..envs import parts_of
     from .init_model import init_model as make
     from .preflight import writable
 
     config = load(options.config, options.overrides)
     writable("DIR", options.directory)
-    source = task_source(config.env, "train", config.seed)
-    parameters = make(Path(options.directory), sources=[source], agent=config.agent, seed=config.seed)
+    sources = [part.source for part in parts_of(config.env, "train", config.seed)]
+    parameters = make(Path(options.directory), sources=sources, agent=config.agent, seed=config.seed)
     _out(f"{options.directory}: a random Qwen3 model of {parameters / 1e6:.2f} million parameters")
     return 0
 
@@ -204,6 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     fields = "fields, their defaults, and what they mean:\n\n" + _fields(
         Config(),
         Config(env=PythonEnv(factory="package.module:Name")),
+        Config(env=Mixture(parts={})),
         Config(rollout=Rollout(engine=Sglang())),
         Config(rollout=Rollout(engine=Fake())),
     )
@@ -217,11 +218,14 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--config", default="quickstart", help="whose environment the tokenizer is trained for")
     overrides(sub).set_defaults(command=init_model)
     cli_ledger.arguments(add("ledger", cli_ledger.ledger, "where every generated token is", run=True))
+    cli_waits.arguments(add("waits", cli_waits.waits, "who waits for what in a run that goes on", run=True))
     replicas = "change the number of inference servers of a run that goes on"
     sub = commands.add_parser(
         "replicas", help=replicas, description=replicas, epilog=cli_replicas.COMMANDS, formatter_class=raw
     )
     cli_replicas.arguments(sub)
+    text = "kill, stop and starve the processes of a run at random, then audit what is left of it"
+    cli_chaos.arguments(overrides(add("chaos", cli_chaos.chaos, text)))
     bench = "measure what Slipstream costs, as ratios of contender and floor in one run"
     cli_bench.arguments(commands.add_parser("bench", help=bench, description=bench))
     overrides(add("doctor", doctor, "look for what would break a run", default="quickstart"))

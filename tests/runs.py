@@ -135,7 +135,11 @@ def check_accounts(run_dir: Path) -> None:
     assert shown["generated"] == sum(shown[k] for k in ("in_flight", "ready", "trained", "withheld")) + sum(
         shown["discarded"].values()
     )
-    assert query(run_dir, "SELECT sum(generated) FROM episodes") == [(shown["generated"],)]
+    sums = "SELECT (SELECT total(length) FROM episodes) + (SELECT total(tokens) FROM archive)"
+    assert query(run_dir, sums) == [(shown["generated"],)]
+    by_version = "SELECT total(value) FROM episodes, json_each(generated) WHERE account <> 'discarded'"
+    discarded = sum(n for reason, n in shown["discarded"].items() if reason != "unused")
+    assert query(run_dir, by_version) == [(shown["generated"] - discarded,)]
     # Each trajectory belongs to one group, and each group to at most one commit that still counts.
     assert query(run_dir, "SELECT count(*) - count(DISTINCT id) FROM trajectories") == [(0,)]
     orphans = "SELECT count(*) FROM groups WHERE state = 'trained' AND trained_at NOT IN (SELECT version FROM commits)"

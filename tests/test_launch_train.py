@@ -6,8 +6,10 @@ import json
 import math
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 from slipstream.learner.metrics import StepMetrics
 from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, metrics, query, slipstream, tiny_policy
@@ -22,17 +24,24 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_staleness(run_dir: Path, bound: int = BOUND) -> None:
-    """No trained token is older than the bound: counted from the stored spans, not from the metrics."""
+    """No trained token is older than the bound, and what is withheld had to be: counted from the stored spans, and beside them
+    from what the learner says it trained on."""
     sql = (
-        "SELECT g.trained_at - 1 - json_extract(span.value, '$[0]'), json_extract(span.value, '$[1]'), e.trained"
-        " FROM groups g JOIN episodes e ON e.group_id = g.id, json_each(e.by_version) span WHERE e.account = 'trained'"
+        "SELECT g.trained_at, e.loss_from, t.header FROM groups g JOIN episodes e ON e.group_id = g.id"
+        " JOIN trajectories t ON t.episode_id = e.id WHERE g.state = 'trained' AND e.account = 'trained'"
     )
-    rows = query(run_dir, sql)
-    assert rows
-    assert all(age >= 0 for age, _, _ in rows)
-    per_episode = "SELECT sum(trained) FROM episodes WHERE account = 'trained'"
-    assert query(run_dir, per_episode) == [(sum(n for age, n, _ in rows if age <= bound),)]
-    assert all(row["staleness_max"] <= bound for row in metrics(run_dir))
+    trained: Counter[int] = Counter()
+    for made, loss_from, header in query(run_dir, sql):
+        for start, end, version, *_ in msgspec.msgpack.decode(header[1:])["version_spans"]:
+            age = made - 1 - version
+            assert age >= 0
+            assert (version >= loss_from) == (age <= bound)
+            trained[made] += (end - start) * (age <= bound)
+    assert trained
+    rows = {row["version"]: row for row in metrics(run_dir)}
+    assert all(rows[version]["tokens_trained"] == tokens for version, tokens in trained.items() if version in rows)
+    assert len(trained.keys() & rows.keys()) > 0
+    assert all(row["staleness_max"] <= bound for row in rows.values())
 
 
 def test_a_run_from_start_to_report(policy: Path, tmp_path: Path) -> None:

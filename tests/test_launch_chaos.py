@@ -1,0 +1,228 @@
+"""`slipstream chaos`: a small one for real, and an audit that finds what was planted in the folder that it left."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from slipstream.buffer.store import Store
+from slipstream.configs import load
+from slipstream.errors import ConfigError
+from slipstream.launch import chaos_audit, journal
+from slipstream.launch.chaos_audit import audit
+from slipstream.launch.chaos_plan import SUPERVISOR, make_plan
+from slipstream.tests.runs import leftovers, metrics, query, slipstream, tiny_policy
+
+FEW = ("rollout.engine.replicas=1", "rollout.workers=1", "learner.backend.ranks=1", "learner.checkpoint.every=2")
+KILLS, SEED = 4, 3
+"""Kills of the learner, the supervisor, a worker and the buffer, and a learner that is stopped for longer than a lease."""
+
+
+@pytest.fixture(scope="module")
+def tormented(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """A run folder, and what the command said of it."""
+    root = tmp_path_factory.mktemp("chaos")
+    policy = tiny_policy(root / "policy")
+    arguments = (
+        "chaos",
+        f"--kills={KILLS}",
+        f"--seed={SEED}",
+        "--json",
+        f"model.path={policy}",
+        f"run.dir={root / 'run'}",
+    )
+    done = slipstream("chaos", *arguments, *FEW, check=False)
+    assert done.stdout, done.stderr
+    return root / "run", json.loads(done.stdout)
+
+
+def test_a_small_chaos_leaves_nothing_to_complain_of(tormented: tuple[Path, dict]) -> None:
+    run, told = tormented
+    assert told["problems"] == []
+    assert told["struck"] == {"kill": KILLS, "stop": 1}
+    assert told["resumes"] == 1
+    assert leftovers(run) == []
+    assert len(told["plan"]) == KILLS + 1
+    assert all(check["examined"] > 0 for check in told["checks"])
+    assert 0 < told["steps"] <= len(metrics(run))
+
+
+def test_the_same_seed_makes_the_same_plan() -> None:
+    config = load("chaos")
+    plan = make_plan(config, 300, 7)
+    assert plan == make_plan(config, 300, 7)
+    assert plan != make_plan(config, 300, 8)
+    assert sum(fault.kind == "kill" for fault in plan) == 300
+    roles = {"buffer", "learner-0", "learner-1", "worker-0", "worker-1", "engine-0", "engine-1", SUPERVISOR}
+    for kind in ("kill", "stop"):
+        assert {fault.victim for fault in plan if fault.kind == kind} == roles
+    assert {fault.victim for fault in plan if fault.kind == "disk"} == {"buffer", "learner-0", "learner-1"}
+    stops = [fault.seconds for fault in plan if fault.kind == "stop"]
+    assert min(stops) < config.buffer.lease_s < config.launch.heartbeat_s < max(stops)
+    assert any(config.buffer.lease_s < s < config.launch.heartbeat_s for s in stops)
+
+
+def test_the_processes_that_vllm_computes_in_are_hit_too() -> None:
+    plan = make_plan(load("chaos", ["rollout.engine.kind=vllm", "rollout.engine.replicas=2"]), 100, 0)
+    assert {"engine-0 core", "engine-1 core"} <= {fault.victim for fault in plan}
+    assert all(not fault.role.endswith("core") for fault in plan)
+
+
+def test_the_audit_shares_no_code_with_the_buffer() -> None:
+    for module in (chaos_audit, journal):
+        tree = ast.parse(Path(module.__file__).read_text())
+        imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level}
+        assert imported <= {"", "configs", "errors"}, module
+
+
+def test_what_cannot_be_tormented_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for arguments, why in (
+        ((f"run.dir={tmp_path}",), "is not empty"),
+        (("--kills", "-1"), "allowed are 0 and more"),
+        (("launch.kind=ray",), "allowed here is local"),
+    ):
+        done = slipstream("chaos", "chaos", *arguments, check=False)
+        assert done.returncode == ConfigError.exit_code
+        assert why in done.stderr
+
+
+# --- planted faults -----------------------------------------------------------------------------------------------
+
+Plant = Callable[[sqlite3.Connection, Path], object]
+
+ONE = "(SELECT e.id FROM episodes e JOIN groups g ON g.id = group_id WHERE account = 'trained' AND trained_at > 4 LIMIT 1)"
+"""An episode that is in the weights, of a version that is old enough for the bound to matter."""
+
+
+def sql(*statements: str) -> Plant:
+    return lambda db, run: [db.execute(statement) for statement in statements]
+
+
+def stale(db: sqlite3.Connection, run: Path) -> None:
+    """All that the store says of an episode agrees that it was sampled by version 0 and carried loss."""
+    ((episode, length, kept),) = db.execute(
+        "SELECT id, length, (SELECT sum(value) FROM json_each(kept)) FROM episodes WHERE id = " + ONE
+    )
+    db.execute(
+        "UPDATE episodes SET generated = ?, kept = ?, loss_from = 0 WHERE id = ?",
+        (json.dumps({"0": length}), json.dumps({"0": kept}), episode),
+    )
+    for trajectory, header in db.execute(
+        "SELECT id, header FROM trajectories WHERE episode_id = ?", (episode,)
+    ).fetchall():
+        values = msgspec.msgpack.decode(header[1:])
+        values["version_spans"] = [[start, end, 0] for start, end, *_ in values["version_spans"]]
+        row = (header[:1] + msgspec.msgpack.encode(values), trajectory)
+        db.execute("UPDATE trajectories SET header = ? WHERE id = ?", row)
+
+
+def one_bit_of_a_mask(db: sqlite3.Connection, run: Path) -> None:
+    ((trajectory, mask),) = db.execute("SELECT id, loss_mask FROM trajectories LIMIT 1")
+    db.execute("UPDATE trajectories SET loss_mask = ? WHERE id = ?", (bytes([1 - mask[0]]) + mask[1:], trajectory))
+
+
+def taken_again(db: sqlite3.Connection, run: Path) -> None:
+    """The learner's own last batch holds, beside what it held, an episode of its first."""
+    (path,) = sorted((run / "journal").glob("learner-0.*.jsonl"), key=lambda path: path.stat().st_mtime)[-1:]
+    lines = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+    made = {line["version"] for line in lines if line["type"] == "Committed"}
+    took = [line for line in lines if line["type"] == "Took" and line["version"] in made]
+    took[-1]["episodes"] |= dict(list(took[0]["episodes"].items())[:1])
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+
+
+PLANTED: dict[str, tuple[Plant, str]] = {
+    "an episode is deleted": (sql(f"DELETE FROM episodes WHERE id = {ONE}"), "acknowledged delivery"),
+    "a trajectory is deleted": (sql(f"DELETE FROM trajectories WHERE episode_id = {ONE}"), "acknowledged delivery"),
+    "a delivery counts as running": (
+        sql(f"UPDATE episodes SET account = 'in_flight', settled = 0 WHERE id = {ONE}"),
+        "acknowledged delivery",
+    ),
+    "a group is deleted": (
+        sql("DELETE FROM groups WHERE id = 3", "DELETE FROM episodes WHERE group_id = 3"),
+        "every task",
+    ),
+    "a task is issued again": (sql("UPDATE groups SET task = 1 WHERE id = 2"), "every task"),
+    "a task is skipped": (sql("UPDATE clock SET value = json_set(value, '$.cursors[0]', 100000)"), "every task"),
+    "a member is kept twice": (
+        sql(
+            "CREATE TEMP TABLE copy AS SELECT * FROM episodes WHERE id = " + ONE,
+            "UPDATE copy SET id = group_id || '.99.' || substr(id, -1)",
+            "INSERT INTO episodes SELECT * FROM copy",
+        ),
+        "beyond its attempts",
+    ),
+    "tokens appear": (
+        sql("UPDATE episodes SET generated = json_object('0', 1000) WHERE id = " + ONE),
+        "as the workers",
+    ),
+    "kept tokens change": (sql("UPDATE episodes SET kept = json_object('0', 1) WHERE id = " + ONE), "ledger closes"),
+    "an account is unknown": (sql(f"UPDATE episodes SET account = 'elsewhere' WHERE id = {ONE}"), "ledger closes"),
+    "a mask changes": (one_bit_of_a_mask, "ledger closes"),
+    "a group would be trained again": (
+        sql("UPDATE groups SET state = 'ready', trained_at = NULL WHERE state = 'trained' AND trained_at > 4"),
+        "trained twice",
+    ),
+    "a batch holds what an earlier one held": (taken_again, "trained twice"),
+    "a commit is rolled back and still in the weights": (
+        sql("UPDATE commits SET rolled_back = 1 WHERE NOT rolled_back AND version > 2"),
+        "trained twice",
+    ),
+    "a stale token is trained": (stale, "max_staleness"),
+    "the learner's own count differs": (
+        sql(f"UPDATE episodes SET loss_from = NULL WHERE group_id = CAST({ONE} AS INTEGER)"),
+        "max_staleness",
+    ),
+}
+
+
+def copied(run: Path, folder: Path) -> Path:
+    """What the audit reads of a run, to be changed."""
+    shutil.copytree(run, folder / "run", ignore=shutil.ignore_patterns("checkpoints", "weights", "logs"))
+    return folder / "run"
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_the_audit_finds(what: str, tormented: tuple[Path, dict], tmp_path: Path) -> None:
+    run = copied(tormented[0], tmp_path)
+    assert not any(check.wrong for check in audit(run))
+    plant, name = PLANTED[what]
+    with sqlite3.connect(run / "buffer.sqlite") as db:
+        plant(db, run)
+    db.close()
+    (check,) = (check for check in audit(run) if name in check.name)
+    assert check.wrong > 0
+    assert check.problems
+
+
+def test_groups_that_were_archived_are_held_against_the_archive(tormented: tuple[Path, dict], tmp_path: Path) -> None:
+    run = copied(tormented[0], tmp_path)
+    store = Store(run / "buffer.sqlite")
+    clock, _ = store.load()
+    over = min(clock.checkpointed, clock.served or 0)
+    while store.shrink(1 << 10, over):
+        pass
+    store.close()
+    assert query(run, "SELECT count(*) FROM archive")[0][0] > 0
+    assert query(run, "SELECT count(*) FROM groups")[0][0] < clock.next_group
+    assert not any(check.wrong for check in audit(run))
+    with sqlite3.connect(run / "buffer.sqlite") as db:
+        db.execute("DELETE FROM archive WHERE version = 0")
+    db.close()
+    (check,) = (check for check in audit(run) if check.wrong)
+    assert "acknowledged tokens of archived groups" in check.problems[0]
+
+
+def test_a_torn_last_line_of_a_journal_is_left_out(tormented: tuple[Path, dict], tmp_path: Path) -> None:
+    run = copied(tormented[0], tmp_path)
+    path = next((run / "journal").glob("worker-0.*"))
+    path.write_bytes(path.read_bytes() + b'{"type":"Acknow')
+    assert not any(check.wrong for check in audit(run))
+    assert query(run, "SELECT count(*) FROM episodes")[0][0] > 0
