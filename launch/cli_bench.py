@@ -18,7 +18,7 @@ from rich.console import Console
 if TYPE_CHECKING:
     from ..benchmarks.result import Result
 
-NAMES = ("rollout", "weightsync")
+NAMES = ("rollout", "weightsync", "buffer")
 
 Measure = Callable[[Path], Coroutine[Any, Any, "Result | tuple[Result, ...]"]]
 """Measures in a folder of its own."""
@@ -45,7 +45,7 @@ def bench(options: argparse.Namespace) -> int:
     if unknown := sorted(set(options.sizes or ()) - SHAPES.keys()):
         raise ConfigError(f"--sizes: {unknown[0]} is not one of {', '.join(SHAPES)}")
     say = Console(stderr=True, highlight=False)
-    parts = _rollout(options.sizes) if options.name == "rollout" else _weightsync(options.sizes)
+    parts = {"rollout": _rollout, "weightsync": _weightsync, "buffer": _buffer}[options.name](options.sizes)
     results: list[Result] = []
     try:
         with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
@@ -91,3 +91,19 @@ def _weightsync(sizes: list[str] | None) -> list[tuple[str, Measure]]:
     for size in sizes or ["50M"]:
         parts.append((f"delta over full, {size}", lambda folder, size=size: delta(folder, size)))
     return parts
+
+
+def _buffer(sizes: list[str] | None) -> list[tuple[str, Measure]]:
+    from ..benchmarks import buffer
+    from ..benchmarks.buffer_engine import beside_an_engine
+    from ..errors import ConfigError
+
+    if sizes:
+        raise ConfigError("--sizes: the buffer carries tokens, not policies; leave it out")
+    return [
+        ("the buffer over ZeroMQ and over SQLite", buffer.floors),
+        ("latency to a batch", buffer.latency),
+        ("the buffer beside Ray's queue", buffer.beside_ray),
+        ("the buffer beside a busy engine", beside_an_engine),
+        ("memory at a million trajectories", buffer.memory),
+    ]

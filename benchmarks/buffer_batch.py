@@ -1,0 +1,159 @@
+"""How long a learner waits for its batch, and what the buffer's process holds when very many trajectories went through it.
+
+    latency    from the call of the last delivery that a batch needs, to the batch in the learner's hands
+    its floor  the same message to a bare socket, one row into bare SQLite, and the batch's frames back
+
+Invariants:
+- The learner's request waits at the service before the last delivery begins.
+- Memory is that of the process as the kernel counts it (resident), sampled as batches are committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+import uvloop
+import zmq
+
+from ..buffer import wire
+from ..buffer.client import BufferClient
+from ..buffer.messages import Lease
+from ..buffer.trajectory import FINISHED
+from .buffer_floors import bare_table, delivery, insert_rows
+from .buffer_traffic import BUFFER, Crew, Round, produce, sampled, serve, stamped, take_batches
+
+TURNS = 6
+"""Batches in a round."""
+
+WAIT_MS = 30_000
+
+
+async def buffer_latency(crew: Crew, this: Round) -> list[float]:
+    """Seconds of each of `TURNS` batches."""
+    seconds = this.until - time.monotonic()
+    serving = asyncio.ensure_future(crew.in_buffer(seconds, serve, this))
+    try:
+        return await crew.in_learner(seconds, await_batches, this)
+    finally:
+        os.kill(crew.buffer_pid, signal.SIGTERM)
+        await serving
+
+
+async def floor_latency(crew: Crew, this: Round) -> list[float]:
+    """Seconds of each of `TURNS` batches."""
+    seconds = this.until - time.monotonic()
+    waited, _ = await asyncio.gather(crew.in_learner(seconds, ask, this), crew.in_buffer(seconds, answer, this))
+    return waited
+
+
+def await_batches(this: Round) -> list[float]:
+    return uvloop.run(_await_batches(this))
+
+
+async def _await_batches(this: Round) -> list[float]:
+    waited = []
+
+    async def deliver(lease: Lease, member: int) -> None:
+        trajectory = stamped(this.tokens, lease, member)
+        generated = {lease.version: sampled(this.tokens)}
+        await worker.deliver(trajectory.episode, generated, FINISHED, (trajectory,))
+
+    async with BufferClient(this.address, "worker-0") as worker, BufferClient(this.address, "learner-0") as learner:
+        await worker.hello()
+        await learner.served(0)
+        for version in range(TURNS):
+            leases = [await worker.lease() for _ in range(this.groups)]
+            *most, last = [(lease, member) for lease in leases for member in lease.members]
+            await asyncio.gather(*(deliver(*episode) for episode in most))
+            async with asyncio.TaskGroup() as tasks:
+                taking = tasks.create_task(learner.take(version, WAIT_MS / 1e3))
+                await asyncio.sleep(0)
+                await learner.stats()  # answered after the request for the batch was read
+                began = time.perf_counter()
+                tasks.create_task(deliver(*last))
+                await taking
+                waited.append(time.perf_counter() - began)
+            await learner.commit(version)
+            await learner.served(version + 1)
+    return waited
+
+
+def ask(this: Round) -> list[float]:
+    """Send the last delivery, receive the batch."""
+    message, waited = delivery(this.tokens, 0), []
+    context = zmq.Context()
+    socket = _pair(context)
+    socket.connect(this.address)
+    try:
+        for _ in range(TURNS):
+            began = time.perf_counter()
+            socket.send_multipart(message, copy=False)
+            socket.recv_multipart(copy=False)
+            waited.append(time.perf_counter() - began)
+        return waited
+    finally:
+        context.destroy()
+
+
+def answer(this: Round) -> None:
+    """Receive a delivery, insert its row, send a batch."""
+    frames = wire.encode(stamped(this.tokens, Lease(0, 0, (), 0, 0), 0))
+    batch = [frame for _ in range(this.groups * BUFFER.group_size) for frame in frames]
+    db = bare_table(this.path)
+    context = zmq.Context()
+    socket = _pair(context)
+    socket.bind(this.address)
+    try:
+        for _ in range(TURNS):
+            insert_rows(db, [socket.recv_multipart()])
+            socket.send_multipart(batch, copy=False)
+        socket.close(linger=WAIT_MS)
+        context.term()
+    finally:
+        context.destroy()
+        db.close()
+
+
+def _pair(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.PAIR)
+    socket.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+    return socket
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """After so many `trajectories`: bytes resident in the service's process, and of its file."""
+
+    trajectories: int
+    resident: int
+    file: int
+
+
+async def buffer_memory(crew: Crew, this: Round, producers: int) -> list[Memory]:
+    """Samples while trajectories go through the service, one for each batch."""
+    seconds = this.until - time.monotonic()
+    samples, _, _ = await asyncio.gather(
+        crew.in_learner(seconds, watch, this, crew.buffer_pid),
+        crew.in_buffer(seconds, serve, this),
+        crew.in_producers(producers, seconds, produce, this),
+    )
+    return samples
+
+
+def watch(this: Round, buffer_pid: int) -> list[Memory]:
+    """Take and commit, and look at the service's process after every batch."""
+    samples = list[Memory]()
+
+    def look(taken: int) -> None:
+        pages = int(Path(f"/proc/{buffer_pid}/statm").read_text().split()[1])
+        samples.append(Memory(taken, pages * os.sysconf("SC_PAGE_SIZE"), this.path.stat().st_size))
+
+    uvloop.run(take_batches(this, look))
+    return samples

@@ -1,0 +1,364 @@
+"""The buffer under load: its service, producers and a learner, each a process of its own, over the client that workers use.
+
+    producers ──hello, lease, progress, deliver──> service (SQLite, a file of its own) <──take, commit, served── learner
+
+Invariants:
+- A trajectory counts once it was durable, handed to the learner in a batch, and committed.
+- Trajectories are made before the clock runs; a producer gives them the ids of its leases and sends them, and no more.
+- All jobs of a round end at `Round.until`, which all processes read from the same clock (`time.monotonic`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import uvloop
+import zmq.asyncio
+
+from ..buffer import wire
+from ..buffer.client import BufferClient
+from ..buffer.messages import Lease
+from ..buffer.service import BufferService
+from ..buffer.trajectory import FINISHED, Trajectory, Turn, VersionSpan
+from ..configs.schema import Buffer
+from ..errors import DeadlineExceeded, within
+from ..launch.processes import die_with_parent, free_ports
+
+BUFFER = Buffer(max_staleness=3, group_size=8)
+"""Leases are not what is short: workers may be four batches ahead."""
+
+CONCURRENCY = 256
+"""Episodes that a producer has under way at most."""
+
+PROGRESS_S = 0.5
+"""Between a producer's reports, as the worker has it."""
+
+TURN, PROMPT = 512, 128
+"""Tokens of a turn, and those of them that nobody sampled. A shorter trajectory is one turn, a quarter of it prompt."""
+
+BATCH_TOKENS, MIN_GROUPS, MAX_GROUPS = 1 << 21, 8, 64
+"""Tokens of a batch, about, and within which numbers of groups."""
+
+CHECKPOINT_EVERY = 8
+"""Batches between checkpoints."""
+
+KINDS = 16
+"""Different trajectories that a producer sends by turns."""
+
+START_S = 0.3
+"""For all processes of a round to hear of it."""
+
+WARM_S = 0.7
+"""Connections are made, the first batch fills."""
+
+GRACE_S = 30.0
+"""How long a job may take to end after the round is over."""
+
+T = TypeVar("T")
+Job = Callable[..., T]
+
+
+class Round(msgspec.Struct, frozen=True):
+    """What the processes of one round need to know.
+
+    Attributes:
+        address: where the service, or the receiver of a floor, listens.
+        path: the database.
+        tokens: of each trajectory.
+        groups: in a batch, of `BUFFER.group_size` trajectories each.
+        counts_from, until: the part that is measured, in seconds of `time.monotonic`.
+        keep: `buffer.keep`.
+        limit: trajectories after which the learner ends, if `until` does not come first.
+    """
+
+    address: str
+    path: Path
+    tokens: int
+    groups: int
+    counts_from: float
+    until: float
+    keep: str = BUFFER.keep
+    limit: int = 1 << 62
+
+
+class Took(msgspec.Struct, frozen=True):
+    """What went through in `seconds`: `trajectories`, and how many of them were in each transaction on average."""
+
+    trajectories: int
+    seconds: float
+    per_transaction: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Trajectories per second."""
+        return self.trajectories / self.seconds
+
+
+class Count:
+    """Trajectories from `counts_from` on, counted in lots; the lot during which that moment passes is not counted."""
+
+    def __init__(self, counts_from: float) -> None:
+        self._counts_from = counts_from
+        self._began = self._last = 0.0
+        self._trajectories = 0
+
+    def add(self, trajectories: int) -> None:
+        """So many more are there now."""
+        self._last = time.monotonic()
+        if self._began:
+            self._trajectories += trajectories
+        elif self._last >= self._counts_from:
+            self._began = self._last
+
+    def took(self) -> Took:
+        return Took(self._trajectories, max(self._last - self._began, 1e-9))
+
+
+class Rounds:
+    """Hands out rounds, each with a port and an empty folder that is gone after it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "round"
+
+    async def run(self, tokens: int, seconds: float, measure: Callable[[Round], Awaitable[T]]) -> T:
+        """What `measure` counts in a round that is warm for `seconds`."""
+        self._folder.mkdir()
+        counts_from = time.monotonic() + START_S + WARM_S
+        groups = groups_of(tokens)
+        address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+        this = Round(address, self._folder / "buffer.sqlite", tokens, groups, counts_from, counts_from + seconds)
+        try:
+            return await measure(this)
+        finally:
+            shutil.rmtree(self._folder)
+
+
+class Crew:
+    """Processes that stay for all rounds, so that imports are paid once. An async context manager."""
+
+    def __init__(self, producers: int) -> None:
+        def pool(size: int) -> ProcessPoolExecutor:
+            spawn = multiprocessing.get_context("spawn")
+            return ProcessPoolExecutor(size, mp_context=spawn, initializer=die_with_parent)
+
+        self._pools = [pool(1) for _ in range(producers + 2)]
+
+    async def __aenter__(self) -> Crew:
+        self.buffer_pid, *_ = await asyncio.gather(*(self._run(pool, GRACE_S, os.getpid) for pool in self._pools))
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def in_buffer(self, seconds: float, job: Job[T], *arguments: object) -> Awaitable[T]:
+        """The result of a job in the buffer's process, which takes at most about `seconds`."""
+        return self._run(self._pools[0], seconds, job, *arguments)
+
+    def in_learner(self, seconds: float, job: Job[T], *arguments: object) -> Awaitable[T]:
+        return self._run(self._pools[1], seconds, job, *arguments)
+
+    async def in_producers(self, count: int, seconds: float, job: Job[T], *arguments: object) -> list[T]:
+        """Results of `count` processes; each is also told its number."""
+        pools = self._pools[2 : 2 + count]
+        return await asyncio.gather(*(self._run(p, seconds, job, *arguments, n) for n, p in enumerate(pools)))
+
+    async def _run(self, pool: ProcessPoolExecutor, seconds: float, job: Job[T], *arguments: object) -> T:
+        done = asyncio.get_running_loop().run_in_executor(pool, job, *arguments)
+        name = getattr(job, "__name__", "job")
+        return await within(seconds + GRACE_S, done, who="the benchmark", waits_for=name, hint="is the machine busy?")
+
+
+async def through_the_buffer(crew: Crew, this: Round, producers: int) -> Took:
+    """Send trajectories through the service for a round."""
+    seconds = this.until - time.monotonic()
+    took, per_transaction, _ = await asyncio.gather(
+        crew.in_learner(seconds, learn, this),
+        crew.in_buffer(seconds, serve, this),
+        crew.in_producers(producers, seconds, produce, this),
+    )
+    return msgspec.structs.replace(took, per_transaction=per_transaction)
+
+
+# --- in the processes -----------------------------------------------------------------------------------------------
+
+
+def serve(this: Round) -> float:
+    """The service, until the round is over or SIGTERM; trajectories per transaction."""
+    return uvloop.run(_serve(this))
+
+
+def produce(this: Round, number: int) -> int:
+    """Deliver until the round is over; trajectories acknowledged."""
+    return uvloop.run(_produce(this, number))
+
+
+def learn(this: Round) -> Took:
+    """Take and commit until the round is over."""
+    return uvloop.run(take_batches(this, lambda taken: None))
+
+
+class _Service(BufferService):
+    """Counts its transactions that hold trajectories."""
+
+    transactions = 0
+    stored = 0
+
+    async def _persist(self, socket: zmq.asyncio.Socket) -> None:
+        self.transactions += bool(self._arrived)
+        self.stored += len(self._arrived)
+        await super()._persist(socket)
+
+
+async def _serve(this: Round) -> float:
+    service = _Service(
+        msgspec.structs.replace(BUFFER, groups_per_batch=this.groups, keep=this.keep), this.path, this.address
+    )
+    loop = asyncio.get_running_loop()
+    loop.call_later(max(0.0, this.until - time.monotonic()), service.stop)
+    loop.add_signal_handler(signal.SIGTERM, service.stop)
+    await service.serve()
+    return service.stored / max(1, service.transactions)
+
+
+async def _produce(this: Round, number: int) -> int:
+    delivered = 0
+    running: dict[str, dict[int, int]] = {}
+    room = CONCURRENCY // BUFFER.group_size
+    freed = asyncio.Event()
+
+    async def report() -> None:
+        while True:
+            await client.progress(dict(running), 0.0, 0.0)
+            await asyncio.sleep(PROGRESS_S)
+
+    async def group(lease: Lease) -> None:
+        nonlocal room
+        await asyncio.gather(*(episode(lease, member) for member in lease.members))
+        room += 1
+        freed.set()
+
+    async def episode(lease: Lease, member: int) -> None:
+        nonlocal delivered
+        trajectory = stamped(this.tokens, lease, member)
+        running[trajectory.episode] = generated = {lease.version: sampled(this.tokens)}
+        await client.deliver(trajectory.episode, generated, FINISHED, (trajectory,))
+        del running[trajectory.episode]
+        delivered += 1
+
+    stamped(this.tokens, Lease(0, 0, (0,), 0, 0), 0)  # made before the first lease
+    async with BufferClient(this.address, f"worker-{number}") as client:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(this.until - time.monotonic()), asyncio.TaskGroup() as tasks:
+                await client.hello()
+                tasks.create_task(report())
+                while True:
+                    while not room:
+                        freed.clear()
+                        await freed.wait()
+                    for lease in await client.leases(room):
+                        room -= 1
+                        tasks.create_task(group(lease))
+    return delivered
+
+
+async def take_batches(this: Round, on_batch: Callable[[int], None]) -> Took:
+    """What a learner does, without learning; `on_batch` is told how many trajectories there were so far."""
+    count, taken = Count(this.counts_from), 0
+    async with BufferClient(this.address, "learner-0") as client:
+        await client.served(await client.recover(0))
+        with contextlib.suppress(DeadlineExceeded):
+            batch = await client.take(0, this.until - time.monotonic())
+            while (left := this.until - time.monotonic()) > 0 and taken < this.limit:
+                arrived = sum(len(group) for group in batch.groups)
+                version = batch.version + 1
+                told = asyncio.gather(
+                    client.commit(batch.version),
+                    client.served(version),
+                    client.checkpointed(version - version % CHECKPOINT_EVERY),
+                )
+                _, batch = await asyncio.gather(told, client.take(version, left))  # sent in this order
+                taken += arrived
+                count.add(arrived)
+                on_batch(taken)
+    return count.took()
+
+
+# --- trajectories ---------------------------------------------------------------------------------------------------
+
+
+def sampled(tokens: int) -> int:
+    """How many of a trajectory's tokens the policy sampled."""
+    return sum(turn.end - turn.start for turn in _turns(tokens))
+
+
+def stamped(tokens: int, lease: Lease, member: int) -> Trajectory:
+    """A trajectory for a member of a lease; arrays are shared."""
+    made = _made(tokens, lease.version)[(lease.group_id + member) % KINDS]
+    episode = lease.episode(member)
+    return msgspec.structs.replace(made, id=f"{episode}.0", group_id=lease.group_id, member=member)
+
+
+def groups_of(tokens: int) -> int:
+    """Groups in a batch."""
+    return max(MIN_GROUPS, min(MAX_GROUPS, BATCH_TOKENS // tokens // BUFFER.group_size))
+
+
+def trajectory_bytes(tokens: int) -> int:
+    """What a trajectory takes on the wire and in the file."""
+    frames = wire.encode(stamped(tokens, Lease(0, 0, (0,), 0, 0), 0))
+    return sum(len(frame) for frame in frames)
+
+
+@functools.lru_cache
+def _turns(tokens: int) -> tuple[Turn, ...]:
+    size, prompt = (TURN, PROMPT) if tokens >= TURN else (tokens, tokens // 4)
+    return tuple(Turn(at + prompt, at + size, "stop") for at in range(0, tokens - size + 1, size))
+
+
+@functools.lru_cache(maxsize=4)
+def _made(tokens: int, version: int) -> list[Trajectory]:
+    spans = tuple(VersionSpan(turn.start, turn.end, version) for turn in _turns(tokens))
+    return [msgspec.structs.replace(made, version_spans=spans) for made in _originals(tokens)]
+
+
+@functools.lru_cache(maxsize=1)
+def _originals(tokens: int) -> list[Trajectory]:
+    """Random tokens of a vocabulary of 150,000."""
+    mask = np.zeros(tokens, dtype=np.bool_)
+    for turn in _turns(tokens):
+        mask[turn.start : turn.end] = True
+    rng = np.random.default_rng(0)
+    return [
+        Trajectory(
+            id="",
+            group_id=0,
+            member=0,
+            branch=0,
+            task_id="task",
+            env="bench",
+            token_ids=rng.integers(0, 150_000, tokens, dtype=np.int32),
+            loss_mask=mask,
+            behavior_logprobs=np.where(mask, -rng.exponential(size=tokens), 0).astype(np.float32),
+            version_spans=(),
+            turns=_turns(tokens),
+            reward=float(rng.random()),
+            turn_rewards=tuple(rng.random(len(_turns(tokens))).tolist()),
+            outcome=FINISHED,
+            timings={"environment": 1.0, "total": 2.0},
+        )
+        for _ in range(KINDS)
+    ]
