@@ -1,0 +1,86 @@
+"""What the buffer keeps in memory of deliveries, and leases of several groups at once."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+from slipstream.buffer import client as client_module
+from slipstream.buffer import recent as recent_module
+from slipstream.buffer.client import BufferClient
+from slipstream.buffer.recent import Recent
+from slipstream.buffer.service import BufferService
+from slipstream.buffer.trajectory import FINISHED
+from slipstream.configs.schema import Buffer
+from slipstream.tests.episodes import SAMPLED, trajectory
+
+SOON = 20.0
+
+
+def test_it_holds_what_it_was_given_until_nobody_wants_it() -> None:
+    recent, one = Recent(), trajectory("0.0.0")
+    recent.add("0.0.0", (one,))
+    recent.add("1.0.0", (trajectory("1.0.0"),))
+    assert recent.get("0.0.0") == (one,)
+    recent.keep(lambda episode: episode == "1.0.0")
+    assert recent.get("0.0.0") is None
+    assert recent.get("1.0.0") is not None
+
+
+def test_beyond_its_limit_it_takes_no_more_until_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = trajectory("0.0.0")
+    monkeypatch.setattr(recent_module, "LIMIT", 2 * recent_module._size((one,)))
+    recent = Recent()
+    for number in range(3):
+        recent.add(f"{number}.0.0", (trajectory(f"{number}.0.0"),))
+    assert [recent.get(f"{n}.0.0") is not None for n in range(3)] == [True, True, False]
+    recent.keep(lambda episode: episode != "0.0.0")
+    recent.add("3.0.0", (trajectory("3.0.0"),))
+    assert recent.get("3.0.0") is not None
+
+
+async def test_leases_are_shared_by_turns_and_never_more_than_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "RESEND_S", 0.1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    service = BufferService(
+        Buffer(max_staleness=4, groups_per_batch=1, group_size=2, lease_s=60.0), tmp_path / "b.sqlite", address
+    )
+    serving = asyncio.create_task(service.serve())
+    async with (
+        asyncio.timeout(SOON),
+        BufferClient(address, "learner-0") as learner,
+        BufferClient(address, "a") as a,
+        BufferClient(address, "b") as b,
+    ):
+        version = await learner.recover(0)
+        await a.hello()
+        await b.hello()
+        wishes = asyncio.create_task(a.leases(4)), asyncio.create_task(b.leases(4))
+        await a.stats()  # both wishes wait: nothing is served yet, and repeated ones change nothing
+        await asyncio.sleep(0.3)
+        await learner.served(version)
+        first, second = await asyncio.gather(*wishes)
+        granted = [lease.group_id for lease in (*first, *second)]
+        assert sorted(granted) == [0, 1, 2, 3, 4]  # all that admission allows, each once
+        assert {len(first), len(second)} == {2, 3}
+        more = asyncio.create_task(a.leases(1))
+        for lease in (*first, *second):
+            holder = a if lease in first else b
+            for member in lease.members:
+                counts = {lease.version: SAMPLED}
+                episode = lease.episode(member)
+                await holder.deliver(episode, counts, FINISHED, (trajectory(episode, version=lease.version),))
+        batch = await learner.take(version, SOON)  # from memory, as it came
+        assert [t.id for group in batch.groups for t in group] == ["0.0.0.0", "0.0.1.0"]
+        assert not more.done()
+        await learner.commit(version)
+        await learner.served(version + 1)
+        assert [lease.group_id for lease in await more] == [5]
+    service.stop()
+    await serving
