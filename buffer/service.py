@@ -31,7 +31,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -44,17 +43,16 @@ from .accounts import ledgers_of
 from .admission import Admission
 from .group import Episode, Group
 from .ledger import Books, Counts
-from .peers import Peer, Peers
+from .peers import Peers
 from .recent import Recent
 from .replay import Replay
 from .rules import Clock, Rules
 from .store import CommitRow, Store
 from .trajectory import Trajectory, sampled_of
+from .wishes import Wish, Wishes, queue
 
 log = logging.getLogger(__name__)
 
-K = TypeVar("K")
-V = TypeVar("V")
 T = TypeVar("T")
 
 ROUND, ROUND_BYTES = 512, 16 << 20
@@ -63,25 +61,8 @@ ROUND, ROUND_BYTES = 512, 16 << 20
 BACKLOG = 64
 """Messages of one connection that wait to be read; after that its sender waits."""
 
-WISHES = 1 << 14
-"""Unanswered wishes for a lease, or for a batch, that are remembered. Who is forgotten asks again."""
-
-
 Arrived = tuple[bytes, m.Envelope, Counts | WireError]
 """Who sent it, a request, and of a delivery the sampled tokens by version, or what is wrong with it."""
-
-
-class Wish(msgspec.Struct, frozen=True):
-    """For `groups` groups: request `number` of the connection `identity`, whose numbers are not used twice."""
-
-    identity: bytes
-    number: int
-    groups: int
-    peer: Peer
-
-    def name(self, group: int) -> str:
-        """Of the wish for one of the groups."""
-        return f"{self.identity.hex()}.{self.number}.{group}"
 
 
 class BufferService:
@@ -119,7 +100,7 @@ class BufferService:
         self._keys = keys
         self._guard: Guard | None = None
         self._peers = Peers()
-        self._want_lease: dict[str, Wish] = {}
+        self._wishes = Wishes(self._replay)
         self._want_batch: dict[bytes, tuple[int, int]] = {}
         self._batch: m.Batch | None = None
         self._arrived: list[tuple[str, Trajectory]] = []
@@ -181,7 +162,7 @@ class BufferService:
                 self._replies.append((identity, envelope.number, reply))
         for group in self._replay.expire(time.monotonic()):
             log.warning("group %d: its worker was silent for %g s and loses it", group.id, self._lease_s)
-        self._grant_leases()
+        self._replies += self._wishes.grant(time.monotonic())
         taken = self._take_batches()
         await self._persist(socket)
         self._hand_out(taken)
@@ -222,10 +203,10 @@ class BufferService:
         replay, peers, request = self._replay, self._peers, envelope.message
         match request:
             case m.WantLease(worker, groups):
-                return self._wish(worker, Wish(identity, envelope.number, groups, peers.worker(identity, worker)))
+                return self._wishes.add(worker, Wish(identity, envelope.number, groups, peers.worker(identity, worker)))
             case m.Take(version):
                 peers.rank(identity)
-                _queue(self._want_batch, identity, (envelope.number, version))
+                queue(self._want_batch, identity, (envelope.number, version))
                 return None
             case m.Progress(worker, generated, slot_s, idle_slot_s):
                 peer = peers.worker(identity, worker)
@@ -244,11 +225,11 @@ class BufferService:
                     self._recent.add(episode_id, trajectories)
             case m.Hello(worker, incarnation):
                 if peers.hello(identity, worker, incarnation):
-                    self._want_lease.pop(worker, None)
+                    self._wishes.forget(worker)
                     replay.release(worker, "worker_lost")
             case m.Goodbye(worker):
                 peers.worker(identity, worker)
-                self._want_lease.pop(worker, None)
+                self._wishes.forget(worker)
                 replay.release(worker, "worker_stopped")
             case m.Commit(version):
                 peers.learner(identity)
@@ -274,18 +255,6 @@ class BufferService:
                 return m.StatsReply(self._stats())
         return m.Done()
 
-    def _wish(self, worker: str, wish: Wish) -> m.Granted | None:
-        """The leases that answered this wish before; else it is remembered."""
-        peer = wish.peer
-        if peer.granted is not None and wish.number <= peer.wish:
-            # Also leases that are lost since: others would be nobody's if the first answer is only late.
-            return peer.granted if wish.number == peer.wish else None
-        leases = [lease for i in range(wish.groups) if (lease := self._replay.granted(wish.name(i)))]
-        if leases:  # before this buffer was started
-            return m.Granted(leases[0], tuple(leases[1:]))
-        _queue(self._want_lease, worker, wish)
-        return None
-
     def _require_holder(self, worker: str, episode_id: str) -> None:
         """Raises StateError when another worker plays the episode."""
         number = episode_id.partition(".")[0]
@@ -308,21 +277,6 @@ class BufferService:
         self._want_batch.clear()
         self._rolled_back_to = version
         return m.Recovered(recovered)
-
-    def _grant_leases(self) -> None:
-        """A group to every worker that wants one, by turns, while admission allows."""
-        granted: dict[str, list[m.Lease]] = {}
-        for turn in range(max((wish.groups for wish in self._want_lease.values()), default=0)):
-            before = sum(map(len, granted.values()))
-            for worker, wish in self._want_lease.items():
-                if turn < wish.groups and (lease := self._replay.grant(worker, time.monotonic(), wish.name(turn))):
-                    granted.setdefault(worker, []).append(lease)
-            if sum(map(len, granted.values())) == before:
-                break
-        for worker, leases in granted.items():
-            wish = self._want_lease.pop(worker)
-            wish.peer.wish, wish.peer.granted = wish.number, m.Granted(leases[0], tuple(leases[1:]))
-            self._replies.append((wish.identity, wish.number, wish.peer.granted))
 
     def _take_batches(self) -> list[tuple[bytes, int, int, list[Group]]]:
         """Whom to answer, the version that was asked for, and the batch's groups."""
@@ -421,10 +375,3 @@ def _arrived(identity: bytes, frames: list[bytes]) -> Arrived:
         return identity, envelope, sampled_of(envelope.message.episode_id, envelope.message.trajectories)
     except WireError as error:
         return identity, envelope, error
-
-
-def _queue(waiting: dict[K, V], key: K, value: V) -> None:
-    """Remember what `key` waits for; the longest waiting makes room."""
-    waiting[key] = value
-    if len(waiting) > WISHES:
-        del waiting[next(iter(waiting))]
