@@ -195,11 +195,11 @@ def test_an_environment_that_always_fails_ends_the_run_by_name(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "always_fails.py").write_text(
-        "from slipstream.envs import SimpleEnv, Task\n\n\n"
+        "from slipstream.envs import Message, Observation, SimpleEnv, Task\n\n\n"
         "class Env(SimpleEnv):\n"
         "    def task(self, index):\n        return Task(str(index))\n\n"
-        "    async def reset(self, task):\n        raise OSError('no sandbox')\n\n"
-        "    async def step(self, message): ...\n"
+        "    async def reset(self, task):\n        return Observation((Message('user', '1'),))\n\n"
+        "    async def step(self, message):\n        raise OSError('no sandbox')\n"
     )
     monkeypatch.chdir(tmp_path)
     env = ("env.kind=python", "env.factory=always_fails:Env", "agent.kind=single_turn")
