@@ -331,7 +331,7 @@ AFTER_THE_END: list[str] = []
 
 async def test_tokens_of_a_call_that_the_agent_gave_up_are_unused(policy: Path, tmp_path: Path) -> None:
     PATIENCE.clear()
-    async with world(policy, tmp_path, agent=gives_up_once) as w:
+    async with world(policy, tmp_path, ONE_GROUP, agent=gives_up_once) as w:
         await w.until(GROUP)
         given_up = w.unanswered()
         for call in given_up:
