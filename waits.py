@@ -38,7 +38,7 @@ class Wait(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        return f"{self.who} {self.waits_for}".translate(NO_DIGITS)
+        return _kind(self.who, self.waits_for)
 
     def __str__(self) -> str:
         until = "" if self.deadline_s is None else f" of {self.deadline_s:.0f}"
@@ -67,6 +67,10 @@ class Waiting:
         del _going_on[id(self)]
 
 
+def _kind(who: str, waits_for: str) -> str:
+    return f"{who} {waits_for}".translate(NO_DIGITS)
+
+
 _going_on: dict[int, Waiting] = {}
 """By the id of the object, in the order of their beginning."""
 
@@ -76,7 +80,7 @@ def oldest(limit: int = TOLD) -> tuple[Wait, ...]:
     now = time.monotonic()
     kinds: dict[str, tuple[Waiting, int]] = {}
     for wait in _going_on.copy().values():  # a copy is one step: the other threads go on
-        kind = f"{wait.who} {wait.waits_for}".translate(NO_DIGITS)
+        kind = _kind(wait.who, wait.waits_for)
         first, alike = kinds.get(kind, (wait, 0))
         kinds[kind] = first, alike + 1
     found = list(kinds.values())[:limit]

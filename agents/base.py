@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from ..buffer.trajectory import VersionSpan
+from ..buffer.trajectory import VersionSpan, by_version
 from ..envs.base import Environment, Message, Task, ToolSpec
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -36,10 +36,7 @@ class Completion(msgspec.Struct, frozen=True):
     @property
     def by_version(self) -> dict[int, int]:
         """Policy version -> tokens."""
-        counts: dict[int, int] = {}
-        for span in self.version_spans:
-            counts[span.version] = counts.get(span.version, 0) + span.end - span.start
-        return counts
+        return by_version(self.version_spans)
 
 
 class Generate(Protocol):

@@ -15,7 +15,7 @@ import msgspec
 from .buffer_batch import Memory, buffer_latency, buffer_memory, floor_latency
 from .buffer_floors import into_sqlite, through_zeromq
 from .buffer_traffic import BUFFER, Crew, Round, Rounds, Took, groups_of, through_the_buffer, trajectory_bytes
-from .result import Result, Row
+from .result import Result, Row, by_rounds
 
 SIZES = {"1k": 1 << 10, "8k": 1 << 13, "32k": 1 << 15}
 """Tokens per trajectory."""
@@ -64,11 +64,10 @@ async def floors(folder: Path) -> tuple[Result, Result]:
 
 def _row(what: str, tokens: int, contender: list[Took], floor: list[Took]) -> Row:
     """Means over the rounds, and between what the rounds' own ratios lie."""
-    ratios = sorted(c.rate / f.rate for c, f in zip(contender, floor, strict=True))
-    carried, bare = mean(c.rate for c in contender), mean(f.rate for f in floor)
+    carried, bare = [c.rate for c in contender], [f.rate for f in floor]
     nbytes = trajectory_bytes(tokens) / MB
-    note = f"{carried * nbytes:,.0f} over {bare * nbytes:,.0f} MB/s; {ratios[0]:.2f} to {ratios[-1]:.2f} by round"
-    return Row(what, carried, bare, "trajectories/s", note)
+    note = f"{mean(carried) * nbytes:,.0f} over {mean(bare) * nbytes:,.0f} MB/s"
+    return by_rounds(what, carried, bare, "trajectories/s", note=note)
 
 
 def _producers(count: int) -> str:

@@ -7,9 +7,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
-from statistics import mean
 
 import aiohttp
 import msgspec
@@ -17,7 +15,7 @@ import msgspec
 from .buffer import FLOOR_S, PRODUCERS, ROUNDS, SIZES
 from .buffer_traffic import Crew, Rounds, sampled, through_the_buffer
 from .models import make_policy
-from .result import Result, Row
+from .result import Result, by_rounds
 from .serving import Serving, configure, serving, together
 
 SIZE = "1M"
@@ -44,9 +42,7 @@ async def beside_an_engine(folder: Path) -> Result:
                 carried[name].append(took.rate * sampled(tokens))
     rows = []
     for name, rates in carried.items():
-        ratios = sorted(c / m for c, m in zip(rates, made, strict=True))
-        note = f"{ratios[0]:.0f} to {ratios[-1]:.0f} by round"
-        rows.append(Row(f"{name} tokens, {max(PRODUCERS)} producers", mean(rates), mean(made), "tokens/s", note))
+        rows.append(by_rounds(f"{name} tokens, {max(PRODUCERS)} producers", rates, made, "tokens/s", digits=0))
     title = f"sampled tokens: the buffer over one busy vLLM server, {SIZE} policy, {REQUESTS} requests at once"
     return Result(title, "buffer", "engine", tuple(rows))
 
@@ -67,6 +63,4 @@ async def _engine_rate(served: Serving) -> float:
         together(client() for _ in range(REQUESTS)),
     ):
         await asyncio.sleep(1.0)
-        before, began = await served.generated(), time.perf_counter()
-        await asyncio.sleep(ENGINE_S)
-        return (await served.generated() - before) / (time.perf_counter() - began)
+        return await served.rate(ENGINE_S)

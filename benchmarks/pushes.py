@@ -14,7 +14,6 @@ import random
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from statistics import mean
 
 from ..agents.base import Completion
 from ..launch.wiring import make_engine
@@ -22,7 +21,7 @@ from ..rollout.engine import Sampling
 from ..rollout.router import Router
 from ..weightsync.publisher import Publisher
 from .models import make_policy
-from .result import Result, Row
+from .result import Result, by_rounds
 from .serving import Policies, Serving, configure, make_publisher, serving, together
 
 PUSH_EVERY_S = 4.0
@@ -61,7 +60,7 @@ async def rolling(folder: Path, size: str, replicas: int) -> Result:
             await asyncio.sleep(PUSH_EVERY_S)
             for mode, publisher in [*publishers.items()] * ROUNDS:
                 async with _pushes(served, router, policies, publisher):
-                    rates[mode].append(await _rate(served))
+                    rates[mode].append(await served.rate(WINDOW_S))
         for publisher in publishers.values():
             if publisher is not None:
                 publisher.close()
@@ -73,16 +72,10 @@ async def rolling(folder: Path, size: str, replicas: int) -> Result:
         "with pushes",
         "without",
         (
-            _row(f"{what}: rolling", rates["rolling"], rates["none"], "tokens/s"),
-            _row(f"{what}: global stop", rates["stop"], rates["none"], "tokens/s"),
+            by_rounds(f"{what}: rolling", rates["rolling"], rates["none"], "tokens/s"),
+            by_rounds(f"{what}: global stop", rates["stop"], rates["none"], "tokens/s"),
         ),
     )
-
-
-def _row(what: str, contender: list[float], floor: list[float], unit: str) -> Row:
-    """Means over the rounds, and between what the rounds' own ratios lie."""
-    ratios = sorted(c / f for c, f in zip(contender, floor, strict=True))
-    return Row(what, mean(contender), mean(floor), unit, f"{ratios[0]:.2f} to {ratios[-1]:.2f} by round")
 
 
 async def _client(router: Router, number: int) -> None:
@@ -100,13 +93,6 @@ async def _finish(router: Router, episode: str, length: int) -> int:
         ids += part.token_ids
     router.forget(episode)
     return length
-
-
-async def _rate(served: Serving) -> float:
-    """Tokens per second of all servers over a window."""
-    before, began = await served.generated(), time.perf_counter()
-    await asyncio.sleep(WINDOW_S)
-    return (await served.generated() - before) / (time.perf_counter() - began)
 
 
 @contextlib.asynccontextmanager
@@ -186,5 +172,5 @@ async def partial(folder: Path, size: str) -> Result:
         for publisher in publishers.values():
             publisher.close()
     what = f"{size}, lengths to {LONGEST}, a push every {PUSH_EVERY_S:g} s"
-    row = _row(what, useful["kept"], useful["restarted"], "useful tokens/s")
+    row = by_rounds(what, useful["kept"], useful["restarted"], "useful tokens/s")
     return Result("partial rollouts kept over aborted and begun anew", "kept", "begun anew", (row,))

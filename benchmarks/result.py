@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
+from statistics import mean
 
 import msgspec
 from rich.console import Console
@@ -28,6 +30,15 @@ class Row(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not self.ratio:
             msgspec.structs.force_setattr(self, "ratio", self.contender / self.floor)
+
+
+def by_rounds(
+    name: str, contender: Sequence[float], floor: Sequence[float], unit: str, *, note: str = "", digits: int = 2
+) -> Row:
+    """Means over the rounds; the note ends with between what the rounds' own ratios lie."""
+    ratios = sorted(c / f for c, f in zip(contender, floor, strict=True))
+    spread = f"{ratios[0]:.{digits}f} to {ratios[-1]:.{digits}f} by round"
+    return Row(name, mean(contender), mean(floor), unit, f"{note}; {spread}" if note else spread)
 
 
 class Result(msgspec.Struct, frozen=True):

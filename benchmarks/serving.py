@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -80,6 +81,12 @@ class Serving(msgspec.Struct):
         name = "vllm:generation_tokens_total"
         counts = await asyncio.gather(*(engine.metrics((name,)) for engine in self.engines))
         return int(sum(values[name] for values in counts))
+
+    async def rate(self, seconds: float) -> float:
+        """Tokens per second of all servers over the next `seconds`."""
+        before, began = await self.generated(), time.perf_counter()
+        await asyncio.sleep(seconds)
+        return (await self.generated() - before) / (time.perf_counter() - began)
 
 
 @contextlib.asynccontextmanager

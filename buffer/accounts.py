@@ -15,8 +15,7 @@ import msgspec
 
 from ..errors import StoreError
 from .ledger import Ledger, total_of
-from .schema import SCHEMA_VERSION, bucket
-from .store import connect
+from .store import connect, require_schema
 
 T = TypeVar("T")
 
@@ -90,10 +89,7 @@ def _read(path: Path, query: Callable[[sqlite3.Connection], T]) -> T:
         raise StoreError(f"there is no buffer at {path}")
     db = connect(path, "ro")
     try:
-        found = db.execute("PRAGMA user_version").fetchone()[0]
-        if found != SCHEMA_VERSION:
-            raise StoreError(f"{path} has schema {found}, this program knows {SCHEMA_VERSION}")
-        db.create_function("bucket", 1, bucket, deterministic=True)
+        require_schema(db, path)
         db.execute("BEGIN")  # all queries see one state
         damaged = db.execute(UNREADABLE).fetchone()
         if damaged:

@@ -115,8 +115,7 @@ class Replay(Leases):
 
     def forget(self) -> None:
         """Drop from memory the settled groups that no recovery can need."""
-        over = min(self.checkpointed, -1 if self.served is None else self.served)
-        for group in (*self.of("discarded"), *self.made(up_to=over)):
+        for group in (*self.of("discarded"), *self.made(up_to=self.clock().over)):
             if group.id not in self._changed and all(e.settled for e in group.episodes.values()):
                 self._leave(group)
 

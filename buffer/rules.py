@@ -48,3 +48,8 @@ class Clock(msgspec.Struct, frozen=True):
     checkpointed: int = 0
     cursors: tuple[int, ...] = ()
     trained: tuple[int, ...] = ()
+
+    @property
+    def over(self) -> int:
+        """The last version that is both served and in a checkpoint: nothing that made it is rolled back. -1 before there is one."""
+        return min(self.checkpointed, -1 if self.served is None else self.served)

@@ -11,7 +11,7 @@ SCHEMA_VERSION = 4
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS clock (
     id INTEGER PRIMARY KEY CHECK (id = 0),
-    value TEXT NOT NULL  -- JSON of replay.Clock
+    value TEXT NOT NULL  -- JSON of rules.Clock
 );
 CREATE TABLE IF NOT EXISTS groups (
     id INTEGER PRIMARY KEY, env INTEGER NOT NULL, task INTEGER NOT NULL, state TEXT NOT NULL, attempt INTEGER NOT NULL,

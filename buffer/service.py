@@ -171,9 +171,7 @@ class BufferService:
             await socket.send_multipart([identity, *wire.encode(m.ReplyEnvelope(number, reply))], copy=False)
         self._replies.clear()
         if self._crowded:
-            clock = self._replay.clock()
-            served = -1 if clock.served is None else clock.served
-            over = min(clock.checkpointed, served)
+            over = self._replay.clock().over
             self._crowded = await self._in_store(socket, lambda: self._store.shrink(self._keep, over))
         await asyncio.sleep(0)
 
@@ -257,14 +255,13 @@ class BufferService:
 
     def _require_holder(self, worker: str, episode_id: str) -> None:
         """Raises StateError when another worker plays the episode."""
-        number = episode_id.partition(".")[0]
-        group = self._replay.groups.get(int(number)) if number.isdecimal() else None
+        group = self._replay.group_of(episode_id)
         episode = group.episodes.get(episode_id) if group is not None else None
         if episode is not None and episode.worker != worker:
             raise StateError(f"episode {episode_id} is played by {episode.worker}, not by {worker}")
 
     def _commit(self, version: int) -> None:
-        groups = sum(g.state == "batched" for g in self._replay.groups.values())
+        groups = len(self._replay.of("batched"))
         before = self._replay.version
         self._replay.commit(version)
         self._batch = None
@@ -316,7 +313,7 @@ class BufferService:
 
     def _waits(self, episode_id: str) -> bool:
         """Whether the episode's group may still go into a batch."""
-        group = self._replay.groups.get(int(episode_id.partition(".")[0]))
+        group = self._replay.group_of(episode_id)
         return group is not None and group.state in ("open", "leased", "ready")
 
     def _show_fresh(self) -> None:
@@ -347,13 +344,12 @@ class BufferService:
         return await working
 
     def _stats(self) -> m.Stats:
-        states = [g.state for g in self._replay.groups.values()]
         slot_s, idle_slot_s = self._peers.slots()
         return m.Stats(
             version=self._replay.version,
             ledger=self._replay.books.total.copy(),
-            leased_groups=states.count("leased"),
-            ready_groups=states.count("ready") + states.count("batched"),
+            leased_groups=len(self._replay.of("leased")),
+            ready_groups=len(self._replay.of("ready", "batched")),
             slot_s=slot_s,
             idle_slot_s=idle_slot_s,
             dropped=self._dropped,

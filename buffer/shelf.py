@@ -53,6 +53,10 @@ class Shelf:
         """The groups that were trained on to make the versions above `above` and up to `up_to`."""
         return [g for version, groups in self._made.items() if above < version <= up_to for g in groups.values()]
 
+    def group_of(self, episode_id: str) -> Group | None:
+        """The group that an id names; None when it is not here."""
+        return self.groups.get(_group_id(episode_id))
+
     def _enter(self, group: Group) -> None:
         self.groups[group.id] = group
         self._index(group)
@@ -88,8 +92,7 @@ class Shelf:
 
     def _find(self, episode_id: str, next_group: int) -> tuple[Group, Episode] | None:
         """The group and episode of an id; None when the group is over and forgotten. `next_group` was never leased yet."""
-        number = episode_id.split(".", 1)[0]
-        group_id = int(number) if number.isdecimal() and len(number) < 20 else -1
+        group_id = _group_id(episode_id)
         group = self.groups.get(group_id)
         if group is not None and episode_id in group.episodes:
             return group, group.episodes[episode_id]
@@ -120,3 +123,9 @@ class Shelf:
         for episode in (*group.in_account("in_flight"), *group.in_account("ready")):
             self._discard(group, episode, reason)
         self._put(group, "discarded")
+
+
+def _group_id(episode_id: str) -> int:
+    """-1 where it cannot be the id of an episode."""
+    number = episode_id.partition(".")[0]
+    return int(number) if number.isdecimal() and len(number) < 20 else -1

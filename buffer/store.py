@@ -50,15 +50,24 @@ class CommitRow(msgspec.Struct, frozen=True):
 def connect(path: Path, mode: str) -> sqlite3.Connection:
     """Open the file; `mode` as in SQLite's URIs. Raises StoreError."""
     try:
-        return sqlite3.connect(
+        db = sqlite3.connect(
             f"{path.absolute().as_uri()}?mode={mode}",
             uri=True,
             isolation_level=None,
             timeout=BUSY_S,
             check_same_thread=False,  # the service saves from another thread, and waits for it
         )
+        db.create_function("bucket", 1, bucket, deterministic=True)
+        return db
     except sqlite3.Error as error:
         raise _failed(f"cannot open the buffer {path}", error) from None
+
+
+def require_schema(db: sqlite3.Connection, path: Path, *, new: bool = False) -> None:
+    """Raises StoreError when the file is not of this program; with `new` an empty one may become so."""
+    found = db.execute("PRAGMA user_version").fetchone()[0]
+    if found != SCHEMA_VERSION and not (new and found == 0):
+        raise StoreError(f"{path} has schema {found}, this program knows {SCHEMA_VERSION}")
 
 
 class Store:
@@ -69,15 +78,12 @@ class Store:
         self._shrinking = False
         self._db = connect(path, "rwc")
         try:
-            found = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if found not in (0, SCHEMA_VERSION):
-                raise StoreError(f"{path} has schema {found}, this program knows {SCHEMA_VERSION}")
+            require_schema(self._db, path, new=True)
             self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")  # what is acknowledged survives the host, too
             self._db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
             self._db.execute("PRAGMA temp_store = MEMORY")
-            self._db.create_function("bucket", 1, bucket, deterministic=True)
             self._db.executescript(SCHEMA)
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         except StoreError:
@@ -158,7 +164,7 @@ class Store:
             (newest,) = self._db.execute("SELECT coalesce(max(id), -1) FROM groups").fetchone()
             if newest >= clock.next_group:
                 raise self._damaged("the clock", f"the next group is {clock.next_group}, there is a group {newest}")
-            over = {"over": min(clock.checkpointed, -1 if clock.served is None else clock.served)}
+            over = {"over": clock.over}
             wanted = f"FROM groups WHERE NOT ({SETTLED})"
             for row in self._rows(f"SELECT * {wanted} ORDER BY id", over):
                 groups[row["id"]] = self._struct(dict(row), Group, f"group {row['id']}")

@@ -11,7 +11,7 @@ Invariants, checked by `Trajectory.check` before anything is accepted into the b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -49,6 +49,14 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     def mixed(self) -> bool:
         """Whether keys and values of other weights took part."""
         return self.kv_version is not None and self.kv_version != self.version
+
+
+def by_version(spans: Iterable[VersionSpan]) -> dict[int, int]:
+    """Policy version -> tokens in `spans`."""
+    counts: dict[int, int] = {}
+    for span in spans:
+        counts[span.version] = counts.get(span.version, 0) + span.end - span.start
+    return counts
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
@@ -191,7 +199,6 @@ def sampled_of(episode_id: str, branches: Sequence[Trajectory]) -> dict[int, int
     """
     if len({branch.id for branch in branches}) < len(branches):
         raise WireError(f"episode {episode_id!r} came with the same branch twice")
-    sampled: dict[int, int] = {}
     for t in branches:
         t.check()
         belongs = episode_id.startswith(f"{t.group_id}.") and episode_id.endswith(f".{t.member}")
@@ -199,6 +206,4 @@ def sampled_of(episode_id: str, branches: Sequence[Trajectory]) -> dict[int, int
             raise WireError(
                 f"trajectory {t.id!r} of group {t.group_id}, member {t.member}, branch {t.branch} came with episode {episode_id!r}"
             )
-        for span in t.version_spans:
-            sampled[span.version] = sampled.get(span.version, 0) + span.end - span.start
-    return sampled
+    return by_version(span for t in branches for span in t.version_spans)
