@@ -14,6 +14,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [tiny.tiny_qwen3(root / f"m{seed}", seed) for seed in range(2)]
 
 
+@pytest.fixture
+def address() -> str:
+    """A ZeroMQ address that nobody listens at."""
+    return f"tcp://127.0.0.1:{tiny.free_port()}"
+
+
 @pytest.fixture(scope="session")
 def models(folders: list[Path]) -> list[PreTrainedModel]:
     """What transformers makes of `folders`."""

@@ -1,4 +1,4 @@
-"""A delivered trajectory as small as it gets, for tests of the buffer."""
+"""Delivered trajectories as small as they get, and the shortest of environments."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 from slipstream.buffer.trajectory import FINISHED, Trajectory, Turn, VersionSpan
+from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task
 
 SAMPLED = 3
 
@@ -38,3 +39,16 @@ def trajectory_of(episode_id: str, kept: Mapping[int, int]) -> Trajectory:
         spans.append(VersionSpan(at, at + tokens, version))
         at += tokens
     return msgspec.structs.replace(trajectory(episode_id, sampled=at - 1), version_spans=tuple(spans))
+
+
+class Once(SimpleEnv):
+    """One question, one answer."""
+
+    def task(self, index: int) -> Task:
+        return Task(f"once-{index}")
+
+    async def reset(self, task: Task) -> Observation:
+        return Observation((Message("user", "Well?"),))
+
+    async def step(self, message: Message) -> StepResult:
+        return StepResult((), 1.0, done=True)

@@ -12,31 +12,18 @@ from slipstream.agents import Session, load_agent, load_renderer
 from slipstream.agents.base import Generate
 from slipstream.buffer.client import BufferClient
 from slipstream.configs import load
-from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task
 from slipstream.envs.registry import Part
 from slipstream.learner.model import load_tokenizer, vocabulary_size
 from slipstream.rollout.engine import Pressure
 from slipstream.rollout.router import Router
 from slipstream.rollout.worker import Player, Worker
+from slipstream.tests.episodes import Once
 from slipstream.tests.scripted import ScriptedEngine
 from slipstream.weightsync.fleet import Fleet, Seat
 
 GROUP = 2
 SLOTS = 4
 ANSWER_S = 0.05
-
-
-class Once(SimpleEnv):
-    """One question, one answer."""
-
-    def task(self, index: int) -> Task:
-        return Task(f"once-{index}")
-
-    async def reset(self, task: Task) -> Observation:
-        return Observation((Message("user", "Well?"),))
-
-    async def step(self, message: Message) -> StepResult:
-        return StepResult((), 1.0, done=True)
 
 
 async def answer(engine: ScriptedEngine) -> None:

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import random
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -48,13 +47,6 @@ config = Buffer(max_staleness=8, groups_per_batch=2, group_size=2, lease_s=60.0)
 service = BufferService(config, Path(sys.argv[1]), sys.argv[2])
 asyncio.run(service.serve(lambda: print("ready", flush=True)))
 """
-
-
-@pytest.fixture
-def address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 @pytest.fixture(autouse=True)

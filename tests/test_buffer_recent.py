@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 
 import pytest
@@ -42,12 +41,9 @@ def test_beyond_its_limit_it_takes_no_more_until_there_is_room(monkeypatch: pyte
 
 
 async def test_leases_are_shared_by_turns_and_never_more_than_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setattr(client_module, "RESEND_S", 0.1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     service = BufferService(
         Buffer(max_staleness=4, groups_per_batch=1, group_size=2, lease_s=60.0), tmp_path / "b.sqlite", address
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import sqlite3
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -34,13 +33,6 @@ SOON = 20.0
 
 PATIENT = Buffer(max_staleness=1, groups_per_batch=1, group_size=2, lease_s=60.0)
 """No lease expires within a test."""
-
-
-@pytest.fixture
-def address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 @pytest.fixture

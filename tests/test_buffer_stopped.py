@@ -6,13 +6,11 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sqlite3
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
 from slipstream.buffer.accounts import accounts_of
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.service import BufferService
@@ -25,13 +23,6 @@ STOPPED_S = float(os.environ.get("SLIPSTREAM_STOPPED_S", "3"))
 
 LEASE_S = min(30.0, STOPPED_S / 3)
 SOON = 60.0
-
-
-@pytest.fixture
-def address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 @contextlib.asynccontextmanager

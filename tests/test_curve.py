@@ -33,13 +33,6 @@ STRANGERS = {
 CONFIG = Buffer(max_staleness=1, groups_per_batch=1, group_size=2, lease_s=60.0)
 
 
-@pytest.fixture
-def address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-
 @contextlib.asynccontextmanager
 async def serving(path: Path, address: str, keys: Keys | None) -> AsyncIterator[None]:
     ready = asyncio.Event()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from slipstream.buffer.messages import Stats
 from slipstream.buffer.service import BufferService
 from slipstream.configs import load
 from slipstream.configs.schema import Buffer, Config, Failure, Reason
-from slipstream.envs import Environment, Message, Observation, Part, SimpleEnv, StepResult, Task
+from slipstream.envs import Environment, Message, Part, StepResult, Task
 from slipstream.errors import PolicyError, ToolError, first_cause
 from slipstream.learner.model import load_tokenizer, vocabulary_size
 from slipstream.rollout import worker as module
@@ -28,6 +27,8 @@ from slipstream.rollout.engine import Pressure
 from slipstream.rollout.evaluation import Score, evaluate
 from slipstream.rollout.router import Router
 from slipstream.rollout.worker import Player, Worker
+from slipstream.tests import tiny
+from slipstream.tests.episodes import Once
 from slipstream.tests.runs import query, tiny_policy
 from slipstream.tests.scripted import Call, ScriptedEngine, settle
 from slipstream.weightsync.fleet import Fleet, Seat
@@ -37,19 +38,6 @@ GROUP = 4
 SLOTS = 8
 CONFIG = load("quickstart", [f"rollout.engine.max_concurrent={SLOTS}"])
 BUFFER = Buffer(max_staleness=99, groups_per_batch=4, group_size=GROUP, lease_s=60.0)
-
-
-class Once(SimpleEnv):
-    """One question, one answer."""
-
-    def task(self, index: int) -> Task:
-        return Task(f"once-{index}")
-
-    async def reset(self, task: Task) -> Observation:
-        return Observation((Message("user", "Well?"),))
-
-    async def step(self, message: Message) -> StepResult:
-        return StepResult((), 1.0, done=True)
 
 
 ONCE = Part("once", 1.0, Once(split="train", seed=0), None)
@@ -133,9 +121,7 @@ async def world(
     parts: Sequence[Part] = (ONCE,),
     retries: Mapping[str, int] | None = None,
 ) -> AsyncIterator[World]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{tiny.free_port()}"
     shares = tuple(part.share for part in parts)
     service = BufferService(buffer, tmp_path / "buffer.sqlite", address, shares=shares, retries=retries)
     made: list[ScriptedEngine] = []
