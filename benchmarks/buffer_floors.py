@@ -3,7 +3,8 @@
 Invariants:
 - The bytes are those that the buffer receives and stores: `wire.encode` of the same trajectories, encoded beforehand.
 - Nothing is decoded, checked, answered or read back.
-- SQLite runs with the store's pragmas, in transactions as large as the service's, in a table without an index.
+- SQLite is as it comes (pages of 4 KiB), made durable as the store's rows are (WAL, synchronous=FULL), with transactions as large
+  as the service's and a table without an index.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from .buffer_traffic import BUFFER, KINDS, Count, Crew, Round, Took, sampled, st
 
 POLL_MS = 20
 
+DRAIN_S = 0.5
+"""For what is still on its way when a round is over: libzmq aborts a process that drops half of a message."""
+
 
 async def through_zeromq(crew: Crew, this: Round, producers: int) -> Took:
     """The messages of deliveries from `producers` processes into one, which drops them."""
-    seconds = this.until - time.monotonic()
+    seconds = this.until + DRAIN_S - time.monotonic()
     took, _ = await asyncio.gather(
         crew.in_learner(seconds, receive, this), crew.in_producers(producers, seconds, send, this)
     )
@@ -46,7 +50,7 @@ def send(this: Round, number: int) -> int:
     messages = [delivery(this.tokens, kind) for kind in range(KINDS)]
     context = zmq.Context()
     socket = context.socket(zmq.PUSH)
-    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.LINGER, int(1000 * DRAIN_S))
     socket.setsockopt(zmq.SNDTIMEO, POLL_MS)
     socket.connect(this.address)
     sent = 0
@@ -61,7 +65,8 @@ def send(this: Round, number: int) -> int:
                 continue
         return sent
     finally:
-        context.destroy()
+        socket.close()
+        context.term()
 
 
 def receive(this: Round) -> Took:
@@ -72,12 +77,13 @@ def receive(this: Round) -> Took:
     socket.bind(this.address)
     count = Count(this.counts_from)
     try:
-        while time.monotonic() < this.until:
+        while (now := time.monotonic()) < this.until + DRAIN_S:
             try:
                 socket.recv_multipart()
             except zmq.Again:
                 continue
-            count.add(1)
+            if now < this.until:
+                count.add(1)
         return count.took()
     finally:
         context.destroy()

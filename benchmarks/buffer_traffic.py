@@ -26,8 +26,8 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 import uvloop
-import zmq.asyncio
 
+from .. import heap
 from ..buffer import wire
 from ..buffer.client import BufferClient
 from ..buffer.messages import Lease
@@ -198,6 +198,7 @@ async def through_the_buffer(crew: Crew, this: Round, producers: int) -> Took:
 
 def serve(this: Round) -> float:
     """The service, until the round is over or SIGTERM; trajectories per transaction."""
+    heap.freeze()  # as the role does
     return uvloop.run(_serve(this))
 
 
@@ -217,10 +218,10 @@ class _Service(BufferService):
     transactions = 0
     stored = 0
 
-    async def _persist(self, socket: zmq.asyncio.Socket) -> None:
+    def _changes(self) -> Callable[[], bool] | None:
         self.transactions += bool(self._arrived)
         self.stored += len(self._arrived)
-        await super()._persist(socket)
+        return super()._changes()
 
 
 async def _serve(this: Round) -> float:

@@ -33,6 +33,9 @@ from .trajectory import DETAIL_LIMIT, Outcome, Trajectory
 RESEND_S = 5.0
 """Silence after which a request is sent again. A lease or a batch may take longer; asking twice costs one small frame."""
 
+LINGER_MS = 500
+"""For requests that are on their way when the client is closed: libzmq aborts a process that drops half of a message."""
+
 HEARTBEAT_MS = 5000
 """A connection whose other end vanished without a word is noticed and made anew after this long."""
 
@@ -59,7 +62,7 @@ class BufferClient:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, connection_name(self.name, self.incarnation))
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # while the buffer is away repetitions do not queue up
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         join(self._socket, self._keys)

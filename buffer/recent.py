@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from .trajectory import Trajectory
 
-LIMIT = 32 << 20
-"""Bytes: 450 episodes of 8k tokens. Long ones are read back; for them that costs little."""
+LIMIT = 64 << 20
+"""Bytes: 900 episodes of 8k tokens. Long ones are read back; for them that costs little."""
 
 
 class Recent:

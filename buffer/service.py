@@ -10,12 +10,12 @@
     Take                   groups_per_batch complete groups                 Batch; the client's deadline
 
 Invariants:
-- Everything a round of messages changed is stored, in one transaction, before any of them is answered.
+- Everything a round of messages changed is stored, in one `save`, before any of them is answered.
 - A wish for a lease has one answer, however often it is sent; a worker that is another process now gets none.
 - A request that the state machine forbids, or that its sender may not make (`peers`), is answered `Refused`; a message that is no
   request is dropped and counted.
-- While a round is stored, messages are read and checked for the next one; they change nothing before their round.
-- A failed write ends the service: what was acknowledged is in the store, what was not will be sent again.
+- While a round is stored, the one before is answered and the messages of the next change the state already. So rounds are answered
+  in their order, and a failed write ends the service: what was acknowledged is in the store, what was not will be sent again.
 - Memory is bounded by the limits below, the groups that admission lets be outstanding, and one batch, whoever sends what. One
   thing libzmq does not limit: a message of ever more frames that never ends. Only a peer with the run's keys can send it.
 """
@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
 import zmq
 import zmq.asyncio
@@ -42,18 +42,16 @@ from . import wire
 from .accounts import ledgers_of
 from .admission import Admission
 from .group import Episode, Group
-from .ledger import Books, Counts
+from .ledger import Books
 from .peers import Peers
 from .recent import Recent
 from .replay import Replay
 from .rules import Clock, Rules
-from .store import CommitRow, Store
+from .store import Change, CommitRow, Store
 from .trajectory import Trajectory, sampled_of
 from .wishes import Wish, Wishes, queue
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 ROUND, ROUND_BYTES = 512, 16 << 20
 """Messages taken in one round, one transaction, and after how many bytes no more are taken. More only delays the first answer."""
@@ -61,8 +59,18 @@ ROUND, ROUND_BYTES = 512, 16 << 20
 BACKLOG = 64
 """Messages of one connection that wait to be read; after that its sender waits."""
 
-Arrived = tuple[bytes, m.Envelope, Counts | WireError]
-"""Who sent it, a request, and of a delivery the sampled tokens by version, or what is wrong with it."""
+LINGER_MS = 500
+"""For answers that are on their way when the service ends: libzmq aborts a process that drops half of a message."""
+
+Answer = tuple[bytes, int, m.Reply]
+"""Who asked, the number of the request, and the reply."""
+
+
+class Door(NamedTuple):
+    """One socket twice: `ready` is awaited, `plain` read and written without asyncio's future for each message."""
+
+    plain: zmq.Socket[bytes]
+    ready: zmq.asyncio.Socket
 
 
 class BufferService:
@@ -103,14 +111,13 @@ class BufferService:
         self._wishes = Wishes(self._replay)
         self._want_batch: dict[bytes, tuple[int, int]] = {}
         self._batch: m.Batch | None = None
-        self._arrived: list[tuple[str, Trajectory]] = []
+        self._arrived: dict[str, tuple[Trajectory, ...]] = {}
         self._commits: list[CommitRow] = []
         self._rolled_back_to: int | None = None
         self._recovered: tuple[bytes, int, m.Recovered] | None = None
-        self._replies: list[tuple[bytes, int, m.Reply]] = []
+        self._replies: list[Answer] = []
         self._stored_clock: Clock | None = None
-        self._inbox: list[Arrived] = []
-        self._inbox_bytes = 0
+        self._messages = self._bytes = 0
         self._recent = Recent()
         self._want_fresh: list[tuple[bytes, int, int, int]] = []
         self._saver = ThreadPoolExecutor(1, "store")
@@ -129,7 +136,7 @@ class BufferService:
         socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.MAXMSGSIZE, wire.FRAME_LIMIT)
         socket.setsockopt(zmq.RCVHWM, BACKLOG)
-        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects before its old connection is noticed dead
         self._guard.protect(socket)
         try:
@@ -138,8 +145,9 @@ class BufferService:
             except zmq.ZMQError as error:
                 raise StoreError(f"the buffer cannot listen at {self._address}: {error}", final=False) from None
             on_ready()
-            while not self._stopping:
-                await self._round(socket)
+            door, stored = Door(zmq.Socket.shadow(socket), socket), list[Answer]()
+            while stored or not self._stopping:
+                stored = await self._round(door, stored)
         finally:
             self._saver.shutdown()  # a save that was under way ends
             self._guard.close()
@@ -147,56 +155,86 @@ class BufferService:
             context.term()
             self._store.close()
 
-    async def _round(self, socket: zmq.asyncio.Socket) -> None:
-        """Take what came, change the state, store it, answer."""
-        if not self._inbox:
-            await socket.poll(max(1, int(min(1.0, self._lease_s / 4) * 1000)))
-        await self._take_in(socket)
-        inbox, self._inbox, self._inbox_bytes = self._inbox, [], 0
-        for identity, envelope, sampled in inbox:
-            try:
-                reply = self._handle(identity, envelope, sampled)
-            except (StateError, WireError) as error:
-                reply = m.Refused(str(error))
-            if reply is not None:
-                self._replies.append((identity, envelope.number, reply))
+    async def _round(self, door: Door, stored: list[Answer]) -> list[Answer]:
+        """Store what has changed; meanwhile give the answers `stored` and take in the next round. Returns the answers that may be
+        given now."""
         for group in self._replay.expire(time.monotonic()):
             log.warning("group %d: its worker was silent for %g s and loses it", group.id, self._lease_s)
         self._replies += self._wishes.grant(time.monotonic())
-        taken = self._take_batches()
-        await self._persist(socket)
-        self._hand_out(taken)
+        self._hand_out()
         self._show_fresh()
-        for identity, number, reply in self._replies:
-            await socket.send_multipart([identity, *wire.encode(m.ReplyEnvelope(number, reply))], copy=False)
-        self._replies.clear()
-        if self._crowded:
-            over = self._replay.clock().over
-            self._crowded = await self._in_store(socket, lambda: self._store.shrink(self._keep, over))
-        await asyncio.sleep(0)
+        replies, self._replies = self._replies, []
+        self._messages = self._bytes = 0
+        work = self._changes()
+        if work is None:
+            _send(door, stored + replies)
+            if self._roomy:
+                await door.ready.poll(max(1, int(min(1.0, self._lease_s / 4) * 1000)))
+                self._take_in(door)
+            return []
+        saving = self._saver.submit(work)
+        saved = asyncio.wrap_future(saving)
+        _send(door, stored)
+        while not saving.done():
+            coming = [asyncio.ensure_future(door.ready.poll())] if self._roomy else []
+            await asyncio.wait([saved, *coming], return_when=asyncio.FIRST_COMPLETED)
+            for poll in coming:
+                poll.cancel()
+            self._take_in(door, saving.done)
+        more = await saved
+        self._crowded = self._crowded or more
+        return replies
 
-    async def _take_in(self, socket: zmq.asyncio.Socket) -> None:
-        """Decode and check what came, until there is no more or it is enough for a round."""
-        for _ in range(ROUND):
-            if not self._roomy:
-                return
+    def _changes(self) -> Callable[[], bool] | None:
+        """How to store what has changed since the last call, and to make room in the file; None where there is nothing to do. It
+        returns whether there is more room to make."""
+        groups, clock = self._replay.drain(), self._replay.clock()
+        changed = groups or self._commits or self._rolled_back_to is not None or clock != self._stored_clock
+        if not changed and not self._crowded:
+            return None
+        arrived = [(episode_id, t) for episode_id, branches in self._arrived.items() for t in branches]
+        change = Change.of(clock, groups, arrived, self._commits, self._rolled_back_to) if changed else None
+        self._stored_clock = clock
+        self._arrived, self._commits, self._rolled_back_to = {}, [], None
+        self._replay.forget()
+        store, crowded, keep = self._store, self._crowded, self._keep
+        self._crowded = False
+
+        def work() -> bool:
+            if change is not None:
+                store.save(change)
+            return crowded and store.shrink(keep, clock.over)
+
+        return work
+
+    def _take_in(self, door: Door, enough: Callable[[], bool] = lambda: False) -> None:
+        """Carry out what came, until there is no more, or it is enough for a round."""
+        while self._roomy and not enough():
             try:
-                identity, *frames = await socket.recv_multipart(zmq.NOBLOCK, copy=True)
+                identity, *frames = door.plain.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            self._messages += 1
+            self._bytes += sum(map(len, frames))
             try:
-                self._inbox.append(_arrived(identity, frames))
+                envelope = wire.decode(m.Envelope, frames)
             except WireError as error:
                 self._dropped += 1
                 if self._dropped & (self._dropped - 1) == 0:  # at 1, 2, 4, ...: a flood fills no log
                     log.warning("dropped message %d that is no request: %s", self._dropped, error)
-            self._inbox_bytes += sum(map(len, frames))
+                continue
+            try:
+                reply = self._handle(identity, envelope)
+            except (StateError, WireError) as error:
+                reply = m.Refused(str(error))
+            if reply is not None:
+                self._replies.append((identity, envelope.number, reply))
 
     @property
     def _roomy(self) -> bool:
-        return len(self._inbox) < ROUND and self._inbox_bytes <= ROUND_BYTES
+        return not self._stopping and self._messages < ROUND and self._bytes <= ROUND_BYTES
 
-    def _handle(self, identity: bytes, envelope: m.Envelope, sampled: Counts | WireError) -> m.Reply | None:
+    def _handle(self, identity: bytes, envelope: m.Envelope) -> m.Reply | None:
         """Carry out one request; None when it is answered later."""
         replay, peers, request = self._replay, self._peers, envelope.message
         match request:
@@ -216,10 +254,8 @@ class BufferService:
             case m.Deliver(worker, episode_id, generated, outcome, trajectories):
                 peers.worker(identity, worker)
                 self._require_holder(worker, episode_id)
-                if isinstance(sampled, WireError):
-                    raise sampled
-                if replay.deliver(episode_id, outcome, generated, sampled):
-                    self._arrived += [(episode_id, trajectory) for trajectory in trajectories]
+                if replay.deliver(episode_id, outcome, generated, sampled_of(episode_id, trajectories)):
+                    self._arrived[episode_id] = trajectories
                     self._recent.add(episode_id, trajectories)
             case m.Hello(worker, incarnation):
                 if peers.hello(identity, worker, incarnation):
@@ -275,9 +311,8 @@ class BufferService:
         self._rolled_back_to = version
         return m.Recovered(recovered)
 
-    def _take_batches(self) -> list[tuple[bytes, int, int, list[Group]]]:
-        """Whom to answer, the version that was asked for, and the batch's groups."""
-        taken = []
+    def _hand_out(self) -> None:
+        """Answer who asked for a batch that is there now."""
         for identity, (number, version) in list(self._want_batch.items()):
             try:
                 groups = self._replay.take(version)
@@ -286,15 +321,10 @@ class BufferService:
             else:
                 if groups is None:
                     continue
-                taken.append((identity, number, version, groups))
+                self._batch = self._batch or self._batch_of(version, groups)
+                self._recent.keep(self._waits)
+                self._replies.append((identity, number, self._batch))
             del self._want_batch[identity]
-        return taken
-
-    def _hand_out(self, taken: list[tuple[bytes, int, int, list[Group]]]) -> None:
-        for identity, number, version, groups in taken:
-            self._batch = self._batch or self._batch_of(version, groups)
-            self._recent.keep(self._waits)
-            self._replies.append((identity, number, self._batch))
 
     def _batch_of(self, version: int, groups: list[Group]) -> m.Batch:
         """Kept until it is committed: whoever asks for it again gets the same arrays."""
@@ -309,7 +339,7 @@ class BufferService:
         return [t for e in episodes for t in self._branches(e)]
 
     def _branches(self, episode: Episode) -> Sequence[Trajectory]:
-        return self._recent.get(episode.id) or self._store.episode(episode.id)
+        return self._recent.get(episode.id) or self._arrived.get(episode.id) or self._store.episode(episode.id)
 
     def _waits(self, episode_id: str) -> bool:
         """Whether the episode's group may still go into a batch."""
@@ -322,26 +352,6 @@ class BufferService:
             found = (t for e in episodes for t in self._branches(e))
             self._replies.append((identity, number, m.Fresh(tuple(itertools.islice(found, limit)))))
         self._want_fresh.clear()
-
-    async def _persist(self, socket: zmq.asyncio.Socket) -> None:
-        groups, clock = self._replay.drain(), self._replay.clock()
-        if groups or self._commits or self._rolled_back_to is not None or clock != self._stored_clock:
-            rows = self._arrived, self._commits, self._rolled_back_to
-            await self._in_store(socket, lambda: self._store.save(clock, groups, *rows))
-        self._stored_clock = clock
-        self._arrived, self._commits, self._rolled_back_to = [], [], None
-        self._replay.forget()
-
-    async def _in_store(self, socket: zmq.asyncio.Socket, work: Callable[[], T]) -> T:
-        """The result of `work`, which has the store to itself. What comes meanwhile is read and waits for the next round."""
-        working = asyncio.get_running_loop().run_in_executor(self._saver, work)
-        while not working.done():
-            coming = [asyncio.ensure_future(socket.poll())] if self._roomy else []
-            await asyncio.wait([working, *coming], return_when=asyncio.FIRST_COMPLETED)
-            for poll in coming:
-                poll.cancel()
-            await self._take_in(socket)
-        return await working
 
     def _stats(self) -> m.Stats:
         slot_s, idle_slot_s = self._peers.slots()
@@ -362,12 +372,7 @@ def _rules(config: Buffer, retries: Mapping[str, int] | None) -> Rules:
     return Rules(config.group_size, min_members, config.on_deadline, config.lease_s, dict(retries or {}))
 
 
-def _arrived(identity: bytes, frames: list[bytes]) -> Arrived:
-    """Raises WireError when the frames are no request."""
-    envelope = wire.decode(m.Envelope, frames)
-    if not isinstance(envelope.message, m.Deliver):
-        return identity, envelope, {}
-    try:
-        return identity, envelope, sampled_of(envelope.message.episode_id, envelope.message.trajectories)
-    except WireError as error:
-        return identity, envelope, error
+def _send(door: Door, answers: list[Answer]) -> None:
+    """A ROUTER never waits: whoever does not read loses the answer, and asks again."""
+    for identity, number, reply in answers:
+        door.plain.send_multipart([identity, *wire.encode(m.ReplyEnvelope(number, reply))], copy=False)

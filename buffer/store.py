@@ -1,7 +1,13 @@
-"""The durable store: one SQLite file (WAL) that holds groups, episodes, trajectories and the clock.
+"""The durable store: an SQLite file (WAL) that holds groups, episodes, trajectories and the clock, and beside it one for arrays.
+
+    buffer.sqlite           rows; many may read it while the run goes on
+    buffer.arrays.sqlite    token ids and log-probs, by `trajectories.arrays`; only the store reads it. It has no WAL: nine tenths
+                            of the bytes are here, and are written once
 
 Invariants:
 - What was stored in one `save` is there whole or not at all; after SIGKILL of any process it is as of the last `save`.
+- Arrays are written before the rows that name them and dropped after them: a row that names arrays has them. Those that no row
+  names are of a save that was never acknowledged, or of rows that have let them go; opening the file drops them.
 - A trajectory's arrays are written once, with the delivery of its episode, and never changed; `shrink` may drop those that nobody
   can train on again.
 - No token disappears from the file: what `shrink` drops as rows is in `archive` as sums.
@@ -23,10 +29,12 @@ from .group import Episode, Group
 from .ledger import Counts
 from .retention import SETTLED
 from .rules import Clock
-from .schema import SCHEMA, SCHEMA_VERSION, bucket
+from .schema import ARRAYS, SCHEMA, SCHEMA_VERSION, bucket
 from .trajectory import Outcome, Trajectory
 
 T = TypeVar("T")
+
+Row = tuple[object, ...]
 
 BUSY_S = 10.0
 """How long SQLite waits for another connection that holds the file."""
@@ -35,7 +43,12 @@ WAL_BYTES = 64 << 20
 """What the log beside the file is cut down to after a larger transaction."""
 
 
-ROWS_AT_ONCE, BYTES_AT_ONCE = 64, 1 << 20
+CACHE_KIB = 32 << 10
+"""Of pages with arrays, twice what a round of the service brings: a larger transaction is written in parts, and more slowly."""
+
+UNNAMED = "key NOT IN (SELECT arrays FROM trajectories WHERE arrays IS NOT NULL)"
+
+ROWS_AT_ONCE, BYTES_AT_ONCE = 1000, 16 << 20
 """Rows of one statement, and the bytes after which there are no more: SQLite holds a copy of them."""
 
 
@@ -47,6 +60,43 @@ class CommitRow(msgspec.Struct, frozen=True):
     groups: int
 
 
+class Change(msgspec.Struct, frozen=True):
+    """What one transaction stores. Groups and episodes are rows already: they change while it is stored.
+
+    Attributes:
+        clock: JSON.
+        trajectories: new ones, each with the id of its episode.
+        rolled_back_to: the commits after this version no longer count.
+    """
+
+    clock: str
+    groups: Sequence[Row]
+    episodes: Sequence[Row]
+    trajectories: Sequence[tuple[str, Trajectory]]
+    commits: Sequence[CommitRow]
+    rolled_back_to: int | None
+
+    @classmethod
+    def of(
+        cls,
+        clock: Clock,
+        groups: Iterable[Group],
+        trajectories: Sequence[tuple[str, Trajectory]] = (),
+        commits: Sequence[CommitRow] = (),
+        rolled_back_to: int | None = None,
+    ) -> Change:
+        """Groups come with all their episodes."""
+        changed = list(groups)
+        return cls(
+            msgspec.json.encode(clock).decode(),
+            [_group_row(g) for g in changed],
+            [_episode_row(g.id, e) for g in changed for e in g.episodes.values()],
+            trajectories,
+            commits,
+            rolled_back_to,
+        )
+
+
 def connect(path: Path, mode: str) -> sqlite3.Connection:
     """Open the file; `mode` as in SQLite's URIs. Raises StoreError."""
     try:
@@ -55,7 +105,7 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
             uri=True,
             isolation_level=None,
             timeout=BUSY_S,
-            check_same_thread=False,  # the service saves from another thread, and waits for it
+            check_same_thread=False,  # the service saves from another thread; the two take turns
         )
         db.create_function("bucket", 1, bucket, deterministic=True)
         return db
@@ -70,22 +120,42 @@ def require_schema(db: sqlite3.Connection, path: Path, *, new: bool = False) -> 
         raise StoreError(f"{path} has schema {found}, this program knows {SCHEMA_VERSION}")
 
 
+def attach(db: sqlite3.Connection, path: Path) -> None:
+    """Open the file for arrays beside that of `db`, as `arrays`."""
+    db.execute("ATTACH ? AS arrays", (f"{arrays_of(path).absolute().as_uri()}?mode=rwc",))
+    db.execute("PRAGMA arrays.page_size = 32768")  # for rows of many kB
+    db.execute("PRAGMA arrays.auto_vacuum = INCREMENTAL")
+    db.execute("PRAGMA arrays.journal_mode = TRUNCATE")
+    db.execute("PRAGMA arrays.synchronous = FULL")
+    db.execute(f"PRAGMA arrays.cache_size = {-CACHE_KIB}")
+    db.execute(ARRAYS)
+
+
+def arrays_of(path: Path) -> Path:
+    """The file for arrays that belongs to the one for rows at `path`."""
+    return path.with_suffix(f".arrays{path.suffix}")
+
+
 class Store:
     """The only writer of one file. Every method raises StoreError when SQLite does, or when a row is not what was written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._shrinking = False
+        self._next_arrays = 0
         self._db = connect(path, "rwc")
         try:
             require_schema(self._db, path, new=True)
-            self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")  # what is acknowledged survives the host, too
-            self._db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+            self._db.execute("PRAGMA main.auto_vacuum = INCREMENTAL")  # before the first table
+            self._db.execute("PRAGMA main.journal_mode = WAL")
+            self._db.execute("PRAGMA main.synchronous = FULL")  # what is acknowledged survives the host, too
+            self._db.execute(f"PRAGMA main.journal_size_limit = {WAL_BYTES}")
             self._db.execute("PRAGMA temp_store = MEMORY")
             self._db.executescript(SCHEMA)
-            self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            self._db.execute(f"PRAGMA main.user_version = {SCHEMA_VERSION}")
+            attach(self._db, path)
+            self._db.execute(f"DELETE FROM arrays.arrays WHERE {UNNAMED}")
+            (self._next_arrays,) = self._db.execute("SELECT coalesce(max(key), 0) + 1 FROM arrays.arrays").fetchone()
         except StoreError:
             self._db.close()
             raise
@@ -96,30 +166,28 @@ class Store:
     def close(self) -> None:
         self._db.close()
 
-    def save(
-        self,
-        clock: Clock,
-        groups: Iterable[Group],
-        trajectories: Iterable[tuple[str, Trajectory]] = (),
-        commits: Iterable[CommitRow] = (),
-        rolled_back_to: int | None = None,
-    ) -> None:
-        """Store in one transaction what changed: groups with all their episodes, new trajectories with the ids of their
-        episodes, new commits, and that the commits after `rolled_back_to`, these included, no longer count."""
+    def save(self, change: Change) -> None:
+        """Store it in one transaction, after one for the arrays."""
+        keys = range(self._next_arrays, self._next_arrays + len(change.trajectories))
+        arrays, trajectories = list[Row](), list[Row]()
+        for key, (episode_id, t) in zip(keys, change.trajectories, strict=True):
+            header, token_ids, loss_mask, behavior_logprobs = wire.encode(t)
+            arrays.append((key, token_ids, behavior_logprobs))
+            trajectories.append((t.id, episode_id, t.group_id, t.reward, header, loss_mask, key))
+        if arrays:
+            with self._transaction():
+                self._insert("INSERT INTO arrays.arrays", arrays)
         with self._transaction():
-            self._db.execute("REPLACE INTO clock VALUES (0, ?)", (msgspec.json.encode(clock).decode(),))
-            changed = list(groups)
-            self._insert("REPLACE INTO groups", [_group_row(g) for g in changed])
-            self._insert("REPLACE INTO episodes", [_episode_row(g.id, e) for g in changed for e in g.episodes.values()])
-            self._insert(
-                "INSERT INTO trajectories",
-                [(t.id, episode_id, t.group_id, t.reward, *wire.encode(t)) for episode_id, t in trajectories],
-            )
-            self._insert("INSERT INTO commits", [(*msgspec.structs.astuple(commit), 0) for commit in commits])
-            if rolled_back_to is not None:
-                self._db.execute("UPDATE commits SET rolled_back = 1 WHERE version > ?", (rolled_back_to,))
+            self._insert("REPLACE INTO clock", [(0, change.clock)])
+            self._insert("REPLACE INTO groups", change.groups)
+            self._insert("REPLACE INTO episodes", change.episodes)
+            self._insert("INSERT INTO trajectories", trajectories)
+            self._insert("INSERT INTO commits", [(*msgspec.structs.astuple(commit), 0) for commit in change.commits])
+            if change.rolled_back_to is not None:
+                self._db.execute("UPDATE commits SET rolled_back = 1 WHERE version > ?", (change.rolled_back_to,))
+        self._next_arrays = keys.stop
 
-    def _insert(self, verb: str, rows: Sequence[tuple[object, ...]]) -> None:
+    def _insert(self, verb: str, rows: Sequence[Row]) -> None:
         """Many rows by one statement: each statement waits for the interpreter, which decodes the next messages meanwhile."""
         for lot in _lots(rows):
             marks = f"({', '.join('?' * len(lot[0]))})"
@@ -136,8 +204,9 @@ class Store:
 
     def _trajectories(self, where: str, value: object) -> list[Trajectory]:
         columns = "id, header, token_ids, loss_mask, behavior_logprobs"
+        source = "trajectories LEFT JOIN arrays.arrays ON key = arrays"
         with self._reading():
-            rows = self._db.execute(f"SELECT {columns} FROM trajectories WHERE {where}", (value,)).fetchall()
+            rows = self._db.execute(f"SELECT {columns} FROM {source} WHERE {where}", (value,)).fetchall()
         found = [self._trajectory(trajectory_id, frames) for trajectory_id, *frames in rows]
         return sorted(found, key=lambda t: (t.member, t.branch))
 
@@ -193,6 +262,8 @@ class Store:
         if used > target:
             with self._transaction():
                 dropped = retention.drop(self._db, over)
+            with self._transaction():
+                retention.drop_arrays(self._db)
         if size > target:
             with self._writing():
                 retention.give_back(self._db)
@@ -204,7 +275,7 @@ class Store:
     def _transaction(self) -> Iterator[None]:
         """All of the block is in the file after it, or nothing."""
         with self._writing():
-            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("BEGIN")
             try:
                 yield
                 self._db.execute("COMMIT")
@@ -253,9 +324,9 @@ def _failed(what: str, error: Exception) -> StoreError:
     return StoreError(f"{what}: {error}", final=not held)
 
 
-def _lots(rows: Sequence[tuple[object, ...]]) -> Iterator[list[tuple[object, ...]]]:
+def _lots(rows: Sequence[Row]) -> Iterator[list[Row]]:
     """Parts for one statement each."""
-    lot, size = list[tuple[object, ...]](), 0
+    lot, size = list[Row](), 0
     for row in rows:
         lot.append(row)
         size += sum(value.nbytes for value in row if isinstance(value, memoryview))
@@ -266,11 +337,11 @@ def _lots(rows: Sequence[tuple[object, ...]]) -> Iterator[list[tuple[object, ...
         yield lot
 
 
-def _group_row(g: Group) -> tuple[object, ...]:
+def _group_row(g: Group) -> Row:
     return (g.id, g.env, g.task, g.state, g.attempt, g.wish, g.leased_at, g.trained_at)
 
 
-def _episode_row(group_id: int, e: Episode) -> tuple[object, ...]:
+def _episode_row(group_id: int, e: Episode) -> Row:
     return (
         e.id,
         group_id,

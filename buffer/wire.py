@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar, get_args
 
@@ -55,12 +56,12 @@ def decode(kind: type[M], frames: Sequence[Frame]) -> M:
     used: set[int] = set()
 
     def from_frame(annotation: Any, index: Any) -> np.ndarray:
-        dtype = np.dtype(get_args(get_args(annotation)[1])[0])
+        dtype = _dtype(annotation)
         if not isinstance(index, int) or not 0 <= index < len(frames) - 1 or index in used:
             raise ValueError(f"bad array index {index!r}")
         used.add(index)
         array = np.frombuffer(frames[index + 1], dtype=dtype)
-        if dtype == np.bool_ and (array.view(np.uint8) > 1).any():
+        if dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
             raise ValueError("a bool is neither 0 nor 1")
         return array
 
@@ -71,3 +72,8 @@ def decode(kind: type[M], frames: Sequence[Frame]) -> M:
     if len(used) != len(frames) - 1:
         raise WireError(f"{len(frames) - 1} array frames came, {len(used)} are named in the header")
     return message
+
+
+@functools.cache
+def _dtype(annotation: Any) -> np.dtype:
+    return np.dtype(get_args(get_args(annotation)[1])[0])

@@ -26,7 +26,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KEEPALIVE_S = 3.0
-"""Idle connections are dropped before the server (after 5 s) does: a request must not meet a closing socket."""
+"""How long an idle connection is kept for the next request. A server must keep it longer, also on a busy machine: a request must
+not meet a closing socket."""
+
+SERVER_KEEPALIVE_S = 600
+"""How long servers that we start keep an idle connection; their own 5 s are too near to ours when processes stall for seconds."""
 
 ABORT_S = 5.0
 """Longest wait for a server to confirm an abort; it takes milliseconds."""

@@ -21,6 +21,7 @@ from ..configs.schema import Config, Sglang, parse_memory
 from ..errors import ConfigError
 from ..weightsync.sglang_plugin import GROUP, LOADER, NAME
 from .client import STREAM_INTERVAL
+from .http import SERVER_KEEPALIVE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 """The package, and in a checkout the folder that `make install-sglang` works in."""
@@ -106,6 +107,7 @@ def environment(config: Config) -> dict[str, str]:
         "SGLANG_PLUGINS": NAME,
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health would wait for a token, and while paused there is none
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the spare tokens are never computed
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEPALIVE_S),
         "DO_NOT_TRACK": "1",
         "PYTHONWARNINGS": "ignore",
     }

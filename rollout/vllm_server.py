@@ -15,6 +15,7 @@ from pathlib import Path
 from ..configs.schema import Config, Vllm, parse_memory
 from ..errors import ConfigError
 from ..weightsync.vllm_plugin import BACKEND
+from .http import SERVER_KEEPALIVE_S
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 """What `vllm serve` runs; the `vllm` command itself is broken in the wheel for CPU."""
@@ -63,6 +64,7 @@ def environment(config: Config) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEPALIVE_S),
     }
     if Path(config.model.path).is_dir():
         variables["HF_HUB_OFFLINE"] = "1"

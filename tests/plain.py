@@ -123,7 +123,8 @@ def batches(run_dir: Path) -> list[Batch]:
     sql = (
         "SELECT commits.version - 1, groups.id, late, loss_from, header, token_ids, loss_mask, behavior_logprobs"
         " FROM commits JOIN groups ON trained_at = commits.version JOIN episodes ON episodes.group_id = groups.id"
-        " JOIN trajectories ON episode_id = episodes.id WHERE NOT rolled_back AND account = 'trained'"
+        " JOIN trajectories ON episode_id = episodes.id JOIN arrays.arrays ON key = arrays"
+        " WHERE NOT rolled_back AND account = 'trained'"
     )
     found: dict[int, dict[int, list[Sample]]] = {}
     for version, group, late, loss_from, *frames in query(run_dir, sql):

@@ -16,6 +16,13 @@ import psutil
 from slipstream.configs import load
 from slipstream.envs import task_source
 from slipstream.launch.init_model import init_model
+from slipstream.launch.keeper import Keeper
+from slipstream.launch.probe import Probe
+from slipstream.launch.processes import LocalLauncher
+from slipstream.launch.replicas import Replicas
+from slipstream.monitor.live import LineView
+from slipstream.rollout.vllm import VllmEngine
+from slipstream.weightsync.fleet import FleetBoard
 
 SMALL = (
     "buffer.groups_per_batch=2",
@@ -113,6 +120,7 @@ def ledger(run_dir: Path) -> dict:
 def query(run_dir: Path, sql: str) -> Sequence[tuple]:
     """Plain SQL over the buffer: an audit that shares no code with what it audits."""
     with sqlite3.connect(f"file:{run_dir / 'buffer.sqlite'}?mode=ro", uri=True) as db:
+        db.execute("ATTACH ? AS arrays", (f"file:{run_dir / 'buffer.arrays.sqlite'}?mode=ro",))
         return db.execute(sql).fetchall()
 
 
@@ -148,3 +156,18 @@ def check_accounts(run_dir: Path) -> None:
     assert query(run_dir, lost) == [(0,)]
     sizes = "SELECT groups, (SELECT count(*) FROM groups WHERE trained_at = version) FROM commits WHERE NOT rolled_back"
     assert all(committed == kept for committed, kept in query(run_dir, sizes))
+
+
+def bare_replicas(keeper: Keeper, launcher: LocalLauncher, board: FleetBoard, probe: Probe, view: LineView) -> Replicas:
+    """A run's replicas without the run: on no GPU, in the environment of whoever starts them."""
+    return Replicas(
+        keeper,
+        launcher,
+        board,
+        probe,
+        view,
+        environment=lambda name, spot: {},
+        make_engine=lambda seat: VllmEngine(seat.name, seat.url, vocab_size=10, max_model_len=10),
+        gpus=0,
+        pushed=True,
+    )

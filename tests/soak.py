@@ -241,7 +241,8 @@ def _spans(run: Path, history: Path, policy: Path, told: dict[str, object]) -> l
 
 def _trajectories(run: Path) -> list[Trajectory]:
     columns = "header, token_ids, loss_mask, behavior_logprobs"
-    return [wire.decode(Trajectory, row) for row in query(run, f"SELECT {columns} FROM trajectories")]
+    source = "trajectories JOIN arrays.arrays ON key = arrays"
+    return [wire.decode(Trajectory, row) for row in query(run, f"SELECT {columns} FROM {source}")]
 
 
 if __name__ == "__main__":

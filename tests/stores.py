@@ -10,7 +10,7 @@ from pathlib import Path
 from slipstream.buffer.admission import Admission
 from slipstream.buffer.replay import Replay
 from slipstream.buffer.rules import Rules
-from slipstream.buffer.store import CommitRow, Store
+from slipstream.buffer.store import Change, CommitRow, Store, arrays_of
 from slipstream.buffer.trajectory import FINISHED
 from slipstream.tests.episodes import trajectory_of
 
@@ -25,7 +25,10 @@ def opened(path: Path) -> Iterator[Store]:
 
 
 def sql(path: Path, statement: str, *values: object) -> list[tuple[object, ...]]:
+    """Into the file for rows, and that for `arrays` where there is one."""
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        if (arrays := arrays_of(path)).exists():
+            db.execute("ATTACH ? AS arrays", (str(arrays),))
         return db.execute(statement, values).fetchall()
 
 
@@ -43,14 +46,14 @@ def play(path: Path, groups: int, *, tokens: int = 50, checkpointed: bool = True
                 assert replay.deliver(lease.episode(member), FINISHED, {replay.version: tokens + n + 1}, kept)
                 sent.append((lease.episode(member), trajectory_of(lease.episode(member), kept)))
             replay.progress("a", {lease.episode(1): {replay.version: tokens + n + 1}}, 0.0)
-            store.save(replay.clock(), replay.drain(), sent)
+            store.save(Change.of(replay.clock(), replay.drain(), sent))
             if n < groups:
                 assert replay.take(n) is not None
                 replay.commit(n)
                 replay.serve(n + 1)
-                store.save(replay.clock(), replay.drain(), commits=[CommitRow(n + 1, 0.0, 1)])
+                store.save(Change.of(replay.clock(), replay.drain(), commits=[CommitRow(n + 1, 0.0, 1)]))
         if checkpointed:
             replay.checkpoint(replay.version)
-        store.save(replay.clock(), [])
+        store.save(Change.of(replay.clock(), []))
     replay.forget()
     return replay

@@ -11,7 +11,7 @@ from slipstream.buffer.accounts import accounts_of, ledgers_of
 from slipstream.buffer.group import Episode, Group
 from slipstream.buffer.ledger import Books, Counts, Ledger, total_of
 from slipstream.buffer.rules import Clock
-from slipstream.buffer.store import Store
+from slipstream.buffer.store import Change, Store
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory_of
 
@@ -29,7 +29,7 @@ def file_of(path: Path, *episodes: Episode) -> Path:
         groups.setdefault(group, Group(group, episodes={})).episodes[e.id] = e
     store = Store(path)
     sent = [(e.id, trajectory_of(e.id, e.kept)) for e in episodes if e.kept]
-    store.save(Clock(next_group=len(groups)), groups.values(), sent)
+    store.save(Change.of(Clock(next_group=len(groups)), groups.values(), sent))
     store.close()
     return path
 
@@ -129,7 +129,7 @@ def test_a_row_that_contradicts_the_accounts_is_counted(tmp_path: Path, statemen
 
 def test_arrays_that_were_dropped_contradict_nothing(tmp_path: Path) -> None:
     path = file_of(tmp_path / "buffer.sqlite", *EPISODES)
-    sql(path, "UPDATE trajectories SET token_ids = NULL, loss_mask = NULL WHERE id = '2.0.0.0'")
+    sql(path, "UPDATE trajectories SET arrays = NULL, loss_mask = NULL WHERE id = '2.0.0.0'")
     assert accounts_of(path).closes
 
 
@@ -137,9 +137,11 @@ def test_the_accounts_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "a #1 50%?.sqlite"  # characters that mean something in an address
     store = Store(path)
     assert path.exists()
-    store.save(Clock(next_group=1), [Group(0, episodes={"0.0.0": in_flight("0.0.0", {0: 4})})])
+    store.save(Change.of(Clock(next_group=1), [Group(0, episodes={"0.0.0": in_flight("0.0.0", {0: 4})})]))
     assert accounts_of(path).total == Ledger(generated=4, in_flight=4)
-    store.save(Clock(next_group=1), [Group(0, episodes={"0.0.0": discarded("0.0.0", {0: 6}, "failed_tool")})])
+    store.save(
+        Change.of(Clock(next_group=1), [Group(0, episodes={"0.0.0": discarded("0.0.0", {0: 6}, "failed_tool")})])
+    )
     assert accounts_of(path).total == Ledger(generated=6, discarded={"failed_tool": 6})
 
 
@@ -165,7 +167,7 @@ def test_a_database_without_the_tables_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="has schema 0, this program knows") as error:
         accounts_of(path)
     with contextlib.closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA user_version = 4")
+        db.execute("PRAGMA user_version = 5")
     with pytest.raises(StoreError, match=r"cannot read the buffer .*: no such table") as error:
         accounts_of(path)
     assert str(path) in str(error.value)

@@ -25,7 +25,7 @@ from slipstream.buffer.admission import Admission
 from slipstream.buffer.ledger import Books, Ledger
 from slipstream.buffer.replay import Replay
 from slipstream.buffer.rules import Rules
-from slipstream.buffer.store import CommitRow, Store
+from slipstream.buffer.store import Change, CommitRow, Store
 from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
 from slipstream.tests.episodes import trajectory_of
 
@@ -49,7 +49,9 @@ class Buffer:
         commits: list[CommitRow] | None = None,
         rolled_back_to: int | None = None,
     ) -> None:
-        self.store.save(self.replay.clock(), self.replay.drain(), arrived or [], commits or [], rolled_back_to)
+        self.store.save(
+            Change.of(self.replay.clock(), self.replay.drain(), arrived or [], commits or [], rolled_back_to)
+        )
         self.replay.forget()
 
     def lease(self, wish: str) -> None:
@@ -227,7 +229,9 @@ def test_a_kill_at_any_statement_leaves_the_last_save_or_the_one_in_progress(
     for what in (
         "archive",
         "DELETE",
-        "SET token_ids = NULL",
+        "SET arrays = NULL",
+        "DELETE FROM arrays",
+        "INSERT INTO arrays",
         "incremental_vacuum",
         "rolled_back = 1",
         "CREATE",
@@ -293,6 +297,6 @@ def forever(path: Path, say: int) -> None:
         replay.commit(replay.version)
         replay.serve(replay.version)
         replay.checkpoint(replay.version)
-        store.save(replay.clock(), replay.drain(), sent, [CommitRow(replay.version, 0.0, 1)])
+        store.save(Change.of(replay.clock(), replay.drain(), sent, [CommitRow(replay.version, 0.0, 1)]))
         replay.forget()
         os.write(say, b"%d\n" % replay.version)

@@ -19,7 +19,7 @@ from slipstream.buffer.accounts import accounts_of, ledgers_of
 from slipstream.buffer.group import Episode, Group
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.rules import Clock
-from slipstream.buffer.store import Store
+from slipstream.buffer.store import Change, Store, arrays_of
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory_of
 from slipstream.tests.stores import opened, play, sql
@@ -73,10 +73,10 @@ def test_another_writer_that_holds_the_file_is_an_error_not_a_hang(
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(StoreError, match="locked") as error:
-        store.save(Clock(version=1), [])
+        store.save(Change.of(Clock(version=1), []))
     one_line(error, path)
     other.execute("ROLLBACK")
-    store.save(Clock(version=1), [])
+    store.save(Change.of(Clock(version=1), []))
 
 
 def in_child(work: Callable[[], object]) -> str:
@@ -121,7 +121,7 @@ def test_a_read_only_folder_is_named(elsewhere: Path, there: bool) -> None:
             os.setgroups([])
             os.setuid(NOBODY)
         with opened(path) as store:
-            return store.save(Clock(version=1), [])
+            return store.save(Change.of(Clock(version=1), []))
 
     said = in_child(work)
     assert said.startswith("StoreError: cannot ")
@@ -129,16 +129,15 @@ def test_a_read_only_folder_is_named(elsewhere: Path, there: bool) -> None:
     assert any(word in said for word in ("unable to open", "readonly"))
 
 
-def small_disk_by_pages(monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
-    """SQLite finds the disk full at so many pages."""
-    connect = store_module.connect
+def small_disk_by_pages(monkeypatch: pytest.MonkeyPatch, schema: str, pages: int) -> None:
+    """SQLite finds the disk of one of the files full at so many pages."""
+    attach = store_module.attach
 
-    def connect_small(path: Path, mode: str) -> sqlite3.Connection:
-        db = connect(path, mode)
-        db.execute(f"PRAGMA max_page_count = {pages}")
-        return db
+    def attach_small(db: sqlite3.Connection, path: Path) -> None:
+        attach(db, path)
+        db.execute(f"PRAGMA {schema}.max_page_count = {pages}")
 
-    monkeypatch.setattr(store_module, "connect", connect_small)
+    monkeypatch.setattr(store_module, "attach", attach_small)
 
 
 def fill(path: Path) -> tuple[int, str]:
@@ -151,7 +150,9 @@ def fill(path: Path) -> tuple[int, str]:
                 sent = trajectory_of(e, {0: 5000})
                 episode = Episode(e, account="ready", generated={0: 5000}, kept={0: 5000}, settled=True)
                 store.save(
-                    Clock(next_group=saved + 1), [Group(saved, state="ready", episodes={e: episode})], [(e, sent)]
+                    Change.of(
+                        Clock(next_group=saved + 1), [Group(saved, state="ready", episodes={e: episode})], [(e, sent)]
+                    )
                 )
                 saved += 1
         except StoreError as error:
@@ -166,17 +167,20 @@ def whole(path: Path, saved: int) -> None:
         clock, groups = store.load()
         assert clock.next_group == len(groups) == saved
         assert [t.sampled for g in groups for t in store.trajectories(g.id)] == [5000] * saved
-        store.save(Clock(next_group=saved), [])  # there is room again
+        store.save(Change.of(Clock(next_group=saved), []))  # there is room again
     accounts = accounts_of(path)
     assert accounts.closes
     assert accounts.total == Ledger(generated=5000 * saved, ready=5000 * saved)
     assert sql(path, "PRAGMA integrity_check") == [("ok",)]
 
 
-def test_a_full_database_is_named_and_what_was_accepted_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("schema", "pages"), [("main", 60), ("arrays", 40)])
+def test_a_full_database_is_named_and_what_was_accepted_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schema: str, pages: int
+) -> None:
     path = tmp_path / "buffer.sqlite"
     with monkeypatch.context() as patched:
-        small_disk_by_pages(patched, 400)
+        small_disk_by_pages(patched, schema, pages)
         saved, said = fill(path)
     assert said == f"cannot write the buffer {path}: database or disk is full"
     assert 10 < saved < 40
@@ -205,6 +209,7 @@ def test_a_disk_that_takes_no_more_is_named_and_what_was_accepted_stays(tmp_path
 def damage(path: Path, statement: str, *values: object) -> None:
     play(path, 2, checkpointed=False)
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("ATTACH ? AS arrays", (str(arrays_of(path)),))
         assert db.execute(statement, values).rowcount == 1
 
 
@@ -237,12 +242,14 @@ EMPTY = np.zeros(0, np.int32).tobytes()
             "UPDATE trajectories SET header = (SELECT header FROM trajectories WHERE id = '1.0.0.0') WHERE id = '1.0.1.0'",
             (),
         ),
-        ("trajectory 0.0.0.0", "UPDATE trajectories SET token_ids = ? WHERE id = '0.0.0.0'", (b"123",)),
-        ("trajectory 0.0.0.0", "UPDATE trajectories SET token_ids = ? WHERE id = '0.0.0.0'", (EMPTY,)),
-        ("trajectory 0.0.0.0", "UPDATE trajectories SET token_ids = NULL WHERE id = '0.0.0.0'", ()),
+        ("trajectory 0.0.0.0", "UPDATE arrays.arrays SET token_ids = ? WHERE key = 1", (b"123",)),
+        ("trajectory 0.0.0.0", "UPDATE arrays.arrays SET token_ids = ? WHERE key = 1", (EMPTY,)),
+        ("trajectory 0.0.0.0", "UPDATE trajectories SET arrays = NULL WHERE id = '0.0.0.0'", ()),
+        ("trajectory 0.0.0.0", "UPDATE trajectories SET loss_mask = NULL WHERE id = '0.0.0.0'", ()),
+        ("trajectory 0.0.0.0", "DELETE FROM arrays.arrays WHERE key = 1", ()),
         ("trajectory 0.0.0.0", "UPDATE trajectories SET loss_mask = zeroblob(51) WHERE id = '0.0.0.0'", ()),
         ("trajectory 0.0.0.0", "UPDATE trajectories SET loss_mask = ? WHERE id = '0.0.0.0'", (b"\x07" * 51,)),
-        ("trajectory 0.0.0.0", "UPDATE trajectories SET behavior_logprobs = ? WHERE id = '0.0.0.0'", (b"\xff" * 204,)),
+        ("trajectory 0.0.0.0", "UPDATE arrays.arrays SET behavior_logprobs = ? WHERE key = 1", (b"\xff" * 204,)),
         ("episode 1.0.1", "UPDATE episodes SET generated = '{' WHERE id = '1.0.1'", ()),
         ("episode 1.0.1", "UPDATE episodes SET generated = '{\"0\": \"many\"}' WHERE id = '1.0.1'", ()),
         ("episode 1.0.1", "UPDATE episodes SET kept = '[1, 2]' WHERE id = '1.0.1'", ()),

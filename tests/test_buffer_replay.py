@@ -32,7 +32,7 @@ from slipstream.buffer.ledger import Books, Ledger
 from slipstream.buffer.messages import Lease
 from slipstream.buffer.replay import Replay
 from slipstream.buffer.rules import OnDeadline, Rules
-from slipstream.buffer.store import CommitRow, Store
+from slipstream.buffer.store import Change, CommitRow, Store
 from slipstream.buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory
 from slipstream.tests import replay_model
 from slipstream.tests.episodes import trajectory_of
@@ -112,7 +112,7 @@ class Runs(RuleBasedStateMachine):
 
     def store_changes(self, rolled_back_to: int | None = None) -> None:
         changed = self.replay.drain()
-        self.store.save(self.replay.clock(), changed, self.arrived, self.commits, rolled_back_to)
+        self.store.save(Change.of(self.replay.clock(), changed, self.arrived, self.commits, rolled_back_to))
         self.stored.update((group.id, copy.deepcopy(group)) for group in changed)
         self.arrived, self.commits = [], []
 

@@ -16,7 +16,7 @@ from slipstream.buffer.accounts import Accounts, accounts_of
 from slipstream.buffer.group import Episode, Group
 from slipstream.buffer.replay import Replay
 from slipstream.buffer.rules import Clock
-from slipstream.buffer.store import CommitRow, Store
+from slipstream.buffer.store import Change, CommitRow, Store, arrays_of
 from slipstream.buffer.trajectory import Outcome, Trajectory, VersionSpan
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory, trajectory_of
@@ -30,7 +30,7 @@ def group_of(*episodes: str, group: int = 0) -> Group:
 def test_every_trajectory_is_as_it_was_sent(tmp_path: Path) -> None:
     sent: list[Trajectory] = [trajectory_of("0.0.0", {0: 3, 2: 4}), trajectory_of("0.0.1", {1: 200})]
     with opened(tmp_path / "buffer.sqlite") as store:
-        store.save(Clock(next_group=1), [group_of("0.0.0", "0.0.1")], [(t.episode, t) for t in sent])
+        store.save(Change.of(Clock(next_group=1), [group_of("0.0.0", "0.0.1")], [(t.episode, t) for t in sent]))
         for ours, theirs in zip(sent, store.trajectories(0), strict=True):
             for name in ("token_ids", "loss_mask", "behavior_logprobs"):
                 assert np.array_equal(getattr(ours, name), getattr(theirs, name))
@@ -43,21 +43,21 @@ def test_every_trajectory_is_as_it_was_sent(tmp_path: Path) -> None:
 def test_trajectories_come_back_by_member_and_branch(tmp_path: Path) -> None:
     store = Store(tmp_path / "buffer.sqlite")
     sent = [trajectory("0.0.1", 1), trajectory("0.0.1", 0), trajectory("0.0.0", 0, sampled=5)]
-    store.save(Clock(next_group=1), [group_of("0.0.0", "0.0.1")], [(t.episode, t) for t in sent])
+    store.save(Change.of(Clock(next_group=1), [group_of("0.0.0", "0.0.1")], [(t.episode, t) for t in sent]))
     got = store.trajectories(0)
     assert [t.id for t in got] == ["0.0.0.0", "0.0.1.0", "0.0.1.1"]
     assert got[0].token_ids.tolist() == list(range(6))
     assert [t.id for t in store.episode("0.0.1")] == ["0.0.1.0", "0.0.1.1"]
     assert store.trajectories(1) == store.episode("0.0.2") == []
     with pytest.raises(StoreError, match="UNIQUE"):  # written once
-        store.save(Clock(), [], [("0.0.0", sent[2])])
+        store.save(Change.of(Clock(), [], [("0.0.0", sent[2])]))
 
 
 def test_which_kv_took_part_comes_back(tmp_path: Path) -> None:
     store = Store(tmp_path / "buffer.sqlite")
     spans = (VersionSpan(1, 2, 4), VersionSpan(2, 3, 4, 1), VersionSpan(3, 4, 5, 5))
     sent = msgspec.structs.replace(trajectory("0.0.0"), version_spans=spans)
-    store.save(Clock(next_group=1), [group_of("0.0.0")], [("0.0.0", sent)])
+    store.save(Change.of(Clock(next_group=1), [group_of("0.0.0")], [("0.0.0", sent)]))
     (got,) = store.trajectories(0)
     assert got.version_spans == spans
     assert got.mixed().tolist() == [False, False, True, False]
@@ -70,47 +70,47 @@ def test_groups_episodes_and_the_clock_come_back(tmp_path: Path) -> None:
     clock = Clock(8, 7, 5, 6, 3, (4, 9), (3, 1))
     with opened(tmp_path / "buffer.sqlite") as store:
         assert store.load() == (Clock(), [])
-        store.save(clock, [group])
+        store.save(Change.of(clock, [group]))
     with opened(tmp_path / "buffer.sqlite") as store:
         assert store.load() == (clock, [group])
 
 
 def test_a_save_is_whole_or_not_at_all(tmp_path: Path) -> None:
     store = Store(tmp_path / "buffer.sqlite")
-    store.save(Clock(), [], commits=[CommitRow(1, 0.0, 1)])
+    store.save(Change.of(Clock(), [], commits=[CommitRow(1, 0.0, 1)]))
     with pytest.raises(StoreError, match="UNIQUE"):
-        store.save(Clock(version=9, next_group=1), [group_of("0.0.0")], commits=[CommitRow(1, 0.0, 1)])
+        store.save(Change.of(Clock(version=9, next_group=1), [group_of("0.0.0")], commits=[CommitRow(1, 0.0, 1)]))
     assert store.load() == (Clock(), [])
     huge = Group(0, episodes={"0.0.0": Episode("0.0.0", generated={0: 1 << 62, 1: 1 << 62})})
     with pytest.raises(StoreError, match="too large"):
-        store.save(Clock(version=9, next_group=1), [huge])
+        store.save(Change.of(Clock(version=9, next_group=1), [huge]))
     assert store.load() == (Clock(), [])
-    store.save(Clock(version=2), [])
+    store.save(Change.of(Clock(version=2), []))
     assert store.load()[0].version == 2
 
 
 def test_a_group_that_is_checkpointed_but_not_served_is_outstanding_after_a_restart(tmp_path: Path) -> None:
     store = Store(tmp_path / "buffer.sqlite")
     groups = [Group(i, state="trained", trained_at=i + 1, episodes={}) for i in range(3)]
-    store.save(Clock(version=3, served=1, next_group=3, checkpointed=3), groups)
+    store.save(Change.of(Clock(version=3, served=1, next_group=3, checkpointed=3), groups))
     assert [g.id for g in store.load()[1]] == [1, 2]
-    store.save(Clock(version=3, served=None, next_group=3, checkpointed=3), [])
+    store.save(Change.of(Clock(version=3, served=None, next_group=3, checkpointed=3), []))
     assert [g.id for g in store.load()[1]] == [0, 1, 2]
 
 
 def test_a_settled_group_comes_back_while_somebody_may_report_about_it(tmp_path: Path) -> None:
     store = Store(tmp_path / "buffer.sqlite")
     groups = [Group(i, state="discarded", episodes={f"{i}.0.0": Episode(f"{i}.0.0", settled=i == 0)}) for i in range(2)]
-    store.save(Clock(next_group=2), groups)
+    store.save(Change.of(Clock(next_group=2), groups))
     assert [g.id for g in store.load()[1]] == [1]
 
 
 def test_a_rollback_marks_the_commits_that_no_longer_count(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
     store = Store(path)
-    store.save(Clock(), [], commits=[CommitRow(1, 0.0, 2), CommitRow(2, 0.0, 2)])
-    store.save(Clock(), [], commits=[CommitRow(3, 0.0, 2)], rolled_back_to=1)
-    store.save(Clock(), [], commits=[CommitRow(5, 0.0, 2)])
+    store.save(Change.of(Clock(), [], commits=[CommitRow(1, 0.0, 2), CommitRow(2, 0.0, 2)]))
+    store.save(Change.of(Clock(), [], commits=[CommitRow(3, 0.0, 2)], rolled_back_to=1))
+    store.save(Change.of(Clock(), [], commits=[CommitRow(5, 0.0, 2)]))
     rows = sql(path, "SELECT version, rolled_back FROM commits ORDER BY version")
     assert rows == [(1, 0), (2, 1), (3, 1), (5, 0)]
 
@@ -127,6 +127,11 @@ def shrunk(path: Path, limit: int, over: int) -> int:
     return asked
 
 
+def size(path: Path) -> int:
+    """Bytes of both files."""
+    return path.stat().st_size + arrays_of(path).stat().st_size
+
+
 def lengths(accounts: Accounts) -> tuple[float, float]:
     return round(accounts.generated_length, 9), round(accounts.trained_length or 0.0, 9)
 
@@ -135,7 +140,7 @@ def test_a_file_below_its_limit_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
     replay = play(path, 3)
     assert shrunk(path, 1 << 30, replay.version) == 1
-    assert sql(path, "SELECT count(*) FROM trajectories WHERE token_ids IS NOT NULL") == [(7,)]
+    assert sql(path, "SELECT count(*) FROM trajectories WHERE arrays IS NOT NULL") == [(7,)]
 
 
 def test_arrays_go_first_the_oldest_before_others_then_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +157,7 @@ def test_arrays_go_first_the_oldest_before_others_then_rows(tmp_path: Path, monk
         while more:
             more = store.shrink(0, replay.version)
             held.append(
-                sql(path, "SELECT count(DISTINCT group_id), min(group_id) FROM trajectories WHERE token_ids NOTNULL")[0]
+                sql(path, "SELECT count(DISTINCT group_id), min(group_id) FROM trajectories WHERE arrays NOTNULL")[0]
             )
             rows.append(sql(path, "SELECT count(*), min(id) FROM groups")[0])
             after = accounts_of(path)
@@ -176,13 +181,29 @@ def at_once(groups: int, what: str) -> tuple[str, ...]:
     return tuple(s.replace(f"LIMIT {retention.GROUPS_AT_ONCE}", f"LIMIT {groups}") for s in getattr(retention, what))
 
 
+def test_arrays_that_no_row_names_are_gone_after_the_next_start(tmp_path: Path) -> None:
+    """They are of a save that was killed between its two transactions."""
+    path = tmp_path / "buffer.sqlite"
+    play(path, 3)
+    keys = "SELECT key FROM arrays.arrays ORDER BY key"
+    named = sql(path, keys)
+    assert [key for (key,) in named] == [1, 2, 3, 4, 5, 6, 7]
+    sql(path, "UPDATE trajectories SET arrays = NULL, loss_mask = NULL WHERE id = '0.0.1.0'")
+    sql(path, "INSERT INTO arrays.arrays VALUES (9, x'', x'')")
+    with opened(path) as store:
+        assert sql(path, keys) == [named[0], *named[2:]]
+        late = trajectory_of("3.0.1", {3: 5})
+        store.save(Change.of(store.load()[0], [], [("3.0.1", late)]))
+        assert [t.sampled for t in store.trajectories(3)] == [53, 5]
+
+
 def test_only_what_no_recovery_needs_goes(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
     play(path, 5, checkpointed=False)
     before = accounts_of(path)
     assert shrunk(path, 0, 2) > 1  # served and in a checkpoint: versions 1 and 2, made of groups 0 and 1
     assert sql(path, "SELECT id FROM groups") == [(2,), (3,), (4,), (5,)]
-    assert sql(path, "SELECT count(*) FROM trajectories WHERE token_ids IS NULL") == [(0,)]
+    assert sql(path, "SELECT count(*) FROM trajectories WHERE arrays IS NULL") == [(0,)]
     assert shrunk(path, 0, -1) == 1
     assert accounts_of(path).by_version == before.by_version
 
@@ -193,23 +214,26 @@ def test_a_straggler_that_may_still_report_keeps_its_group(tmp_path: Path) -> No
     sql(path, "UPDATE episodes SET settled = 0 WHERE id = '1.0.1'")
     shrunk(path, 0, replay.version)
     assert sql(path, "SELECT id FROM groups") == [(1,), (3,)]
-    assert sql(path, "SELECT count(*) FROM trajectories WHERE group_id = 1 AND token_ids IS NOT NULL") == [(2,)]
+    assert sql(path, "SELECT count(*) FROM trajectories WHERE group_id = 1 AND arrays IS NOT NULL") == [(2,)]
 
 
 def test_the_file_really_becomes_smaller_and_stays_below_its_limit(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
     replay = play(path, 40, tokens=20_000)
-    full = path.stat().st_size
+    full = size(path)
     assert full > 10 << 20
     limit = full // 4
     assert shrunk(path, limit, replay.version) > 1
-    assert path.stat().st_size <= 0.9 * limit
-    arrays = sql(path, "SELECT min(group_id), count(*) FROM trajectories WHERE token_ids IS NULL")[0]
+    assert size(path) <= 0.9 * limit
+    arrays = sql(path, "SELECT min(group_id), count(*) FROM trajectories WHERE arrays IS NULL")[0]
     assert arrays[0] == 0
     assert sql(path, "SELECT count(*) FROM groups") == [(41,)]  # arrays were enough
     shrunk(path, 0, replay.version)
-    assert path.stat().st_size < 1 << 20
+    assert size(path) < 1 << 20
     assert sql(path, "PRAGMA integrity_check") == [("ok",)]
+    assert sql(path, "SELECT count(*) FROM arrays.arrays") == sql(
+        path, "SELECT count(*) FROM trajectories WHERE arrays IS NOT NULL"
+    )
 
 
 def test_a_shrunk_file_goes_on(tmp_path: Path) -> None:

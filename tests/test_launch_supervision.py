@@ -23,11 +23,11 @@ from slipstream.launch.folder import alone
 from slipstream.launch.keeper import Keeper
 from slipstream.launch.probe import Probe
 from slipstream.launch.processes import LocalLauncher, Process
-from slipstream.launch.replicas import LOSSES, Keep, Replicas
+from slipstream.launch.replicas import LOSSES, Keep
 from slipstream.launch.supervisor import Supervisor
 from slipstream.launch.vitals import Vitals
 from slipstream.monitor.live import LineView
-from slipstream.rollout.vllm import VllmEngine
+from slipstream.tests.runs import bare_replicas
 from slipstream.weightsync.fleet import Fleet, FleetBoard, FleetFeed, Seat
 
 WAIT_S = 30.0
@@ -88,17 +88,7 @@ class Stage:
         self.probe = Probe("/health")
         self.launcher = launcher
         self.view = view
-        self.replicas = Replicas(
-            self.keeper,
-            launcher,
-            self.board,
-            self.probe,
-            view,
-            environment=lambda name, spot: {},
-            make_engine=lambda seat: VllmEngine(seat.name, seat.url, vocab_size=10, max_model_len=10),
-            gpus=0,
-            pushed=True,
-        )
+        self.replicas = bare_replicas(self.keeper, launcher, self.board, self.probe, view)
 
     def events(self) -> str:
         self.console.file.flush()

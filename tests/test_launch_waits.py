@@ -31,13 +31,11 @@ from slipstream.launch.keeper import Keeper
 from slipstream.launch.member import Member
 from slipstream.launch.probe import Probe
 from slipstream.launch.processes import LocalLauncher, Process
-from slipstream.launch.replicas import Replicas
 from slipstream.launch.vitals import Vitals
 from slipstream.launch.watchdog import OLD_S, STALL_S, STALL_TIMES, RoleWait, Watchdog, by_age
 from slipstream.monitor.live import LineView, open_view
 from slipstream.monitor.log import logged_to
-from slipstream.rollout.vllm import VllmEngine
-from slipstream.tests.runs import slipstream
+from slipstream.tests.runs import bare_replicas, slipstream
 from slipstream.waits import Wait, oldest
 from slipstream.weightsync.fleet import FleetBoard
 
@@ -283,17 +281,7 @@ class Stage:
         self.launcher = launcher
         self.keeper = Keeper(config, folder, launcher, view)
         self.probe = Probe("/health")
-        replicas = Replicas(
-            self.keeper,
-            launcher,
-            self.board,
-            self.probe,
-            view,
-            environment=lambda name, spot: {},
-            make_engine=lambda seat: VllmEngine(seat.name, seat.url, vocab_size=10, max_model_len=10),
-            gpus=0,
-            pushed=True,
-        )
+        replicas = bare_replicas(self.keeper, launcher, self.board, self.probe, view)
         self.vitals = Vitals(self.keeper, replicas, self.probe, config.launch.heartbeat_s, view)
         self.control = Control(folder, replicas, self.board.address, self.vitals.waits)
         self.worker = self.keeper.members["worker-0"] = Member("worker-0")
