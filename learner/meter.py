@@ -65,6 +65,8 @@ class StepMeter:
             version=state.version,
             time=time.time(),
             tokens_discarded=sum(after.ledger.discarded.values()) - sum(before.ledger.discarded.values()),
+            messages_dropped=after.dropped,
+            peers_refused=after.refused,
             rollout_tokens_per_s=(after.ledger.generated - before.ledger.generated) / total_s,
             overlap_tokens_per_s=(after.ledger.generated - self._at_take.ledger.generated) / step_s,
             learner_tokens_per_s=self._context / step_s,

@@ -21,6 +21,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         tokens_withheld: sampled tokens of this batch that were too old and stayed as context.
         mixed_tokens: trained tokens sampled by new weights from keys and values of older ones too (`rollout.partial=keep_kv`).
         tokens_discarded: tokens discarded for any reason since the previous step.
+        messages_dropped: messages to the buffer that were no request, since its process started.
+        peers_refused: attempts to connect to the buffer without the run's keys, since its process started.
         episodes: episodes in the batch.
         episode_tokens_mean: sampled tokens per episode.
         turns_mean: completions per episode.
@@ -64,6 +66,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_withheld: int
     mixed_tokens: int
     tokens_discarded: int
+    messages_dropped: int
+    peers_refused: int
     episodes: int
     episode_tokens_mean: float
     turns_mean: float

@@ -57,6 +57,8 @@ def synthetic(
                     tokens_withheld=int(rng.integers(0, 200)),
                     mixed_tokens=10 * step,
                     tokens_discarded=int(rng.integers(0, 50)),
+                    messages_dropped=0,
+                    peers_refused=0,
                     episodes=64,
                     episode_tokens_mean=62 + rng.normal(),
                     turns_mean=1.5 + step / 100,
