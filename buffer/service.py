@@ -36,7 +36,7 @@ import zmq.asyncio
 
 from ..configs.schema import Buffer, parse_size
 from ..curve import Guard, Keys
-from ..errors import StateError, StoreError, WireError
+from ..errors import StateError, StoreError, Waiting, WireError
 from . import messages as m
 from . import wire
 from .accounts import ledgers_of
@@ -58,6 +58,9 @@ ROUND, ROUND_BYTES = 512, 16 << 20
 
 BACKLOG = 64
 """Messages of one connection that wait to be read; after that its sender waits."""
+
+STORE_S = 120.0
+"""Longest wait for the disk to take one round, which it does in milliseconds. Nobody can break off a write that hangs."""
 
 LINGER_MS = 500
 """For answers that are on their way when the service ends: libzmq aborts a process that drops half of a message."""
@@ -121,7 +124,7 @@ class BufferService:
         self._recent = Recent()
         self._want_fresh: list[tuple[bytes, int, int, int]] = []
         self._saver = ThreadPoolExecutor(1, "store")
-        self._crowded = False
+        self._crowded = self._hangs = False
         self._dropped = 0
         self._stopping = False
 
@@ -149,11 +152,12 @@ class BufferService:
             while stored or not self._stopping:
                 stored = await self._round(door, stored)
         finally:
-            self._saver.shutdown()  # a save that was under way ends
+            self._saver.shutdown(wait=not self._hangs)  # a save that was under way ends
             self._guard.close()
             socket.close()
             context.term()
-            self._store.close()
+            if not self._hangs:
+                self._store.close()
 
     async def _round(self, door: Door, stored: list[Answer]) -> list[Answer]:
         """Store what has changed; meanwhile give the answers `stored` and take in the next round. Returns the answers that may be
@@ -175,12 +179,20 @@ class BufferService:
         saving = self._saver.submit(work)
         saved = asyncio.wrap_future(saving)
         _send(door, stored)
-        while not saving.done():
-            coming = [asyncio.ensure_future(door.ready.poll())] if self._roomy else []
-            await asyncio.wait([saved, *coming], return_when=asyncio.FIRST_COMPLETED)
-            for poll in coming:
-                poll.cancel()
-            self._take_in(door, saving.done)
+        late = time.monotonic() + STORE_S
+        with Waiting("the buffer", "its disk", STORE_S):
+            while not saving.done():
+                coming = [asyncio.ensure_future(door.ready.poll())] if self._roomy else []
+                left = late - time.monotonic()
+                await asyncio.wait([saved, *coming], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                for poll in coming:
+                    poll.cancel()
+                self._take_in(door, saving.done)
+                if time.monotonic() >= late and not saving.done():
+                    self._hangs = True
+                    raise StoreError(
+                        f"the disk of {self._store.path} has not taken a round in {STORE_S:g} s", final=False
+                    )
         more = await saved
         self._crowded = self._crowded or more
         return replies

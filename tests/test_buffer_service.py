@@ -627,6 +627,24 @@ async def test_a_failed_write_ends_the_service_and_nothing_is_acknowledged(
             assert (await client.stats()).ledger == Ledger(generated=3, ready=3)
 
 
+async def test_a_disk_that_hangs_is_named_and_nothing_is_acknowledged(
+    path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock that another process holds keeps the write as a disk would; SQLite would wait for it much longer."""
+    monkeypatch.setattr("slipstream.buffer.service.STORE_S", 0.3)
+    async with BufferClient(address, "w") as client, asyncio.timeout(SOON):
+        async with serving(path, address) as service:
+            await client.served(0)
+            (first, _) = episodes(await client.lease())
+            with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as thief:
+                thief.execute("BEGIN IMMEDIATE")
+                delivery = asyncio.create_task(client.deliver(first, {0: SAMPLED}, FINISHED, (trajectory(first),)))
+                with pytest.raises(StoreError, match=r"the disk of .* has not taken a round in 0\.3 s"):
+                    await service
+                assert not delivery.done()
+        delivery.cancel()
+
+
 async def test_a_full_disk_ends_the_service_and_what_was_acknowledged_stays(path: Path, address: str) -> None:
     """The kernel lets no file of the process grow beyond a limit; the next write fails."""
     program = PROCESS.replace(

@@ -412,7 +412,6 @@ NEVER = {"asyncio.wait_for", "asyncio.timeout", "subprocess.call", "subprocess.c
 ALLOWED = {
     ("buffer/client.py", "asyncio.timeout"): "its turns count what it was awake; it raises DeadlineExceeded itself",
     ("buffer/client.py", "asyncio.wait"): "within such a turn",
-    ("buffer/service.py", "asyncio.wait"): "the disk, for which nobody can do anything; its clients have deadlines",
     ("rollout/blocking.py", "self._thread.join"): "the thread looks every BLOCK_S / LOOKS whether it is over",
     ("rollout/episode.py", "asyncio.wait"): "its callers have the deadlines, and it heeds them whatever user code does",
     ("rollout/episode.py", "asyncio.timeout"): "the episode's own deadline, an outcome and no error",
