@@ -18,10 +18,12 @@ import shutil
 import sqlite3
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -34,6 +36,7 @@ from slipstream.buffer.replay import Replay
 from slipstream.buffer.rules import OnDeadline, Rules
 from slipstream.buffer.store import Change, CommitRow, Store
 from slipstream.buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory
+from slipstream.errors import StateError
 from slipstream.tests import replay_model
 from slipstream.tests.episodes import trajectory_of
 
@@ -165,6 +168,15 @@ class Runs(RuleBasedStateMachine):
         self.store_changes()
 
     @precondition(lambda self: self.playing)
+    @rule(lag=st.integers(0, 4))
+    def plays_on(self, lag: int) -> None:
+        """Everybody samples and reports."""
+        for episode in sorted(self.playing):
+            self.sample_into(episode, 1, lag)
+        for worker in WORKERS:
+            self.reports(worker)
+
+    @precondition(lambda self: self.playing)
     @rule(data=st.data(), outcome=st.sampled_from(OUTCOMES), unused=st.integers(0, 2), penalty=st.booleans())
     def delivers(self, data: st.DataObject, outcome: Outcome, unused: int, penalty: bool) -> None:
         self.deliver(self.some(data, self.playing), outcome, unused, penalty)
@@ -279,6 +291,35 @@ class Runs(RuleBasedStateMachine):
         assert self.replay.recover(kept) == version  # a client that got no answer
         self.alive = sorted({*(v for v in self.alive if v <= kept), version})
         self.store_changes(rolled_back_to=kept)
+
+    @rule(data=st.data())
+    def asks_for_what_cannot_be(self, data: st.DataObject) -> None:
+        """It is refused, and nothing changes."""
+        replay, version = self.replay, self.world.version
+        requests: list[Callable[[], object]] = [
+            lambda: replay.take(version + 1),
+            lambda: replay.commit(version + 1),
+            lambda: replay.serve(version + 1),
+            lambda: replay.checkpoint(version + 1),
+            lambda: replay.recover(version + 1),
+            lambda: replay.recover(self.world.checkpointed - 1),
+        ]
+        if not self.world.inside("batched"):
+            requests.append(lambda: replay.commit(version))
+        if self.playing:
+            episode = self.some(data, self.playing)
+            tokens = dict(self.world.episodes[episode].tokens)
+            requests += [
+                lambda: replay.progress("a", {episode: {version + 1: 1}}, self.now),
+                lambda: replay.deliver(episode, FINISHED, {version + 1: 1}, {}),
+                lambda: replay.deliver(episode, FINISHED, tokens, {v: n + 1 for v, n in tokens.items()} or {0: 1}),
+            ]
+            if stored := dict(replay.groups[self.world.episodes[episode].group].episodes[episode].generated):
+                requests.append(lambda: replay.deliver(episode, FINISHED, dict.fromkeys(stored, 0), {}))
+        for request in requests:
+            with pytest.raises(StateError):
+                request()
+        assert replay.drain() == []
 
     @rule(version=st.integers(0, 8))
     def looks_at_fresh_tokens(self, version: int) -> None:
