@@ -42,14 +42,13 @@ BUSY_S = 10.0
 WAL_BYTES = 64 << 20
 """What the log beside the file is cut down to after a larger transaction."""
 
-
 CACHE_KIB = 32 << 10
 """Of pages with arrays, twice what a round of the service brings: a larger transaction is written in parts, and more slowly."""
 
 UNNAMED = "key NOT IN (SELECT arrays FROM trajectories WHERE arrays IS NOT NULL)"
 
-ROWS_AT_ONCE, BYTES_AT_ONCE = 1000, 16 << 20
-"""Rows of one statement, and the bytes after which there are no more: SQLite holds a copy of them."""
+VALUES_AT_ONCE, BYTES_AT_ONCE = 10_000, 16 << 20
+"""Values of one statement, where SQLite takes so many, and the bytes after which there are no more: it holds a copy of them."""
 
 
 class CommitRow(msgspec.Struct, frozen=True):
@@ -177,6 +176,7 @@ class Store:
         if arrays:
             with self._transaction():
                 self._insert("INSERT INTO arrays.arrays", arrays)
+            self._next_arrays = keys.stop
         with self._transaction():
             self._insert("REPLACE INTO clock", [(0, change.clock)])
             self._insert("REPLACE INTO groups", change.groups)
@@ -185,11 +185,10 @@ class Store:
             self._insert("INSERT INTO commits", [(*msgspec.structs.astuple(commit), 0) for commit in change.commits])
             if change.rolled_back_to is not None:
                 self._db.execute("UPDATE commits SET rolled_back = 1 WHERE version > ?", (change.rolled_back_to,))
-        self._next_arrays = keys.stop
 
     def _insert(self, verb: str, rows: Sequence[Row]) -> None:
         """Many rows by one statement: each statement waits for the interpreter, which decodes the next messages meanwhile."""
-        for lot in _lots(rows):
+        for lot in _lots(rows, min(VALUES_AT_ONCE, self._db.getlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER))):
             marks = f"({', '.join('?' * len(lot[0]))})"
             values = [value for row in lot for value in row]
             self._db.execute(f"{verb} VALUES {', '.join([marks] * len(lot))}", values)
@@ -324,13 +323,13 @@ def _failed(what: str, error: Exception) -> StoreError:
     return StoreError(f"{what}: {error}", final=not held)
 
 
-def _lots(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Parts for one statement each."""
+def _lots(rows: Sequence[Row], values: int) -> Iterator[list[Row]]:
+    """Parts for one statement each, of at most so many `values`."""
     lot, size = list[Row](), 0
     for row in rows:
         lot.append(row)
         size += sum(value.nbytes for value in row if isinstance(value, memoryview))
-        if len(lot) == ROWS_AT_ONCE or size >= BYTES_AT_ONCE:
+        if (len(lot) + 1) * len(row) > values or size >= BYTES_AT_ONCE:
             yield lot
             lot, size = [], 0
     if lot:

@@ -51,6 +51,23 @@ def test_trajectories_come_back_by_member_and_branch(tmp_path: Path) -> None:
     assert store.trajectories(1) == store.episode("0.0.2") == []
     with pytest.raises(StoreError, match="UNIQUE"):  # written once
         store.save(Change.of(Clock(), [], [("0.0.0", sent[2])]))
+    store.save(Change.of(Clock(next_group=1), [], [("0.0.0", trajectory("0.0.0", 1))]))
+    assert [t.id for t in store.episode("0.0.0")] == ["0.0.0.0", "0.0.0.1"]
+
+
+def test_a_save_of_many_rows_needs_no_large_statement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older SQLites take 999 values."""
+    monkeypatch.setattr("slipstream.buffer.store.VALUES_AT_ONCE", 40)
+    group = group_of(*(f"0.0.{m}" for m in range(20)))
+    with opened(tmp_path / "buffer.sqlite") as store:
+        statements: list[str] = []
+        store._db.set_trace_callback(statements.append)
+        store.save(Change.of(Clock(next_group=1), [group], [(e, trajectory(e)) for e in group.episodes]))
+        assert [g.episodes for g in store.load()[1]] == [group.episodes]
+        assert len(store.trajectories(0)) == 20
+    verbs = [s.split(" VALUES")[0] for s in statements if " VALUES" in s]
+    assert verbs.count("REPLACE INTO episodes") == 7  # three of 13 values each
+    assert verbs.count("INSERT INTO trajectories") == 4
 
 
 def test_which_kv_took_part_comes_back(tmp_path: Path) -> None:
