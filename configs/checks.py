@@ -12,7 +12,23 @@ from collections.abc import Iterator
 from typing import get_args, get_type_hints
 
 from ..errors import ConfigError
-from .schema import NO_FAULTS, Agent, Config, Fake, Fault, Mixture, PythonEnv, ReasoningGym, parse_memory, parse_size
+from .schema import (
+    NO_FAULTS,
+    SELF_CORRECTING,
+    Agent,
+    Config,
+    Fake,
+    Fault,
+    Masked,
+    Mixture,
+    NoCorrection,
+    PythonEnv,
+    ReasoningGym,
+    Rejected,
+    Truncated,
+    parse_memory,
+    parse_size,
+)
 
 BF16_NOISE = 0.05
 """Nats by which log-probs of equal bfloat16 weights differ between implementations, at least now and then."""
@@ -40,6 +56,7 @@ def meaningless(fault: Fault) -> str | None:
 def _problems(config: Config) -> Iterator[str]:
     yield from _episode(config)
     yield from _batch(config)
+    yield from _correction(config)
     yield from _optimizer(config)
     if config.model.dtype == "bfloat16" and config.weightsync.canary_tolerance < BF16_NOISE:
         yield (
@@ -113,6 +130,29 @@ def _batch(config: Config) -> Iterator[str]:
         yield (
             f"with {waits} the learner waits for the slowest episode, but learner.batch_s={config.learner.batch_s:g} is less "
             f"than rollout.episode_s={rollout.episode_s:g}; allowed is learner.batch_s >= {rollout.episode_s:g}"
+        )
+
+
+def _correction(config: Config) -> Iterator[str]:
+    algorithm, staleness = config.learner.algorithm, config.buffer.max_staleness
+    loss, correction = algorithm.loss, algorithm.correction
+    key, kind = "learner.algorithm.correction", loss.__struct_config__.tag
+    own = ", ".join(str(section.__struct_config__.tag) for section in SELF_CORRECTING)
+    if isinstance(correction, NoCorrection) and staleness > 0 and not isinstance(loss, SELF_CORRECTING):
+        yield (
+            f"{key}.kind=none with buffer.max_staleness={staleness}: learner.algorithm.loss.kind={kind} would take tokens of "
+            f"older policies for the learner's own; set {key}.kind to auto, truncated, masked or rejected, or "
+            f"learner.algorithm.loss.kind to one that corrects by itself ({own}), or buffer.max_staleness=0"
+        )
+    if isinstance(correction, Truncated) and isinstance(loss, SELF_CORRECTING):
+        yield (
+            f"{key}.kind=truncated would weigh tokens twice: the ratio of learner.algorithm.loss.kind={kind} is to the policy "
+            "that sampled and holds the weight; allowed with it are auto, none, masked and rejected"
+        )
+    if isinstance(correction, Masked | Rejected) and not correction.low < 1 < correction.high:
+        yield (
+            f"{key}.low={correction.low:g} and {key}.high={correction.high:g} leave no loss to tokens of the learner's own policy, "
+            "whose weight is 1; allowed are a low below 1 and a high above 1"
         )
 
 

@@ -205,7 +205,8 @@ async def learner(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> No
             heart.stepped(metrics)
 
         canary = make_canary(config, CANARY_TOKENS)
-        loop = TrainingLoop(config.learner, backend, client, publisher, joined, job.dir / "checkpoints", canary, report)
+        checkpoints, longest = job.dir / "checkpoints", config.agent.max_tokens
+        loop = TrainingLoop(config.learner, backend, client, publisher, joined, checkpoints, canary, report, longest)
         state = await loop.run(stop, functools.partial(_ready, heart))
         if state.step >= config.learner.steps:
             backend.export(job.dir / "model")

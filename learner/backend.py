@@ -6,7 +6,7 @@ Invariants:
   sequence; the first token of a sequence is never trained on.
 - Log-probs and entropies exist at trained tokens only and are 0 elsewhere: the rest is context and costs no vocabulary.
 - A loss is a sum over trained tokens; the backend divides it by the *global* count of trained tokens, so that neither
-  micro-batches nor ranks change what a step does.
+  micro-batches nor ranks change what a step does. Other means are sums of scaled tokens (`algorithms/aggregation.py`).
 - The learning rate comes with each step: schedules are pure functions of the step (`schedule.py`), not state to be saved.
 """
 
@@ -59,6 +59,13 @@ PolicyLoss = Callable[[torch.Tensor, torch.Tensor, PackedRow], LossOutput]
 """(log-probs float32[N], entropy float32[N], row) -> LossOutput. Called on rows without a trained token too, and must then
 return 0 and the same names."""
 
+Gather = Callable[[torch.Tensor], torch.Tensor]
+"""`Backend.gather`."""
+
+BatchLoss = Callable[[Sequence[PackedRow], Gather], PolicyLoss]
+"""Collective. (this rank's rows of one step with their proximal log-probs, gather) -> the loss on each of them. What depends on the
+whole step, such as a mean over sequences, is found out here, before the first gradient."""
+
 
 class StepResult(msgspec.Struct, frozen=True):
     """One optimizer step: `means` are the loss's sums over all ranks divided by the global count of trained tokens."""
@@ -84,6 +91,10 @@ class Backend(Protocol):
 
     def maximum(self, value: float) -> float:
         """Collective. The largest `value` of any rank."""
+        ...
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective. float64[n, C] of each rank, one below the other in the order of ranks, on CPU (n may differ and be 0)."""
         ...
 
     def step(self, rows: Sequence[PackedRow], loss: PolicyLoss, lr: float) -> StepResult:

@@ -1,11 +1,10 @@
 """From task groups to the rows that a rank trains on.
 
-    groups ──advantage per member──> sequences ──minibatches──> ──split over ranks──> ──packed──> rows
+    groups ──advantage per turn──> sequences ──minibatches──> ──split over ranks──> ──packed──> rows
 
 Invariants:
-- A member's reward counts once in its group's baseline, however many branches it has; all its branches get its advantage.
-- A failed episode is here only where the worker was told to train on it. Its reward is the penalty that its environment declared,
-  counts in the baseline like any other, and in no statistic of rewards.
+- A token has the advantage of the turn in which it was sampled (`credit.py`).
+- What a failed episode is penalised with counts in advantages like any reward, and in no statistic of rewards.
 - A sampled token is trained exactly when its policy version is at least `oldest_version` and its episode is not late; others stay
   as context without loss.
 - Everything is deterministic, and each rank computes the same whole before it takes its part.
@@ -24,11 +23,9 @@ from numpy.typing import NDArray
 from ..buffer.trajectory import Trajectory
 from ..errors import LearnerError
 from . import packing
-from .algorithms.grpo import Advantage
+from .algorithms.episodes import Advantage
 from .backend import PackedRow
-
-Group = tuple[Trajectory, ...]
-"""All branches of all members of one task group."""
+from .credit import Group, credit
 
 
 class TrainSequence(msgspec.Struct, frozen=True):
@@ -40,7 +37,7 @@ class TrainSequence(msgspec.Struct, frozen=True):
         behavior_logprobs: float32[T], 0 where not trained.
         lags: int32[T], learner version minus the token's, -1 where not trained.
         mixed: bool[T], trained tokens of a mixed policy (`VersionSpan.mixed`).
-        advantage: of the episode, the same at every trained token.
+        advantages: float32[T], the same within a turn, 0 where not trained.
     """
 
     token_ids: NDArray[np.int32]
@@ -48,7 +45,7 @@ class TrainSequence(msgspec.Struct, frozen=True):
     behavior_logprobs: NDArray[np.float32]
     lags: NDArray[np.int32]
     mixed: NDArray[np.bool_]
-    advantage: float
+    advantages: NDArray[np.float32]
 
 
 class BatchSummary(msgspec.Struct, frozen=True):
@@ -80,23 +77,15 @@ def to_sequences(
     Args:
         version: the learner's policy version now.
         oldest_version: the oldest policy version whose tokens may be trained on.
-        late: ids of episodes that count in their group's baseline and carry no loss.
+        late: ids of episodes that the others are compared with like with any other, and that carry no loss themselves.
 
     Raises:
-        LearnerError: a failed episode carries what it earned before it failed, or the branches of one disagree about its reward.
+        LearnerError: there are no advantages (see `credit`), or a sampled token lies outside its trajectory's turns.
     """
-    sequences = []
-    for group in groups:
-        rewards = _rewards(group)
-        estimates = advantage(np.array(list(rewards.values()), dtype=np.float64))
-        by_member = dict(zip(rewards, estimates.tolist(), strict=True))
-        for trajectory in group:
-            if trajectory.episode in late:
-                continue
-            sequence = _cut(trajectory, by_member[trajectory.member], version, oldest_version)
-            if sequence is not None:
-                sequences.append(sequence)
-    return sequences
+    advantages = credit(groups, advantage)
+    in_time = [trajectory for group in groups for trajectory in group if trajectory.episode not in late]
+    cut = [_cut(trajectory, advantages[trajectory.id], version, oldest_version) for trajectory in in_time]
+    return [sequence for sequence in cut if sequence is not None]
 
 
 def summarize(groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> BatchSummary:
@@ -144,7 +133,6 @@ def to_row(sequences: Sequence[TrainSequence]) -> PackedRow:
     """Sequences side by side. Proximal log-probs are NaN at trained tokens until `with_proximal`: forgetting them cannot pass."""
     lengths = [len(s.token_ids) for s in sequences]
     trained = np.concatenate([s.trained for s in sequences])
-    advantages = np.repeat(np.array([s.advantage for s in sequences], dtype=np.float32), lengths)
     return PackedRow(
         token_ids=torch.from_numpy(np.concatenate([s.token_ids for s in sequences]).astype(np.int64)),
         position_ids=torch.from_numpy(np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])),
@@ -152,7 +140,7 @@ def to_row(sequences: Sequence[TrainSequence]) -> PackedRow:
         trained=torch.from_numpy(trained),
         behavior_logprobs=torch.from_numpy(np.concatenate([s.behavior_logprobs for s in sequences])),
         proximal_logprobs=torch.from_numpy(np.where(trained, np.float32("nan"), np.float32(0))),
-        advantages=torch.from_numpy(np.where(trained, advantages, np.float32(0))),
+        advantages=torch.from_numpy(np.concatenate([s.advantages for s in sequences])),
         lags=torch.from_numpy(np.concatenate([s.lags for s in sequences])),
         mixed=torch.from_numpy(np.concatenate([s.mixed for s in sequences])),
     )
@@ -173,7 +161,7 @@ def supervised(token_ids: Sequence[int], trained: Sequence[bool] | NDArray[np.bo
         behavior_logprobs=np.zeros(len(mask), dtype=np.float32),
         lags=np.where(mask, 0, -1).astype(np.int32),
         mixed=np.zeros(len(mask), dtype=np.bool_),
-        advantage=1.0,
+        advantages=mask.astype(np.float32),
     )
 
 
@@ -184,7 +172,7 @@ def scoring_row(sequences: Sequence[Sequence[int]]) -> PackedRow:
 
 def fresh_rows(trajectories: Sequence[Trajectory], version: int, budget: int) -> list[PackedRow]:
     """Rows that score exactly the tokens that `version` sampled; none where there are no such tokens."""
-    cut = [_cut(trajectory, 0.0, version, oldest_version=version) for trajectory in trajectories]
+    cut = [_cut(t, np.zeros(len(t.turns)), version, oldest_version=version) for t in trajectories]
     sequences = [sequence for sequence in cut if sequence is not None]
     return rank_rows(sequences, rank=0, world_size=1, budget=budget)
 
@@ -214,22 +202,10 @@ def _environment(groups: Sequence[Group]) -> dict[str, float]:
     return {name: sum(found) / len(found) for name, found in sorted(values.items())}
 
 
-def _rewards(group: Group) -> dict[int, float]:
-    """Reward by member."""
-    rewards: dict[int, float] = {}
-    for trajectory in group:
-        if not trajectory.outcome.trainable and trajectory.turn_rewards:
-            raise LearnerError(
-                f"trajectory {trajectory.id!r} failed and carries rewards; a failure is trained with its penalty or not at all"
-            )
-        if rewards.setdefault(trajectory.member, trajectory.reward) != trajectory.reward:
-            raise LearnerError(
-                f"trajectory {trajectory.id!r}: its reward differs from that of the episode's other branches"
-            )
-    return rewards
-
-
-def _cut(trajectory: Trajectory, advantage: float, version: int, oldest_version: int) -> TrainSequence | None:
+def _cut(
+    trajectory: Trajectory, advantages: NDArray[np.float64], version: int, oldest_version: int
+) -> TrainSequence | None:
+    """`trajectory` up to its last trained token, None where it has none; `advantages` are those of its turns."""
     versions = trajectory.versions()
     trained = trajectory.loss_mask & (versions >= oldest_version)
     trained[0] = False
@@ -240,11 +216,18 @@ def _cut(trajectory: Trajectory, advantage: float, version: int, oldest_version:
     end = int(places[-1]) + 1
     trained = trained[:end]
     lags = np.where(trained, version - versions[:end], -1)
+    by_token = np.full(len(trajectory), np.nan, dtype=np.float32)
+    for turn, value in zip(trajectory.turns, advantages.tolist(), strict=True):
+        by_token[turn.start : turn.end] = value
+    if np.isnan(by_token[:end][trained]).any():
+        raise LearnerError(
+            f"trajectory {trajectory.id!r}: tokens that were sampled in none of its turns have no advantage"
+        )
     return TrainSequence(
         token_ids=trajectory.token_ids[:end],
         trained=trained,
         behavior_logprobs=np.where(trained, trajectory.behavior_logprobs[:end], np.float32(0)),
         lags=lags.astype(np.int32),
         mixed=trained & trajectory.mixed()[:end],
-        advantage=advantage,
+        advantages=np.where(trained, by_token[:end], np.float32(0)),
     )

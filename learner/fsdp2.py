@@ -90,6 +90,20 @@ class Fsdp2Backend:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
             return tensor.item()
 
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """See `Backend.gather`."""
+        with self._together("gathering numbers"):
+            mine = torch.tensor([len(values)], device=self.device)
+            lengths = [torch.empty_like(mine) for _ in range(self.world_size)]
+            dist.all_gather(lengths, mine)
+            counts = torch.cat(lengths).tolist()
+            # Collectives want equal shapes.
+            padded = torch.zeros(max(counts), values.shape[1], dtype=torch.float64, device=self.device)
+            padded[: len(values)] = values
+            everyone = [torch.empty_like(padded) for _ in range(self.world_size)]
+            dist.all_gather(everyone, padded)
+            return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)]).cpu()
+
     def step(self, rows: Sequence[PackedRow], loss: PolicyLoss, lr: float) -> StepResult:
         """See `Backend.step`."""
         with self._together("stepping"):

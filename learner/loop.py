@@ -71,6 +71,7 @@ class TrainingLoop:
         checkpoints: folder that checkpoints live in.
         canary_ids: the fixed prompt of every push.
         report: receives each step's metrics, on rank 0.
+        longest: tokens of the longest possible episode, `agent.max_tokens`.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class TrainingLoop:
         checkpoints: Path,
         canary_ids: Sequence[int],
         report: Callable[[StepMetrics], None],
+        longest: int,
     ) -> None:
         self._config = config
         self._backend = backend
@@ -93,7 +95,7 @@ class TrainingLoop:
         self._canary = tuple(canary_ids)
         self._report = report
         self._advantage = advantage_of(config.algorithm)
-        self._loss = loss_of(config.algorithm)
+        self._loss = loss_of(config.algorithm, longest)
         self._served: int | None = None
         self._catching: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
@@ -241,7 +243,7 @@ class TrainingLoop:
         probe = [with_proximal(r, p) for r, p in zip(probe, backend.logprobs(probe), strict=True)]
         gap, compared = mismatch([*probe, *(row for part in rows for row in part)])
         lr = warm_up(config.optimizer.lr, state.step, config.optimizer.warmup_steps)
-        results = [backend.step(part, self._loss, lr) for part in rows]
+        results = [backend.step(part, self._loss(part, backend.gather), lr) for part in rows]
         return StepDone(results=tuple(results), lr=lr, mismatch=backend.maximum(gap), compared=compared)
 
     async def _publish(self, version: int) -> PushReport | None:

@@ -8,11 +8,20 @@ import msgspec
 
 from ..buffer.messages import Batch, Stats
 from ..weightsync.plan import PushReport
-from .algorithms import effective_sample_size
+from .algorithms import BY_STALENESS, effective_sample_size
 from .backend import StepResult
 from .batch import BatchSummary
 from .checkpoint import CheckpointState
 from .metrics import StepMetrics
+
+
+class ByStaleness(msgspec.Struct, frozen=True):
+    """Names and units are those of `StepMetrics`."""
+
+    ess_by_staleness: dict[str, float]
+    kl_by_staleness: dict[str, float]
+    clip_fraction_by_staleness: dict[str, float]
+    weight_by_staleness: dict[str, float]
 
 
 class StepDone(msgspec.Struct, frozen=True):
@@ -32,6 +41,22 @@ class StepDone(msgspec.Struct, frozen=True):
     def mean(self, name: str) -> float:
         """A loss statistic, mean over the batch's trained tokens."""
         return sum(r.means[name] * r.tokens for r in self.results) / sum(r.tokens for r in self.results)
+
+    def by_staleness(self) -> ByStaleness:
+        """The loss statistics by staleness, over the batch's trained tokens."""
+        names = {name for result in self.results for name in result.means if "/" in name}
+        totals = {n: sum(r.means.get(n, 0.0) * r.tokens for r in self.results) for n in names}
+        weight = sum(total for name, total in totals.items() if name.startswith("importance/"))
+        answer = ByStaleness({}, {}, {}, {})
+        for lag in sorted(int(name.removeprefix("tokens/")) for name in names if name.startswith("tokens/")):
+            tokens = totals[f"tokens/{lag}"]
+            if tokens > 0:
+                means = {name: totals[f"{name}/{lag}"] / tokens for name in BY_STALENESS}
+                answer.ess_by_staleness[str(lag)] = effective_sample_size(means)
+                answer.kl_by_staleness[str(lag)] = means["kl"]
+                answer.clip_fraction_by_staleness[str(lag)] = means["clip_fraction"]
+                answer.weight_by_staleness[str(lag)] = means["importance"] * tokens / weight
+        return answer
 
 
 class StepMeter:
@@ -88,6 +113,8 @@ class StepMeter:
             kl=done.mean("kl"),
             entropy=done.mean("entropy"),
             clip_fraction=done.mean("clip_fraction"),
+            dropped_fraction=done.mean("dropped"),
+            **msgspec.structs.asdict(done.by_staleness()),
             grad_norm=max(r.grad_norm for r in results),
             lr=done.lr,
         )

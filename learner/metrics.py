@@ -49,7 +49,12 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         ess: effective sample size of the importance weights over tokens, as a share, 0 to 1.
         kl: mean over trained tokens of the k3 estimate of KL(behaviour || current), nats (Schulman 2020).
         entropy: mean entropy of the policy at trained tokens, nats.
-        clip_fraction: share of trained tokens whose ratio was clipped.
+        clip_fraction: share of trained tokens where the loss's own clip was at work.
+        dropped_fraction: share of trained tokens that the correction left no loss (`learner.algorithm.correction`).
+        ess_by_staleness: `ess` among the trained tokens of each staleness (`{"0": 0.99, "1": 0.9}`).
+        kl_by_staleness: `kl`, likewise.
+        clip_fraction_by_staleness: `clip_fraction`, likewise.
+        weight_by_staleness: share of all importance weight that tokens of this staleness hold; sums to 1.
         grad_norm: before clipping.
         lr: learning rate used.
     """
@@ -93,5 +98,10 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     kl: float
     entropy: float
     clip_fraction: float
+    dropped_fraction: float = 0.0
+    ess_by_staleness: dict[str, float] = {}
+    kl_by_staleness: dict[str, float] = {}
+    clip_fraction_by_staleness: dict[str, float] = {}
+    weight_by_staleness: dict[str, float] = {}
     grad_norm: float
     lr: float

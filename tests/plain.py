@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from slipstream.buffer import wire
 from slipstream.buffer.trajectory import Trajectory
-from slipstream.configs.schema import Agent, DecoupledPpo, Optimizer, PythonEnv
+from slipstream.configs.schema import Agent, DecoupledPpo, Optimizer, PythonEnv, Truncated
 from slipstream.envs import task_source
 from slipstream.launch.init_model import Shape, init_model
 from slipstream.tests.runs import query, slipstream
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 EPSILON = 1e-4
 """Added to the standard deviation of a group's rewards."""
 
-PPO = DecoupledPpo()
+PPO, CAP = DecoupledPpo(), Truncated().high
 
 SHAPE = Shape(hidden=64, heads=2, kv_heads=2, intermediate=128, vocabulary=512)
 """A tenth of a million parameters."""
@@ -196,7 +196,7 @@ def _backward(model: PreTrainedModel, batch: Batch, bound: int) -> float:
             proximal = current.detach()  # one step per batch: the policy at its start is the one that steps
             behavior = torch.from_numpy(trajectory.behavior_logprobs.copy())[mask]
             advantage = estimates[trajectory.member]
-            weight = (proximal - behavior).exp().clamp(max=PPO.importance_cap)
+            weight = (proximal - behavior).exp().clamp(max=CAP)
             ratio = (current - proximal).exp()
             clipped = ratio.clamp(1 - PPO.clip_low, 1 + PPO.clip_high)
             loss = -(weight * torch.minimum(ratio * advantage, clipped * advantage)).sum() / tokens

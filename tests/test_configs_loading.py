@@ -164,6 +164,34 @@ def test_failures_that_are_not_named_keep_their_policies(tmp_path):
         ("rollout: {engine: {memory: 0.85}}", ["rollout.engine.memory: 0.85 is not text; write it in quotes"]),
         ("learner:", ["learner: None", "a section with the keys steps"]),
         ("buffer: 3", ["buffer: 3", "a section"]),
+        (
+            "learner: {algorithm: {loss: {importance_cap: 3}}}",
+            ["learner.algorithm.loss.importance_cap: no such key", "clip_low, clip_high"],
+        ),
+        ("learner: {algorithm: {loss: {kind: vpo}}}", ["algorithm.loss.kind: 'vpo' is unknown", "gspo, cispo, sapo"]),
+        ("learner: {algorithm: {loss: {kind: cispo, clip_low: 1}}}", ["loss.clip_low: no such key", "kind, clip_high"]),
+        ("learner: {algorithm: {loss: {kind: kl_cov, share: 0}}}", ["loss.share: 0", "a number > 0 and <= 1"]),
+        (
+            "learner: {algorithm: {correction: {kind: tis}}}",
+            ["correction.kind: 'tis'", "auto, none, truncated, masked, rejected"],
+        ),
+        (
+            "learner: {algorithm: {correction: {kind: masked, level: turn}}}",
+            ["correction.level: 'turn'", "geometric, sequence, token"],
+        ),
+        (
+            "learner: {algorithm: {correction: {kind: truncated, low: 1}}}",
+            ["correction.low: no such key", "level, high"],
+        ),
+        (
+            "learner: {algorithm: {correction: {high: 3}}}",
+            ["correction.high: no such key", "correction.kind=", "set too"],
+        ),
+        (
+            "learner: {algorithm: {aggregation: sum}}",
+            ["aggregation: 'sum'", "fixed_length, sequence_mean, token_mean"],
+        ),
+        ("learner: {algorithm: {entropy: -0.1}}", ["learner.algorithm.entropy: -0.1", ">= 0"]),
         ("- a", ["['a']"]),
         ("seed: 1\nrun: {dir: a}\nseed: 2", ["line 3", "'seed'", "line 1"]),
         ("env:\n  family: a\n  family: b", ["line 3", "'family'"]),
@@ -251,6 +279,27 @@ def test_a_missing_file_names_the_presets():
         (["agent.kind=solo"], ["agent.kind: 'solo'", "tool_calling, single_turn", "package.module:coroutine"]),
         (["env.kind=python", "env.factory=mine"], ["env.factory: 'mine'", "package.module:Name"]),
         (["learner.algorithm.minibatches=9"], ["learner.algorithm.minibatches=9", "groups_per_batch=8", "1 to 8"]),
+        (
+            ["learner.algorithm.correction.kind=none"],
+            [
+                "learner.algorithm.correction.kind=none",
+                "buffer.max_staleness=2",
+                "loss.kind=decoupled_ppo",
+                "auto, truncated, masked or rejected",
+                "(ppo, dual_clip_ppo, cispo)",
+                "buffer.max_staleness=0",
+            ],
+        ),
+        (["learner.algorithm.correction.kind=none", "learner.algorithm.loss.kind=kl_cov"], ["loss.kind=kl_cov would"]),
+        (
+            ["learner.algorithm.correction.kind=truncated", "learner.algorithm.loss.kind=cispo"],
+            ["correction.kind=truncated", "twice", "loss.kind=cispo", "auto, none, masked and rejected"],
+        ),
+        (
+            ["learner.algorithm.correction={kind: masked, low: 1.5, high: 1.2}"],
+            ["learner.algorithm.correction.low=1.5", "correction.high=1.2", "low below 1 and a high above 1"],
+        ),
+        (["learner.algorithm.correction={kind: rejected, high: 1}"], ["correction.low=0.5", "correction.high=1 "]),
         (["weightsync.bucket=64MB"], ["weightsync.bucket", "64MB", "MiB"]),
         (["rollout.engine.memory=1.5"], ["rollout.engine.memory", "1.5", "0.85"]),
         (["rollout.engine.memory=lots"], ["rollout.engine.memory", "lots"]),
@@ -276,6 +325,11 @@ def test_impossible_combinations_name_their_keys(overrides, expected):
         ["learner.backend.device=cuda"],
         ["rollout.workers=64"],
         ["learner.batch_s=10"],
+        ["learner.algorithm.correction.kind=none", "buffer.max_staleness=0"],
+        *[[f"learner.algorithm.loss.kind={kind}"] for kind in ("ppo", "gspo", "cispo", "sapo", "clip_cov", "kl_cov")],
+        ["learner.algorithm.loss.kind=dual_clip_ppo", "learner.algorithm.correction.kind=none"],
+        ["learner.algorithm.loss.kind=ppo", "learner.algorithm.correction.kind=masked"],
+        ["learner.algorithm.correction.kind=rejected", "learner.algorithm.correction.level=sequence"],
     ],
 )
 def test_what_is_only_slow_or_the_machines_matter_is_allowed(overrides):

@@ -46,6 +46,9 @@ class Model:
     def maximum(self, value: float) -> float:
         return float(value)
 
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
     def step(self, rows: Sequence[PackedRow], loss: PolicyLoss, lr: float) -> StepResult:
         self.seed += 1
         return StepResult(0.0, 0.0, 1, collections.defaultdict(lambda: 1.0))
@@ -130,6 +133,7 @@ class Bench:
             folder / "checkpoints",
             CANARY,
             self.rows.append,
+            longest=64,
         )
 
     async def run(self) -> CheckpointState:

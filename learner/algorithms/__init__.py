@@ -1,27 +1,96 @@
 """What the step optimises: advantage estimators and policy losses, found by the type of their config section.
 
-A new one is a config struct, a file here, and one line in the table below.
+A new one is a config struct, a file here, and one line in the table below. A loss is made of several parts: see `policy_loss.py`.
 """
 
 from __future__ import annotations
 
-from ...configs.schema import Algorithm, DecoupledPpo, Grpo
-from ..backend import PolicyLoss
-from . import decoupled_ppo, grpo
-from .decoupled_ppo import effective_sample_size
-from .grpo import Advantage
+from collections.abc import Callable, Sequence
+from typing import Any
 
-ADVANTAGES = {Grpo: grpo.advantage}
-LOSSES = {DecoupledPpo: decoupled_ppo.loss}
+from ...configs.schema import (
+    Algorithm,
+    Cispo,
+    ClipCov,
+    DecoupledPpo,
+    DualClipPpo,
+    Grpo,
+    Gspo,
+    KlCov,
+    Opo,
+    Ppo,
+    ReinforcePP,
+    ReinforcePPBaseline,
+    Rloo,
+    Sapo,
+    Section,
+    TurnLevel,
+)
+from ..backend import BatchLoss, Gather, PackedRow, PolicyLoss
+from . import (
+    cispo,
+    clip_cov,
+    decoupled_ppo,
+    grpo,
+    gspo,
+    kl_cov,
+    opo,
+    ppo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+    sapo,
+    turn_level,
+)
+from .aggregation import scale_of
+from .correction import correction_of
+from .episodes import Advantage
+from .policy_loss import BY_STALENESS, compose, effective_sample_size, stalest_of
+from .tokens import Selection, SurrogateLoss
 
-__all__ = ["Advantage", "advantage_of", "effective_sample_size", "loss_of"]
+ADVANTAGES: dict[type[Section], Callable[[Any], Advantage]] = {
+    Grpo: grpo.advantage,
+    Rloo: rloo.advantage,
+    ReinforcePP: reinforce_pp.advantage,
+    ReinforcePPBaseline: reinforce_pp_baseline.advantage,
+    Opo: opo.advantage,
+    TurnLevel: turn_level.advantage,
+}
+LOSSES: dict[type[Section], Callable[[Any], SurrogateLoss]] = {
+    DecoupledPpo: decoupled_ppo.surrogate,
+    Ppo: ppo.surrogate,
+    DualClipPpo: ppo.surrogate,
+    Gspo: gspo.surrogate,
+    Cispo: cispo.surrogate,
+    Sapo: sapo.surrogate,
+    ClipCov: clip_cov.surrogate,
+    KlCov: kl_cov.surrogate,
+}
+SELECTIONS: dict[type[Section], Callable[[Any, Sequence[PackedRow], Gather], Selection]] = {
+    ClipCov: clip_cov.selection,
+    KlCov: kl_cov.selection,
+}
+
+__all__ = ["BY_STALENESS", "Advantage", "advantage_of", "effective_sample_size", "loss_of"]
 
 
 def advantage_of(config: Algorithm) -> Advantage:
-    """Rewards of a group's episodes, float64[G], to their advantages, float64[G]."""
+    """The estimator of advantages: episodes of a batch to one number for each of their turns."""
     return ADVANTAGES[type(config.advantage)](config.advantage)
 
 
-def loss_of(config: Algorithm) -> PolicyLoss:
-    """The policy loss on packed rows."""
-    return LOSSES[type(config.loss)](config.loss)
+def loss_of(config: Algorithm, longest: int) -> BatchLoss:
+    """The policy loss: from the rows of one step to the loss on each of them.
+
+    Args:
+        longest: tokens of the longest possible episode, `agent.max_tokens`; what `fixed_length` divides by.
+    """
+    surrogate, correct = LOSSES[type(config.loss)](config.loss), correction_of(config)
+    select = SELECTIONS.get(type(config.loss))
+
+    def loss(rows: Sequence[PackedRow], gather: Gather) -> PolicyLoss:
+        selection = None if select is None else select(config.loss, rows, gather)
+        scale = scale_of(config.aggregation, longest, rows, gather)
+        return compose(surrogate, selection, correct, config.entropy, scale, stalest_of(rows, gather))
+
+    return loss

@@ -10,25 +10,17 @@ The standard deviation is the population's. Dividing by it weighs tasks that are
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
 from ...configs.schema import Grpo
-
-Advantage = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""Rewards of a group's episodes, float64[G], to their advantages, float64[G]."""
-
-EPSILON = 1e-4
-"""Added to the standard deviation, so that rewards equal but for noise give no advantage."""
+from .episodes import Advantage, Episodes, relative_within
 
 
 def advantage(config: Grpo) -> Advantage:
     """The estimator that `config` asks for."""
 
-    def estimate(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
-        centred = rewards - rewards.mean()
-        return centred / (rewards.std() + EPSILON) if config.normalize else centred
+    def estimate(episodes: Episodes) -> NDArray[np.float64]:
+        return episodes.at_turns(relative_within(episodes.groups, episodes.rewards, normalize=config.normalize))
 
     return estimate

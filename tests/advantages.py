@@ -1,0 +1,118 @@
+"""Advantage estimators in plain Python, one episode at a time, from the formulas of their papers: what the learner's must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from slipstream.configs.schema import Grpo, Opo, ReinforcePP, ReinforcePPBaseline, Rloo, TurnLevel
+
+EPSILON = 1e-4
+GRPO, DR_GRPO = Grpo(normalize=True), Grpo(normalize=False)
+BY_GROUP = [GRPO, DR_GRPO, Rloo(), ReinforcePPBaseline(), Opo(), TurnLevel(gamma=0.5), TurnLevel(normalize=False)]
+"""Estimators that compare with the group, which need company in it."""
+ALL = [*BY_GROUP, ReinforcePP()]
+
+
+class Episode(msgspec.Struct):
+    """What happened in one episode: the reward after each turn, and how many tokens the policy sampled."""
+
+    turns: list[float]
+    length: int
+
+    @property
+    def reward(self) -> float:
+        return sum(self.turns)
+
+
+Groups = list[list[Episode]]
+
+
+def names(value) -> str:
+    """For pytest's names of parameters."""
+    return repr(value) if isinstance(value, msgspec.Struct) else str(value)
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The population's, in two passes."""
+    return mean([(v - mean(values)) ** 2 for v in values]) ** 0.5
+
+
+def per_turn(groups: Groups, values: list[list[float]]) -> list[float]:
+    return [
+        v for group, row in zip(groups, values, strict=True) for e, v in zip(group, row, strict=True) for _ in e.turns
+    ]
+
+
+def grpo(config: Grpo, groups: Groups) -> list[float]:
+    """Shao et al. 2024, section 4.1.2; Liu et al. 2025, equation 3."""
+    values = []
+    for group in groups:
+        rewards = [e.reward for e in group]
+        scale = deviation(rewards) + EPSILON if config.normalize else 1.0
+        values.append([(r - mean(rewards)) / scale for r in rewards])
+    return per_turn(groups, values)
+
+
+def rloo(_: Rloo, groups: Groups) -> list[float]:
+    """Ahmadian et al. 2024, section 3: the others, one by one."""
+    values = []
+    for group in groups:
+        rewards = [e.reward for e in group]
+        others = [rewards[:i] + rewards[i + 1 :] for i in range(len(rewards))]
+        values.append([r - mean(rest) if rest else 0.0 for r, rest in zip(rewards, others, strict=True)])
+    return per_turn(groups, values)
+
+
+def reinforce_pp(_: ReinforcePP, groups: Groups) -> list[float]:
+    """Hu et al. 2025: the batch is the baseline and the scale."""
+    rewards = [e.reward for group in groups for e in group]
+    scale = max(deviation(rewards), EPSILON)
+    return per_turn(groups, [[(e.reward - mean(rewards)) / scale for e in group] for group in groups])
+
+
+def reinforce_pp_baseline(_: ReinforcePPBaseline, groups: Groups) -> list[float]:
+    """Hu et al. 2025, with baseline: the group centres, the batch centres again and scales."""
+    centred = [[e.reward - mean([o.reward for o in group]) for e in group] for group in groups]
+    flat = [c for row in centred for c in row]
+    scale = max(deviation(flat), EPSILON)
+    return per_turn(groups, [[(c - mean(flat)) / scale for c in row] for row in centred])
+
+
+def opo(_: Opo, groups: Groups) -> list[float]:
+    """Hao et al. 2025: the baseline is the reward per token, were each token paid what its answer earned."""
+    values = []
+    for group in groups:
+        tokens = [e.reward for e in group for _ in range(e.length)]
+        values.append([e.reward - mean(tokens) for e in group])
+    return per_turn(groups, values)
+
+
+def turn_level(config: TurnLevel, groups: Groups) -> list[float]:
+    """Returns-to-go as powers of gamma, compared with those who reached the turn."""
+    values = []
+    for group in groups:
+        returns = [
+            [sum(config.gamma**j * e.turns[k + j] for j in range(len(e.turns) - k)) for k in range(len(e.turns))]
+            for e in group
+        ]
+        for row in returns:
+            for k, value in enumerate(row):
+                reached = [other[k] for other in returns if len(other) > k]
+                scale = deviation(reached) + EPSILON if config.normalize else 1.0
+                values.append((value - mean(reached)) / scale)
+    return values
+
+
+ORACLES = {
+    Grpo: grpo,
+    Rloo: rloo,
+    ReinforcePP: reinforce_pp,
+    ReinforcePPBaseline: reinforce_pp_baseline,
+    Opo: opo,
+    TurnLevel: turn_level,
+}

@@ -1,0 +1,132 @@
+"""Every advantage estimator against its paper's formula in plain float64, and the properties that it promises."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream.configs.schema import Algorithm, Grpo, Opo, ReinforcePP, ReinforcePPBaseline, Rloo, TurnLevel
+from slipstream.learner.algorithms import advantage_of
+from slipstream.learner.algorithms.episodes import Episodes
+from slipstream.tests.advantages import ALL, BY_GROUP, DR_GRPO, ORACLES, Episode, Groups, names, turn_level
+
+
+def estimate(config, groups: Groups) -> np.ndarray:
+    """float64[N] of the estimator under test."""
+    everyone = [e for group in groups for e in group]
+    return advantage_of(Algorithm(advantage=config))(
+        Episodes(
+            ids=tuple(map(str, range(len(everyone)))),
+            groups=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
+            rewards=np.array([e.reward for e in everyone]),
+            lengths=np.array([e.length for e in everyone]),
+            turns=np.array([len(e.turns) for e in everyone]),
+            turn_rewards=tuple(np.array(e.turns) for e in everyone),
+        )
+    )
+
+
+rewards = st.one_of(st.sampled_from([0.0, 1.0, -1.0]), st.floats(-10, 10))
+episodes = st.builds(Episode, turns=st.lists(rewards, min_size=1, max_size=4), length=st.integers(1, 300))
+batches = st.lists(st.lists(episodes, min_size=1, max_size=9), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("config", ALL, ids=names)
+@given(batches)
+@settings(deadline=None)
+def test_advantages_equal_the_formula_of_the_paper(config, groups):
+    np.testing.assert_allclose(estimate(config, groups), ORACLES[type(config)](config, groups), rtol=1e-6, atol=1e-6)
+
+
+@given(st.floats(0, 1), st.booleans(), batches)
+@settings(deadline=None)
+def test_turn_level_equals_its_formula_at_every_discount(gamma, normalize, groups):
+    config = TurnLevel(gamma=gamma, normalize=normalize)
+    np.testing.assert_allclose(estimate(config, groups), turn_level(config, groups), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", ALL, ids=names)
+@given(batches, st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_the_order_of_groups_and_of_episodes_changes_nothing(config, groups, random):
+    def by_name(order: list[list[tuple[int, int]]]) -> dict[tuple[int, int], np.ndarray]:
+        flat = [name for row in order for name in row]
+        parts = estimate(config, [[groups[g][i] for g, i in row] for row in order])
+        ends = np.cumsum([len(groups[g][i].turns) for g, i in flat])
+        return dict(zip(flat, np.split(parts, ends[:-1]), strict=True))
+
+    order = [[(g, i) for i in range(len(group))] for g, group in enumerate(groups)]
+    before = by_name(order)
+    for row in order:
+        random.shuffle(row)
+    random.shuffle(order)
+    after = by_name(order)
+    for name, values in before.items():
+        np.testing.assert_allclose(after[name], values, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("config", ALL, ids=names)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), rewards, st.integers(1, 300))
+@settings(deadline=None)
+def test_equal_rewards_teach_nothing(config, sizes, reward, length):
+    groups = [[Episode([reward], length + i) for i in range(size)] for size in sizes]
+    assert np.abs(estimate(config, groups)).max() < 1e-9
+
+
+@pytest.mark.parametrize("config", BY_GROUP, ids=names)
+def test_an_episode_without_company_teaches_nothing(config):
+    """A group whose other members all failed has no baseline, and does not end the run; the group beside it learns as ever."""
+    lone, pair = [Episode([3.0], 5)], [Episode([1.0], 4), Episode([0.0], 4)]
+    advantages = estimate(config, [lone, pair])
+    assert advantages[0] == pytest.approx(0.0, abs=1e-12)
+    assert advantages[1] > 0.4
+
+
+@given(batches)
+@settings(deadline=None)
+def test_rloo_is_the_centred_reward_a_little_larger(groups):
+    sizes = np.array([len(group) for group in groups for e in group for _ in e.turns])
+    factor = np.where(sizes > 1, sizes / np.maximum(sizes - 1, 1), 0.0)
+    np.testing.assert_allclose(estimate(Rloo(), groups), factor * estimate(DR_GRPO, groups), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("config", [ReinforcePP(), ReinforcePPBaseline()], ids=names)
+@given(batches)
+@settings(deadline=None)
+def test_reinforce_pp_has_mean_0_and_deviation_1_over_the_episodes_of_a_batch(config, groups):
+    groups = [*groups, [Episode([0.0], 3), Episode([1.0, 4.0], 900)]]  # never all equal
+    firsts = np.cumsum([0, *(len(e.turns) for group in groups for e in group)])[:-1]
+    advantages = estimate(config, groups)[firsts]
+    assert advantages.mean() == pytest.approx(0.0, abs=1e-9)
+    assert advantages.std() == pytest.approx(1.0, abs=1e-9)
+
+
+@given(batches)
+@settings(deadline=None)
+def test_opo_weighted_by_length_sums_to_zero_in_every_group(groups):
+    advantages, at = estimate(Opo(), groups), 0
+    for group in groups:
+        weighted = 0.0
+        for e in group:
+            weighted += e.length * advantages[at]
+            at += len(e.turns)
+        assert weighted == pytest.approx(0.0, abs=1e-6)
+
+
+def test_with_equal_lengths_opo_is_dr_grpo():
+    groups = [[Episode([r], 7) for r in (0.0, 1.0, 5.0)], [Episode([r], 3) for r in (2.0, -1.0)]]
+    np.testing.assert_allclose(estimate(Opo(), groups), estimate(DR_GRPO, groups), atol=1e-12)
+
+
+@given(st.lists(st.lists(rewards, min_size=1, max_size=6), min_size=1, max_size=4), st.integers(1, 4), st.booleans())
+@settings(deadline=None)
+def test_turn_level_is_grpo_where_only_the_last_of_equally_many_turns_is_rewarded(outcomes, turns, normalize):
+    groups = [[Episode([0.0] * (turns - 1) + [r], turns) for r in row] for row in outcomes]
+    undiscounted = estimate(TurnLevel(gamma=1.0, normalize=normalize), groups)
+    np.testing.assert_allclose(undiscounted, estimate(Grpo(normalize=normalize), groups), atol=1e-9)
+
+
+def test_a_turn_is_not_credited_with_what_came_before_it():
+    """Both end alike; one had earned something at first. Only the first turn tells them apart."""
+    groups = [[Episode([1.0, 0.0], 4), Episode([0.0, 0.0], 4)]]
+    assert estimate(TurnLevel(normalize=False), groups).tolist() == [0.5, 0.0, -0.5, 0.0]
+    assert estimate(DR_GRPO, groups).tolist() == [0.5, 0.5, -0.5, -0.5]

@@ -1,0 +1,576 @@
+"""Every policy loss, correction and aggregation against float64 formulas written from the papers, values and gradients; what must
+not matter (order, packing, ranks, masked tokens); and one real optimizer step of each by one line of config."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from slipstream.configs import load
+from slipstream.configs.schema import (
+    SELF_CORRECTING,
+    Algorithm,
+    AutoCorrection,
+    Cispo,
+    ClipCov,
+    DecoupledPpo,
+    DualClipPpo,
+    Gspo,
+    KlCov,
+    Masked,
+    NoCorrection,
+    Optimizer,
+    Ppo,
+    Rejected,
+    Sapo,
+    Truncated,
+)
+from slipstream.errors import LearnerError
+from slipstream.learner.algorithms import LOSSES, loss_of
+from slipstream.learner.algorithms.covariance import drawn
+from slipstream.learner.backend import PackedRow, StepResult
+from slipstream.learner.fsdp2 import Fsdp2Backend
+from slipstream.learner.meter import StepDone
+from slipstream.tests.test_learner_fsdp2 import make_model, make_rows
+
+LONGEST = 50
+# Wide clips where the defaults would clip every random number, a share that selects several of a hundred tokens.
+SURROGATES = [
+    DecoupledPpo(),
+    Ppo(),
+    DualClipPpo(clip_low=0.3),
+    Gspo(clip_low=0.1, clip_high=0.15),
+    Cispo(clip_high=0.5),
+    Sapo(),
+    ClipCov(share=1.0),
+    KlCov(share=0.05),
+]
+CORRECTIONS = [
+    AutoCorrection(),
+    NoCorrection(),
+    *[Truncated(level=level, high=1.3) for level in ("token", "sequence", "geometric")],
+    *[Masked(level=level, low=0.7, high=1.4) for level in ("token", "sequence")],
+    Masked(level="geometric", low=0.97, high=1.04),
+    Rejected(level="token", low=0.3, high=3.0),
+    Rejected(level="sequence", low=0.6, high=1.5),
+    Rejected(level="geometric", low=0.97, high=1.04),
+]
+PAIRS = [
+    (s, c) for s in SURROGATES for c in CORRECTIONS if not (isinstance(s, SELF_CORRECTING) and isinstance(c, Truncated))
+]
+AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
+# Parts know nothing of each other: every pair with one aggregation, in turn, is enough for properties.
+TRIPLES = [(*pair, AGGREGATIONS[index % 3]) for index, pair in enumerate(PAIRS)]
+
+
+def name(section):
+    return (
+        section
+        if isinstance(section, str)
+        else "-".join(str(v) for v in msgspec.to_builtins(section).values() if isinstance(v, str))
+    )
+
+
+class Sequence(msgspec.Struct):
+    """T tokens: what was sampled, and the log-probs under the three policies."""
+
+    ids: np.ndarray
+    trained: np.ndarray
+    behavior: np.ndarray
+    proximal: np.ndarray
+    current: np.ndarray
+    advantages: np.ndarray
+    entropy: np.ndarray
+
+
+ARRAYS = ("behavior", "proximal", "current", "advantages", "entropy")
+
+
+def make_sequences(seed=0, count=12, drift=0.3, spread=1.0):
+    """Random sequences, one of them without a trained token; a few tokens are far off the policies that are compared."""
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for index in range(count):
+        n = int(rng.integers(3, 25))
+        trained = rng.random(n) < 0.6
+        trained[0], trained[-1] = False, True
+        behavior = -rng.exponential(1.5, n)
+        proximal = behavior + drift * rng.normal(size=n) / math.sqrt(n)
+        proximal = proximal + np.where(rng.random(n) < 0.1, 3 * drift, 0) * rng.normal(size=n)
+        current = proximal + drift * rng.normal(size=n)
+        current = current + np.where(rng.random(n) < 0.1, 5 * drift, 0)
+        advantages = rng.normal() + spread * rng.normal(size=n)
+        if index == 3:
+            trained[:] = False
+        sequences.append(
+            Sequence(rng.integers(0, 90, n), trained, behavior, proximal, current, advantages, rng.random(n))
+        )
+    return sequences
+
+
+def make_row(sequences):
+    """The row of these sequences, and the current log-probs and entropies in it."""
+    lengths = [len(s.ids) for s in sequences]
+    joined = {key: torch.from_numpy(np.concatenate([getattr(s, key) for s in sequences])) for key in ARRAYS}
+    trained = torch.from_numpy(np.concatenate([s.trained for s in sequences]))
+    row = PackedRow(
+        token_ids=torch.from_numpy(np.concatenate([s.ids for s in sequences])),
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens=(0, *np.cumsum(lengths).tolist()),
+        trained=trained,
+        behavior_logprobs=joined["behavior"],
+        proximal_logprobs=joined["proximal"],
+        advantages=joined["advantages"],
+        lags=torch.where(trained, torch.cat([torch.arange(n) % 3 for n in lengths]), -1).int(),
+        mixed=torch.zeros_like(trained),
+    )
+    return row, joined["current"], joined["entropy"]
+
+
+def alone(values):
+    """`Backend.gather` of a single rank."""
+    return values
+
+
+def run(algorithm, packing, gather=alone, tokens=None):
+    """Loss of a step, gradients by log-prob and by entropy of each row, reported sums; as a backend does it."""
+    rows = [make_row(sequences) for sequences in packing]
+    tokens = tokens or sum(int(row.trained.sum()) for row, _, _ in rows)
+    loss = loss_of(algorithm, LONGEST)([row for row, _, _ in rows], gather)
+    total, gradients, sums = 0.0, [], {}
+    for row, current, entropy in rows:
+        current, entropy = current.clone().requires_grad_(), entropy.clone().requires_grad_()
+        output = loss(current, entropy, row)
+        (output.loss_sum / tokens).backward()
+        zeros = torch.zeros_like(current)
+        gradients.append([(zeros if x.grad is None else x.grad).numpy() for x in (current, entropy)])
+        total += output.loss_sum.item() / tokens
+        for key, value in output.sums.items():
+            assert not value.requires_grad
+            sums[key] = sums.get(key, 0.0) + value.item()
+    return total, gradients, sums
+
+
+# ---------------------------------------------------------------- the oracle: float64, one token of one sequence at a time
+
+
+def oracle_token(config, s, t, ratio_s, chosen):
+    """(loss, its derivative by the current log-prob) of one token, before any correction."""
+    p, q, b, a = s.current[t], s.proximal[t], s.behavior[t], s.advantages[t]
+    if isinstance(config, Cispo):
+        w = min(math.exp(p - b), 1 + config.clip_high)
+        return -w * a * p, -w * a
+    if isinstance(config, Sapo):
+        r, tau = math.exp(p - q), 1.0 if a > 0 else 1.05
+        gate = 1 / (1 + math.exp(-tau * (r - 1)))
+        return -a * gate * 4 / tau, -a * 4 * gate * (1 - gate) * r
+    if isinstance(config, KlCov):
+        r = math.exp(p - q)
+        held = chosen * 1.0
+        return -r * a + held * (r - 1 - math.log(r)), -r * a + held * (r - 1)
+    if isinstance(config, ClipCov) and chosen:
+        return 0.0, 0.0
+    r = ratio_s if isinstance(config, Gspo) else math.exp(p - (b if isinstance(config, Ppo) else q))
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    objective = min(r * a, min(max(r, low), high) * a)
+    flat = (a > 0 and r > high) or (a < 0 and r < low)
+    if isinstance(config, DualClipPpo) and a < 0 and 3 * a > objective:
+        objective, flat = 3 * a, True
+    return -objective, 0.0 if flat else -r * a
+
+
+def oracle_chosen(config, sequences):
+    """For Clip-Cov with share 1 and KL-Cov: places (sequence, token) of the tokens they treat apart."""
+    places = [(i, t) for i, s in enumerate(sequences) for t in np.flatnonzero(s.trained)]
+    logq = np.array([sequences[i].proximal[t] for i, t in places])
+    a = np.array([sequences[i].advantages[t] for i, t in places])
+    cov = dict(zip(places, (logq - logq.mean()) * (a - a.mean()), strict=True))
+    if isinstance(config, ClipCov):
+        return {place for place, c in cov.items() if 1 <= c <= 5}
+    if isinstance(config, KlCov):
+        ranked = sorted(places, key=lambda place: -cov[place])
+        return {place for place in ranked[: max(1, math.floor(config.share * len(places)))] if cov[place] > 0}
+    return set()
+
+
+def oracle_correction(config, algorithm, s):
+    """(weight, kept) of each trained token of one sequence."""
+    places = np.flatnonzero(s.trained)
+    own = isinstance(algorithm.loss, SELF_CORRECTING)
+    if isinstance(config, AutoCorrection):
+        config = NoCorrection() if own else Truncated(level="token", high=2.0)
+    if isinstance(config, NoCorrection):
+        return {t: (1.0, True) for t in places}
+    token = {t: math.exp(s.proximal[t] - s.behavior[t]) for t in places}
+    product = math.prod(token.values())
+    w = {
+        "token": token,
+        "sequence": dict.fromkeys(places, product),
+        "geometric": dict.fromkeys(places, product ** (1 / max(1, len(places)))),
+    }[config.level]
+    if isinstance(config, Truncated):
+        return {t: (min(w[t], config.high), True) for t in places}
+    inside = {t: config.low <= w[t] <= config.high for t in places}
+    if isinstance(config, Rejected):
+        inside = dict.fromkeys(places, all(inside.values()))
+    return {t: (1.0 if own else w[t], inside[t]) for t in places}
+
+
+def oracle(algorithm, sequences):
+    """Loss of the step, gradients by current log-prob and by entropy of each sequence, number of tokens without loss."""
+    trained = [s for s in sequences if s.trained.any()]
+    n = sum(int(s.trained.sum()) for s in trained)
+    chosen = oracle_chosen(algorithm.loss, sequences)
+    total, gradients, dropped = 0.0, [], 0
+    for i, s in enumerate(sequences):
+        by_logprob, by_entropy = np.zeros(len(s.ids)), np.zeros(len(s.ids))
+        places = np.flatnonzero(s.trained)
+        ratio_s = math.exp(np.mean(s.current[places] - s.proximal[places])) if len(places) else 1.0
+        divisor = {
+            "token_mean": n,
+            "sequence_mean": len(trained) * len(places),
+            "fixed_length": len(trained) * LONGEST,
+        }[algorithm.aggregation]
+        for t, (weight, kept) in oracle_correction(algorithm.correction, algorithm, s).items():
+            dropped += not kept
+            if kept:
+                loss, slope = oracle_token(algorithm.loss, s, t, ratio_s, (i, t) in chosen)
+                total += (weight * loss - algorithm.entropy * s.entropy[t]) / divisor
+                by_logprob[t], by_entropy[t] = weight * slope / divisor, -algorithm.entropy / divisor
+        gradients.append([by_logprob, by_entropy])
+    return total, gradients, dropped
+
+
+# ---------------------------------------------------------------- equal to the formulas
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(("surrogate", "correction"), PAIRS, ids=name)
+def test_values_and_gradients_equal_the_papers_formulas(surrogate, correction, aggregation):
+    dropped_any = clipped_any = 0
+    for seed, entropy in ((0, 0.0), (1, 0.01), (2, 0.5)):
+        algorithm = Algorithm(loss=surrogate, correction=correction, aggregation=aggregation, entropy=entropy)
+        sequences = make_sequences(seed)
+        total, gradients, sums = run(algorithm, [[s] for s in sequences])
+        expected, slopes, dropped = oracle(algorithm, sequences)
+        assert total == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        for mine, theirs in zip(gradients, slopes, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-12)
+        assert sums["dropped"] == dropped
+        kept = sum(int(s.trained.sum()) for s in sequences) - dropped
+        assert sums["clip_fraction"] < kept
+        dropped_any, clipped_any = dropped_any + dropped, clipped_any + sums["clip_fraction"]
+    # Both sides of every bound were visited.
+    assert (dropped_any > 0) == isinstance(correction, Masked | Rejected)
+    assert (clipped_any > 0) == (not isinstance(surrogate, Sapo))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("surrogate", [s for s in SURROGATES if not isinstance(s, Cispo)], ids=name)
+def test_gradients_are_those_of_finite_differences(surrogate, aggregation):
+    """CISPO's weight carries no gradient: its closed form has to do. With one advantage per sequence GSPO has no stopped one."""
+    algorithm = Algorithm(loss=surrogate, correction=NoCorrection(), aggregation=aggregation, entropy=0.1)
+    sequences = make_sequences(5, count=5, spread=0.0)
+    _, gradients, _ = run(algorithm, [sequences])
+    flat = np.concatenate([s.current for s in sequences])
+    for place in range(len(flat)):
+        ends = []
+        for h in (1e-6, -1e-6):
+            moved = np.split(
+                flat + h * (np.arange(len(flat)) == place), np.cumsum([len(s.ids) for s in sequences])[:-1]
+            )
+            shifted = [msgspec.structs.replace(s, current=c) for s, c in zip(sequences, moved, strict=True)]
+            ends.append(run(algorithm, [shifted])[0])
+        assert gradients[0][0][place] == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-7)
+
+
+def test_kl_cov_holds_no_token_whose_covariance_is_negative():
+    algorithm, sequences = Algorithm(loss=KlCov(share=1.0), correction=NoCorrection()), make_sequences()
+    total, _, sums = run(algorithm, [sequences])
+    assert total == pytest.approx(oracle(algorithm, sequences)[0], rel=1e-9)
+    assert 0 < sums["clip_fraction"] < sum(int(s.trained.sum()) for s in sequences)
+
+
+def test_gspo_gives_each_token_its_own_advantage():
+    """GSPO-token: s sg, so that with unequal advantages the slope of token t is s A_t, and not the sequence's mean."""
+    sequences = make_sequences(5, count=1, drift=0.01)
+    (s,) = sequences
+    algorithm = Algorithm(loss=Gspo(clip_low=0.5, clip_high=0.5), correction=NoCorrection())
+    _, ((gradient, _),), _ = run(algorithm, [sequences])
+    ratio = math.exp(np.mean((s.current - s.proximal)[s.trained]))
+    np.testing.assert_allclose(gradient, np.where(s.trained, -ratio * s.advantages, 0) / s.trained.sum(), rtol=1e-9)
+
+
+# ---------------------------------------------------------------- properties
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=name)
+@pytest.mark.parametrize("surrogate", [s for s in SURROGATES if not isinstance(s, ClipCov)], ids=name)
+def test_on_policy_it_is_the_plain_policy_gradient(surrogate, correction):
+    """Ratio 1 everywhere: the slope is - A / N, whatever corrects."""
+    sequences = [msgspec.structs.replace(s, proximal=s.behavior, current=s.behavior) for s in make_sequences()]
+    algorithm = Algorithm(loss=surrogate, correction=correction)
+    _, gradients, sums = run(algorithm, [[s] for s in sequences])
+    n = sum(int(s.trained.sum()) for s in sequences)
+    for s, (gradient, _) in zip(sequences, gradients, strict=True):
+        np.testing.assert_allclose(gradient, np.where(s.trained, -s.advantages, 0) / n, rtol=1e-9)
+    assert sums["dropped"] == 0
+
+
+def test_clip_cov_on_policy_is_the_plain_policy_gradient_but_for_what_it_chose():
+    sequences = [msgspec.structs.replace(s, proximal=s.behavior, current=s.behavior) for s in make_sequences()]
+    surrogate = ClipCov(share=1.0)
+    chosen = oracle_chosen(surrogate, sequences)
+    _, gradients, sums = run(Algorithm(loss=surrogate), [[s] for s in sequences])
+    n = sum(int(s.trained.sum()) for s in sequences)
+    for i, (s, (gradient, _)) in enumerate(zip(sequences, gradients, strict=True)):
+        carries = [s.trained[t] and (i, t) not in chosen for t in range(len(s.ids))]
+        np.testing.assert_allclose(gradient, np.where(carries, -s.advantages, 0) / n, rtol=1e-9)
+    assert sums["clip_fraction"] == len(chosen) > 0
+
+
+@pytest.mark.parametrize(("surrogate", "correction", "aggregation"), TRIPLES, ids=name)
+def test_untrained_tokens_have_no_influence(surrogate, correction, aggregation):
+    algorithm = Algorithm(loss=surrogate, correction=correction, aggregation=aggregation, entropy=0.1)
+    outcomes = []
+    for number in (0.0, 7.0, float("nan"), float("inf")):
+        sequences = make_sequences(4)
+        for s in sequences:
+            for key in ARRAYS:
+                getattr(s, key)[~s.trained] = number
+        total, gradients, sums = run(algorithm, [sequences[:5], sequences[5:]])
+        assert math.isfinite(total)
+        outcomes.append((total, [g.tolist() for row in gradients for g in row], sums))
+        untrained = ~np.concatenate([s.trained for s in sequences[:5]])
+        assert not gradients[0][0][untrained].any()
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+
+
+@pytest.mark.parametrize(("surrogate", "correction", "aggregation"), TRIPLES, ids=name)
+def test_neither_order_nor_packing_nor_ranks_change_anything(surrogate, correction, aggregation):
+    if isinstance(surrogate, ClipCov):
+        surrogate = ClipCov(share=0.03)  # a real draw
+    algorithm = Algorithm(loss=surrogate, correction=correction, aggregation=aggregation, entropy=0.1)
+    sequences = make_sequences(6)
+    whole, reference, sums = run(algorithm, [[s] for s in sequences])
+    order = np.random.default_rng(0).permutation(len(sequences)).tolist()
+    shuffled = [sequences[i] for i in order]
+    for packing in ([shuffled], [shuffled[:3], shuffled[3:4], shuffled[4:]]):
+        total, gradients, reported = run(algorithm, packing)
+        assert total == pytest.approx(whole, rel=1e-9)
+        assert reported == pytest.approx(sums, rel=1e-9)
+        for kind in (0, 1):
+            mine = np.concatenate([g[kind] for g in gradients])
+            np.testing.assert_allclose(mine, np.concatenate([reference[i][kind] for i in order]), rtol=1e-9, atol=1e-15)
+    tokens = sum(int(s.trained.sum()) for s in sequences)
+    parts = on_two_ranks(algorithm, [[shuffled[:2], shuffled[2:3]], [shuffled[3:]]], tokens)
+    assert sum(part[0] for part in parts) == pytest.approx(whole, rel=1e-9)
+    mine = np.concatenate([g[0] for part in parts for g in part[1]])
+    np.testing.assert_allclose(mine, np.concatenate([reference[i][0] for i in order]), rtol=1e-9, atol=1e-15)
+
+
+def on_two_ranks(algorithm, packings, tokens):
+    """`run` in two threads, each with its part, that gather from each other."""
+    barrier, brought, results = threading.Barrier(2, timeout=60), [None, None], [None, None]
+
+    def rank(index):
+        def gather(values):
+            brought[index] = values
+            barrier.wait()
+            everyone = torch.cat(brought)
+            barrier.wait()
+            return everyone
+
+        results[index] = run(algorithm, packings[index], gather, tokens)
+
+    threads = [threading.Thread(target=rank, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize(("surrogate", "correction", "aggregation"), TRIPLES, ids=name)
+def test_a_row_without_trained_tokens_gives_zero_and_the_same_names(surrogate, correction, aggregation):
+    algorithm = Algorithm(loss=surrogate, correction=correction, aggregation=aggregation, entropy=0.1)
+    sequences = make_sequences()
+    (row, current, entropy), (empty, *values) = make_row(sequences), make_row(sequences[3:4])
+    loss = loss_of(algorithm, LONGEST)([row, empty], alone)
+    by_logprob, by_entropy = (value.clone().requires_grad_() for value in values)
+    output = loss(by_logprob, by_entropy, empty)
+    output.loss_sum.backward()
+    assert output.loss_sum.item() == 0.0
+    assert not any(value.grad is not None and value.grad.any() for value in (by_logprob, by_entropy))
+    assert {key: value.item() for key, value in output.sums.items()} == dict.fromkeys(
+        loss(current, entropy, row).sums, 0.0
+    )
+
+
+@pytest.mark.parametrize(("surrogate", "correction"), PAIRS, ids=name)
+def test_what_is_not_a_number_is_never_dropped_silently(surrogate, correction):
+    """The step sees it in the loss or in the gradient, and refuses it."""
+    for key in ("current", "proximal" if not isinstance(surrogate, SELF_CORRECTING) else "behavior", "advantages"):
+        sequences = make_sequences(count=1)
+        getattr(sequences[0], key)[-1] = float("nan")
+        sequences[0].behavior[:-1] = sequences[0].proximal[:-1]
+        wide = correction
+        if isinstance(correction, Masked | Rejected):
+            wide = msgspec.structs.replace(correction, low=1e-3, high=1e3)
+        total, ((gradient, _),), _ = run(Algorithm(loss=surrogate, correction=wide), [sequences])
+        assert math.isnan(total) or math.isnan(gradient[-1])
+
+
+@pytest.mark.parametrize("gap", [-1e3, 1e3, float("-inf"), float("inf")])
+@pytest.mark.parametrize(
+    "correction", [c for c in CORRECTIONS if isinstance(c, Masked | Rejected | Truncated)], ids=name
+)
+def test_a_freak_weight_leaves_loss_and_metrics_finite(correction, gap):
+    """Behaviour log-probs that say impossible things: truncated to the cap, or dropped and counted."""
+    sequences = make_sequences(7)
+    sequences[0].behavior[-1] = sequences[0].proximal[-1] - gap
+    total, gradients, sums = run(Algorithm(correction=correction), [sequences])
+    assert math.isfinite(total)
+    assert all(np.isfinite(g).all() for row in gradients for g in row)
+    assert all(math.isfinite(value) for value in sums.values())
+    if isinstance(correction, Masked | Rejected):
+        assert gradients[0][0][len(sequences[0].ids) - 1] == 0.0
+        assert sums["dropped"] > 0
+
+
+def test_sapo_lets_go_of_a_token_that_moved_too_far():
+    sequences = make_sequences(count=1)
+    sequences[0].current[-1] = sequences[0].proximal[-1] + 1000.0
+    total, ((gradient, _),), _ = run(Algorithm(loss=Sapo()), [sequences])
+    assert math.isfinite(total)
+    assert gradient[-1] == 0.0
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05])
+def test_clip_cov_draws_its_share_evenly_among_the_eligible(share):
+    """Over many batches every third of the eligible, by covariance, is drawn from as often."""
+    thirds, total = np.zeros(3), 0
+    for seed in range(60):
+        row, _, _ = make_row(make_sequences(seed, count=20))
+        q, a = row.proximal_logprobs[row.trained].numpy(), row.advantages[row.trained].numpy()
+        cov = (q - q.mean()) * (a - a.mean())
+        eligible = np.flatnonzero((cov >= 1.0) & (cov <= 5.0))
+        chosen = np.flatnonzero(drawn(share, 1.0, 5.0, [row], alone)(row).numpy())
+        assert len(chosen) == min(len(eligible), max(1, math.floor(share * len(q))))
+        assert set(chosen) <= set(eligible)
+        ranked = eligible[np.argsort(cov[eligible])]
+        thirds += [np.isin(part, chosen).sum() for part in np.array_split(ranked, 3)]
+        total += len(chosen)
+    assert np.abs(thirds / total - 1 / 3).max() < 4 * math.sqrt(2 / 9 / total)
+
+
+def test_statistics_by_staleness_are_those_of_the_tokens_of_that_staleness():
+    row, current, entropy = make_row(make_sequences(2))
+    algorithm = Algorithm()
+    output = loss_of(algorithm, LONGEST)([row], alone)(current, entropy, row)
+    tokens = int(row.trained.sum())
+    means = {key: value.item() / tokens for key, value in output.sums.items()}
+    done = StepDone((StepResult(0.0, 0.0, tokens, means),), lr=0.0, mismatch=0.0, compared=0)
+    tables = msgspec.structs.asdict(done.by_staleness())
+    w = np.exp((current - row.behavior_logprobs).numpy())
+    r = np.exp((current - row.proximal_logprobs).numpy())
+    a = row.advantages.numpy()
+    flat = ((a > 0) & (r > 1 + algorithm.loss.clip_high)) | ((a < 0) & (r < 1 - algorithm.loss.clip_low))
+    for lag in range(3):
+        at = row.trained.numpy() & (row.lags.numpy() == lag)
+        assert tables["ess_by_staleness"][str(lag)] == pytest.approx(w[at].sum() ** 2 / (at.sum() * (w[at] ** 2).sum()))
+        assert tables["kl_by_staleness"][str(lag)] == pytest.approx((w[at] - 1 - np.log(w[at])).mean())
+        assert tables["clip_fraction_by_staleness"][str(lag)] == pytest.approx(flat[at].mean())
+        assert tables["weight_by_staleness"][str(lag)] == pytest.approx(w[at].sum() / w[row.trained.numpy()].sum())
+    assert all(list(table) == ["0", "1", "2"] for table in tables.values())
+
+
+# ---------------------------------------------------------------- one optimizer step, by one line of config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+@pytest.fixture
+def backend(model):
+    config = load("quickstart", [f"model.path={model}"])
+    optimizer = Optimizer(lr=1e-3)
+    backend = Fsdp2Backend(config.model, optimizer, device="cpu", temperature=0.7, timeout_s=60.0)
+    yield backend
+    backend.close()
+
+
+def near_rows(backend, budget):
+    """Rows of a policy that has moved a little since the start of the batch, and more since its tokens were sampled."""
+    rows = make_rows(0, 0, 1, budget)
+    moved = []
+    for row, current in zip(rows, backend.logprobs(rows), strict=True):
+        proximal = current + (row.proximal_logprobs - row.behavior_logprobs)
+        behavior = proximal + torch.where(row.trained, 0.2 * (row.behavior_logprobs + 3.0), 0.0)
+        moved.append(msgspec.structs.replace(row, proximal_logprobs=proximal, behavior_logprobs=behavior))
+    return moved
+
+
+LINES = [
+    *[f"loss.kind={section.__struct_config__.tag}" for section in LOSSES],
+    *[f"correction.kind={kind}" for kind in ("truncated", "masked", "rejected")],
+    *[f"aggregation={kind}" for kind in AGGREGATIONS],
+    "entropy=0.01",
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_an_optimizer_step_by_one_line_of_config(backend, line):
+    config = load("quickstart", [f"learner.algorithm.{line}"])
+    batch_loss = loss_of(config.learner.algorithm, config.agent.max_tokens)
+    before = dict(backend.named_weights())
+    outcomes = []
+    for budget in (8192, 34):  # packed in one row; accumulated over several
+        rows = near_rows(backend, budget)
+        outcomes.append((len(rows), backend.step(rows, batch_loss(rows, backend.gather), 0.0)))
+    (one, first), (several, second) = outcomes
+    assert one < several
+    assert first.loss == pytest.approx(second.loss, abs=1e-6)
+    assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-5)
+    assert first.means == pytest.approx(second.means, abs=1e-5)
+    rows = near_rows(backend, 8192)
+    result = backend.step(rows, batch_loss(rows, backend.gather), 1e-3)
+    assert result.grad_norm > 0
+    after = dict(backend.named_weights())
+    assert all(torch.isfinite(weight).all() for weight in after.values())
+    assert not all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_forgotten_proximal_log_probs_are_refused_or_not_needed(backend, line):
+    algorithm = load("quickstart", [f"learner.algorithm.{line}"]).learner.algorithm
+    rows = [
+        msgspec.structs.replace(row, proximal_logprobs=torch.full_like(row.advantages, torch.nan))
+        for row in near_rows(backend, 8192)
+    ]
+    loss = loss_of(algorithm, 64)(rows, backend.gather)
+    if isinstance(algorithm.loss, SELF_CORRECTING):
+        assert backend.step(rows, loss, 0.0).grad_norm > 0
+    else:
+        with pytest.raises(LearnerError, match="not finite"):
+            backend.step(rows, loss, 1e-3)
+
+
+def test_the_lines_are_all_different_losses(backend):
+    """None of them is ignored: each gives another gradient than the default."""
+    norms = {}
+    for line in ["minibatches=1", *LINES]:
+        algorithm = load("quickstart", [f"learner.algorithm.{line}"]).learner.algorithm
+        rows = near_rows(backend, 8192)
+        norms[line] = backend.step(rows, loss_of(algorithm, 64)(rows, backend.gather), 0.0).grad_norm
+    same = {"minibatches=1", "loss.kind=decoupled_ppo", "correction.kind=truncated", "aggregation=token_mean"}
+    assert len({norms[line] for line in same}) == 1
+    others = [norms[line] for line in norms if line not in same] + [norms["minibatches=1"]]
+    assert all(abs(a - b) > 1e-5 * a for a, b in itertools.combinations(others, 2))
