@@ -381,7 +381,7 @@ class NoCorrection(Section, frozen=True, tag_field="kind", tag="none"):
 
 
 class Truncated(Section, frozen=True, tag_field="kind", tag="truncated"):
-    """Weighed by proximal / behaviour up to a cap (TIS, Yao et al. 2025)."""
+    """Weighed by proximal / behaviour up to a cap; at level `token` that is TIS (Yao et al. 2025)."""
 
     level: Level = "token"
     """Of what the weight is: of a token, of its whole sequence, or the geometric mean over the sequence."""

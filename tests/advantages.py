@@ -49,7 +49,7 @@ def per_turn(groups: Groups, values: list[list[float]]) -> list[float]:
 
 
 def grpo(config: Grpo, groups: Groups) -> list[float]:
-    """Shao et al. 2024, section 4.1.2; Liu et al. 2025, equation 3."""
+    """Shao et al. 2024; Liu et al. 2025."""
     values = []
     for group in groups:
         rewards = [e.reward for e in group]
@@ -59,7 +59,7 @@ def grpo(config: Grpo, groups: Groups) -> list[float]:
 
 
 def rloo(_: Rloo, groups: Groups) -> list[float]:
-    """Ahmadian et al. 2024, section 3: the others, one by one."""
+    """Ahmadian et al. 2024: the others, one by one."""
     values = []
     for group in groups:
         rewards = [e.reward for e in group]

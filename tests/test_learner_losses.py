@@ -443,12 +443,24 @@ def test_a_freak_weight_leaves_loss_and_metrics_finite(correction, gap):
         assert sums["dropped"] > 0
 
 
-def test_sapo_lets_go_of_a_token_that_moved_too_far():
+@pytest.mark.parametrize("gap", [80.0, 1000.0])
+@pytest.mark.parametrize(
+    ("surrogate", "sign"),
+    [(kind(), 1.0) for kind in (DecoupledPpo, Ppo, DualClipPpo, Gspo, Sapo, ClipCov)]
+    + [(DualClipPpo(), -1.0), (Sapo(), -1.0)],
+    ids=str,
+)
+def test_a_token_that_moved_too_far_is_let_go(surrogate, sign, gap):
+    """Where the clip takes the gradient away it is 0, however far the ratio is beyond."""
     sequences = make_sequences(count=1)
-    sequences[0].current[-1] = sequences[0].proximal[-1] + 1000.0
-    total, ((gradient, _),), _ = run(Algorithm(loss=Sapo()), [sequences])
+    base = "behavior" if isinstance(surrogate, SELF_CORRECTING) else "proximal"
+    sequences[0].advantages[:] = sign
+    sequences[0].current[-1] = getattr(sequences[0], base)[-1] + gap
+    total, ((gradient, _),), sums = run(Algorithm(loss=surrogate), [sequences])
     assert math.isfinite(total)
+    assert np.isfinite(gradient).all()
     assert gradient[-1] == 0.0
+    assert all(math.isfinite(value) for value in sums.values())
 
 
 @pytest.mark.parametrize("share", [0.01, 0.05])

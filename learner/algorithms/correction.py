@@ -24,7 +24,7 @@ No weight carries a gradient. With other levels than `token` every w of a sequen
 Losses around the behaviour policy (`SELF_CORRECTING`) hold the weight in their ratio p / b. `masked` and `rejected` drop there
 what they drop elsewhere and weigh nothing; `truncated` would weigh twice and is refused in the config.
 
-Dropped tokens still count in what the step's loss is divided by, as in IcePop: dropping many makes a step smaller, not louder.
+Dropped tokens still count in what the step's loss is divided by: dropping many makes a step smaller, not louder.
 They are reported as `dropped`. A log-prob that is not a number drops nothing: it reaches the loss, and the step is refused.
 """
 

@@ -1,7 +1,7 @@
 """Decoupled PPO: the policy that sampled and the policy that is held close are two different ones.
 
-Hilton, Cobbe & Schulman 2021, "Batch size-invariance for policy optimization", arXiv:2110.00641, equation 3. For each trained
-token, with behaviour policy b (sampled it, maybe several versions ago), proximal policy q (the weights at the start of this batch)
+Hilton, Cobbe & Schulman 2021, "Batch size-invariance for policy optimization", arXiv:2110.00641. For each trained token,
+with behaviour policy b (sampled it, maybe several versions ago), proximal policy q (the weights at the start of this batch)
 and current policy p:
 
     loss = - (q / b) min(r A, clip(r, 1 - low, 1 + high) A),    r = p / q
@@ -22,6 +22,6 @@ def surrogate(config: DecoupledPpo) -> SurrogateLoss:
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
 
     def loss(tokens: Tokens) -> Surrogate:
-        return clipped_surrogate((tokens.current - tokens.proximal).exp(), tokens.advantages, low, high)
+        return clipped_surrogate(tokens.current - tokens.proximal, tokens.advantages, low, high)
 
     return loss

@@ -2,8 +2,8 @@
 
 With rewards r_1..r_G of the G episodes of one group,
 
-    A_i = (r_i - mean(r)) / (std(r) + eps)        GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2
-    A_i =  r_i - mean(r)                          Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, equation 3
+    A_i = (r_i - mean(r)) / (std(r) + eps)        GRPO, Shao et al. 2024, arXiv:2402.03300
+    A_i =  r_i - mean(r)                          Dr. GRPO, Liu et al. 2025, arXiv:2503.20783
 
 The standard deviation is the population's. Dividing by it weighs tasks that are nearly always or nearly never solved more.
 """

@@ -6,10 +6,10 @@ and current policy p,
     s = (p(y) / q(y))^(1 / T) = exp(mean_t log p_t / q_t)
     loss_t = - min(s_t A_t, clip(s_t, 1 - low, 1 + high) A_t),    s_t = sg[s] p_t / sg[p_t]
 
-This is GSPO-token (section 4.3): equal to GSPO in value and gradient where all tokens of a sequence have one advantage, and right
+This is the paper's GSPO-token: equal to GSPO in value and gradient where all tokens of a sequence have one advantage, and right
 where they have not, as with credit by turn. The paper's mean over sequences is `aggregation: sequence_mean`.
 
-The paper's old policy is the proximal one here: s differs from 1 by thousandths, less than staleness or another kernel makes of it.
+The paper's old policy is the proximal one here: the clip is ten-thousandths wide, less than staleness or another kernel makes of s.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def surrogate(config: Gspo) -> SurrogateLoss:
     def loss(tokens: Tokens) -> Surrogate:
         log_s = tokens.sequence_mean((tokens.current - tokens.proximal).detach())
         # The value is s, the derivative by the token's own log-prob is s too.
-        ratio = (log_s + (tokens.current - tokens.current.detach())).exp()
-        return clipped_surrogate(ratio, tokens.advantages, low, high)
+        log_ratio = log_s + (tokens.current - tokens.current.detach())
+        return clipped_surrogate(log_ratio, tokens.advantages, low, high)
 
     return loss

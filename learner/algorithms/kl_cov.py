@@ -1,8 +1,8 @@
 """KL-Cov: tokens with the highest covariances are held near the proximal policy, so that the entropy does not collapse.
 
-Cui et al. 2025, arXiv:2505.22617, section 4.2. With the covariances of `covariance.py`,
+Cui et al. 2025, arXiv:2505.22617. With the covariances of `covariance.py`,
 
-    I = the tokens with the floor(share x N) largest Cov
+    I = the tokens with the floor(share x N) largest Cov, of these those with Cov > 0
     loss = - r A + BETA KL(q || p) for tokens in I, elsewhere - r A,    r = p / q
 
 The divergence of one token is estimated by r - 1 - log r (k3, Schulman 2020), unbiased for tokens that q samples; the authors' code
@@ -22,7 +22,7 @@ from .covariance import largest
 from .tokens import Selection, Surrogate, SurrogateLoss, Tokens
 
 BETA = 1.0
-"""Weight of the divergence, the paper's."""
+"""Weight of the divergence, as in the authors' scripts."""
 
 
 def selection(config: KlCov, rows: Sequence[PackedRow], gather: Gather) -> Selection:

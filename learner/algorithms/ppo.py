@@ -17,6 +17,8 @@ that staleness alone uses up the clip range; `decoupled_ppo` is the answer to th
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ...configs.schema import DualClipPpo, Ppo
@@ -26,8 +28,13 @@ DUAL_CLIP = 3.0
 """The paper's c."""
 
 
-def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> Surrogate:
+LOG_RATIO_LIMIT = 20.0
+"""Far above any clip. Where the clip takes the gradient away the ratio must not become infinite, for infinity times 0 is NaN."""
+
+
+def clipped_surrogate(log_ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> Surrogate:
     """- min(r A, clip(r, low, high) A) of each token, and where the clip took the gradient away."""
+    ratio = torch.where(advantages > 0, log_ratio.clamp(max=LOG_RATIO_LIMIT), log_ratio).exp()
     plain, bounded = ratio * advantages, ratio.clamp(low, high) * advantages
     return Surrogate(loss=-torch.minimum(plain, bounded), clipped=bounded < plain)
 
@@ -37,12 +44,14 @@ def surrogate(config: Ppo | DualClipPpo) -> SurrogateLoss:
     low, high, dual = 1.0 - config.clip_low, 1.0 + config.clip_high, isinstance(config, DualClipPpo)
 
     def loss(tokens: Tokens) -> Surrogate:
-        ratio = (tokens.current - tokens.behavior).exp()
-        single = clipped_surrogate(ratio, tokens.advantages, low, high)
+        log_ratio = tokens.current - tokens.behavior
         if not dual:
-            return single
-        most = -DUAL_CLIP * tokens.advantages
-        over = (tokens.advantages < 0) & (single.loss > most)
-        return Surrogate(loss=torch.where(over, most, single.loss), clipped=single.clipped | over)
+            return clipped_surrogate(log_ratio, tokens.advantages, low, high)
+        # For A < 0 the single clip's loss is |A| max(r, low): its bound is one on r, taken before r can be infinite.
+        over = (tokens.advantages < 0) & (log_ratio > math.log(DUAL_CLIP))
+        single = clipped_surrogate(log_ratio.masked_fill(over, 0.0), tokens.advantages, low, high)
+        return Surrogate(
+            loss=torch.where(over, -DUAL_CLIP * tokens.advantages, single.loss), clipped=single.clipped | over
+        )
 
     return loss

@@ -1,8 +1,8 @@
 """Turn-level credit: a turn is judged by what came after it, not by what the whole episode earned.
 
-Returns by turn, discounted, and compared within the group, as in Ding et al. 2025, "Empowering Multi-Turn Tool-Integrated Reasoning
-with Group Turn Policy Optimization", arXiv:2511.14846, without its shaping of rewards. With the reward r_ik after turn k of
-episode i,
+Returns by turn, discounted, and normalised within the group, after Ding et al. 2025, "Empowering Multi-Turn Tool-Integrated
+Reasoning with Group Turn Policy Optimization", arXiv:2511.14846, without its shaping of rewards. With the reward r_ik after turn k
+of episode i,
 
     R_ik = sum over l >= k of gamma^(l - k) * r_il
     A_ik = (R_ik - mean(R_.k)) / (std(R_.k) + eps)
