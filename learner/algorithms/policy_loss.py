@@ -20,10 +20,7 @@ import torch
 from ..backend import Gather, LossOutput, PackedRow, PolicyLoss
 from .aggregation import Scale
 from .correction import Correction
-from .tokens import Selection, SurrogateLoss, Tokens, trained_tokens
-
-LOG_RATIO_LIMIT = 20.0
-"""Reported ratios saturate at e^20: their squares stay finite, so that one freak token cannot blank out a metric."""
+from .tokens import LOG_RATIO_LIMIT, Selection, SurrogateLoss, Tokens, trained_tokens
 
 BY_STALENESS = ("tokens", "importance", "importance_square", "kl", "clip_fraction")
 """Sums that are reported by staleness too; `tokens` counts trained tokens."""

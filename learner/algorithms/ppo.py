@@ -22,14 +22,10 @@ import math
 import torch
 
 from ...configs.schema import DualClipPpo, Ppo
-from .tokens import Surrogate, SurrogateLoss, Tokens
+from .tokens import LOG_RATIO_LIMIT, Surrogate, SurrogateLoss, Tokens
 
 DUAL_CLIP = 3.0
 """The paper's c."""
-
-
-LOG_RATIO_LIMIT = 20.0
-"""Far above any clip. Where the clip takes the gradient away the ratio must not become infinite, for infinity times 0 is NaN."""
 
 
 def clipped_surrogate(log_ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> Surrogate:

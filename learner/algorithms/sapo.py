@@ -15,13 +15,10 @@ from __future__ import annotations
 import torch
 
 from ...configs.schema import Sapo
-from .tokens import Surrogate, SurrogateLoss, Tokens
+from .tokens import LOG_RATIO_LIMIT, Surrogate, SurrogateLoss, Tokens
 
 POSITIVE, NEGATIVE = 1.0, 1.05
 """The paper's temperatures."""
-
-LOG_RATIO_LIMIT = 20.0
-"""Above e^20 the gate's slope is 0 in any float; the ratio itself must not become infinite, for infinity times 0 is NaN."""
 
 
 def surrogate(config: Sapo) -> SurrogateLoss:

@@ -15,6 +15,10 @@ import torch
 
 from ..backend import PackedRow
 
+LOG_RATIO_LIMIT = 20.0
+"""Ratios that may saturate do so at e^20, far above any clip. Where a clip or a gate takes the gradient away the ratio must not
+become infinite, for infinity times 0 is NaN; squares of reported ratios stay finite, so that a freak token blanks out no metric."""
+
 
 class Tokens(msgspec.Struct, frozen=True):
     """The K trained tokens of a row.
