@@ -12,23 +12,8 @@ from collections.abc import Iterator
 from typing import get_args, get_type_hints
 
 from ..errors import ConfigError
-from .schema import (
-    NO_FAULTS,
-    SELF_CORRECTING,
-    Agent,
-    Config,
-    Fake,
-    Fault,
-    Masked,
-    Mixture,
-    NoCorrection,
-    PythonEnv,
-    ReasoningGym,
-    Rejected,
-    Truncated,
-    parse_memory,
-    parse_size,
-)
+from .algorithm import SELF_CORRECTING, Masked, NoCorrection, Rejected, Truncated
+from .schema import NO_FAULTS, Agent, Config, Fake, Fault, Mixture, PythonEnv, ReasoningGym, parse_memory, parse_size
 
 BF16_NOISE = 0.05
 """Nats by which log-probs of equal bfloat16 weights differ between implementations, at least now and then."""

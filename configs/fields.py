@@ -1,7 +1,7 @@
 """What the schema says of itself: the type and the docstring of every key, found by reflection and never written twice.
 
 Invariants:
-- A key is documented where it is declared: the string under a field in `schema.py` is its documentation.
+- A key is documented where it is declared: the string under a field in `MODULES` is its documentation.
 - A section with kinds is a tagged struct, or a union of them; its key `kind` is documented like any other.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as reflect
 
-from . import schema
+from . import algorithm, schema
 from .schema import Config
 
 
@@ -77,11 +77,15 @@ def type_text(kind: reflect.Type) -> str:
             return f"a section with the keys {keys}"
 
 
+MODULES = (schema, algorithm)
+"""Where sections are declared."""
+
+
 @functools.cache
 def docstrings() -> dict[str, dict[str, str]]:
-    """Class name -> field name -> the string under that field in `schema.py`."""
+    """Class name -> field name -> the string under that field."""
     found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
+    for node in (node for module in MODULES for node in ast.parse(inspect.getsource(module)).body):
         if not isinstance(node, ast.ClassDef):
             continue
         fields = found.setdefault(node.name, {})

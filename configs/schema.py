@@ -1,7 +1,7 @@
 """Every knob there is: frozen msgspec structs, unknown keys refused, a docstring under every field.
 
 Invariants:
-- Fewer than 120 fields in all; a knob needs a reason.
+- Fewer than 120 fields in all, those of `algorithm` included; a knob needs a reason.
 - Everything that can be checked without starting a process or reading a file is checked by `check`, which names the key.
 - A choice between kinds is a tagged union: the key `kind` names it, and only that kind's fields are allowed beside it.
 """
@@ -10,18 +10,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field, structs
+from msgspec import Meta, field, structs
 
 from ..errors import ConfigError
-
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
-Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
-AboveZero = Annotated[float, Meta(gt=0.0)]
-
-
-class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of every section."""
+from .algorithm import Algorithm
+from .section import AboveZero, Fraction, NonNegative, Positive, Section
 
 
 class Run(Section, frozen=True):
@@ -52,7 +45,7 @@ class ReasoningGym(Tasks, frozen=True, tag_field="kind", tag="reasoning_gym"):
 
     family: str = "chain_sum"
     """A reasoning-gym dataset name."""
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of that family, for example `{max_digits: 3}`."""
     calculator: bool = True
     """Offer the calculator tool; without it every episode is one question and one answer."""
@@ -67,7 +60,7 @@ class PythonEnv(Tasks, frozen=True, tag_field="kind", tag="python"):
 
     factory: str
     """`package.module:Name`: called with `split` and `seed` and the arguments below, returns a task source."""
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory."""
 
 
@@ -211,7 +204,7 @@ class Rollout(Section, frozen=True):
     """Longest call of one tool; then the episode failed by `tool`."""
     episode_s: AboveZero = 600.0
     """Longest episode; then it failed by `timeout`."""
-    failures: dict[Reason, Failure] = {}
+    failures: dict[Reason, Failure] = field(default_factory=dict)
     """What becomes of episodes that failed, by reason. `retries`: how often such a member of a group is played again; `then`:
     `drop` it, or `train` with the penalty that its environment declares. Reasons that are not named keep their defaults."""
 
@@ -266,170 +259,6 @@ class Optimizer(Section, frozen=True):
     """Decay of the second moment."""
     clip_norm: AboveZero = 1.0
     """Gradient norm above which the gradient is scaled down."""
-
-
-class Grpo(Section, frozen=True, tag_field="kind", tag="grpo"):
-    """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300)."""
-
-    normalize: bool = True
-    """Divide by the group's standard deviation; false gives Dr. GRPO's unbiased form (Liu et al. 2025, arXiv:2503.20783)."""
-
-
-class Rloo(Section, frozen=True, tag_field="kind", tag="rloo"):
-    """Leave-one-out: the mean of the others is the baseline (Ahmadian et al. 2024, arXiv:2402.14740)."""
-
-
-class ReinforcePP(Section, frozen=True, tag_field="kind", tag="reinforce_pp"):
-    """REINFORCE++: normalised over the batch, no baseline by task (Hu et al. 2025, arXiv:2501.03262)."""
-
-
-class ReinforcePPBaseline(Section, frozen=True, tag_field="kind", tag="reinforce_pp_baseline"):
-    """REINFORCE++ with the group's mean as baseline, normalised over the batch (Hu et al. 2025, arXiv:2501.03262)."""
-
-
-class Opo(Section, frozen=True, tag_field="kind", tag="opo"):
-    """Optimal reward baseline: the group's mean weighted by length (Hao et al. 2025, arXiv:2505.23585)."""
-
-
-class TurnLevel(Section, frozen=True, tag_field="kind", tag="turn_level"):
-    """Every turn by the rewards that follow it, relative to that turn of the group (after Ding et al. 2025, arXiv:2511.14846)."""
-
-    gamma: Fraction = 1.0
-    """Discount per turn: 1 credits a turn with all that follows, 0 with its own reward only."""
-    normalize: bool = True
-    """Divide by the standard deviation among those of the group that reached the turn."""
-
-
-class DecoupledPpo(Section, frozen=True, tag_field="kind", tag="decoupled_ppo"):
-    """Decoupled PPO (Hilton et al. 2021, arXiv:2110.00641): clip around the proximal policy, weigh by the behaviour policy."""
-
-    clip_low: AboveZero = 0.2
-    """The ratio to the proximal policy is clipped at 1 - clip_low."""
-    clip_high: AboveZero = 0.28
-    """The ratio to the proximal policy is clipped at 1 + clip_high."""
-
-
-class Ppo(Section, frozen=True, tag_field="kind", tag="ppo"):
-    """PPO (Schulman et al. 2017, arXiv:1707.06347): clip around the behaviour policy."""
-
-    clip_low: AboveZero = 0.2
-    """The ratio to the behaviour policy is clipped at 1 - clip_low."""
-    clip_high: AboveZero = 0.2
-    """The ratio to the behaviour policy is clipped at 1 + clip_high."""
-
-
-class DualClipPpo(Ppo, frozen=True, tag_field="kind", tag="dual_clip_ppo"):
-    """PPO whose ratio is bounded by 3 too where the advantage is negative (Ye et al. 2020, arXiv:1912.09729)."""
-
-
-class Gspo(Section, frozen=True, tag_field="kind", tag="gspo"):
-    """GSPO (Zheng et al. 2025, arXiv:2507.18071): one ratio for a whole sequence, the geometric mean of its tokens'."""
-
-    clip_low: AboveZero = 3e-4
-    """The sequence's ratio to the proximal policy is clipped at 1 - clip_low."""
-    clip_high: AboveZero = 4e-4
-    """The sequence's ratio to the proximal policy is clipped at 1 + clip_high."""
-
-
-class Cispo(Section, frozen=True, tag_field="kind", tag="cispo"):
-    """CISPO (MiniMax 2025, arXiv:2506.13585): the weight of a token is clipped, its gradient never lost."""
-
-    clip_high: AboveZero = 4.0
-    """The weight, the ratio to the behaviour policy, is at most 1 + clip_high."""
-
-
-class Sapo(Section, frozen=True, tag_field="kind", tag="sapo"):
-    """SAPO (Gao et al. 2025, arXiv:2511.20347): a smooth gate around the proximal policy in place of a clip."""
-
-
-Share = Annotated[float, Meta(gt=0.0, le=1.0)]
-
-
-class ClipCov(Section, frozen=True, tag_field="kind", tag="clip_cov"):
-    """Clip-Cov (Cui et al. 2025, arXiv:2505.22617): some tokens whose log-prob and advantage rise together carry no gradient."""
-
-    share: Share = 2e-4
-    """Share of the step's tokens that are so chosen; at least one token."""
-    clip_low: AboveZero = 0.2
-    """The ratio to the proximal policy is clipped at 1 - clip_low."""
-    clip_high: AboveZero = 0.2
-    """The ratio to the proximal policy is clipped at 1 + clip_high."""
-
-
-class KlCov(Section, frozen=True, tag_field="kind", tag="kl_cov"):
-    """KL-Cov (Cui et al. 2025, arXiv:2505.22617): tokens whose log-prob and advantage rise together most are held near the
-    proximal policy. From a batch's second optimizer step on: set `minibatches` to 2 or more."""
-
-    share: Share = 2e-3
-    """Share of the step's tokens that are so chosen; at least one token."""
-
-
-PolicyLossKind = DecoupledPpo | Ppo | DualClipPpo | Gspo | Cispo | Sapo | ClipCov | KlCov
-
-SELF_CORRECTING = (Ppo, DualClipPpo, Cispo)
-"""Losses whose ratio is the one to the policy that sampled: they weigh tokens of other policies by themselves."""
-
-Level = Literal["token", "sequence", "geometric"]
-
-
-class AutoCorrection(Section, frozen=True, tag_field="kind", tag="auto"):
-    """What the loss needs: `truncated` around the proximal policy, `none` around the behaviour policy."""
-
-
-class NoCorrection(Section, frozen=True, tag_field="kind", tag="none"):
-    """Tokens count as if the policy at the start of the batch had sampled them."""
-
-
-class Truncated(Section, frozen=True, tag_field="kind", tag="truncated"):
-    """Weighed by proximal / behaviour up to a cap; at level `token` that is TIS (Yao et al. 2025)."""
-
-    level: Level = "token"
-    """Of what the weight is: of a token, of its whole sequence, or the geometric mean over the sequence."""
-    high: AboveZero = 2.0
-    """The weight is at most this."""
-
-
-class Masked(Section, frozen=True, tag_field="kind", tag="masked"):
-    """Weighed by proximal / behaviour; tokens whose weight is out of bounds carry no loss (IcePop, arXiv:2510.18855)."""
-
-    level: Level = "token"
-    """Of what the weight is: of a token, of its whole sequence, or the geometric mean over the sequence."""
-    low: AboveZero = 0.5
-    """Smallest weight that counts; below 1."""
-    high: AboveZero = 5.0
-    """Largest weight that counts; above 1."""
-
-
-class Rejected(Section, frozen=True, tag_field="kind", tag="rejected"):
-    """Weighed by proximal / behaviour; sequences with a weight out of bounds carry no loss (Liu et al. 2025)."""
-
-    level: Level = "geometric"
-    """Of what the weight is: of a token, of its whole sequence, or the geometric mean over the sequence."""
-    low: AboveZero = 0.5
-    """Smallest weight that counts; below 1."""
-    high: AboveZero = 2.0
-    """Largest weight that counts; above 1."""
-
-
-Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
-
-
-class Algorithm(Section, frozen=True):
-    """What the step optimises."""
-
-    advantage: Grpo | Rloo | ReinforcePP | ReinforcePPBaseline | Opo | TurnLevel = field(default_factory=Grpo)
-    """How rewards become advantages."""
-    loss: PolicyLossKind = field(default_factory=DecoupledPpo)
-    """The policy loss. `ppo`, `dual_clip_ppo` and `cispo` are around the policy that sampled and correct staleness by themselves;
-    the others are around the policy at the start of the batch and need a correction."""
-    correction: AutoCorrection | NoCorrection | Truncated | Masked | Rejected = field(default_factory=AutoCorrection)
-    """What makes up for tokens of other policies. `auto` is what the loss needs: `truncated`, or `none` where it has its own."""
-    aggregation: Aggregation = "token_mean"
-    """The step's loss: mean over tokens, or mean over sequences of their means, or of their sums / `agent.max_tokens`."""
-    entropy: Annotated[float, Meta(ge=0.0)] = 0.0
-    """Coefficient of the entropy bonus, per nat; 0 is none."""
-    minibatches: Positive = 1
-    """Optimizer steps per batch; more than one makes the proximal policy differ from the target."""
 
 
 class Checkpoint(Section, frozen=True):

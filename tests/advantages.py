@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from slipstream.configs.schema import Grpo, Opo, ReinforcePP, ReinforcePPBaseline, Rloo, TurnLevel
+from slipstream.configs.algorithm import Grpo, Opo, ReinforcePP, ReinforcePPBaseline, Rloo, TurnLevel
 
 EPSILON = 1e-4
 GRPO, DR_GRPO = Grpo(normalize=True), Grpo(normalize=False)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from slipstream.buffer import wire
 from slipstream.buffer.trajectory import Trajectory
-from slipstream.configs.schema import Agent, DecoupledPpo, Optimizer, PythonEnv, Truncated
+from slipstream.configs.algorithm import DecoupledPpo, Truncated
+from slipstream.configs.schema import Agent, Optimizer, PythonEnv
 from slipstream.envs import task_source
 from slipstream.launch.init_model import Shape, init_model
 from slipstream.tests.runs import query, slipstream

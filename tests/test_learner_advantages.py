@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.configs.schema import Algorithm, Grpo, Opo, ReinforcePP, ReinforcePPBaseline, Rloo, TurnLevel
+from slipstream.configs.algorithm import Algorithm, Grpo, Opo, ReinforcePP, ReinforcePPBaseline, Rloo, TurnLevel
 from slipstream.learner.algorithms import advantage_of
 from slipstream.learner.algorithms.episodes import Episodes
 from slipstream.tests.advantages import ALL, BY_GROUP, DR_GRPO, ORACLES, Episode, Groups, names, turn_level

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.configs.schema import Algorithm, DecoupledPpo, Truncated
+from slipstream.configs.algorithm import Algorithm, DecoupledPpo, Truncated
 from slipstream.learner import logprobs
 from slipstream.learner.algorithms import effective_sample_size, loss_of
 from slipstream.learner.backend import PackedRow

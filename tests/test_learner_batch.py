@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory, Turn, VersionSpan
-from slipstream.configs.schema import Algorithm, Grpo
+from slipstream.configs.algorithm import Algorithm, Grpo
 from slipstream.errors import LearnerError
 from slipstream.learner import batch
 from slipstream.learner.algorithms import advantage_of

@@ -8,7 +8,8 @@ import pytest
 import torch
 from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory, Turn, VersionSpan
 from slipstream.configs import load
-from slipstream.configs.schema import Algorithm, Grpo, Model, Opo, Optimizer, TurnLevel
+from slipstream.configs.algorithm import Algorithm, Grpo, Opo, TurnLevel
+from slipstream.configs.schema import Model, Optimizer
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.learner import batch
 from slipstream.learner.algorithms import advantage_of, loss_of

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from slipstream.configs.schema import Algorithm, DecoupledPpo, Model, Optimizer, Sft, Truncated
+from slipstream.configs.algorithm import Algorithm, DecoupledPpo, Truncated
+from slipstream.configs.schema import Model, Optimizer, Sft
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.learner.algorithms import loss_of
 from slipstream.learner.batch import TrainSequence, rank_rows, scoring_row, with_proximal

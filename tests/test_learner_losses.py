@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from slipstream.configs import load
-from slipstream.configs.schema import (
+from slipstream.configs.algorithm import (
     SELF_CORRECTING,
     Algorithm,
     AutoCorrection,
@@ -24,12 +24,12 @@ from slipstream.configs.schema import (
     KlCov,
     Masked,
     NoCorrection,
-    Optimizer,
     Ppo,
     Rejected,
     Sapo,
     Truncated,
 )
+from slipstream.configs.schema import Optimizer
 from slipstream.errors import LearnerError
 from slipstream.learner.algorithms import LOSSES, loss_of
 from slipstream.learner.algorithms.covariance import drawn

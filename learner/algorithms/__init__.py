@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...configs.schema import (
+from ...configs.algorithm import (
     Algorithm,
     Cispo,
     ClipCov,
@@ -23,9 +23,9 @@ from ...configs.schema import (
     ReinforcePPBaseline,
     Rloo,
     Sapo,
-    Section,
     TurnLevel,
 )
+from ...configs.section import Section
 from ..backend import BatchLoss, Gather, PackedRow, PolicyLoss
 from . import (
     cispo,

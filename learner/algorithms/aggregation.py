@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...configs.schema import Aggregation
+from ...configs.algorithm import Aggregation
 from ..backend import Gather, PackedRow
 from .tokens import Tokens
 

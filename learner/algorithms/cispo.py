@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from ...configs.schema import Cispo
+from ...configs.algorithm import Cispo
 from .tokens import Surrogate, SurrogateLoss, Tokens
 
 

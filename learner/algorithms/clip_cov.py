@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...configs.schema import ClipCov
+from ...configs.algorithm import ClipCov
 from ..backend import Gather, PackedRow
 from .covariance import drawn
 from .ppo import clipped_surrogate

@@ -35,15 +35,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...configs.schema import (
-    SELF_CORRECTING,
-    Algorithm,
-    AutoCorrection,
-    Masked,
-    NoCorrection,
-    Rejected,
-    Truncated,
-)
+from ...configs.algorithm import SELF_CORRECTING, Algorithm, AutoCorrection, Masked, NoCorrection, Rejected, Truncated
 from .tokens import Tokens
 
 Correction = Callable[[Tokens], tuple[torch.Tensor, torch.Tensor]]

@@ -12,7 +12,7 @@ Separate bounds of the clip are those of DAPO (Yu et al. 2025, arXiv:2503.14476)
 
 from __future__ import annotations
 
-from ...configs.schema import DecoupledPpo
+from ...configs.algorithm import DecoupledPpo
 from .ppo import clipped_surrogate
 from .tokens import Surrogate, SurrogateLoss, Tokens
 

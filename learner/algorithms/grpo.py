@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ...configs.schema import Grpo
+from ...configs.algorithm import Grpo
 from .episodes import Advantage, Episodes, relative_within
 
 

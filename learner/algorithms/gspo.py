@@ -14,7 +14,7 @@ The paper's old policy is the proximal one here: the clip is ten-thousandths wid
 
 from __future__ import annotations
 
-from ...configs.schema import Gspo
+from ...configs.algorithm import Gspo
 from .ppo import clipped_surrogate
 from .tokens import Surrogate, SurrogateLoss, Tokens
 

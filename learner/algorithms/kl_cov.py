@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...configs.schema import KlCov
+from ...configs.algorithm import KlCov
 from ..backend import Gather, PackedRow
 from .covariance import largest
 from .tokens import Selection, Surrogate, SurrogateLoss, Tokens

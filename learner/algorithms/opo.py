@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ...configs.schema import Opo
+from ...configs.algorithm import Opo
 from .episodes import Advantage, Episodes, mean_within
 
 

@@ -21,7 +21,7 @@ import math
 
 import torch
 
-from ...configs.schema import DualClipPpo, Ppo
+from ...configs.algorithm import DualClipPpo, Ppo
 from .tokens import LOG_RATIO_LIMIT, Surrogate, SurrogateLoss, Tokens
 
 DUAL_CLIP = 3.0

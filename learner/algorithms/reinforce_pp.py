@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ...configs.schema import ReinforcePP
+from ...configs.algorithm import ReinforcePP
 from .episodes import Advantage, Episodes, whitened
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ...configs.schema import ReinforcePPBaseline
+from ...configs.algorithm import ReinforcePPBaseline
 from .episodes import Advantage, Episodes, relative_within, whitened
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ...configs.schema import Rloo
+from ...configs.algorithm import Rloo
 from .episodes import Advantage, Episodes, mean_within
 
 

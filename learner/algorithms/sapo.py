@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from ...configs.schema import Sapo
+from ...configs.algorithm import Sapo
 from .tokens import LOG_RATIO_LIMIT, Surrogate, SurrogateLoss, Tokens
 
 POSITIVE, NEGATIVE = 1.0, 1.05

@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ...configs.schema import TurnLevel
+from ...configs.algorithm import TurnLevel
 from ...errors import LearnerError
 from .episodes import Advantage, Episodes, relative_within
 
