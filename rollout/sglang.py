@@ -211,7 +211,7 @@ class _Answer(Answer):
             )
         meta = chunk.meta_info
         new = meta.completion_tokens - len(self.tokens)
-        if new > 0:  # an abort while queued repeats what was sent before
+        if new > 0:  # the end of what was aborted in the queue brings none
             self.tokens += chunk.output_ids[-new:]
             if self._truncated:
                 self.logprobs += (meta.output_token_sampling_logprobs or [])[-new:]

@@ -4,6 +4,7 @@ What we add to SGLang 0.5.23, through the hooks that its plugins may register:
 
     _tell    HTTP server  what a receiver is told reaches it while requests run
     _pause   HTTP server  mode `abort` takes milliseconds, not a second
+    _echo    HTTP server  the end of a request that was aborted in the queue repeats no token and fits the chunks before it
     _watch   HTTP server  the server ends at once when its scheduler dies
     _listen  HTTP server  the server ends at once when its port is taken
     _take    scheduler    our commands, and our weights, go to `sglang_receiver`
@@ -80,6 +81,21 @@ async def _pause(original: Callable[..., Awaitable[None]], manager: Any, obj: An
         await manager._async_dispatch_to_scheduler(type(obj)(mode="retract"))
 
 
+def _echo(original: Callable[[Any, Any], None], manager: Any, request: Any) -> None:
+    """The chunk that SGLang makes here repeats the last token, and has a text where others have none: put together with a chunk
+    that is not sent yet, on a busy machine, it breaks the stream. What it tells is that and how the request ended."""
+    state = manager.rid_to_state.get(request.rid)
+    before = len(state.out_list) if state is not None else 0
+    original(manager, request)
+    if state is None or not getattr(state.obj, "stream", False) or not manager.incremental_streaming_output:
+        return
+    for chunk in state.out_list[before:]:
+        chunk.pop("text", None)
+        chunk["output_ids"] = []
+        for key in ("output_token_logprobs", "output_token_sampling_logprobs"):
+            chunk["meta_info"].pop(key, None)
+
+
 def _watch(original: Callable[[Any], None], watchdog: Any) -> None:
     """End with the first process that fails. SGLang would see it within a second, and then look for clues for five; whoever waits
     for a token can go on elsewhere only when our sockets close. The other processes die with this one."""
@@ -137,6 +153,7 @@ def _no_end(original: Callable[[Any], set[int] | None], config: Any) -> set[int]
 HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.update_weights_from_tensor": _tell,
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation": _pause,
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_req": _echo,
     "sglang.srt.utils.watchdog.SubprocessWatchdog._monitor_loop": _watch,
     "uvicorn.server.Server.startup": _listen,
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor": _take,
