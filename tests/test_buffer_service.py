@@ -607,21 +607,28 @@ async def test_stop_ends_the_service_after_its_round(path: Path, address: str) -
 # --- death and restart -------------------------------------------------------------------------------------------------
 
 
+async def ends_in_a_delivery(
+    service: asyncio.Task[None], client: BufferClient, path: Path, *, says: str
+) -> asyncio.Task[None]:
+    """While another process holds the file, a delivery ends the service; the delivery, which is not acknowledged."""
+    await client.served(0)
+    (first, _) = episodes(await client.lease())
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as thief:
+        thief.execute("BEGIN IMMEDIATE")
+        delivery = asyncio.create_task(client.deliver(first, {0: SAMPLED}, FINISHED, (trajectory(first),)))
+        with pytest.raises(StoreError, match=says):
+            await service
+        assert not delivery.done()
+    return delivery
+
+
 async def test_a_failed_write_ends_the_service_and_nothing_is_acknowledged(
     path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.store.BUSY_S", 0.05)
     async with BufferClient(address, "w") as client, asyncio.timeout(SOON):
         async with serving(path, address) as service:
-            await client.served(0)
-            (first, _) = episodes(await client.lease())
-            thief = sqlite3.connect(path, isolation_level=None)
-            thief.execute("BEGIN IMMEDIATE")
-            delivery = asyncio.create_task(client.deliver(first, {0: SAMPLED}, FINISHED, (trajectory(first),)))
-            with pytest.raises(StoreError, match="locked"):
-                await service
-            assert not delivery.done()
-            thief.close()
+            delivery = await ends_in_a_delivery(service, client, path, says="locked")
         async with serving(path, address):
             await delivery
             assert (await client.stats()).ledger == Ledger(generated=3, ready=3)
@@ -634,14 +641,8 @@ async def test_a_disk_that_hangs_is_named_and_nothing_is_acknowledged(
     monkeypatch.setattr("slipstream.buffer.service.STORE_S", 0.3)
     async with BufferClient(address, "w") as client, asyncio.timeout(SOON):
         async with serving(path, address) as service:
-            await client.served(0)
-            (first, _) = episodes(await client.lease())
-            with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as thief:
-                thief.execute("BEGIN IMMEDIATE")
-                delivery = asyncio.create_task(client.deliver(first, {0: SAMPLED}, FINISHED, (trajectory(first),)))
-                with pytest.raises(StoreError, match=r"the disk of .* has not taken a round in 0\.3 s"):
-                    await service
-                assert not delivery.done()
+            says = r"the disk of .* has not taken a round in 0\.3 s"
+            delivery = await ends_in_a_delivery(service, client, path, says=says)
         delivery.cancel()
 
 

@@ -232,6 +232,8 @@ async def test_a_replica_that_was_silent_is_tried_again_without_being_announced(
     await until(lambda: shy.served is not None)
     bench.stop.set()
     await asyncio.wait_for(running, 10)
+    assert shy.served is not None
+    assert shy.asked > asked + 2  # twice for nothing, and once more
 
 
 async def test_leaving_ends_a_catch_up(benches: list[Bench], tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from ...configs.algorithm import Aggregation
 from ..backend import Gather, PackedRow
-from .tokens import Tokens
+from .tokens import Tokens, sequences_of
 
 Scale = Callable[[Tokens], torch.Tensor]
 """What each token's loss is multiplied by, float[K]."""
@@ -33,14 +33,10 @@ def scale_of(kind: Aggregation, longest: int, rows: Sequence[PackedRow], gather:
     """
     if kind == "token_mean":
         return None
-    mine = [[float(row.trained.sum()), float(_sequences(row))] for row in rows]
+    lengths = [sequences_of(row)[1] for row in rows]
+    mine = [[float(each.sum()), float((each > 0).sum())] for each in lengths]
     tokens, sequences = gather(torch.tensor([[0.0, 0.0], *mine], dtype=torch.float64)).sum(0).tolist()
     factor = tokens / max(1.0, sequences)
     if kind == "sequence_mean":
         return lambda t: factor / t.lengths[t.sequence].to(t.current.dtype)
     return lambda t: torch.full_like(t.proximal, factor / longest)
-
-
-def _sequences(row: PackedRow) -> int:
-    """Sequences with a trained token."""
-    return sum(bool(part.any()) for part in row.trained.split(torch.tensor(row.cu_seqlens).diff().tolist()))

@@ -72,8 +72,8 @@ def trained_tokens(
     logprobs: torch.Tensor, entropy: torch.Tensor, row: PackedRow, selection: Selection | None
 ) -> Tokens:
     """The trained tokens of `row`; log-probs and entropies are float[N]."""
-    trained, starts = row.trained, torch.tensor(row.cu_seqlens, device=row.trained.device)
-    sequence = torch.repeat_interleave(starts.diff())[trained]
+    trained = row.trained
+    sequence, lengths = sequences_of(row)
     return Tokens(
         current=logprobs[trained],
         proximal=row.proximal_logprobs[trained],
@@ -82,6 +82,13 @@ def trained_tokens(
         entropy=entropy[trained],
         sequence=sequence,
         lags=row.lags[trained],
-        lengths=torch.bincount(sequence, minlength=len(row.cu_seqlens) - 1),
+        lengths=lengths,
         selected=torch.zeros_like(sequence, dtype=torch.bool) if selection is None else selection(row),
     )
+
+
+def sequences_of(row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64[K], the sequence of each trained token of `row`, and int64[S], the trained tokens of each sequence."""
+    starts = torch.tensor(row.cu_seqlens, device=row.trained.device)
+    sequence = torch.repeat_interleave(starts.diff())[row.trained]
+    return sequence, torch.bincount(sequence, minlength=len(row.cu_seqlens) - 1)
