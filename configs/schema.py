@@ -1,7 +1,8 @@
 """Every knob there is: frozen msgspec structs, unknown keys refused, a docstring under every field.
 
 Invariants:
-- Fewer than 120 fields in all, those of `algorithm` included; a knob needs a reason.
+- Fewer than 160 fields in all, those of `algorithm` and `backends` included; a knob needs a reason. The field's algorithms and two
+  backends are most of them, and a run meets those of its own kinds only.
 - Everything that can be checked without starting a process or reading a file is checked by `check`, which names the key.
 - A choice between kinds is a tagged union: the key `kind` names it, and only that kind's fields are allowed beside it.
 """
@@ -14,6 +15,7 @@ from msgspec import Meta, field, structs
 
 from ..errors import ConfigError
 from .algorithm import Algorithm
+from .backends import Fsdp2
 from .section import AboveZero, Fraction, NonNegative, Positive, Section
 
 
@@ -231,17 +233,6 @@ class Buffer(Section, frozen=True):
     keep: str = "4GiB"
     """Size that the buffer's file is kept below: first the tokens of groups that no recovery needs any more are dropped, then their
     rows; sums of their accounts stay."""
-
-
-class Fsdp2(Section, frozen=True, tag_field="kind", tag="fsdp2"):
-    """PyTorch fully_shard over a transformers model."""
-
-    ranks: Positive = 1
-    """Learner processes."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the learner runs; `auto` takes CUDA where there is one."""
-    tokens_per_microbatch: Positive = 8192
-    """Tokens packed into one forward pass."""
 
 
 class Optimizer(Section, frozen=True):

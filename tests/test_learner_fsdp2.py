@@ -17,34 +17,29 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from slipstream.configs.algorithm import Algorithm, DecoupledPpo, Truncated
-from slipstream.configs.schema import Model, Optimizer, Sft
+from slipstream.configs.schema import Model, Sft
 from slipstream.errors import ConfigError, LearnerError
-from slipstream.learner.algorithms import loss_of
-from slipstream.learner.batch import TrainSequence, rank_rows, scoring_row, with_proximal
+from slipstream.learner.batch import scoring_row
 from slipstream.learner.checkpoint import CheckpointState, checkpoints, latest, path_of, prune, read_state
 from slipstream.learner.fsdp2 import Fsdp2Backend
 from slipstream.learner.sft import negative_log_likelihood, run_sft
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from slipstream.tests.equality import (
+    LOSS,
+    OPTIMIZER,
+    SEQUENCE_MEAN,
+    STEPS,
+    TEMPERATURE,
+    make_batch,
+    make_model,
+    make_rows,
+    plain_loop,
+)
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
-VOCABULARY, STEPS, TEMPERATURE, DEADLINE_S = 96, 3, 0.7, 200
-LENGTHS = (7, 33, 2, 20, 12)
-# AdamW turns rounding noise in the smallest gradients into up to 1 % of a step: 1e-6 at this rate.
-OPTIMIZER = Optimizer(lr=1e-4, weight_decay=0.1, beta1=0.9, beta2=0.95, clip_norm=0.5)
-PPO, CAP = DecoupledPpo(), Truncated().high
-LOSS = loss_of(Algorithm(), longest=64)([], lambda values: values)
-SEQUENCE_MEAN = loss_of(Algorithm(aggregation="sequence_mean"), longest=64)
+DEADLINE_S = 200
 
 
 class Job(msgspec.Struct):
@@ -59,62 +54,6 @@ class Job(msgspec.Struct):
     save: str = ""
     tied: bool = True
     sequence_mean: bool = False
-
-
-def make_model(folder: Path, *, tied: bool, moe: bool = False) -> str:
-    """A Qwen3 of two layers with weights large enough that a wrong one shows, and a tokenizer of single words."""
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": tied,
-        "initializer_range": 0.08,
-    }
-    if moe:
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).save_pretrained(folder)
-    else:
-        Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(folder)
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY - 6)}, unk_token="w0"))
-    words.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
-    return str(folder)
-
-
-def make_batch(step: int) -> tuple[list[TrainSequence], list[np.ndarray]]:
-    """Five sequences and the proximal log-probs of their tokens."""
-    rng = np.random.default_rng(step)
-    sequences, proximal = [], []
-    for n in LENGTHS:
-        trained = rng.random(n) < 0.6
-        trained[0], trained[-1] = False, True
-        behavior = np.where(trained, -rng.exponential(3.0, n), 0).astype(np.float32)
-        proximal.append(np.where(trained, behavior + 0.3 * rng.normal(size=n), 0).astype(np.float32))
-        sequences.append(
-            TrainSequence(
-                token_ids=rng.integers(0, VOCABULARY, n).astype(np.int32),
-                trained=trained,
-                behavior_logprobs=behavior,
-                lags=np.where(trained, 0, -1).astype(np.int32),
-                mixed=np.zeros(n, dtype=np.bool_),
-                advantages=np.where(trained, rng.normal(), 0).astype(np.float32),
-            )
-        )
-    return sequences, proximal
-
-
-def make_rows(step: int, rank: int, world_size: int, budget: int):
-    """This rank's rows; the proximal log-probs find their tokens by sequence length, which is unique here."""
-    sequences, proximal = make_batch(step)
-    by_length = {len(values): torch.from_numpy(values) for values in proximal}
-    rows = rank_rows(sequences, rank, world_size, budget)
-    return [with_proximal(r, torch.cat([by_length[n] for n in np.diff(r.cu_seqlens)])) for r in rows]
 
 
 def open_backend(model: str, dtype: str = "float32") -> Fsdp2Backend:
@@ -138,35 +77,6 @@ def run(job: Job, backend: Fsdp2Backend) -> None:
     weights = dict(backend.named_weights())
     if backend.rank == 0:
         save_file(weights | {"numbers": torch.tensor(numbers)}, job.out)
-
-
-def plain_loop(folder: str, *, sequence_mean: bool = False) -> dict[str, torch.Tensor]:
-    """The same three steps by hand: one sequence at a time, transformers' own attention, torch's AdamW."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2))
-    numbers = torch.zeros(STEPS, 2)
-    for step in range(STEPS):
-        sequences, proximals = make_batch(step)
-        tokens = sum(int(s.trained.sum()) for s in sequences)
-        for sequence, proximal in zip(sequences, proximals, strict=True):
-            ids = torch.from_numpy(sequence.token_ids).long()
-            logp = (model(ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
-            current = logp[range(len(ids) - 1), ids[1:]]
-            q, b = torch.from_numpy(proximal)[1:], torch.from_numpy(sequence.behavior_logprobs)[1:]
-            ratio, a = (current - q).exp(), torch.from_numpy(sequence.advantages)[1:]
-            surrogate = torch.minimum(ratio * a, ratio.clamp(1 - PPO.clip_low, 1 + PPO.clip_high) * a)
-            loss = -(torch.minimum((q - b).exp(), torch.tensor(CAP)) * surrogate)
-            divisor = len(sequences) * int(sequence.trained.sum()) if sequence_mean else tokens
-            mean = loss[torch.from_numpy(sequence.trained)[1:]].sum() / divisor
-            mean.backward()
-            numbers[step, 0] += mean.detach()
-        numbers[step, 1] = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"numbers": numbers} | {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def poisoned(logprobs, entropy, row):
