@@ -155,6 +155,35 @@ class Rejected(Section, frozen=True, tag_field="kind", tag="rejected"):
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 
 
+Estimator = Literal["k1", "k2", "k3"]
+
+
+class NoKl(Section, frozen=True, tag_field="kind", tag="none"):
+    """Nothing holds the policy near another."""
+
+
+class Kl(Section, frozen=True):
+    """The divergence from a reference policy, KL(policy || reference), estimated token by token (Schulman 2020)."""
+
+    coefficient: AboveZero = 1e-3
+    """What a nat of divergence costs, in units of reward."""
+    estimator: Estimator = "k3"
+    """With r = reference / policy: `k1` is -log r, `k2` half of its square, `k3` r - 1 - log r."""
+    reference: str = ""
+    """A Hugging Face folder or hub name; empty is the policy as it was before the first step."""
+
+
+class KlInLoss(Kl, frozen=True, tag_field="kind", tag="loss"):
+    """Added to the loss of each token, as GRPO has it; the policy is the one being stepped."""
+
+
+class KlInReward(Kl, frozen=True, tag_field="kind", tag="reward"):
+    """Taken off the reward of each token, as PPO on human preferences has it; the policy is the one that sampled."""
+
+    estimator: Estimator = "k1"
+    """With r = reference / policy: `k1` is -log r, `k2` half of its square, `k3` r - 1 - log r."""
+
+
 class Algorithm(Section, frozen=True):
     """What the step optimises."""
 
@@ -167,6 +196,8 @@ class Algorithm(Section, frozen=True):
     """What makes up for tokens of other policies. `auto` is what the loss needs: `truncated`, or `none` where it has its own."""
     aggregation: Aggregation = "token_mean"
     """The step's loss: mean over tokens, or mean over sequences of their means, or of their sums / `agent.max_tokens`."""
+    kl: NoKl | KlInLoss | KlInReward = field(default_factory=NoKl)
+    """Whether, and where, the divergence from a reference policy counts."""
     entropy: Annotated[float, Meta(ge=0.0)] = 0.0
     """Coefficient of the entropy bonus, per nat; 0 is none."""
     minibatches: Positive = 1

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ..configs import Config, check
+from ..configs.algorithm import Kl
 from ..configs.checks import BUILT_IN_AGENTS
 from ..configs.schema import parse_memory
 from ..errors import ConfigError, within
@@ -111,9 +112,19 @@ def memory(config: Config) -> str:
 def model(config: Config) -> str:
     from ..learner.model import check_model, read_shape, vocabulary_size
 
-    check_model(config.model.path)
-    fits(config, read_shape(config.model.path))
-    return f"{config.model.path}, vocabulary {vocabulary_size(config.model.path)}"
+    path, kl = config.model.path, config.learner.algorithm.kl
+    check_model(path)
+    fits(config, read_shape(path))
+    size = vocabulary_size(path)
+    if isinstance(kl, Kl) and kl.reference:
+        key = "learner.algorithm.kl.reference"
+        check_model(kl.reference, key)
+        if vocabulary_size(kl.reference) != size:
+            raise ConfigError(
+                f"{key}: {kl.reference!r} has a vocabulary of {vocabulary_size(kl.reference)}, model.path {path!r} one of {size}; "
+                "the two must give log-probs to the same tokens"
+            )
+    return f"{path}, vocabulary {size}"
 
 
 def agent(config: Config) -> str:

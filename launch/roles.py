@@ -177,13 +177,15 @@ async def learner(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> No
     from ..monitor.metrics import MetricsWriter, scalars
     from ..monitor.trackers import open_trackers
     from .journalled import buffer_client
-    from .wiring import make_backend, make_canary, make_publisher
+    from .wiring import make_backend, make_canary, make_publisher, make_roles
 
     config = job.config
     backend = make_backend(config, temperature=config.rollout.sampling.temperature)
     first = index == 0
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(backend.close)
+        roles = make_roles(config, backend)
+        stack.callback(roles.close)
         client = await stack.enter_async_context(buffer_client(job, f"learner-{index}"))
         publisher, joined = None, asyncio.Event()
         if first:
@@ -206,7 +208,9 @@ async def learner(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> No
 
         canary = make_canary(config, CANARY_TOKENS)
         checkpoints, longest = job.dir / "checkpoints", config.agent.max_tokens
-        loop = TrainingLoop(config.learner, backend, client, publisher, joined, checkpoints, canary, report, longest)
+        loop = TrainingLoop(
+            config.learner, backend, client, publisher, joined, checkpoints, canary, report, longest, roles
+        )
         state = await loop.run(stop, functools.partial(_ready, heart))
         if state.step >= config.learner.steps:
             backend.export(job.dir / "model")

@@ -13,6 +13,9 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
+from ..configs.algorithm import Kl
 from ..configs.schema import Config, Fake, Sglang, Transformers, parse_size
 from ..errors import ConfigError
 from ..weightsync.fleet import Fleet, FleetFeed, Seat
@@ -23,7 +26,9 @@ if TYPE_CHECKING:
     import torch
 
     from ..envs.simple import Split
+    from ..learner.backend import Backend
     from ..learner.fsdp2 import Fsdp2Backend
+    from ..learner.roles import Roles
     from ..rollout.engine import Engine
     from ..rollout.router import Router
     from ..rollout.worker import Player
@@ -126,6 +131,17 @@ def make_backend(config: Config, *, temperature: float) -> Fsdp2Backend:
         temperature=temperature,
         timeout_s=config.learner.batch_s + config.weightsync.push_s,
     )
+
+
+def make_roles(config: Config, policy: Backend) -> Roles:
+    """The models beside the policy that the algorithm asks for, each a backend like the policy's."""
+    from ..learner.roles import Roles
+
+    kl, reference = config.learner.algorithm.kl, None
+    if isinstance(kl, Kl):
+        model = structs.replace(config.model, path=kl.reference or config.model.path)
+        reference = make_backend(structs.replace(config, model=model), temperature=config.rollout.sampling.temperature)
+    return Roles(config.learner, policy, reference)
 
 
 def make_demonstrations(config: Config) -> list[tuple[Sequence[int], Sequence[bool]]]:

@@ -35,6 +35,7 @@ class PackedRow(msgspec.Struct, frozen=True):
         advantages: float32[N], 0 where not trained.
         lags: int32[N], learner version minus the version that sampled the token, -1 where not trained.
         mixed: bool[N], trained tokens whose sampling used keys and values of older weights too: no version gives their log-prob.
+        reference_logprobs: float32[N], of the reference policy, 0 where not trained; None where there is none.
     """
 
     token_ids: torch.Tensor
@@ -46,6 +47,7 @@ class PackedRow(msgspec.Struct, frozen=True):
     advantages: torch.Tensor
     lags: torch.Tensor
     mixed: torch.Tensor
+    reference_logprobs: torch.Tensor | None = None
 
 
 class LossOutput(msgspec.Struct, frozen=True):
@@ -81,6 +83,9 @@ class Backend(Protocol):
 
     rank: int
     world_size: int
+    data_rank: int
+    data_size: int
+    """Which part of each batch this rank takes, and of how many: ranks that share one replica of the model take the same."""
 
     def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
         """Collective. float32[N] per row on CPU, without gradient, 0 where not trained (ranks may have unequal counts).

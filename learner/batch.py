@@ -1,9 +1,8 @@
 """From task groups to the rows that a rank trains on.
 
-    groups ──advantage per turn──> sequences ──minibatches──> ──split over ranks──> ──packed──> rows
+    groups ──advantage per token──> sequences ──minibatches──> ──split over ranks──> ──packed──> rows
 
 Invariants:
-- A token has the advantage of the turn in which it was sampled (`credit.py`).
 - What a failed episode is penalised with counts in advantages like any reward, and in no statistic of rewards.
 - A sampled token is trained exactly when its policy version is at least `oldest_version` and its episode is not late; others stay
   as context without loss.
@@ -26,6 +25,7 @@ from . import packing
 from .algorithms.episodes import Advantage
 from .backend import PackedRow
 from .credit import Group, credit
+from .scores import NO_SCORES, Scores
 
 
 class TrainSequence(msgspec.Struct, frozen=True):
@@ -37,7 +37,8 @@ class TrainSequence(msgspec.Struct, frozen=True):
         behavior_logprobs: float32[T], 0 where not trained.
         lags: int32[T], learner version minus the token's, -1 where not trained.
         mixed: bool[T], trained tokens of a mixed policy (`VersionSpan.mixed`).
-        advantages: float32[T], the same within a turn, 0 where not trained.
+        advantages: float32[T], 0 where not trained.
+        reference_logprobs: float32[T], of the reference policy, 0 where not trained; None where there is none.
     """
 
     token_ids: NDArray[np.int32]
@@ -46,6 +47,7 @@ class TrainSequence(msgspec.Struct, frozen=True):
     lags: NDArray[np.int32]
     mixed: NDArray[np.bool_]
     advantages: NDArray[np.float32]
+    reference_logprobs: NDArray[np.float32] | None = None
 
 
 class BatchSummary(msgspec.Struct, frozen=True):
@@ -71,6 +73,7 @@ def to_sequences(
     version: int,
     oldest_version: int,
     late: Collection[str] = (),
+    scores: Scores = NO_SCORES,
 ) -> list[TrainSequence]:
     """The branches that have a trained token, in the order of `groups`.
 
@@ -78,13 +81,17 @@ def to_sequences(
         version: the learner's policy version now.
         oldest_version: the oldest policy version whose tokens may be trained on.
         late: ids of episodes that the others are compared with like with any other, and that carry no loss themselves.
+        scores: what other models say of the batch's tokens.
 
     Raises:
         LearnerError: there are no advantages (see `credit`), or a sampled token lies outside its trajectory's turns.
     """
-    advantages = credit(groups, advantage)
+    advantages = credit(groups, advantage, scores.penalties)
     in_time = [trajectory for group in groups for trajectory in group if trajectory.episode not in late]
-    cut = [_cut(trajectory, advantages[trajectory.id], version, oldest_version) for trajectory in in_time]
+    cut = [
+        _cut(t, advantages[t.id], version, oldest_version, None if scores.reference is None else scores.reference[t.id])
+        for t in in_time
+    ]
     return [sequence for sequence in cut if sequence is not None]
 
 
@@ -124,9 +131,8 @@ def minibatches(sequences: Sequence[TrainSequence], count: int) -> list[list[Tra
 
 def rank_rows(sequences: Sequence[TrainSequence], rank: int, world_size: int, budget: int) -> list[PackedRow]:
     """The rows of `rank`, each of at most `budget` tokens or a single longer sequence; may be empty."""
-    part = packing.split([packing.cost(len(s.token_ids)) for s in sequences], world_size)[rank]
-    mine = [sequences[i] for i in sorted(part)]
-    return [to_row([mine[i] for i in row]) for row in packing.pack([len(s.token_ids) for s in mine], budget)]
+    rows = packing.share([len(s.token_ids) for s in sequences], world_size, budget)[rank]
+    return [to_row([sequences[i] for i in row]) for row in rows]
 
 
 def to_row(sequences: Sequence[TrainSequence]) -> PackedRow:
@@ -143,7 +149,14 @@ def to_row(sequences: Sequence[TrainSequence]) -> PackedRow:
         advantages=torch.from_numpy(np.concatenate([s.advantages for s in sequences])),
         lags=torch.from_numpy(np.concatenate([s.lags for s in sequences])),
         mixed=torch.from_numpy(np.concatenate([s.mixed for s in sequences])),
+        reference_logprobs=_joined([s.reference_logprobs for s in sequences]),
     )
+
+
+def _joined(arrays: Sequence[NDArray[np.float32] | None]) -> torch.Tensor | None:
+    """What all sequences of a batch have, or none of them has."""
+    there = [array for array in arrays if array is not None]
+    return torch.from_numpy(np.concatenate(there)) if there else None
 
 
 def with_proximal(row: PackedRow, logprobs: torch.Tensor) -> PackedRow:
@@ -151,7 +164,9 @@ def with_proximal(row: PackedRow, logprobs: torch.Tensor) -> PackedRow:
     return msgspec.structs.replace(row, proximal_logprobs=torch.where(row.trained, logprobs, 0.0))
 
 
-def supervised(token_ids: Sequence[int], trained: Sequence[bool] | NDArray[np.bool_]) -> TrainSequence:
+def supervised(
+    token_ids: Sequence[int] | NDArray[np.int32], trained: Sequence[bool] | NDArray[np.bool_]
+) -> TrainSequence:
     """A sequence whose marked tokens are to be made likely; its first token never is."""
     mask = np.array(trained, dtype=np.bool_)
     mask[0] = False
@@ -172,7 +187,7 @@ def scoring_row(sequences: Sequence[Sequence[int]]) -> PackedRow:
 
 def fresh_rows(trajectories: Sequence[Trajectory], version: int, budget: int) -> list[PackedRow]:
     """Rows that score exactly the tokens that `version` sampled; none where there are no such tokens."""
-    cut = [_cut(t, np.zeros(len(t.turns)), version, oldest_version=version) for t in trajectories]
+    cut = [_cut(t, np.zeros(len(t)), version, oldest_version=version) for t in trajectories]
     sequences = [sequence for sequence in cut if sequence is not None]
     return rank_rows(sequences, rank=0, world_size=1, budget=budget)
 
@@ -203,9 +218,13 @@ def _environment(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _cut(
-    trajectory: Trajectory, advantages: NDArray[np.float64], version: int, oldest_version: int
+    trajectory: Trajectory,
+    advantages: NDArray[np.float64],
+    version: int,
+    oldest_version: int,
+    reference: NDArray[np.float32] | None = None,
 ) -> TrainSequence | None:
-    """`trajectory` up to its last trained token, None where it has none; `advantages` are those of its turns."""
+    """`trajectory` up to its last trained token, None where it has none; `advantages` and `reference` are those of its tokens."""
     versions = trajectory.versions()
     trained = trajectory.loss_mask & (versions >= oldest_version)
     trained[0] = False
@@ -215,19 +234,20 @@ def _cut(
     # What follows the last trained token has no influence on the loss and need not be computed.
     end = int(places[-1]) + 1
     trained = trained[:end]
-    lags = np.where(trained, version - versions[:end], -1)
-    by_token = np.full(len(trajectory), np.nan, dtype=np.float32)
-    for turn, value in zip(trajectory.turns, advantages.tolist(), strict=True):
-        by_token[turn.start : turn.end] = value
-    if np.isnan(by_token[:end][trained]).any():
+    if np.isnan(advantages[:end][trained]).any():
         raise LearnerError(
             f"trajectory {trajectory.id!r}: tokens that were sampled in none of its turns have no advantage"
         )
+
+    def where_trained(values: NDArray[np.floating]) -> NDArray[np.float32]:
+        return np.where(trained, values[:end], 0).astype(np.float32)
+
     return TrainSequence(
         token_ids=trajectory.token_ids[:end],
         trained=trained,
-        behavior_logprobs=np.where(trained, trajectory.behavior_logprobs[:end], np.float32(0)),
-        lags=lags.astype(np.int32),
+        behavior_logprobs=where_trained(trajectory.behavior_logprobs),
+        lags=np.where(trained, version - versions[:end], -1).astype(np.int32),
         mixed=trained & trajectory.mixed()[:end],
-        advantages=np.where(trained, by_token[:end], np.float32(0)),
+        advantages=where_trained(advantages),
+        reference_logprobs=None if reference is None else where_trained(reference),
     )

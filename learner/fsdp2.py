@@ -64,8 +64,9 @@ class Fsdp2Backend:
         dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         self._attention = attention.implementation(self.device, dtype)
         self._model = load_model(model.path, self._attention)
-        _join(self.device, timeout_s)
+        self._joined = _join(self.device, timeout_s)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.data_rank, self.data_size = self.rank, self.world_size
         self._shard(dtype)
         self._parameters = list(self._model.parameters())
         self._optimizer = torch.optim.AdamW(
@@ -169,7 +170,8 @@ class Fsdp2Backend:
         """See `Backend.close`. Sharded tensors must be gone before the process group is, or the exit aborts now and then."""
         del self._model, self._optimizer, self._parameters
         gc.collect()
-        dist.destroy_process_group()
+        if self._joined:
+            dist.destroy_process_group()
 
     def _shard(self, dtype: torch.dtype) -> None:
         mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
@@ -254,8 +256,11 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def _join(device: torch.device, timeout_s: float) -> None:
-    """Join the process group that the environment names, or one of a single rank."""
+def _join(device: torch.device, timeout_s: float) -> bool:
+    """Join the process group that the environment names, or one of a single rank; false where this process has joined before, for
+    another model."""
+    if dist.is_initialized():
+        return False
     kinds = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -276,3 +281,4 @@ def _join(device: torch.device, timeout_s: float) -> None:
             raise LearnerError(
                 f"learner rank {os.environ['RANK']} could not meet the others at {where}: {error}"
             ) from error
+    return True

@@ -1,7 +1,7 @@
 """The training loop: take a batch, step, commit, publish, again.
 
-    buffer ──take(v)──> advantages, rows ──> proximal log-probs ──> step ──> commit(v) ──> publish(v + 1) ──> served(v + 1)
-                                                                               └── every so often: checkpoint
+    buffer ──take(v)──> scores ──> credit, rows ──> proximal log-probs ──> step ──> commit(v) ──> publish(v + 1) ──> served(v + 1)
+                                                                                      └── every so often: checkpoint
 
     who waits          for what                                        until
     every rank         the batch of version v                          learner.batch_s, then DeadlineExceeded
@@ -48,6 +48,7 @@ from .batch import (
 from .checkpoint import CheckpointState
 from .meter import StepDone, StepMeter
 from .metrics import StepMetrics
+from .roles import Roles
 from .schedule import warm_up
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class TrainingLoop:
         canary_ids: the fixed prompt of every push.
         report: receives each step's metrics, on rank 0.
         longest: tokens of the longest possible episode, `agent.max_tokens`.
+        roles: this rank's part of the models beside the policy.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class TrainingLoop:
         canary_ids: Sequence[int],
         report: Callable[[StepMetrics], None],
         longest: int,
+        roles: Roles | None = None,
     ) -> None:
         self._config = config
+        self._roles = roles or Roles(config, backend)
         self._backend = backend
         self._buffer = buffer
         self._publisher = publisher
@@ -117,7 +121,10 @@ class TrainingLoop:
             if batch is None:
                 break
             meter.took(batch)
-            sequences = to_sequences(batch.groups, self._advantage, state.version, batch.oldest_version, batch.late)
+            scores = self._roles.score(batch.groups)
+            sequences = to_sequences(
+                batch.groups, self._advantage, state.version, batch.oldest_version, batch.late, scores
+            )
             done = await self._step(sequences, state)
             if self._backend.rank == 0:
                 await self._buffer.commit(state.version)
@@ -235,7 +242,7 @@ class TrainingLoop:
             )
         parts = minibatches(sequences, config.algorithm.minibatches)
         budget = config.backend.tokens_per_microbatch
-        rows = [rank_rows(part, backend.rank, backend.world_size, budget) for part in parts]
+        rows = [rank_rows(part, backend.data_rank, backend.data_size, budget) for part in parts]
         rows = [[with_proximal(r, p) for r, p in zip(part, backend.logprobs(part), strict=True)] for part in rows]
         # A batch may hold only older tokens; what the engines sample right now shows whether they and the learner agree.
         fresh = await self._buffer.fresh(state.version, FRESH) if backend.rank == 0 else ()

@@ -114,6 +114,7 @@ class StepMeter:
             entropy=done.mean("entropy"),
             clip_fraction=done.mean("clip_fraction"),
             dropped_fraction=done.mean("dropped"),
+            kl_reference=done.mean("kl_reference") if "kl_reference" in results[0].means else 0.0,
             **msgspec.structs.asdict(done.by_staleness()),
             grad_norm=max(r.grad_norm for r in results),
             lr=done.lr,

@@ -27,6 +27,9 @@ PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 FILES = {"model": ("*.safetensors",), "tokenizer": ("tokenizer.json", "*.model", "vocab.*")}
 """A folder holds one of each. Without the second, transformers makes an empty tokenizer of the family and says nothing."""
 
+MODEL_KEY = "model.path"
+"""Where the config names the policy."""
+
 HUB_S = 10.0
 """Seconds for the hub to say whether it knows a name."""
 
@@ -57,24 +60,24 @@ def read_shape(path: str) -> ModelShape:
     return ModelShape(config.max_position_embeddings, heads, 2 * config.num_hidden_layers * kv_heads * head_dim)
 
 
-def check_model(path: str) -> None:
-    """See that `path` names a causal LM which can be trained here, without reading its weights.
+def check_model(path: str, key: str = MODEL_KEY) -> None:
+    """See that `path`, which the config has at `key`, names a causal LM which can be trained here, without reading its weights.
 
     Raises:
         ConfigError: no such folder, no config, no weights file or half of one, no tokenizer, a tokenizer larger than the
             vocabulary, or layers that cannot be packed.
     """
-    config = _load(AutoConfig, path, "config")
+    config = _load(AutoConfig, path, "config", key)
     kinds = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS
     if kinds:
         raise ConfigError(
-            f"model.path: {path!r} has layers of kind {', '.join(sorted(kinds))}; allowed are {', '.join(sorted(PACKABLE_LAYERS))}"
+            f"{key}: {path!r} has layers of kind {', '.join(sorted(kinds))}; allowed are {', '.join(sorted(PACKABLE_LAYERS))}"
         )
     folder = Path(path)
     for what, patterns in FILES.items():
         if folder.is_dir() and not any(file for pattern in patterns for file in folder.glob(pattern)):
             raise ConfigError(
-                f"model.path: folder {path!r} holds no {what} file ({', '.join(patterns)}); "
+                f"{key}: folder {path!r} holds no {what} file ({', '.join(patterns)}); "
                 f"write the {what} with save_pretrained"
             )
     for file in folder.glob("*.safetensors") if folder.is_dir() else ():
@@ -82,11 +85,11 @@ def check_model(path: str) -> None:
             with safe_open(file, framework="pt"):  # reads the header and compares it with the size of the file
                 pass
         except SafetensorError as error:
-            raise ConfigError(f"model.path: {file} is not a whole weights file: {error}") from error
-    size, vocabulary = len(load_tokenizer(path)), config.vocab_size
+            raise ConfigError(f"{key}: {file} is not a whole weights file: {error}") from error
+    size, vocabulary = len(_load(AutoTokenizer, path, "tokenizer", key)), config.vocab_size
     if size > vocabulary:
         raise ConfigError(
-            f"model.path: {path!r} has a tokenizer of {size} tokens and a model of {vocabulary}; "
+            f"{key}: {path!r} has a tokenizer of {size} tokens and a model of {vocabulary}; "
             "resize the model's embeddings or take the tokenizer it was made with"
         )
 
@@ -115,13 +118,13 @@ def load_model(path: str, attention: str) -> PreTrainedModel:
     return model.eval()
 
 
-def _load(loader: Any, path: str, what: str, **options: Any) -> Any:
+def _load(loader: Any, path: str, what: str, key: str = MODEL_KEY, **options: Any) -> Any:
     folder = Path(path).is_dir()
     try:
         return loader.from_pretrained(path, local_files_only=True, **options)
     except LOAD_ERRORS as error:
         if folder:
-            raise ConfigError(f"model.path: folder {path!r} holds no usable {what}: {_first_line(error)}") from error
+            raise ConfigError(f"{key}: folder {path!r} holds no usable {what}: {_first_line(error)}") from error
     try:
         # One question with a deadline first: the loaders themselves repeat a vain one for half a minute.
         HfApi().model_info(path, timeout=HUB_S)
@@ -129,7 +132,7 @@ def _load(loader: Any, path: str, what: str, **options: Any) -> Any:
     # Everything: the hub client lets its HTTP library's errors through, and which library that is changes.
     except Exception as error:
         raise ConfigError(
-            f"model.path: {path!r} is no folder here, and the hub gave no {what} of that name: {_first_line(error)}"
+            f"{key}: {path!r} is no folder here, and the hub gave no {what} of that name: {_first_line(error)}"
         ) from error
 
 

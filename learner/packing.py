@@ -38,6 +38,14 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return rows
 
 
+def share(lengths: Sequence[int], parts: int, budget: int) -> list[list[list[int]]]:
+    """For each of `parts` ranks its micro-batches of at most `budget` tokens, as indices into `lengths`; all cost much the same."""
+    shares = split([cost(length) for length in lengths], parts)
+    return [
+        [[part[i] for i in row] for row in pack([lengths[i] for i in part], budget)] for part in map(sorted, shares)
+    ]
+
+
 def split(costs: Sequence[float], parts: int) -> list[list[int]]:
     """`parts` lists of indices with nearly equal total cost: longest first to the least loaded (Graham 1969).
 

@@ -103,10 +103,11 @@ def test_every_token_of_a_batch_carries_what_the_formula_gives_its_turn(config):
     rows = {t.id: s for t, s in zip([t for g in groups for t in g], to_sequences(config, groups), strict=True)}
     for group in groups:
         for trajectory in group:
-            for turn, value in zip(trajectory.turns, found[trajectory.id], strict=True):
-                assert value == pytest.approx(next(expected), abs=1e-9)
-                tokens = rows[trajectory.id].advantages[turn.start : turn.end]
-                assert tokens.tolist() == [np.float32(value)] * len(tokens)
+            assert np.array_equal(np.isnan(found[trajectory.id]), ~trajectory.loss_mask)
+            for turn in trajectory.turns:
+                values = found[trajectory.id][turn.start : turn.end]
+                assert values == pytest.approx(next(expected), abs=1e-9)
+                assert np.array_equal(rows[trajectory.id].advantages[turn.start : turn.end], values.astype(np.float32))
     assert next(expected, None) is None
 
 

@@ -91,6 +91,6 @@ def loss_of(config: Algorithm, longest: int) -> BatchLoss:
     def loss(rows: Sequence[PackedRow], gather: Gather) -> PolicyLoss:
         selection = None if select is None else select(config.loss, rows, gather)
         scale = scale_of(config.aggregation, longest, rows, gather)
-        return compose(surrogate, selection, correct, config.entropy, scale, stalest_of(rows, gather))
+        return compose(surrogate, selection, correct, config.entropy, config.kl, scale, stalest_of(rows, gather))
 
     return loss

@@ -1,14 +1,16 @@
 """A policy loss is put together from four choices of the config, each of which knows nothing of the others:
 
-    tokens ──surrogate──> loss per token ──correction──> weighed, some dropped ──entropy──> ──aggregation──> sum of the row
+    tokens ──surrogate──> loss per token ──correction──> weighed, some dropped ──entropy, KL──> ──aggregation──> sum of the row
 
-    sum over trained tokens of scale x [kept] x (weight x surrogate - coefficient x entropy)
+    sum over trained tokens of scale x [kept] x (weight x surrogate - coefficient x entropy + coefficient x KL)
 
-The entropy bonus (Mnih et al. 2016, arXiv:1602.01783) is that of the current policy where it was asked for a token, unweighed.
+The entropy bonus (Mnih et al. 2016, arXiv:1602.01783) is that of the current policy where it was asked for a token, unweighed, and
+so is the divergence from the reference policy (`kl.py`).
 
 Reported sums over trained tokens, with w = p / b: `importance` w, `importance_square` w^2, `kl` (w - 1) - log w, the k3 estimate
 of KL(b || p) (Schulman 2020), `entropy`, `clip_fraction`, 1 where the loss's own clip was at work, and `dropped`, 1 where the
-correction left no loss; and those of `BY_STALENESS` once more for each staleness, as `kl/2`. See `effective_sample_size`.
+correction left no loss; where there is a reference policy f, `kl_reference`, the k3 estimate of KL(p || f); and those of
+`BY_STALENESS` once more for each staleness, as `kl/2`. See `effective_sample_size`.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ from collections.abc import Sequence
 
 import torch
 
+from ...configs.algorithm import KlInLoss, KlInReward, NoKl
+from ...errors import LearnerError
 from ..backend import Gather, LossOutput, PackedRow, PolicyLoss
 from .aggregation import Scale
 from .correction import Correction
+from .kl import estimate
 from .tokens import LOG_RATIO_LIMIT, Selection, SurrogateLoss, Tokens, trained_tokens
 
 BY_STALENESS = ("tokens", "importance", "importance_square", "kl", "clip_fraction")
@@ -31,6 +36,7 @@ def compose(
     selection: Selection | None,
     correct: Correction,
     entropy_coefficient: float,
+    kl: NoKl | KlInLoss | KlInReward,
     scale: Scale | None,
     stalest: int,
 ) -> PolicyLoss:
@@ -44,12 +50,20 @@ def compose(
         loss = weight * outcome.loss
         if entropy_coefficient:
             loss = loss - entropy_coefficient * tokens.entropy
+        if isinstance(kl, KlInLoss):
+            loss = loss + kl.coefficient * estimate(kl.estimator, tokens.current, _reference(tokens))
         if scale is not None:
             loss = scale(tokens) * loss
         loss_sum = torch.where(kept, loss, torch.zeros_like(loss)).sum()
         return LossOutput(loss_sum=loss_sum, sums=_report(tokens, outcome.clipped & kept, kept, stalest))
 
     return policy_loss
+
+
+def _reference(tokens: Tokens) -> torch.Tensor:
+    if tokens.reference is None:
+        raise LearnerError("the loss holds the policy near a reference policy, whose log-probs these rows lack")
+    return tokens.reference
 
 
 @torch.no_grad()
@@ -64,6 +78,8 @@ def _report(tokens: Tokens, clipped: torch.Tensor, kept: torch.Tensor, stalest: 
         "clip_fraction": clipped,
         "dropped": ~kept,
     }
+    if tokens.reference is not None:
+        values["kl_reference"] = estimate("k3", tokens.current, tokens.reference)
     sums = {name: value.sum() for name, value in values.items()}
     values["tokens"] = torch.ones_like(kept)
     for lag in range(stalest + 1):  # the same names on every row and rank
