@@ -1,0 +1,253 @@
+"""The models beside the policy: a reference whose divergence counts in the loss or in the reward."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from slipstream.configs import load
+from slipstream.configs.algorithm import Algorithm, Grpo, KlInLoss, KlInReward, TurnLevel
+from slipstream.configs.schema import Learner, Model, Optimizer
+from slipstream.errors import ConfigError, LearnerError
+from slipstream.launch.preflight import model as check_model
+from slipstream.learner import batch
+from slipstream.learner.algorithms import advantage_of, loss_of
+from slipstream.learner.algorithms.kl import estimate
+from slipstream.learner.credit import Group, credit
+from slipstream.learner.fsdp2 import Fsdp2Backend
+from slipstream.learner.roles import Roles
+from slipstream.learner.scores import NO_SCORES
+from slipstream.tests import tiny
+from slipstream.tests.runs import tiny_policy
+from slipstream.tests.test_learner_credit import branches
+
+GROUPS: list[Group] = [
+    (*branches(0, 0, [0.0, 1.0], split=1), *branches(0, 1, [0.0, 0.0]), *branches(0, 2, [1.0])),
+    (*branches(1, 0, [0.5]), *branches(1, 1, [0.0, 0.25, 1.0])),
+]
+BRANCHES = [t for group in GROUPS for t in group]
+
+
+@pytest.fixture(scope="module")
+def reference_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tiny_qwen3(tmp_path_factory.mktemp("reference") / "model", seed=7)
+
+
+@pytest.fixture(scope="module")
+def backends(folders, reference_folder):
+    def backend(folder: Path) -> Fsdp2Backend:
+        return Fsdp2Backend(Model(path=str(folder)), Optimizer(), device="cpu", temperature=1.0, timeout_s=60)
+
+    policy, reference = backend(folders[0]), backend(reference_folder)
+    yield policy, reference
+    reference.close()
+    assert policy.maximum(1.0) == 1.0  # the ranks are still together
+    policy.close()
+
+
+def learner(kl, tokens: int = 16) -> Learner:
+    config = Learner(algorithm=Algorithm(kl=kl))
+    return msgspec.structs.replace(
+        config, backend=msgspec.structs.replace(config.backend, tokens_per_microbatch=tokens)
+    )
+
+
+def expected(folder: Path) -> dict[str, np.ndarray]:
+    """The reference's log-probs of sampled tokens, by transformers alone."""
+    model = tiny.load(folder)
+    scored = {}
+    for t in BRANCHES:
+        of_all = tiny.logprobs(model, t.token_ids.tolist()).numpy()
+        chosen = [0.0, *of_all[range(len(t) - 1), t.token_ids[1:]]]
+        scored[t.id] = np.where(t.loss_mask, chosen, 0.0)
+    return scored
+
+
+# ---------------------------------------------------------------- estimates
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "slope"),
+    [
+        ("k1", lambda p, f: p - f, lambda p, f: np.ones_like(p)),
+        ("k2", lambda p, f: (p - f) ** 2 / 2, lambda p, f: p - f),
+        ("k3", lambda p, f: np.exp(f - p) - 1 - (f - p), lambda p, f: 1 - np.exp(f - p)),
+    ],
+)
+def test_estimates_and_their_gradients_are_those_of_the_formulas(kind, value, slope):
+    rng = np.random.default_rng(0)
+    p, f = -rng.exponential(2.0, 200), -rng.exponential(2.0, 200)
+    current = torch.tensor(p, requires_grad=True)
+    found = estimate(kind, current, torch.tensor(f))
+    found.sum().backward()
+    assert found.tolist() == pytest.approx(value(p, f).tolist(), abs=1e-12)
+    assert current.grad.tolist() == pytest.approx(slope(p, f).tolist(), abs=1e-12)
+
+
+def test_k1_and_k3_are_unbiased_and_k3_is_never_negative():
+    rng = np.random.default_rng(0)
+    p, f = (np.log(x / x.sum()) for x in (rng.random(5), rng.random(5)))
+    exact = (np.exp(p) * (p - f)).sum()
+    for kind in ("k1", "k3"):
+        by_token = estimate(kind, torch.tensor(p), torch.tensor(f)).numpy()
+        assert (np.exp(p) * by_token).sum() == pytest.approx(exact, abs=1e-12)
+    assert (estimate("k3", torch.tensor(p), torch.tensor(f)) >= 0).all()
+
+
+def test_a_token_that_the_reference_rules_out_has_a_finite_gradient():
+    current = torch.tensor([-1.0, -200.0], requires_grad=True)
+    loss = estimate("k3", current, torch.tensor([-300.0, -1.0])).sum()
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(current.grad).all()
+
+
+# ---------------------------------------------------------------- scoring
+
+
+def test_a_run_without_a_reference_asks_nobody(backends):
+    assert Roles(Learner(), backends[0]).score(GROUPS) == NO_SCORES
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 10_000])
+def test_every_sampled_token_is_scored_by_the_reference_alone(backends, reference_folder, tokens):
+    scores = Roles(learner(KlInLoss(), tokens), *backends).score(GROUPS)
+    assert scores.penalties is None
+    truth = expected(reference_folder)
+    assert scores.reference is not None
+    assert scores.reference.keys() == truth.keys()
+    for name, values in truth.items():
+        assert scores.reference[name] == pytest.approx(values, abs=1e-4)
+
+
+class Rank:
+    """One of two ranks; a barrier stands in for the collective, and both score with the same model."""
+
+    data_size = 2
+
+    def __init__(self, rank: int, said: dict[int, torch.Tensor], met: threading.Barrier) -> None:
+        self.data_rank, self._said, self._met = rank, said, met
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        self._said[self.data_rank] = values
+        self._met.wait(60)
+        return torch.cat([self._said[0], self._said[1]])
+
+
+def test_ranks_score_their_parts_and_are_told_the_whole(backends, reference_folder):
+    said, met, turns = {}, threading.Barrier(2), threading.Lock()
+
+    class Reference:
+        def logprobs(self, rows):
+            with turns:
+                return backends[1].logprobs(rows)
+
+    def scored(rank: int):
+        return Roles(learner(KlInLoss()), Rank(rank, said, met), Reference()).score(GROUPS).reference
+
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(scored, range(2)))
+    assert len(said[0]) + len(said[1]) == sum(map(len, BRANCHES))
+    assert min(len(said[0]), len(said[1])) > 0
+    for found in both:
+        for name, values in expected(reference_folder).items():
+            assert found[name] == pytest.approx(values, abs=1e-4)
+
+
+# ---------------------------------------------------------------- in the loss
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_in_the_loss_each_trained_token_costs_its_divergence(backends, kind):
+    policy = backends[0]
+    kl = KlInLoss(coefficient=0.5, estimator=kind)
+    scores = Roles(learner(kl), *backends).score(GROUPS)
+    sequences = batch.to_sequences(GROUPS, advantage_of(Algorithm()), 5, 5, {"0.0.2"}, scores)
+    rows = batch.rank_rows(sequences, 0, 1, 16)
+    rows = [batch.with_proximal(row, p) for row, p in zip(rows, policy.logprobs(rows), strict=True)]
+    trained = sum(int(row.trained.sum()) for row in rows)
+    with_kl, without = (loss_of(Algorithm(kl=k), longest=64)(rows, policy.gather) for k in (kl, Algorithm().kl))
+    difference, reported, truth = 0.0, 0.0, 0.0
+    for row in rows:
+        zeros = torch.zeros(len(row.token_ids))
+        one, other = (loss(row.proximal_logprobs, zeros, row) for loss in (with_kl, without))
+        difference += float(one.loss_sum - other.loss_sum)
+        reported += float(one.sums["kl_reference"])
+        p, f = row.proximal_logprobs[row.trained].double(), row.reference_logprobs[row.trained].double()
+        truth += {"k1": p - f, "k2": (p - f) ** 2 / 2, "k3": (f - p).exp() - 1 - (f - p)}[kind].sum().item()
+    assert difference == pytest.approx(0.5 * truth, rel=1e-4)
+    assert reported > 0
+    result = policy.step(rows, with_kl, 0.0)
+    assert result.means["kl_reference"] == pytest.approx(reported / trained, rel=1e-4)
+
+
+def test_rows_without_a_reference_cannot_be_held_near_it(backends):
+    rows = batch.rank_rows(batch.to_sequences(GROUPS, advantage_of(Algorithm()), 5, 5), 0, 1, 16)
+    loss = loss_of(Algorithm(kl=KlInLoss()), longest=64)(rows, backends[0].gather)
+    with pytest.raises(LearnerError, match="reference policy, whose log-probs these rows lack"):
+        backends[0].step(rows, loss, 0.0)
+
+
+# ---------------------------------------------------------------- in the reward
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_in_the_reward_an_episode_pays_for_all_its_sampled_tokens(backends, reference_folder, kind):
+    scores = Roles(learner(KlInReward(coefficient=0.25, estimator=kind)), *backends).score(GROUPS)
+    truth = expected(reference_folder)
+    paid: dict[str, float] = {}
+    for t in BRANCHES:
+        d = t.behavior_logprobs[t.loss_mask] - truth[t.id][t.loss_mask]
+        costs = 0.25 * {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[kind]
+        assert scores.penalties[t.id][t.loss_mask] == pytest.approx(costs, rel=1e-3, abs=1e-3)
+        assert not scores.penalties[t.id][~t.loss_mask].any()
+        paid[t.episode] = paid.get(t.episode, 0.0) + scores.penalties[t.id].sum(dtype=np.float64)
+    found = credit(GROUPS, advantage_of(Algorithm(advantage=Grpo(normalize=False))), scores.penalties)
+    for group in GROUPS:
+        left = {t.episode: t.reward - paid[t.episode] for t in group}
+        for t in group:
+            assert found[t.id][t.loss_mask] == pytest.approx(left[t.episode] - np.mean(list(left.values())))
+
+
+def test_in_the_reward_a_turn_pays_for_its_own_tokens():
+    group = (*branches(0, 0, [1.0, 2.0]), *branches(0, 1, [0.0, 0.0]))
+    penalties = {t.id: np.where(t.loss_mask, np.float32(0), 0).astype(np.float32) for t in group}
+    first = group[0].turns[0]
+    penalties[group[0].id][first.start : first.end] = 0.5
+    found = credit([group], advantage_of(Algorithm(advantage=TurnLevel(gamma=0.0, normalize=False))), penalties)
+    by_turn = [[found[t.id][turn.start] for turn in t.turns] for t in group]
+    assert by_turn == [[0.25, 1.0], [-0.25, -1.0]]
+
+
+# ---------------------------------------------------------------- config
+
+
+def test_kinds_are_one_line_of_config():
+    kl = load("quickstart", ["learner.algorithm.kl.kind=reward"]).learner.algorithm.kl
+    assert kl == KlInReward(estimator="k1")
+    assert load("quickstart", ["learner.algorithm.kl.kind=loss"]).learner.algorithm.kl == KlInLoss(estimator="k3")
+    with pytest.raises(ConfigError, match=r"learner\.algorithm\.kl\.coefficient"):
+        load("quickstart", ["learner.algorithm.kl.kind=loss", "learner.algorithm.kl.coefficient=-1"])
+
+
+def test_a_reference_that_cannot_be_one_is_named(tmp_path):
+    policy, other = tiny_policy(tmp_path / "policy"), tmp_path / "other"
+
+    def told(reference: Path) -> str:
+        keys = [f"model.path={policy}", "learner.algorithm.kl.kind=loss", f"learner.algorithm.kl.reference={reference}"]
+        with pytest.raises(ConfigError) as error:
+            check_model(load("quickstart", keys))
+        return str(error.value)
+
+    assert told(tmp_path).startswith("learner.algorithm.kl.reference: folder")
+    shutil.copytree(policy, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 8}))
+    assert "must give log-probs to the same tokens" in told(other)
