@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from .section import AboveZero, Fraction, Positive, Section
+from .section import AboveZero, Fraction, NonNegative, Positive, Section
 
 
 class Grpo(Section, frozen=True, tag_field="kind", tag="grpo"):
@@ -39,6 +39,26 @@ class TurnLevel(Section, frozen=True, tag_field="kind", tag="turn_level"):
     """Discount per turn: 1 credits a turn with all that follows, 0 with its own reward only."""
     normalize: bool = True
     """Divide by the standard deviation among those of the group that reached the turn."""
+
+
+class Gae(Section, frozen=True, tag_field="kind", tag="gae"):
+    """Generalized advantage estimation by token, with a critic (Schulman et al. 2016, arXiv:1506.02438). The critic begins as the
+    policy with a head that says 0."""
+
+    gamma: Fraction = 1.0
+    """Discount per sampled token."""
+    lam: Fraction = 0.95
+    """How far the policy's advantages look ahead: 0 is one token, 1 to the end of the episode."""
+    lam_by_length: bool = False
+    """In place of `lam`, 1 - 1 / (0.05 x sampled tokens of the episode), as VAPO has it (Yue et al. 2025, arXiv:2504.05118)."""
+    critic_lam: Fraction = 1.0
+    """The same for what the critic learns; 1 is the return itself."""
+    critic_lr: AboveZero = 1e-5
+    """Learning rate of the critic."""
+    critic_warmup: NonNegative = 0
+    """Learner steps at the beginning in which the critic learns and the policy does not change."""
+    normalize: bool = True
+    """Bring the advantages of a batch to mean 0 and standard deviation 1 over its sampled tokens."""
 
 
 class DecoupledPpo(Section, frozen=True, tag_field="kind", tag="decoupled_ppo"):
@@ -187,7 +207,7 @@ class KlInReward(Kl, frozen=True, tag_field="kind", tag="reward"):
 class Algorithm(Section, frozen=True):
     """What the step optimises."""
 
-    advantage: Grpo | Rloo | ReinforcePP | ReinforcePPBaseline | Opo | TurnLevel = field(default_factory=Grpo)
+    advantage: Grpo | Rloo | ReinforcePP | ReinforcePPBaseline | Opo | TurnLevel | Gae = field(default_factory=Grpo)
     """How rewards become advantages."""
     loss: PolicyLossKind = field(default_factory=DecoupledPpo)
     """The policy loss. `ppo`, `dual_clip_ppo` and `cispo` are around the policy that sampled and correct staleness by themselves;

@@ -36,6 +36,7 @@ class PackedRow(msgspec.Struct, frozen=True):
         lags: int32[N], learner version minus the version that sampled the token, -1 where not trained.
         mixed: bool[N], trained tokens whose sampling used keys and values of older weights too: no version gives their log-prob.
         reference_logprobs: float32[N], of the reference policy, 0 where not trained; None where there is none.
+        returns: float32[N], what a critic learns to say, 0 where not trained; None where there is none.
     """
 
     token_ids: torch.Tensor
@@ -48,6 +49,7 @@ class PackedRow(msgspec.Struct, frozen=True):
     lags: torch.Tensor
     mixed: torch.Tensor
     reference_logprobs: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
 
 class LossOutput(msgspec.Struct, frozen=True):

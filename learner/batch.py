@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ..buffer.trajectory import Trajectory
 from ..errors import LearnerError
 from . import packing
-from .algorithms.episodes import Advantage
+from .algorithms.episodes import Advantage, TokenAdvantage
 from .backend import PackedRow
 from .credit import Group, credit
 from .scores import NO_SCORES, Scores
@@ -39,6 +39,7 @@ class TrainSequence(msgspec.Struct, frozen=True):
         mixed: bool[T], trained tokens of a mixed policy (`VersionSpan.mixed`).
         advantages: float32[T], 0 where not trained.
         reference_logprobs: float32[T], of the reference policy, 0 where not trained; None where there is none.
+        returns: float32[T], what the critic should say, 0 where not trained; None where there is none.
     """
 
     token_ids: NDArray[np.int32]
@@ -48,6 +49,7 @@ class TrainSequence(msgspec.Struct, frozen=True):
     mixed: NDArray[np.bool_]
     advantages: NDArray[np.float32]
     reference_logprobs: NDArray[np.float32] | None = None
+    returns: NDArray[np.float32] | None = None
 
 
 class BatchSummary(msgspec.Struct, frozen=True):
@@ -69,7 +71,7 @@ class BatchSummary(msgspec.Struct, frozen=True):
 
 def to_sequences(
     groups: Sequence[Group],
-    advantage: Advantage,
+    advantage: Advantage | TokenAdvantage,
     version: int,
     oldest_version: int,
     late: Collection[str] = (),
@@ -86,10 +88,17 @@ def to_sequences(
     Raises:
         LearnerError: there are no advantages (see `credit`), or a sampled token lies outside its trajectory's turns.
     """
-    advantages = credit(groups, advantage, scores.penalties)
+    earned = credit(groups, advantage, scores)
     in_time = [trajectory for group in groups for trajectory in group if trajectory.episode not in late]
     cut = [
-        _cut(t, advantages[t.id], version, oldest_version, None if scores.reference is None else scores.reference[t.id])
+        _cut(
+            t,
+            earned.advantages[t.id],
+            version,
+            oldest_version,
+            reference=None if scores.reference is None else scores.reference[t.id],
+            returns=None if earned.returns is None else earned.returns[t.id],
+        )
         for t in in_time
     ]
     return [sequence for sequence in cut if sequence is not None]
@@ -150,6 +159,7 @@ def to_row(sequences: Sequence[TrainSequence]) -> PackedRow:
         lags=torch.from_numpy(np.concatenate([s.lags for s in sequences])),
         mixed=torch.from_numpy(np.concatenate([s.mixed for s in sequences])),
         reference_logprobs=_joined([s.reference_logprobs for s in sequences]),
+        returns=_joined([s.returns for s in sequences]),
     )
 
 
@@ -222,9 +232,11 @@ def _cut(
     advantages: NDArray[np.float64],
     version: int,
     oldest_version: int,
+    *,
     reference: NDArray[np.float32] | None = None,
+    returns: NDArray[np.float64] | None = None,
 ) -> TrainSequence | None:
-    """`trajectory` up to its last trained token, None where it has none; `advantages` and `reference` are those of its tokens."""
+    """`trajectory` up to its last trained token, None where it has none; the arrays are those of its tokens."""
     versions = trajectory.versions()
     trained = trajectory.loss_mask & (versions >= oldest_version)
     trained[0] = False
@@ -250,4 +262,5 @@ def _cut(
         mixed=trained & trajectory.mixed()[:end],
         advantages=where_trained(advantages),
         reference_logprobs=None if reference is None else where_trained(reference),
+        returns=None if returns is None else where_trained(returns),
     )

@@ -1,6 +1,7 @@
 """Who earned what: from task groups to the advantage of every token.
 
     groups ──one entry per member──> Episodes ──estimator──> advantage per turn ──> of its tokens, by trajectory
+                                     Chains, with a critic ──> advantage per token, and returns
 
 Invariants:
 - A member's reward counts once, however many branches it has; its turns are those of its branches, one branch after the other.
@@ -16,42 +17,91 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ..buffer.trajectory import Trajectory
 from ..errors import LearnerError
-from .algorithms.episodes import Advantage, Episodes
-from .scores import Scored
+from .algorithms.episodes import Advantage, Chain, Episodes, TokenAdvantage
+from .scores import NO_SCORES, Scored, Scores
 
 Group = tuple[Trajectory, ...]
 """All branches of all members of one task group."""
 
 
-def credit(
-    groups: Sequence[Group], advantage: Advantage, penalties: Scored | None = None
-) -> dict[str, NDArray[np.float64]]:
-    """Trajectory id -> float64[T], the advantage of each of its tokens, NaN outside its turns; every branch of `groups` is there.
+class Credit(msgspec.Struct, frozen=True):
+    """By trajectory id, float64[T] for the tokens of every branch of the batch; NaN where nobody judged.
 
-    Args:
-        penalties: by trajectory id, float32[T], what is taken off the reward of each sampled token.
+    Attributes:
+        advantages: of each token.
+        returns: what the critic should have said at each; None where there is no critic.
+    """
+
+    advantages: dict[str, NDArray[np.float64]]
+    returns: dict[str, NDArray[np.float64]] | None = None
+
+
+def credit(groups: Sequence[Group], advantage: Advantage | TokenAdvantage, scores: Scores = NO_SCORES) -> Credit:
+    """What each token of `groups` earned, relative to what was to be expected. `scores` holds penalties and values, if any.
 
     Raises:
         LearnerError: a group is empty, a reward or an advantage is not finite, a failed episode carries what it earned before it
             failed, the branches of one disagree about its reward, or the estimator cannot work with an episode.
     """
     if not groups:
-        return {}
+        return Credit({})
     members = [_members(number, group) for number, group in enumerate(groups)]
-    branches = [branch for group in members for member in group for branch in member]
-    advantages = advantage(_episodes(members, penalties))
-    if not np.isfinite(advantages).all():
+    if isinstance(advantage, TokenAdvantage):
+        found = _judge(members, advantage, scores)
+    else:
+        branches = [branch for group in members for member in group for branch in member]
+        ends = np.cumsum([len(branch.turns) for branch in branches])
+        by_turn = np.split(advantage(_episodes(members, scores.penalties)), ends[:-1])
+        found = Credit({b.id: _by_token(b, part) for b, part in zip(branches, by_turn, strict=True)})
+    if any(np.isinf(values).any() for part in (found.advantages, found.returns or {}) for values in part.values()):
         raise LearnerError(
             "advantages are not finite: rewards of this batch are too large to be compared; scale them down"
         )
-    ends = np.cumsum([len(branch.turns) for branch in branches])
-    by_turn = np.split(advantages, ends[:-1])
-    return {branch.id: _by_token(branch, part) for branch, part in zip(branches, by_turn, strict=True)}
+    return found
+
+
+def _judge(groups: Sequence[Sequence[Sequence[Trajectory]]], advantage: TokenAdvantage, scores: Scores) -> Credit:
+    """Credit by token: of each episode all sampled tokens, branch by branch."""
+    if scores.values is None:
+        raise LearnerError("learner.algorithm.advantage.kind=gae needs a critic, and this learner has none")
+    members = [member for group in groups for member in group]
+    chains = [
+        Chain(
+            _token_rewards(member, scores.penalties),
+            np.concatenate([scores.values[b.id][b.loss_mask] for b in member]).astype(np.float64),
+        )
+        for member in members
+    ]
+    advantages, returns = dict[str, NDArray[np.float64]](), dict[str, NDArray[np.float64]]()
+    for member, judged in zip(members, advantage.estimate(chains), strict=True):
+        ends = np.cumsum([branch.sampled for branch in member])[:-1]
+        for into, values in ((advantages, judged.advantages), (returns, judged.returns)):
+            for branch, part in zip(member, np.split(values, ends), strict=True):
+                into[branch.id] = np.full(len(branch), np.nan)
+                into[branch.id][branch.loss_mask] = part
+    return Credit(advantages, returns)
+
+
+def _token_rewards(member: Sequence[Trajectory], penalties: Scored | None) -> NDArray[np.float64]:
+    """float64[L]: what an episode earned after each of its sampled tokens: the rewards of its turns at their ends, where there is
+    one for each, and what is left of its return at its own end."""
+    lengths = [branch.loss_mask[t.start : t.end].sum() for branch in member for t in branch.turns]
+    earned = _turn_rewards(member[0], len(lengths))
+    rewards = np.zeros(sum(branch.sampled for branch in member))
+    if not len(rewards):
+        return rewards
+    if len(earned) == len(lengths):
+        np.add.at(rewards, np.maximum(np.cumsum(lengths) - 1, 0), earned)
+    rewards[-1] += member[0].reward - rewards.sum()
+    if penalties is not None:
+        rewards -= np.concatenate([penalties[branch.id][branch.loss_mask] for branch in member])
+    return rewards
 
 
 def _by_token(branch: Trajectory, advantages: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -99,7 +99,7 @@ def test_every_token_of_a_batch_carries_what_the_formula_gives_its_turn(config):
     ]
     plain = [[Episode(r, sum(range(1, len(r) + 1))) for r in row] for row in told]
     expected = iter(ORACLES[type(config)](config, plain))
-    found = credit(groups, advantage_of(Algorithm(advantage=config)))
+    found = credit(groups, advantage_of(Algorithm(advantage=config))).advantages
     rows = {t.id: s for t, s in zip([t for g in groups for t in g], to_sequences(config, groups), strict=True)}
     for group in groups:
         for trajectory in group:

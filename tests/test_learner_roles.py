@@ -23,7 +23,7 @@ from slipstream.learner.algorithms.kl import estimate
 from slipstream.learner.credit import Group, credit
 from slipstream.learner.fsdp2 import Fsdp2Backend
 from slipstream.learner.roles import Roles
-from slipstream.learner.scores import NO_SCORES
+from slipstream.learner.scores import NO_SCORES, Scores
 from slipstream.tests import tiny
 from slipstream.tests.runs import tiny_policy
 from slipstream.tests.test_learner_credit import branches
@@ -209,7 +209,7 @@ def test_in_the_reward_an_episode_pays_for_all_its_sampled_tokens(backends, refe
         assert scores.penalties[t.id][t.loss_mask] == pytest.approx(costs, rel=1e-3, abs=1e-3)
         assert not scores.penalties[t.id][~t.loss_mask].any()
         paid[t.episode] = paid.get(t.episode, 0.0) + scores.penalties[t.id].sum(dtype=np.float64)
-    found = credit(GROUPS, advantage_of(Algorithm(advantage=Grpo(normalize=False))), scores.penalties)
+    found = credit(GROUPS, advantage_of(Algorithm(advantage=Grpo(normalize=False))), scores).advantages
     for group in GROUPS:
         left = {t.episode: t.reward - paid[t.episode] for t in group}
         for t in group:
@@ -221,7 +221,8 @@ def test_in_the_reward_a_turn_pays_for_its_own_tokens():
     penalties = {t.id: np.where(t.loss_mask, np.float32(0), 0).astype(np.float32) for t in group}
     first = group[0].turns[0]
     penalties[group[0].id][first.start : first.end] = 0.5
-    found = credit([group], advantage_of(Algorithm(advantage=TurnLevel(gamma=0.0, normalize=False))), penalties)
+    by_turn_only = advantage_of(Algorithm(advantage=TurnLevel(gamma=0.0, normalize=False)))
+    found = credit([group], by_turn_only, Scores(penalties=penalties)).advantages
     by_turn = [[found[t.id][turn.start] for turn in t.turns] for t in group]
     assert by_turn == [[0.25, 1.0], [-0.25, -1.0]]
 

@@ -14,6 +14,7 @@ from ...configs.algorithm import (
     ClipCov,
     DecoupledPpo,
     DualClipPpo,
+    Gae,
     Grpo,
     Gspo,
     KlCov,
@@ -31,6 +32,7 @@ from . import (
     cispo,
     clip_cov,
     decoupled_ppo,
+    gae,
     grpo,
     gspo,
     kl_cov,
@@ -44,17 +46,18 @@ from . import (
 )
 from .aggregation import scale_of
 from .correction import correction_of
-from .episodes import Advantage
+from .episodes import Advantage, TokenAdvantage
 from .policy_loss import BY_STALENESS, compose, effective_sample_size, stalest_of
 from .tokens import Selection, SurrogateLoss
 
-ADVANTAGES: dict[type[Section], Callable[[Any], Advantage]] = {
+ADVANTAGES: dict[type[Section], Callable[[Any], Advantage | TokenAdvantage]] = {
     Grpo: grpo.advantage,
     Rloo: rloo.advantage,
     ReinforcePP: reinforce_pp.advantage,
     ReinforcePPBaseline: reinforce_pp_baseline.advantage,
     Opo: opo.advantage,
     TurnLevel: turn_level.advantage,
+    Gae: gae.advantage,
 }
 LOSSES: dict[type[Section], Callable[[Any], SurrogateLoss]] = {
     DecoupledPpo: decoupled_ppo.surrogate,
@@ -71,11 +74,11 @@ SELECTIONS: dict[type[Section], Callable[[Any, Sequence[PackedRow], Gather], Sel
     KlCov: kl_cov.selection,
 }
 
-__all__ = ["BY_STALENESS", "Advantage", "advantage_of", "effective_sample_size", "loss_of"]
+__all__ = ["BY_STALENESS", "Advantage", "TokenAdvantage", "advantage_of", "effective_sample_size", "loss_of"]
 
 
-def advantage_of(config: Algorithm) -> Advantage:
-    """The estimator of advantages: episodes of a batch to one number for each of their turns."""
+def advantage_of(config: Algorithm) -> Advantage | TokenAdvantage:
+    """The estimator of advantages: episodes of a batch to one number for each of their turns, or of their tokens."""
     return ADVANTAGES[type(config.advantage)](config.advantage)
 
 

@@ -1,6 +1,7 @@
 """What an advantage estimator sees of a batch, and what it gives back.
 
-    advantage: Episodes of the whole batch  ->  float64[N], one number for each of their N turns
+    by turn:   Episodes of the whole batch  ->  float64[N], one number for each of their N turns
+    by token:  a Chain for each episode     ->  a number for each of its sampled tokens, and what a critic should have said there
 
 Invariants:
 - An estimator is a pure function: equal episodes give equal advantages, in any order of episodes and of groups.
@@ -12,7 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -48,6 +49,27 @@ class Episodes(msgspec.Struct, frozen=True):
 
 Advantage = Callable[[Episodes], NDArray[np.float64]]
 """Episodes of a batch to the advantages of their turns, float64[N], in the order of episodes and, within each, of turns."""
+
+
+class Chain(msgspec.Struct, frozen=True):
+    """The L sampled tokens of one episode, branch by branch: `rewards` float64[L], what was earned after each, penalties taken off;
+    `values` float64[L], what the critic expected before each from then on."""
+
+    rewards: NDArray[np.float64]
+    values: NDArray[np.float64]
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """Of one episode: `advantages` float64[L]; `returns` float64[L], what the critic learns to say."""
+
+    advantages: NDArray[np.float64]
+    returns: NDArray[np.float64]
+
+
+class TokenAdvantage(msgspec.Struct, frozen=True):
+    """An estimator that judges each token by itself, from the chains of all episodes of a batch."""
+
+    estimate: Callable[[Sequence[Chain]], list[Judged]]
 
 
 def mean_within(
