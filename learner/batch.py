@@ -24,8 +24,9 @@ from ..buffer.trajectory import Trajectory
 from ..errors import LearnerError
 from . import packing
 from .algorithms.episodes import Advantage
+from .algorithms.overlong import Shaping
 from .backend import PackedRow
-from .credit import Group, credit
+from .credit import UNSHAPED, Group, credit
 
 
 class TrainSequence(msgspec.Struct, frozen=True):
@@ -71,6 +72,7 @@ def to_sequences(
     version: int,
     oldest_version: int,
     late: Collection[str] = (),
+    shape: Shaping = UNSHAPED,
 ) -> list[TrainSequence]:
     """The branches that have a trained token, in the order of `groups`.
 
@@ -78,11 +80,12 @@ def to_sequences(
         version: the learner's policy version now.
         oldest_version: the oldest policy version whose tokens may be trained on.
         late: ids of episodes that the others are compared with like with any other, and that carry no loss themselves.
+        shape: see `credit`.
 
     Raises:
         LearnerError: there are no advantages (see `credit`), or a sampled token lies outside its trajectory's turns.
     """
-    advantages = credit(groups, advantage)
+    advantages = credit(groups, advantage, shape)
     in_time = [trajectory for group in groups for trajectory in group if trajectory.episode not in late]
     cut = [_cut(trajectory, advantages[trajectory.id], version, oldest_version) for trajectory in in_time]
     return [sequence for sequence in cut if sequence is not None]
