@@ -89,6 +89,12 @@ class LearnerError(SlipstreamError):
     """The learner cannot step, save or load."""
 
 
+class CheckpointError(LearnerError):
+    """A checkpoint is damaged, or of another model: it would be so the next time, too."""
+
+    final = True
+
+
 class RoleDied(SlipstreamError):
     """A process of the run ended and its restart budget is spent."""
 

@@ -42,6 +42,7 @@ class Episode(msgspec.Struct):
         loss_from: once trained, the oldest version whose tokens carried loss; None where none did.
         reason: why it was discarded.
         outcome: how it ended.
+        reward: what it earned, while its trajectories are kept.
     """
 
     id: str
@@ -55,6 +56,7 @@ class Episode(msgspec.Struct):
     loss_from: int | None = None
     reason: str = ""
     outcome: Outcome | None = None
+    reward: float | None = None
 
     @property
     def member(self) -> int:

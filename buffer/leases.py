@@ -23,6 +23,9 @@ from .trajectory import Outcome
 MIN_MEMBERS = 2
 """A group's mean is a baseline from two members on."""
 
+EQUAL_REWARDS = "equal_rewards"
+"""Why a group is discarded whose members all earned the same, under dynamic sampling."""
+
 HELD: tuple[GroupState, ...] = ("leased", "ready")
 """States of groups of which members may run."""
 
@@ -63,6 +66,7 @@ class Leases(Shelf):
         self.checkpointed = clock.checkpointed
         self.cursors = list(clock.cursors) or [0] * envs
         self.trained = list(clock.trained) or [0] * envs
+        self.refilled = clock.refilled
         self._looked_at = -1  # version at which `_retire` looked at all groups that wait
         self._unseen: set[int] = set()  # ready since
 
@@ -76,6 +80,7 @@ class Leases(Shelf):
             self.checkpointed,
             tuple(self.cursors),
             tuple(self.trained),
+            self.refilled,
         )
 
     # --- what may start -------------------------------------------------------------------------------------------
@@ -149,9 +154,11 @@ class Leases(Shelf):
                 group.deadline = now + self.rules.lease_s
         return unwanted
 
-    def deliver(self, episode_id: str, outcome: Outcome, generated: Counts, kept: Counts) -> bool:
-        """An episode ended; `kept` are the sampled tokens of its trajectories. False when there is nothing to keep: it is late,
-        known already, failed, or its group is over.
+    def deliver(
+        self, episode_id: str, outcome: Outcome, generated: Counts, kept: Counts, reward: float | None = None
+    ) -> bool:
+        """An episode ended; `kept` are the sampled tokens of its trajectories, `reward` is what these say that it earned, the
+        penalty of a failure among it. False when there is nothing to keep: it is late, known already, failed, or its group is over.
 
         Raises:
             StateError: nobody leased it, its counts contradict each other, or it names a version that does not exist.
@@ -169,6 +176,7 @@ class Leases(Shelf):
                 episode.final = not again
                 if sum(kept.values()) and not again:
                     episode.account, episode.kept, episode.late = "ready", dict(kept), group.state == "ready"
+                    episode.reward = reward
                 else:
                     episode.account, episode.reason = "discarded", FAILED + (outcome.reason or "nothing_sampled")
         self._complete(group)
@@ -179,13 +187,22 @@ class Leases(Shelf):
         return group.state == "leased" and failures < self.rules.retries.get(outcome.reason, 0)
 
     def _complete(self, group: Group) -> None:
-        """See whether a leased group has what it needs, or must be leased again for what it lacks."""
+        """See whether a leased group has what it needs, or must be leased again for what it lacks.
+
+        Under dynamic sampling members that all earned the same are not enough, however many: the slow ones are waited for, since
+        one of them may be what the task has to teach. So a group is discarded for equal rewards only when nobody is left to differ.
+        """
         if group.state != "leased":
             return
-        kept = len(group.in_account("ready"))
-        if len(group.final_members) == self.rules.group_size and kept < MIN_MEMBERS:
+        kept = group.in_account("ready")
+        ended = len(group.final_members) == self.rules.group_size
+        alike = self.rules.dynamic_sampling and len({e.reward for e in kept}) == 1
+        if ended and len(kept) < MIN_MEMBERS:
             self._discard_group(group, "too_few_members")
-        elif kept >= self.rules.min_members or len(group.final_members) == self.rules.group_size:
+        elif ended and alike:
+            self._discard_group(group, EQUAL_REWARDS)
+            self.refilled += 1
+        elif ended or (len(kept) >= self.rules.min_members and not alike):
             self._ready(group)
         elif not group.running:
             self._reopen(group)

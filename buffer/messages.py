@@ -177,6 +177,7 @@ class Stats(msgspec.Struct, frozen=True):
     """The buffer at one instant: `leased_groups` are being played, `ready_groups` are complete and not committed.
 
     Attributes:
+        refilled_groups: discarded because all rewards were equal, since the run began; others took their places.
         slot_s, idle_slot_s: summed over workers since the service started.
         dropped: messages that were no request, since the service started.
         refused: attempts to connect without this run's keys, since the service started; a peer may try often.
@@ -188,6 +189,7 @@ class Stats(msgspec.Struct, frozen=True):
     ready_groups: int
     slot_s: float
     idle_slot_s: float
+    refilled_groups: int = 0
     dropped: int = 0
     refused: int = 0
 

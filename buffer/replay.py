@@ -5,7 +5,7 @@
       ^               │  ^                       │ ^           │                  │
       │   lease lost, │  │ grant                 │ └───────────┴── recover ───────┘
       │ a member to   v  │                       v
-      │ try again    open ┘                  discarded (too old, too few members)
+      │ try again    open ┘                  discarded (too old, too few members, equal rewards)
       └── admission
 
 Invariants:

@@ -19,6 +19,7 @@ class Rules(msgspec.Struct, frozen=True):
         on_deadline: what becomes of tokens past the staleness bound.
         lease_s: a lease ends after so many seconds without a report.
         retries: reason of a failure -> how often a member that failed so is granted again.
+        dynamic_sampling: a group whose members all earned the same is discarded; another one takes its place.
     """
 
     group_size: int
@@ -26,6 +27,7 @@ class Rules(msgspec.Struct, frozen=True):
     on_deadline: OnDeadline
     lease_s: float
     retries: Mapping[str, int] = {}
+    dynamic_sampling: bool = False
 
 
 class Clock(msgspec.Struct, frozen=True):
@@ -39,6 +41,7 @@ class Clock(msgspec.Struct, frozen=True):
         checkpointed: commits up to here are in a checkpoint.
         cursors: the next task of each environment.
         trained: groups of each environment that were trained on.
+        refilled: groups that were discarded because their members all earned the same.
     """
 
     version: int = 0
@@ -48,6 +51,7 @@ class Clock(msgspec.Struct, frozen=True):
     checkpointed: int = 0
     cursors: tuple[int, ...] = ()
     trained: tuple[int, ...] = ()
+    refilled: int = 0
 
     @property
     def over(self) -> int:

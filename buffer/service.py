@@ -266,7 +266,8 @@ class BufferService:
             case m.Deliver(worker, episode_id, generated, outcome, trajectories):
                 peers.worker(identity, worker)
                 self._require_holder(worker, episode_id)
-                if replay.deliver(episode_id, outcome, generated, sampled_of(episode_id, trajectories)):
+                kept, reward = sampled_of(episode_id, trajectories), trajectories[0].reward if trajectories else None
+                if replay.deliver(episode_id, outcome, generated, kept, reward):
                     self._arrived[episode_id] = trajectories
                     self._recent.add(episode_id, trajectories)
             case m.Hello(worker, incarnation):
@@ -374,6 +375,7 @@ class BufferService:
             ready_groups=len(self._replay.of("ready", "batched")),
             slot_s=slot_s,
             idle_slot_s=idle_slot_s,
+            refilled_groups=self._replay.refilled,
             dropped=self._dropped,
             refused=self._guard.refused if self._guard else 0,
         )
@@ -381,7 +383,14 @@ class BufferService:
 
 def _rules(config: Buffer, retries: Mapping[str, int] | None) -> Rules:
     min_members = config.min_members or config.group_size
-    return Rules(config.group_size, min_members, config.on_deadline, config.lease_s, dict(retries or {}))
+    return Rules(
+        config.group_size,
+        min_members,
+        config.on_deadline,
+        config.lease_s,
+        dict(retries or {}),
+        config.dynamic_sampling,
+    )
 
 
 def _send(door: Door, answers: list[Answer]) -> None:

@@ -117,7 +117,7 @@ class Shelf:
 
     def _discard(self, group: Group, episode: Episode, reason: str) -> None:
         with self._moving(group, episode):
-            episode.account, episode.reason = "discarded", reason
+            episode.account, episode.reason, episode.reward = "discarded", reason, None
 
     def _discard_group(self, group: Group, reason: str) -> None:
         for episode in (*group.in_account("in_flight"), *group.in_account("ready")):

@@ -45,6 +45,12 @@ WAL_BYTES = 64 << 20
 CACHE_KIB = 32 << 10
 """Of pages with arrays, twice what a round of the service brings: a larger transaction is written in parts, and more slowly."""
 
+REWARD = (
+    "CASE WHEN account IN ('ready', 'trained')"
+    " THEN (SELECT reward FROM trajectories WHERE episode_id = episodes.id LIMIT 1) END AS reward"
+)
+"""Of an episode: all its branches say the same."""
+
 UNNAMED = "key NOT IN (SELECT arrays FROM trajectories WHERE arrays IS NOT NULL)"
 
 VALUES_AT_ONCE, BYTES_AT_ONCE = 10_000, 16 << 20
@@ -236,7 +242,7 @@ class Store:
             wanted = f"FROM groups WHERE NOT ({SETTLED})"
             for row in self._rows(f"SELECT * {wanted} ORDER BY id", over):
                 groups[row["id"]] = self._struct(dict(row), Group, f"group {row['id']}")
-            for row in self._rows(f"SELECT * FROM episodes WHERE group_id IN (SELECT id {wanted})", over):
+            for row in self._rows(f"SELECT *, {REWARD} FROM episodes WHERE group_id IN (SELECT id {wanted})", over):
                 groups[row["group_id"]].episodes[row["id"]] = self._episode(row)
         return clock, list(groups.values())
 

@@ -199,6 +199,8 @@ def sampled_of(episode_id: str, branches: Sequence[Trajectory]) -> dict[int, int
     """
     if len({branch.id for branch in branches}) < len(branches):
         raise WireError(f"episode {episode_id!r} came with the same branch twice")
+    if len({branch.reward for branch in branches}) > 1:
+        raise WireError(f"episode {episode_id!r} came with branches that disagree about its reward")
     for t in branches:
         t.check()
         belongs = episode_id.startswith(f"{t.group_id}.") and episode_id.endswith(f".{t.member}")

@@ -130,6 +130,9 @@ PolicyLossKind = DecoupledPpo | Ppo | DualClipPpo | Gspo | Cispo | Sapo | ClipCo
 SELF_CORRECTING = (Ppo, DualClipPpo, Cispo)
 """Losses whose ratio is the one to the policy that sampled: they weigh tokens of other policies by themselves."""
 
+WITHIN_GROUPS = (Grpo, Rloo, ReinforcePPBaseline, Opo)
+"""Advantages that are 0 for every token of a group whose rewards are all equal."""
+
 Level = Literal["token", "sequence", "geometric"]
 
 
@@ -209,6 +212,9 @@ class Algorithm(Section, frozen=True):
 
     advantage: Grpo | Rloo | ReinforcePP | ReinforcePPBaseline | Opo | TurnLevel | Gae = field(default_factory=Grpo)
     """How rewards become advantages."""
+    overlong: NonNegative = 0
+    """Of the tokens before `agent.max_tokens`, prompt included, so many are punished: rising to -1, added to the reward, not to its
+    statistics (DAPO's soft overlong punishment, arXiv:2503.14476); 0 is none."""
     loss: PolicyLossKind = field(default_factory=DecoupledPpo)
     """The policy loss. `ppo`, `dual_clip_ppo` and `cispo` are around the policy that sampled and correct staleness by themselves;
     the others are around the policy at the start of the batch and need a correction."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import get_args, get_type_hints
 
 from ..errors import ConfigError
-from .algorithm import SELF_CORRECTING, Masked, NoCorrection, Rejected, Truncated
+from .algorithm import SELF_CORRECTING, WITHIN_GROUPS, Masked, NoCorrection, Rejected, Truncated
 from .schema import NO_FAULTS, Agent, Config, Fake, Fault, Mixture, PythonEnv, ReasoningGym, parse_memory, parse_size
 
 BF16_NOISE = 0.05
@@ -109,6 +109,18 @@ def _batch(config: Config) -> Iterator[str]:
         yield (
             f"buffer.min_members={buffer.min_members}: allowed are 0, which waits for all, and 2 to "
             f"buffer.group_size={buffer.group_size}"
+        )
+    if buffer.dynamic_sampling and not isinstance(algorithm.advantage, WITHIN_GROUPS):
+        kinds = ", ".join(str(section.__struct_config__.tag) for section in WITHIN_GROUPS)
+        yield (
+            "buffer.dynamic_sampling=true would discard groups that teach: "
+            f"learner.algorithm.advantage.kind={algorithm.advantage.__struct_config__.tag} learns from groups of equal rewards, "
+            f"too; allowed with it are {kinds}"
+        )
+    if algorithm.overlong >= config.agent.max_tokens:
+        yield (
+            f"learner.algorithm.overlong={algorithm.overlong} leaves no length unpunished: it is a part of agent.max_tokens="
+            f"{config.agent.max_tokens}; allowed are 0 to {config.agent.max_tokens - 1}"
         )
     waits = "buffer.max_staleness=0" if buffer.max_staleness == 0 else "buffer.on_deadline=wait"
     if (buffer.max_staleness == 0 or buffer.on_deadline == "wait") and config.learner.batch_s < rollout.episode_s:

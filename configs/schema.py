@@ -226,6 +226,9 @@ class Buffer(Section, frozen=True):
     min_members: NonNegative = 0
     """A group may be trained on as soon as so many of its episodes are there; those that end later count in the baseline and carry
     no loss. 0 waits for all."""
+    dynamic_sampling: bool = False
+    """A group whose episodes all earned the same is discarded and another one takes its place (DAPO, Yu et al. 2025,
+    arXiv:2503.14476). The environment's own reward decides, before any shaping; so may the penalty of a failure."""
     on_deadline: Literal["withhold", "wait", "drop"] = "withhold"
     """Tokens past the bound: kept as context without loss, waited for by the learner, or dropped with their group."""
     lease_s: AboveZero = 30.0

@@ -23,8 +23,9 @@ from ..buffer.trajectory import Trajectory
 from ..errors import LearnerError
 from . import packing
 from .algorithms.episodes import Advantage, TokenAdvantage
+from .algorithms.overlong import Shaping
 from .backend import PackedRow
-from .credit import Group, credit
+from .credit import UNSHAPED, Group, credit
 from .scores import NO_SCORES, Scores
 
 
@@ -75,7 +76,9 @@ def to_sequences(
     version: int,
     oldest_version: int,
     late: Collection[str] = (),
+    *,
     scores: Scores = NO_SCORES,
+    shape: Shaping = UNSHAPED,
 ) -> list[TrainSequence]:
     """The branches that have a trained token, in the order of `groups`.
 
@@ -84,11 +87,12 @@ def to_sequences(
         oldest_version: the oldest policy version whose tokens may be trained on.
         late: ids of episodes that the others are compared with like with any other, and that carry no loss themselves.
         scores: what other models say of the batch's tokens.
+        shape: see `credit`.
 
     Raises:
         LearnerError: there are no advantages (see `credit`), or a sampled token lies outside its trajectory's turns.
     """
-    earned = credit(groups, advantage, scores)
+    earned = credit(groups, advantage, scores, shape)
     in_time = [trajectory for group in groups for trajectory in group if trajectory.episode not in late]
     cut = [
         _cut(

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from transformers import PreTrainedModel
 
-from ..errors import LearnerError
+from ..errors import CheckpointError, LearnerError
 from .model import load_tokenizer
 
 STATE_FILE = "state.json"
@@ -89,7 +89,8 @@ def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimiz
         dcp_load(content, checkpoint_id=directory)
     except (OSError, msgspec.DecodeError, RuntimeError, ValueError, CheckpointException) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        raise LearnerError(f"checkpoint {directory} cannot be loaded: {reason}; resume from another") from error
+        kind = LearnerError if isinstance(error, OSError) else CheckpointError  # a disk may come back
+        raise kind(f"checkpoint {directory} cannot be loaded: {reason}; resume from another") from error
     set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
     return state
 

@@ -1,15 +1,17 @@
 """Who earned what: from task groups to the advantage of every token.
 
-    groups ──one entry per member──> Episodes ──estimator──> advantage per turn ──> of its tokens, by trajectory
-                                     Chains, with a critic ──> advantage per token, and returns
+    groups ──one entry per member, shaped──> Episodes ──estimator──> advantage per turn ──> of its tokens, by trajectory
+                                             Chains, with a critic ──> advantage per token, and returns
 
 Invariants:
 - A member's reward counts once, however many branches it has; its turns are those of its branches, one branch after the other.
 - A failed episode is here only where the worker was told to train on it. Its reward is the penalty that its environment declared,
   earned after its last turn, and nothing of what it was given before.
+- Shaping (`algorithms/overlong.py`) adds to what an episode earned, after its last turn. It is the estimator's to see alone:
+  statistics, and the buffer's dynamic sampling, have the environment's own reward. Failures are judged by their penalty only.
 - Penalties, such as the divergence from a reference policy, come off the rewards that an estimator sees: those of a turn off its
   own, those of all branches off the episode's.
-- No reward that is not a finite number reaches an estimator.
+- No reward that is not a finite number reaches an estimator, and none that it cannot compute with passes it in silence.
 """
 
 from __future__ import annotations
@@ -24,10 +26,15 @@ from numpy.typing import NDArray
 from ..buffer.trajectory import Trajectory
 from ..errors import LearnerError
 from .algorithms.episodes import Advantage, Chain, Episodes, TokenAdvantage
+from .algorithms.overlong import Shaping, shaping
 from .scores import NO_SCORES, Scored, Scores
 
 Group = tuple[Trajectory, ...]
 """All branches of all members of one task group."""
+
+UNSHAPED = shaping(0, 1)
+
+ByTrajectory = dict[str, NDArray[np.float64]]
 
 
 class Credit(msgspec.Struct, frozen=True):
@@ -38,81 +45,68 @@ class Credit(msgspec.Struct, frozen=True):
         returns: what the critic should have said at each; None where there is no critic.
     """
 
-    advantages: dict[str, NDArray[np.float64]]
-    returns: dict[str, NDArray[np.float64]] | None = None
+    advantages: ByTrajectory
+    returns: ByTrajectory | None = None
 
 
-def credit(groups: Sequence[Group], advantage: Advantage | TokenAdvantage, scores: Scores = NO_SCORES) -> Credit:
-    """What each token of `groups` earned, relative to what was to be expected. `scores` holds penalties and values, if any.
+class Member(msgspec.Struct, frozen=True):
+    """One episode: its branches as they were opened, and what it earned, shaped, in all and after each step of its environment."""
+
+    branches: list[Trajectory]
+    reward: float
+    turn_rewards: NDArray[np.float64]
+
+    @property
+    def turns(self) -> list[tuple[Trajectory, slice]]:
+        """Each completion: in which branch, and which of its tokens."""
+        return [(branch, slice(turn.start, turn.end)) for branch in self.branches for turn in branch.turns]
+
+
+def credit(
+    groups: Sequence[Group],
+    advantage: Advantage | TokenAdvantage,
+    scores: Scores = NO_SCORES,
+    shape: Shaping = UNSHAPED,
+) -> Credit:
+    """What each token of `groups` earned, relative to what was to be expected.
+
+    Args:
+        scores: penalties and values, where other models gave any.
+        shape: from the lengths of episodes, in tokens of the longest branch, to what is added to their rewards.
 
     Raises:
-        LearnerError: a group is empty, a reward or an advantage is not finite, a failed episode carries what it earned before it
-            failed, the branches of one disagree about its reward, or the estimator cannot work with an episode.
+        LearnerError: a group is empty, a reward or an advantage is not finite, or too large to compute with, a failed episode
+            carries what it earned before it failed, the branches of one disagree about its reward, or the estimator cannot work
+            with an episode.
     """
     if not groups:
         return Credit({})
-    members = [_members(number, group) for number, group in enumerate(groups)]
-    if isinstance(advantage, TokenAdvantage):
-        found = _judge(members, advantage, scores)
-    else:
-        branches = [branch for group in members for member in group for branch in member]
-        ends = np.cumsum([len(branch.turns) for branch in branches])
-        by_turn = np.split(advantage(_episodes(members, scores.penalties)), ends[:-1])
-        found = Credit({b.id: _by_token(b, part) for b, part in zip(branches, by_turn, strict=True)})
-    if any(np.isinf(values).any() for part in (found.advantages, found.returns or {}) for values in part.values()):
+    by_group = [_shaped(_branches(number, group), shape) for number, group in enumerate(groups)]
+    members = [member for group in by_group for member in group]
+    try:
+        with np.errstate(over="raise", invalid="ignore"):  # a variance that overflows would make every advantage 0
+            if isinstance(advantage, TokenAdvantage):
+                return _by_token(members, advantage, scores)
+            return _by_turn(members, advantage(_episodes(by_group, scores.penalties)))
+    except FloatingPointError:
+        largest = max(members, key=lambda m: abs(m.reward))
         raise LearnerError(
-            "advantages are not finite: rewards of this batch are too large to be compared; scale them down"
-        )
-    return found
+            f"advantages are not finite: rewards of this batch are too large to be compared, the largest is {largest.reward:g} of "
+            f"episode {largest.branches[0].episode!r}; scale them down"
+        ) from None
 
 
-def _judge(groups: Sequence[Sequence[Sequence[Trajectory]]], advantage: TokenAdvantage, scores: Scores) -> Credit:
-    """Credit by token: of each episode all sampled tokens, branch by branch."""
-    if scores.values is None:
-        raise LearnerError("learner.algorithm.advantage.kind=gae needs a critic, and this learner has none")
-    members = [member for group in groups for member in group]
-    chains = [
-        Chain(
-            _token_rewards(member, scores.penalties),
-            np.concatenate([scores.values[b.id][b.loss_mask] for b in member]).astype(np.float64),
-        )
-        for member in members
-    ]
-    advantages, returns = dict[str, NDArray[np.float64]](), dict[str, NDArray[np.float64]]()
-    for member, judged in zip(members, advantage.estimate(chains), strict=True):
-        ends = np.cumsum([branch.sampled for branch in member])[:-1]
-        for into, values in ((advantages, judged.advantages), (returns, judged.returns)):
-            for branch, part in zip(member, np.split(values, ends), strict=True):
-                into[branch.id] = np.full(len(branch), np.nan)
-                into[branch.id][branch.loss_mask] = part
-    return Credit(advantages, returns)
+def _finite(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`values`, which must be finite as the float32 that they are trained with; else FloatingPointError."""
+    if not np.isfinite(values.astype(np.float32)).all():
+        raise FloatingPointError
+    return values
 
 
-def _token_rewards(member: Sequence[Trajectory], penalties: Scored | None) -> NDArray[np.float64]:
-    """float64[L]: what an episode earned after each of its sampled tokens: the rewards of its turns at their ends, where there is
-    one for each, and what is left of its return at its own end."""
-    lengths = [branch.loss_mask[t.start : t.end].sum() for branch in member for t in branch.turns]
-    earned = _turn_rewards(member[0], len(lengths))
-    rewards = np.zeros(sum(branch.sampled for branch in member))
-    if not len(rewards):
-        return rewards
-    if len(earned) == len(lengths):
-        np.add.at(rewards, np.maximum(np.cumsum(lengths) - 1, 0), earned)
-    rewards[-1] += member[0].reward - rewards.sum()
-    if penalties is not None:
-        rewards -= np.concatenate([penalties[branch.id][branch.loss_mask] for branch in member])
-    return rewards
+# --- what was earned
 
 
-def _by_token(branch: Trajectory, advantages: NDArray[np.float64]) -> NDArray[np.float64]:
-    """float64[K] -> float64[T]: every token of a turn has what the turn has."""
-    by_token = np.full(len(branch), np.nan)
-    for turn, value in zip(branch.turns, advantages.tolist(), strict=True):
-        by_token[turn.start : turn.end] = value
-    return by_token
-
-
-def _members(number: int, group: Group) -> list[list[Trajectory]]:
+def _branches(number: int, group: Group) -> list[list[Trajectory]]:
     """The members of a group, each as its branches in the order in which they were opened."""
     if not group:
         raise LearnerError(f"group number {number} of the batch is empty: there is nothing to compare and to train on")
@@ -135,47 +129,90 @@ def _members(number: int, group: Group) -> list[list[Trajectory]]:
     return [sorted(member, key=lambda t: t.branch) for member in members.values()]
 
 
-def _episodes(groups: Sequence[Sequence[Sequence[Trajectory]]], penalties: Scored | None) -> Episodes:
-    """What an estimator sees of the members of `groups`."""
+def _shaped(members: Sequence[list[Trajectory]], shape: Shaping) -> list[Member]:
+    """What the members of a group earned, by the length of the longest branch of each."""
+    extra = shape(np.array([max(map(len, branches)) for branches in members], dtype=np.int64))
+    return [_earned(branches, more) for branches, more in zip(members, extra.tolist(), strict=True)]
+
+
+def _earned(branches: list[Trajectory], extra: float) -> Member:
+    first = branches[0]
+    if first.outcome.trainable:
+        rewards = np.array(first.turn_rewards, dtype=np.float64)
+        rewards[len(rewards) - 1 :] += extra
+        return Member(branches, first.reward + extra, rewards)
+    rewards = np.zeros(sum(len(branch.turns) for branch in branches))
+    rewards[len(rewards) - 1 :] = first.reward
+    return Member(branches, first.reward, rewards)
+
+
+# --- by turn
+
+
+def _episodes(groups: Sequence[Sequence[Member]], penalties: Scored | None) -> Episodes:
+    """What an estimator by turn sees."""
     members = [member for group in groups for member in group]
-    turns = [sum(len(branch.turns) for branch in member) for member in members]
-    rewards = np.array([member[0].reward for member in members], dtype=np.float64)
-    turn_rewards = [_turn_rewards(member[0], count) for member, count in zip(members, turns, strict=True)]
-    if penalties is not None:
-        costs = [_costs(member, penalties) for member in members]
-        rewards -= [cost.sum() for cost in costs]
-        turn_rewards = [_less(earned, cost) for earned, cost in zip(turn_rewards, costs, strict=True)]
+    costs = [_costs(member, penalties) for member in members]
     return Episodes(
-        ids=tuple(member[0].episode for member in members),
+        ids=tuple(member.branches[0].episode for member in members),
         groups=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
-        rewards=rewards,
-        lengths=np.array([sum(branch.sampled for branch in member) for member in members], dtype=np.int64),
-        turns=np.array(turns, dtype=np.int64),
-        turn_rewards=tuple(turn_rewards),
+        rewards=np.array([member.reward - cost.sum() for member, cost in zip(members, costs, strict=True)]),
+        lengths=np.array([sum(branch.sampled for branch in member.branches) for member in members], dtype=np.int64),
+        turns=np.array([len(member.turns) for member in members], dtype=np.int64),
+        # Where steps and completions do not match, estimators by turn refuse the episode, and the others do not look.
+        turn_rewards=tuple(
+            member.turn_rewards - cost if len(cost) == len(member.turn_rewards) else member.turn_rewards
+            for member, cost in zip(members, costs, strict=True)
+        ),
     )
 
 
-def _costs(member: Sequence[Trajectory], penalties: Scored) -> NDArray[np.float64]:
-    """float64[K]: the penalties of the tokens of each turn of an episode."""
-    return np.array(
-        [
-            penalties[branch.id][turn.start : turn.end].sum(dtype=np.float64)
-            for branch in member
-            for turn in branch.turns
-        ]
-    )
+def _costs(member: Member, penalties: Scored | None) -> NDArray[np.float64]:
+    """float64[K]: the penalties of the tokens of each completion of an episode."""
+    if penalties is None:
+        return np.zeros(len(member.turns))
+    return np.array([penalties[branch.id][tokens].sum(dtype=np.float64) for branch, tokens in member.turns])
 
 
-def _less(rewards: NDArray[np.float64], costs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """`rewards` less `costs`, turn by turn. Where the two do not match, estimators by turn refuse the episode, and the others do
-    not look."""
-    return rewards - costs if len(rewards) == len(costs) else rewards
+def _by_turn(members: Sequence[Member], advantages: NDArray[np.float64]) -> Credit:
+    """float64[N], one for each completion -> for each of their tokens."""
+    by_token = {branch.id: np.full(len(branch), np.nan) for member in members for branch in member.branches}
+    turns = [turn for member in members for turn in member.turns]
+    for (branch, tokens), value in zip(turns, _finite(advantages).tolist(), strict=True):
+        by_token[branch.id][tokens] = value
+    return Credit(by_token)
 
 
-def _turn_rewards(trajectory: Trajectory, turns: int) -> NDArray[np.float64]:
-    """What was earned after each step of an episode of so many completions."""
-    if trajectory.outcome.trainable:
-        return np.array(trajectory.turn_rewards, dtype=np.float64)
-    rewards = np.zeros(turns, dtype=np.float64)
-    rewards[turns - 1 :] = trajectory.reward
-    return rewards
+# --- by token
+
+
+def _by_token(members: Sequence[Member], advantage: TokenAdvantage, scores: Scores) -> Credit:
+    if scores.values is None:
+        raise LearnerError("learner.algorithm.advantage judges by token and needs a critic, and this learner has none")
+    chains = [Chain(_rewards(m, scores.penalties), _sampled(m, scores.values)) for m in members]
+    advantages, returns = ByTrajectory(), ByTrajectory()
+    for member, judged in zip(members, advantage.estimate(chains), strict=True):
+        ends = np.cumsum([branch.sampled for branch in member.branches])[:-1]
+        for into, values in ((advantages, judged.advantages), (returns, judged.returns)):
+            for branch, part in zip(member.branches, np.split(_finite(values), ends), strict=True):
+                into[branch.id] = np.full(len(branch), np.nan)
+                into[branch.id][branch.loss_mask] = part
+    return Credit(advantages, returns)
+
+
+def _sampled(member: Member, scored: Scored) -> NDArray[np.float64]:
+    """float64[L]: what was said of the sampled tokens of an episode, branch by branch."""
+    return np.concatenate([scored[branch.id][branch.loss_mask] for branch in member.branches]).astype(np.float64)
+
+
+def _rewards(member: Member, penalties: Scored | None) -> NDArray[np.float64]:
+    """float64[L]: what an episode earned after each of its sampled tokens: the rewards of its turns at their ends, where there is
+    one for each, and what is left of its return at its own end."""
+    rewards = np.zeros(sum(branch.sampled for branch in member.branches))
+    if not len(rewards):
+        return rewards
+    ends = np.cumsum([branch.loss_mask[tokens].sum() for branch, tokens in member.turns])
+    if len(ends) == len(member.turn_rewards):
+        np.add.at(rewards, np.maximum(ends - 1, 0), member.turn_rewards)
+    rewards[-1] += member.reward - rewards.sum()
+    return rewards if penalties is None else rewards - _sampled(member, penalties)

@@ -32,7 +32,7 @@ from ..errors import DeadlineExceeded, LearnerError
 from ..weightsync.plan import PushReport
 from ..weightsync.publisher import Publisher
 from . import checkpoint
-from .algorithms import advantage_of, loss_of
+from .algorithms import advantage_of, loss_of, overlong
 from .backend import Backend
 from .batch import (
     TrainSequence,
@@ -99,6 +99,7 @@ class TrainingLoop:
         self._canary = tuple(canary_ids)
         self._report = report
         self._advantage = advantage_of(config.algorithm)
+        self._shape = overlong.shaping(config.algorithm.overlong, longest)
         self._loss = loss_of(config.algorithm, longest)
         self._served: int | None = None
         self._catching: asyncio.Task[None] | None = None
@@ -121,9 +122,14 @@ class TrainingLoop:
             if batch is None:
                 break
             meter.took(batch)
-            scores = self._roles.score(batch.groups)
             sequences = to_sequences(
-                batch.groups, self._advantage, state.version, batch.oldest_version, batch.late, scores
+                batch.groups,
+                self._advantage,
+                state.version,
+                batch.oldest_version,
+                batch.late,
+                scores=self._roles.score(batch.groups),
+                shape=self._shape,
             )
             done = await self._step(sequences, state)
             if self._backend.rank == 0:
@@ -225,6 +231,11 @@ class TrainingLoop:
                     await self._save(state)
                 stats = await self._buffer.stats()
                 hint = f"{stats.ready_groups} groups are ready, {stats.leased_groups} are being played; see the workers' logs"
+                if stats.refilled_groups:
+                    hint += (
+                        f"; {stats.refilled_groups} groups of this run were discarded because all their rewards were equal "
+                        "(buffer.dynamic_sampling)"
+                    )
                 raise DeadlineExceeded(
                     "the learner", f"the batch of version {state.version}", self._config.batch_s, hint
                 )

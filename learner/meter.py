@@ -90,6 +90,7 @@ class StepMeter:
             version=state.version,
             time=time.time(),
             tokens_discarded=sum(after.ledger.discarded.values()) - sum(before.ledger.discarded.values()),
+            groups_refilled=after.refilled_groups - before.refilled_groups,
             messages_dropped=after.dropped,
             peers_refused=after.refused,
             rollout_tokens_per_s=(after.ledger.generated - before.ledger.generated) / total_s,

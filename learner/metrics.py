@@ -21,6 +21,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         tokens_withheld: sampled tokens of this batch that were too old, or of late members, and stayed as context.
         mixed_tokens: trained tokens sampled by new weights from keys and values of older ones too (`rollout.partial=keep_kv`).
         tokens_discarded: tokens discarded for any reason since the previous step.
+        groups_refilled: groups discarded since the previous step because all their rewards were equal (`buffer.dynamic_sampling`).
         messages_dropped: messages to the buffer that were no request, since its process started.
         peers_refused: attempts to connect to the buffer without the run's keys, since its process started.
         episodes: episodes in the batch.
@@ -72,6 +73,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_withheld: int
     mixed_tokens: int
     tokens_discarded: int
+    groups_refilled: int = 0
     messages_dropped: int
     peers_refused: int
     episodes: int

@@ -37,6 +37,7 @@ HEALTH = {
     "tokens_withheld": "tokens withheld",
     "mixed_tokens": "tokens of mixed policies",
     "tokens_discarded": "tokens discarded",
+    "groups_refilled": "groups of equal rewards refilled",
 }
 
 

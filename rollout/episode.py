@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import TypeVar
@@ -41,6 +40,9 @@ from .blocking import calls_user_code
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+REWARD_LIMIT = 1e30
+"""Of one step, either way: sums of rewards, their squares and float32 advantages stay finite. What is larger means nothing."""
 
 CLOSE_S = 30.0
 """How long an environment may take to release what it holds; its episode keeps its slot meanwhile."""
@@ -112,8 +114,8 @@ class Watched:
         with self._blamed("step"):
             result = await self._in_time(self._opened.step(message), "a step")
             reward = float(result.reward)
-            if not math.isfinite(reward):
-                raise EnvError(f"a reward of {reward}")
+            if not abs(reward) <= REWARD_LIMIT:
+                raise EnvError(f"a reward of {reward}; allowed are numbers up to {REWARD_LIMIT:g}")
             self.rewards.append(reward)
             self.metrics |= {name: float(value) for name, value in result.metrics.items()}
             self.done, self.truncated = result.done, result.truncated

@@ -21,6 +21,7 @@ class Rules:
     policy: str
     shares: tuple[int, ...]
     retries: dict[str, int]
+    dynamic: bool
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Played:
     settled: bool = False
     final: bool = False
     late: bool = False
+    reward: float = 0.0
 
 
 @dataclass
@@ -74,6 +76,7 @@ class Model:
         self.served: int | None = None
         self.checkpointed = 0
         self.recovered_from: int | None = None
+        self.refilled = 0
         self.teams: dict[int, Team] = {}
         self.episodes: dict[str, Played] = {}
 
@@ -166,7 +169,7 @@ class Model:
                 team.lease = worker, end
         return [name for name in episodes if self.episodes[name].settled or self.episodes[name].where != "in_flight"]
 
-    def delivered(self, name: str, kept: Counter[int], failure: str) -> bool:
+    def delivered(self, name: str, kept: Counter[int], failure: str, reward: float) -> bool:
         """An episode ended, with a failure or ""; returns whether its trajectories are kept."""
         e = self.episodes[name]
         if e.settled:
@@ -178,7 +181,7 @@ class Model:
         again = bool(failure) and team.state == "leased" and earlier < self.rules.retries.get(failure, 0)
         e.final = not again
         if kept.total() and not again:
-            e.where, e.kept, e.late = "ready", kept, team.complete
+            e.where, e.kept, e.late, e.reward = "ready", kept, team.complete, reward
         else:
             e.where = f"failed_{failure or 'nothing_sampled'}"
         if not team.complete:
@@ -187,12 +190,14 @@ class Model:
 
     def _look_at(self, group: int) -> None:
         team, episodes = self.teams[group], self.of(group)
-        kept = sum(e.where == "ready" for e in episodes)
+        rewards = [e.reward for e in episodes if e.where == "ready"]
+        teaches = not self.rules.dynamic or any(reward != rewards[0] for reward in rewards)
         if sum(e.final for e in episodes) == self.rules.group_size:
-            team.complete = kept >= 2
+            team.complete = len(rewards) >= 2 and teaches
             if not team.complete:
-                self._drop(group, "too_few_members")
-        elif kept >= self.rules.min_members:
+                self._drop(group, "too_few_members" if len(rewards) < 2 else "equal_rewards")
+                self.refilled += len(rewards) >= 2
+        elif len(rewards) >= self.rules.min_members and teaches:
             team.complete = True
         elif not any(e.where == "in_flight" for e in episodes):
             team.lease, team.attempt = None, team.attempt + 1

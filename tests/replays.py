@@ -25,8 +25,9 @@ def replay_of(
     shares: tuple[float, ...] = (1.0,),
     retries: dict[str, int] | None = None,
     clock: Clock | None = None,
+    dynamic_sampling: bool = False,
 ) -> Replay:
-    rules = Rules(group_size, min_members or group_size, policy, LEASE_S, retries or {})
+    rules = Rules(group_size, min_members or group_size, policy, LEASE_S, retries or {}, dynamic_sampling)
     replay = Replay(Admission(staleness, per_batch, shares), rules, clock)
     replay.serve(replay.version)
     return replay

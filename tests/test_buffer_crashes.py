@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from slipstream.buffer import retention
 from slipstream.buffer import store as store_module
@@ -40,7 +41,7 @@ class Buffer:
     def __init__(self, path: Path) -> None:
         self.store = Store(path)
         clock, groups = self.store.load()
-        rules = Rules(3, 2, "withhold", 5.0, {"engine": 1})
+        rules = Rules(3, 2, "withhold", 5.0, {"engine": 1}, dynamic_sampling=True)
         self.replay = Replay(Admission(2, 1, (2.0, 1.0)), rules, clock, groups, Books(ledgers_of(path)))
 
     def save(
@@ -62,10 +63,13 @@ class Buffer:
         self.replay.progress("a", {episode: {version: tokens}}, 0.0)
         self.save()
 
-    def deliver(self, episode: str, version: int, outcome: Outcome = FINISHED) -> None:
+    def deliver(self, episode: str, version: int, outcome: Outcome = FINISHED, reward: float | None = None) -> None:
+        """Unless told otherwise, each member earns something else."""
         kept = {version: 5} if outcome.trainable else {}
-        accepted = self.replay.deliver(episode, outcome, {version: 7}, kept)
-        self.save([(episode, trajectory_of(episode, kept))] if accepted else [])
+        reward = float(episode[-1]) if reward is None else reward
+        accepted = self.replay.deliver(episode, outcome, {version: 7}, kept, reward)
+        sent = msgspec.structs.replace(trajectory_of(episode, kept), reward=reward) if accepted else None
+        self.save([(episode, sent)] if sent else [])
 
     def take(self) -> None:
         assert self.replay.take(self.replay.version) is not None
@@ -129,7 +133,9 @@ MESSAGES: list[Message] = [
     lambda b: b.shrink(),
     lambda b: b.shrink(),
     lambda b: b.lease("wish 3"),
-    lambda b: b.report("3.0.2", 4, 1),
+    *[lambda b, m=m: b.deliver(f"3.0.{m}", 4, reward=1.0) for m in range(3)],  # two would be enough if they differed
+    lambda b: b.lease("wish 4"),
+    lambda b: b.report("4.0.2", 4, 1),
 ]
 
 
@@ -220,11 +226,11 @@ def test_a_kill_at_any_statement_leaves_the_last_save_or_the_one_in_progress(
         run(path, acknowledge=lambda: states.append(dump(path)))
     assert accounts_of(path).closes
     assert accounts_of(path).total == Ledger(
-        generated=64,
+        generated=85,
         in_flight=1,
         trained=20,
         withheld=10,
-        discarded={"failed_engine": 7, "stale": 14, "unused": 12},
+        discarded={"failed_engine": 7, "stale": 14, "unused": 12, "equal_rewards": 21},
     )
     for what in (
         "archive",

@@ -76,6 +76,7 @@ class Runs(RuleBasedStateMachine):
         members=st.integers(2, 4).flatmap(lambda n: st.tuples(st.just(n), st.integers(2, n))),
         shares=st.sampled_from([(1,), (1, 1), (3, 1), (1, 2, 4)]),
         retries=st.dictionaries(st.sampled_from(["tool", "engine"]), st.integers(1, 2)),
+        dynamic=st.booleans(),
     )
     def begin(
         self,
@@ -85,10 +86,11 @@ class Runs(RuleBasedStateMachine):
         members: tuple[int, int],
         shares: tuple[int, ...],
         retries: dict[str, int],
+        dynamic: bool,
     ) -> None:
-        self.given = Admission(staleness, per_batch, shares), Rules(*members, policy, LEASE_S, retries)
+        self.given = Admission(staleness, per_batch, shares), Rules(*members, policy, LEASE_S, retries, dynamic)
         self.world = replay_model.Model(
-            replay_model.Rules(staleness, per_batch, *members, policy, shares, retries),
+            replay_model.Rules(staleness, per_batch, *members, policy, shares, retries, dynamic),
         )
         self.staleness = staleness
         self.path = self.folder / "buffer.sqlite"
@@ -177,17 +179,23 @@ class Runs(RuleBasedStateMachine):
             self.reports(worker)
 
     @precondition(lambda self: self.playing)
-    @rule(data=st.data(), outcome=st.sampled_from(OUTCOMES), unused=st.integers(0, 2), penalty=st.booleans())
-    def delivers(self, data: st.DataObject, outcome: Outcome, unused: int, penalty: bool) -> None:
-        self.deliver(self.some(data, self.playing), outcome, unused, penalty)
+    @rule(
+        data=st.data(),
+        outcome=st.sampled_from(OUTCOMES),
+        unused=st.integers(0, 2),
+        penalty=st.booleans(),
+        reward=st.sampled_from([0.0, 1.0]),
+    )
+    def delivers(self, data: st.DataObject, outcome: Outcome, unused: int, penalty: bool, reward: float) -> None:
+        self.deliver(self.some(data, self.playing), outcome, unused, penalty, reward)
 
     @precondition(lambda self: self.playing)
-    @rule(data=st.data())
-    def finishes_a_group(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), rewards=st.sampled_from([(0.0,), (1.0,), (0.0, 1.0)]))
+    def finishes_a_group(self, data: st.DataObject, rewards: tuple[float, ...]) -> None:
         group = self.some(data, self.playing).split(".")[0]
-        for episode in sorted(e for e in self.playing if e.split(".")[0] == group):
+        for number, episode in enumerate(sorted(e for e in self.playing if e.split(".")[0] == group)):
             self.sample_into(episode, 2)
-            self.deliver(episode, FINISHED)
+            self.deliver(episode, FINISHED, reward=rewards[number % len(rewards)])
 
     @precondition(lambda self: self.playing)
     @rule(data=st.data(), reason=st.sampled_from(["tool", "engine"]))
@@ -198,16 +206,20 @@ class Runs(RuleBasedStateMachine):
                 self.deliver(episode, Outcome("failed", reason))
             self.grant(WORKERS[0])
 
-    def deliver(self, episode: str, outcome: Outcome, unused: int = 0, penalty: bool = False) -> None:
+    def deliver(
+        self, episode: str, outcome: Outcome, unused: int = 0, penalty: bool = False, reward: float | None = None
+    ) -> None:
+        """Unless told otherwise, each member earns something else."""
         e = self.world.episodes[episode]
+        reward = 10.0 + e.member if reward is None else reward
         kept = Counter(e.tokens)
         kept.subtract(dict.fromkeys(list(kept)[:1], unused))
         kept = +kept if outcome.trainable or penalty else Counter[int]()
-        accepted = self.replay.deliver(episode, outcome, dict(e.tokens), dict(kept))
+        accepted = self.replay.deliver(episode, outcome, dict(e.tokens), dict(kept), reward)
         if accepted:
-            self.arrived.append((episode, trajectory_of(episode, kept)))
+            self.arrived.append((episode, msgspec.structs.replace(trajectory_of(episode, kept), reward=reward)))
         self.playing.remove(episode)
-        assert accepted == self.world.delivered(episode, kept, outcome.reason)
+        assert accepted == self.world.delivered(episode, kept, outcome.reason, reward)
         self.store_changes()
 
     @precondition(lambda self: any(e.settled for e in self.world.episodes.values()))
@@ -380,7 +392,7 @@ class Runs(RuleBasedStateMachine):
             case "deliver" if self.playing:
                 episode = self.some(data, self.playing)
                 tokens = dict(self.world.episodes[episode].tokens)
-                self.replay.deliver(episode, FINISHED, tokens, tokens)
+                self.replay.deliver(episode, FINISHED, tokens, tokens, 0.0)
             case "leave":
                 self.replay.release("a", "worker_lost")
             case "take":
@@ -416,6 +428,7 @@ class Runs(RuleBasedStateMachine):
         assert replay.books.gap() == ""
         assert counts_of(ledgers_of(self.path)) == expected
         assert (replay.version, replay.served) == (world.version, world.served)
+        assert replay.refilled == world.refilled
         assert replay.outstanding() == world.outstanding()
         for group in replay.groups.values():
             assert without_deadline(group) == without_deadline(self.stored[group.id]), "a change was not drained"

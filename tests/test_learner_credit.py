@@ -139,7 +139,6 @@ def test_a_reward_that_is_no_finite_number_is_named(config, bad):
             to_sequences(config, [(*good, ill_one)])
 
 
-@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 def test_rewards_beyond_all_bounds_are_refused():
     group = (*branches(0, 0, [1.7e308]), *branches(0, 1, [1.7e308]))
     with pytest.raises(LearnerError, match="advantages are not finite"):

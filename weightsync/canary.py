@@ -6,12 +6,13 @@ that the loader skipped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 import torch
 
-from ..errors import StateError
+from ..errors import StateError, WeightSyncError
 from .replica import Member
 
 
@@ -23,9 +24,14 @@ class Canary(msgspec.Struct, frozen=True):
 
 
 def make_canary(token_ids: Sequence[int], logprobs: Sequence[float]) -> Canary:
-    """Raises StateError when the two do not belong together."""
+    """Raises StateError when the two do not belong together, WeightSyncError when the learner's weights compute nothing."""
     if len(logprobs) != len(token_ids) - 1:
         raise StateError(f"{len(logprobs)} canary log-probs for {len(token_ids)} tokens; one fewer is needed")
+    if not all(map(math.isfinite, logprobs)):
+        raise WeightSyncError(
+            "the learner's own log-probs of the canary are not finite, so its weights are not pushed; lower "
+            "learner.optimizer.lr and resume from the checkpoint before"
+        )
     return Canary(tuple(token_ids), tuple(logprobs))
 
 
