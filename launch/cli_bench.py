@@ -18,7 +18,9 @@ from rich.console import Console
 if TYPE_CHECKING:
     from ..benchmarks.result import Result
 
-NAMES = ("rollout", "weightsync", "buffer")
+NAMES = ("rollout", "weightsync", "buffer", "learner", "learning")
+
+LEARNING_ONLY = ("seeds", "staleness", "steps", "out")
 
 Measure = Callable[[Path], Coroutine[Any, Any, "Result | tuple[Result, ...]"]]
 """Measures in a folder of its own."""
@@ -31,6 +33,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes", metavar="SIZE", nargs="+", help="policies to measure, for example 3M 50M; default: all"
     )
+    parser.add_argument("--seeds", type=int, metavar="N", help="learning: seeds of each arm; default: 3")
+    parser.add_argument(
+        "--staleness", type=int, metavar="N", nargs="+", help="learning: bounds to try; default: 0 1 2 4 8"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="learning: steps of each run; default: 60")
+    parser.add_argument("--out", metavar="DIR", help="learning: where results are kept; default: runs/bench-learning")
     parser.set_defaults(command=bench)
 
 
@@ -45,7 +53,13 @@ def bench(options: argparse.Namespace) -> int:
     if unknown := sorted(set(options.sizes or ()) - SHAPES.keys()):
         raise ConfigError(f"--sizes: {unknown[0]} is not one of {', '.join(SHAPES)}")
     say = Console(stderr=True, highlight=False)
-    parts = {"rollout": _rollout, "weightsync": _weightsync, "buffer": _buffer}[options.name](options.sizes)
+    if options.name == "learning":
+        parts = _learning(options, say)
+    else:
+        if wrong := [name for name in LEARNING_ONLY if getattr(options, name) is not None]:
+            raise ConfigError(f"--{wrong[0]}: only `slipstream bench learning` knows it; leave it out")
+        several = {"rollout": _rollout, "weightsync": _weightsync, "buffer": _buffer, "learner": _learner}
+        parts = several[options.name](options.sizes)
     results: list[Result] = []
     try:
         with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
@@ -107,3 +121,29 @@ def _buffer(sizes: list[str] | None) -> list[tuple[str, Measure]]:
         ("the buffer beside a busy engine", beside_an_engine),
         ("memory at a million trajectories", buffer.memory),
     ]
+
+
+def _learner(sizes: list[str] | None) -> list[tuple[str, Measure]]:
+    from ..benchmarks.learner import learner
+
+    return [
+        (f"the learner's step, {size}", lambda folder, size=size: learner(folder, size))
+        for size in sizes or ["1M", "10M"]
+    ]
+
+
+def _learning(options: argparse.Namespace, say: Console) -> list[tuple[str, Measure]]:
+    from ..benchmarks.learning import SEEDS, STALENESS, STEPS, learning
+    from ..errors import ConfigError
+
+    if options.sizes:
+        raise ConfigError("--sizes: learning trains one small policy of its own; leave it out")
+    seeds = SEEDS if options.seeds is None else options.seeds
+    steps = STEPS if options.steps is None else options.steps
+    staleness = STALENESS if options.staleness is None else tuple(dict.fromkeys(options.staleness))
+    for name, value, least in (("seeds", seeds, 1), ("steps", steps, 1), ("staleness", min(staleness), 0)):
+        if value < least:
+            raise ConfigError(f"--{name}: {value} is not allowed; allowed are {least} and more")
+    out = Path(options.out or "runs/bench-learning")
+    what = f"{seeds} seeds of {steps} steps, staleness {', '.join(map(str, staleness))}, in {out}"
+    return [(what, lambda _: learning(out, seeds, staleness, steps, say.print))]

@@ -1,0 +1,166 @@
+"""What a step of the learner costs: over the same work done by plain code, over padding, over one rank, and beside TRL's.
+
+    full      the training loop's step on a batch           bare     forward, backward, AdamW over the same packed rows
+    padded    bare, but padded instead of packed            trl      a step of TRL's GRPOTrainer on the same completions
+
+Invariants:
+- Every contender is in processes of its own with one thread each, unless it says otherwise, and they step by turns.
+- Rates are useful tokens per second: prompts and answers of the batch, padding not counted.
+- The first round warms up and counts for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from ..configs.schema import Fsdp2
+from ..learner.model import vocabulary_size
+from .learner_batch import Held, Job, Shape, fill_of, make_batch, tokens_of
+from .learner_processes import NO_TRL, TRL, Stepper, stepping
+from .models import make_policy
+from .result import Result, Row, by_rounds
+
+ROUNDS = 6
+
+MIB = 1 << 20
+
+GROUPS = {"1M": 8}
+"""Task groups of eight by size of policy: the quickstart's batch for the quickstart's policy, one group for larger ones."""
+
+STEPS = {
+    "full": ("full", "unscored"),
+    "bare": ("train", "score_and_train"),
+    "padded": ("train",),
+    "two ranks": ("full",),
+    "two threads": ("full",),
+    "trl": ("train",),
+}
+"""Contender -> the steps of it that are timed, in the order of a round."""
+
+PLACES = {"two ranks": (2, 1), "two threads": (1, 2)}
+"""Processes, and threads of each, of contenders that are not one process of one thread."""
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What the rounds of one policy gave.
+
+    Attributes:
+        tokens: useful ones of the batch.
+        fill: their share in the batch padded to its longest sequence.
+        seconds: (contender, step) -> of each round.
+        held: contender -> memory of each of its processes.
+    """
+
+    tokens: int
+    fill: float
+    seconds: dict[tuple[str, str], list[float]]
+    held: dict[str, list[Held]]
+
+
+async def learner(folder: Path, size: str, shape: Shape | None = None, rounds: int = ROUNDS) -> tuple[Result, ...]:
+    """All ratios for a random policy of `size`; without `shape`, for batches as large as suits it."""
+    return results(await measure(folder, size, shape or Shape(groups=GROUPS.get(size, 1)), rounds), size)
+
+
+async def measure(folder: Path, size: str, shape: Shape, rounds: int) -> Measured:
+    """Let every contender that there is here step by turns."""
+    model = folder / "model"
+    make_policy(model, size)
+    batch = make_batch(shape, vocabulary_size(str(model)))
+    names = [name for name in STEPS if name != "trl" or TRL.exists()]
+    seconds = dict[tuple[str, str], list[float]]()
+    async with contextlib.AsyncExitStack() as stack:
+        steppers = dict[str, Stepper]()
+        for name in names:
+            ranks, threads = PLACES.get(name, (1, 1))
+            contender = "full" if name in PLACES else name
+            job = Job(contender, str(model), batch, Fsdp2().tokens_per_microbatch)
+            place = stepping(name.replace(" ", "-"), job, folder, ranks=ranks, threads=threads)
+            steppers[name] = await stack.enter_async_context(place)
+        for number in range(rounds + 1):
+            for name, stepper in steppers.items():
+                for step in STEPS[name]:
+                    took = await stepper.step(step)
+                    if number:
+                        seconds.setdefault((name, step), []).append(took)
+        held = {name: await stepper.end() for name, stepper in steppers.items()}
+    return Measured(tokens_of(batch), fill_of(batch), seconds, held)
+
+
+def results(measured: Measured, size: str) -> tuple[Result, ...]:
+    """The ratios, each with the spread over its rounds."""
+    full, unscored, bare = ("full", "full"), ("full", "unscored"), ("bare", "train")
+
+    def row(name: str, contender: tuple[str, str], floor: tuple[str, str], note: str = "") -> Row:
+        rates = [[measured.tokens / s for s in measured.seconds.get(key, ())] for key in (contender, floor)]
+        if not rates[1]:
+            return Row(name, sum(rates[0]) / len(rates[0]), float("nan"), "tokens/s", NO_TRL)
+        return by_rounds(name, rates[0], rates[1], "tokens/s", note=note)
+
+    trl, padded = ("trl", "train"), ("padded", "train")
+    return (
+        Result(
+            f"{size}: the learner's step over the bare packed one, {measured.tokens} tokens",
+            "full",
+            "bare",
+            (
+                row("full over training pass", full, bare, "full: scores, then trains; bare: trains"),
+                row(
+                    "full over both passes",
+                    full,
+                    ("bare", "score_and_train"),
+                    "both score, then train; full scores fresh ones, too",
+                ),
+                row("full, scored before, over training pass", unscored, bare, "neither scores"),
+            ),
+        ),
+        Result(
+            f"{size}: packed over padded to the longest, {measured.fill:.0%} full",
+            "packed",
+            "padded",
+            (
+                row("bare over bare", bare, padded),
+                row("full over bare", full, padded, "the padded one does not score"),
+            ),
+        ),
+        Result(
+            f"{size}: two ranks over one",
+            "two ranks",
+            "one rank",
+            (
+                row("one thread each, over one thread", ("two ranks", "full"), full),
+                row("one thread each, over two threads", ("two ranks", "full"), ("two threads", "full")),
+            ),
+        ),
+        Result(
+            f"{size}: beside TRL's GRPOTrainer, per useful token",
+            "ours",
+            "TRL",
+            (
+                row("full over TRL's step", full, trl, "TRL does not score"),
+                row("full, scored before, over TRL's step", unscored, trl, "neither scores"),
+            ),
+        ),
+        Result(f"{size}: peak memory of a process", "full", "floor", memory(measured.held)),
+    )
+
+
+def memory(held: Mapping[str, list[Held]]) -> tuple[Row, ...]:
+    """The full step's peak over that of each other contender; the largest process of several."""
+    peaks = {name: max(one.peak for one in several) / MIB for name, several in held.items()}
+    before = {name: max(one.before for one in several) / MIB for name, several in held.items()}
+    return tuple(
+        Row(
+            f"one rank over {name}",
+            peaks["full"],
+            peaks[name],
+            "MiB",
+            f"{before['full']:.0f} and {before[name]:.0f} before the first step",
+        )
+        for name in held
+        if name not in ("full", "two threads")
+    )

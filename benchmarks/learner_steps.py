@@ -1,0 +1,201 @@
+"""The contenders of `bench learner`, each in a process of its own that steps when it is told to: `python -m ... < names > seconds`.
+
+    full      what the training loop does with a batch: advantages, rows, proximal log-probs, loss, FSDP2 step
+    bare      transformers and torch.optim.AdamW over the same rows with the same attention, nothing around them
+    padded    the same again, but over the batch padded to its longest sequence, with an attention mask and standard SDPA
+
+Invariants:
+- A process prints `ready`, then for each line that it reads the seconds which the step of that name took, and at the end of its
+  input what it held in memory, as JSON (`Held`).
+- Vocabulary is computed at trained tokens only, by all of them: the floors are the best that plain code does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from ..configs.algorithm import Algorithm
+from ..configs.schema import Config, Learner, Model
+from ..launch.wiring import make_backend
+from ..learner import attention
+from ..learner.algorithms import advantage_of, loss_of
+from ..learner.backend import PackedRow
+from ..learner.batch import TrainSequence, fresh_rows, mismatch, rank_rows, to_sequences, with_proximal
+from ..parent import die_with
+from .learner_batch import LR, Held, Job, resident, to_groups
+
+FRESH_EVERY = 8
+"""One sequence in so many is scored once more, in place of what the loop scores of the newest trajectories: 8 beside a batch of the
+quickstart's 64."""
+
+Step = Callable[[], None]
+
+
+class Full:
+    """The training loop's step without the buffer: the same functions in the same order.
+
+    Steps: `full`; and `unscored`, which finds all proximal log-probs already there, so that what is left can be told apart.
+    """
+
+    def __init__(self, job: Job) -> None:
+        algorithm = Algorithm()
+        self._budget = job.budget
+        self._groups = to_groups(job.batch)
+        self._advantage = advantage_of(algorithm)
+        self._loss = loss_of(algorithm, longest=max(len(one.token_ids) for one in job.batch))
+        config = Config(model=Model(path=job.model, dtype="float32"), learner=Learner(algorithm=algorithm))
+        self._backend = make_backend(config, temperature=1.0)
+        one_by_one = [trajectory for group in self._groups for trajectory in group]
+        self._fresh = one_by_one[::FRESH_EVERY] if self._backend.rank == 0 else []
+        self._scored = self._score(self._rows())
+        self.steps: dict[str, Step] = {"full": self.full, "unscored": self.unscored}
+
+    def full(self) -> None:
+        rows = self._score(self._rows())
+        probe = self._score(fresh_rows(self._fresh, 0, self._budget))
+        mismatch([*probe, *rows])
+        self._backend.step(rows, self._loss(rows, self._backend.gather), LR)
+
+    def unscored(self) -> None:
+        self._rows()
+        mismatch(self._scored)
+        self._backend.step(self._scored, self._loss(self._scored, self._backend.gather), LR)
+
+    def _rows(self) -> list[PackedRow]:
+        sequences = to_sequences(self._groups, self._advantage, 0, 0)
+        return rank_rows(sequences, self._backend.rank, self._backend.world_size, self._budget)
+
+    def _score(self, rows: Sequence[PackedRow]) -> list[PackedRow]:
+        return [with_proximal(r, p) for r, p in zip(rows, self._backend.logprobs(rows), strict=True)]
+
+
+class Plain(ABC):
+    """A floor: transformers, AdamW, and a loss of two lines.
+
+    Steps: `train`, forward, backward and AdamW; `score_and_train`, a forward without gradient before it.
+    """
+
+    attention: str
+
+    def __init__(self, job: Job) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # By a name that pyright does not follow into transformers' lazily made annotations.
+        loader: Any = AutoModelForCausalLM
+        self.model = loader.from_pretrained(job.model, dtype=torch.float32, attn_implementation=self.attention)
+        self.model.to(self.device).eval()
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=0.0)
+        self.sequences = to_sequences(to_groups(job.batch), advantage_of(Algorithm()), 0, 0)
+        self.budget = job.budget
+        self._tokens = sum(int(s.trained.sum()) for s in self.sequences)
+        self.steps: dict[str, Step] = {"train": self.train, "score_and_train": self.score_and_train}
+
+    @abstractmethod
+    def passes(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """For each pass: logits [K, V] that predict its trained tokens, those tokens int64[K], their advantages float32[K]."""
+
+    def train(self) -> None:
+        for logits, targets, advantages in self.passes():
+            logprobs = -functional.cross_entropy(logits, targets, reduction="none")
+            (-(logprobs * advantages).sum() / self._tokens).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def score_and_train(self) -> None:
+        with torch.no_grad():
+            for logits, targets, _ in self.passes():
+                functional.cross_entropy(logits, targets, reduction="none")
+        self.train()
+
+
+class Bare(Plain):
+    """Packed: the learner's own rows and attention."""
+
+    attention = attention.VARLEN_SDPA
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._rows = rank_rows(self.sequences, rank=0, world_size=1, budget=job.budget)
+
+    def passes(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        for row in self._rows:
+            trained = row.trained.nonzero().squeeze(1).to(self.device)
+            token_ids = row.token_ids.to(self.device)
+            output = self.model(
+                input_ids=token_ids[None],
+                position_ids=row.position_ids.to(self.device)[None],
+                logits_to_keep=trained - 1,
+                **attention.forward_arguments(self.attention, row.cu_seqlens, self.device),
+            )
+            yield output.logits[0], token_ids[trained], row.advantages.to(self.device)[trained]
+
+
+class Padded(Plain):
+    """Right-padded to the longest of the batch, as many sequences at once as the budget of tokens holds."""
+
+    attention = "sdpa"
+
+    def passes(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        longest = max(len(s.token_ids) for s in self.sequences)
+        at_once = max(1, self.budget // longest)
+        for start in range(0, len(self.sequences), at_once):
+            part = self.sequences[start : start + at_once]
+            token_ids, mask, trained, advantages = _pad(part, longest, self.device)
+            hidden = self.model.model(input_ids=token_ids, attention_mask=mask, use_cache=False).last_hidden_state
+            # Position t predicts token t + 1.
+            logits = self.model.lm_head(hidden[:, :-1][trained[:, 1:]])
+            yield logits, token_ids[trained], advantages[trained]
+
+
+def _pad(part: Sequence[TrainSequence], longest: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """int64, int64, bool and float32 [B, longest]: token ids, attention mask, trained tokens, advantages."""
+    token_ids = torch.zeros(len(part), longest, dtype=torch.int64)
+    mask, trained = torch.zeros_like(token_ids), torch.zeros_like(token_ids, dtype=torch.bool)
+    advantages = torch.zeros(len(part), longest)
+    for row, sequence in enumerate(part):
+        length = len(sequence.token_ids)
+        token_ids[row, :length] = torch.from_numpy(sequence.token_ids.astype("int64"))
+        mask[row, :length] = 1
+        trained[row, :length] = torch.from_numpy(sequence.trained)
+        advantages[row, :length] = torch.from_numpy(sequence.advantages)
+    return tuple(tensor.to(device) for tensor in (token_ids, mask, trained, advantages))
+
+
+CONTENDERS: dict[str, Callable[[Job], Full | Plain]] = {"full": Full, "bare": Bare, "padded": Padded}
+
+
+def main() -> None:
+    """Be the contender of the job file named on the command line."""
+    die_with(os.getppid())
+    job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
+    contender = CONTENDERS[job.contender](job)
+    before = resident("VmRSS")
+    _say("ready")
+    for line in sys.stdin:
+        began = time.perf_counter()
+        contender.steps[line.strip()]()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        _say(f"{time.perf_counter() - began}")
+    _say(msgspec.json.encode(Held(before, resident("VmHWM"))).decode())
+    sys.stdout.flush()
+    os._exit(0)  # with a process group an orderly exit aborts now and then, and there is nothing left to put in order
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
