@@ -32,8 +32,8 @@ GROUPS = {"1M": 8}
 """Task groups of eight by size of policy: the quickstart's batch for the quickstart's policy, one group for larger ones."""
 
 STEPS = {
-    "full": ("full", "unscored"),
-    "bare": ("train", "score_and_train"),
+    "full": ("full",),
+    "bare": ("train",),
     "padded": ("train",),
     "two ranks": ("full",),
     "two threads": ("full",),
@@ -93,7 +93,7 @@ async def measure(folder: Path, size: str, shape: Shape, rounds: int) -> Measure
 
 def results(measured: Measured, size: str) -> tuple[Result, ...]:
     """The ratios, each with the spread over its rounds."""
-    full, unscored, bare = ("full", "full"), ("full", "unscored"), ("bare", "train")
+    full, bare = ("full", "full"), ("bare", "train")
 
     def row(name: str, contender: tuple[str, str], floor: tuple[str, str], note: str = "") -> Row:
         rates = [[measured.tokens / s for s in measured.seconds.get(key, ())] for key in (contender, floor)]
@@ -107,16 +107,7 @@ def results(measured: Measured, size: str) -> tuple[Result, ...]:
             f"{size}: the learner's step over the bare packed one, {measured.tokens} tokens",
             "full",
             "bare",
-            (
-                row("full over training pass", full, bare, "full: scores, then trains; bare: trains"),
-                row(
-                    "full over both passes",
-                    full,
-                    ("bare", "score_and_train"),
-                    "both score, then train; full scores fresh ones, too",
-                ),
-                row("full, scored before, over training pass", unscored, bare, "neither scores"),
-            ),
+            (row("full over bare", full, bare, "full: credit, packing, loss, metrics, and fresh trajectories scored"),),
         ),
         Result(
             f"{size}: packed over padded to the longest, {measured.fill:.0%} full",
@@ -124,7 +115,7 @@ def results(measured: Measured, size: str) -> tuple[Result, ...]:
             "padded",
             (
                 row("bare over bare", bare, padded),
-                row("full over bare", full, padded, "the padded one does not score"),
+                row("full over bare", full, padded),
             ),
         ),
         Result(
@@ -140,10 +131,7 @@ def results(measured: Measured, size: str) -> tuple[Result, ...]:
             f"{size}: beside TRL's GRPOTrainer, per useful token",
             "ours",
             "TRL",
-            (
-                row("full over TRL's step", full, trl, "TRL does not score"),
-                row("full, scored before, over TRL's step", unscored, trl, "neither scores"),
-            ),
+            (row("full over TRL's step", full, trl),),
         ),
         Result(f"{size}: peak memory of a process", "full", "floor", memory(measured.held)),
     )

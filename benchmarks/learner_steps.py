@@ -1,6 +1,6 @@
 """The contenders of `bench learner`, each in a process of its own that steps when it is told to: `python -m ... < names > seconds`.
 
-    full      what the training loop does with a batch: advantages, rows, proximal log-probs, loss, FSDP2 step
+    full      what the training loop does with a batch: credit, rows, loss, FSDP2 step, a look at fresh trajectories
     bare      transformers and torch.optim.AdamW over the same rows with the same attention, nothing around them
     padded    the same again, but over the batch padded to its longest sequence, with an attention mask and standard SDPA
 
@@ -26,12 +26,14 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from ..configs.algorithm import Algorithm
-from ..configs.schema import Config, Learner, Model
+from ..configs.backends import Fsdp2
+from ..configs.schema import Config, Learner, Model, Optimizer
 from ..launch.wiring import make_backend
 from ..learner import attention
-from ..learner.algorithms import advantage_of, loss_of
-from ..learner.backend import PackedRow
-from ..learner.batch import TrainSequence, fresh_rows, mismatch, rank_rows, to_sequences, with_proximal
+from ..learner.algorithms import advantage_of
+from ..learner.batch import TrainSequence, rank_rows, to_sequences
+from ..learner.checkpoint import CheckpointState
+from ..learner.step import Stepper
 from ..parent import die_with
 from .learner_batch import LR, Held, Job, resident, to_groups
 
@@ -43,47 +45,33 @@ Step = Callable[[], None]
 
 
 class Full:
-    """The training loop's step without the buffer: the same functions in the same order.
-
-    Steps: `full`; and `unscored`, which finds all proximal log-probs already there, so that what is left can be told apart.
-    """
+    """The training loop's step without the buffer."""
 
     def __init__(self, job: Job) -> None:
         algorithm = Algorithm()
-        self._budget = job.budget
         self._groups = to_groups(job.batch)
         self._advantage = advantage_of(algorithm)
-        self._loss = loss_of(algorithm, longest=max(len(one.token_ids) for one in job.batch))
-        config = Config(model=Model(path=job.model, dtype="float32"), learner=Learner(algorithm=algorithm))
+        config = Config(
+            model=Model(path=job.model, dtype="float32"),
+            learner=Learner(
+                algorithm=algorithm, backend=Fsdp2(tokens_per_microbatch=job.budget), optimizer=Optimizer(lr=LR)
+            ),
+        )
         self._backend = make_backend(config, temperature=1.0)
+        self._stepper = Stepper(config.learner, self._backend, longest=max(len(one.token_ids) for one in job.batch))
         one_by_one = [trajectory for group in self._groups for trajectory in group]
         self._fresh = one_by_one[::FRESH_EVERY] if self._backend.rank == 0 else []
-        self._scored = self._score(self._rows())
-        self.steps: dict[str, Step] = {"full": self.full, "unscored": self.unscored}
+        self.steps: dict[str, Step] = {"full": self.full}
 
     def full(self) -> None:
-        rows = self._score(self._rows())
-        probe = self._score(fresh_rows(self._fresh, 0, self._budget))
-        mismatch([*probe, *rows])
-        self._backend.step(rows, self._loss(rows, self._backend.gather), LR)
-
-    def unscored(self) -> None:
-        self._rows()
-        mismatch(self._scored)
-        self._backend.step(self._scored, self._loss(self._scored, self._backend.gather), LR)
-
-    def _rows(self) -> list[PackedRow]:
         sequences = to_sequences(self._groups, self._advantage, 0, 0)
-        return rank_rows(sequences, self._backend.rank, self._backend.world_size, self._budget)
-
-    def _score(self, rows: Sequence[PackedRow]) -> list[PackedRow]:
-        return [with_proximal(r, p) for r, p in zip(rows, self._backend.logprobs(rows), strict=True)]
+        self._stepper.step(sequences, self._fresh, CheckpointState(step=0, version=0))
 
 
 class Plain(ABC):
     """A floor: transformers, AdamW, and a loss of two lines.
 
-    Steps: `train`, forward, backward and AdamW; `score_and_train`, a forward without gradient before it.
+    Step: `train`, forward, backward and AdamW.
     """
 
     attention: str
@@ -98,7 +86,7 @@ class Plain(ABC):
         self.sequences = to_sequences(to_groups(job.batch), advantage_of(Algorithm()), 0, 0)
         self.budget = job.budget
         self._tokens = sum(int(s.trained.sum()) for s in self.sequences)
-        self.steps: dict[str, Step] = {"train": self.train, "score_and_train": self.score_and_train}
+        self.steps: dict[str, Step] = {"train": self.train}
 
     @abstractmethod
     def passes(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -110,12 +98,6 @@ class Plain(ABC):
             (-(logprobs * advantages).sum() / self._tokens).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-
-    def score_and_train(self) -> None:
-        with torch.no_grad():
-            for logits, targets, _ in self.passes():
-                functional.cross_entropy(logits, targets, reduction="none")
-        self.train()
 
 
 class Bare(Plain):

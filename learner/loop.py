@@ -1,7 +1,7 @@
 """The training loop: take a batch, step, commit, publish, again.
 
-    buffer ──take(v)──> scores ──> credit, rows ──> proximal log-probs ──> step ──> commit(v) ──> publish(v + 1) ──> served(v + 1)
-                                                                                      └── every so often: checkpoint
+    buffer ──take(v)──> scores ──> credit, sequences ──> step ──> commit(v) ──> publish(v + 1) ──> served(v + 1)
+                                                                    └── every so often: checkpoint
 
     who waits          for what                                        until
     every rank         the batch of version v                          learner.batch_s, then DeadlineExceeded
@@ -28,28 +28,22 @@ from typing import Any
 from ..buffer.client import BufferClient
 from ..buffer.messages import Batch
 from ..configs.schema import Learner
-from ..errors import DeadlineExceeded, LearnerError
+from ..errors import DeadlineExceeded
 from ..weightsync.plan import PushReport
 from ..weightsync.publisher import Publisher
 from . import checkpoint
-from .algorithms import advantage_of, loss_of, overlong
+from .algorithms import advantage_of, overlong
 from .backend import Backend
 from .batch import (
-    TrainSequence,
-    fresh_rows,
-    minibatches,
-    mismatch,
-    rank_rows,
     scoring_row,
     summarize,
     to_sequences,
-    with_proximal,
 )
 from .checkpoint import CheckpointState
-from .meter import StepDone, StepMeter
+from .meter import StepMeter
 from .metrics import StepMetrics
 from .roles import Roles
-from .schedule import warm_up
+from .step import Stepper
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +94,7 @@ class TrainingLoop:
         self._report = report
         self._advantage = advantage_of(config.algorithm)
         self._shape = overlong.shaping(config.algorithm.overlong, longest)
-        self._loss = loss_of(config.algorithm, longest)
+        self._stepper = Stepper(config, backend, longest)
         self._served: int | None = None
         self._catching: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
@@ -131,7 +125,8 @@ class TrainingLoop:
                 scores=self._roles.score(batch.groups),
                 shape=self._shape,
             )
-            done = await self._step(sequences, state)
+            fresh = await self._buffer.fresh(state.version, FRESH) if self._backend.rank == 0 else ()
+            done = self._stepper.step(sequences, fresh, state)
             if self._backend.rank == 0:
                 await self._buffer.commit(state.version)
             meter.stepped(await self._buffer.stats())
@@ -243,26 +238,6 @@ class TrainingLoop:
         finally:
             take.cancel()
             stopped.cancel()
-
-    async def _step(self, sequences: Sequence[TrainSequence], state: CheckpointState) -> StepDone:
-        """The optimizer steps of one batch, all against the proximal policy that it began with."""
-        backend, config = self._backend, self._config
-        if not sequences:
-            raise LearnerError(
-                f"the batch of step {state.step + 1} holds no token that may be trained; see buffer.max_staleness"
-            )
-        parts = minibatches(sequences, config.algorithm.minibatches)
-        budget = config.backend.tokens_per_microbatch
-        rows = [rank_rows(part, backend.data_rank, backend.data_size, budget) for part in parts]
-        rows = [[with_proximal(r, p) for r, p in zip(part, backend.logprobs(part), strict=True)] for part in rows]
-        # A batch may hold only older tokens; what the engines sample right now shows whether they and the learner agree.
-        fresh = await self._buffer.fresh(state.version, FRESH) if backend.rank == 0 else ()
-        probe = fresh_rows(fresh, state.version, budget)
-        probe = [with_proximal(r, p) for r, p in zip(probe, backend.logprobs(probe), strict=True)]
-        gap, compared = mismatch([*probe, *(row for part in rows for row in part)])
-        lr = warm_up(config.optimizer.lr, state.step, config.optimizer.warmup_steps)
-        results = [backend.step(part, self._loss(part, backend.gather), lr) for part in rows]
-        return StepDone(results=tuple(results), lr=lr, mismatch=backend.maximum(gap), compared=compared)
 
     async def _publish(self, version: int) -> PushReport | None:
         """Send this rank's part of the weights on their way; on rank 0, see them served."""

@@ -84,18 +84,15 @@ def test_packed_and_padded_floors_do_the_same_work(folders: list[Path]) -> None:
     assert sum(float(gradient.abs().sum()) for gradient in packed.values()) > 1.0
 
 
-def test_the_full_step_trains_the_same_weights_with_and_without_scoring(folders: list[Path]) -> None:
+def test_the_full_step_trains(folders: list[Path]) -> None:
     full = Full(job(folders[0], "full"))
     try:
         before = {name: tensor.clone() for name, tensor in full._backend.named_weights()}
         full.full()
-        between = {name: tensor.clone() for name, tensor in full._backend.named_weights()}
-        full.unscored()
         after = dict(full._backend.named_weights())
     finally:
         full._backend.close()
-    assert any(not torch.equal(before[name], between[name]) for name in before)
-    assert any(not torch.equal(between[name], after[name]) for name in before)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 async def test_a_contender_that_ends_is_named_with_its_log(tmp_path: Path) -> None:
@@ -143,9 +140,7 @@ def test_bench_learner_end_to_end(tmp_path: Path) -> None:
 def test_ratios_are_of_rates_by_round() -> None:
     seconds = {
         ("full", "full"): [2.0, 4.0],
-        ("full", "unscored"): [1.0, 1.0],
         ("bare", "train"): [1.0, 1.0],
-        ("bare", "score_and_train"): [2.0, 2.0],
         ("padded", "train"): [4.0, 4.0],
         ("two ranks", "full"): [1.0, 1.0],
         ("two threads", "full"): [1.0, 2.0],
@@ -157,13 +152,12 @@ def test_ratios_are_of_rates_by_round() -> None:
         "two ranks": [Held(0, 1 << 20), Held(0, 2 << 20)],
     }
     step, padding, ranks, trl, memory = learner.results(learner.Measured(100, 0.3, seconds, held), "1M")
-    full, both, scored = step.rows
+    (full,) = step.rows
     assert (full.contender, full.floor) == (37.5, 100.0)  # mean of 50 and 25 tokens per second
     assert full.note.endswith("0.25 to 0.50 by round")
-    assert (both.floor, scored.ratio) == (50.0, 1.0)
     assert [row.ratio for row in padding.rows] == [4.0, 1.5]
     assert ranks.rows[0].contender == 100.0
-    assert trl.rows[1].ratio == 8.0
+    assert trl.rows[0].ratio == 3.0
     assert {row.name: row.ratio for row in memory.rows} == {"one rank over bare": 2.0, "one rank over two ranks": 2.0}
 
 

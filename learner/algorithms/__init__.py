@@ -74,12 +74,25 @@ SELECTIONS: dict[type[Section], Callable[[Any, Sequence[PackedRow], Gather], Sel
     KlCov: kl_cov.selection,
 }
 
-__all__ = ["BY_STALENESS", "Advantage", "TokenAdvantage", "advantage_of", "effective_sample_size", "loss_of"]
+__all__ = [
+    "BY_STALENESS",
+    "Advantage",
+    "TokenAdvantage",
+    "advantage_of",
+    "chooses_tokens",
+    "effective_sample_size",
+    "loss_of",
+]
 
 
 def advantage_of(config: Algorithm) -> Advantage | TokenAdvantage:
     """The estimator of advantages: episodes of a batch to one number for each of their turns, or of their tokens."""
     return ADVANTAGES[type(config.advantage)](config.advantage)
+
+
+def chooses_tokens(config: Algorithm) -> bool:
+    """Whether the loss looks at the proximal log-probs of a whole step before its first gradient, and chooses tokens."""
+    return type(config.loss) in SELECTIONS
 
 
 def loss_of(config: Algorithm, longest: int) -> BatchLoss:
