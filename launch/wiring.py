@@ -122,7 +122,7 @@ def make_backend(config: Config, *, temperature: float) -> Fsdp2Backend:
     return Fsdp2Backend(
         config.model,
         config.learner.optimizer,
-        device=config.learner.backend.device,
+        config.learner.backend,
         temperature=temperature,
         timeout_s=config.learner.batch_s + config.weightsync.push_s,
     )
