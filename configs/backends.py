@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .section import Positive, Section
+from .section import NonNegative, Positive, Section
 
 
 class Fsdp2(Section, frozen=True, tag_field="kind", tag="fsdp2"):
@@ -16,3 +16,14 @@ class Fsdp2(Section, frozen=True, tag_field="kind", tag="fsdp2"):
     """Where the learner runs; `auto` takes CUDA where there is one."""
     tokens_per_microbatch: Positive = 8192
     """Tokens packed into one forward pass."""
+    context_parallel: Positive = 1
+    """Ranks that share the tokens of each row, for sequences too long for one; divides `ranks` and the model's heads."""
+    recompute: bool = False
+    """Keep only what enters each layer and compute the rest again on the way back: less memory, about a third more work."""
+    compile: bool = False
+    """torch.compile every layer but its attention. The first steps of a process take minutes: for large models and long runs."""
+    offload: bool = False
+    """CUDA only: weights, gradients and optimizer state stay in the host's memory and visit the GPU layer by layer."""
+    lora_rank: NonNegative = 0
+    """Train adapters of this rank and freeze the model (LoRA, Hu et al. 2021, arXiv:2106.09685); 0 trains all weights. Adapters
+    want a learning rate about ten times higher."""

@@ -13,6 +13,7 @@ from typing import get_args, get_type_hints
 
 from ..errors import ConfigError
 from .algorithm import SELF_CORRECTING, WITHIN_GROUPS, Masked, NoCorrection, Rejected, Truncated
+from .backends import Fsdp2
 from .schema import NO_FAULTS, Agent, Config, Fake, Fault, Mixture, PythonEnv, ReasoningGym, parse_memory, parse_size
 
 BF16_NOISE = 0.05
@@ -43,6 +44,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _batch(config)
     yield from _correction(config)
     yield from _optimizer(config)
+    yield from _backend(config)
     if config.model.dtype == "bfloat16" and config.weightsync.canary_tolerance < BF16_NOISE:
         yield (
             f"weightsync.canary_tolerance={config.weightsync.canary_tolerance:g} with model.dtype=bfloat16 would refuse "
@@ -158,3 +160,17 @@ def _optimizer(config: Config) -> Iterator[str]:
     for name, beta in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
         if beta == 1.0:
             yield f"learner.optimizer.{name}: 1 never forgets and divides by zero; allowed are 0 up to, but not, 1"
+
+
+def _backend(config: Config) -> Iterator[str]:
+    backend = config.learner.backend
+    if isinstance(backend, Fsdp2) and backend.ranks % backend.context_parallel:
+        yield (
+            f"learner.backend.context_parallel={backend.context_parallel} does not divide learner.backend.ranks={backend.ranks}: "
+            "some ranks would have no row to share; allowed are divisors of ranks"
+        )
+    if isinstance(backend, Fsdp2) and backend.offload and backend.device == "cpu":
+        yield (
+            "learner.backend.offload=true keeps what a GPU does not need right now in the host's memory; "
+            "allowed with learner.backend.device=cpu is false"
+        )

@@ -127,7 +127,7 @@ def make_backend(config: Config, *, temperature: float) -> Fsdp2Backend:
     return Fsdp2Backend(
         config.model,
         config.learner.optimizer,
-        device=config.learner.backend.device,
+        config.learner.backend,
         temperature=temperature,
         timeout_s=config.learner.batch_s + config.weightsync.push_s,
     )
@@ -140,7 +140,10 @@ def make_roles(config: Config, policy: Backend) -> Roles:
     kl, reference = config.learner.algorithm.kl, None
     if isinstance(kl, Kl):
         model = structs.replace(config.model, path=kl.reference or config.model.path)
-        reference = make_backend(structs.replace(config, model=model), temperature=config.rollout.sampling.temperature)
+        held = structs.replace(config.learner, backend=structs.replace(config.learner.backend, lora_rank=0))
+        reference = make_backend(
+            structs.replace(config, model=model, learner=held), temperature=config.rollout.sampling.temperature
+        )
     return Roles(config.learner, policy, reference)
 
 

@@ -18,21 +18,39 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from ..errors import LearnerError
+from .context_parallel import Context
 
 VARLEN_SDPA = "slipstream_varlen_sdpa"
 FLASH = "flash_attention_2"
 
 
-def implementation(device: torch.device, dtype: torch.dtype) -> str:
-    """The attention implementation for `attn_implementation`: flash-attn where it can run, else one SDPA per sequence."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    return FLASH if device.type == "cuda" and half and is_flash_attn_2_available() else VARLEN_SDPA
+def implementation(device: torch.device, dtype: torch.dtype, *, shared: bool) -> str:
+    """The attention implementation for `attn_implementation`: flash-attn where it can run, else one SDPA per sequence, which alone
+    knows what to do with rows that ranks share."""
+    flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and is_flash_attn_2_available()
+    return FLASH if flash and not shared else VARLEN_SDPA
 
 
-def forward_arguments(name: str, cu_seqlens: tuple[int, ...], device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of the model's `forward` that tell implementation `name` where the sequences are cut."""
+class Packed:
+    """Where the sequences of a row are cut, and which rank of a shared row this is. An object and not its parts: a compiler looks
+    into arguments, and would make another program for every packing."""
+
+    def __init__(self, cu_seqlens: tuple[int, ...], context: Context | None = None) -> None:
+        self.cu_seqlens = cu_seqlens
+        self.context = context if context is not None and context.size > 1 else None
+
+
+def hide_from_compiler() -> None:
+    """Have compiled layers call attention as it is, between two compiled parts."""
+    AttentionInterface.register(VARLEN_SDPA, torch.compiler.disable(varlen_sdpa))
+
+
+def forward_arguments(
+    name: str, cu_seqlens: tuple[int, ...], device: torch.device, context: Context | None = None
+) -> dict[str, Any]:
+    """Keyword arguments of the model's `forward` that tell implementation `name` where the sequences are cut, and who has them."""
     if name == VARLEN_SDPA:
-        return {"use_cache": False, "cu_seq_lens_q": cu_seqlens}
+        return {"use_cache": False, "packed": Packed(cu_seqlens, context)}
     cuts = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
     longest = max(b - a for a, b in pairwise(cu_seqlens))
     return {
@@ -53,7 +71,7 @@ def varlen_sdpa(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    cu_seq_lens_q: tuple[int, ...] = (),
+    packed: Packed | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
@@ -63,21 +81,24 @@ def varlen_sdpa(
 
     Args:
         query: [1, heads, N, head_dim]; `key` and `value` may have fewer heads (grouped-query attention).
-        cu_seq_lens_q: S + 1 offsets, from 0 to N.
+        packed: how the whole row is cut, of which these N tokens are a rank's.
 
     Returns:
         [1, N, heads, head_dim] and None (no attention weights).
     """
     asked = {"softcap": softcap, "attention sinks": s_aux, "position bias": position_bias, "dropout": dropout or None}
     unsupported = [name for name, wish in asked.items() if wish is not None]
-    if unsupported or not cu_seq_lens_q or attention_mask is not None:
+    if unsupported or packed is None or attention_mask is not None:
         what = ", ".join(unsupported) or "attention without cu_seqlens"
         raise LearnerError(
             f"{type(module).__name__} asks for {what}, which packed attention on {query.device} cannot do"
         )
+    context = packed.context
+    if context is not None:
+        query, key, value = context.to_heads(query), context.to_heads(key), context.to_heads(value)
     grouped = query.shape[1] != key.shape[1]
     outputs = []
-    for start, end in pairwise(cu_seq_lens_q):
+    for start, end in pairwise(packed.cu_seqlens):
         band = _band(end - start, sliding_window, query.device)
         outputs.append(
             functional.scaled_dot_product_attention(
@@ -90,7 +111,8 @@ def varlen_sdpa(
                 enable_gqa=grouped,
             )
         )
-    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+    output = torch.cat(outputs, 2).transpose(1, 2).contiguous()
+    return output if context is None else context.to_tokens(output), None
 
 
 def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
@@ -81,18 +82,23 @@ class StepResult(msgspec.Struct, frozen=True):
 
 
 class Backend(Protocol):
-    """Holds the policy, its optimizer and its sharding. Methods marked *collective* are called by every rank together."""
+    """Holds the policy, its optimizer and its sharding. Methods marked *collective* are called by every rank together.
+
+    Attributes:
+        rank: of `world_size` processes.
+        data_rank: which part of each batch this rank takes, of `data_size`. Ranks with the same part hold the same rows.
+    """
 
     rank: int
     world_size: int
     data_rank: int
     data_size: int
-    """Which part of each batch this rank takes, and of how many: ranks that share one replica of the model take the same."""
 
     def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
         """Collective. float32[N] per row on CPU, without gradient, 0 where not trained (ranks may have unequal counts).
 
-        `temperature` replaces the one that the policy is trained at.
+        `temperature` replaces the one that the policy is trained at. Of ranks with the same part of the batch the first one's rows
+        count; the others may have none.
         """
         ...
 
@@ -101,7 +107,7 @@ class Backend(Protocol):
         ...
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective. float64[n, C] of each rank, one below the other in the order of ranks, on CPU (n may differ and be 0)."""
+        """Collective. float64[n, C] of each part of the batch, one below the other, on CPU (n may differ and be 0)."""
         ...
 
     def step(self, rows: Sequence[PackedRow], loss: PolicyLoss, lr: float) -> StepResult:
@@ -115,12 +121,16 @@ class Backend(Protocol):
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Collective. Hugging Face name and full tensor in the serving dtype, one at a time, in a fixed order.
 
-        Tied tensors appear once. Each tensor is the caller's own. Every rank must exhaust the iterator.
+        Tied tensors appear once. Each tensor is the caller's own. Every rank must exhaust the iterator. Where adapters are
+        trained, the adapters alone (`weightsync/adapters.py`).
         """
         ...
 
-    def save(self, directory: Path, state: CheckpointState) -> None:
-        """Collective. Sharded weights, optimizer and `state`; the directory appears whole or not at all."""
+    def save(self, directory: Path, state: CheckpointState) -> Future[None]:
+        """Collective. Begin to write sharded weights, optimizer and `state` as they are now; the next step may be taken meanwhile.
+
+        The directory appears whole or not at all. The future is done when it is there, and fails with a LearnerError.
+        """
         ...
 
     def load(self, directory: Path) -> CheckpointState:

@@ -1,18 +1,23 @@
 """Checkpoints: torch's distributed checkpoint inside a folder that appears whole or not at all.
 
-    root/step-00000010/       weights and AdamW state by parameter name, any number of ranks can read them
+    root/step-00000010/       weights that are trained and their AdamW state by parameter name, any number of ranks can read them
                    state.json which step and version they are
+
+    save ──copy──> training goes on
+             └──> a thread writes ──flush──rename──> the future is done: only now may anybody rely on the checkpoint
 
 Invariants:
 - Everything is written and flushed into a hidden sibling, then renamed; a folder named `step-*` is complete.
 - Names that start with a dot are leftovers of a crash: they are never read, and the next save or prune removes them.
+- What is written is what was there when `save` was called, whatever is trained meanwhile.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -20,15 +25,26 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, LearnerError
+from . import lora
 from .model import load_tokenizer
 
 STATE_FILE = "state.json"
+
+TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+MOMENT = ("optimizer.state.", ".exp_avg")
+"""Around the name of a trained parameter, the key of its first moment."""
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 class CheckpointState(msgspec.Struct, frozen=True):
@@ -64,35 +80,107 @@ def read_state(directory: Path) -> CheckpointState:
     return msgspec.json.decode((directory / STATE_FILE).read_bytes(), type=CheckpointState)
 
 
-def save(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: CheckpointState) -> None:
-    """Collective. Write `directory`, replacing one of the same name."""
+class Saver:
+    """Collective. Writes checkpoints beside training: copies what is to be saved, then writes in a thread of its own.
 
-    def write(folder: Path) -> None:
-        weights, moments = get_state_dict(model, optimizer)
-        dcp_save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-        if dist.get_rank() == 0:
-            (folder / STATE_FILE).write_bytes(msgspec.json.encode(state))
+    Args:
+        group: all ranks, for this thread alone.
+    """
 
-    appear(directory, write)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def save(
+        self, directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: CheckpointState
+    ) -> Future[None]:
+        """Collective. Begin to write `directory`, replacing one of the same name; the future is done when it is there.
+
+        The future raises LearnerError where any rank could not write, or was lost; then `directory` is as it was before.
+        """
+        # Copies, CPU tensors too: the next step changes the originals while the thread writes.
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        content = stager.stage(_content(model, optimizer))
+        stager.close()
+        assert isinstance(content, dict)
+        return self._thread.submit(self._write, directory, content, state)
+
+    def close(self) -> None:
+        """Return when what was begun is written or has failed."""
+        self._thread.shutdown()
+
+    def _write(self, directory: Path, content: STATE_DICT_TYPE, state: CheckpointState) -> None:
+        def write(folder: Path) -> None:
+            dcp_save(content, checkpoint_id=folder, process_group=self._group)
+            if dist.get_rank() == 0:
+                (folder / STATE_FILE).write_bytes(msgspec.json.encode(state))
+
+        try:
+            appear(directory, write, self._group)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            raise LearnerError(
+                f"checkpoint {directory} could not be written: {_reason(error)}; look at the disk and at the other ranks' logs"
+            ) from error
 
 
-def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> CheckpointState:
-    """Collective. Read `directory` into `model` and `optimizer`, sharded as they are now.
+def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, of: str) -> CheckpointState:
+    """Collective. Read `directory` into `model`, which is that `of` a folder, and `optimizer`, sharded as they are now.
 
     Raises:
         LearnerError: the folder is missing, incomplete, or of another model.
     """
     try:
         state = read_state(directory)
-        weights, moments = get_state_dict(model, optimizer)
-        content = {"model": weights, "optimizer": moments}
+        content = _content(model, optimizer)
+        entries = FileSystemReader(directory).read_metadata().state_dict_metadata.items()
+        # The names of moments are those of what is trained; the state dict of a tied model has its head twice.
+        saved = {
+            name.removeprefix(MOMENT[0]).removesuffix(MOMENT[1]): tuple(entry.size)
+            for name, entry in entries
+            if name.startswith(MOMENT[0]) and name.endswith(MOMENT[1]) and isinstance(entry, TensorStorageMetadata)
+        }
+        trained = {name: tuple(moments["exp_avg"].shape) for name, moments in content["optimizer"]["state"].items()}
+        if difference := _difference(saved, trained):
+            raise CheckpointError(f"checkpoint {directory} is of another model than {of!r}: {difference}")
         dcp_load(content, checkpoint_id=directory)
     except (OSError, msgspec.DecodeError, RuntimeError, ValueError, CheckpointException) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
         kind = LearnerError if isinstance(error, OSError) else CheckpointError  # a disk may come back
-        raise kind(f"checkpoint {directory} cannot be loaded: {reason}; resume from another") from error
-    set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+        raise kind(f"checkpoint {directory} cannot be loaded: {_reason(error)}; resume from another") from error
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=content["model"],
+        optim_state_dict=content["optimizer"],
+        options=TRAINED_ONLY,
+    )
     return state
+
+
+def _content(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> STATE_DICT_TYPE:
+    """What a checkpoint holds: `model`, trained weights by name, and `optimizer`, AdamW's state and groups by those names."""
+    weights, moments = get_state_dict(model, optimizer, options=TRAINED_ONLY)
+    return {"model": weights, "optimizer": moments}
+
+
+def _difference(saved: Shapes, ours: Shapes) -> str | None:
+    """Why weights of shapes `saved` are not those of `ours`, in words; None where they are."""
+    ranks = [lora.rank_of(shapes) for shapes in (saved, ours)]
+    if ranks[0] != ranks[1]:
+        held, trained = (f"adapters of rank {rank}" if rank else "all weights" for rank in ranks)
+        return f"it holds {held}, and {trained} are trained here; set learner.backend.lora_rank={ranks[0]} to resume it"
+    for name in sorted(saved.keys() | ours.keys()):
+        there, here = saved.get(name), ours.get(name)
+        if there != here:
+            return f"there {name} is {_shown(there)}, here {_shown(here)}"
+    return None
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"of shape {list(shape)}"
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def export(directory: Path, model: PreTrainedModel, weights: Iterator[tuple[str, torch.Tensor]], source: str) -> None:
@@ -113,8 +201,8 @@ def export(directory: Path, model: PreTrainedModel, weights: Iterator[tuple[str,
     appear(directory, write)
 
 
-def appear(directory: Path, write: Callable[[Path], None]) -> None:
-    """Collective. Let every rank `write` into a hidden folder, flush it, then give it its name in one rename."""
+def appear(directory: Path, write: Callable[[Path], None], group: dist.ProcessGroup | None = None) -> None:
+    """Collective over `group`. Let every rank `write` into a hidden folder, flush it, then give it its name in one rename."""
     hidden = directory.with_name(f".{directory.name}.partial")
     replaced = directory.with_name(f".{directory.name}.replaced")
     first = dist.get_rank() == 0
@@ -122,9 +210,9 @@ def appear(directory: Path, write: Callable[[Path], None]) -> None:
         for leftover in (hidden, replaced):
             shutil.rmtree(leftover, ignore_errors=True)
         hidden.mkdir(parents=True)
-    dist.barrier()
+    dist.barrier(group)
     write(hidden)
-    dist.barrier()
+    dist.barrier(group)
     if first:
         for path in [*hidden.rglob("*"), hidden]:
             _flush(path)
@@ -133,7 +221,7 @@ def appear(directory: Path, write: Callable[[Path], None]) -> None:
         hidden.rename(directory)
         _flush(directory.parent)
         shutil.rmtree(replaced, ignore_errors=True)
-    dist.barrier()
+    dist.barrier(group)
 
 
 def _flush(path: Path) -> None:

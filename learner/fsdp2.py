@@ -3,41 +3,40 @@
 Invariants:
 - Master weights, gradients and AdamW moments are float32 and sharded over all ranks; bfloat16 is for computing,
   gathering and serving only.
-- What a step does depends on neither the number of ranks nor how sequences are packed: FSDP averages gradients over ranks, so
-  each loss sum is scaled by world size / global trained tokens.
+- What a step does depends on neither the number of ranks nor how sequences are packed: FSDP averages gradients over all ranks, so
+  each loss sum is scaled by world size / global trained tokens. Ranks that share a row hold parts of its gradient.
 - Every rank makes the same number of forward and backward passes: those with fewer rows run one without a trained token.
 - Nothing is written to the weights before the loss and the gradient norm are known to be finite on every rank.
-- One rank is the same code as many; without `RANK` in the environment it meets itself, without a port.
+- Recomputed activations, offload and shared rows change where and when a step is computed, never what it does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
-import os
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..configs.backends import Fsdp2
 from ..configs.schema import Model, Optimizer
 from ..errors import ConfigError, LearnerError
-from . import attention, checkpoint
+from . import attention, checkpoint, lora
 from .backend import PackedRow, PolicyLoss, StepResult
 from .batch import scoring_row
+from .context_parallel import check_heads
 from .logprobs import token_logprobs
 from .model import load_model
-
-RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+from .ranks import Ranks, choose_device
 
 
 class Fsdp2Backend:
@@ -46,29 +45,45 @@ class Fsdp2Backend:
     Args:
         model: path and compute dtype of the policy.
         optimizer: AdamW; its learning rate and warm-up are read by the caller, who gives each step its rate.
-        device: `auto`, `cpu` or `cuda`.
+        config: how the model is held; `ranks` and `tokens_per_microbatch` are the caller's.
         temperature: log-probs and entropies are those of softmax(logits / temperature).
         timeout_s: longest that a rank waits for the others in any collective.
 
     Raises:
-        ConfigError: the model cannot be loaded, there is no such device, or the rendezvous variables are incomplete.
+        ConfigError: the model cannot be loaded or held so, there is no such device, or the rendezvous variables are incomplete.
     """
 
     def __init__(
-        self, model: Model, optimizer: Optimizer, *, device: str, temperature: float, timeout_s: float
+        self, model: Model, optimizer: Optimizer, config: Fsdp2, *, temperature: float, timeout_s: float
     ) -> None:
-        self.device = _device(device)
         self._temperature = temperature
         self._source = model.path
         self._clip_norm = optimizer.clip_norm
+        self.device = choose_device(config.device)
+        if config.offload and self.device.type == "cpu":
+            raise ConfigError(
+                "learner.backend.offload=true keeps what a GPU does not need right now in the host's memory, and this learner "
+                "runs on the CPU; allowed here is false"
+            )
         dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
-        self._attention = attention.implementation(self.device, dtype)
+        self._attention = attention.implementation(self.device, dtype, shared=config.context_parallel > 1)
         self._model = load_model(model.path, self._attention)
-        self._joined = _join(self.device, timeout_s)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.data_rank, self.data_size = self.rank, self.world_size
-        self._shard(dtype)
-        self._parameters = list(self._model.parameters())
+        check_heads(self._model.config, config.context_parallel)
+        self._adapted = config.lora_rank > 0
+        if self._adapted:
+            lora.adapt(self._model, config.lora_rank)
+        if config.recompute:
+            _recompute(self._model)
+        if config.compile:
+            attention.hide_from_compiler()
+            for layer in self._layers():
+                layer.compile(dynamic=True)
+        self._ranks = Ranks(self.device, config.context_parallel, timeout_s)
+        self.rank, self.world_size = self._ranks.rank, self._ranks.size
+        self.data_rank, self.data_size = self._ranks.data_rank, self._ranks.data_size
+        self._context = self._ranks.context
+        self._shard(dtype, config.offload)
+        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             [
                 {"params": [p for p in self._parameters if p.ndim > 1], "weight_decay": optimizer.weight_decay},
@@ -77,37 +92,27 @@ class Fsdp2Backend:
             lr=optimizer.lr,
             betas=(optimizer.beta1, optimizer.beta2),
         )
+        self._saver = checkpoint.Saver(self._ranks.apart())
 
     def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
         """See `Backend.logprobs`."""
-        with self._together("computing log-probs"), torch.no_grad():
-            padded, _ = self._even(rows)
+        with self._ranks.together("computing log-probs"), torch.no_grad():
+            padded, _ = self._even(self._context.first(rows))
             return [self._score(row, temperature or self._temperature)[0].cpu() for row in padded][: len(rows)]
 
     def maximum(self, value: float) -> float:
         """See `Backend.maximum`."""
-        with self._together("comparing a number"):
-            tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
-            return tensor.item()
+        with self._ranks.together("comparing a number"):
+            return self._ranks.maximum(value)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """See `Backend.gather`."""
-        with self._together("gathering numbers"):
-            mine = torch.tensor([len(values)], device=self.device)
-            lengths = [torch.empty_like(mine) for _ in range(self.world_size)]
-            dist.all_gather(lengths, mine)
-            counts = torch.cat(lengths).tolist()
-            # Collectives want equal shapes.
-            padded = torch.zeros(max(counts), values.shape[1], dtype=torch.float64, device=self.device)
-            padded[: len(values)] = values
-            everyone = [torch.empty_like(padded) for _ in range(self.world_size)]
-            dist.all_gather(everyone, padded)
-            return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)]).cpu()
+        with self._ranks.together("gathering numbers"):
+            return self._ranks.gather(values)
 
     def step(self, rows: Sequence[PackedRow], loss: PolicyLoss, lr: float) -> StepResult:
         """See `Backend.step`."""
-        with self._together("stepping"):
+        with self._ranks.together("stepping"):
             padded, tokens = self._even(rows)
             if tokens == 0:
                 raise LearnerError("the batch holds no trained token on any rank; nothing was changed")
@@ -131,73 +136,90 @@ class Fsdp2Backend:
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Backend.named_weights`."""
+        return self._gathered(lora.alone if self._adapted else self._as_stored)
+
+    def save(self, directory: Path, state: checkpoint.CheckpointState) -> Future[None]:
+        """See `Backend.save`."""
+        with self._ranks.together(f"saving {directory}"):
+            return self._saver.save(directory, self._model, self._optimizer, state)
+
+    def load(self, directory: Path) -> checkpoint.CheckpointState:
+        """See `Backend.load`."""
+        with self._ranks.together(f"loading {directory}"):
+            return checkpoint.load(directory, self._model, self._optimizer, of=self._source)
+
+    def export(self, directory: Path) -> None:
+        """See `Backend.export`."""
+        with self._ranks.together(f"exporting {directory}"):
+            checkpoint.export(directory, self._model, self._gathered(self._as_stored), self._source)
+
+    def close(self) -> None:
+        """See `Backend.close`. Sharded tensors must be gone before the process group is, or the exit aborts now and then."""
+        self._saver.close()
+        del self._model, self._optimizer, self._parameters
+        gc.collect()
+        self._ranks.leave()
+
+    def _as_stored(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """transformers fuses experts in memory; checkpoints and engines know them one by one. Adapters are merged."""
+        return revert_weight_conversion(self._model, lora.merged(tensors))
+
+    def _gathered(
+        self, form: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Collective. One unit after the other, whole and brought into `form`."""
         modules: list[tuple[str, torch.nn.Module]] = list(self._model.named_modules())
         for prefix, module in modules:
             if not isinstance(module, FSDPModule):
                 continue
-            with self._together("gathering weights"):
+            with self._ranks.together("gathering weights"):
                 module.unshard()
             try:
                 # Units below this one are still sharded; they come in their turn.
-                gathered = {
+                unit = {
                     f"{prefix}.{name}" if prefix else name: parameter.detach()
                     for name, parameter in module.named_parameters()
                     if not isinstance(parameter, DTensor)
                 }
-                # transformers fuses experts in memory; checkpoints and engines know them one by one.
-                for name, tensor in revert_weight_conversion(self._model, gathered).items():
+                for name, tensor in form(unit).items():
                     # A copy, because the gathered storage is freed on `reshard`.
                     yield name, tensor.clone(memory_format=torch.contiguous_format)
             finally:
                 module.reshard()
 
-    def save(self, directory: Path, state: checkpoint.CheckpointState) -> None:
-        """See `Backend.save`."""
-        with self._together(f"saving {directory}"):
-            checkpoint.save(directory, self._model, self._optimizer, state)
-
-    def load(self, directory: Path) -> checkpoint.CheckpointState:
-        """See `Backend.load`."""
-        with self._together(f"loading {directory}"):
-            return checkpoint.load(directory, self._model, self._optimizer)
-
-    def export(self, directory: Path) -> None:
-        """See `Backend.export`."""
-        with self._together(f"exporting {directory}"):
-            checkpoint.export(directory, self._model, self.named_weights(), self._source)
-
-    def close(self) -> None:
-        """See `Backend.close`. Sharded tensors must be gone before the process group is, or the exit aborts now and then."""
-        del self._model, self._optimizer, self._parameters
-        gc.collect()
-        if self._joined:
-            dist.destroy_process_group()
-
-    def _shard(self, dtype: torch.dtype) -> None:
-        mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
-        policy = MixedPrecisionPolicy()
+    def _shard(self, dtype: torch.dtype, offload: bool) -> None:
+        mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("ranks",))
+        precision = MixedPrecisionPolicy()
         if dtype is not torch.float32:
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        layers = self._model._no_split_modules or ()
-        for module in self._model.modules():
-            if type(module).__name__ in layers:
-                fully_shard(module, mesh=mesh, mp_policy=policy)
-        fully_shard(self._model, mesh=mesh, mp_policy=policy)
+            precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        place = CPUOffloadPolicy() if offload else OffloadPolicy()
+        for layer in self._layers():
+            fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=place)
+        fully_shard(self._model, mesh=mesh, mp_policy=precision, offload_policy=place)
+
+    def _layers(self) -> list[torch.nn.Module]:
+        kinds = self._model._no_split_modules or ()
+        return [module for module in self._model.modules() if type(module).__name__ in kinds]
 
     def _score(self, row: PackedRow, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies, float32[N] each on the device, 0 where not trained."""
-        trained = row.trained.nonzero().squeeze(1)
-        token_ids = row.token_ids.to(self.device)
-        targets = trained.to(self.device)
+        tokens = len(row.token_ids)
+        token_ids, position_ids, cu_seqlens = self._context.fill(row.token_ids, row.position_ids, row.cu_seqlens)
+        part = self._context.part(len(token_ids))
+        predicting = row.trained.nonzero().squeeze(1) - 1
+        predicting = predicting[(predicting >= part.start) & (predicting < part.stop)].to(self.device)
+        token_ids, targets = token_ids.to(self.device), predicting + 1
         output = self._model(
-            input_ids=token_ids[None],
-            position_ids=row.position_ids.to(self.device)[None],
-            logits_to_keep=targets - 1,
-            **attention.forward_arguments(self._attention, row.cu_seqlens, self.device),
+            input_ids=token_ids[None, part],
+            position_ids=position_ids[None, part].to(self.device),
+            logits_to_keep=predicting - part.start,
+            **attention.forward_arguments(self._attention, cu_seqlens, self.device, self._context),
         )
         chosen, entropy = token_logprobs(output.logits[0], token_ids[targets], temperature)
-        zeros = torch.zeros(len(token_ids), device=self.device)
-        return zeros.index_copy(0, targets, chosen), zeros.index_copy(0, targets, entropy)
+        zeros = torch.zeros(tokens, device=self.device)
+        both = torch.stack([zeros.index_copy(0, targets, chosen), zeros.index_copy(0, targets, entropy)])
+        logprobs, entropies = self._context.complete(both)
+        return logprobs, entropies
 
     def _accumulate(self, rows: Sequence[PackedRow], loss: PolicyLoss, scale: float) -> dict[str, float]:
         """Backward through every row. Returns the sums over rows and ranks by name, `loss` among them."""
@@ -208,8 +230,7 @@ class Fsdp2Backend:
             for name, value in {**output.sums, "loss": output.loss_sum}.items():
                 totals[name] = totals.get(name, 0.0) + value.detach().double()
         names = sorted(totals)
-        stacked = torch.stack([totals[name] for name in names])
-        dist.all_reduce(stacked)
+        stacked = self._ranks.sum(torch.stack([totals[name] for name in names]))
         return dict(zip(names, stacked.tolist(), strict=True))
 
     def _even(self, rows: Sequence[PackedRow]) -> tuple[list[PackedRow], int]:
@@ -217,68 +238,20 @@ class Fsdp2Backend:
         for row in rows:
             if bool(row.trained[list(row.cu_seqlens[:-1])].any()):
                 raise LearnerError("a packed row trains the first token of a sequence, which nothing predicts")
-        mine = torch.tensor([len(rows), sum(int(row.trained.sum()) for row in rows)], device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine)
-        counts = torch.stack(everyone)
+        counts = self._ranks.gather(torch.tensor([[len(rows), sum(int(row.trained.sum()) for row in rows)]]))
         missing = max(1, int(counts[:, 0].max())) - len(rows)
         return [*rows, *[scoring_row([[0]])] * missing], int(counts[:, 1].sum())
 
-    @contextlib.contextmanager
-    def _together(self, doing: str) -> Iterator[None]:
-        """Turn a collective that failed because another rank is late or gone into a LearnerError that says so."""
-        try:
-            yield
-        except RuntimeError as error:
-            lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()
-            if not lost:
-                raise
-            reason = str(error).strip().splitlines()[0]
-            raise LearnerError(
-                f"learner rank {self.rank} of {self.world_size} lost the others while {doing}: {reason}; "
-                "look at the log of the rank that ended first"
-            ) from error
+
+def _recompute(model: PreTrainedModel) -> None:
+    """Keep only what enters a layer, and compute the rest again on the way back."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.disable_input_require_grads()  # which only reentrant checkpoints need
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # what transformers asks for; the layer's parts stay as they are, without dropout
 
 
 def _to(row: PackedRow, device: torch.device) -> PackedRow:
     tensors = {k: v.to(device) for k, v in msgspec.structs.asdict(row).items() if isinstance(v, torch.Tensor)}
     return msgspec.structs.replace(row, **tensors)
-
-
-def _device(name: str) -> torch.device:
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ConfigError(
-            "learner.backend.device: 'cuda', but torch sees no CUDA device; allowed here are auto and cpu"
-        )
-    if name == "cpu" or not available:
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def _join(device: torch.device, timeout_s: float) -> bool:
-    """Join the process group that the environment names, or one of a single rank; false where this process has joined before, for
-    another model."""
-    if dist.is_initialized():
-        return False
-    kinds = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    timeout = timedelta(seconds=timeout_s)
-    given = [name for name in RENDEZVOUS if name in os.environ]
-    if not given:
-        dist.init_process_group(kinds, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    elif len(given) < len(RENDEZVOUS):
-        missing = ", ".join(name for name in RENDEZVOUS if name not in given)
-        raise ConfigError(
-            f"environment: {', '.join(given)} without {missing}; set all of {', '.join(RENDEZVOUS)} or none"
-        )
-    else:
-        try:
-            dist.init_process_group(kinds, timeout=timeout)
-        except dist.DistError as error:
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise LearnerError(
-                f"learner rank {os.environ['RANK']} could not meet the others at {where}: {error}"
-            ) from error
-    return True

@@ -8,12 +8,15 @@
     rank 0             replicas that came (back)                       never: they are brought the weights meanwhile
     rank 0             replicas that take the new weights              weightsync.push_s each; the late are left out
     every rank         the other ranks, in each collective             the backend's timeout, then LearnerError
+    every rank         the checkpoint before, at the next and the end  learner.batch_s, then DeadlineExceeded
 
 Invariants:
 - All ranks run this same loop over the same batches: `take` gives every rank the same batch until it is committed.
 - The commit comes after the optimizer step and before the weights are gathered, so no rank asks for a batch too early.
 - Only rank 0 commits, publishes, reports and prunes.
 - A stop is agreed on between two steps; it leaves a checkpoint of the last commit.
+- Checkpoints are written while training goes on, one at a time. The buffer is told of one when it is whole on disk, and not before:
+  from then on its commits are final.
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ import asyncio
 import collections
 import logging
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from ..buffer.client import BufferClient
 from ..buffer.messages import Batch
 from ..configs.schema import Learner
-from ..errors import DeadlineExceeded
+from ..errors import DeadlineExceeded, within
 from ..weightsync.plan import PushReport
 from ..weightsync.publisher import Publisher
 from . import checkpoint
@@ -98,6 +102,7 @@ class TrainingLoop:
         self._served: int | None = None
         self._catching: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
+        self._saving: asyncio.Task[None] | None = None
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> CheckpointState:
         """Train from the newest checkpoint to `learner.steps`, or until `stop`. Returns what the last checkpoint holds."""
@@ -132,12 +137,13 @@ class TrainingLoop:
             meter.stepped(await self._buffer.stats())
             state = CheckpointState(step=state.step + 1, version=state.version + 1)
             push = await self._publish(state.version)
+            if self._saving is not None and self._saving.done():
+                await self._saved_whole()
             if state.step % self._config.checkpoint.every == 0:
                 await self._save(state)
             if push is not None:
                 self._report(meter.row(state, summarize(batch.groups, sequences), done, push))
-        if self._saved != state:
-            await self._save(state)
+        await self._save_last(state)
         return state
 
     async def serve(self, stop: asyncio.Event) -> None:
@@ -192,10 +198,11 @@ class TrainingLoop:
         """Nobody is brought anything any more."""
         if self._retry is not None:
             self._retry.cancel()
-        catching, self._catching = self._catching, None
-        if catching is not None:
-            catching.cancel()
-            await asyncio.wait({catching})
+        for task in (self._catching, self._saving):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+        self._catching = self._saving = None
 
     async def _recover(self) -> CheckpointState:
         """Load the newest checkpoint, if any, and have the buffer roll back what it does not contain."""
@@ -222,8 +229,7 @@ class TrainingLoop:
                 await self._meanwhile({take, stopped})
             late = take.done() and isinstance(take.exception(), DeadlineExceeded)
             if self._backend.maximum(late):
-                if self._saved != state:
-                    await self._save(state)
+                await self._save_last(state)
                 stats = await self._buffer.stats()
                 hint = f"{stats.ready_groups} groups are ready, {stats.leased_groups} are being played; see the workers' logs"
                 if stats.refilled_groups:
@@ -270,9 +276,31 @@ class TrainingLoop:
             await self._buffer.served(push.version)
 
     async def _save(self, state: CheckpointState) -> None:
-        """Checkpoint `state`; commits that every kept checkpoint contains can no longer be rolled back."""
-        self._backend.save(checkpoint.path_of(self._checkpoints, state.step), state)
+        """Begin to checkpoint `state`, when the checkpoint before it is whole."""
+        await self._saved_whole()
+        writing = self._backend.save(checkpoint.path_of(self._checkpoints, state.step), state)
         self._saved = state
+        self._saving = asyncio.create_task(self._when_written(writing), name="checkpoint")
+
+    async def _save_last(self, state: CheckpointState) -> None:
+        """See to it that a whole checkpoint of `state` is there."""
+        if self._saved != state:
+            await self._save(state)
+        await self._saved_whole()
+
+    async def _saved_whole(self) -> None:
+        """Return when the checkpoint that was begun, if any, is whole and the buffer knows; raise what went wrong with it."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await saving
+
+    async def _when_written(self, writing: Future[None]) -> None:
+        """Commits that every kept checkpoint contains can no longer be rolled back."""
+        hint = "the disk is too slow or another rank is gone; see learner.batch_s and the other ranks' logs"
+        whole = asyncio.wrap_future(writing)
+        await within(
+            self._config.batch_s, whole, who="the learner", waits_for="its checkpoint to be written", hint=hint
+        )
         if self._backend.rank == 0:
             checkpoint.prune(self._checkpoints, self._config.checkpoint.keep)
             oldest = checkpoint.checkpoints(self._checkpoints)[0]

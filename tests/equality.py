@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
 from slipstream.configs.algorithm import Algorithm, DecoupledPpo, Truncated
 from slipstream.configs.schema import Optimizer
+from slipstream.learner import lora
 from slipstream.learner.algorithms import loss_of
 from slipstream.learner.batch import TrainSequence, rank_rows, with_proximal
 from tokenizers import Tokenizer
@@ -90,11 +92,22 @@ def make_rows(step: int, rank: int, world_size: int, budget: int):
     return [with_proximal(r, torch.cat([by_length[n] for n in np.diff(r.cu_seqlens)])) for r in rows]
 
 
-def plain_loop(folder: str, *, sequence_mean: bool = False) -> dict[str, torch.Tensor]:
-    """The same three steps by hand: one sequence at a time, transformers' own attention, torch's AdamW."""
+def plain_loop(
+    folder: str, *, sequence_mean: bool = False, dtype: torch.dtype = torch.float32, lora_rank: int = 0
+) -> dict[str, torch.Tensor]:
+    """The same three steps by hand: one sequence at a time, transformers' own attention, torch's AdamW, peft's own wrapper.
+
+    Args:
+        dtype: of forward and backward; weights and optimizer are float32.
+        lora_rank: of adapters, which are merged at the end; 0 trains the model.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    if lora_rank:
+        torch.manual_seed(lora.SEED)
+        model = get_peft_model(model, LoraConfig(r=lora_rank, lora_alpha=lora.ALPHA, target_modules="all-linear"))
+    parameters = dict(model.named_parameters())
+    matrices = [p for p in parameters.values() if p.ndim > 1 and p.requires_grad]
+    vectors = [p for p in parameters.values() if p.ndim == 1 and p.requires_grad]
     groups = [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2))
     numbers = torch.zeros(STEPS, 2)
@@ -103,7 +116,9 @@ def plain_loop(folder: str, *, sequence_mean: bool = False) -> dict[str, torch.T
         tokens = sum(int(s.trained.sum()) for s in sequences)
         for sequence, proximal in zip(sequences, proximals, strict=True):
             ids = torch.from_numpy(sequence.token_ids).long()
-            logp = (model(ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+            computing = {name: parameter.to(dtype) for name, parameter in parameters.items()}
+            output = torch.func.functional_call(model, computing, (ids[None],), {"use_cache": False})
+            logp = (output.logits[0, :-1].float() / TEMPERATURE).log_softmax(-1)
             current = logp[range(len(ids) - 1), ids[1:]]
             q, b = torch.from_numpy(proximal)[1:], torch.from_numpy(sequence.behavior_logprobs)[1:]
             ratio, a = (current - q).exp(), torch.from_numpy(sequence.advantages)[1:]
@@ -116,4 +131,6 @@ def plain_loop(folder: str, *, sequence_mean: bool = False) -> dict[str, torch.T
         numbers[step, 1] = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
+    if lora_rank:
+        model = model.merge_and_unload()
     return {"numbers": numbers} | {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -306,6 +306,14 @@ def test_a_missing_file_names_the_presets():
         (["buffer.max_staleness=0", "learner.batch_s=10"], ["buffer.max_staleness=0", "learner.batch_s=10", "600"]),
         (["buffer.on_deadline=wait", "learner.batch_s=10"], ["buffer.on_deadline=wait", "learner.batch_s=10"]),
         (["learner.optimizer.beta2=1"], ["learner.optimizer.beta2"]),
+        (
+            ["learner.backend.context_parallel=2"],
+            ["learner.backend.context_parallel=2", "learner.backend.ranks=1", "divisors of ranks"],
+        ),
+        (
+            ["learner.backend.offload=true", "learner.backend.device=cpu"],
+            ["learner.backend.offload=true", "learner.backend.device=cpu is false"],
+        ),
         (["run.dir="], ["run.dir"]),
         (["monitor.trackers=[wandb, wandb]"], ["monitor.trackers", "twice"]),
     ],
@@ -323,6 +331,8 @@ def test_impossible_combinations_name_their_keys(overrides, expected):
         ["env.calculator=false", "agent.kind=single_turn"],
         ["rollout.sampling.top_p=0.9"],
         ["learner.backend.device=cuda"],
+        ["learner.backend.device=cuda", "learner.backend.offload=true"],
+        ["learner.backend.ranks=4", "learner.backend.context_parallel=2", "learner.backend.lora_rank=8"],
         ["rollout.workers=64"],
         ["learner.batch_s=10"],
         ["learner.algorithm.correction.kind=none", "buffer.max_staleness=0"],

@@ -9,6 +9,7 @@ import torch
 from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory, Turn, VersionSpan
 from slipstream.configs import load
 from slipstream.configs.algorithm import Algorithm, Grpo, Opo, TurnLevel
+from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Model, Optimizer
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.learner import batch
@@ -169,7 +170,7 @@ def test_a_batch_without_groups_has_no_sequences():
 
 @pytest.fixture(scope="module")
 def backend(folders):
-    backend = Fsdp2Backend(Model(path=str(folders[0])), Optimizer(), device="cpu", temperature=1.0, timeout_s=60)
+    backend = Fsdp2Backend(Model(path=str(folders[0])), Optimizer(), Fsdp2(device="cpu"), temperature=1.0, timeout_s=60)
     yield backend
     backend.close()
 

@@ -1,14 +1,11 @@
 """The FSDP2 backend against a plain transformers loop: weights after three steps, on one rank and on two, however packed.
 
-Two ranks are two processes running this file as a script on the loopback; they are started once and do all jobs in turn.
+Two ranks run this file as a script, see tests/ranks.py.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from slipstream.configs.schema import Model, Sft
+from safetensors.torch import load_file
+from slipstream.configs.schema import Sft
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.learner.batch import scoring_row
 from slipstream.learner.checkpoint import CheckpointState, checkpoints, latest, path_of, prune, read_state
@@ -25,58 +22,25 @@ from slipstream.learner.fsdp2 import Fsdp2Backend
 from slipstream.learner.sft import negative_log_likelihood, run_sft
 from slipstream.tests.equality import (
     LOSS,
-    OPTIMIZER,
-    SEQUENCE_MEAN,
-    STEPS,
     TEMPERATURE,
     make_batch,
     make_model,
     make_rows,
     plain_loop,
 )
+from slipstream.tests.ranks import (
+    DEADLINE_S,
+    Job,
+    jobs_of,
+    open_backend,
+    run_in_turn,
+    run_on_one_rank,
+    run_on_two_ranks,
+)
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
 )
-
-DEADLINE_S = 200
-
-
-class Job(msgspec.Struct):
-    """Steps `first` to `last` from `load` or from the start; `save` after step 2; full weights and [steps, 2] numbers to `out`."""
-
-    model: str
-    budget: int
-    out: str
-    first: int = 0
-    last: int = STEPS
-    load: str = ""
-    save: str = ""
-    tied: bool = True
-    sequence_mean: bool = False
-
-
-def open_backend(model: str, dtype: str = "float32") -> Fsdp2Backend:
-    config = Model(path=model, dtype=dtype)
-    return Fsdp2Backend(config, OPTIMIZER, device="cpu", temperature=TEMPERATURE, timeout_s=DEADLINE_S)
-
-
-def run(job: Job, backend: Fsdp2Backend) -> None:
-    if job.load:
-        assert backend.load(Path(job.load)) == CheckpointState(step=job.first, version=job.first + 10)
-    numbers = []
-    for step in range(job.first, job.last):
-        rows = make_rows(step, backend.rank, backend.world_size, job.budget)
-        loss = SEQUENCE_MEAN(rows, backend.gather) if job.sequence_mean else LOSS
-        result = backend.step(rows, loss, OPTIMIZER.lr)
-        assert result.tokens == sum(s.trained.sum() for s in make_batch(step)[0])
-        assert result.grad_norm > OPTIMIZER.clip_norm
-        numbers.append([result.loss, result.grad_norm])
-        if job.save and step == 1:
-            backend.save(Path(job.save), CheckpointState(step=2, version=12))
-    weights = dict(backend.named_weights())
-    if backend.rank == 0:
-        save_file(weights | {"numbers": torch.tensor(numbers)}, job.out)
 
 
 def poisoned(logprobs, entropy, row):
@@ -99,12 +63,7 @@ def assert_refused(backend: Fsdp2Backend, loss, rows, match: str) -> None:
 
 def rank_main(jobs: list[Job], export: str) -> None:
     """What each of the two ranks runs."""
-    for index, job in enumerate(jobs):
-        os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[index]
-        backend = open_backend(job.model)
-        run(job, backend)
-        if index < len(jobs) - 1:
-            backend.close()
+    backend = run_in_turn(jobs)
     backend.export(Path(export))
     first = backend.rank == 0
     # Only rank 1 has rows, and as many log-probs come back as rows went in.
@@ -146,10 +105,7 @@ def results(models, tmp_path_factory) -> Path:
         Job(models[False], 8192, str(root / "1-untied")),
         Job(models[True], 34, str(root / "1-sequences"), sequence_mean=True),
     ]
-    for job in one:
-        backend = open_backend(job.model)
-        run(job, backend)
-        backend.close()
+    run_on_one_rank(one)
     two = [
         Job(models[True], 8192, str(root / "2-packed"), save=str(root / "from-2")),
         Job(models[True], 34, str(root / "2-micro")),
@@ -157,35 +113,8 @@ def results(models, tmp_path_factory) -> Path:
         Job(models[True], 34, str(root / "2-sequences"), sequence_mean=True),
         Job(models[False], 20, str(root / "2-untied")),
     ]
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in two]
-    ports = ",".join(str(probe.getsockname()[1]) for probe in probes)
-    for probe in probes:
-        probe.close()
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "PORTS": ports,
-    }
-    payload = json.dumps([msgspec.to_builtins(job) for job in two])
-    command = [sys.executable, __file__, payload, str(root / "export-2")]
-    logs = [(root / f"rank-{rank}.log").open("w+") for rank in range(2)]
-    ranks = [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=logs[rank], stderr=subprocess.STDOUT)
-        for rank in range(2)
-    ]
-    try:
-        codes = [process.wait(DEADLINE_S) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    for log in logs:
-        log.seek(0)
-    assert codes == [0, 0], "\n".join(log.read()[-3000:] for log in logs)
-    backend = open_backend(models[True])
-    run(Job(models[True], 8192, str(root / "1-resumed"), first=2, load=str(root / "from-2")), backend)
-    backend.close()
+    run_on_two_ranks(root, __file__, two, str(root / "export-2"))
+    run_on_one_rank([Job(models[True], 8192, str(root / "1-resumed"), first=2, load=str(root / "from-2"))])
     return root
 
 
@@ -294,7 +223,7 @@ def test_an_export_loads_in_transformers_with_the_same_logits(models, tmp_path):
 
 def test_checkpoints_are_whole_replaced_counted_and_pruned(backend, tmp_path):
     for step in (1, 2, 3, 3):
-        backend.save(path_of(tmp_path, step), CheckpointState(step=step, version=step + 4))
+        backend.save(path_of(tmp_path, step), CheckpointState(step=step, version=step + 4)).result(DEADLINE_S)
     (tmp_path / ".step-00000004.partial").mkdir()
     (tmp_path / "step-00000005").mkdir()
     assert latest(tmp_path) == path_of(tmp_path, 3)
@@ -309,11 +238,11 @@ def test_checkpoints_are_whole_replaced_counted_and_pruned(backend, tmp_path):
 def test_no_stale_weights_after_any_order_of_calls(models, tmp_path):
     """FSDP keeps the root unit gathered after a forward pass without a backward one; nobody may see it old."""
     backend, row = open_backend(models[True]), make_rows(0, 0, 1, 8192)[0]
-    backend.save(tmp_path / "start", CheckpointState(step=0, version=0))
+    backend.save(tmp_path / "start", CheckpointState(step=0, version=0)).result(DEADLINE_S)
     (first,) = backend.logprobs([row])
     backend.step([row], LOSS, 1e-2)
     (second,) = backend.logprobs([row])
-    backend.save(tmp_path / "later", CheckpointState(step=1, version=1))
+    backend.save(tmp_path / "later", CheckpointState(step=1, version=1)).result(DEADLINE_S)
     backend.load(tmp_path / "start")
     assert torch.equal(backend.logprobs([row])[0], first)
     backend.load(tmp_path / "later")
@@ -324,10 +253,10 @@ def test_no_stale_weights_after_any_order_of_calls(models, tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(models, tmp_path):
     tied = open_backend(models[True])
-    tied.save(tmp_path / "saved", CheckpointState(step=1, version=1))
+    tied.save(tmp_path / "saved", CheckpointState(step=1, version=1)).result(DEADLINE_S)
     tied.close()
     untied = open_backend(models[False])
-    with pytest.raises(LearnerError, match=r"saved cannot be loaded.*lm_head"):
+    with pytest.raises(LearnerError, match=r"saved is of another model.*lm_head.weight is missing"):
         untied.load(tmp_path / "saved")
     untied.close()
 
@@ -335,7 +264,7 @@ def test_a_checkpoint_of_another_model_is_refused(models, tmp_path):
 def test_a_checkpoint_that_is_missing_or_broken_is_named(backend, tmp_path):
     with pytest.raises(LearnerError, match="nothing cannot be loaded"):
         backend.load(tmp_path / "nothing")
-    backend.save(tmp_path / "saved", CheckpointState(step=1, version=1))
+    backend.save(tmp_path / "saved", CheckpointState(step=1, version=1)).result(DEADLINE_S)
     (tmp_path / "saved" / ".metadata").unlink()
     with pytest.raises(LearnerError, match="saved cannot be loaded"):
         backend.load(tmp_path / "saved")
@@ -371,4 +300,4 @@ def test_an_incomplete_rendezvous_is_named(models, monkeypatch):
 
 
 if __name__ == "__main__":
-    rank_main(msgspec.json.decode(sys.argv[1], type=list[Job]), sys.argv[2])
+    rank_main(jobs_of(sys.argv[1]), sys.argv[2])

@@ -21,6 +21,7 @@ from slipstream.buffer.client import BufferClient
 from slipstream.buffer.messages import Batch
 from slipstream.buffer.trajectory import FINISHED, Trajectory
 from slipstream.configs.algorithm import Algorithm, Grpo, Ppo
+from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Buffer, Checkpoint, Learner, Model
 from slipstream.errors import CheckpointError, DeadlineExceeded, LearnerError, SlipstreamError, WeightSyncError
 from slipstream.learner.checkpoint import CheckpointState, checkpoints, path_of
@@ -93,7 +94,7 @@ class Bench:
 
     async def _run(self, buffer: BufferClient | ReadyBuffer) -> CheckpointState:
         backend = self.make_backend(
-            Model(path=str(self.model)), self.config.optimizer, device="cpu", temperature=1.0, timeout_s=60
+            Model(path=str(self.model)), self.config.optimizer, Fsdp2(device="cpu"), temperature=1.0, timeout_s=60
         )
         publisher = Publisher(
             [self.replica],

@@ -7,6 +7,7 @@ import asyncio
 import collections
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.messages import Batch, Stats
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.schema import Checkpoint, Learner
-from slipstream.errors import EngineError
+from slipstream.errors import DeadlineExceeded, EngineError, LearnerError
 from slipstream.learner.backend import PackedRow, PolicyLoss, StepResult
 from slipstream.learner.checkpoint import CheckpointState
 from slipstream.learner.loop import TrainingLoop
@@ -37,6 +38,8 @@ class Model:
 
     def __init__(self) -> None:
         self.seed = 0
+        self.saves: list[tuple[Path, CheckpointState, Future[None]]] = []
+        self.writes_at_once = True
 
     def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
         if temperature is None:
@@ -56,9 +59,18 @@ class Model:
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from make_model(self.seed).state_dict().items()
 
-    def save(self, directory: Path, state: CheckpointState) -> None:
+    def save(self, directory: Path, state: CheckpointState) -> Future[None]:
+        self.saves.append((directory, state, Future()))
+        if self.writes_at_once:
+            self.write(len(self.saves) - 1)
+        return self.saves[-1][2]
+
+    def write(self, number: int) -> None:
+        """Finish the save of that number."""
+        directory, state, written = self.saves[number]
         directory.mkdir(parents=True)
         (directory / "state.json").write_text(f'{{"step":{state.step},"version":{state.version}}}')
+        written.set_result(None)
 
     def load(self, directory: Path) -> CheckpointState:
         raise NotImplementedError
@@ -77,6 +89,7 @@ class Buffer:
 
     def __init__(self) -> None:
         self.serves: list[int] = []
+        self.final: list[int] = []
 
     async def recover(self, version: int) -> int:
         return version
@@ -90,7 +103,9 @@ class Buffer:
         return ()
 
     async def commit(self, version: int) -> None: ...
-    async def checkpointed(self, version: int) -> None: ...
+
+    async def checkpointed(self, version: int) -> None:
+        self.final.append(version)
 
     async def served(self, version: int) -> None:
         self.serves.append(version)
@@ -107,7 +122,9 @@ class Wedged(LocalReplica):
 
 
 class Bench:
-    def __init__(self, folder: Path, *replicas: LocalReplica, push_s: float = 60.0) -> None:
+    def __init__(
+        self, folder: Path, *replicas: LocalReplica, push_s: float = 60.0, every: int = 100, batch_s: float = 60.0
+    ) -> None:
         self.joined, self.stop, self.ready = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.rows: list[StepMetrics] = []
         self.buffer = Buffer()
@@ -123,10 +140,11 @@ class Bench:
             canary_tolerance=1e-5,
             dtype="float32",
         )
-        config = Learner(steps=STEPS, checkpoint=Checkpoint(every=100))
+        self.model = Model()
+        config = Learner(steps=STEPS, checkpoint=Checkpoint(every=every, keep=1), batch_s=batch_s)
         self.loop = TrainingLoop(
             config,
-            Model(),
+            self.model,
             self.buffer,  # type: ignore[arg-type]
             self.publisher,
             self.joined,
@@ -247,3 +265,48 @@ async def test_leaving_ends_a_catch_up(benches: list[Bench], tmp_path: Path) -> 
     bench.stop.set()
     await asyncio.wait_for(running, 3)
     assert not any(task.get_name() == "catch up" for task in asyncio.all_tasks())
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written_and_the_buffer_hears_when_it_is_whole(
+    benches: list[Bench], tmp_path: Path
+) -> None:
+    bench = Bench(tmp_path, LocalReplica("serving"), every=2)
+    benches.append(bench)
+    model, buffer = bench.model, bench.buffer
+    model.writes_at_once = False
+    running = asyncio.create_task(bench.run())
+    await until(lambda: buffer.serves[-1:] == [4])  # steps 3 and 4, with the checkpoint of step 2 on its way
+    assert [state.step for _, state, _ in model.saves] == [2]
+    assert buffer.final == []
+    model.write(0)
+    await until(lambda: len(model.saves) == 2)  # that of step 4 waited for it
+    assert buffer.final == [2]
+    model.write(1)
+    await until(lambda: buffer.final == [2, 4] and buffer.serves[-1] == STEPS)
+    await until(lambda: len(model.saves) == 3)
+    assert not running.done()
+    model.write(2)
+    assert (await asyncio.wait_for(running, 10)).step == STEPS
+    assert buffer.final == [2, 4, STEPS]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{STEPS:08d}"]
+
+
+async def test_a_checkpoint_that_cannot_be_written_ends_training(benches: list[Bench], tmp_path: Path) -> None:
+    bench = Bench(tmp_path, LocalReplica("serving"), every=2)
+    benches.append(bench)
+    bench.model.writes_at_once = False
+    running = asyncio.create_task(bench.run())
+    await until(lambda: bench.model.saves)
+    bench.model.saves[0][2].set_exception(LearnerError("the disk is full"))
+    with pytest.raises(LearnerError, match="the disk is full"):
+        await asyncio.wait_for(running, 10)
+    assert bench.buffer.final == []
+
+
+async def test_a_checkpoint_that_is_never_whole_has_a_deadline(benches: list[Bench], tmp_path: Path) -> None:
+    bench = Bench(tmp_path, LocalReplica("serving"), every=2, batch_s=0.3)
+    benches.append(bench)
+    bench.model.writes_at_once = False
+    with pytest.raises(DeadlineExceeded, match=r"the learner waited 0.3 s for its checkpoint to be written; the disk"):
+        await asyncio.wait_for(bench.run(), 10)
+    assert not any(task.get_name() == "checkpoint" for task in asyncio.all_tasks())

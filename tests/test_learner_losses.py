@@ -29,6 +29,7 @@ from slipstream.configs.algorithm import (
     Sapo,
     Truncated,
 )
+from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Optimizer
 from slipstream.errors import LearnerError
 from slipstream.learner.algorithms import LOSSES, loss_of
@@ -514,7 +515,7 @@ def model(tmp_path_factory):
 def backend(model):
     config = load("quickstart", [f"model.path={model}"])
     optimizer = Optimizer(lr=1e-3)
-    backend = Fsdp2Backend(config.model, optimizer, device="cpu", temperature=0.7, timeout_s=60.0)
+    backend = Fsdp2Backend(config.model, optimizer, Fsdp2(device="cpu"), temperature=0.7, timeout_s=60.0)
     yield backend
     backend.close()
 

@@ -98,13 +98,13 @@ def test_packed_attention_equals_one_sequence_at_a_time(tmp_path, window):
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "wish", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}, {"cu_seq_lens_q": ()}]
-)
+@pytest.mark.parametrize("wish", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}, {"packed": None}])
 def test_attention_that_would_be_ignored_is_an_error(wish):
     states = torch.zeros(1, 4, 3, 8)
     with pytest.raises(LearnerError, match="cannot do"):
-        attention.varlen_sdpa(torch.nn.Identity(), states, states, states, None, **{"cu_seq_lens_q": (0, 3)} | wish)
+        attention.varlen_sdpa(
+            torch.nn.Identity(), states, states, states, None, **{"packed": attention.Packed((0, 3))} | wish
+        )
 
 
 def test_flash_attention_is_told_the_same_cuts():

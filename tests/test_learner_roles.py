@@ -14,6 +14,7 @@ import pytest
 import torch
 from slipstream.configs import load
 from slipstream.configs.algorithm import Algorithm, Grpo, KlInLoss, KlInReward, TurnLevel
+from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Learner, Model, Optimizer
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.launch.preflight import model as check_model
@@ -43,7 +44,7 @@ def reference_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def backends(folders, reference_folder):
     def backend(folder: Path) -> Fsdp2Backend:
-        return Fsdp2Backend(Model(path=str(folder)), Optimizer(), device="cpu", temperature=1.0, timeout_s=60)
+        return Fsdp2Backend(Model(path=str(folder)), Optimizer(), Fsdp2(device="cpu"), temperature=1.0, timeout_s=60)
 
     policy, reference = backend(folders[0]), backend(reference_folder)
     yield policy, reference

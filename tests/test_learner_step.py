@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from slipstream.configs.algorithm import Algorithm, ClipCov, Masked
+from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Learner, Model, Optimizer
 from slipstream.errors import LearnerError
 from slipstream.learner.algorithms import loss_of
 from slipstream.learner.batch import TrainSequence, mismatch, rank_rows, with_proximal
 from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.fsdp2 import Fsdp2Backend
 from slipstream.learner.step import Stepper
-from slipstream.tests.backends import fsdp2
 
 STATE = CheckpointState(step=3, version=3)
 OPTIMIZER = Optimizer(lr=1e-3)
@@ -24,7 +25,10 @@ OPTIMIZER = Optimizer(lr=1e-3)
 
 @pytest.fixture
 def pair(folders: list[Path]) -> Iterator[list]:
-    backends = [fsdp2(Model(path=str(folders[0])), OPTIMIZER) for _ in range(2)]
+    backends = [
+        Fsdp2Backend(Model(path=str(folders[0])), OPTIMIZER, Fsdp2(device="cpu"), temperature=1.0, timeout_s=60)
+        for _ in range(2)
+    ]
     yield backends
     for backend in reversed(backends):
         backend.close()
@@ -65,9 +69,7 @@ def sequences(backend) -> list[TrainSequence]:
 def test_one_pass_steps_like_two(pair, algorithm):
     one, two = pair
     config = Learner(optimizer=OPTIMIZER, algorithm=algorithm)
-    config = msgspec.structs.replace(
-        config, backend=msgspec.structs.replace(config.backend, tokens_per_microbatch=20)
-    )
+    config = msgspec.structs.replace(config, backend=msgspec.structs.replace(config.backend, tokens_per_microbatch=20))
     batch = sequences(one)
     done = Stepper(config, one, longest=64).step(batch, (), STATE)
     rows = rank_rows(batch, 0, 1, 20)
@@ -90,7 +92,11 @@ def test_passes_are_counted(pair, monkeypatch):
     asked: list[int] = []
     logprobs = backend.logprobs
     monkeypatch.setattr(backend, "logprobs", lambda rows: asked.append(len(rows)) or logprobs(rows))
-    for algorithm, expected in ((Algorithm(), [0]), (Algorithm(minibatches=2), [0, 1, 1]), (Algorithm(loss=ClipCov()), [0, 1])):
+    for algorithm, expected in (
+        (Algorithm(), [0]),
+        (Algorithm(minibatches=2), [0, 1, 1]),
+        (Algorithm(loss=ClipCov()), [0, 1]),
+    ):
         asked.clear()
         Stepper(Learner(algorithm=algorithm), backend, 64).step(sequences(pair[1]), (), STATE)
         assert asked == expected

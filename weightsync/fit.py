@@ -6,14 +6,16 @@ Imported by vLLM's and SGLang's processes: nothing beyond what both have may be 
 from __future__ import annotations
 
 import logging
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 
 from ..errors import WeightSyncError
+from .adapters import are_adapters, check_adapters
 from .plan import TransferPlan
 
 logger = logging.getLogger(__name__)
@@ -31,9 +33,11 @@ def check_fit(plan: TransferPlan, known: Shapes | None, *, optional: Set[str]) -
     Raises:
         WeightSyncError: a name is unknown, missing (those in `optional`, tied to others, may be) or has another shape.
     """
+    given = dict(zip(plan.names, plan.shapes, strict=True))
+    if known is not None and are_adapters(given):
+        return check_adapters(given, known)
     if known is None:
         return
-    given = dict(zip(plan.names, plan.shapes, strict=True))
     if unknown := sorted(given.keys() - known.keys()):
         raise WeightSyncError(
             f"version {plan.version}: the model has no tensor {unknown[0]!r} ({len(unknown)} unknown names)"
@@ -54,6 +58,17 @@ def checkpoint_shapes(model: str, revision: str | None = None) -> Shapes | None:
     if not shapes:
         logger.warning("no safetensors of %s here: names and shapes of pushed weights are not checked", model)
     return shapes or None
+
+
+def base_weights(model: str, revision: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a folder or hub name, as views of its mapped safetensors. Raises WeightSyncError: there are none here."""
+    files = sorted(_folder(model, revision).glob("*.safetensors"))
+    if not files:
+        raise WeightSyncError(f"no safetensors of {model} here to add adapters to; push all weights, or give it some")
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)
 
 
 def _folder(model: str, revision: str | None) -> Path:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import WeightSyncError
-from .fit import TIED, Shapes, check_fit, checkpoint_shapes
+from .fit import TIED, Shapes, base_weights, check_fit, checkpoint_shapes
 from .plan import Broadcast, GroupPlan, TransferPlan
 from .staging import Staging
 
@@ -58,7 +58,8 @@ class Receiver:
         self._config = updater.model_config
         self.tied = bool(getattr(self._config.hf_text_config, "tie_word_embeddings", False))
         device = f"cuda:{updater.gpu_id}" if updater.device == "cuda" else updater.device
-        self._staging = Staging(updater.tp_rank, torch.device(device), self._check)
+        base = partial(base_weights, self._config.model_path, self._config.revision)
+        self._staging = Staging(updater.tp_rank, torch.device(device), self._check, base)
         self._meeting: _Meeting | None = None
 
     def tell(self, command: Command) -> None:

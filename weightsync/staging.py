@@ -7,7 +7,7 @@
 Invariants:
 - `begin` returns at once; the engine goes on with its old weights. Whatever goes wrong in the thread is told to the learner and to
   `take`, and ends nothing else.
-- What `take` returns is whole and has the plan's checksum.
+- What `take` returns is whole, and what came has the plan's checksum. Of adapters it is the model with them added.
 - Staged tensors lie in host memory, and a mapped file is shared with every other process that maps it: on a GPU there is no room
   for a second model beside the KV cache. They may be the base of the next delta: read them, never write to them.
 - A broadcast takes the group along: only a broadcast that succeeded gives it back, since otherwise the group's state is unknown.
@@ -22,7 +22,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 import torch
@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import WeightSyncError
 from . import delta
+from .adapters import are_adapters, merge
 from .buckets import buckets_of, dtype_of, unpack
 from .checksum import Checksum
 from .group import BroadcastGroup
@@ -71,12 +72,20 @@ class Staging:
         rank: of this process within its replica, from 0.
         device: where `nccl` receives.
         check: raises WeightSyncError when the model cannot take what a plan announces. Runs in the staging thread.
+        base: the weights that the model was first loaded from, which adapters are added to. Runs there, too.
     """
 
-    def __init__(self, rank: int, device: torch.device, check: Callable[[TransferPlan], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        check: Callable[[TransferPlan], None],
+        base: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple,
+    ) -> None:
         self._rank = rank
         self._device = device
         self._check = check
+        self._base = base
         self._lock = threading.Lock()
         self._group: BroadcastGroup | None = None
         self._work: _Work | None = None
@@ -148,10 +157,12 @@ class Staging:
         """The thread: all of one version, then the receipt."""
         began = time.perf_counter()
         plan = work.plan
-        tensors: Tensors = []
+        came, tensors = Tensors(), Tensors()
         try:
             self._check(plan)
-            tensors = self._proven(work)
+            came = tensors = self._proven(work)
+            if are_adapters(plan.names):
+                tensors = list(merge(dict(came), self._base()))
         except Exception as error:  # the learner is told; the engine must not end of it
             work.error = _one_line(error)
         with self._lock:
@@ -160,7 +171,7 @@ class Staging:
                 work.tensors = tensors
                 self._group, work.group = work.group or self._group, None
                 if plan.keep:
-                    self._kept = _Kept(plan.version, dict(tensors))
+                    self._kept = _Kept(plan.version, dict(came))
         if work.group is not None:
             work.group.close()
         work.group = work.kept = None

@@ -14,7 +14,7 @@ its next step ends the engine process: a replica with half a policy must not ser
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -28,7 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from ..errors import WeightSyncError
-from .fit import TIED, Shapes, check_fit, checkpoint_shapes
+from .fit import TIED, Shapes, base_weights, check_fit, checkpoint_shapes
 from .plan import GroupPlan, TransferPlan
 from .staging import Staging
 
@@ -90,7 +90,9 @@ class Receiver(WeightTransferEngine[Join, Receive]):
     @cached_property
     def _staging(self) -> Staging:
         here: Any = self.parallel_config
-        return Staging(here.data_parallel_index * here.world_size + here.rank, self.device, self._check)
+        rank = here.data_parallel_index * here.world_size + here.rank
+        base = partial(base_weights, self.model_config.model, self.model_config.revision)
+        return Staging(rank, self.device, self._check, base)
 
     @cached_property
     def _known(self) -> Shapes | None:

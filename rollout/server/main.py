@@ -11,6 +11,7 @@ A kind is a module with `serve(options: Options) -> Served`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import signal
@@ -22,6 +23,7 @@ from aiohttp import web
 
 from ... import heap
 from ...errors import SlipstreamError
+from ...weightsync.fit import base_weights
 from ...weightsync.staging import Staging
 from .app import Server
 from .engine_thread import EngineThread
@@ -49,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
 
 async def _serve(served: Served, options: Options) -> None:
     parameter = next(served.stepper.model.parameters())
-    staging = Staging(0, parameter.device, served.weights.check)
+    base = functools.partial(base_weights, options.model)
+    staging = Staging(0, parameter.device, served.weights.check, base)
     engine = EngineThread(served.stepper, _fail)
     app = Server(engine, served.limits, staging, served.weights).app(*served.middlewares)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)

@@ -15,7 +15,7 @@ from slipstream.tests import tiny
 from slipstream.tests.conformance import reference
 from slipstream.tests.conformance.kinds import Kind
 from slipstream.tests.conformance.reference import TOLERANCE
-from slipstream.tests.conformance.replica import GREEDY, PROMPTS, VERSIONS, Replica, Traffic, make_publisher
+from slipstream.tests.conformance.replica import GREEDY, PROMPTS, VERSIONS, Replica, Traffic, Weights, make_publisher
 from slipstream.weightsync.group import BroadcastGroup
 
 DYING_LEARNER = """
@@ -58,6 +58,32 @@ async def test_every_transport_brings_the_weights(kind: Kind, replica: Replica, 
         version = await replica.push(which, transport)
         assert await replica.engine.version() == version
         assert await replica.serves(which)
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "delta"])
+async def test_adapters_alone_bring_the_merged_weights(
+    kind: Kind, replica: Replica, transport: TransportKind, tmp_path: Path
+) -> None:
+    kind.needs(transport)
+    folder, generator = replica.weights.folders[0], torch.Generator().manual_seed(1)
+    base, adapters = tiny.weights(folder), {}
+    merged = tiny.load(folder)
+    for name, weight in base.items():
+        if "_proj." in name:
+            stem, (out, into) = name.removesuffix(".weight"), weight.shape
+            down = adapters[f"{stem}.lora_A.weight"] = torch.randn(4, into, generator=generator) / 8
+            up = adapters[f"{stem}.lora_B.weight"] = torch.randn(out, 4, generator=generator) / 8
+            merged.get_parameter(name).data += up @ down
+    await replica.close()
+    weights = Weights(replica.weights.folders, (replica.weights.models[0], merged))
+    adapted = Replica(kind, replica.server, weights, tmp_path)
+    for _ in range(2):  # the second adds to the base, not to the first
+        report = await adapted.publish(adapters.items(), 1, transport)
+        assert report.pushed == ("replica",)
+        assert report.canary <= TOLERANCE
+    assert await adapted.serves(1)
+    assert report.sent_bytes < sum(tensor.nbytes for tensor in base.values()) / 3
+    await adapted.close()
 
 
 async def test_a_delta_carries_what_changed_and_nothing_else(kind: Kind, replica: Replica) -> None:

@@ -1,0 +1,68 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) through peft: W + alpha / rank B A, with W frozen.
+
+Invariants:
+- Every linear layer but the output has one; fused experts, which are no linear layers, have none.
+- B starts at 0 and A is drawn from a fixed seed: the policy starts as the base, the same on any number of ranks.
+- Engines are sent adapters alone, checkpoints hold adapters alone; an export is the merged model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from ..weightsync import adapters
+
+ALPHA = 32
+"""With alpha / rank as scale, and alpha the same for all ranks, the best learning rate hardly depends on the rank."""
+
+SEED = 0
+BASE, DOWN, UP = ".base_layer.weight", ".lora_A.default.weight", ".lora_B.default.weight"
+"""What peft calls the weights of an adapted layer, and its factors A [rank, in] and B [out, rank]."""
+
+
+def adapt(model: PreTrainedModel, rank: int) -> None:
+    """Freeze `model` and give it adapters of `rank`, in place."""
+    from peft import LoraConfig, inject_adapter_in_model  # seconds, for those who want it
+
+    config = LoraConfig(r=rank, lora_alpha=ALPHA, target_modules="all-linear")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        inject_adapter_in_model(config, model)
+
+
+def merged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of adapted layers under the names of the base, each with its adapter added in float32; others as they are."""
+    answer: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        stem = name.removesuffix(BASE)
+        if stem != name:
+            answer[stem + adapters.WEIGHT] = adapters.add(tensor, *_factors(tensors, stem))
+        elif not _is_adapter(name):
+            answer[name.replace(".base_layer.", ".")] = tensor  # biases
+    return answer
+
+
+def alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The adapters among `tensors`, as `weightsync/adapters.py` has them travel."""
+    answer: dict[str, torch.Tensor] = {}
+    for stem in (name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)):
+        answer[stem + adapters.DOWN], answer[stem + adapters.UP] = _factors(tensors, stem)
+    return answer
+
+
+def _factors(tensors: dict[str, torch.Tensor], stem: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A, and B with its scale, of the layer `stem`."""
+    down, up = tensors[stem + DOWN], tensors[stem + UP]
+    return down, (ALPHA / len(down) * up.float()).to(up.dtype)
+
+
+def rank_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """The rank of adapters among weights, 0 where there are none."""
+    return next((shape[0] for name, shape in shapes.items() if name.endswith(DOWN)), 0)
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name

@@ -1,0 +1,137 @@
+"""FSDP2 on one rank here and on two there: jobs of three steps, and what starts the two.
+
+Two ranks are two processes of this Python on the loopback; they are started once for a list of jobs and do them in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from slipstream.configs.backends import Fsdp2
+from slipstream.configs.schema import Model
+from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.fsdp2 import Fsdp2Backend
+from slipstream.tests.equality import LOSS, OPTIMIZER, SEQUENCE_MEAN, STEPS, TEMPERATURE, make_batch, make_rows
+from slipstream.weightsync.adapters import are_adapters, merge
+from slipstream.weightsync.fit import base_weights
+
+DEADLINE_S = 200
+CPU = Fsdp2(device="cpu")
+
+
+class Job(msgspec.Struct):
+    """Steps `first` to `last` from `load` or from the start; `save` after step 2;
+    what an engine loads and [steps, 2] numbers go to `out`."""
+
+    model: str
+    budget: int
+    out: str
+    config: Fsdp2 = CPU
+    dtype: str = "float32"
+    first: int = 0
+    last: int = STEPS
+    load: str = ""
+    save: str = ""
+    sequence_mean: bool = False
+
+
+def open_backend(model: str, dtype: str = "float32", config: Fsdp2 = CPU) -> Fsdp2Backend:
+    return Fsdp2Backend(
+        Model(path=model, dtype=dtype), OPTIMIZER, config, temperature=TEMPERATURE, timeout_s=DEADLINE_S
+    )
+
+
+def run(job: Job, backend: Fsdp2Backend) -> None:
+    if job.load:
+        assert backend.load(Path(job.load)) == CheckpointState(step=job.first, version=job.first + 10)
+    numbers = []
+    saving = None
+    for step in range(job.first, job.last):
+        rows = make_rows(step, backend.data_rank, backend.data_size, job.budget)
+        loss = SEQUENCE_MEAN(rows, backend.gather) if job.sequence_mean else LOSS
+        result = backend.step(rows, loss, OPTIMIZER.lr)
+        assert result.tokens == sum(s.trained.sum() for s in make_batch(step)[0])
+        assert result.grad_norm > OPTIMIZER.clip_norm
+        numbers.append([result.loss, result.grad_norm])
+        if job.save and step == 1:  # the third step is taken while it is written
+            saving = backend.save(Path(job.save), CheckpointState(step=2, version=12))
+    if saving is not None:
+        saving.result(DEADLINE_S)
+    weights = dict(backend.named_weights())
+    if are_adapters(weights):
+        weights = dict(merge(weights, base_weights(job.model)))
+    if backend.rank == 0:
+        save_file(weights | {"numbers": torch.tensor(numbers)}, job.out)
+
+
+def run_on_one_rank(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        backend = open_backend(job.model, job.dtype, job.config)
+        run(job, backend)
+        backend.close()
+
+
+def run_in_turn(jobs: Sequence[Job]) -> Fsdp2Backend:
+    """What each of two ranks does first. Returns the backend of the last job, open."""
+    for index, job in enumerate(jobs):
+        os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[index]
+        backend = open_backend(job.model, job.dtype, job.config)
+        run(job, backend)
+        if index < len(jobs) - 1:
+            backend.close()
+    return backend
+
+
+def quiet_ports(count: int) -> list[int]:
+    """Ports below those that the kernel gives to connections: nobody takes one by chance before its job has its turn."""
+    while True:
+        ports = random.sample(range(20_000, 32_000), count)
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in ports:
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+        return ports
+
+
+def run_on_two_ranks(root: Path, script: str, jobs: Sequence[Job], *arguments: str) -> None:
+    """Run `script` twice, with the jobs as JSON and `arguments`; it is to call `run_in_turn`. Logs go to `root`."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "PORTS": ",".join(map(str, quiet_ports(len(jobs)))),
+    }
+    payload = json.dumps([msgspec.to_builtins(job) for job in jobs])
+    command = [sys.executable, script, payload, *arguments]
+    logs = [(root / f"rank-{rank}.log").open("w+") for rank in range(2)]
+    ranks = [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=logs[rank], stderr=subprocess.STDOUT)
+        for rank in range(2)
+    ]
+    try:
+        codes = [process.wait(DEADLINE_S) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for log in logs:
+        log.seek(0)
+    assert codes == [0, 0], "\n".join(log.read()[-3000:] for log in logs)
+
+
+def jobs_of(payload: str) -> list[Job]:
+    """The jobs that `run_on_two_ranks` passes."""
+    return msgspec.json.decode(payload, type=list[Job])

@@ -1,0 +1,105 @@
+"""Checkpoints are written while training goes on, and appear whole or not at all, wherever the learner is killed.
+
+The learner that is killed runs this file as a script.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from slipstream.errors import LearnerError
+from slipstream.learner import checkpoint
+from slipstream.learner.checkpoint import CheckpointState, checkpoints, latest, path_of, prune
+from slipstream.learner.fsdp2 import Fsdp2Backend
+from slipstream.tests.equality import LOSS, make_model, make_rows
+from slipstream.tests.ranks import DEADLINE_S, open_backend
+
+MOMENTS = {"begun": "dcp_save", "written": "_flush"}
+"""When to be killed: before which function of `checkpoint`."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+@pytest.fixture
+def backend(model) -> Iterator[Fsdp2Backend]:
+    backend = open_backend(model)
+    yield backend
+    backend.close()
+
+
+def step(backend: Fsdp2Backend, number: int) -> None:
+    backend.step(make_rows(number, 0, 1, 8192), LOSS, 1e-2)
+
+
+def test_a_checkpoint_holds_what_was_there_when_it_was_begun(backend, tmp_path, monkeypatch):
+    stepped = threading.Event()
+    write = checkpoint.dcp_save
+
+    def late(*arguments, **options):
+        assert stepped.wait(DEADLINE_S)
+        write(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint, "dcp_save", late)
+    step(backend, 0)
+    begun = dict(backend.named_weights())
+    saving = backend.save(path_of(tmp_path, 1), CheckpointState(step=1, version=1))
+    step(backend, 1)
+    then = dict(backend.named_weights())
+    assert not saving.done()
+    assert latest(tmp_path) is None
+    stepped.set()
+    saving.result(DEADLINE_S)
+    assert latest(tmp_path) == path_of(tmp_path, 1)
+    backend.load(path_of(tmp_path, 1))
+    again = dict(backend.named_weights())
+    assert all(torch.equal(again[name], begun[name]) for name in begun)
+    step(backend, 1)  # with the moments of then, too
+    assert all(torch.equal(tensor, then[name]) for name, tensor in backend.named_weights())
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named(backend, tmp_path):
+    (tmp_path / "file").touch()
+    saving = backend.save(path_of(tmp_path / "file", 1), CheckpointState(step=1, version=1))
+    with pytest.raises(LearnerError, match=r"step-00000001 could not be written: .*Not a directory"):
+        saving.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_kill_while_it_is_written_leaves_the_one_before(model, tmp_path, backend, moment):
+    command = [sys.executable, __file__, model, str(tmp_path), moment]
+    assert subprocess.run(command, timeout=DEADLINE_S, check=False).returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.glob(".step-*")] == [".step-00000002.partial"]
+    assert checkpoints(tmp_path) == [path_of(tmp_path, 1)]
+    assert backend.load(path_of(tmp_path, 1)) == CheckpointState(step=1, version=11)
+    saved = load_file(tmp_path / "weights")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in backend.named_weights())
+    backend.save(path_of(tmp_path, 2), CheckpointState(step=2, version=12)).result(DEADLINE_S)
+    prune(tmp_path, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "weights"]
+    assert backend.load(path_of(tmp_path, 2)) == CheckpointState(step=2, version=12)
+
+
+def be_killed(model: str, root: Path, moment: str) -> None:
+    backend = open_backend(model)
+    step(backend, 0)
+    save_file(dict(backend.named_weights()), root / "weights")
+    backend.save(path_of(root, 1), CheckpointState(step=1, version=11)).result(DEADLINE_S)
+    step(backend, 1)
+    setattr(checkpoint, MOMENTS[moment], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    backend.save(path_of(root, 2), CheckpointState(step=2, version=12)).result(DEADLINE_S)
+
+
+if __name__ == "__main__":
+    be_killed(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
