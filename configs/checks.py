@@ -13,6 +13,7 @@ from typing import get_args, get_type_hints
 
 from ..errors import ConfigError
 from .algorithm import SELF_CORRECTING, Masked, NoCorrection, Rejected, Truncated
+from .backends import Megatron
 from .schema import NO_FAULTS, Agent, Config, Fake, Fault, Mixture, PythonEnv, ReasoningGym, parse_memory, parse_size
 
 BF16_NOISE = 0.05
@@ -43,6 +44,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _batch(config)
     yield from _correction(config)
     yield from _optimizer(config)
+    yield from _layout(config)
     if config.model.dtype == "bfloat16" and config.weightsync.canary_tolerance < BF16_NOISE:
         yield (
             f"weightsync.canary_tolerance={config.weightsync.canary_tolerance:g} with model.dtype=bfloat16 would refuse "
@@ -146,3 +148,27 @@ def _optimizer(config: Config) -> Iterator[str]:
     for name, beta in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
         if beta == 1.0:
             yield f"learner.optimizer.{name}: 1 never forgets and divides by zero; allowed are 0 up to, but not, 1"
+
+
+def _layout(config: Config) -> Iterator[str]:
+    backend, key = config.learner.backend, "learner.backend"
+    if not isinstance(backend, Megatron):
+        return
+    split = backend.tensor_parallel * backend.pipeline_parallel * backend.context_parallel
+    if backend.ranks % split:
+        yield (
+            f"{key}.ranks={backend.ranks}: {key}.tensor_parallel={backend.tensor_parallel}, pipeline_parallel="
+            f"{backend.pipeline_parallel} and context_parallel={backend.context_parallel} split one copy of the model over {split} "
+            f"ranks; allowed are multiples of {split}"
+        )
+    elif backend.ranks // backend.pipeline_parallel % backend.expert_parallel:
+        stage = backend.ranks // backend.pipeline_parallel
+        yield (
+            f"{key}.expert_parallel={backend.expert_parallel}: a stage of the pipeline has {stage} ranks; "
+            f"allowed are divisors of {stage}"
+        )
+    if backend.virtual_stages > 1 and backend.pipeline_parallel == 1:
+        yield (
+            f"{key}.virtual_stages={backend.virtual_stages} with {key}.pipeline_parallel=1: there are no stages; allowed is 1, "
+            "or a pipeline_parallel of 2 and more"
+        )

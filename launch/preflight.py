@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ..configs import Config, check
+from ..configs.backends import Megatron
 from ..configs.checks import BUILT_IN_AGENTS
 from ..configs.schema import parse_memory
 from ..errors import ConfigError, within
@@ -114,6 +115,19 @@ def model(config: Config) -> str:
     check_model(config.model.path)
     fits(config, read_shape(config.model.path))
     return f"{config.model.path}, vocabulary {vocabulary_size(config.model.path)}"
+
+
+def learner(config: Config) -> str:
+    chosen = config.learner.backend
+    if isinstance(chosen, Megatron):
+        from ..learner.megatron import fit
+        from ..learner.model import read_config
+
+        fit.check_installed(chosen)
+        model = read_config(config.model.path)
+        fit.check_family(model)
+        fit.check_layout(chosen, model)
+    return f"{chosen.__struct_config__.tag}, {chosen.ranks} ranks"
 
 
 def agent(config: Config) -> str:
@@ -250,6 +264,7 @@ CHECKS: dict[str, Check] = {
     "ports": ports,
     "environment": environment,
     "model": model,
+    "learner": learner,
     "agent": agent,
     "prompt": prompt,
     "engine": engine,

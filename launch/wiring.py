@@ -13,6 +13,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ..configs.backends import Megatron
 from ..configs.schema import Config, Fake, Sglang, Transformers, parse_size
 from ..errors import ConfigError
 from ..weightsync.fleet import Fleet, FleetFeed, Seat
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..envs.simple import Split
-    from ..learner.fsdp2 import Fsdp2Backend
+    from ..learner.backend import Backend
     from ..rollout.engine import Engine
     from ..rollout.router import Router
     from ..rollout.worker import Player
@@ -115,17 +116,20 @@ def make_player(config: Config, router: Router, *, split: Split, temperature: fl
     return Player(config, load_agent(agent.kind), parts, router, make_session, stop_token_ids, temperature)
 
 
-def make_backend(config: Config, *, temperature: float) -> Fsdp2Backend:
+def make_backend(config: Config, *, temperature: float) -> Backend:
     """The learner's model; log-probs are those of logits / `temperature`."""
+    chosen, model, optimizer = config.learner.backend, config.model, config.learner.optimizer
+    timeout_s = config.learner.batch_s + config.weightsync.push_s
+    if isinstance(chosen, Megatron):
+        from ..learner.megatron.fit import check_installed
+
+        check_installed(chosen)
+        from ..learner.megatron.backend import MegatronBackend
+
+        return MegatronBackend(model, optimizer, chosen, temperature=temperature, timeout_s=timeout_s)
     from ..learner.fsdp2 import Fsdp2Backend
 
-    return Fsdp2Backend(
-        config.model,
-        config.learner.optimizer,
-        device=config.learner.backend.device,
-        temperature=temperature,
-        timeout_s=config.learner.batch_s + config.weightsync.push_s,
-    )
+    return Fsdp2Backend(model, optimizer, device=chosen.device, temperature=temperature, timeout_s=timeout_s)
 
 
 def make_demonstrations(config: Config) -> list[tuple[Sequence[int], Sequence[bool]]]:

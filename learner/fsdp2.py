@@ -12,32 +12,26 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
-import os
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..configs.schema import Model, Optimizer
-from ..errors import ConfigError, LearnerError
+from ..errors import LearnerError
 from . import attention, checkpoint
 from .backend import PackedRow, PolicyLoss, StepResult
 from .batch import scoring_row
 from .logprobs import token_logprobs
 from .model import load_model
-
-RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+from .ranks import check_rows, choose_device, gather_rows, join, to_device, together
 
 
 class Fsdp2Backend:
@@ -57,15 +51,16 @@ class Fsdp2Backend:
     def __init__(
         self, model: Model, optimizer: Optimizer, *, device: str, temperature: float, timeout_s: float
     ) -> None:
-        self.device = _device(device)
+        self.device = choose_device(device)
         self._temperature = temperature
         self._source = model.path
         self._clip_norm = optimizer.clip_norm
         dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         self._attention = attention.implementation(self.device, dtype)
         self._model = load_model(model.path, self._attention)
-        _join(self.device, timeout_s)
+        join(self.device, timeout_s)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.data_rank, self.data_size = self.rank, self.world_size
         self._shard(dtype)
         self._parameters = list(self._model.parameters())
         self._optimizer = torch.optim.AdamW(
@@ -79,34 +74,25 @@ class Fsdp2Backend:
 
     def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
         """See `Backend.logprobs`."""
-        with self._together("computing log-probs"), torch.no_grad():
+        with together("computing log-probs"), torch.no_grad():
             padded, _ = self._even(rows)
             return [self._score(row, temperature or self._temperature)[0].cpu() for row in padded][: len(rows)]
 
     def maximum(self, value: float) -> float:
         """See `Backend.maximum`."""
-        with self._together("comparing a number"):
+        with together("comparing a number"):
             tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
             return tensor.item()
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """See `Backend.gather`."""
-        with self._together("gathering numbers"):
-            mine = torch.tensor([len(values)], device=self.device)
-            lengths = [torch.empty_like(mine) for _ in range(self.world_size)]
-            dist.all_gather(lengths, mine)
-            counts = torch.cat(lengths).tolist()
-            # Collectives want equal shapes.
-            padded = torch.zeros(max(counts), values.shape[1], dtype=torch.float64, device=self.device)
-            padded[: len(values)] = values
-            everyone = [torch.empty_like(padded) for _ in range(self.world_size)]
-            dist.all_gather(everyone, padded)
-            return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)]).cpu()
+        with together("gathering numbers"):
+            return gather_rows(values, self.device)
 
     def step(self, rows: Sequence[PackedRow], loss: PolicyLoss, lr: float) -> StepResult:
         """See `Backend.step`."""
-        with self._together("stepping"):
+        with together("stepping"):
             padded, tokens = self._even(rows)
             if tokens == 0:
                 raise LearnerError("the batch holds no trained token on any rank; nothing was changed")
@@ -134,7 +120,7 @@ class Fsdp2Backend:
         for prefix, module in modules:
             if not isinstance(module, FSDPModule):
                 continue
-            with self._together("gathering weights"):
+            with together("gathering weights"):
                 module.unshard()
             try:
                 # Units below this one are still sharded; they come in their turn.
@@ -152,17 +138,17 @@ class Fsdp2Backend:
 
     def save(self, directory: Path, state: checkpoint.CheckpointState) -> None:
         """See `Backend.save`."""
-        with self._together(f"saving {directory}"):
+        with together(f"saving {directory}"):
             checkpoint.save(directory, self._model, self._optimizer, state)
 
     def load(self, directory: Path) -> checkpoint.CheckpointState:
         """See `Backend.load`."""
-        with self._together(f"loading {directory}"):
+        with together(f"loading {directory}"):
             return checkpoint.load(directory, self._model, self._optimizer)
 
     def export(self, directory: Path) -> None:
         """See `Backend.export`."""
-        with self._together(f"exporting {directory}"):
+        with together(f"exporting {directory}"):
             checkpoint.export(directory, self._model, self.named_weights(), self._source)
 
     def close(self) -> None:
@@ -201,7 +187,7 @@ class Fsdp2Backend:
         """Backward through every row. Returns the sums over rows and ranks by name, `loss` among them."""
         totals: dict[str, torch.Tensor] = {}
         for row in rows:
-            output = loss(*self._score(row, self._temperature), _to(row, self.device))
+            output = loss(*self._score(row, self._temperature), to_device(row, self.device))
             (output.loss_sum * scale).backward()
             for name, value in {**output.sums, "loss": output.loss_sum}.items():
                 totals[name] = totals.get(name, 0.0) + value.detach().double()
@@ -212,67 +198,10 @@ class Fsdp2Backend:
 
     def _even(self, rows: Sequence[PackedRow]) -> tuple[list[PackedRow], int]:
         """This rank's rows, filled up to the largest number on any rank and to at least one; trained tokens on all ranks."""
-        for row in rows:
-            if bool(row.trained[list(row.cu_seqlens[:-1])].any()):
-                raise LearnerError("a packed row trains the first token of a sequence, which nothing predicts")
+        check_rows(rows)
         mine = torch.tensor([len(rows), sum(int(row.trained.sum()) for row in rows)], device=self.device)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everyone, mine)
         counts = torch.stack(everyone)
         missing = max(1, int(counts[:, 0].max())) - len(rows)
         return [*rows, *[scoring_row([[0]])] * missing], int(counts[:, 1].sum())
-
-    @contextlib.contextmanager
-    def _together(self, doing: str) -> Iterator[None]:
-        """Turn a collective that failed because another rank is late or gone into a LearnerError that says so."""
-        try:
-            yield
-        except RuntimeError as error:
-            lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()
-            if not lost:
-                raise
-            reason = str(error).strip().splitlines()[0]
-            raise LearnerError(
-                f"learner rank {self.rank} of {self.world_size} lost the others while {doing}: {reason}; "
-                "look at the log of the rank that ended first"
-            ) from error
-
-
-def _to(row: PackedRow, device: torch.device) -> PackedRow:
-    tensors = {k: v.to(device) for k, v in msgspec.structs.asdict(row).items() if isinstance(v, torch.Tensor)}
-    return msgspec.structs.replace(row, **tensors)
-
-
-def _device(name: str) -> torch.device:
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ConfigError(
-            "learner.backend.device: 'cuda', but torch sees no CUDA device; allowed here are auto and cpu"
-        )
-    if name == "cpu" or not available:
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def _join(device: torch.device, timeout_s: float) -> None:
-    """Join the process group that the environment names, or one of a single rank."""
-    kinds = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    timeout = timedelta(seconds=timeout_s)
-    given = [name for name in RENDEZVOUS if name in os.environ]
-    if not given:
-        dist.init_process_group(kinds, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    elif len(given) < len(RENDEZVOUS):
-        missing = ", ".join(name for name in RENDEZVOUS if name not in given)
-        raise ConfigError(
-            f"environment: {', '.join(given)} without {missing}; set all of {', '.join(RENDEZVOUS)} or none"
-        )
-    else:
-        try:
-            dist.init_process_group(kinds, timeout=timeout)
-        except dist.DistError as error:
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise LearnerError(
-                f"learner rank {os.environ['RANK']} could not meet the others at {where}: {error}"
-            ) from error

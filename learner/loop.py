@@ -235,7 +235,7 @@ class TrainingLoop:
             )
         parts = minibatches(sequences, config.algorithm.minibatches)
         budget = config.backend.tokens_per_microbatch
-        rows = [rank_rows(part, backend.rank, backend.world_size, budget) for part in parts]
+        rows = [rank_rows(part, backend.data_rank, backend.data_size, budget) for part in parts]
         rows = [[with_proximal(r, p) for r, p in zip(part, backend.logprobs(part), strict=True)] for part in rows]
         # A batch may hold only older tokens; what the engines sample right now shows whether they and the learner agree.
         fresh = await self._buffer.fresh(state.version, FRESH) if backend.rank == 0 else ()

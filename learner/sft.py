@@ -75,7 +75,7 @@ def run_sft(
     for index, batch in enumerate(plan):
         began = time.perf_counter()
         lr = warm_up_cosine(config.lr, index, warmup, len(plan))
-        rows = rank_rows(batch, backend.rank, backend.world_size, tokens_per_microbatch)
+        rows = rank_rows(batch, backend.data_rank, backend.data_size, tokens_per_microbatch)
         result = backend.step(rows, negative_log_likelihood, lr)
         losses.append(result.loss)
         tokens = sum(len(example.token_ids) for example in batch)

@@ -34,6 +34,7 @@ class Model:
     """A backend whose steps make the policy of the next seed."""
 
     rank, world_size = 0, 1
+    data_rank, data_size = 0, 1
 
     def __init__(self) -> None:
         self.seed = 0

@@ -1,0 +1,104 @@
+"""What the ranks of any backend need: a device, a process group, and a name for the moment when one of them is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from ..errors import ConfigError, LearnerError
+from .backend import PackedRow
+
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def to_device(row: PackedRow, device: torch.device) -> PackedRow:
+    """`row` with its tensors on `device`."""
+    tensors = {k: v.to(device) for k, v in msgspec.structs.asdict(row).items() if isinstance(v, torch.Tensor)}
+    return msgspec.structs.replace(row, **tensors)
+
+
+def choose_device(name: str) -> torch.device:
+    """This rank's device for `auto`, `cpu` or `cuda`. Raises ConfigError where there is none."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ConfigError(
+            "learner.backend.device: 'cuda', but torch sees no CUDA device; allowed here are auto and cpu"
+        )
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def join(device: torch.device, timeout_s: float) -> None:
+    """Join the process group that the environment names, or one of a single rank.
+
+    Raises:
+        ConfigError: the environment names half of one.
+        LearnerError: the others did not come in time.
+    """
+    kinds = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=timeout_s)
+    given = [name for name in RENDEZVOUS if name in os.environ]
+    if not given:
+        dist.init_process_group(kinds, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif len(given) < len(RENDEZVOUS):
+        missing = ", ".join(name for name in RENDEZVOUS if name not in given)
+        raise ConfigError(
+            f"environment: {', '.join(given)} without {missing}; set all of {', '.join(RENDEZVOUS)} or none"
+        )
+    else:
+        try:
+            dist.init_process_group(kinds, timeout=timeout)
+        except dist.DistError as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise LearnerError(
+                f"learner rank {os.environ['RANK']} could not meet the others at {where}: {error}"
+            ) from error
+
+
+@contextlib.contextmanager
+def together(doing: str) -> Iterator[None]:
+    """Turn a collective that failed because another rank is late or gone into a LearnerError that says so."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    try:
+        yield
+    except RuntimeError as error:
+        lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()
+        if not lost:
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise LearnerError(
+            f"learner rank {rank} of {size} lost the others while {doing}: {reason}; "
+            "look at the log of the rank that ended first"
+        ) from error
+
+
+def check_rows(rows: Sequence[PackedRow]) -> None:
+    """Raises LearnerError where a row trains a token that nothing predicts."""
+    for row in rows:
+        if bool(row.trained[list(row.cu_seqlens[:-1])].any()):
+            raise LearnerError("a packed row trains the first token of a sequence, which nothing predicts")
+
+
+def gather_rows(values: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Collective over `group`. float64[n, C] of each rank, one below the other, on CPU; n may differ and be 0."""
+    size = dist.get_world_size(group)
+    mine = torch.tensor([len(values)], device=device)
+    lengths = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(lengths, mine, group=group)
+    counts = torch.cat(lengths).tolist()
+    # Collectives want equal shapes.
+    padded = torch.zeros(max(counts), values.shape[1], dtype=torch.float64, device=device)
+    padded[: len(values)] = values
+    everyone = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(everyone, padded, group=group)
+    return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)]).cpu()
