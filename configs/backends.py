@@ -27,3 +27,25 @@ class Fsdp2(Section, frozen=True, tag_field="kind", tag="fsdp2"):
     lora_rank: NonNegative = 0
     """Train adapters of this rank and freeze the model (LoRA, Hu et al. 2021, arXiv:2106.09685); 0 trains all weights. Adapters
     want a learning rate about ten times higher."""
+
+
+class Megatron(Section, frozen=True, tag_field="kind", tag="megatron"):
+    """Megatron-core, for Qwen3, Qwen3-MoE and Llama: a model split over ranks by tensors, layers, context and experts. What is left
+    of the ranks is data parallel, with the optimizer's state sharded over it."""
+
+    ranks: Positive = 1
+    """Learner processes."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the learner runs; `auto` takes CUDA where there is one, which needs TransformerEngine."""
+    tokens_per_microbatch: Positive = 8192
+    """Tokens packed into one forward pass."""
+    tensor_parallel: Positive = 1
+    """Ranks that every matrix is split over; above 1 norms and residuals are split by tokens over them, too (sequence parallel)."""
+    pipeline_parallel: Positive = 1
+    """Stages that the layers are split over."""
+    virtual_stages: Positive = 1
+    """Parts of its layers that each stage holds in turn; more of them leave it idle for less of a step and send more."""
+    context_parallel: Positive = 1
+    """Ranks that every sequence is split over."""
+    expert_parallel: Positive = 1
+    """Ranks that the experts of a mixture are split over, among those of a stage."""

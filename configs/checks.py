@@ -13,7 +13,7 @@ from typing import get_args, get_type_hints
 
 from ..errors import ConfigError
 from .algorithm import SELF_CORRECTING, WITHIN_GROUPS, Masked, NoCorrection, Rejected, Truncated
-from .backends import Fsdp2
+from .backends import Fsdp2, Megatron
 from .schema import NO_FAULTS, Agent, Config, Fake, Fault, Mixture, PythonEnv, ReasoningGym, parse_memory, parse_size
 
 BF16_NOISE = 0.05
@@ -45,6 +45,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _correction(config)
     yield from _optimizer(config)
     yield from _backend(config)
+    yield from _layout(config)
     if config.model.dtype == "bfloat16" and config.weightsync.canary_tolerance < BF16_NOISE:
         yield (
             f"weightsync.canary_tolerance={config.weightsync.canary_tolerance:g} with model.dtype=bfloat16 would refuse "
@@ -173,4 +174,28 @@ def _backend(config: Config) -> Iterator[str]:
         yield (
             "learner.backend.offload=true keeps what a GPU does not need right now in the host's memory; "
             "allowed with learner.backend.device=cpu is false"
+        )
+
+
+def _layout(config: Config) -> Iterator[str]:
+    backend, key = config.learner.backend, "learner.backend"
+    if not isinstance(backend, Megatron):
+        return
+    split = backend.tensor_parallel * backend.pipeline_parallel * backend.context_parallel
+    if backend.ranks % split:
+        yield (
+            f"{key}.ranks={backend.ranks}: {key}.tensor_parallel={backend.tensor_parallel}, pipeline_parallel="
+            f"{backend.pipeline_parallel} and context_parallel={backend.context_parallel} split one copy of the model over {split} "
+            f"ranks; allowed are multiples of {split}"
+        )
+    elif backend.ranks // backend.pipeline_parallel % backend.expert_parallel:
+        stage = backend.ranks // backend.pipeline_parallel
+        yield (
+            f"{key}.expert_parallel={backend.expert_parallel}: a stage of the pipeline has {stage} ranks; "
+            f"allowed are divisors of {stage}"
+        )
+    if backend.virtual_stages > 1 and backend.pipeline_parallel == 1:
+        yield (
+            f"{key}.virtual_stages={backend.virtual_stages} with {key}.pipeline_parallel=1: there are no stages; allowed is 1, "
+            "or a pipeline_parallel of 2 and more"
         )

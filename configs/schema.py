@@ -15,7 +15,7 @@ from msgspec import Meta, field, structs
 
 from ..errors import ConfigError
 from .algorithm import Algorithm
-from .backends import Fsdp2
+from .backends import Fsdp2, Megatron
 from .section import AboveZero, Fraction, NonNegative, Positive, Section
 
 
@@ -269,7 +269,7 @@ class Learner(Section, frozen=True):
 
     steps: Positive = 100
     """Learner steps in the whole run."""
-    backend: Fsdp2 = field(default_factory=Fsdp2)
+    backend: Fsdp2 | Megatron = field(default_factory=Fsdp2)
     """How the model is held and stepped."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     """AdamW."""

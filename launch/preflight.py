@@ -23,6 +23,7 @@ import psutil
 
 from ..configs import Config, check
 from ..configs.algorithm import Kl
+from ..configs.backends import Megatron
 from ..configs.checks import BUILT_IN_AGENTS
 from ..configs.schema import parse_memory
 from ..errors import ConfigError, within
@@ -125,6 +126,19 @@ def model(config: Config) -> str:
                 "the two must give log-probs to the same tokens"
             )
     return f"{path}, vocabulary {size}"
+
+
+def learner(config: Config) -> str:
+    chosen = config.learner.backend
+    if isinstance(chosen, Megatron):
+        from ..learner.megatron import fit
+        from ..learner.model import read_config
+
+        fit.check_installed(chosen)
+        model = read_config(config.model.path)
+        fit.check_family(model)
+        fit.check_layout(chosen, model)
+    return f"{chosen.__struct_config__.tag}, {chosen.ranks} ranks"
 
 
 def agent(config: Config) -> str:
@@ -261,6 +275,7 @@ CHECKS: dict[str, Check] = {
     "ports": ports,
     "environment": environment,
     "model": model,
+    "learner": learner,
     "agent": agent,
     "prompt": prompt,
     "engine": engine,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from ..configs.algorithm import Kl
+from ..configs.backends import Fsdp2, Megatron
 from ..configs.schema import Config, Fake, Sglang, Transformers, parse_size
 from ..errors import ConfigError
 from ..weightsync.fleet import Fleet, FleetFeed, Seat
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from ..envs.simple import Split
     from ..learner.backend import Backend
-    from ..learner.fsdp2 import Fsdp2Backend
     from ..learner.roles import Roles
     from ..rollout.engine import Engine
     from ..rollout.router import Router
@@ -120,17 +120,20 @@ def make_player(config: Config, router: Router, *, split: Split, temperature: fl
     return Player(config, load_agent(agent.kind), parts, router, make_session, stop_token_ids, temperature)
 
 
-def make_backend(config: Config, *, temperature: float) -> Fsdp2Backend:
+def make_backend(config: Config, *, temperature: float) -> Backend:
     """The learner's model; log-probs are those of logits / `temperature`."""
+    chosen, model, optimizer = config.learner.backend, config.model, config.learner.optimizer
+    timeout_s = config.learner.batch_s + config.weightsync.push_s
+    if isinstance(chosen, Megatron):
+        from ..learner.megatron.fit import check_installed
+
+        check_installed(chosen)
+        from ..learner.megatron.backend import MegatronBackend
+
+        return MegatronBackend(model, optimizer, chosen, temperature=temperature, timeout_s=timeout_s)
     from ..learner.fsdp2 import Fsdp2Backend
 
-    return Fsdp2Backend(
-        config.model,
-        config.learner.optimizer,
-        config.learner.backend,
-        temperature=temperature,
-        timeout_s=config.learner.batch_s + config.weightsync.push_s,
-    )
+    return Fsdp2Backend(model, optimizer, chosen, temperature=temperature, timeout_s=timeout_s)
 
 
 def make_roles(config: Config, policy: Backend) -> Roles:
@@ -140,7 +143,10 @@ def make_roles(config: Config, policy: Backend) -> Roles:
     kl, reference = config.learner.algorithm.kl, None
     if isinstance(kl, Kl):
         model = structs.replace(config.model, path=kl.reference or config.model.path)
-        held = structs.replace(config.learner, backend=structs.replace(config.learner.backend, lora_rank=0))
+        backend = config.learner.backend
+        held = structs.replace(
+            config.learner, backend=structs.replace(backend, lora_rank=0) if isinstance(backend, Fsdp2) else backend
+        )
         reference = make_backend(
             structs.replace(config, model=model, learner=held), temperature=config.rollout.sampling.temperature
         )

@@ -73,7 +73,7 @@ whole step, such as a mean over sequences, is found out here, before the first g
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """One optimizer step: `means` are the loss's sums over all ranks divided by the global count of trained tokens."""
+    """One optimizer step: `means` are the loss's sums over all data ranks divided by the global count of trained tokens."""
 
     loss: float
     grad_norm: float
@@ -85,20 +85,23 @@ class Backend(Protocol):
     """Holds the policy, its optimizer and its sharding. Methods marked *collective* are called by every rank together.
 
     Attributes:
-        rank: of `world_size` processes.
-        data_rank: which part of each batch this rank takes, of `data_size`. Ranks with the same part hold the same rows.
+        rank: this process among all `world_size`; 0 is the one that speaks for the learner.
+        data_rank: which of the `data_size` parts of a batch this rank takes. Several ranks may hold one copy of the model among
+            them, or share the work on their rows: they have one data rank and take the same rows.
+        device: where this rank computes.
     """
 
     rank: int
     world_size: int
     data_rank: int
     data_size: int
+    device: torch.device
 
     def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
         """Collective. float32[N] per row on CPU, without gradient, 0 where not trained (ranks may have unequal counts).
 
-        `temperature` replaces the one that the policy is trained at. Of ranks with the same part of the batch the first one's rows
-        count; the others may have none.
+        Of ranks with one data rank the first one's rows count; the others get as many back as they gave. `temperature` replaces the
+        one that the policy is trained at.
         """
         ...
 
@@ -107,7 +110,7 @@ class Backend(Protocol):
         ...
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective. float64[n, C] of each part of the batch, one below the other, on CPU (n may differ and be 0)."""
+        """Collective. float64[n, C] of each data rank, one below the other in their order, on CPU (n may differ and be 0)."""
         ...
 
     def step(self, rows: Sequence[PackedRow], loss: PolicyLoss, lr: float) -> StepResult:

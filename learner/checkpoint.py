@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,6 +39,17 @@ from . import lora
 from .model import load_tokenizer
 
 STATE_FILE = "state.json"
+
+READING = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    msgspec.DecodeError,
+    pickle.UnpicklingError,  # torch's metadata
+    CheckpointException,
+)
+"""What missing and damaged files are told by."""
 
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
 
@@ -143,7 +155,7 @@ def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimiz
         if difference := _difference(saved, trained):
             raise CheckpointError(f"checkpoint {directory} is of another model than {of!r}: {difference}")
         dcp_load(content, checkpoint_id=directory)
-    except (OSError, msgspec.DecodeError, RuntimeError, ValueError, CheckpointException) as error:
+    except READING as error:
         kind = LearnerError if isinstance(error, OSError) else CheckpointError  # a disk may come back
         raise kind(f"checkpoint {directory} cannot be loaded: {_reason(error)}; resume from another") from error
     set_state_dict(

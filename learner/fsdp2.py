@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-import msgspec
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -36,7 +35,8 @@ from .batch import scoring_row
 from .context_parallel import check_heads
 from .logprobs import token_logprobs
 from .model import load_model
-from .ranks import Ranks, choose_device
+from .parts import Parts
+from .ranks import check_rows, choose_device, maximum_of, to_device, together
 
 
 class Fsdp2Backend:
@@ -78,10 +78,10 @@ class Fsdp2Backend:
             attention.hide_from_compiler()
             for layer in self._layers():
                 layer.compile(dynamic=True)
-        self._ranks = Ranks(self.device, config.context_parallel, timeout_s)
-        self.rank, self.world_size = self._ranks.rank, self._ranks.size
-        self.data_rank, self.data_size = self._ranks.data_rank, self._ranks.data_size
-        self._context = self._ranks.context
+        self._parts = Parts(self.device, config.context_parallel, timeout_s)
+        self.rank, self.world_size = self._parts.rank, self._parts.size
+        self.data_rank, self.data_size = self._parts.data_rank, self._parts.data_size
+        self._context = self._parts.context
         self._shard(dtype, config.offload)
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
@@ -92,27 +92,27 @@ class Fsdp2Backend:
             lr=optimizer.lr,
             betas=(optimizer.beta1, optimizer.beta2),
         )
-        self._saver = checkpoint.Saver(self._ranks.apart())
+        self._saver = checkpoint.Saver(self._parts.apart())
 
     def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
         """See `Backend.logprobs`."""
-        with self._ranks.together("computing log-probs"), torch.no_grad():
+        with together("computing log-probs"), torch.no_grad():
             padded, _ = self._even(self._context.first(rows))
             return [self._score(row, temperature or self._temperature)[0].cpu() for row in padded][: len(rows)]
 
     def maximum(self, value: float) -> float:
         """See `Backend.maximum`."""
-        with self._ranks.together("comparing a number"):
-            return self._ranks.maximum(value)
+        with together("comparing a number"):
+            return maximum_of(value, self.device)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """See `Backend.gather`."""
-        with self._ranks.together("gathering numbers"):
-            return self._ranks.gather(values)
+        with together("gathering numbers"):
+            return self._parts.gather(values)
 
     def step(self, rows: Sequence[PackedRow], loss: PolicyLoss, lr: float) -> StepResult:
         """See `Backend.step`."""
-        with self._ranks.together("stepping"):
+        with together("stepping"):
             padded, tokens = self._even(rows)
             if tokens == 0:
                 raise LearnerError("the batch holds no trained token on any rank; nothing was changed")
@@ -140,17 +140,17 @@ class Fsdp2Backend:
 
     def save(self, directory: Path, state: checkpoint.CheckpointState) -> Future[None]:
         """See `Backend.save`."""
-        with self._ranks.together(f"saving {directory}"):
+        with together(f"saving {directory}"):
             return self._saver.save(directory, self._model, self._optimizer, state)
 
     def load(self, directory: Path) -> checkpoint.CheckpointState:
         """See `Backend.load`."""
-        with self._ranks.together(f"loading {directory}"):
+        with together(f"loading {directory}"):
             return checkpoint.load(directory, self._model, self._optimizer, of=self._source)
 
     def export(self, directory: Path) -> None:
         """See `Backend.export`."""
-        with self._ranks.together(f"exporting {directory}"):
+        with together(f"exporting {directory}"):
             checkpoint.export(directory, self._model, self._gathered(self._as_stored), self._source)
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class Fsdp2Backend:
         self._saver.close()
         del self._model, self._optimizer, self._parameters
         gc.collect()
-        self._ranks.leave()
+        self._parts.leave()
 
     def _as_stored(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """transformers fuses experts in memory; checkpoints and engines know them one by one. Adapters are merged."""
@@ -172,7 +172,7 @@ class Fsdp2Backend:
         for prefix, module in modules:
             if not isinstance(module, FSDPModule):
                 continue
-            with self._ranks.together("gathering weights"):
+            with together("gathering weights"):
                 module.unshard()
             try:
                 # Units below this one are still sharded; they come in their turn.
@@ -225,20 +225,18 @@ class Fsdp2Backend:
         """Backward through every row. Returns the sums over rows and ranks by name, `loss` among them."""
         totals: dict[str, torch.Tensor] = {}
         for row in rows:
-            output = loss(*self._score(row, self._temperature), _to(row, self.device))
+            output = loss(*self._score(row, self._temperature), to_device(row, self.device))
             (output.loss_sum * scale).backward()
             for name, value in {**output.sums, "loss": output.loss_sum}.items():
                 totals[name] = totals.get(name, 0.0) + value.detach().double()
         names = sorted(totals)
-        stacked = self._ranks.sum(torch.stack([totals[name] for name in names]))
+        stacked = self._parts.sum(torch.stack([totals[name] for name in names]))
         return dict(zip(names, stacked.tolist(), strict=True))
 
     def _even(self, rows: Sequence[PackedRow]) -> tuple[list[PackedRow], int]:
         """This rank's rows, filled up to the largest number on any rank and to at least one; trained tokens on all ranks."""
-        for row in rows:
-            if bool(row.trained[list(row.cu_seqlens[:-1])].any()):
-                raise LearnerError("a packed row trains the first token of a sequence, which nothing predicts")
-        counts = self._ranks.gather(torch.tensor([[len(rows), sum(int(row.trained.sum()) for row in rows)]]))
+        check_rows(rows)
+        counts = self._parts.gather(torch.tensor([[len(rows), sum(int(row.trained.sum()) for row in rows)]]))
         missing = max(1, int(counts[:, 0].max())) - len(rows)
         return [*rows, *[scoring_row([[0]])] * missing], int(counts[:, 1].sum())
 
@@ -250,8 +248,3 @@ def _recompute(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True  # what transformers asks for; the layer's parts stay as they are, without dropout
-
-
-def _to(row: PackedRow, device: torch.device) -> PackedRow:
-    tensors = {k: v.to(device) for k, v in msgspec.structs.asdict(row).items() if isinstance(v, torch.Tensor)}
-    return msgspec.structs.replace(row, **tensors)

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from huggingface_hub import HfApi
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ..errors import ConfigError
@@ -51,9 +51,14 @@ class ModelShape(msgspec.Struct, frozen=True):
     kv_numbers: int
 
 
+def read_config(path: str) -> PretrainedConfig:
+    """The config of a folder or hub name. Raises ConfigError where there is none."""
+    return _load(AutoConfig, path, "config")
+
+
 def read_shape(path: str) -> ModelShape:
     """The shape of a decoder, from its config. Raises ConfigError where there is none."""
-    config = _load(AutoConfig, path, "config")
+    config: Any = read_config(path)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -1,124 +1,39 @@
-"""This process among the learner's: where it computes, which part of each batch it takes, and the collectives on plain numbers.
-
-    rank                 0     1     2     3        with learner.backend.context_parallel=2
-    part of the batch    0     0     1     1        `data_rank` of `data_size`: ranks of one part hold the same rows,
-    part of each row     0     1     0     1        `context`: and share the work on them
+"""What the ranks of any backend need: a device, the process group, collectives on plain numbers, and a name for the moment when one
+of them is gone.
 
 Invariants:
+- A process joins once, whatever number of models it holds; who joined first leaves.
 - Every group has the same deadline: a rank waits for the others for `timeout_s` in any collective; inside `together` that it
   waited in vain is a LearnerError.
-- `gather` and `sum` count each row once: they run over ranks of different rows. `maximum` runs over all.
-- One rank is the same code as many; without `RANK` in the environment it meets itself, without a port, and holds whole rows.
+- One rank is the same code as many; without `RANK` in the environment it meets itself, without a port.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from ..errors import ConfigError, LearnerError
-from .context_parallel import Context
+from .backend import PackedRow
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Ranks:
-    """Collective. Join the process group that the environment names, or one of a single rank.
-
-    Args:
-        device: where this rank computes.
-        context: ranks that share the tokens of a row.
-        timeout_s: longest that a rank waits for the others in any collective.
-
-    Raises:
-        ConfigError: the rendezvous variables are incomplete, or `context` does not divide the ranks.
-        LearnerError: the others did not come.
-    """
-
-    def __init__(self, device: torch.device, context: int, timeout_s: float) -> None:
-        self.device = device
-        self._timeout = timedelta(seconds=timeout_s)
-        self._joined = _join(self.device, self._timeout)
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        context = context if "RANK" in os.environ else 1
-        if self.size % context:
-            self.leave()
-            raise ConfigError(
-                f"learner.backend.context_parallel={context} does not divide {self.size} learner ranks evenly; "
-                "allowed are divisors of learner.backend.ranks"
-            )
-        self.data_size, self.data_rank = self.size // context, self.rank // context
-        whole = list(range(self.size))
-        self._data = self._group([whole[part::context] for part in range(context)])
-        rows = [whole[start : start + context] for start in range(0, self.size, context)]
-        shared = self._group(rows) if context > 1 else self._data
-        self.context = Context(shared, self.rank % context, context)
-
-    def leave(self) -> None:
-        """Nothing can be called afterwards, of no model of this process, by whoever joined first."""
-        if self._joined:
-            dist.destroy_process_group()
-
-    def apart(self) -> dist.ProcessGroup:
-        """Collective. A group of all ranks for another thread, which must not meet in the middle of somebody else's collective."""
-        return _checked(dist.new_group(timeout=self._timeout, backend="gloo"))
-
-    def maximum(self, value: float) -> float:
-        """Collective. The largest `value` of any rank."""
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return tensor.item()
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective. `values` of the same shape on all ranks, added up over the parts of the batch."""
-        dist.all_reduce(values, group=self._data)
-        return values
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective. float64[n, C] of each part of the batch, one below the other, on CPU (n may differ and be 0)."""
-        mine = torch.tensor([len(values)], device=self.device)
-        lengths = [torch.empty_like(mine) for _ in range(self.data_size)]
-        dist.all_gather(lengths, mine, group=self._data)
-        counts = torch.cat(lengths).tolist()
-        # Collectives want equal shapes.
-        padded = torch.zeros(max(counts), values.shape[1], dtype=torch.float64, device=self.device)
-        padded[: len(values)] = values
-        everyone = [torch.empty_like(padded) for _ in range(self.data_size)]
-        dist.all_gather(everyone, padded, group=self._data)
-        return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)]).cpu()
-
-    @contextlib.contextmanager
-    def together(self, doing: str) -> Iterator[None]:
-        """Turn a collective that failed because another rank is late or gone into a LearnerError that says so."""
-        try:
-            yield
-        except RuntimeError as error:
-            lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()
-            if not lost:
-                raise
-            reason = str(error).strip().splitlines()[0]
-            raise LearnerError(
-                f"learner rank {self.rank} of {self.size} lost the others while {doing}: {reason}; "
-                "look at the log of the rank that ended first"
-            ) from error
-
-    def _group(self, parts: list[list[int]]) -> dist.ProcessGroup:
-        """Collective. The group of this rank's part; all ranks make all of them, in the same order."""
-        if len(parts) == 1:
-            assert dist.group.WORLD is not None
-            return dist.group.WORLD
-        groups = [dist.new_group(part, timeout=self._timeout) for part in parts]
-        return _checked(next(group for group, part in zip(groups, parts, strict=True) if self.rank in part))
+def to_device(row: PackedRow, device: torch.device) -> PackedRow:
+    """`row` with its tensors on `device`."""
+    tensors = {k: v.to(device) for k, v in msgspec.structs.asdict(row).items() if isinstance(v, torch.Tensor)}
+    return msgspec.structs.replace(row, **tensors)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of `learner.backend.device`. Raises ConfigError where there is none such."""
+    """This rank's device for `auto`, `cpu` or `cuda`. Raises ConfigError where there is none."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ConfigError(
@@ -129,13 +44,20 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def _join(device: torch.device, timeout: timedelta) -> bool:
-    """Whether this process had not joined yet; with several models it meets the others once."""
+def join(device: torch.device, timeout_s: float) -> bool:
+    """Collective. Join the process group that the environment names, or one of a single rank. False where this process has joined
+    before, for another model.
+
+    Raises:
+        ConfigError: the environment names half of one.
+        LearnerError: the others did not come in time.
+    """
     if dist.is_initialized():
         return False
     kinds = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    timeout = timedelta(seconds=timeout_s)
     given = [name for name in RENDEZVOUS if name in os.environ]
     if not given:
         dist.init_process_group(kinds, store=HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -155,6 +77,47 @@ def _join(device: torch.device, timeout: timedelta) -> bool:
     return True
 
 
-def _checked(group: object) -> dist.ProcessGroup:
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+@contextlib.contextmanager
+def together(doing: str) -> Iterator[None]:
+    """Turn a collective that failed because another rank is late or gone into a LearnerError that says so."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    try:
+        yield
+    except RuntimeError as error:
+        lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()
+        if not lost:
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise LearnerError(
+            f"learner rank {rank} of {size} lost the others while {doing}: {reason}; "
+            "look at the log of the rank that ended first"
+        ) from error
+
+
+def check_rows(rows: Sequence[PackedRow]) -> None:
+    """Raises LearnerError where a row trains a token that nothing predicts."""
+    for row in rows:
+        if bool(row.trained[list(row.cu_seqlens[:-1])].any()):
+            raise LearnerError("a packed row trains the first token of a sequence, which nothing predicts")
+
+
+def gather_rows(values: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Collective over `group`. float64[n, C] of each rank, one below the other, on CPU; n may differ and be 0."""
+    size = dist.get_world_size(group)
+    mine = torch.tensor([len(values)], device=device)
+    lengths = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(lengths, mine, group=group)
+    counts = torch.cat(lengths).tolist()
+    # Collectives want equal shapes.
+    padded = torch.zeros(max(counts), values.shape[1], dtype=torch.float64, device=device)
+    padded[: len(values)] = values
+    everyone = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(everyone, padded, group=group)
+    return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)]).cpu()
+
+
+def maximum_of(value: float, device: torch.device) -> float:
+    """Collective. The largest `value` of any rank."""
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()

@@ -26,6 +26,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 VOCABULARY, STEPS, TEMPERATURE = 96, 3, 0.7
 LENGTHS = (7, 33, 2, 20, 12)
@@ -36,14 +37,14 @@ LOSS = loss_of(Algorithm(), longest=64)([], lambda values: values)
 SEQUENCE_MEAN = loss_of(Algorithm(aggregation="sequence_mean"), longest=64)
 
 
-def make_model(folder: Path, *, tied: bool, moe: bool = False) -> str:
-    """A Qwen3 of two layers with weights large enough that a wrong one shows, and a tokenizer of single words."""
+def make_model(folder: Path, *, tied: bool, moe: bool = False, layers: int = 2) -> str:
+    """A Qwen3 of few layers with weights large enough that a wrong one shows, and a tokenizer of single words."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
@@ -133,4 +134,5 @@ def plain_loop(
         optimizer.zero_grad()
     if lora_rank:
         model = model.merge_and_unload()
-    return {"numbers": numbers} | {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {"numbers": numbers} | revert_weight_conversion(model, weights)

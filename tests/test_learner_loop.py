@@ -34,7 +34,8 @@ STATS = Stats(version=0, ledger=Ledger(), leased_groups=0, ready_groups=1, slot_
 class Model:
     """A backend whose steps make the policy of the next seed."""
 
-    rank, world_size, data_rank, data_size = 0, 1, 0, 1
+    rank, world_size = 0, 1
+    data_rank, data_size = 0, 1
 
     def __init__(self) -> None:
         self.seed = 0

@@ -1,0 +1,127 @@
+"""Checkpoints in Megatron's own distributed format, inside a folder that appears whole or not at all (`learner/checkpoint.py`).
+
+Invariants:
+- Stored are the float32 master weights with their moments, by what they are and not by who held them: any layout reads what any
+  other wrote. Beside them there is one number, the count of AdamW's steps; rates and decays are the config's, how parameters are
+  grouped is the layout's, and what the model computes with is made of the master weights.
+- A checkpoint of another model, with more or fewer weights or of other shapes, is refused before anything is changed.
+- Files are written by this process. Megatron's writer would fork and leave a helper process behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.distributed import DistributedDataParallel
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from ...errors import CheckpointError, LearnerError
+from ..checkpoint import STATE_FILE, CheckpointState, appear, read_state
+from .family import Policy
+
+
+class _WriteHere(torch_dist.TorchDistSaveShardedStrategy):
+    """Megatron's format, written by torch's own writer in this process."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+        flat, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        planner = torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        content = torch_dist.mcore_to_pyt_state_dict(flat, False)
+        dcp_save(content, storage_writer=FileSystemWriter(checkpoint_dir), planner=planner)
+
+
+def save(directory: Path, parts: Sequence[Policy], optimizer: Any, state: CheckpointState) -> None:
+    """Collective. Write `directory`, replacing one of the same name."""
+
+    def write(folder: Path) -> None:
+        moments = _moments(parts, optimizer, loading=False)
+        content = {"moments": [one["param_state"] for one in moments], "step": _step(moments)}
+        dist_checkpointing.save(content, str(folder), sharded_strategy=_WriteHere())
+        if dist.get_rank() == 0:
+            (folder / STATE_FILE).write_bytes(msgspec.json.encode(state))
+
+    appear(directory, write)
+
+
+def load(directory: Path, wrapped: Sequence[DistributedDataParallel], optimizer: Any) -> CheckpointState:
+    """Collective. Read `directory` into `optimizer` and the `wrapped` parts of its model, split as they are now.
+
+    Raises:
+        LearnerError: the folder is missing, incomplete, or of another model.
+    """
+    try:
+        state = read_state(directory)
+        moments = _moments([part.module for part in wrapped], optimizer, loading=True)
+        content: Any = {"moments": [one["param_state"] for one in moments]}
+        content = dist_checkpointing.load(content, str(directory), strict=StrictHandling.RAISE_ALL)
+    except (
+        OSError,
+        msgspec.DecodeError,
+        RuntimeError,
+        ValueError,
+        KeyError,
+        CheckpointException,
+        CheckpointingException,
+    ) as error:
+        _separate_steps(optimizer)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        kind = LearnerError if isinstance(error, OSError) else CheckpointError  # a disk may come back
+        raise kind(f"checkpoint {directory} cannot be loaded: {reason}; resume from another") from error
+    for one, own, loaded in zip(optimizer.chained_optimizers, moments, content["moments"], strict=True):
+        for group in own["optimizer"]["param_groups"]:
+            group["step"] = content["step"]
+        one.load_state_dict({**own, "param_state": loaded})
+        one._copy_main_params_to_model_params()
+    for part in wrapped:
+        part.start_param_sync(force_sync=True)  # the shards of other data ranks
+    _separate_steps(optimizer)
+    return state
+
+
+def begin_states(optimizer: Any) -> None:
+    """Zero moments for every parameter, as before the first step: what is not there can be neither saved nor loaded."""
+    for one in optimizer.chained_optimizers:
+        one.init_state_fn(one.optimizer, one.config)
+        if isinstance(one.optimizer, torch.optim.AdamW):
+            for state in one.optimizer.state.values():
+                state["step"] = torch.tensor(0.0)
+
+
+def _separate_steps(optimizer: Any) -> None:
+    """Megatron's loading, also one that fails, leaves one tensor for all, to which torch's AdamW would add once per parameter."""
+    for one in optimizer.chained_optimizers:
+        for state in one.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+
+def _moments(parts: Sequence[Any], optimizer: Any, *, loading: bool) -> list[dict[str, Any]]:
+    """What each of the optimizers saves: one for what all ranks have alike, another for experts where they are split."""
+    how = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    weights = {f"model{index}": part.sharded_state_dict(metadata=how) for index, part in enumerate(parts)}
+    found = optimizer.sharded_state_dict(weights, is_loading=loading, metadata=how)
+    return [found] if "param_state" in found else [found[index] for index in sorted(found)]
+
+
+def _step(moments: Sequence[dict[str, Any]]) -> int:
+    return int(max(group.get("step") or 0 for one in moments for group in one["optimizer"]["param_groups"]))

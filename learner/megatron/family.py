@@ -1,0 +1,207 @@
+"""Model families: a Hugging Face config as Megatron's, the model built from it, and its weights there and back.
+
+Invariants:
+- Configs have passed `fit.py`: what Megatron would compute in another way does not come here.
+- Rotary frequencies are transformers' own, so that every static kind of scaling is the same there and here.
+- Logits are computed where they are asked for, and nowhere else: context costs no vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ...configs.backends import Megatron
+from .layout import groups as among
+from .mapping import global_name, hugging, is_expert, megatron, rule_of
+from .spec import block_spec
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def transformer_config(config: PretrainedConfig, layout: Megatron, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's words for `config`, split by `layout`."""
+    piped, virtual = layout.pipeline_parallel > 1, layout.virtual_stages > 1
+    experts: dict[str, Any] = {}
+    if config.model_type == "qwen3_moe":
+        experts = {
+            "num_moe_experts": config.num_experts,
+            "moe_router_topk": config.num_experts_per_tok,
+            "moe_ffn_hidden_size": config.moe_intermediate_size,
+            # Softmax over the chosen ones is what normalising their probabilities comes to.
+            "moe_router_pre_softmax": not config.norm_topk_prob,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "alltoall",
+        }
+    return TransformerConfig(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=head_dim(config),
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        qk_layernorm=config.model_type.startswith("qwen3"),
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        pipeline_dtype=dtype,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        tensor_model_parallel_size=layout.tensor_parallel,
+        sequence_parallel=layout.tensor_parallel > 1,
+        pipeline_model_parallel_size=layout.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=layout.virtual_stages if virtual else None,
+        context_parallel_size=layout.context_parallel,
+        expert_model_parallel_size=layout.expert_parallel,
+        expert_tensor_parallel_size=1,
+        # Any other pair leaves the gradients of virtual stages silently wrong over gloo.
+        overlap_p2p_comm=virtual,
+        batch_p2p_comm=piped and not virtual,
+        # A loss is a sum, divided before it is returned: neither ranks nor micro-batches divide it again.
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=_finalize,
+        **experts,
+    )
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Numbers of one attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+class Policy(GPTModel):
+    """Megatron's decoder; `labels` says where logits are wanted."""
+
+    def _postprocess(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden_states: torch.Tensor, **given: Any
+    ) -> torch.Tensor:
+        """On the last stage float[K, V / T] at the K places `labels`, before it hidden states."""
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            # The output layer sums the gradient over its ranks itself, so it is only to be split here.
+            self.output_layer.sequence_parallel = False
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden_states[given["labels"]], weight=weight)
+        return logits.squeeze(1)
+
+
+def build(source: PreTrainedModel, layout: Megatron, dtype: torch.dtype, device: torch.device) -> list[Policy]:
+    """This rank's parts of the model, one for each virtual stage, with the weights still to be written."""
+    config: Any = source.config
+    own = transformer_config(config, layout, dtype)
+    parts = []
+    for stage in range(layout.virtual_stages):
+        virtual = stage if layout.virtual_stages > 1 else None
+        place = {"ignore_virtual": virtual is None, "vp_stage": virtual}
+        part = Policy(
+            own,
+            block_spec(own, virtual),  # pyright: ignore[reportArgumentType]
+            vocab_size=config.vocab_size,
+            max_sequence_length=config.max_position_embeddings,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=config.tie_word_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**place),
+            post_process=parallel_state.is_pipeline_last_stage(**place),
+            vp_stage=virtual,
+        )
+        part.rotary_pos_emb.inv_freq = source.model.rotary_emb.inv_freq.clone()
+        parts.append(part.to(device))
+    return parts
+
+
+def names_of(part: Policy, expert_rank: int) -> dict[str, torch.nn.Parameter]:
+    """The parameters of `part` by global name, as they are called on `expert_rank`."""
+    layers: Any = part.decoder.layers
+    first_layer = layers[0].layer_number - 1
+    first_expert = experts_held(part.config) * expert_rank
+    return {global_name(name, first_layer, first_expert): p for name, p in part.named_parameters()}
+
+
+def experts_held(config: TransformerConfig) -> int:
+    """Experts of a layer that one expert rank holds."""
+    return (config.num_moe_experts or 0) // among().experts.size()
+
+
+def shards_of(
+    parts: Sequence[Policy], weights: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Each parameter of this rank, and its shard of the full tensors that go by Hugging Face names."""
+    groups = parts[0].config.num_query_groups or 1
+    tensor, experts = among().tensor, among().experts
+    for part in parts:
+        for name, parameter in names_of(part, experts.rank()).items():
+            rule = rule_of(name)
+            # With tied weights the last of several stages holds the embedding once more.
+            sources = [weights[source if source in weights else EMBEDDING] for source in rule.sources]
+            size, rank = (1, 0) if is_expert(name) else (tensor.size(), tensor.rank())
+            yield parameter, megatron(rule, sources, groups, size, rank)
+
+
+def full_weights(parts: Sequence[Policy]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Collective. Hugging Face name and full tensor, on every rank, stage by stage; a tied tensor once."""
+    stages = among().stages
+    mine = {name: parameter.detach() for part in parts for name, parameter in names_of(part, 0).items()}
+    device, dtype = next((one.device, one.dtype) for one in mine.values())
+    plan: list[Any] = [None] * stages.size()
+    dist.all_gather_object(plan, [(name, one.shape) for name, one in mine.items()], group=stages)
+    for stage, names in enumerate(plan):
+        for name, shape in names:
+            if name == "output_layer.weight" and parts[0].share_embeddings_and_output_weights:
+                continue
+            shard = mine[name] if stages.rank() == stage else torch.empty(shape, dtype=dtype, device=device)
+            if stages.size() > 1:
+                shard = shard.clone()
+                dist.broadcast(shard, group_src=stage, group=stages)
+            yield from _assembled(name, shard, parts[0].config)
+
+
+def _assembled(name: str, shard: torch.Tensor, config: TransformerConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Collective over tensor ranks, or over expert ranks: the tensors that the shards of parameter `name` make up."""
+    groups, width = config.num_query_groups or 1, config.kv_channels or 1
+    if is_expert(name):
+        shards = _gathered(shard, among().experts)
+        made = [(global_name(name, 0, experts_held(config) * rank), [one]) for rank, one in enumerate(shards)]
+    elif rule_of(name).split is None:
+        made = [(name, [shard])]
+    else:
+        made = [(name, _gathered(shard, among().tensor))]
+    for one, shards in made:
+        rule = rule_of(one)
+        for source, tensor in zip(rule.sources, hugging(rule, shards, groups, width), strict=True):
+            # A copy, because others would be views of the parameter or of each other.
+            yield source, tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _gathered(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    everyone = [torch.empty_like(shard) for _ in range(group.size())]
+    dist.all_gather(everyone, shard.contiguous(), group=group)
+    return everyone
+
+
+def _finalize(model: list[torch.nn.Module], tokens: torch.Tensor | None, **options: Any) -> None:
+    """Sum gradients over ranks. `tokens` would divide them, and they are divided already."""
+    finalize_model_grads(model, None, **options)

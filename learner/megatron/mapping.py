@@ -1,0 +1,123 @@
+"""Which Hugging Face weights a Megatron parameter is made of, and how it is split over tensor ranks: pure functions on tensors.
+
+Names on the Megatron side carry *global* layer and expert numbers, so that they mean the same in every layout; names on the Hugging
+Face side are those of a checkpoint's files. Qwen3, Qwen3-MoE and Llama share one table.
+
+Invariants:
+- `hugging` of what `megatron` made for every index gives the tensors back, bit for bit, for any number of parts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import torch
+
+Fusion = Literal["alone", "qkv", "gate_up"]
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """One Megatron parameter.
+
+    Attributes:
+        sources: Hugging Face names of what it is made of.
+        split: dimension that is split over tensor ranks, None where each has all of it.
+        fusion: how the sources lie in it: `qkv` by groups of query heads with their key and value, `gate_up` one below the other,
+            each split for itself.
+    """
+
+    sources: tuple[str, ...]
+    split: int | None = None
+    fusion: Fusion = "alone"
+
+
+WHOLE = {
+    "embedding.word_embeddings.weight": Rule(("model.embed_tokens.weight",), 0),
+    "decoder.final_layernorm.weight": Rule(("model.norm.weight",)),
+    "output_layer.weight": Rule(("lm_head.weight",), 0),
+}
+
+NORM, POST_NORM = Rule(("input_layernorm.weight",)), Rule(("post_attention_layernorm.weight",))
+
+LAYER = {
+    "input_layernorm.weight": NORM,
+    "self_attention.linear_qkv.layer_norm_weight": NORM,  # TransformerEngine fuses norms into what follows them
+    "pre_mlp_layernorm.weight": POST_NORM,
+    "mlp.linear_fc1.layer_norm_weight": POST_NORM,
+    "self_attention.q_layernorm.weight": Rule(("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": Rule(("self_attn.k_norm.weight",)),
+    "self_attention.linear_qkv.weight": Rule(tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), 0, "qkv"),
+    "self_attention.linear_proj.weight": Rule(("self_attn.o_proj.weight",), 1),
+    "mlp.linear_fc1.weight": Rule(("mlp.gate_proj.weight", "mlp.up_proj.weight"), 0, "gate_up"),
+    "mlp.linear_fc2.weight": Rule(("mlp.down_proj.weight",), 1),
+    "mlp.router.weight": Rule(("mlp.gate.weight",)),
+}
+
+EXPERT = {
+    "linear_fc1.weight": Rule(("gate_proj.weight", "up_proj.weight"), 0, "gate_up"),
+    "linear_fc2.weight": Rule(("down_proj.weight",), 1),
+}
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+
+
+def rule_of(name: str) -> Rule:
+    """The rule of a Megatron parameter by its global name. Raises KeyError where there is none."""
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        return WHOLE[name]
+    prefix = f"model.layers.{layer[1]}."
+    expert = _EXPERT.fullmatch(layer[2])
+    rule = LAYER[layer[2]] if expert is None else EXPERT[expert[2]]
+    if expert is not None:
+        prefix += f"mlp.experts.{expert[1]}."
+    return msgspec.structs.replace(rule, sources=tuple(prefix + source for source in rule.sources))
+
+
+def global_name(name: str, first_layer: int, first_expert: int) -> str:
+    """`name` of a parameter in a part of the model whose layers and experts begin at these numbers."""
+
+    def shifted(match: re.Match[str], first: int) -> str:
+        return f"{match[1]}{int(match[2]) + first}."
+
+    name = re.sub(r"^(decoder\.layers\.)(\d+)\.", lambda match: shifted(match, first_layer), name)
+    return re.sub(r"(\.local_experts\.)(\d+)\.", lambda match: shifted(match, first_expert), name)
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to an expert, which expert ranks have one each of."""
+    return ".local_experts." in name
+
+
+def megatron(rule: Rule, tensors: Sequence[torch.Tensor], groups: int, parts: int, index: int) -> torch.Tensor:
+    """Tensor rank `index` of `parts`: its shard of the parameter.
+
+    Args:
+        tensors: one for each of `rule.sources`.
+        groups: key-value heads; each has a group of query heads.
+    """
+    if rule.fusion == "gate_up":
+        return torch.cat([tensor.chunk(parts)[index] for tensor in tensors])
+    if rule.fusion == "qkv":
+        grouped = [tensor.unflatten(0, (groups, -1)) for tensor in tensors]
+        return torch.cat(grouped, 1).flatten(0, 1).chunk(parts)[index]
+    (tensor,) = tensors
+    return tensor if rule.split is None else tensor.chunk(parts, rule.split)[index]
+
+
+def hugging(rule: Rule, shards: Sequence[torch.Tensor], groups: int, head_dim: int) -> list[torch.Tensor]:
+    """The Hugging Face tensors of `rule.sources`, from the shards of all tensor ranks in their order."""
+    if rule.fusion == "gate_up":
+        return [torch.cat(halves) for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)]
+    if rule.split is None:
+        return [shards[0]]
+    whole = torch.cat(list(shards), rule.split)
+    if rule.fusion == "alone":
+        return [whole]
+    grouped = whole.unflatten(0, (groups, -1))
+    sizes = [grouped.shape[1] - 2 * head_dim, head_dim, head_dim]
+    return [part.flatten(0, 1) for part in grouped.split(sizes, 1)]

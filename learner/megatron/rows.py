@@ -1,0 +1,97 @@
+"""Packed rows as one rank sees them.
+
+Context parallelism cuts every sequence into 2 x C chunks, of which rank r has chunks r and 2 C - 1 - r: causal attention is then as
+much work for one as for another ("zigzag", the order that TransformerEngine expects). Sequence parallelism and the pipeline want
+lengths of their own.
+
+Invariants:
+- A sequence is padded at its end only, where causal attention does not see it, to a multiple of 2 x C.
+- What is missing to the wanted length of the row are filler sequences of at most `FILLER` tokens.
+- Every trained token is scored by exactly one context rank: the one that holds the token before it.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import torch
+
+from ..backend import PackedRow
+
+FILLER = 512
+"""Tokens of a filler sequence: attention among them costs little, and there are few of them."""
+
+
+class LocalRow(msgspec.Struct, frozen=True):
+    """This context rank's part of a row of L padded tokens.
+
+    Attributes:
+        token_ids: int64[1, L / C].
+        position_ids: int64[1, L / C].
+        cu_seqlens: offsets of the padded sequences in the whole row, from 0 to L.
+        sources: int64[K], places in `token_ids` whose logits predict a trained token.
+        targets: int64[K], the trained tokens.
+        places: int64[K], where they stand in the row without padding.
+    """
+
+    token_ids: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seqlens: tuple[int, ...]
+    sources: torch.Tensor
+    targets: torch.Tensor
+    places: torch.Tensor
+
+
+def padded_length(row: PackedRow, unit: int, context: int) -> int:
+    """L: a multiple of `unit`, which is one of 2 x `context` where that is above 1."""
+    total = sum(_up(end - start, _chunks(context)) for start, end in pairwise(row.cu_seqlens))
+    return _up(total, unit)
+
+
+def local_row(row: PackedRow, length: int, context: int, rank: int) -> LocalRow:
+    """The part of context rank `rank` of a row padded to `length`."""
+    cuts, origin = [0], []
+    for start, end in pairwise(row.cu_seqlens):
+        padding = _up(end - start, _chunks(context)) - (end - start)
+        origin += [*range(start, end), *[-1] * padding]
+        cuts.append(len(origin))
+    filler = _up(FILLER, _chunks(context))
+    cuts += [*range(cuts[-1] + filler, length, filler), length] if cuts[-1] < length else []
+    origin += [-1] * (length - len(origin))
+    here = torch.tensor(origin)[zigzag(tuple(cuts), context, rank)]
+    real = here >= 0
+    successor = here + 1
+    ends = torch.zeros(len(row.token_ids) + 1, dtype=torch.bool)
+    ends[list(row.cu_seqlens)] = True
+    scored = real & ~ends[successor.clamp(max=len(row.token_ids))]
+    scored &= row.trained[successor.clamp(max=len(row.token_ids) - 1)]
+    places = successor[scored]
+    known = here.clamp(min=0)
+    return LocalRow(
+        token_ids=torch.where(real, row.token_ids[known], 0)[None],
+        position_ids=torch.where(real, row.position_ids[known], 0)[None],
+        cu_seqlens=tuple(cuts),
+        sources=scored.nonzero().squeeze(1),
+        targets=row.token_ids[places],
+        places=places,
+    )
+
+
+def zigzag(cu_seqlens: tuple[int, ...], context: int, rank: int) -> torch.Tensor:
+    """int64[L / C]: which tokens of the padded row context rank `rank` holds, in its order."""
+    if context == 1:
+        return torch.arange(cu_seqlens[-1])
+    parts = []
+    for start, end in pairwise(cu_seqlens):
+        chunks = torch.arange(start, end).chunk(2 * context)
+        parts += [chunks[rank], chunks[2 * context - 1 - rank]]
+    return torch.cat(parts)
+
+
+def _chunks(context: int) -> int:
+    return 2 * context if context > 1 else 1
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,487 @@
+"""The Megatron backend against a plain transformers loop: weights after three steps, in every layout, and resumed in another.
+
+Two ranks are two processes running this file as a script on the loopback; they are started once and do all jobs in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from slipstream.configs import Config, check
+from slipstream.configs.backends import Megatron
+from slipstream.configs.schema import Learner, Model
+from slipstream.errors import ConfigError, LearnerError
+from slipstream.launch import preflight
+from slipstream.learner.backend import PackedRow
+from slipstream.learner.batch import scoring_row
+from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.logprobs import token_logprobs
+from slipstream.learner.megatron.backend import MegatronBackend
+from slipstream.learner.megatron.fit import check_family, check_layout
+from slipstream.learner.megatron.mapping import hugging, megatron, rule_of
+from slipstream.learner.megatron.rows import local_row, padded_length
+from slipstream.learner.megatron.scores import split_logprobs
+from slipstream.learner.sft import negative_log_likelihood
+from slipstream.tests.equality import (
+    LOSS,
+    OPTIMIZER,
+    STEPS,
+    TEMPERATURE,
+    make_batch,
+    make_model,
+    make_rows,
+    plain_loop,
+)
+from torch import distributed as dist
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+DEADLINE_S = 200
+
+TWO = {
+    "tensor": Megatron(ranks=2, tensor_parallel=2),
+    "pipeline": Megatron(ranks=2, pipeline_parallel=2),
+    "virtual": Megatron(ranks=2, pipeline_parallel=2, virtual_stages=2),
+    "context": Megatron(ranks=2, context_parallel=2),
+    "data": Megatron(ranks=2),
+    "experts": Megatron(ranks=2, expert_parallel=2),
+    "tensor-experts": Megatron(ranks=2, tensor_parallel=2, expert_parallel=2),
+}
+
+KIND = {"pipeline": "untied", "virtual": "deep", "experts": "moe", "tensor-experts": "moe"}
+"""The model of each layout; `tied` for the others."""
+
+
+class Job(msgspec.Struct):
+    """Steps `first` to `last` from `load` or from the start; `save` after step 2; full weights and [steps, 2] numbers to `out`."""
+
+    layout: str
+    model: str
+    out: str
+    budget: int = 34
+    first: int = 0
+    last: int = STEPS
+    load: str = ""
+    save: str = ""
+    dtype: str = "float32"
+
+
+def open_backend(model: str, layout: Megatron | None = None, dtype: str = "float32") -> MegatronBackend:
+    config = Model(path=model, dtype=dtype)
+    return MegatronBackend(config, OPTIMIZER, layout or Megatron(), temperature=TEMPERATURE, timeout_s=DEADLINE_S)
+
+
+def run(job: Job, backend: MegatronBackend) -> None:
+    if job.load:
+        assert backend.load(Path(job.load)) == CheckpointState(step=job.first, version=job.first + 10)
+    numbers = []
+    for step in range(job.first, job.last):
+        rows = make_rows(step, backend.data_rank, backend.data_size, job.budget)
+        result = backend.step(rows, LOSS, OPTIMIZER.lr)
+        assert result.tokens == sum(s.trained.sum() for s in make_batch(step)[0])
+        assert result.means.keys() >= {"entropy", "kl"}
+        numbers.append([result.loss, result.grad_norm])
+        if job.save and step == 1:
+            backend.save(Path(job.save), CheckpointState(step=2, version=12))
+    weights = dict(backend.named_weights())
+    assert list(weights) == [name for name, _ in backend.named_weights()]
+    if backend.rank == 0:
+        save_file(weights | {"numbers": torch.tensor(numbers)}, job.out)
+
+
+def poisoned(logprobs, entropy, row):
+    """A loss that is NaN where the first data rank has a trained token."""
+    output = negative_log_likelihood(logprobs, entropy, row)
+    factor = float("nan") if POISON and bool(row.trained.any()) else 1.0
+    return msgspec.structs.replace(output, loss_sum=output.loss_sum * factor)
+
+
+POISON = True
+
+
+def assert_refused(backend: MegatronBackend, loss, rows, match: str) -> None:
+    before = dict(backend.named_weights())
+    with pytest.raises(LearnerError, match=match):
+        backend.step(rows, loss, 1e-3)
+    after = dict(backend.named_weights())
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# ---------------------------------------------------------------- two ranks
+
+
+def rank_main(jobs: list[Job], export: str) -> None:
+    """What each of the two ranks runs."""
+    for index, job in enumerate(jobs):
+        os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[index]
+        backend = open_backend(job.model, TWO[job.layout], job.dtype)
+        run(job, backend)
+        if index < len(TWO):
+            assert_that_ranks_agree(job.layout, backend)
+        if job.layout == "tensor":
+            assert_that_a_split_vocabulary_scores_the_same()
+            backend.export(Path(export))
+        if index == len(jobs) - 1 and backend.rank == 0:  # rank 1 has left
+            with pytest.raises(LearnerError, match="lost the others while stepping"):
+                backend.step([scoring_row([[1, 2, 3]])], negative_log_likelihood, 0.0)
+        backend.close()
+
+
+def assert_that_ranks_agree(layout: str, backend: MegatronBackend) -> None:
+    """Contracts that only several ranks can break, in each layout."""
+    global POISON
+    alone = layout in ("data", "experts")  # whether each rank has rows of its own
+    assert (backend.rank, backend.world_size) == (dist.get_rank(), 2)
+    assert (backend.data_rank, backend.data_size) == ((backend.rank, 2) if alone else (0, 1))
+    assert backend.maximum(2.5 + backend.rank) == 3.5
+    own = torch.full((2 * backend.data_rank + 1, 3), 1.0 + backend.data_rank, dtype=torch.float64)
+    assert backend.gather(own).tolist() == [[1.0] * 3, *[[2.0] * 3] * (3 if alone else 0)]
+    # Log-probs of rows that only rank 0 has: as many come back as were given, and they are right.
+    rows = [scoring_row([[1, 2, 3]]), scoring_row([[4, 5]])] if backend.rank == 0 else []
+    assert [len(values) for values in backend.logprobs(rows)] == ([3, 2] if backend.rank == 0 else [])
+    both = [scoring_row([[7, 8, 9, 1], [2, 3]])]
+    (mine,) = backend.logprobs(both)
+    everyone = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(everyone, mine)
+    torch.testing.assert_close(everyone[0], everyone[1], atol=1e-6, rtol=0)
+    assert (mine == 0).tolist() == [True, False, False, False, True, False]
+    POISON = backend.data_rank == 0
+    assert_refused(backend, poisoned, both, "not finite")
+    assert_refused(backend, LOSS, [], "no trained token")
+    first = [msgspec.structs.replace(row, trained=torch.ones_like(row.trained)) for row in both]
+    assert_refused(backend, LOSS, first, "first token")
+
+
+def assert_that_a_split_vocabulary_scores_the_same() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(5, 12, generator=generator)
+    logits[2, 4] = -torch.inf
+    targets, weights = torch.tensor([0, 11, 5, 6, 3]), torch.randn(2, 5, generator=generator)
+    half = slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6)
+    whole, part = logits.clone().requires_grad_(), logits[:, half].clone().requires_grad_()
+    expected = torch.stack(token_logprobs(whole, targets, 0.7))
+    scored = torch.stack(split_logprobs(part, targets, 0.7, dist.group.WORLD))
+    torch.testing.assert_close(scored, expected)
+    (weights * expected).sum().backward()
+    (weights * scored).sum().backward()
+    torch.testing.assert_close(part.grad, whole.grad[:, half])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "tied": make_model(root / "tied", tied=True),
+        "untied": make_model(root / "untied", tied=False),
+        "deep": make_model(root / "deep", tied=True, layers=4),
+        "moe": make_model(root / "moe", tied=False, moe=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(models) -> dict[str, dict[str, torch.Tensor]]:
+    return {kind: plain_loop(path) for kind, path in models.items()}
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that stay free until their job comes: below those that the system gives to the connections of the jobs before."""
+    ports: list[int] = []
+    for port in random.sample(range(12_000, 32_000), 1000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+        if len(ports) == count:
+            break
+    return ports
+
+
+@pytest.fixture(scope="module")
+def results(models, tmp_path_factory) -> Path:
+    """Runs jobs on one rank here and on two ranks there; weights lie in the folder by name."""
+    root = tmp_path_factory.mktemp("results")
+
+    def of(layout: str) -> str:
+        return models[KIND.get(layout, "tied")]
+
+    for job in (
+        Job("one", models["tied"], str(root / "one"), save=str(root / "from-one")),
+        Job("one", models["moe"], str(root / "one-moe"), budget=8192),
+    ):
+        backend = open_backend(job.model)
+        run(job, backend)
+        backend.close()
+    two = [
+        *(Job(layout, of(layout), str(root / layout), save=str(root / f"from-{layout}")) for layout in TWO),
+        Job("data", models["tied"], str(root / "data-packed"), budget=8192),
+        *(
+            Job(layout, of(layout), str(root / f"{source}-{layout}"), first=2, load=str(root / f"from-{source}"))
+            for source, layout in RESUMED
+            if layout != "one"
+        ),
+        Job("tensor", models["tied"], str(root / "bfloat16"), dtype="bfloat16"),
+    ]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "PORTS": ",".join(map(str, free_ports(len(two)))),
+    }
+    payload = json.dumps([msgspec.to_builtins(job) for job in two])
+    command = [sys.executable, __file__, payload, str(root / "export")]
+    logs = [(root / f"rank-{rank}.log").open("w+") for rank in range(2)]
+    ranks = [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=logs[rank], stderr=subprocess.STDOUT)
+        for rank in range(2)
+    ]
+    try:
+        codes = [process.wait(DEADLINE_S) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for log in logs:
+        log.seek(0)
+    assert codes == [0, 0], "\n".join(log.read()[-3000:] for log in logs)
+    for source, layout in RESUMED:
+        if layout == "one":
+            backend = open_backend(of(source))
+            run(
+                Job("one", of(source), str(root / f"{source}-one"), first=2, load=str(root / f"from-{source}")), backend
+            )
+            backend.close()
+    return root
+
+
+RESUMED = [
+    ("tensor", "tensor"),
+    ("tensor", "one"),
+    ("one", "tensor"),
+    ("data", "one"),
+    ("tensor", "data"),
+    ("virtual", "one"),
+    ("experts", "experts"),
+    ("experts", "one"),
+]
+"""Layouts that save a checkpoint after two steps, and that do the third."""
+
+
+def assert_equal(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], numbers: torch.Tensor) -> None:
+    assert weights.keys() == reference.keys()
+    # Loss and gradient norm first: neither AdamW nor clipping would let a gradient of the wrong size show in the weights.
+    torch.testing.assert_close(weights["numbers"], numbers, atol=1e-6, rtol=1e-5)
+    for name in reference.keys() - {"numbers"}:
+        torch.testing.assert_close(weights[name], reference[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("layout", [*TWO, "one", "one-moe", "data-packed"])
+def test_three_steps_equal_a_plain_loop(results, expected, layout):
+    reference = expected["moe" if layout == "one-moe" else KIND.get(layout, "tied")]
+    assert_equal(load_file(results / layout), reference, reference["numbers"])
+
+
+@pytest.mark.parametrize(("source", "layout"), RESUMED)
+def test_a_checkpoint_resumes_in_the_same_layout_and_in_another(results, expected, source, layout):
+    reference = expected[KIND.get(source, "tied")]
+    assert_equal(load_file(results / f"{source}-{layout}"), reference, reference["numbers"][2:])
+    assert not list(results.glob(".*"))
+
+
+def test_bfloat16_differs_by_its_noise(results, expected):
+    weights, reference = load_file(results / "bfloat16"), expected["tied"]
+    torch.testing.assert_close(weights["numbers"][0], reference["numbers"][0], atol=0.0, rtol=0.1)
+    for name in reference.keys() - {"numbers"}:
+        assert weights[name].dtype == torch.bfloat16
+        # What three steps of AdamW can move at most, one way here and the other way there, and the rounding of the result.
+        room = 2 * STEPS * OPTIMIZER.lr * 1.1 + 2**-8 * reference[name].abs()
+        assert bool(((weights[name].float() - reference[name]).abs() <= room).all()), name
+
+
+def test_an_export_loads_in_transformers(results, expected):
+    model = AutoModelForCausalLM.from_pretrained(results / "export", dtype=torch.float32)
+    assert model.config.architectures == ["Qwen3ForCausalLM"]
+    for name, parameter in model.named_parameters():
+        assert parameter.shape == expected["tied"][name].shape
+
+
+# ---------------------------------------------------------------- one rank
+
+
+def test_a_llama_with_scaled_positions_scores_as_in_transformers(tmp_path):
+    path = make_model(tmp_path / "llama", tied=False)
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 2.0,
+        "original_max_position_embeddings": 16,
+    }
+    shape = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, rope_parameters=rope, initializer_range=0.08)).eval()
+    model.save_pretrained(path)
+    backend = open_backend(path)
+    sequences = [s.token_ids.tolist() for s in make_batch(0)[0]]
+    row = scoring_row(sequences)
+    (logprobs,), (plain,) = backend.logprobs([row]), backend.logprobs([row], temperature=1.0)
+    backend.close()
+    for start, end, ids in zip(row.cu_seqlens, row.cu_seqlens[1:], sequences, strict=False):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+        for found, temperature in ((logprobs, TEMPERATURE), (plain, 1.0)):
+            wanted = (logits / temperature).log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+            torch.testing.assert_close(found[start + 1 : end], wanted, atol=5e-6, rtol=0)
+
+
+def test_named_weights_are_the_files_and_the_callers_own(models):
+    backend = open_backend(models["moe"])
+    source = load_file(Path(models["moe"]) / "model.safetensors")
+    weights = dict(backend.named_weights())
+    assert weights.keys() == source.keys()
+    assert all(torch.equal(weights[name], source[name]) for name in source)
+    for tensor in weights.values():
+        tensor.zero_()
+    assert all(torch.equal(tensor, source[name]) for name, tensor in backend.named_weights())
+    backend.close()
+
+
+def test_master_weights_are_read_unrounded(models):
+    backend = open_backend(models["tied"], dtype="bfloat16")
+    source = load_file(Path(models["tied"]) / "model.safetensors")
+    assert all(torch.equal(tensor, source[name].bfloat16()) for name, tensor in backend.named_weights())
+    master = backend._parts[0].embedding.word_embeddings.weight.main_param
+    assert torch.equal(master, source["model.embed_tokens.weight"].flatten())
+    backend.close()
+
+
+def test_a_checkpoint_of_another_model_or_none_is_refused(models, tmp_path):
+    backend = open_backend(models["tied"])
+    backend.save(tmp_path / "saved", CheckpointState(step=0, version=0))
+    backend.close()
+    for other in ("untied", "deep"):
+        another = open_backend(models[other])
+        before = dict(another.named_weights())
+        with pytest.raises(LearnerError, match="saved cannot be loaded"):
+            another.load(tmp_path / "saved")
+        assert all(torch.equal(before[name], tensor) for name, tensor in another.named_weights())
+        another.close()
+    again = open_backend(models["tied"])
+    with pytest.raises(LearnerError, match="nothing cannot be loaded"):
+        again.load(tmp_path / "nothing")
+    assert again.load(tmp_path / "saved") == CheckpointState(step=0, version=0)
+    (tmp_path / "saved" / ".metadata").unlink()
+    with pytest.raises(LearnerError, match="saved cannot be loaded"):
+        again.load(tmp_path / "saved")
+    again.close()
+
+
+# ---------------------------------------------------------------- without a backend
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_every_kind_of_weight_is_split_and_put_together_again(parts):
+    groups, width, generator = 4, 8, torch.Generator().manual_seed(0)
+    shapes = {"q": (128, 16), "k": (32, 16), "v": (32, 16), "gate_proj": (24, 16), "up_proj": (24, 16)}
+    for name in (
+        "decoder.layers.3.self_attention.linear_qkv.weight",
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "decoder.layers.0.mlp.experts.local_experts.5.linear_fc2.weight",
+        "decoder.final_layernorm.weight",
+        "embedding.word_embeddings.weight",
+    ):
+        rule = rule_of(name)
+        keys = [
+            source.split(".")[-2].removesuffix("_proj") if "attn" in source else source.split(".")[-2]
+            for source in rule.sources
+        ]
+        tensors = [torch.randn(shapes.get(key, (16, 32)), generator=generator) for key in keys]
+        shards = [megatron(rule, tensors, groups, parts, index) for index in range(parts)]
+        if rule.split is not None:
+            assert sum(shard.numel() for shard in shards) == sum(tensor.numel() for tensor in tensors)
+        for found, tensor in zip(hugging(rule, shards, groups, width), tensors, strict=True):
+            assert torch.equal(found, tensor)
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_every_trained_token_is_scored_once_and_from_the_token_before_it(context):
+    row: PackedRow = make_rows(0, 0, 1, 8192)[0]
+    length = padded_length(row, 24, context) + 24 * 60  # as long as another row of the step, with fillers
+    parts = [local_row(row, length, context, rank) for rank in range(context)]
+    assert {part.token_ids.shape for part in parts} == {(1, length // context)}
+    assert {part.cu_seqlens[-1] for part in parts} == {length}
+    assert all(cut % (2 * context if context > 1 else 1) == 0 for part in parts for cut in part.cu_seqlens)
+    scored = torch.cat([part.places for part in parts])
+    assert scored.sort().values.tolist() == row.trained.nonzero().squeeze(1).tolist()
+    for part in parts:
+        assert torch.equal(part.targets, row.token_ids[part.places])
+        assert torch.equal(part.token_ids[0, part.sources], row.token_ids[part.places - 1])
+        assert torch.equal(part.position_ids[0, part.sources], row.position_ids[part.places - 1])
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (Qwen2Config(), "family qwen2; allowed are qwen3, qwen3_moe, llama"),
+        (LlamaConfig(attention_bias=True), "attention_bias"),
+        (Qwen3Config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "rope_type=dynamic"),
+        (Qwen3MoeConfig(mlp_only_layers=[0]), "mlp_only_layers"),
+    ],
+)
+def test_models_that_are_not_mapped_are_refused(config, match):
+    with pytest.raises(ConfigError, match=match):
+        check_family(config)
+
+
+DENSE = Qwen3Config(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4)
+MIXTURE = Qwen3MoeConfig(num_attention_heads=4, num_key_value_heads=2, num_experts=6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "match"),
+    [
+        (Megatron(tensor_parallel=4), DENSE, "tensor_parallel: 4 does not divide the model's 2 key-value heads"),
+        (Megatron(pipeline_parallel=3), DENSE, "3 does not divide the model's 4 layers"),
+        (Megatron(pipeline_parallel=2, virtual_stages=4), DENSE, "8 does not divide the model's 4 layers"),
+        (Megatron(expert_parallel=2), DENSE, "the model has no experts"),
+        (Megatron(expert_parallel=4), MIXTURE, "4 does not divide the model's 6 experts"),
+        (Megatron(tensor_parallel=2), MIXTURE, "a mixture of experts needs expert_parallel"),
+    ],
+)
+def test_a_model_that_cannot_be_split_so_is_refused(layout, model, match):
+    with pytest.raises(ConfigError, match=match):
+        check_layout(layout, model)
+
+
+def test_the_package_that_is_missing_is_named_before_a_start(models, monkeypatch):
+    config = Config(model=Model(path=models["tied"]), learner=Learner(backend=Megatron()))
+    assert preflight.learner(config) == "megatron, 1 ranks"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs the package megatron-core; run `make install`"):
+        preflight.learner(config)
+
+
+@pytest.mark.parametrize(
+    ("layout", "match"),
+    [
+        (Megatron(ranks=3, tensor_parallel=2), "allowed are multiples of 2"),
+        (Megatron(ranks=4, expert_parallel=3), "expert_parallel=3: a stage of the pipeline has 4 ranks"),
+        (Megatron(virtual_stages=2), "there are no stages"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_ranks_are_refused(layout, match):
+    with pytest.raises(ConfigError, match=match):
+        check(Config(learner=Learner(backend=layout)))
+
+
+if __name__ == "__main__":
+    rank_main(msgspec.json.decode(sys.argv[1], type=list[Job]), sys.argv[2])
