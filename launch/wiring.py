@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from ..configs.algorithm import Kl
+from ..configs.algorithm import Gae, Kl
 from ..configs.backends import Fsdp2, Megatron
 from ..configs.schema import Config, Fake, Sglang, Transformers, parse_size
 from ..errors import ConfigError
@@ -150,7 +150,14 @@ def make_roles(config: Config, policy: Backend) -> Roles:
         reference = make_backend(
             structs.replace(config, model=model, learner=held), temperature=config.rollout.sampling.temperature
         )
-    return Roles(config.learner, policy, reference)
+    critic = None
+    if isinstance(config.learner.algorithm.advantage, Gae):
+        from ..learner.critic import Critic
+
+        held = Fsdp2(device=config.learner.backend.device)
+        timeout_s = config.learner.batch_s + config.weightsync.push_s
+        critic = Critic(config.model, config.learner.optimizer, held, temperature=1.0, timeout_s=timeout_s)
+    return Roles(config.learner, policy, reference, critic)
 
 
 def make_demonstrations(config: Config) -> list[tuple[Sequence[int], Sequence[bool]]]:

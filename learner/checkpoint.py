@@ -76,11 +76,6 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(path for path in root.glob("step-*") if (path / STATE_FILE).is_file())
 
 
-def latest(root: Path) -> Path | None:
-    """The newest complete checkpoint, None where there is none."""
-    return next(reversed(checkpoints(root)), None)
-
-
 def prune(root: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints and what crashes left behind. One rank calls it, between saves."""
     for path in [*checkpoints(root)[:-keep], *root.glob(".step-*")]:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -67,7 +68,7 @@ class Fsdp2Backend:
             )
         dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         self._attention = attention.implementation(self.device, dtype, shared=config.context_parallel > 1)
-        self._model = load_model(model.path, self._attention)
+        self._model = self._load_model(model.path)
         check_heads(self._model.config, config.context_parallel)
         self._adapted = config.lora_rank > 0
         if self._adapted:
@@ -209,17 +210,23 @@ class Fsdp2Backend:
         predicting = row.trained.nonzero().squeeze(1) - 1
         predicting = predicting[(predicting >= part.start) & (predicting < part.stop)].to(self.device)
         token_ids, targets = token_ids.to(self.device), predicting + 1
-        output = self._model(
-            input_ids=token_ids[None, part],
-            position_ids=position_ids[None, part].to(self.device),
-            logits_to_keep=predicting - part.start,
-            **attention.forward_arguments(self._attention, cu_seqlens, self.device, self._context),
-        )
-        chosen, entropy = token_logprobs(output.logits[0], token_ids[targets], temperature)
+        inputs = attention.forward_arguments(self._attention, cu_seqlens, self.device, self._context)
+        inputs |= {"input_ids": token_ids[None, part], "position_ids": position_ids[None, part].to(self.device)}
+        chosen, entropy = self._say(inputs, predicting - part.start, token_ids[targets], temperature)
         zeros = torch.zeros(tokens, device=self.device)
         both = torch.stack([zeros.index_copy(0, targets, chosen), zeros.index_copy(0, targets, entropy)])
         logprobs, entropies = self._context.complete(both)
         return logprobs, entropies
+
+    def _load_model(self, path: str) -> PreTrainedModel:
+        return load_model(path, self._attention)
+
+    def _say(
+        self, inputs: dict[str, Any], places: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the model, having read up to `places` int64[K], says of the tokens `targets` int64[K] that come next: log-probs and
+        entropies, float32[K] each."""
+        return token_logprobs(self._model(logits_to_keep=places, **inputs).logits[0], targets, temperature)
 
     def _accumulate(self, rows: Sequence[PackedRow], loss: PolicyLoss, scale: float) -> dict[str, float]:
         """Backward through every row. Returns the sums over rows and ranks by name, `loss` among them."""

@@ -98,7 +98,7 @@ class TrainingLoop:
         self._report = report
         self._advantage = advantage_of(config.algorithm)
         self._shape = overlong.shaping(config.algorithm.overlong, longest)
-        self._stepper = Stepper(config, backend, longest)
+        self._stepper = Stepper(config, backend, longest, self._roles)
         self._served: int | None = None
         self._catching: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
@@ -206,8 +206,11 @@ class TrainingLoop:
 
     async def _recover(self) -> CheckpointState:
         """Load the newest checkpoint, if any, and have the buffer roll back what it does not contain."""
-        newest = checkpoint.latest(self._checkpoints)
-        state = self._saved = self._backend.load(newest) if newest else CheckpointState(step=0, version=0)
+        whole = [path for path in checkpoint.checkpoints(self._checkpoints) if self._roles.saved_with(path)]
+        state = self._saved = CheckpointState(step=0, version=0)
+        if whole:
+            state = self._saved = self._backend.load(whole[-1])
+            self._roles.load(whole[-1])
         version = await self._buffer.recover(state.version) if self._backend.rank == 0 else 0
         version = int(self._backend.maximum(version))
         if version != state.version:
@@ -278,7 +281,10 @@ class TrainingLoop:
     async def _save(self, state: CheckpointState) -> None:
         """Begin to checkpoint `state`, when the checkpoint before it is whole."""
         await self._saved_whole()
-        writing = self._backend.save(checkpoint.path_of(self._checkpoints, state.step), state)
+        writing = [
+            *self._roles.save(self._checkpoints, state),
+            self._backend.save(checkpoint.path_of(self._checkpoints, state.step), state),
+        ]
         self._saved = state
         self._saving = asyncio.create_task(self._when_written(writing), name="checkpoint")
 
@@ -294,14 +300,15 @@ class TrainingLoop:
         if saving is not None:
             await saving
 
-    async def _when_written(self, writing: Future[None]) -> None:
+    async def _when_written(self, writing: Sequence[Future[None]]) -> None:
         """Commits that every kept checkpoint contains can no longer be rolled back."""
         hint = "the disk is too slow or another rank is gone; see learner.batch_s and the other ranks' logs"
-        whole = asyncio.wrap_future(writing)
+        whole = asyncio.gather(*map(asyncio.wrap_future, writing))
         await within(
             self._config.batch_s, whole, who="the learner", waits_for="its checkpoint to be written", hint=hint
         )
         if self._backend.rank == 0:
             checkpoint.prune(self._checkpoints, self._config.checkpoint.keep)
+            self._roles.prune(self._checkpoints, self._config.checkpoint.keep)
             oldest = checkpoint.checkpoints(self._checkpoints)[0]
             await self._buffer.checkpointed(checkpoint.read_state(oldest).version)

@@ -24,6 +24,13 @@ class ByStaleness(msgspec.Struct, frozen=True):
     weight_by_staleness: dict[str, float]
 
 
+class CriticDone(msgspec.Struct, frozen=True):
+    """The critic's steps on one batch; names and units are those of `StepMetrics`."""
+
+    value_loss: float
+    explained_variance: float
+
+
 class StepDone(msgspec.Struct, frozen=True):
     """The optimizer steps of one batch, one per minibatch.
 
@@ -31,12 +38,14 @@ class StepDone(msgspec.Struct, frozen=True):
         lr: their learning rate.
         mismatch: largest learner-engine difference in nats, over all ranks.
         compared: tokens that this rank compared.
+        critic: None where there is none.
     """
 
     results: tuple[StepResult, ...]
     lr: float
     mismatch: float
     compared: int
+    critic: CriticDone | None = None
 
     def mean(self, name: str) -> float:
         """A loss statistic, mean over the batch's trained tokens."""
@@ -117,6 +126,7 @@ class StepMeter:
             dropped_fraction=done.mean("dropped"),
             kl_reference=done.mean("kl_reference") if "kl_reference" in results[0].means else 0.0,
             **msgspec.structs.asdict(done.by_staleness()),
+            **({} if done.critic is None else msgspec.structs.asdict(done.critic)),
             grad_norm=max(r.grad_norm for r in results),
             lr=done.lr,
         )

@@ -50,6 +50,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         ess: effective sample size of the importance weights over tokens, as a share, 0 to 1.
         kl: mean over trained tokens of the k3 estimate of KL(behaviour || current), nats (Schulman 2020).
         kl_reference: mean over trained tokens of the k3 estimate of KL(current || reference), nats; 0 where there is no reference.
+        value_loss: half the mean squared error of the critic before its step; 0 where there is no critic.
+        explained_variance: 1 - the mean squared error / the variance of the returns; 0 where there is no critic.
         entropy: mean entropy of the policy at trained tokens, nats.
         clip_fraction: share of trained tokens where the loss's own clip was at work.
         dropped_fraction: share of trained tokens that the correction left no loss (`learner.algorithm.correction`).
@@ -103,6 +105,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     clip_fraction: float
     dropped_fraction: float = 0.0
     kl_reference: float = 0.0
+    value_loss: float = 0.0
+    explained_variance: float = 0.0
     ess_by_staleness: dict[str, float] = {}
     kl_by_staleness: dict[str, float] = {}
     clip_fraction_by_staleness: dict[str, float] = {}

@@ -16,7 +16,14 @@ import msgspec
 import torch
 from huggingface_hub import HfApi
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ..errors import ConfigError
@@ -120,6 +127,21 @@ def load_model(path: str, attention: str) -> PreTrainedModel:
     model: PreTrainedModel = _load(
         AutoModelForCausalLM, path, "causal language model", dtype=torch.float32, attn_implementation=attention
     )
+    return model.eval()
+
+
+def load_critic(path: str, attention: str) -> PreTrainedModel:
+    """As `load_model`, with a head of zeros that gives one number for each token, float32[1, N, 1] as `logits`."""
+    model: Any = _load(
+        AutoModelForTokenClassification,
+        path,
+        "language model that can judge tokens",
+        dtype=torch.float32,
+        attn_implementation=attention,
+        num_labels=1,
+    )
+    for parameter in model.score.parameters():
+        torch.nn.init.zeros_(parameter)
     return model.eval()
 
 

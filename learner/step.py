@@ -22,6 +22,7 @@ from .backend import Backend, LossOutput, PackedRow, PolicyLoss, StepResult
 from .batch import TrainSequence, fresh_rows, minibatches, mismatch, rank_rows, with_proximal
 from .checkpoint import CheckpointState
 from .meter import StepDone
+from .roles import Roles
 from .schedule import warm_up
 
 
@@ -32,11 +33,13 @@ class Stepper:
         config: the learner's section.
         backend: this rank's part of the policy.
         longest: tokens of the longest possible episode, `agent.max_tokens`.
+        roles: this rank's part of the models beside the policy.
     """
 
-    def __init__(self, config: Learner, backend: Backend, longest: int) -> None:
+    def __init__(self, config: Learner, backend: Backend, longest: int, roles: Roles) -> None:
         self._config = config
         self._backend = backend
+        self._roles = roles
         self._loss = loss_of(config.algorithm, longest)
         self._one_pass = config.algorithm.minibatches == 1 and not chooses_tokens(config.algorithm)
 
@@ -56,6 +59,8 @@ class Stepper:
                 f"the batch of step {state.step + 1} holds no token that may be trained; see buffer.max_staleness"
             )
         lr = warm_up(config.optimizer.lr, state.step, config.optimizer.warmup_steps)
+        if self._roles.policy_rests(state.step):
+            lr = 0.0
         budget = config.backend.tokens_per_microbatch
         parts = minibatches(sequences, config.algorithm.minibatches)
         rows = [rank_rows(part, backend.data_rank, backend.data_size, budget) for part in parts]
@@ -68,7 +73,13 @@ class Stepper:
             seen = [row for part in rows for row in part]
             results = [backend.step(part, self._loss(part, backend.gather), lr) for part in rows]
         gap, compared = mismatch([*probe, *seen])
-        return StepDone(results=tuple(results), lr=lr, mismatch=backend.maximum(gap), compared=compared)
+        return StepDone(
+            results=tuple(results),
+            lr=lr,
+            mismatch=backend.maximum(gap),
+            compared=compared,
+            critic=self._roles.learn(rows),
+        )
 
     def _scored(self, rows: Sequence[PackedRow]) -> list[PackedRow]:
         """Collective. `rows` with the proximal log-probs that the policy gives now."""

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from slipstream.configs.schema import Sft
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.learner.batch import scoring_row
-from slipstream.learner.checkpoint import CheckpointState, checkpoints, latest, path_of, prune, read_state
+from slipstream.learner.checkpoint import CheckpointState, checkpoints, path_of, prune, read_state
 from slipstream.learner.fsdp2 import Fsdp2Backend
 from slipstream.learner.sft import negative_log_likelihood, run_sft
 from slipstream.tests.equality import (
@@ -226,13 +226,13 @@ def test_checkpoints_are_whole_replaced_counted_and_pruned(backend, tmp_path):
         backend.save(path_of(tmp_path, step), CheckpointState(step=step, version=step + 4)).result(DEADLINE_S)
     (tmp_path / ".step-00000004.partial").mkdir()
     (tmp_path / "step-00000005").mkdir()
-    assert latest(tmp_path) == path_of(tmp_path, 3)
+    assert checkpoints(tmp_path)[-1] == path_of(tmp_path, 3)
     assert read_state(path_of(tmp_path, 2)) == CheckpointState(step=2, version=6)
     assert backend.load(path_of(tmp_path, 3)) == CheckpointState(step=3, version=7)
     prune(tmp_path, keep=2)
     assert checkpoints(tmp_path) == [path_of(tmp_path, 2), path_of(tmp_path, 3)]
     assert not list(tmp_path.glob(".*"))
-    assert latest(tmp_path / "nowhere") is None
+    assert checkpoints(tmp_path / "nowhere") == []
 
 
 def test_no_stale_weights_after_any_order_of_calls(models, tmp_path):

@@ -17,6 +17,7 @@ from slipstream.learner.algorithms import loss_of
 from slipstream.learner.batch import TrainSequence, mismatch, rank_rows, with_proximal
 from slipstream.learner.checkpoint import CheckpointState
 from slipstream.learner.fsdp2 import Fsdp2Backend
+from slipstream.learner.roles import Roles
 from slipstream.learner.step import Stepper
 
 STATE = CheckpointState(step=3, version=3)
@@ -61,6 +62,10 @@ def sequences(backend) -> list[TrainSequence]:
     ]
 
 
+def stepper(config: Learner, backend) -> Stepper:
+    return Stepper(config, backend, 64, Roles(config, backend))
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [Algorithm(), Algorithm(correction=Masked(), aggregation="sequence_mean"), Algorithm(loss=ClipCov())],
@@ -71,7 +76,7 @@ def test_one_pass_steps_like_two(pair, algorithm):
     config = Learner(optimizer=OPTIMIZER, algorithm=algorithm)
     config = msgspec.structs.replace(config, backend=msgspec.structs.replace(config.backend, tokens_per_microbatch=20))
     batch = sequences(one)
-    done = Stepper(config, one, longest=64).step(batch, (), STATE)
+    done = stepper(config, one).step(batch, (), STATE)
     rows = rank_rows(batch, 0, 1, 20)
     rows = [with_proximal(row, p) for row, p in zip(rows, two.logprobs(rows), strict=True)]
     result = two.step(rows, loss_of(algorithm, 64)(rows, two.gather), OPTIMIZER.lr)
@@ -98,10 +103,10 @@ def test_passes_are_counted(pair, monkeypatch):
         (Algorithm(loss=ClipCov()), [0, 1]),
     ):
         asked.clear()
-        Stepper(Learner(algorithm=algorithm), backend, 64).step(sequences(pair[1]), (), STATE)
+        stepper(Learner(algorithm=algorithm), backend).step(sequences(pair[1]), (), STATE)
         assert asked == expected
 
 
 def test_a_batch_without_tokens_is_named(pair):
     with pytest.raises(LearnerError, match="batch of step 4 holds no token that may be trained"):
-        Stepper(Learner(), pair[0], 64).step([], (), STATE)
+        stepper(Learner(), pair[0]).step([], (), STATE)

@@ -1,0 +1,54 @@
+"""The critic: the policy's model with a head that says, before each token, what will be earned from there on.
+
+Invariants:
+- It begins with a head of zeros: it expects nothing, and says the same on every rank.
+- It is held by FSDP2 over all ranks, whatever holds the policy. Ranks that take the same rows count them as often in the loss as in
+  the number of tokens that the loss is divided by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .backend import LossOutput, PackedRow
+from .fsdp2 import Fsdp2Backend
+from .model import load_critic
+
+
+class Critic(Fsdp2Backend):
+    """A backend whose `step` takes a loss on values in place of log-probs; entropies are 0."""
+
+    def values(self, rows: Sequence[PackedRow]) -> list[torch.Tensor]:
+        """Collective. float32[N] per row on CPU, without gradient: what is expected before each trained token, 0 elsewhere."""
+        return self.logprobs(rows)
+
+    def _load_model(self, path: str) -> PreTrainedModel:
+        return load_critic(path, self._attention)
+
+    def _say(
+        self, inputs: dict[str, Any], places: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        values = self._model(**inputs).logits[0, places, 0].float()
+        return values, torch.zeros_like(values)
+
+
+def value_loss(values: torch.Tensor, _: torch.Tensor, row: PackedRow) -> LossOutput:
+    """Half the squared error against the returns, summed over trained tokens (Schulman et al. 2017, arXiv:1707.06347, equation 9).
+
+    Reported sums: `error_square`, `return` and `return_square`; see `explained_variance`.
+    """
+    assert row.returns is not None
+    returns = row.returns[row.trained]
+    error = (values[row.trained] - returns).square()
+    sums = {"error_square": error.detach().sum(), "return": returns.sum(), "return_square": returns.square().sum()}
+    return LossOutput(loss_sum=error.sum() / 2, sums=sums)
+
+
+def explained_variance(means: dict[str, float]) -> float:
+    """1 - mean square error / variance of the returns, from the reported means: 1 is perfect, 0 as good as saying their mean."""
+    variance = means["return_square"] - means["return"] ** 2
+    return 1.0 - means["error_square"] / variance if variance > 0 else 0.0

@@ -1,0 +1,234 @@
+"""Advantages by token and the critic that they need: formulas, a critic that learns, and what a checkpoint holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from slipstream.configs import load
+from slipstream.configs.algorithm import Algorithm, Gae
+from slipstream.configs.backends import Fsdp2
+from slipstream.configs.schema import Learner, Model, Optimizer
+from slipstream.errors import CheckpointError, LearnerError
+from slipstream.learner import batch
+from slipstream.learner.algorithms import advantage_of
+from slipstream.learner.algorithms.episodes import Chain
+from slipstream.learner.backend import PackedRow
+from slipstream.learner.checkpoint import CheckpointState, path_of
+from slipstream.learner.credit import Group, credit
+from slipstream.learner.critic import Critic, explained_variance, value_loss
+from slipstream.learner.fsdp2 import Fsdp2Backend
+from slipstream.learner.roles import CRITIC, Roles
+from slipstream.learner.scores import Scores
+from slipstream.learner.step import Stepper
+from slipstream.tests.test_learner_credit import branches
+
+PLAIN = Gae(gamma=0.9, lam=0.8, critic_lam=0.7, normalize=False)
+GROUPS: list[Group] = [
+    (*branches(0, 0, [0.0, 1.0], split=1), *branches(0, 1, [0.0, 0.0]), *branches(0, 2, [1.0])),
+    (*branches(1, 0, [0.5]), *branches(1, 1, [0.0, 0.25, 1.0])),
+]
+BRANCHES = [t for group in GROUPS for t in group]
+
+
+def estimate(config: Gae, chains: list[Chain]):
+    return advantage_of(Algorithm(advantage=config)).estimate(chains)
+
+
+def oracle(rewards, values, gamma: float, lam: float) -> list[float]:
+    """Equation 16 as it stands: for each t the weighted sum over all later temporal differences."""
+    after = [*values[1:], 0.0]
+    deltas = [r + gamma * w - v for r, w, v in zip(rewards, after, values, strict=True)]
+    return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
+
+
+def chains(seed: int = 0) -> list[Chain]:
+    rng = np.random.default_rng(seed)
+    return [Chain(rng.normal(size=n), rng.normal(size=n)) for n in (1, 7, 30)]
+
+
+def test_advantages_and_returns_are_those_of_the_formulas():
+    for chain, judged in zip(chains(), estimate(PLAIN, chains()), strict=True):
+        rewards, values = chain.rewards.tolist(), chain.values.tolist()
+        assert judged.advantages.tolist() == pytest.approx(oracle(rewards, values, 0.9, 0.8), abs=1e-12)
+        returns = np.array(oracle(rewards, values, 0.9, 0.7)) + chain.values
+        assert judged.returns == pytest.approx(returns, abs=1e-12)
+
+
+def test_with_lambda_one_the_critic_learns_the_return_and_with_zero_the_next_value():
+    (chain,) = chains()[1:2]
+    to_the_end = estimate(Gae(gamma=1.0, critic_lam=1.0), [chain])[0].returns
+    assert to_the_end == pytest.approx(np.cumsum(chain.rewards[::-1])[::-1])
+    one_step = estimate(Gae(gamma=1.0, critic_lam=0.0), [chain])[0].returns
+    assert one_step == pytest.approx(chain.rewards + np.append(chain.values[1:], 0))
+
+
+def test_lambda_grows_with_length():
+    for chain, judged in zip(
+        chains(), estimate(msgspec.structs.replace(PLAIN, lam_by_length=True), chains()), strict=True
+    ):
+        lam = max(0.0, 1 - 1 / (0.05 * len(chain.rewards)))
+        assert judged.advantages.tolist() == pytest.approx(oracle(chain.rewards, chain.values, 0.9, lam), abs=1e-12)
+    assert lam == pytest.approx(1 / 3)  # of the longest
+
+
+def test_normalised_advantages_have_mean_zero_and_deviation_one_and_keep_their_order():
+    plain = np.concatenate([j.advantages for j in estimate(PLAIN, chains())])
+    normal = np.concatenate([j.advantages for j in estimate(msgspec.structs.replace(PLAIN, normalize=True), chains())])
+    assert (normal.mean(), normal.std()) == (pytest.approx(0, abs=1e-12), pytest.approx(1))
+    assert (np.argsort(normal) == np.argsort(plain)).all()
+
+
+# ---------------------------------------------------------------- credit
+
+
+def values_of(number) -> dict[str, np.ndarray]:
+    return {t.id: np.where(t.loss_mask, number(t), 0).astype(np.float32) for t in BRANCHES}
+
+
+def test_an_episode_is_one_chain_through_all_its_branches_and_turns():
+    scores = Scores(values=values_of(lambda t: 0.1 * np.arange(len(t))))
+    found = credit(GROUPS, advantage_of(Algorithm(advantage=PLAIN)), scores)
+    for group in GROUPS:
+        for member in {t.member for t in group}:
+            mine = [t for t in group if t.member == member]
+            values = np.concatenate([scores.values[t.id][t.loss_mask] for t in mine]).astype(float)
+            rewards = []
+            turns = [turn for t in mine for turn in t.turns]
+            for turn_reward, turn in zip(mine[0].turn_rewards, turns, strict=True):
+                rewards += [0.0] * (turn.end - turn.start - 1) + [turn_reward]
+            advantages = np.concatenate([found.advantages[t.id][t.loss_mask] for t in mine])
+            assert advantages.tolist() == pytest.approx(oracle(rewards, values.tolist(), 0.9, 0.8), abs=1e-6)
+            returns = np.concatenate([found.returns[t.id][t.loss_mask] for t in mine])
+            assert returns == pytest.approx(np.array(oracle(rewards, values.tolist(), 0.9, 0.7)) + values, abs=1e-6)
+    for t in BRANCHES:
+        assert np.array_equal(np.isnan(found.advantages[t.id]), ~t.loss_mask)
+
+
+def test_rewards_that_fit_no_turn_are_earned_at_the_end_and_penalties_where_they_are():
+    (made,) = branches(0, 0, [0.0, 3.0])
+    made = msgspec.structs.replace(made, turn_rewards=(3.0,))  # one step of the environment, two completions
+    config = Gae(gamma=1.0, lam=1.0, normalize=False)
+    zeros = {made.id: np.zeros(len(made), dtype=np.float32)}
+    penalties = {made.id: np.where(np.arange(len(made)) == made.turns[0].start, 1, 0).astype(np.float32)}
+    found = credit([(made,)], advantage_of(Algorithm(advantage=config)), Scores(values=zeros, penalties=penalties))
+    assert found.advantages[made.id][made.loss_mask].tolist() == [2.0, 3.0, 3.0]
+
+
+def test_without_a_critic_there_is_no_credit_by_token():
+    with pytest.raises(LearnerError, match="needs a critic, and this learner has none"):
+        credit(GROUPS, advantage_of(Algorithm(advantage=Gae())))
+
+
+# ---------------------------------------------------------------- the critic
+
+
+CONFIG = Learner(
+    algorithm=Algorithm(advantage=Gae(critic_lr=3e-3, critic_warmup=2, normalize=False)), optimizer=Optimizer(lr=1e-3)
+)
+
+
+@pytest.fixture
+def pair(folders: list[Path]) -> Iterator[tuple[Fsdp2Backend, Critic]]:
+    model, held = Model(path=str(folders[0])), Fsdp2(device="cpu")
+    policy = Fsdp2Backend(model, CONFIG.optimizer, held, temperature=1.0, timeout_s=60)
+    critic = Critic(model, CONFIG.optimizer, held, temperature=1.0, timeout_s=60)
+    yield policy, critic
+    critic.close()
+    policy.close()
+
+
+def rows(scores: Scores, groups: list[Group] = GROUPS) -> list[PackedRow]:
+    sequences = batch.to_sequences(groups, advantage_of(CONFIG.algorithm), 5, 5, scores=scores)
+    return batch.rank_rows(sequences, 0, 1, 16)
+
+
+def test_a_critic_expects_nothing_at_first_and_learns_what_is_earned(pair):
+    policy, critic = pair
+    groups = GROUPS[:1]  # in which equal tokens have equal returns
+    roles = Roles(CONFIG, policy, critic=critic)
+    first = roles.score(groups)
+    assert first.reference is None
+    assert not any(values.any() for values in first.values.values())
+    errors, explained = [], []
+    for _ in range(40):
+        done = roles.learn([rows(roles.score(groups), groups)])
+        errors.append(done.value_loss)
+        explained.append(done.explained_variance)
+    targets = credit(groups, advantage_of(CONFIG.algorithm), first).returns
+    mean_square = np.mean(np.concatenate([targets[t.id][t.loss_mask] for t in groups[0]]) ** 2)
+    assert errors[0] == pytest.approx(mean_square / 2, rel=1e-5)
+    assert errors[-1] < errors[0] / 20
+    assert explained[0] < 0 < 0.9 < explained[-1] <= 1
+
+
+def test_the_loss_is_half_the_squared_error_and_its_gradient_the_error():
+    (row,) = batch.rank_rows(
+        batch.to_sequences(
+            GROUPS, advantage_of(CONFIG.algorithm), 5, 5, scores=Scores(values=values_of(lambda t: 0.5))
+        ),
+        0,
+        1,
+        1000,
+    )
+    values = torch.randn(len(row.token_ids), dtype=torch.float64, requires_grad=True)
+    output = value_loss(values, values * 0, row)
+    output.loss_sum.backward()
+    error = np.where(row.trained, values.detach() - row.returns, 0)
+    assert float(output.loss_sum.detach()) == pytest.approx((error**2).sum() / 2)
+    assert values.grad.numpy() == pytest.approx(error)
+    returns = row.returns[row.trained].double()
+    means = {name: float(value) / len(returns) for name, value in output.sums.items()}
+    assert explained_variance(means) == pytest.approx(
+        1 - (error**2).sum() / len(returns) / float(returns.var(correction=0))
+    )
+
+
+def test_while_the_critic_warms_up_the_policy_rests(pair):
+    policy, critic = pair
+    roles = Roles(CONFIG, policy, critic=critic)
+    stepper = Stepper(CONFIG, policy, 64, roles)
+    moved = []
+    for step in range(4):
+        before = {name: tensor.clone() for name, tensor in policy.named_weights()}
+        scores = roles.score(GROUPS)
+        sequences = batch.to_sequences(GROUPS, advantage_of(CONFIG.algorithm), 5, 5, scores=scores)
+        done = stepper.step(sequences, (), CheckpointState(step=step, version=5))
+        assert done.critic.value_loss > 0
+        moved.append(any(not torch.equal(before[name], tensor) for name, tensor in policy.named_weights()))
+    assert moved == [False, False, True, True]
+
+
+def test_a_checkpoint_holds_the_critic_too(pair, folders, tmp_path):
+    policy, critic = pair
+    roles = Roles(CONFIG, policy, critic=critic)
+    for _ in range(3):
+        roles.learn([rows(roles.score(GROUPS))])
+    expected = roles.score(GROUPS).values
+    state = CheckpointState(step=2, version=7)
+    there = path_of(tmp_path, 2)
+    assert not roles.saved_with(there)
+    for writing in roles.save(tmp_path, state):
+        writing.result(60)
+    assert roles.saved_with(there)
+    roles.learn([rows(roles.score(GROUPS))])
+    assert any((roles.score(GROUPS).values[name] != values).any() for name, values in expected.items())
+    roles.load(there)
+    assert all((roles.score(GROUPS).values[name] == values).all() for name, values in expected.items())
+    for step in (4, 6):
+        for writing in roles.save(tmp_path, CheckpointState(step=step, version=7)):
+            writing.result(60)
+    roles.prune(tmp_path, 2)
+    assert sorted(path.name for path in (tmp_path / CRITIC).iterdir()) == ["step-00000004", "step-00000006"]
+    policy.save(tmp_path / CRITIC / "step-00000008", state).result(60)
+    with pytest.raises(CheckpointError, match="another model"):
+        roles.load(path_of(tmp_path, 8))
+
+
+def test_one_line_of_config_asks_for_a_critic():
+    algorithm = load("quickstart", ["learner.algorithm.advantage.kind=gae"]).learner.algorithm
+    assert algorithm.advantage == Gae()
