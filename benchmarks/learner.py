@@ -31,15 +31,8 @@ MIB = 1 << 20
 GROUPS = {"1M": 8}
 """Task groups of eight by size of policy: the quickstart's batch for the quickstart's policy, one group for larger ones."""
 
-STEPS = {
-    "full": ("full",),
-    "bare": ("train",),
-    "padded": ("train",),
-    "two ranks": ("full",),
-    "two threads": ("full",),
-    "trl": ("train",),
-}
-"""Contender -> the steps of it that are timed, in the order of a round."""
+CONTENDERS = ("full", "bare", "padded", "two ranks", "two threads", "trl")
+"""In the order of a round."""
 
 PLACES = {"two ranks": (2, 1), "two threads": (1, 2)}
 """Processes, and threads of each, of contenders that are not one process of one thread."""
@@ -51,13 +44,13 @@ class Measured(msgspec.Struct, frozen=True):
     Attributes:
         tokens: useful ones of the batch.
         fill: their share in the batch padded to its longest sequence.
-        seconds: (contender, step) -> of each round.
+        seconds: contender -> of its step in each round.
         held: contender -> memory of each of its processes.
     """
 
     tokens: int
     fill: float
-    seconds: dict[tuple[str, str], list[float]]
+    seconds: dict[str, list[float]]
     held: dict[str, list[Held]]
 
 
@@ -71,8 +64,8 @@ async def measure(folder: Path, size: str, shape: Shape, rounds: int) -> Measure
     model = folder / "model"
     make_policy(model, size)
     batch = make_batch(shape, vocabulary_size(str(model)))
-    names = [name for name in STEPS if name != "trl" or TRL.exists()]
-    seconds = dict[tuple[str, str], list[float]]()
+    names = [name for name in CONTENDERS if name != "trl" or TRL.exists()]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     async with contextlib.AsyncExitStack() as stack:
         steppers = dict[str, Stepper]()
         for name in names:
@@ -83,39 +76,36 @@ async def measure(folder: Path, size: str, shape: Shape, rounds: int) -> Measure
             steppers[name] = await stack.enter_async_context(place)
         for number in range(rounds + 1):
             for name, stepper in steppers.items():
-                for step in STEPS[name]:
-                    took = await stepper.step(step)
-                    if number:
-                        seconds.setdefault((name, step), []).append(took)
+                took = await stepper.step()
+                if number:
+                    seconds[name].append(took)
         held = {name: await stepper.end() for name, stepper in steppers.items()}
     return Measured(tokens_of(batch), fill_of(batch), seconds, held)
 
 
 def results(measured: Measured, size: str) -> tuple[Result, ...]:
     """The ratios, each with the spread over its rounds."""
-    full, bare = ("full", "full"), ("bare", "train")
 
-    def row(name: str, contender: tuple[str, str], floor: tuple[str, str], note: str = "") -> Row:
+    def row(name: str, contender: str, floor: str, note: str = "") -> Row:
         rates = [[measured.tokens / s for s in measured.seconds.get(key, ())] for key in (contender, floor)]
         if not rates[1]:
             return Row(name, sum(rates[0]) / len(rates[0]), float("nan"), "tokens/s", NO_TRL)
         return by_rounds(name, rates[0], rates[1], "tokens/s", note=note)
 
-    trl, padded = ("trl", "train"), ("padded", "train")
     return (
         Result(
             f"{size}: the learner's step over the bare packed one, {measured.tokens} tokens",
             "full",
             "bare",
-            (row("full over bare", full, bare, "full: credit, packing, loss, metrics, and fresh trajectories scored"),),
+            (row("full over bare", "full", "bare", "full: credit, packing, loss, metrics, fresh trajectories scored"),),
         ),
         Result(
             f"{size}: packed over padded to the longest, {measured.fill:.0%} full",
             "packed",
             "padded",
             (
-                row("bare over bare", bare, padded),
-                row("full over bare", full, padded),
+                row("bare over bare", "bare", "padded"),
+                row("full over bare", "full", "padded"),
             ),
         ),
         Result(
@@ -123,15 +113,15 @@ def results(measured: Measured, size: str) -> tuple[Result, ...]:
             "two ranks",
             "one rank",
             (
-                row("one thread each, over one thread", ("two ranks", "full"), full),
-                row("one thread each, over two threads", ("two ranks", "full"), ("two threads", "full")),
+                row("one thread each, over one thread", "two ranks", "full"),
+                row("one thread each, over two threads", "two ranks", "two threads"),
             ),
         ),
         Result(
             f"{size}: beside TRL's GRPOTrainer, per useful token",
             "ours",
             "TRL",
-            (row("full over TRL's step", full, trl),),
+            (row("full over TRL's step", "full", "trl"),),
         ),
         Result(f"{size}: peak memory of a process", "full", "floor", memory(measured.held)),
     )

@@ -49,12 +49,12 @@ class Stepper:
             if line != "ready":
                 raise LearnerError(f"{self.name} said {line!r} instead of ready; {self._end_of_log()}")
 
-    async def step(self, step: str) -> float:
+    async def step(self) -> float:
         """Seconds of one step, those of the slowest process."""
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.write(f"{step}\n".encode())
-        return max(float(line) for line in await self._lines(STEP_S, f"the step {step!r}"))
+            process.stdin.write(b"\n")
+        return max(float(line) for line in await self._lines(STEP_S, "a step"))
 
     async def end(self) -> list[Held]:
         """End every process; what each of them held."""

@@ -1,12 +1,12 @@
-"""The contenders of `bench learner`, each in a process of its own that steps when it is told to: `python -m ... < names > seconds`.
+"""The contenders of `bench learner`, each in a process of its own that steps when it is told to: `python -m ... < lines > seconds`.
 
     full      what the training loop does with a batch: credit, rows, loss, FSDP2 step, a look at fresh trajectories
     bare      transformers and torch.optim.AdamW over the same rows with the same attention, nothing around them
     padded    the same again, but over the batch padded to its longest sequence, with an attention mask and standard SDPA
 
 Invariants:
-- A process prints `ready`, then for each line that it reads the seconds which the step of that name took, and at the end of its
-  input what it held in memory, as JSON (`Held`).
+- A process prints `ready`, then for each line that it reads, whatever it says, the seconds which a step took, and at the end of
+  its input what it held in memory, as JSON (`Held`).
 - Vocabulary is computed at trained tokens only, by all of them: the floors are the best that plain code does.
 """
 
@@ -42,8 +42,6 @@ FRESH_EVERY = 8
 """One sequence in so many is scored once more, in place of what the loop scores of the newest trajectories: 8 beside a batch of the
 quickstart's 64."""
 
-Step = Callable[[], None]
-
 
 class Full:
     """The training loop's step without the buffer."""
@@ -63,18 +61,14 @@ class Full:
         self._stepper = Stepper(config.learner, self._backend, longest, Roles(config.learner, self._backend))
         one_by_one = [trajectory for group in self._groups for trajectory in group]
         self._fresh = one_by_one[::FRESH_EVERY] if self._backend.rank == 0 else []
-        self.steps: dict[str, Step] = {"full": self.full}
 
-    def full(self) -> None:
+    def step(self) -> None:
         sequences = to_sequences(self._groups, self._advantage, 0, 0)
         self._stepper.step(sequences, self._fresh, CheckpointState(step=0, version=0))
 
 
 class Plain(ABC):
-    """A floor: transformers, AdamW, and a loss of two lines.
-
-    Step: `train`, forward, backward and AdamW.
-    """
+    """A floor: transformers, AdamW, and a loss of two lines. Its step is forward, backward and AdamW."""
 
     attention: str
 
@@ -88,13 +82,12 @@ class Plain(ABC):
         self.sequences = to_sequences(to_groups(job.batch), advantage_of(Algorithm()), 0, 0)
         self.budget = job.budget
         self._tokens = sum(int(s.trained.sum()) for s in self.sequences)
-        self.steps: dict[str, Step] = {"train": self.train}
 
     @abstractmethod
     def passes(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """For each pass: logits [K, V] that predict its trained tokens, those tokens int64[K], their advantages float32[K]."""
 
-    def train(self) -> None:
+    def step(self) -> None:
         for logits, targets, advantages in self.passes():
             logprobs = -functional.cross_entropy(logits, targets, reduction="none")
             (-(logprobs * advantages).sum() / self._tokens).backward()
@@ -165,9 +158,9 @@ def main() -> None:
     contender = CONTENDERS[job.contender](job)
     before = resident("VmRSS")
     _say("ready")
-    for line in sys.stdin:
+    for _ in sys.stdin:
         began = time.perf_counter()
-        contender.steps[line.strip()]()
+        contender.step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         _say(f"{time.perf_counter() - began}")

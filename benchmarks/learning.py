@@ -169,12 +169,11 @@ async def _warm_model(out: Path, say: Say) -> Path:
 
 
 async def _run_ours(arm: Arm, seed: int, steps: int, model: Path, folder: Path) -> Run:
-    """`slipstream train`; without correction, the same but for the check that refuses it."""
-    module = "slipstream.launch.cli" if arm.corrected else f"{__package__}.learning_uncorrected"
+    """`slipstream train`."""
     run = folder / "run"
-    command = [sys.executable, "-m", module, *(("train",) if arm.corrected else ()), PRESET, *TASK, *TRAINING]
-    overrides = [f"model.path={model}", f"run.dir={run}", f"seed={seed}", f"learner.steps={steps}"]
-    await _finish((*command, *overrides, f"buffer.max_staleness={arm.max_staleness}"), folder / "run.log")
+    command = (sys.executable, "-m", "slipstream.launch.cli", "train", PRESET, *TASK, *TRAINING, *arm.overrides)
+    overrides = (f"model.path={model}", f"run.dir={run}", f"seed={seed}", f"learner.steps={steps}")
+    await _finish((*command, *overrides), folder / "run.log")
     rows = read_metrics(run / "metrics.jsonl")
     final = read_evaluations(run / "evaluations.json")[-1]
     ages = staleness_tokens(rows)

@@ -36,6 +36,9 @@ TASK = (
 WARM_UP = ("sft.epochs=1", "sft.demonstrations=4096")
 """A habit of the form of an answer, and some sums by heart."""
 
+UNCORRECTED = ("learner.algorithm.correction.kind=none", "learner.algorithm.correction.biased=true")
+"""What an arm without correction sets: a config refuses it where tokens are stale, unless it says that it means it."""
+
 TRAINING = (
     f"buffer.groups_per_batch={GROUPS}",
     f"buffer.group_size={GROUP_SIZE}",
@@ -70,6 +73,11 @@ class Arm(msgspec.Struct, frozen=True):
         if self.trl:
             return "TRL"
         return f"max_staleness {self.max_staleness}" + ("" if self.corrected else ", not corrected")
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """What an arm of ours sets beside `TASK` and `TRAINING`."""
+        return (f"buffer.max_staleness={self.max_staleness}", *(() if self.corrected else UNCORRECTED))
 
 
 TRL = Arm(-1)

@@ -5,7 +5,7 @@ metrics, and backward), clipping, AdamW and the learning rate's schedule. What i
 generation, tokenizing, rewards and padding are done once, and `_prepare_inputs` hands out what the trainer itself would have
 made of the given completions: prompts padded left, answers right, each to the longest of the batch.
 
-The protocol is that of `learner_steps`; its one step is `train`.
+The protocol is that of `learner_steps`.
 """
 
 from __future__ import annotations

@@ -143,6 +143,9 @@ class AutoCorrection(Section, frozen=True, tag_field="kind", tag="auto"):
 class NoCorrection(Section, frozen=True, tag_field="kind", tag="none"):
     """Tokens count as if the policy at the start of the batch had sampled them."""
 
+    biased: bool = False
+    """Accept the bias of tokens of older policies: for ablations that show what it does."""
+
 
 class Truncated(Section, frozen=True, tag_field="kind", tag="truncated"):
     """Weighed by proximal / behaviour up to a cap; at level `token` that is TIS (Yao et al. 2025)."""

@@ -49,3 +49,10 @@ class Megatron(Section, frozen=True, tag_field="kind", tag="megatron"):
     """Ranks that every sequence is split over."""
     expert_parallel: Positive = 1
     """Ranks that the experts of a mixture are split over, among those of a stage."""
+
+
+def copy_ranks(backend: Fsdp2 | Megatron) -> int:
+    """Ranks that take the same rows, holding one copy of the model or sharing the work on it: `ranks` is a multiple of it."""
+    if isinstance(backend, Fsdp2):
+        return backend.context_parallel
+    return backend.tensor_parallel * backend.pipeline_parallel * backend.context_parallel

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import get_args, get_type_hints
 
 from ..errors import ConfigError
-from .algorithm import SELF_CORRECTING, WITHIN_GROUPS, Masked, NoCorrection, Rejected, Truncated
-from .backends import Fsdp2, Megatron
+from .algorithm import SELF_CORRECTING, WITHIN_GROUPS, KlInLoss, Masked, NoCorrection, Rejected, Truncated
+from .backends import Fsdp2, Megatron, copy_ranks
 from .schema import NO_FAULTS, Agent, Config, Fake, Fault, Mixture, PythonEnv, ReasoningGym, parse_memory, parse_size
 
 BF16_NOISE = 0.05
@@ -43,6 +43,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _episode(config)
     yield from _batch(config)
     yield from _correction(config)
+    yield from _kl(config)
     yield from _optimizer(config)
     yield from _backend(config)
     yield from _layout(config)
@@ -138,11 +139,13 @@ def _correction(config: Config) -> Iterator[str]:
     loss, correction = algorithm.loss, algorithm.correction
     key, kind = "learner.algorithm.correction", loss.__struct_config__.tag
     own = ", ".join(str(section.__struct_config__.tag) for section in SELF_CORRECTING)
-    if isinstance(correction, NoCorrection) and staleness > 0 and not isinstance(loss, SELF_CORRECTING):
+    refused = isinstance(correction, NoCorrection) and not correction.biased
+    if refused and staleness > 0 and not isinstance(loss, SELF_CORRECTING):
         yield (
             f"{key}.kind=none with buffer.max_staleness={staleness}: learner.algorithm.loss.kind={kind} would take tokens of "
             f"older policies for the learner's own; set {key}.kind to auto, truncated, masked or rejected, or "
-            f"learner.algorithm.loss.kind to one that corrects by itself ({own}), or buffer.max_staleness=0"
+            f"learner.algorithm.loss.kind to one that corrects by itself ({own}), or buffer.max_staleness=0; "
+            f"an ablation sets {key}.biased=true"
         )
     if isinstance(correction, Truncated) and isinstance(loss, SELF_CORRECTING):
         yield (
@@ -153,6 +156,15 @@ def _correction(config: Config) -> Iterator[str]:
         yield (
             f"{key}.low={correction.low:g} and {key}.high={correction.high:g} leave no loss to tokens of the learner's own policy, "
             "whose weight is 1; allowed are a low below 1 and a high above 1"
+        )
+
+
+def _kl(config: Config) -> Iterator[str]:
+    kl = config.learner.algorithm.kl
+    if isinstance(kl, KlInLoss) and kl.estimator == "k1":
+        yield (
+            "learner.algorithm.kl.estimator=k1 with kl.kind=loss: its gradient is 0 on average and holds the policy nowhere; "
+            "allowed there are k2 and k3"
         )
 
 
@@ -181,7 +193,7 @@ def _layout(config: Config) -> Iterator[str]:
     backend, key = config.learner.backend, "learner.backend"
     if not isinstance(backend, Megatron):
         return
-    split = backend.tensor_parallel * backend.pipeline_parallel * backend.context_parallel
+    split = copy_ranks(backend)
     if backend.ranks % split:
         yield (
             f"{key}.ranks={backend.ranks}: {key}.tensor_parallel={backend.tensor_parallel}, pipeline_parallel="

@@ -129,15 +129,19 @@ def model(config: Config) -> str:
 
 
 def learner(config: Config) -> str:
-    chosen = config.learner.backend
-    if isinstance(chosen, Megatron):
-        from ..learner.megatron import fit
-        from ..learner.model import read_config
+    from ..learner.context_parallel import check_heads
+    from ..learner.megatron import fit
+    from ..learner.model import read_config
 
-        fit.check_installed(chosen)
-        model = read_config(config.model.path)
-        fit.check_family(model)
-        fit.check_layout(chosen, model)
+    chosen, kl = config.learner.backend, config.learner.algorithm.kl
+    for path in {config.model.path, kl.reference if isinstance(kl, Kl) and kl.reference else config.model.path}:
+        model = read_config(path)
+        if isinstance(chosen, Megatron):
+            fit.check_installed(chosen)
+            fit.check_family(model)
+            fit.check_layout(chosen, model)
+        else:
+            check_heads(model, chosen.context_parallel if chosen.ranks > 1 else 1)
     return f"{chosen.__struct_config__.tag}, {chosen.ranks} ranks"
 
 

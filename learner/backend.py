@@ -68,8 +68,9 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 """`Backend.gather`."""
 
 BatchLoss = Callable[[Sequence[PackedRow], Gather], PolicyLoss]
-"""Collective. (this rank's rows of one step with their proximal log-probs, gather) -> the loss on each of them. What depends on the
-whole step, such as a mean over sequences, is found out here, before the first gradient."""
+"""Collective. (this rank's rows of one step, gather) -> the loss on each of them. What depends on the whole step, such as a mean
+over sequences, is found out here, before the first gradient. Here proximal log-probs may still be NaN, where the step's own forward
+pass gives them (`step.py`); rows that the loss is called on have them."""
 
 
 class StepResult(msgspec.Struct, frozen=True):

@@ -149,7 +149,8 @@ def rank_rows(sequences: Sequence[TrainSequence], rank: int, world_size: int, bu
 
 
 def to_row(sequences: Sequence[TrainSequence]) -> PackedRow:
-    """Sequences side by side. Proximal log-probs are NaN at trained tokens until `with_proximal`: forgetting them cannot pass."""
+    """Sequences side by side. Proximal log-probs are NaN at trained tokens until `with_proximal`, which may come as late as in the
+    step's own forward pass; what is computed from them before is NaN, too."""
     lengths = [len(s.token_ids) for s in sequences]
     trained = np.concatenate([s.trained for s in sequences])
     return PackedRow(
@@ -174,7 +175,8 @@ def _joined(arrays: Sequence[NDArray[np.float32] | None]) -> torch.Tensor | None
 
 
 def with_proximal(row: PackedRow, logprobs: torch.Tensor) -> PackedRow:
-    """`row` with the log-probs of the policy as it is before the step, as `Backend.logprobs` gave them."""
+    """`row` with the log-probs of the policy as it was before the batch's first step: as `Backend.logprobs` gave them, or
+    as that step's own forward pass did (`step.py`)."""
     return msgspec.structs.replace(row, proximal_logprobs=torch.where(row.trained, logprobs, 0.0))
 
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -36,6 +37,7 @@ from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, LearnerError
 from . import lora
+from .lost import is_lost
 from .model import load_tokenizer
 
 STATE_FILE = "state.json"
@@ -50,6 +52,9 @@ READING = (
     CheckpointException,
 )
 """What missing and damaged files are told by."""
+
+CLOSE_S = 5.0
+"""For a write that is under way when the learner ends: whoever waited for it has done so already, or has given up."""
 
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
 
@@ -96,7 +101,7 @@ class Saver:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._thread: threading.Thread | None = None
 
     def save(
         self, directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: CheckpointState
@@ -110,31 +115,38 @@ class Saver:
         content = stager.stage(_content(model, optimizer))
         stager.close()
         assert isinstance(content, dict)
-        return self._thread.submit(self._write, directory, content, state)
+        written = Future[None]()
 
-    def close(self) -> None:
-        """Return when what was begun is written or has failed."""
-        self._thread.shutdown()
-
-    def _write(self, directory: Path, content: STATE_DICT_TYPE, state: CheckpointState) -> None:
         def write(folder: Path) -> None:
             dcp_save(content, checkpoint_id=folder, process_group=self._group)
             if dist.get_rank() == 0:
                 (folder / STATE_FILE).write_bytes(msgspec.json.encode(state))
 
-        try:
-            appear(directory, write, self._group)
-        except (OSError, RuntimeError, CheckpointException) as error:
-            raise LearnerError(
-                f"checkpoint {directory} could not be written: {_reason(error)}; look at the disk and at the other ranks' logs"
-            ) from error
+        def work() -> None:
+            try:
+                appear(directory, write, self._group)
+            except BaseException as error:  # whatever it is, the loop that waits for the future raises it
+                written.set_exception(error)
+            else:
+                written.set_result(None)
+
+        # A daemon: a disk that hangs must not keep the process.
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+        return written
+
+    def close(self) -> None:
+        """Return when what was begun is written or has failed, or after `CLOSE_S`."""
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
 
 
 def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, of: str) -> CheckpointState:
     """Collective. Read `directory` into `model`, which is that `of` a folder, and `optimizer`, sharded as they are now.
 
     Raises:
-        LearnerError: the folder is missing, incomplete, or of another model.
+        CheckpointError: the folder is incomplete, or of another model.
+        LearnerError: it could not be read this time.
     """
     try:
         state = read_state(directory)
@@ -151,8 +163,7 @@ def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimiz
             raise CheckpointError(f"checkpoint {directory} is of another model than {of!r}: {difference}")
         dcp_load(content, checkpoint_id=directory)
     except READING as error:
-        kind = LearnerError if isinstance(error, OSError) else CheckpointError  # a disk may come back
-        raise kind(f"checkpoint {directory} cannot be loaded: {_reason(error)}; resume from another") from error
+        raise unreadable(directory, error) from error
     set_state_dict(
         model,
         optimizer,
@@ -186,6 +197,14 @@ def _shown(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else f"of shape {list(shape)}"
 
 
+def unreadable(directory: Path, error: BaseException) -> LearnerError:
+    """What to raise where a checkpoint could not be read: final, unless a disk or a rank that may come back was to blame."""
+    causes = [told[0] for told in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    passing = any(isinstance(cause, OSError) or is_lost(cause) for cause in causes)
+    kind = LearnerError if passing else CheckpointError
+    return kind(f"checkpoint {directory} cannot be loaded: {_reason(error)}; resume from another")
+
+
 def _reason(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
@@ -209,7 +228,20 @@ def export(directory: Path, model: PreTrainedModel, weights: Iterator[tuple[str,
 
 
 def appear(directory: Path, write: Callable[[Path], None], group: dist.ProcessGroup | None = None) -> None:
-    """Collective over `group`. Let every rank `write` into a hidden folder, flush it, then give it its name in one rename."""
+    """Collective over `group`. Let every rank `write` into a hidden folder, flush it, then give it its name in one rename.
+
+    Raises:
+        LearnerError: a rank could not write, or was lost; then `directory` is as it was before.
+    """
+    try:
+        _appear(directory, write, group)
+    except (OSError, RuntimeError, CheckpointException) as error:
+        raise LearnerError(
+            f"{directory} could not be written: {_reason(error)}; look at the disk and at the other ranks' logs"
+        ) from error
+
+
+def _appear(directory: Path, write: Callable[[Path], None], group: dist.ProcessGroup | None) -> None:
     hidden = directory.with_name(f".{directory.name}.partial")
     replaced = directory.with_name(f".{directory.name}.replaced")
     first = dist.get_rank() == 0

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..errors import LearnerError
 from .backend import LossOutput, PackedRow
 from .fsdp2 import Fsdp2Backend
 from .model import load_critic
@@ -41,9 +42,11 @@ def value_loss(values: torch.Tensor, _: torch.Tensor, row: PackedRow) -> LossOut
 
     Reported sums: `error_square`, `return` and `return_square`; see `explained_variance`.
     """
-    assert row.returns is not None
-    returns = row.returns[row.trained]
-    error = (values[row.trained] - returns).square()
+    trained = values[row.trained]
+    returns = torch.zeros_like(trained) if row.returns is None else row.returns[row.trained]
+    if row.returns is None and len(trained):
+        raise LearnerError("the critic has nothing to learn from: these rows lack returns")
+    error = (trained - returns).square()
     sums = {"error_square": error.detach().sum(), "return": returns.sum(), "return_square": returns.square().sum()}
     return LossOutput(loss_sum=error.sum() / 2, sums=sums)
 

@@ -44,7 +44,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         canary: largest canary difference after the push, nats.
         mismatch_max: largest difference in nats between the learner's and the engine's log-prob of a token sampled at the
             learner's own version: tokens of staleness 0 in the batch, and in a few trajectories that were delivered while
-            the learner looked at the batch; 0 when there were none. Tokens of a mixed policy do not count.
+            the learner looked at the batch; 0 when there were none. Tokens of a mixed policy do not count. In the batch the
+            learner's are the proximal log-probs, of the step's own forward pass or of a scoring pass before it (`step.py`).
         mismatch_tokens: how many tokens that maximum is over (rank 0's).
         loss: the policy loss.
         ess: effective sample size of the importance weights over tokens, as a share, 0 to 1.

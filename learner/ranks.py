@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import HashStore
 
 from ..errors import ConfigError, LearnerError
 from .backend import PackedRow
+from .lost import is_lost
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -84,8 +85,7 @@ def together(doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()
-        if not lost:
+        if not is_lost(error):
             raise
         reason = str(error).strip().splitlines()[0]
         raise LearnerError(

@@ -21,8 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from ..buffer.trajectory import Trajectory
-from ..configs.algorithm import Gae, KlInReward
+from ..configs.algorithm import Gae, Kl, KlInReward
 from ..configs.schema import Learner
+from ..errors import LearnerError
 from . import packing
 from .algorithms.kl import estimate
 from .backend import Backend, PackedRow
@@ -50,6 +51,12 @@ class Roles:
     def __init__(
         self, config: Learner, policy: Backend, reference: Backend | None = None, critic: Critic | None = None
     ) -> None:
+        if isinstance(config.algorithm.kl, Kl) != (reference is not None):
+            raise LearnerError(
+                "learner.algorithm.kl of another kind than none, and it alone, goes with a reference policy"
+            )
+        if isinstance(config.algorithm.advantage, Gae) != (critic is not None):
+            raise LearnerError("learner.algorithm.advantage of kind gae, and it alone, goes with a critic")
         self._algorithm = config.algorithm
         self._budget = config.backend.tokens_per_microbatch
         self._policy = policy
@@ -77,10 +84,11 @@ class Roles:
         means = {name: sum(r.means[name] * r.tokens for r in results) / tokens for name in results[0].means}
         return CriticDone(means["error_square"] / 2, explained_variance(means))
 
-    def policy_rests(self, step: int) -> bool:
-        """Whether only the critic learns in learner step `step`, counted from 0."""
+    @property
+    def alone(self) -> int:
+        """Learner steps at the beginning in which only the critic learns."""
         advantage = self._algorithm.advantage
-        return isinstance(advantage, Gae) and step < advantage.critic_warmup
+        return advantage.critic_warmup if isinstance(advantage, Gae) else 0
 
     def save(self, checkpoints: Path, state: CheckpointState) -> list[Future[None]]:
         """Collective. Begin to write what belongs to the policy's checkpoint of `state` in the folder `checkpoints`."""

@@ -58,9 +58,8 @@ class Stepper:
             raise LearnerError(
                 f"the batch of step {state.step + 1} holds no token that may be trained; see buffer.max_staleness"
             )
-        lr = warm_up(config.optimizer.lr, state.step, config.optimizer.warmup_steps)
-        if self._roles.policy_rests(state.step):
-            lr = 0.0
+        step = state.step - self._roles.alone
+        lr = warm_up(config.optimizer.lr, step, config.optimizer.warmup_steps) if step >= 0 else 0.0
         budget = config.backend.tokens_per_microbatch
         parts = minibatches(sequences, config.algorithm.minibatches)
         rows = [rank_rows(part, backend.data_rank, backend.data_size, budget) for part in parts]

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..configs import Config
+from ..configs.backends import copy_ranks
 from ..errors import StoreError
 from .metrics import Row
 from .text import share
@@ -174,6 +175,7 @@ def _advice(learner_starved: bool, rollout_starved: bool, slots: float | None, r
             f"Lower rollout.engine.replicas from {replicas} to {needed}."
         )
     if rollout_starved:
-        ranks = config.learner.backend.ranks
-        return f"The learner is the bottleneck. Raise learner.backend.ranks from {ranks} to {ranks + 1}."
+        backend = config.learner.backend
+        more = backend.ranks + copy_ranks(backend)
+        return f"The learner is the bottleneck. Raise learner.backend.ranks from {backend.ranks} to {more}."
     return "The two sides are balanced; nothing needs to change."

@@ -25,14 +25,14 @@ from slipstream.benchmarks.learner_batch import (
 )
 from slipstream.benchmarks.learner_processes import NO_TRL, stepping
 from slipstream.benchmarks.learner_steps import Bare, Full, Padded
-from slipstream.benchmarks.learning_arms import TRL, Arm, Point, Run, arms
-from slipstream.configs.algorithm import Algorithm
+from slipstream.benchmarks.learning_arms import PRESET, TASK, TRAINING, TRL, Arm, Point, Run, arms
+from slipstream.configs import load
+from slipstream.configs.algorithm import Algorithm, NoCorrection
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.launch import cli
 from slipstream.learner.algorithms import advantage_of
 from slipstream.learner.batch import to_sequences
 from slipstream.tests import tiny
-from slipstream.tests.runs import SMALL, metrics, slipstream, tiny_policy
 
 BATCH = Shape(groups=2, group_size=2, longest=48)
 
@@ -71,7 +71,7 @@ def gradients(contender: Bare | Padded) -> dict[str, torch.Tensor]:
     """Of one step, which the optimizer does not take."""
     contender._optimizer.step = lambda: None  # type: ignore[method-assign]
     contender._optimizer.zero_grad = lambda: None  # type: ignore[method-assign]
-    contender.train()
+    contender.step()
     return {name: parameter.grad.clone() for name, parameter in contender.model.named_parameters()}
 
 
@@ -88,7 +88,7 @@ def test_the_full_step_trains(folders: list[Path]) -> None:
     full = Full(job(folders[0], "full"))
     try:
         before = {name: tensor.clone() for name, tensor in full._backend.named_weights()}
-        full.full()
+        full.step()
         after = dict(full._backend.named_weights())
     finally:
         full._backend.close()
@@ -121,7 +121,7 @@ def test_bench_learner_end_to_end(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout.splitlines()[-1])["results"]
     step, padding, ranks, trl, memory = results
-    assert len(step["rows"]) == 3
+    assert [row["name"] for row in step["rows"]] == ["full over bare"]
     for row in [*step["rows"], *padding["rows"], *ranks["rows"], *memory["rows"]]:
         assert row["contender"] > 0
         assert row["ratio"] == pytest.approx(row["contender"] / row["floor"])
@@ -139,12 +139,12 @@ def test_bench_learner_end_to_end(tmp_path: Path) -> None:
 
 def test_ratios_are_of_rates_by_round() -> None:
     seconds = {
-        ("full", "full"): [2.0, 4.0],
-        ("bare", "train"): [1.0, 1.0],
-        ("padded", "train"): [4.0, 4.0],
-        ("two ranks", "full"): [1.0, 1.0],
-        ("two threads", "full"): [1.0, 2.0],
-        ("trl", "train"): [8.0, 8.0],
+        "full": [2.0, 4.0],
+        "bare": [1.0, 1.0],
+        "padded": [4.0, 4.0],
+        "two ranks": [1.0, 1.0],
+        "two threads": [1.0, 2.0],
+        "trl": [8.0, 8.0],
     }
     held = {
         "full": [Held(1 << 20, 4 << 20)],
@@ -178,6 +178,14 @@ def test_arms_are_every_bound_with_correction_and_every_stale_one_without() -> N
     names = [arm.name for arm in arms((0, 4), trl=True)]
     assert names == ["trl", "staleness-0", "staleness-4", "staleness-4-uncorrected"]
     assert [arm.name for arm in arms((0,), trl=False)] == ["staleness-0"]
+
+
+def test_arms_differ_in_staleness_and_correction_only() -> None:
+    configs = {arm.name: load(PRESET, [*TASK, *TRAINING, *arm.overrides]) for arm in arms((0, 4), trl=False)}
+    assert [config.buffer.max_staleness for config in configs.values()] == [0, 4, 4]
+    algorithms = [config.learner.algorithm for config in configs.values()]
+    assert algorithms[0] == algorithms[1]
+    assert algorithms[2] == msgspec.structs.replace(algorithms[0], correction=NoCorrection(biased=True))
 
 
 def test_rewards_are_compared_with_trl_and_with_synchronous_training() -> None:
@@ -244,21 +252,6 @@ def test_the_plot_shows_every_arm(tmp_path: Path) -> None:
     learning_plot.draw(RUNS[:4], tmp_path / "few.png")
     sizes = [(tmp_path / name).stat().st_size for name in ("all.png", "few.png")]
     assert sizes[0] > sizes[1] > 10_000
-
-
-def test_uncorrected_training_runs_to_its_report(tmp_path: Path) -> None:
-    """What the command line refuses, as an ordinary run in everything else."""
-    run_dir = tmp_path / "run"
-    overrides = (f"model.path={tiny_policy(tmp_path / 'policy')}", f"run.dir={run_dir}", "learner.steps=2")
-    arguments = ["quickstart", *SMALL, *overrides, "rollout.engine.kind=fake", "monitor.live=false"]
-    refused = slipstream("train", *arguments, "learner.algorithm.correction.kind=none", check=False)
-    assert refused.returncode == ConfigError.exit_code
-    command = [sys.executable, "-m", "slipstream.benchmarks.learning_uncorrected", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "correction:\n      kind: none" in (run_dir / "config.yaml").read_text()
-    assert [row["step"] for row in metrics(run_dir)] == [1, 2]
-    assert (run_dir / "report.html").exists()
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,10 @@ def test_failures_that_are_not_named_keep_their_policies(tmp_path):
             ["correction.low: no such key", "level, high"],
         ),
         (
+            "learner: {algorithm: {correction: {kind: truncated, biased: true}}}",
+            ["correction.biased: no such key", "level, high"],
+        ),
+        (
             "learner: {algorithm: {correction: {high: 3}}}",
             ["correction.high: no such key", "correction.kind=", "set too"],
         ),
@@ -288,6 +292,7 @@ def test_a_missing_file_names_the_presets():
                 "auto, truncated, masked or rejected",
                 "(ppo, dual_clip_ppo, cispo)",
                 "buffer.max_staleness=0",
+                "learner.algorithm.correction.biased=true",
             ],
         ),
         (["learner.algorithm.correction.kind=none", "learner.algorithm.loss.kind=kl_cov"], ["loss.kind=kl_cov would"]),
@@ -336,6 +341,7 @@ def test_impossible_combinations_name_their_keys(overrides, expected):
         ["rollout.workers=64"],
         ["learner.batch_s=10"],
         ["learner.algorithm.correction.kind=none", "buffer.max_staleness=0"],
+        ["learner.algorithm.correction.kind=none", "learner.algorithm.correction.biased=true"],
         *[[f"learner.algorithm.loss.kind={kind}"] for kind in ("ppo", "gspo", "cispo", "sapo", "clip_cov", "kl_cov")],
         ["learner.algorithm.loss.kind=dual_clip_ppo", "learner.algorithm.correction.kind=none"],
         ["learner.algorithm.loss.kind=ppo", "learner.algorithm.correction.kind=masked"],

@@ -188,6 +188,14 @@ def test_the_loss_is_half_the_squared_error_and_its_gradient_the_error():
     )
 
 
+def test_a_row_that_fills_up_teaches_the_critic_nothing(pair):
+    critic, full = pair[1], rows(Scores(values=values_of(lambda t: 0.5)))
+    assert critic.step([*full, batch.scoring_row([[0]])], value_loss, 0.0).means["error_square"] > 0
+    bare = [msgspec.structs.replace(row, returns=None) for row in full]
+    with pytest.raises(LearnerError, match="these rows lack returns"):
+        critic.step(bare, value_loss, 0.0)
+
+
 def test_while_the_critic_warms_up_the_policy_rests(pair):
     policy, critic = pair
     roles = Roles(CONFIG, policy, critic=critic)

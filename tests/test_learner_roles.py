@@ -237,6 +237,27 @@ def test_kinds_are_one_line_of_config():
     assert load("quickstart", ["learner.algorithm.kl.kind=loss"]).learner.algorithm.kl == KlInLoss(estimator="k3")
     with pytest.raises(ConfigError, match=r"learner\.algorithm\.kl\.coefficient"):
         load("quickstart", ["learner.algorithm.kl.kind=loss", "learner.algorithm.kl.coefficient=-1"])
+    with pytest.raises(ConfigError, match=r"estimator=k1 with .* allowed there are k2 and k3"):
+        load("quickstart", ["learner.algorithm.kl.kind=loss", "learner.algorithm.kl.estimator=k1"])
+    with pytest.raises(LearnerError, match="goes with a reference policy"):
+        Roles(learner(KlInLoss()), Rank(0, {}, threading.Barrier(1)))
+
+
+@pytest.mark.parametrize("kl", [KlInLoss(), KlInReward()])
+def test_a_row_that_fills_up_has_no_reference_and_needs_none(backends, kl):
+    """Ranks with fewer rows than the others step such rows, and must report the same names."""
+    scores = Roles(learner(kl), *backends).score(GROUPS)
+    sequences = batch.to_sequences(GROUPS, advantage_of(Algorithm()), 5, 5, scores=scores)
+    (row,) = batch.rank_rows(sequences, 0, 1, 1000)
+    row, empty = batch.with_proximal(row, backends[0].logprobs([row])[0]), batch.scoring_row([[0]])
+    loss = loss_of(Algorithm(kl=kl), longest=64)([row, empty], backends[0].gather)
+    outputs = [
+        loss(torch.zeros(len(r.token_ids), requires_grad=True), torch.zeros(len(r.token_ids)), r) for r in (row, empty)
+    ]
+    assert outputs[0].sums.keys() == outputs[1].sums.keys()
+    assert "kl_reference" in outputs[0].sums
+    assert not any(float(value.detach()) for value in (outputs[1].loss_sum, *outputs[1].sums.values()))
+    assert backends[0].step([row, empty], loss, 0.0).means["kl_reference"] > 0
 
 
 def test_a_reference_that_cannot_be_one_is_named(tmp_path):

@@ -50,12 +50,12 @@ def merge(
     """All of `base`, in the dtype of the adapters, each adapted weight with its product added."""
     dtype = next(iter(adapters.values())).dtype
     for name, weight in base:
-        stem, whole = name.removesuffix(WEIGHT), weight.to(dtype)
+        stem = name.removesuffix(WEIGHT)
         if stem + DOWN in adapters:
-            whole = add(whole, adapters[stem + DOWN], adapters[stem + UP])
-        yield name, whole
+            weight = add(weight, adapters[stem + DOWN], adapters[stem + UP])
+        yield name, weight.to(dtype)
 
 
 def add(weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """W + B A, in the dtype of W."""
-    return (weight.float() + up.float() @ down.float()).to(weight.dtype)
+    """W + B A, in float32."""
+    return weight.float() + up.float() @ down.float()

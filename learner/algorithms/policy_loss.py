@@ -55,15 +55,21 @@ def compose(
         if scale is not None:
             loss = scale(tokens) * loss
         loss_sum = torch.where(kept, loss, torch.zeros_like(loss)).sum()
-        return LossOutput(loss_sum=loss_sum, sums=_report(tokens, outcome.clipped & kept, kept, stalest))
+        sums = _report(tokens, outcome.clipped & kept, kept, stalest)
+        if not isinstance(kl, NoKl):
+            with torch.no_grad():
+                sums["kl_reference"] = estimate("k3", tokens.current, _reference(tokens)).sum()
+        return LossOutput(loss_sum=loss_sum, sums=sums)
 
     return policy_loss
 
 
 def _reference(tokens: Tokens) -> torch.Tensor:
-    if tokens.reference is None:
+    if tokens.reference is not None:
+        return tokens.reference
+    if len(tokens.current):
         raise LearnerError("the loss holds the policy near a reference policy, whose log-probs these rows lack")
-    return tokens.reference
+    return tokens.current.detach()  # of a row that only fills up
 
 
 @torch.no_grad()
@@ -78,8 +84,6 @@ def _report(tokens: Tokens, clipped: torch.Tensor, kept: torch.Tensor, stalest: 
         "clip_fraction": clipped,
         "dropped": ~kept,
     }
-    if tokens.reference is not None:
-        values["kl_reference"] = estimate("k3", tokens.current, tokens.reference)
     sums = {name: value.sum() for name, value in values.items()}
     values["tokens"] = torch.ones_like(kept)
     for lag in range(stalest + 1):  # the same names on every row and rank

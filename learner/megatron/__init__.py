@@ -5,10 +5,11 @@
     family      a Hugging Face config as Megatron's, the model, and its weights under Hugging Face names (`mapping`)
     rows        packed rows as one rank sees them: padded, and cut by context parallelism
     scores      log-probs over a vocabulary that is split over ranks
-    checkpoint  what is saved, readable in another layout
+    checkpoint  what is saved, readable in another layout; training waits while it is written
     cpu, spec   Megatron-core without CUDA and without TransformerEngine
 
-Importing this package makes `megatron.core` importable where there is no CUDA; nothing else may import it before.
+Importing this package makes `megatron.core` importable where there is no CUDA; nothing else may import it before. With CUDA none of
+it has run yet.
 """
 
 import warnings

@@ -23,12 +23,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from ...errors import CheckpointError, LearnerError
-from ..checkpoint import STATE_FILE, CheckpointState, appear, read_state
+from ..checkpoint import READING, STATE_FILE, CheckpointState, appear, read_state, unreadable
 from .family import Policy
 
 
@@ -62,26 +60,17 @@ def load(directory: Path, wrapped: Sequence[DistributedDataParallel], optimizer:
     """Collective. Read `directory` into `optimizer` and the `wrapped` parts of its model, split as they are now.
 
     Raises:
-        LearnerError: the folder is missing, incomplete, or of another model.
+        CheckpointError: the folder is incomplete, or of another model.
+        LearnerError: it could not be read this time.
     """
     try:
         state = read_state(directory)
         moments = _moments([part.module for part in wrapped], optimizer, loading=True)
         content: Any = {"moments": [one["param_state"] for one in moments]}
         content = dist_checkpointing.load(content, str(directory), strict=StrictHandling.RAISE_ALL)
-    except (
-        OSError,
-        msgspec.DecodeError,
-        RuntimeError,
-        ValueError,
-        KeyError,
-        CheckpointException,
-        CheckpointingException,
-    ) as error:
+    except (*READING, KeyError, CheckpointingException) as error:
         _separate_steps(optimizer)
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        kind = LearnerError if isinstance(error, OSError) else CheckpointError  # a disk may come back
-        raise kind(f"checkpoint {directory} cannot be loaded: {reason}; resume from another") from error
+        raise unreadable(directory, error) from error
     for one, own, loaded in zip(optimizer.chained_optimizers, moments, content["moments"], strict=True):
         for group in own["optimizer"]["param_groups"]:
             group["step"] = content["step"]
