@@ -32,6 +32,11 @@ class Opo(Section, frozen=True, tag_field="kind", tag="opo"):
     """Optimal reward baseline: the group's mean weighted by length (Hao et al. 2025, arXiv:2505.23585)."""
 
 
+class WinRate(Section, frozen=True, tag_field="kind", tag="win_rate"):
+    """How often an episode beats the others of its group, less a half: for rewards that can only be ranked, and what `sppo` wants
+    (Wu et al. 2024, arXiv:2405.00675)."""
+
+
 class TurnLevel(Section, frozen=True, tag_field="kind", tag="turn_level"):
     """Every turn by the rewards that follow it, relative to that turn of the group (after Ding et al. 2025, arXiv:2511.14846)."""
 
@@ -103,6 +108,14 @@ class Sapo(Section, frozen=True, tag_field="kind", tag="sapo"):
     """SAPO (Gao et al. 2025, arXiv:2511.20347): a smooth gate around the proximal policy in place of a clip."""
 
 
+class Sppo(Section, frozen=True, tag_field="kind", tag="sppo"):
+    """SPPO (Wu et al. 2024, arXiv:2405.00675): the log-ratio of a sequence to the proximal policy is drawn to eta x advantage. With
+    `win_rate` advantages and several minibatches."""
+
+    eta: AboveZero = 1e3
+    """How far: nats of log-ratio for an advantage of 1."""
+
+
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 
 
@@ -125,12 +138,12 @@ class KlCov(Section, frozen=True, tag_field="kind", tag="kl_cov"):
     """Share of the step's tokens that are so chosen; at least one token."""
 
 
-PolicyLossKind = DecoupledPpo | Ppo | DualClipPpo | Gspo | Cispo | Sapo | ClipCov | KlCov
+PolicyLossKind = DecoupledPpo | Ppo | DualClipPpo | Gspo | Cispo | Sapo | Sppo | ClipCov | KlCov
 
 SELF_CORRECTING = (Ppo, DualClipPpo, Cispo)
 """Losses whose ratio is the one to the policy that sampled: they weigh tokens of other policies by themselves."""
 
-WITHIN_GROUPS = (Grpo, Rloo, ReinforcePPBaseline, Opo)
+WITHIN_GROUPS = (Grpo, Rloo, ReinforcePPBaseline, Opo, WinRate)
 """Advantages that are 0 for every token of a group whose rewards are all equal."""
 
 Level = Literal["token", "sequence", "geometric"]
@@ -213,7 +226,9 @@ class KlInReward(Kl, frozen=True, tag_field="kind", tag="reward"):
 class Algorithm(Section, frozen=True):
     """What the step optimises."""
 
-    advantage: Grpo | Rloo | ReinforcePP | ReinforcePPBaseline | Opo | TurnLevel | Gae = field(default_factory=Grpo)
+    advantage: Grpo | Rloo | ReinforcePP | ReinforcePPBaseline | Opo | WinRate | TurnLevel | Gae = field(
+        default_factory=Grpo
+    )
     """How rewards become advantages."""
     overlong: NonNegative = 0
     """Of the tokens before `agent.max_tokens`, prompt included, so many are punished: rising to -1, added to the reward, not to its
@@ -229,5 +244,7 @@ class Algorithm(Section, frozen=True):
     """Whether, and where, the divergence from a reference policy counts."""
     entropy: Annotated[float, Meta(ge=0.0)] = 0.0
     """Coefficient of the entropy bonus, per nat; 0 is none."""
+    imitation: Annotated[float, Meta(ge=0.0)] = 0.0
+    """Coefficient of minus the mean log-prob of the tokens of episodes that earned more than 0, as VAPO has it; 0 is none."""
     minibatches: Positive = 1
     """Optimizer steps per batch; more than one makes the proximal policy differ from the target."""

@@ -36,6 +36,7 @@ class PackedRow(msgspec.Struct, frozen=True):
         advantages: float32[N], 0 where not trained.
         lags: int32[N], learner version minus the version that sampled the token, -1 where not trained.
         mixed: bool[N], trained tokens whose sampling used keys and values of older weights too: no version gives their log-prob.
+        earned: bool[N], trained tokens of episodes whose reward is above 0.
         reference_logprobs: float32[N], of the reference policy, 0 where not trained; None where there is none.
         returns: float32[N], what a critic learns to say, 0 where not trained; None where there is none.
     """
@@ -49,6 +50,7 @@ class PackedRow(msgspec.Struct, frozen=True):
     advantages: torch.Tensor
     lags: torch.Tensor
     mixed: torch.Tensor
+    earned: torch.Tensor
     reference_logprobs: torch.Tensor | None = None
     returns: torch.Tensor | None = None
 

@@ -39,6 +39,7 @@ class TrainSequence(msgspec.Struct, frozen=True):
         lags: int32[T], learner version minus the token's, -1 where not trained.
         mixed: bool[T], trained tokens of a mixed policy (`VersionSpan.mixed`).
         advantages: float32[T], 0 where not trained.
+        earned: whether its episode's reward is above 0.
         reference_logprobs: float32[T], of the reference policy, 0 where not trained; None where there is none.
         returns: float32[T], what the critic should say, 0 where not trained; None where there is none.
     """
@@ -49,6 +50,7 @@ class TrainSequence(msgspec.Struct, frozen=True):
     lags: NDArray[np.int32]
     mixed: NDArray[np.bool_]
     advantages: NDArray[np.float32]
+    earned: bool = False
     reference_logprobs: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
 
@@ -163,6 +165,7 @@ def to_row(sequences: Sequence[TrainSequence]) -> PackedRow:
         advantages=torch.from_numpy(np.concatenate([s.advantages for s in sequences])),
         lags=torch.from_numpy(np.concatenate([s.lags for s in sequences])),
         mixed=torch.from_numpy(np.concatenate([s.mixed for s in sequences])),
+        earned=torch.from_numpy(np.concatenate([s.trained & s.earned for s in sequences])),
         reference_logprobs=_joined([s.reference_logprobs for s in sequences]),
         returns=_joined([s.returns for s in sequences]),
     )
@@ -267,6 +270,7 @@ def _cut(
         lags=np.where(trained, version - versions[:end], -1).astype(np.int32),
         mixed=trained & trajectory.mixed()[:end],
         advantages=where_trained(advantages),
+        earned=trajectory.outcome.trainable and trajectory.reward > 0,
         reference_logprobs=None if reference is None else where_trained(reference),
         returns=None if returns is None else where_trained(returns),
     )

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from slipstream.configs.algorithm import Grpo, Opo, ReinforcePP, ReinforcePPBaseline, Rloo, TurnLevel
+from slipstream.configs.algorithm import Grpo, Opo, ReinforcePP, ReinforcePPBaseline, Rloo, TurnLevel, WinRate
 
 EPSILON = 1e-4
 GRPO, DR_GRPO = Grpo(normalize=True), Grpo(normalize=False)
-BY_GROUP = [GRPO, DR_GRPO, Rloo(), ReinforcePPBaseline(), Opo(), TurnLevel(gamma=0.5), TurnLevel(normalize=False)]
+BY_GROUP = [
+    GRPO,
+    DR_GRPO,
+    Rloo(),
+    ReinforcePPBaseline(),
+    Opo(),
+    WinRate(),
+    TurnLevel(gamma=0.5),
+    TurnLevel(normalize=False),
+]
 """Estimators that compare with the group, which need company in it."""
 ALL = [*BY_GROUP, ReinforcePP()]
 
@@ -92,6 +101,15 @@ def opo(_: Opo, groups: Groups) -> list[float]:
     return per_turn(groups, values)
 
 
+def win_rate(_: WinRate, groups: Groups) -> list[float]:
+    """Wu et al. 2024: one duel after the other."""
+    values = []
+    for group in groups:
+        duels = [[(e.reward > o.reward) + (e.reward == o.reward) / 2 for o in group if o is not e] for e in group]
+        values.append([mean(row) - 0.5 if row else 0.0 for row in duels])
+    return per_turn(groups, values)
+
+
 def turn_level(config: TurnLevel, groups: Groups) -> list[float]:
     """Returns-to-go as powers of gamma, compared with those who reached the turn."""
     values = []
@@ -114,5 +132,6 @@ ORACLES = {
     ReinforcePP: reinforce_pp,
     ReinforcePPBaseline: reinforce_pp_baseline,
     Opo: opo,
+    WinRate: win_rate,
     TurnLevel: turn_level,
 }

@@ -342,7 +342,10 @@ def test_impossible_combinations_name_their_keys(overrides, expected):
         ["learner.batch_s=10"],
         ["learner.algorithm.correction.kind=none", "buffer.max_staleness=0"],
         ["learner.algorithm.correction.kind=none", "learner.algorithm.correction.biased=true"],
-        *[[f"learner.algorithm.loss.kind={kind}"] for kind in ("ppo", "gspo", "cispo", "sapo", "clip_cov", "kl_cov")],
+        *[
+            [f"learner.algorithm.loss.kind={kind}"]
+            for kind in ("ppo", "gspo", "cispo", "sapo", "sppo", "clip_cov", "kl_cov")
+        ],
         ["learner.algorithm.loss.kind=dual_clip_ppo", "learner.algorithm.correction.kind=none"],
         ["learner.algorithm.loss.kind=ppo", "learner.algorithm.correction.kind=masked"],
         ["learner.algorithm.correction.kind=rejected", "learner.algorithm.correction.level=sequence"],

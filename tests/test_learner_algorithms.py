@@ -33,6 +33,7 @@ def make_row(n=40, seed=0, drift=0.5, trained=None):
         advantages=torch.from_numpy(rng.normal(size=n)),
         lags=torch.zeros(n, dtype=torch.int32),
         mixed=torch.zeros(n, dtype=torch.bool),
+        earned=torch.zeros(n, dtype=torch.bool),
     )
     return row, torch.from_numpy(current)
 

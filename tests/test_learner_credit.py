@@ -18,7 +18,7 @@ from slipstream.learner.credit import credit
 from slipstream.learner.fsdp2 import Fsdp2Backend
 from slipstream.tests.advantages import ALL, DR_GRPO, GRPO, ORACLES, Episode, names
 
-KINDS = ["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "turn_level"]
+KINDS = ["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "win_rate", "turn_level"]
 
 
 def branches(
@@ -205,7 +205,11 @@ def test_presets_keep_their_estimator_and_the_two_forms_of_grpo_are_one_kind():
 @pytest.mark.parametrize(
     ("overrides", "key", "told"),
     [
-        (["kind=dr_grpo"], "advantage.kind", "grpo, rloo, reinforce_pp, reinforce_pp_baseline, opo, turn_level"),
+        (
+            ["kind=dr_grpo"],
+            "advantage.kind",
+            "grpo, rloo, reinforce_pp, reinforce_pp_baseline, opo, win_rate, turn_level",
+        ),
         (["kind=turn_level", "gamma=1.5"], "advantage.gamma", "<= 1"),
         (["kind=turn_level", "gamma=-0.1"], "advantage.gamma", ">= 0"),
         (["kind=turn_level", "normalize=2"], "advantage.normalize", "true or false"),

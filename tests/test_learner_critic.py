@@ -237,6 +237,13 @@ def test_a_checkpoint_holds_the_critic_too(pair, folders, tmp_path):
         roles.load(path_of(tmp_path, 8))
 
 
-def test_one_line_of_config_asks_for_a_critic():
+def test_one_line_of_config_asks_for_a_critic_and_vapo_is_a_preset():
     algorithm = load("quickstart", ["learner.algorithm.advantage.kind=gae"]).learner.algorithm
     assert algorithm.advantage == Gae()
+    vapo = load("vapo").learner.algorithm
+    assert isinstance(vapo.advantage, Gae)
+    assert (vapo.advantage.lam_by_length, vapo.advantage.critic_lam) == (True, 1.0)
+    assert 0 < vapo.advantage.critic_warmup < load("vapo").learner.steps
+    assert (vapo.loss.clip_low, vapo.loss.clip_high) == (0.2, 0.28)  # type: ignore[union-attr]
+    assert vapo.minibatches > 1
+    assert vapo.imitation == 0.1

@@ -27,6 +27,7 @@ from slipstream.configs.algorithm import (
     Ppo,
     Rejected,
     Sapo,
+    Sppo,
     Truncated,
 )
 from slipstream.configs.backends import Fsdp2
@@ -129,6 +130,7 @@ def make_row(sequences):
         advantages=joined["advantages"],
         lags=torch.where(trained, torch.cat([torch.arange(n) % 3 for n in lengths]), -1).int(),
         mixed=torch.zeros_like(trained),
+        earned=trained & torch.cat([torch.full((n,), i % 2 == 0) for i, n in enumerate(lengths)]),
     )
     return row, joined["current"], joined["entropy"]
 
@@ -305,6 +307,67 @@ def test_gspo_gives_each_token_its_own_advantage():
     _, ((gradient, _),), _ = run(algorithm, [sequences])
     ratio = math.exp(np.mean((s.current - s.proximal)[s.trained]))
     np.testing.assert_allclose(gradient, np.where(s.trained, -ratio * s.advantages, 0) / s.trained.sum(), rtol=1e-9)
+
+
+def squares(sequences, eta):
+    """SPPO as its paper has it, a sequence at a time: its log-ratio, and how far that is from where it is drawn to."""
+    for s in sequences:
+        ratio = math.fsum((s.current - s.proximal)[s.trained])
+        yield s, ratio, ratio - eta * s.advantages[0]
+
+
+@pytest.mark.parametrize("eta", [0.5, 1000.0])
+def test_sppo_draws_the_log_ratio_of_a_sequence_to_eta_times_its_advantage(eta):
+    sequences = [s for s in make_sequences(spread=0.0) if s.trained.any()]
+    algorithm = Algorithm(loss=Sppo(eta=eta), correction=NoCorrection())
+    total, gradients, sums = run(algorithm, [[s] for s in sequences])
+    n = sum(int(s.trained.sum()) for s in sequences)
+    assert total == pytest.approx(sum(gap**2 for *_, gap in squares(sequences, eta)) / (2 * eta * n), rel=1e-9)
+    for (s, _, gap), (gradient, _) in zip(squares(sequences, eta), gradients, strict=True):
+        np.testing.assert_allclose(gradient, np.where(s.trained, gap / eta, 0) / n, rtol=1e-9)
+    assert sums["clip_fraction"] == 0
+
+
+def test_sppo_begins_as_the_plain_policy_gradient_and_rests_where_it_was_drawn_to():
+    start = [msgspec.structs.replace(s, proximal=s.behavior, current=s.behavior) for s in make_sequences(spread=0.0)]
+    algorithm, n = Algorithm(loss=Sppo(eta=2.0)), sum(int(s.trained.sum()) for s in start)
+    for s, (gradient, _) in zip(start, run(algorithm, [[s] for s in start])[1], strict=True):
+        np.testing.assert_allclose(gradient, np.where(s.trained, -s.advantages, 0) / n, rtol=1e-9)
+    end = [
+        msgspec.structs.replace(
+            s, current=s.behavior + np.where(s.trained, 2 * s.advantages / max(1, s.trained.sum()), 0)
+        )
+        for s in start
+    ]
+    for gradient, _ in run(algorithm, [[s] for s in end])[1]:
+        np.testing.assert_allclose(gradient, 0, atol=1e-12)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_imitation_makes_the_tokens_of_good_episodes_likelier_by_their_own_mean(aggregation):
+    """Over two ranks, one of which has nothing to imitate; the policy loss is as without it."""
+    packing = [[s] for s in make_sequences()]  # each row alone is the first, and good
+    packing.append([make_sequences(1, count=1)[0], make_sequences(2, count=1)[0]])  # the second is not
+    plain, imitating = (Algorithm(aggregation=aggregation, imitation=c) for c in (0.0, 0.25))
+    n = sum(int(s.trained.sum()) for row in packing for s in row)
+    good = [s for row in packing for s in row[:1]]
+    tokens = sum(int(s.trained.sum()) for s in good)
+    before, without, _ = run(plain, packing)
+    after, found, _ = run(imitating, packing)
+    likelihood = sum(s.current[s.trained].sum() for s in good) / tokens
+    assert after - before == pytest.approx(-0.25 * likelihood, rel=1e-9)
+    for row, (gradient, _), (other, _) in zip(packing, found, without, strict=True):
+        expected = [np.where(s.trained & (i == 0), -0.25 / tokens, 0) for i, s in enumerate(row)]
+        np.testing.assert_allclose(gradient - other, np.concatenate(expected), atol=1e-12)
+    assert n > tokens
+
+
+def test_with_nothing_good_there_is_nothing_to_imitate():
+    sequences = make_sequences()
+    row, current, entropy = make_row(sequences)
+    row = msgspec.structs.replace(row, earned=torch.zeros_like(row.earned))
+    losses = [loss_of(Algorithm(imitation=c), LONGEST)([row], alone)(current, entropy, row) for c in (0.0, 1.0)]
+    assert losses[0].loss_sum == losses[1].loss_sum
 
 
 # ---------------------------------------------------------------- properties
@@ -550,7 +613,7 @@ def test_an_optimizer_step_by_one_line_of_config(backend, line):
         outcomes.append((len(rows), backend.step(rows, batch_loss(rows, backend.gather), 0.0)))
     (one, first), (several, second) = outcomes
     assert one < several
-    assert first.loss == pytest.approx(second.loss, abs=1e-6)
+    assert first.loss == pytest.approx(second.loss, abs=1e-6, rel=1e-6)
     assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-5)
     assert first.means == pytest.approx(second.means, abs=1e-5)
     rows = near_rows(backend, 8192)

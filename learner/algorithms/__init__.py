@@ -24,7 +24,9 @@ from ...configs.algorithm import (
     ReinforcePPBaseline,
     Rloo,
     Sapo,
+    Sppo,
     TurnLevel,
+    WinRate,
 )
 from ...configs.section import Section
 from ..backend import BatchLoss, Gather, PackedRow, PolicyLoss
@@ -42,11 +44,14 @@ from . import (
     reinforce_pp_baseline,
     rloo,
     sapo,
+    sppo,
     turn_level,
+    win_rate,
 )
 from .aggregation import scale_of
 from .correction import correction_of
 from .episodes import Advantage, TokenAdvantage
+from .imitation import imitation_of
 from .policy_loss import BY_STALENESS, compose, effective_sample_size, stalest_of
 from .tokens import Selection, SurrogateLoss
 
@@ -56,6 +61,7 @@ ADVANTAGES: dict[type[Section], Callable[[Any], Advantage | TokenAdvantage]] = {
     ReinforcePP: reinforce_pp.advantage,
     ReinforcePPBaseline: reinforce_pp_baseline.advantage,
     Opo: opo.advantage,
+    WinRate: win_rate.advantage,
     TurnLevel: turn_level.advantage,
     Gae: gae.advantage,
 }
@@ -66,6 +72,7 @@ LOSSES: dict[type[Section], Callable[[Any], SurrogateLoss]] = {
     Gspo: gspo.surrogate,
     Cispo: cispo.surrogate,
     Sapo: sapo.surrogate,
+    Sppo: sppo.surrogate,
     ClipCov: clip_cov.surrogate,
     KlCov: kl_cov.surrogate,
 }
@@ -107,6 +114,9 @@ def loss_of(config: Algorithm, longest: int) -> BatchLoss:
     def loss(rows: Sequence[PackedRow], gather: Gather) -> PolicyLoss:
         selection = None if select is None else select(config.loss, rows, gather)
         scale = scale_of(config.aggregation, longest, rows, gather)
-        return compose(surrogate, selection, correct, config.entropy, config.kl, scale, stalest_of(rows, gather))
+        imitation = imitation_of(config.imitation, rows, gather)
+        return compose(
+            surrogate, selection, correct, config.entropy, config.kl, imitation, scale, stalest_of(rows, gather)
+        )
 
     return loss

@@ -2,7 +2,7 @@
 
     tokens ──surrogate──> loss per token ──correction──> weighed, some dropped ──entropy, KL──> ──aggregation──> sum of the row
 
-    sum over trained tokens of scale x [kept] x (weight x surrogate - coefficient x entropy + coefficient x KL)
+    sum over trained tokens of scale x [kept] x (weight x surrogate - coefficient x entropy + coefficient x KL), + imitation
 
 The entropy bonus (Mnih et al. 2016, arXiv:1602.01783) is that of the current policy where it was asked for a token, unweighed, and
 so is the divergence from the reference policy (`kl.py`).
@@ -24,6 +24,7 @@ from ...errors import LearnerError
 from ..backend import Gather, LossOutput, PackedRow, PolicyLoss
 from .aggregation import Scale
 from .correction import Correction
+from .imitation import Imitation
 from .kl import estimate
 from .tokens import LOG_RATIO_LIMIT, Selection, SurrogateLoss, Tokens, trained_tokens
 
@@ -37,10 +38,11 @@ def compose(
     correct: Correction,
     entropy_coefficient: float,
     kl: NoKl | KlInLoss | KlInReward,
+    imitation: Imitation | None,
     scale: Scale | None,
     stalest: int,
 ) -> PolicyLoss:
-    """The loss of a step on each of its rows; `selection`, `scale` and the largest staleness are those of this step."""
+    """The loss of a step on each of its rows; `selection`, `imitation`, `scale` and the largest staleness are this step's."""
 
     def policy_loss(logprobs: torch.Tensor, entropy: torch.Tensor, row: PackedRow) -> LossOutput:
         tokens = trained_tokens(logprobs, entropy, row, selection)
@@ -55,6 +57,8 @@ def compose(
         if scale is not None:
             loss = scale(tokens) * loss
         loss_sum = torch.where(kept, loss, torch.zeros_like(loss)).sum()
+        if imitation is not None:
+            loss_sum = loss_sum + imitation(tokens)
         sums = _report(tokens, outcome.clipped & kept, kept, stalest)
         if not isinstance(kl, NoKl):
             with torch.no_grad():

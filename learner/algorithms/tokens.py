@@ -33,6 +33,7 @@ class Tokens(msgspec.Struct, frozen=True):
         lags: int32[K], learner version minus the one that sampled.
         lengths: int64[S], trained tokens of each of the row's S sequences.
         selected: bool[K], tokens that the loss treats apart; all false for losses that select none.
+        earned: bool[K], tokens of episodes whose reward is above 0.
         reference: float[K], log-probs under the reference policy; None where there is none.
     """
 
@@ -45,6 +46,7 @@ class Tokens(msgspec.Struct, frozen=True):
     lags: torch.Tensor
     lengths: torch.Tensor
     selected: torch.Tensor
+    earned: torch.Tensor
     reference: torch.Tensor | None = None
 
     def sequence_sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -86,6 +88,7 @@ def trained_tokens(
         lags=row.lags[trained],
         lengths=lengths,
         selected=torch.zeros_like(sequence, dtype=torch.bool) if selection is None else selection(row),
+        earned=row.earned[trained],
         reference=None if row.reference_logprobs is None else row.reference_logprobs[trained],
     )
 
