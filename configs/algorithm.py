@@ -66,6 +66,18 @@ class Gae(Section, frozen=True, tag_field="kind", tag="gae"):
     """Bring the advantages of a batch to mean 0 and standard deviation 1 over its sampled tokens."""
 
 
+class Prime(Section, frozen=True, tag_field="kind", tag="prime"):
+    """PRIME (Cui et al. 2025, arXiv:2502.01456): besides what an episode earned, implicit process rewards by token, of a second
+    policy that is trained to tell episodes that earned more than 0 from others."""
+
+    beta: AboveZero = 0.05
+    """Process reward of a token: beta x log(that policy / reference)."""
+    gamma: Fraction = 1.0
+    """Discount per sampled token of process rewards."""
+    reward_lr: AboveZero = 1e-6
+    """Learning rate of the policy that gives process rewards."""
+
+
 class DecoupledPpo(Section, frozen=True, tag_field="kind", tag="decoupled_ppo"):
     """Decoupled PPO (Hilton et al. 2021, arXiv:2110.00641): clip around the proximal policy, weigh by the behaviour policy."""
 
@@ -226,7 +238,7 @@ class KlInReward(Kl, frozen=True, tag_field="kind", tag="reward"):
 class Algorithm(Section, frozen=True):
     """What the step optimises."""
 
-    advantage: Grpo | Rloo | ReinforcePP | ReinforcePPBaseline | Opo | WinRate | TurnLevel | Gae = field(
+    advantage: Grpo | Rloo | ReinforcePP | ReinforcePPBaseline | Opo | WinRate | TurnLevel | Gae | Prime = field(
         default_factory=Grpo
     )
     """How rewards become advantages."""

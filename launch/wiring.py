@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from ..configs.algorithm import Gae, Kl
+from ..configs.algorithm import Gae, Kl, Prime
 from ..configs.backends import Fsdp2, Megatron
 from ..configs.schema import Config, Fake, Sglang, Transformers, parse_size
 from ..errors import ConfigError
@@ -138,26 +138,27 @@ def make_backend(config: Config, *, temperature: float) -> Backend:
 
 def make_roles(config: Config, policy: Backend) -> Roles:
     """The models beside the policy that the algorithm asks for, each a backend like the policy's."""
-    from ..learner.roles import Roles
+    from ..learner.roles import Roles, needs_reference
 
-    kl, reference = config.learner.algorithm.kl, None
-    if isinstance(kl, Kl):
-        model = structs.replace(config.model, path=kl.reference or config.model.path)
+    algorithm, reference, trained = config.learner.algorithm, None, None
+    temperature = config.rollout.sampling.temperature
+    if needs_reference(algorithm):
+        path = algorithm.kl.reference if isinstance(algorithm.kl, Kl) else ""
+        model = structs.replace(config.model, path=path or config.model.path)
         backend = config.learner.backend
         held = structs.replace(
             config.learner, backend=structs.replace(backend, lora_rank=0) if isinstance(backend, Fsdp2) else backend
         )
-        reference = make_backend(
-            structs.replace(config, model=model, learner=held), temperature=config.rollout.sampling.temperature
-        )
-    critic = None
-    if isinstance(config.learner.algorithm.advantage, Gae):
+        reference = make_backend(structs.replace(config, model=model, learner=held), temperature=temperature)
+    if isinstance(algorithm.advantage, Prime):
+        trained = make_backend(config, temperature=temperature)
+    if isinstance(algorithm.advantage, Gae):
         from ..learner.critic import Critic
 
         held = Fsdp2(device=config.learner.backend.device)
         timeout_s = config.learner.batch_s + config.weightsync.push_s
-        critic = Critic(config.model, config.learner.optimizer, held, temperature=1.0, timeout_s=timeout_s)
-    return Roles(config.learner, policy, reference, critic)
+        trained = Critic(config.model, config.learner.optimizer, held, temperature=1.0, timeout_s=timeout_s)
+    return Roles(config.learner, policy, reference, trained)
 
 
 def make_demonstrations(config: Config) -> list[tuple[Sequence[int], Sequence[bool]]]:

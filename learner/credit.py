@@ -71,7 +71,7 @@ def credit(
     """What each token of `groups` earned, relative to what was to be expected.
 
     Args:
-        scores: penalties and values, where other models gave any.
+        scores: penalties, and what an estimator by token is told, where other models gave any.
         shape: from the lengths of episodes, in tokens of the longest branch, to what is added to their rewards.
 
     Raises:
@@ -187,17 +187,21 @@ def _by_turn(members: Sequence[Member], advantages: NDArray[np.float64]) -> Cred
 
 
 def _by_token(members: Sequence[Member], advantage: TokenAdvantage, scores: Scores) -> Credit:
-    if scores.values is None:
-        raise LearnerError("learner.algorithm.advantage judges by token and needs a critic, and this learner has none")
-    chains = [Chain(_rewards(m, scores.penalties), _sampled(m, scores.values)) for m in members]
+    if scores.told is None:
+        raise LearnerError(
+            "learner.algorithm.advantage judges by token and needs a model beside the policy, and this learner has none"
+        )
+    chains = [Chain(_rewards(m, scores.penalties), _sampled(m, scores.told), m.branches[0].group_id) for m in members]
     advantages, returns = ByTrajectory(), ByTrajectory()
     for member, judged in zip(members, advantage.estimate(chains), strict=True):
         ends = np.cumsum([branch.sampled for branch in member.branches])[:-1]
         for into, values in ((advantages, judged.advantages), (returns, judged.returns)):
+            if values is None:
+                continue
             for branch, part in zip(member.branches, np.split(_finite(values), ends), strict=True):
                 into[branch.id] = np.full(len(branch), np.nan)
                 into[branch.id][branch.loss_mask] = part
-    return Credit(advantages, returns)
+    return Credit(advantages, returns or None)
 
 
 def _sampled(member: Member, scored: Scored) -> NDArray[np.float64]:

@@ -8,7 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,11 +20,8 @@ from .model import load_critic
 
 
 class Critic(Fsdp2Backend):
-    """A backend whose `step` takes a loss on values in place of log-probs; entropies are 0."""
-
-    def values(self, rows: Sequence[PackedRow]) -> list[torch.Tensor]:
-        """Collective. float32[N] per row on CPU, without gradient: what is expected before each trained token, 0 elsewhere."""
-        return self.logprobs(rows)
+    """A backend that says values where others say log-probs: `logprobs` what is expected before each trained token, and `step`
+    takes a loss on that; entropies are 0."""
 
     def _load_model(self, path: str) -> PreTrainedModel:
         return load_critic(path, self._attention)

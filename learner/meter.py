@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -24,11 +25,13 @@ class ByStaleness(msgspec.Struct, frozen=True):
     weight_by_staleness: dict[str, float]
 
 
-class CriticDone(msgspec.Struct, frozen=True):
-    """The critic's steps on one batch; names and units are those of `StepMetrics`."""
+class RolesDone(msgspec.Struct, frozen=True):
+    """The steps of the models beside the policy on one batch; names and units are those of `StepMetrics`."""
 
-    value_loss: float
-    explained_variance: float
+    value_loss: float = 0.0
+    explained_variance: float = 0.0
+    reward_model_loss: float = 0.0
+    reward_model_accuracy: float = 0.0
 
 
 class StepDone(msgspec.Struct, frozen=True):
@@ -38,14 +41,14 @@ class StepDone(msgspec.Struct, frozen=True):
         lr: their learning rate.
         mismatch: largest learner-engine difference in nats, over all ranks.
         compared: tokens that this rank compared.
-        critic: None where there is none.
+        roles: the steps of models beside the policy.
     """
 
     results: tuple[StepResult, ...]
     lr: float
     mismatch: float
     compared: int
-    critic: CriticDone | None = None
+    roles: RolesDone = RolesDone()
 
     def mean(self, name: str) -> float:
         """A loss statistic, mean over the batch's trained tokens."""
@@ -66,6 +69,12 @@ class StepDone(msgspec.Struct, frozen=True):
                 answer.clip_fraction_by_staleness[str(lag)] = means["clip_fraction"]
                 answer.weight_by_staleness[str(lag)] = means["importance"] * tokens / weight
         return answer
+
+
+def mean_over(results: Sequence[StepResult]) -> dict[str, float]:
+    """What several steps reported by the same names, mean over their trained tokens."""
+    tokens = sum(result.tokens for result in results)
+    return {name: sum(r.means[name] * r.tokens for r in results) / tokens for name in results[0].means}
 
 
 class StepMeter:
@@ -126,7 +135,7 @@ class StepMeter:
             dropped_fraction=done.mean("dropped"),
             kl_reference=done.mean("kl_reference") if "kl_reference" in results[0].means else 0.0,
             **msgspec.structs.asdict(done.by_staleness()),
-            **({} if done.critic is None else msgspec.structs.asdict(done.critic)),
+            **msgspec.structs.asdict(done.roles),
             grad_norm=max(r.grad_norm for r in results),
             lr=done.lr,
         )

@@ -53,6 +53,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         kl_reference: mean over trained tokens of the k3 estimate of KL(current || reference), nats; 0 where there is no reference.
         value_loss: half the mean squared error of the critic before its step; 0 where there is no critic.
         explained_variance: 1 - the mean squared error / the variance of the returns; 0 where there is no critic.
+        reward_model_loss: cross-entropy of outcomes under the process reward model before its step, nats; 0 where there is none.
+        reward_model_accuracy: share of trained tokens whose sequence it judged rightly; 0 where there is none.
         entropy: mean entropy of the policy at trained tokens, nats.
         clip_fraction: share of trained tokens where the loss's own clip was at work.
         dropped_fraction: share of trained tokens that the correction left no loss (`learner.algorithm.correction`).
@@ -108,6 +110,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     kl_reference: float = 0.0
     value_loss: float = 0.0
     explained_variance: float = 0.0
+    reward_model_loss: float = 0.0
+    reward_model_accuracy: float = 0.0
     ess_by_staleness: dict[str, float] = {}
     kl_by_staleness: dict[str, float] = {}
     clip_fraction_by_staleness: dict[str, float] = {}

@@ -2,6 +2,7 @@
 
     batch ──every sampled token──> reference policy ──> log-probs, penalties ──> credit, loss
                                    critic ──> values ──> credit ──> returns ──> the critic's own step
+                                   process reward model ──> log-ratios ──> credit; outcomes ──> its own step
 
 Invariants:
 - A role is a backend like the policy's: sharded over the same ranks, behind the same contract.
@@ -21,21 +22,22 @@ import torch
 from numpy.typing import NDArray
 
 from ..buffer.trajectory import Trajectory
-from ..configs.algorithm import Gae, Kl, KlInReward
+from ..configs.algorithm import Algorithm, Gae, Kl, KlInReward, Prime
 from ..configs.schema import Learner
 from ..errors import LearnerError
 from . import packing
 from .algorithms.kl import estimate
+from .algorithms.prime import process_loss
 from .backend import Backend, PackedRow
 from .batch import supervised, to_row
 from .checkpoint import STATE_FILE, CheckpointState, path_of, prune
 from .credit import Group
 from .critic import Critic, explained_variance, value_loss
-from .meter import CriticDone
+from .meter import RolesDone, mean_over
 from .scores import Scored, Scores
 
-CRITIC = "critic"
-"""Folder beside the policy's checkpoints for those of the critic, by the same names."""
+TRAINED = "beside"
+"""Folder among the policy's checkpoints for those of the role that is trained, by the same names."""
 
 
 class Roles:
@@ -44,45 +46,56 @@ class Roles:
     Args:
         config: the learner's section.
         policy: what the ranks are, and through which they tell each other what they found.
-        reference: the policy that `algorithm.kl` holds ours near; None where it is of kind `none`.
-        critic: whose values `algorithm.advantage` needs; None where it needs none.
+        reference: the policy that `algorithm.kl`, or what process rewards are, is relative to; None where nothing is.
+        trained: what `algorithm.advantage` goes with: a `Critic` for `gae`, for `prime` a policy that becomes a process reward
+            model; None for the others.
     """
 
     def __init__(
-        self, config: Learner, policy: Backend, reference: Backend | None = None, critic: Critic | None = None
+        self, config: Learner, policy: Backend, reference: Backend | None = None, trained: Backend | None = None
     ) -> None:
-        if isinstance(config.algorithm.kl, Kl) != (reference is not None):
+        advantage = config.algorithm.advantage
+        if needs_reference(config.algorithm) != (reference is not None):
             raise LearnerError(
-                "learner.algorithm.kl of another kind than none, and it alone, goes with a reference policy"
+                "learner.algorithm.kl and advantage.kind=prime, and they alone, go with a reference policy"
             )
-        if isinstance(config.algorithm.advantage, Gae) != (critic is not None):
-            raise LearnerError("learner.algorithm.advantage of kind gae, and it alone, goes with a critic")
+        if isinstance(advantage, Gae | Prime) != (trained is not None) or isinstance(advantage, Gae) != isinstance(
+            trained, Critic
+        ):
+            raise LearnerError(
+                "learner.algorithm.advantage of kind gae goes with a critic, of kind prime with a reward model"
+            )
         self._algorithm = config.algorithm
         self._budget = config.backend.tokens_per_microbatch
         self._policy = policy
         self._reference = reference
-        self._critic = critic
+        self._trained = trained
 
     def score(self, groups: Sequence[Group]) -> Scores:
         """Collective. What they say of the batch's tokens."""
         trajectories = [trajectory for group in groups for trajectory in group]
-        reference = penalties = values = None
+        reference = penalties = told = None
         if self._reference is not None:
             reference = self._everywhere(trajectories, self._reference.logprobs)
             penalties = self._penalties(trajectories, reference)
-        if self._critic is not None:
-            values = self._everywhere(trajectories, self._critic.values)
-        return Scores(reference=reference, penalties=penalties, values=values)
+        if self._trained is not None:
+            told = self._everywhere(trajectories, self._trained.logprobs)
+            if reference is not None and isinstance(self._algorithm.advantage, Prime):
+                told = {name: logprobs - reference[name] for name, logprobs in told.items()}
+        return Scores(reference=reference, penalties=penalties, told=told)
 
-    def learn(self, parts: Sequence[Sequence[PackedRow]]) -> CriticDone | None:
-        """Collective. One step of the critic for each minibatch, given as this rank's rows; None where there is no critic."""
-        advantage = self._algorithm.advantage
-        if self._critic is None or not isinstance(advantage, Gae):
-            return None
-        results = [self._critic.step(rows, value_loss, advantage.critic_lr) for rows in parts]
-        tokens = sum(result.tokens for result in results)
-        means = {name: sum(r.means[name] * r.tokens for r in results) / tokens for name in results[0].means}
-        return CriticDone(means["error_square"] / 2, explained_variance(means))
+    def learn(self, parts: Sequence[Sequence[PackedRow]]) -> RolesDone:
+        """Collective. One step of what is trained beside the policy for each minibatch, given as this rank's rows."""
+        advantage, model = self._algorithm.advantage, self._trained
+        if model is None:
+            return RolesDone()
+        if isinstance(advantage, Gae):
+            means = mean_over([model.step(rows, value_loss, advantage.critic_lr) for rows in parts])
+            return RolesDone(value_loss=means["error_square"] / 2, explained_variance=explained_variance(means))
+        assert isinstance(advantage, Prime)
+        loss, gather = process_loss(advantage.beta), self._policy.gather
+        means = mean_over([model.step(rows, loss(rows, gather), advantage.reward_lr) for rows in parts])
+        return RolesDone(reward_model_loss=means["cross_entropy"], reward_model_accuracy=means["right"])
 
     @property
     def alone(self) -> int:
@@ -92,25 +105,25 @@ class Roles:
 
     def save(self, checkpoints: Path, state: CheckpointState) -> list[Future[None]]:
         """Collective. Begin to write what belongs to the policy's checkpoint of `state` in the folder `checkpoints`."""
-        return [] if self._critic is None else [self._critic.save(_beside(path_of(checkpoints, state.step)), state)]
+        return [] if self._trained is None else [self._trained.save(_beside(path_of(checkpoints, state.step)), state)]
 
     def saved_with(self, checkpoint: Path) -> bool:
         """Whether what belongs to a checkpoint of the policy is there."""
-        return self._critic is None or (_beside(checkpoint) / STATE_FILE).is_file()
+        return self._trained is None or (_beside(checkpoint) / STATE_FILE).is_file()
 
     def load(self, checkpoint: Path) -> None:
         """Collective. Resume from what belongs to a checkpoint of the policy."""
-        if self._critic is not None:
-            self._critic.load(_beside(checkpoint))
+        if self._trained is not None:
+            self._trained.load(_beside(checkpoint))
 
     def prune(self, checkpoints: Path, keep: int) -> None:
         """Remove all but the newest `keep`. One rank calls it, between saves."""
-        if self._critic is not None:
-            prune(checkpoints / CRITIC, keep)
+        if self._trained is not None:
+            prune(checkpoints / TRAINED, keep)
 
     def close(self) -> None:
         """Free them; to be called before the policy's backend is closed."""
-        for role in (self._critic, self._reference):
+        for role in (self._trained, self._reference):
             if role is not None:
                 role.close()
 
@@ -142,4 +155,9 @@ class Roles:
 
 
 def _beside(checkpoint: Path) -> Path:
-    return checkpoint.parent / CRITIC / checkpoint.name
+    return checkpoint.parent / TRAINED / checkpoint.name
+
+
+def needs_reference(algorithm: Algorithm) -> bool:
+    """Whether something is relative to a reference policy."""
+    return isinstance(algorithm.kl, Kl) or isinstance(algorithm.advantage, Prime)

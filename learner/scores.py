@@ -19,12 +19,12 @@ class Scores(msgspec.Struct, frozen=True):
     Attributes:
         reference: log-probs of the reference policy; None where there is none.
         penalties: what is taken off the reward of each token; None for nothing.
-        values: what the critic expects to be earned from each token on; None where there is no critic.
+        told: what the model that an estimator by token goes with says, see `Chain.told`; None where there is no such model.
     """
 
     reference: Scored | None = None
     penalties: Scored | None = None
-    values: Scored | None = None
+    told: Scored | None = None
 
 
 NO_SCORES = Scores()

@@ -77,7 +77,7 @@ class Stepper:
             lr=lr,
             mismatch=backend.maximum(gap),
             compared=compared,
-            critic=self._roles.learn(rows),
+            roles=self._roles.learn(rows),
         )
 
     def _scored(self, rows: Sequence[PackedRow]) -> list[PackedRow]:

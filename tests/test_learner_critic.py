@@ -22,7 +22,7 @@ from slipstream.learner.checkpoint import CheckpointState, path_of
 from slipstream.learner.credit import Group, credit
 from slipstream.learner.critic import Critic, explained_variance, value_loss
 from slipstream.learner.fsdp2 import Fsdp2Backend
-from slipstream.learner.roles import CRITIC, Roles
+from slipstream.learner.roles import TRAINED, Roles
 from slipstream.learner.scores import Scores
 from slipstream.learner.step import Stepper
 from slipstream.tests.test_learner_credit import branches
@@ -53,9 +53,9 @@ def chains(seed: int = 0) -> list[Chain]:
 
 def test_advantages_and_returns_are_those_of_the_formulas():
     for chain, judged in zip(chains(), estimate(PLAIN, chains()), strict=True):
-        rewards, values = chain.rewards.tolist(), chain.values.tolist()
+        rewards, values = chain.rewards.tolist(), chain.told.tolist()
         assert judged.advantages.tolist() == pytest.approx(oracle(rewards, values, 0.9, 0.8), abs=1e-12)
-        returns = np.array(oracle(rewards, values, 0.9, 0.7)) + chain.values
+        returns = np.array(oracle(rewards, values, 0.9, 0.7)) + chain.told
         assert judged.returns == pytest.approx(returns, abs=1e-12)
 
 
@@ -64,7 +64,7 @@ def test_with_lambda_one_the_critic_learns_the_return_and_with_zero_the_next_val
     to_the_end = estimate(Gae(gamma=1.0, critic_lam=1.0), [chain])[0].returns
     assert to_the_end == pytest.approx(np.cumsum(chain.rewards[::-1])[::-1])
     one_step = estimate(Gae(gamma=1.0, critic_lam=0.0), [chain])[0].returns
-    assert one_step == pytest.approx(chain.rewards + np.append(chain.values[1:], 0))
+    assert one_step == pytest.approx(chain.rewards + np.append(chain.told[1:], 0))
 
 
 def test_lambda_grows_with_length():
@@ -72,7 +72,7 @@ def test_lambda_grows_with_length():
         chains(), estimate(msgspec.structs.replace(PLAIN, lam_by_length=True), chains()), strict=True
     ):
         lam = max(0.0, 1 - 1 / (0.05 * len(chain.rewards)))
-        assert judged.advantages.tolist() == pytest.approx(oracle(chain.rewards, chain.values, 0.9, lam), abs=1e-12)
+        assert judged.advantages.tolist() == pytest.approx(oracle(chain.rewards, chain.told, 0.9, lam), abs=1e-12)
     assert lam == pytest.approx(1 / 3)  # of the longest
 
 
@@ -91,12 +91,12 @@ def values_of(number) -> dict[str, np.ndarray]:
 
 
 def test_an_episode_is_one_chain_through_all_its_branches_and_turns():
-    scores = Scores(values=values_of(lambda t: 0.1 * np.arange(len(t))))
+    scores = Scores(told=values_of(lambda t: 0.1 * np.arange(len(t))))
     found = credit(GROUPS, advantage_of(Algorithm(advantage=PLAIN)), scores)
     for group in GROUPS:
         for member in {t.member for t in group}:
             mine = [t for t in group if t.member == member]
-            values = np.concatenate([scores.values[t.id][t.loss_mask] for t in mine]).astype(float)
+            values = np.concatenate([scores.told[t.id][t.loss_mask] for t in mine]).astype(float)
             rewards = []
             turns = [turn for t in mine for turn in t.turns]
             for turn_reward, turn in zip(mine[0].turn_rewards, turns, strict=True):
@@ -115,12 +115,12 @@ def test_rewards_that_fit_no_turn_are_earned_at_the_end_and_penalties_where_they
     config = Gae(gamma=1.0, lam=1.0, normalize=False)
     zeros = {made.id: np.zeros(len(made), dtype=np.float32)}
     penalties = {made.id: np.where(np.arange(len(made)) == made.turns[0].start, 1, 0).astype(np.float32)}
-    found = credit([(made,)], advantage_of(Algorithm(advantage=config)), Scores(values=zeros, penalties=penalties))
+    found = credit([(made,)], advantage_of(Algorithm(advantage=config)), Scores(told=zeros, penalties=penalties))
     assert found.advantages[made.id][made.loss_mask].tolist() == [2.0, 3.0, 3.0]
 
 
 def test_without_a_critic_there_is_no_credit_by_token():
-    with pytest.raises(LearnerError, match="needs a critic, and this learner has none"):
+    with pytest.raises(LearnerError, match="needs a model beside the policy, and this learner has none"):
         credit(GROUPS, advantage_of(Algorithm(advantage=Gae())))
 
 
@@ -150,10 +150,10 @@ def rows(scores: Scores, groups: list[Group] = GROUPS) -> list[PackedRow]:
 def test_a_critic_expects_nothing_at_first_and_learns_what_is_earned(pair):
     policy, critic = pair
     groups = GROUPS[:1]  # in which equal tokens have equal returns
-    roles = Roles(CONFIG, policy, critic=critic)
+    roles = Roles(CONFIG, policy, trained=critic)
     first = roles.score(groups)
     assert first.reference is None
-    assert not any(values.any() for values in first.values.values())
+    assert not any(values.any() for values in first.told.values())
     errors, explained = [], []
     for _ in range(40):
         done = roles.learn([rows(roles.score(groups), groups)])
@@ -168,9 +168,7 @@ def test_a_critic_expects_nothing_at_first_and_learns_what_is_earned(pair):
 
 def test_the_loss_is_half_the_squared_error_and_its_gradient_the_error():
     (row,) = batch.rank_rows(
-        batch.to_sequences(
-            GROUPS, advantage_of(CONFIG.algorithm), 5, 5, scores=Scores(values=values_of(lambda t: 0.5))
-        ),
+        batch.to_sequences(GROUPS, advantage_of(CONFIG.algorithm), 5, 5, scores=Scores(told=values_of(lambda t: 0.5))),
         0,
         1,
         1000,
@@ -189,7 +187,7 @@ def test_the_loss_is_half_the_squared_error_and_its_gradient_the_error():
 
 
 def test_a_row_that_fills_up_teaches_the_critic_nothing(pair):
-    critic, full = pair[1], rows(Scores(values=values_of(lambda t: 0.5)))
+    critic, full = pair[1], rows(Scores(told=values_of(lambda t: 0.5)))
     assert critic.step([*full, batch.scoring_row([[0]])], value_loss, 0.0).means["error_square"] > 0
     bare = [msgspec.structs.replace(row, returns=None) for row in full]
     with pytest.raises(LearnerError, match="these rows lack returns"):
@@ -198,7 +196,7 @@ def test_a_row_that_fills_up_teaches_the_critic_nothing(pair):
 
 def test_while_the_critic_warms_up_the_policy_rests(pair):
     policy, critic = pair
-    roles = Roles(CONFIG, policy, critic=critic)
+    roles = Roles(CONFIG, policy, trained=critic)
     stepper = Stepper(CONFIG, policy, 64, roles)
     moved = []
     for step in range(4):
@@ -206,17 +204,17 @@ def test_while_the_critic_warms_up_the_policy_rests(pair):
         scores = roles.score(GROUPS)
         sequences = batch.to_sequences(GROUPS, advantage_of(CONFIG.algorithm), 5, 5, scores=scores)
         done = stepper.step(sequences, (), CheckpointState(step=step, version=5))
-        assert done.critic.value_loss > 0
+        assert done.roles.value_loss > 0
         moved.append(any(not torch.equal(before[name], tensor) for name, tensor in policy.named_weights()))
     assert moved == [False, False, True, True]
 
 
 def test_a_checkpoint_holds_the_critic_too(pair, folders, tmp_path):
     policy, critic = pair
-    roles = Roles(CONFIG, policy, critic=critic)
+    roles = Roles(CONFIG, policy, trained=critic)
     for _ in range(3):
         roles.learn([rows(roles.score(GROUPS))])
-    expected = roles.score(GROUPS).values
+    expected = roles.score(GROUPS).told
     state = CheckpointState(step=2, version=7)
     there = path_of(tmp_path, 2)
     assert not roles.saved_with(there)
@@ -224,15 +222,15 @@ def test_a_checkpoint_holds_the_critic_too(pair, folders, tmp_path):
         writing.result(60)
     assert roles.saved_with(there)
     roles.learn([rows(roles.score(GROUPS))])
-    assert any((roles.score(GROUPS).values[name] != values).any() for name, values in expected.items())
+    assert any((roles.score(GROUPS).told[name] != values).any() for name, values in expected.items())
     roles.load(there)
-    assert all((roles.score(GROUPS).values[name] == values).all() for name, values in expected.items())
+    assert all((roles.score(GROUPS).told[name] == values).all() for name, values in expected.items())
     for step in (4, 6):
         for writing in roles.save(tmp_path, CheckpointState(step=step, version=7)):
             writing.result(60)
     roles.prune(tmp_path, 2)
-    assert sorted(path.name for path in (tmp_path / CRITIC).iterdir()) == ["step-00000004", "step-00000006"]
-    policy.save(tmp_path / CRITIC / "step-00000008", state).result(60)
+    assert sorted(path.name for path in (tmp_path / TRAINED).iterdir()) == ["step-00000004", "step-00000006"]
+    policy.save(tmp_path / TRAINED / "step-00000008", state).result(60)
     with pytest.raises(CheckpointError, match="another model"):
         roles.load(path_of(tmp_path, 8))
 

@@ -239,7 +239,7 @@ def test_kinds_are_one_line_of_config():
         load("quickstart", ["learner.algorithm.kl.kind=loss", "learner.algorithm.kl.coefficient=-1"])
     with pytest.raises(ConfigError, match=r"estimator=k1 with .* allowed there are k2 and k3"):
         load("quickstart", ["learner.algorithm.kl.kind=loss", "learner.algorithm.kl.estimator=k1"])
-    with pytest.raises(LearnerError, match="goes with a reference policy"):
+    with pytest.raises(LearnerError, match="go with a reference policy"):
         Roles(learner(KlInLoss()), Rank(0, {}, threading.Barrier(1)))
 
 

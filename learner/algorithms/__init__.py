@@ -20,6 +20,7 @@ from ...configs.algorithm import (
     KlCov,
     Opo,
     Ppo,
+    Prime,
     ReinforcePP,
     ReinforcePPBaseline,
     Rloo,
@@ -40,6 +41,7 @@ from . import (
     kl_cov,
     opo,
     ppo,
+    prime,
     reinforce_pp,
     reinforce_pp_baseline,
     rloo,
@@ -64,6 +66,7 @@ ADVANTAGES: dict[type[Section], Callable[[Any], Advantage | TokenAdvantage]] = {
     WinRate: win_rate.advantage,
     TurnLevel: turn_level.advantage,
     Gae: gae.advantage,
+    Prime: prime.advantage,
 }
 LOSSES: dict[type[Section], Callable[[Any], SurrogateLoss]] = {
     DecoupledPpo: decoupled_ppo.surrogate,

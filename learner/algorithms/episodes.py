@@ -1,7 +1,7 @@
 """What an advantage estimator sees of a batch, and what it gives back.
 
     by turn:   Episodes of the whole batch  ->  float64[N], one number for each of their N turns
-    by token:  a Chain for each episode     ->  a number for each of its sampled tokens, and what a critic should have said there
+    by token:  a Chain for each episode     ->  a number for each of its sampled tokens, and what a critic should have said
 
 Invariants:
 - An estimator is a pure function: equal episodes give equal advantages, in any order of episodes and of groups.
@@ -52,18 +52,25 @@ Advantage = Callable[[Episodes], NDArray[np.float64]]
 
 
 class Chain(msgspec.Struct, frozen=True):
-    """The L sampled tokens of one episode, branch by branch: `rewards` float64[L], what was earned after each, penalties taken off;
-    `values` float64[L], what the critic expected before each from then on."""
+    """The L sampled tokens of one episode, branch by branch.
+
+    Attributes:
+        rewards: float64[L], what was earned after each, penalties taken off.
+        told: float64[L], what the model that the estimator goes with says of each: a critic its value, a process reward model its
+            log(policy / reference).
+        group: the number of the episode's task group.
+    """
 
     rewards: NDArray[np.float64]
-    values: NDArray[np.float64]
+    told: NDArray[np.float64]
+    group: int = 0
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """Of one episode: `advantages` float64[L]; `returns` float64[L], what the critic learns to say."""
+    """Of one episode: `advantages` float64[L]; `returns` float64[L], what a critic learns to say, if there is one."""
 
     advantages: NDArray[np.float64]
-    returns: NDArray[np.float64]
+    returns: NDArray[np.float64] | None = None
 
 
 class TokenAdvantage(msgspec.Struct, frozen=True):

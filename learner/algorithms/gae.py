@@ -29,7 +29,7 @@ def advantage(config: Gae) -> TokenAdvantage:
 
     def estimate(chains: Sequence[Chain]) -> list[Judged]:
         found = [_decayed(chain, config.gamma, _lam(config, len(chain.rewards))) for chain in chains]
-        returns = [chain.values + _decayed(chain, config.gamma, config.critic_lam) for chain in chains]
+        returns = [chain.told + _decayed(chain, config.gamma, config.critic_lam) for chain in chains]
         if config.normalize and any(map(len, found)):
             ends = np.cumsum([len(part) for part in found])
             found = np.split(whitened(np.concatenate(found)), ends[:-1])
@@ -44,7 +44,7 @@ def _lam(config: Gae, length: int) -> float:
 
 def _decayed(chain: Chain, gamma: float, lam: float) -> NDArray[np.float64]:
     """float64[L]: at each token the sum of this and all later temporal differences, each (gamma lam) less than the one before."""
-    deltas = chain.rewards + gamma * np.append(chain.values[1:], 0.0) - chain.values
+    deltas = chain.rewards + gamma * np.append(chain.told[1:], 0.0) - chain.told
     total, sums = 0.0, np.empty_like(deltas)
     for t in range(len(deltas) - 1, -1, -1):
         total = deltas[t] + gamma * lam * total
