@@ -24,6 +24,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from ..errors import WeightSyncError
 from .plan import GroupPlan
 
+CONNECT = timedelta(seconds=5)
+"""For a connection to a store that has just answered. Whoever gave up meanwhile is not knocked for longer."""
+
 
 class Rendezvous:
     """Where one group meets: a store on a free port of `host`, which rank 0 keeps for as long as the group lives."""
@@ -61,10 +64,12 @@ class BroadcastGroup:
         self._rendezvous = rendezvous
         timeout = timedelta(seconds=plan.timeout_s)
         try:
-            # A rendezvous that is closed already was given up; TCPStore would knock there until the deadline.
+            # A rendezvous that is closed already was given up; TCPStore would knock there until its deadline.
             socket.create_connection((plan.host, plan.port), timeout=plan.timeout_s).close()
             # The store must outlive the group: the group only borrows it.
-            self._store: Store | None = TCPStore(plan.host, plan.port, timeout=timeout, wait_for_workers=False)
+            knocks = min(timeout, CONNECT)
+            self._store: Store | None = TCPStore(plan.host, plan.port, timeout=knocks, wait_for_workers=False)
+            self._store.set_timeout(timeout)
             store = PrefixStore(plan.name, self._store)
             make = _gloo if plan.backend == "gloo" else _nccl
             self._group = make(store, plan, rank, timeout)

@@ -11,9 +11,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +24,9 @@ from ..errors import EngineError, NoAnswer
 from .plan import GroupPlan, TransferPlan
 
 T = TypeVar("T")
+
+END_S = 10.0
+"""For threads of collectives that nobody waits for any more, when the process ends."""
 
 NOTHING = -1
 """The version of a replica of which nothing is proven."""
@@ -173,5 +178,18 @@ def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
             loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _threads.add(thread)
+    thread.start()
     return future
+
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_end() -> None:
+    """An interpreter that goes while a thread is in the middle of torch's C++ is aborted: those that were abandoned end first."""
+    until = time.monotonic() + END_S
+    for thread in list(_threads):
+        thread.join(max(0.0, until - time.monotonic()))
