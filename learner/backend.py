@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Protocol
 import msgspec
 import torch
 
+from ..errors import LearnerError
 from .checkpoint import CheckpointState
 
 
@@ -82,6 +84,21 @@ class StepResult(msgspec.Struct, frozen=True):
     grad_norm: float
     tokens: int
     means: dict[str, float]
+
+
+def require_trained(tokens: int) -> None:
+    """Raises LearnerError where a step has no trained token on any rank."""
+    if tokens == 0:
+        raise LearnerError("the batch holds no trained token on any rank; nothing was changed")
+
+
+def require_finite(loss: float, grad_norm: float) -> None:
+    """Raises LearnerError where a step must not be taken."""
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        raise LearnerError(
+            f"loss {loss}, gradient norm {grad_norm}: not finite; the weights are unchanged. "
+            "Look for extreme rewards or log-probs in this batch, or lower the learning rate"
+        )
 
 
 class Backend(Protocol):

@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -29,9 +28,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configs.backends import Fsdp2
 from ..configs.schema import Model, Optimizer
-from ..errors import ConfigError, LearnerError
+from ..errors import ConfigError
 from . import attention, checkpoint, lora
-from .backend import PackedRow, PolicyLoss, StepResult
+from .backend import PackedRow, PolicyLoss, StepResult, require_finite, require_trained
 from .batch import scoring_row
 from .context_parallel import check_heads
 from .logprobs import token_logprobs
@@ -115,18 +114,13 @@ class Fsdp2Backend:
         """See `Backend.step`."""
         with together("stepping"):
             padded, tokens = self._even(rows)
-            if tokens == 0:
-                raise LearnerError("the batch holds no trained token on any rank; nothing was changed")
+            require_trained(tokens)
             try:
                 sums = self._accumulate(padded, loss, self.world_size / tokens)
                 norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
                 grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
                 loss_mean = sums.pop("loss") / tokens
-                if not (math.isfinite(loss_mean) and math.isfinite(grad_norm)):
-                    raise LearnerError(
-                        f"loss {loss_mean}, gradient norm {grad_norm}: not finite; the weights are unchanged. "
-                        "Look for extreme rewards or log-probs in this batch, or lower the learning rate"
-                    )
+                require_finite(loss_mean, grad_norm)
                 for group in self._optimizer.param_groups:
                     group["lr"] = lr
                 self._optimizer.step()

@@ -41,7 +41,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         chosen = logits.new_empty(len(logits), dtype=torch.float32)
         entropy, normalizer = torch.empty_like(chosen), torch.empty_like(chosen)
-        for part in _chunks(logits):
+        for part in chunks(logits):
             z = logits[part].float() / temperature
             normalizer[part] = torch.logsumexp(z, -1)
             chosen[part] = z.gather(-1, targets[part, None]).squeeze(-1) - normalizer[part]
@@ -57,21 +57,44 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None, None]:
         grad_chosen, grad_entropy = grads
         logits, targets, normalizer, entropy = ctx.saved_tensors
-        grad_logits = torch.zeros_like(logits)
-        for part in _chunks(logits):
-            logp = logits[part].float() / ctx.temperature - normalizer[part, None]
-            p = logp.exp()
-            grad = torch.zeros_like(p)
-            if grad_chosen is not None:
-                grad -= p * grad_chosen[part, None]
-                grad.scatter_add_(-1, targets[part, None], grad_chosen[part, None])
-            if grad_entropy is not None:
-                surprise = logp.clamp(min=torch.finfo(torch.float32).min) + entropy[part, None]
-                grad -= p * surprise * grad_entropy[part, None]
-            grad_logits[part] = (grad / ctx.temperature).to(logits.dtype)
+        grad_logits = logits_gradient(logits, targets, normalizer, entropy, ctx.temperature, grad_chosen, grad_entropy)
         return grad_logits, None, None
 
 
-def _chunks(logits: torch.Tensor) -> list[slice]:
+def logits_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    normalizer: torch.Tensor,
+    entropy: torch.Tensor,
+    temperature: float,
+    grad_chosen: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    """[K, V], the gradient by logits from that by the log-prob of `targets` and that by the entropy, float32[K] each.
+
+    Of a vocabulary that is split over ranks `logits` are one part; a target in another part has -1.
+
+    Args:
+        normalizer: float32[K], log of the sum of exp(logits / temperature) over the whole vocabulary.
+        entropy: float32[K].
+    """
+    grad_logits = torch.zeros_like(logits)
+    owned = targets >= 0
+    for part in chunks(logits):
+        logp = logits[part].float() / temperature - normalizer[part, None]
+        p = logp.exp()
+        grad = torch.zeros_like(p)
+        if grad_chosen is not None:
+            grad -= p * grad_chosen[part, None]
+            grad.scatter_add_(-1, targets[part, None].clamp(min=0), (grad_chosen * owned)[part, None])
+        if grad_entropy is not None:
+            surprise = logp.clamp(min=torch.finfo(torch.float32).min) + entropy[part, None]
+            grad -= p * surprise * grad_entropy[part, None]
+        grad_logits[part] = (grad / temperature).to(logits.dtype)
+    return grad_logits
+
+
+def chunks(logits: torch.Tensor) -> list[slice]:
+    """Rows that are brought to float32 at a time."""
     rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
     return [slice(start, start + rows) for start in range(0, len(logits), rows)]

@@ -5,15 +5,19 @@ Every backend, in every layout, has to come out with the same weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from slipstream.configs.algorithm import Algorithm, DecoupledPpo, Truncated
 from slipstream.configs.schema import Optimizer
+from slipstream.errors import LearnerError
 from slipstream.learner import lora
 from slipstream.learner.algorithms import loss_of
+from slipstream.learner.backend import Backend, PackedRow, PolicyLoss
 from slipstream.learner.batch import TrainSequence, rank_rows, with_proximal
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -136,3 +140,12 @@ def plain_loop(
         model = model.merge_and_unload()
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {"numbers": numbers} | revert_weight_conversion(model, weights)
+
+
+def assert_refused(backend: Backend, loss: PolicyLoss, rows: Sequence[PackedRow], match: str) -> None:
+    """A step that must not be taken is named, and no weight moved."""
+    before = dict(backend.named_weights())
+    with pytest.raises(LearnerError, match=match):
+        backend.step(rows, loss, 1e-3)
+    after = dict(backend.named_weights())
+    assert all(torch.equal(before[name], after[name]) for name in before)

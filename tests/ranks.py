@@ -1,4 +1,4 @@
-"""FSDP2 on one rank here and on two there: jobs of three steps, and what starts the two.
+"""One rank here and two there: jobs of three steps by FSDP2, and what starts the two for any backend.
 
 Two ranks are two processes of this Python on the loopback; they are started once for a list of jobs and do them in turn.
 """
@@ -106,8 +106,9 @@ def quiet_ports(count: int) -> list[int]:
         return ports
 
 
-def run_on_two_ranks(root: Path, script: str, jobs: Sequence[Job], *arguments: str) -> None:
-    """Run `script` twice, with the jobs as JSON and `arguments`; it is to call `run_in_turn`. Logs go to `root`."""
+def run_on_two_ranks(root: Path, script: str, jobs: Sequence[msgspec.Struct], *arguments: str) -> None:
+    """Run `script` twice, with the jobs as JSON and `arguments`; it is to do them in turn, each at its own of `PORTS`. Logs go to
+    `root`."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",

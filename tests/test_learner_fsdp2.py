@@ -18,11 +18,11 @@ from slipstream.configs.schema import Sft
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.learner.batch import scoring_row
 from slipstream.learner.checkpoint import CheckpointState, checkpoints, path_of, prune, read_state
-from slipstream.learner.fsdp2 import Fsdp2Backend
 from slipstream.learner.sft import negative_log_likelihood, run_sft
 from slipstream.tests.equality import (
     LOSS,
     TEMPERATURE,
+    assert_refused,
     make_batch,
     make_model,
     make_rows,
@@ -48,14 +48,6 @@ def poisoned(logprobs, entropy, row):
     output = negative_log_likelihood(logprobs, entropy, row)
     factor = float("nan") if os.environ.get("RANK", "0") == "0" else 1.0
     return msgspec.structs.replace(output, loss_sum=output.loss_sum * factor)
-
-
-def assert_refused(backend: Fsdp2Backend, loss, rows, match: str) -> None:
-    before = dict(backend.named_weights())
-    with pytest.raises(LearnerError, match=match):
-        backend.step(rows, loss, 1e-3)
-    after = dict(backend.named_weights())
-    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 # ---------------------------------------------------------------- two ranks

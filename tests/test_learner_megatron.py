@@ -5,12 +5,7 @@ Two ranks are two processes running this file as a script on the loopback; they 
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import random
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -38,11 +33,13 @@ from slipstream.tests.equality import (
     OPTIMIZER,
     STEPS,
     TEMPERATURE,
+    assert_refused,
     make_batch,
     make_model,
     make_rows,
     plain_loop,
 )
+from slipstream.tests.ranks import run_on_two_ranks
 from torch import distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
@@ -107,14 +104,6 @@ def poisoned(logprobs, entropy, row):
 
 
 POISON = True
-
-
-def assert_refused(backend: MegatronBackend, loss, rows, match: str) -> None:
-    before = dict(backend.named_weights())
-    with pytest.raises(LearnerError, match=match):
-        backend.step(rows, loss, 1e-3)
-    after = dict(backend.named_weights())
-    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 # ---------------------------------------------------------------- two ranks
@@ -193,17 +182,6 @@ def expected(models) -> dict[str, dict[str, torch.Tensor]]:
     return {kind: plain_loop(path) for kind, path in models.items()}
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that stay free until their job comes: below those that the system gives to the connections of the jobs before."""
-    ports: list[int] = []
-    for port in random.sample(range(12_000, 32_000), 1000):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            ports.append(port)
-        if len(ports) == count:
-            break
-    return ports
-
-
 @pytest.fixture(scope="module")
 def results(models, tmp_path_factory) -> Path:
     """Runs jobs on one rank here and on two ranks there; weights lie in the folder by name."""
@@ -229,28 +207,7 @@ def results(models, tmp_path_factory) -> Path:
         ),
         Job("tensor", models["tied"], str(root / "bfloat16"), dtype="bfloat16"),
     ]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "PORTS": ",".join(map(str, free_ports(len(two)))),
-    }
-    payload = json.dumps([msgspec.to_builtins(job) for job in two])
-    command = [sys.executable, __file__, payload, str(root / "export")]
-    logs = [(root / f"rank-{rank}.log").open("w+") for rank in range(2)]
-    ranks = [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=logs[rank], stderr=subprocess.STDOUT)
-        for rank in range(2)
-    ]
-    try:
-        codes = [process.wait(DEADLINE_S) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    for log in logs:
-        log.seek(0)
-    assert codes == [0, 0], "\n".join(log.read()[-3000:] for log in logs)
+    run_on_two_ranks(root, __file__, two, str(root / "export"))
     for source, layout in RESUMED:
         if layout == "one":
             backend = open_backend(of(source))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import pairwise
@@ -34,10 +33,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ...configs.backends import Megatron
 from ...configs.schema import Model, Optimizer
-from ...errors import LearnerError
 from .. import checkpoint as folders
 from ..attention import VARLEN_SDPA
-from ..backend import PackedRow, PolicyLoss, StepResult
+from ..backend import PackedRow, PolicyLoss, StepResult, require_finite, require_trained
 from ..batch import scoring_row
 from ..model import load_model
 from ..ranks import check_rows, choose_device, gather_rows, join, maximum_of, to_device, together
@@ -126,8 +124,7 @@ class MegatronBackend:
         """See `Backend.step`."""
         with together("stepping"):
             padded, tokens = self._even(rows)
-            if tokens == 0:
-                raise LearnerError("the batch holds no trained token on any rank; nothing was changed")
+            require_trained(tokens)
 
             def judge(logprobs: torch.Tensor, entropy: torch.Tensor, row: PackedRow) -> Output:
                 output = loss(logprobs, entropy, row)
@@ -138,11 +135,7 @@ class MegatronBackend:
                 loss_mean = sums.pop("loss") / tokens
                 self._optimizer.prepare_grads()
                 grad_norm = float(self._optimizer.get_grad_norm())
-                if not (math.isfinite(loss_mean) and math.isfinite(grad_norm)):
-                    raise LearnerError(
-                        f"loss {loss_mean}, gradient norm {grad_norm}: not finite; the weights are unchanged. "
-                        "Look for extreme rewards or log-probs in this batch, or lower the learning rate"
-                    )
+                require_finite(loss_mean, grad_norm)
                 for group in self._optimizer.param_groups:
                     group["lr"] = lr
                 self._optimizer.step()

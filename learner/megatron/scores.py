@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..logprobs import CHUNK_ELEMENTS, token_logprobs
+from ..logprobs import chunks, logits_gradient, token_logprobs
 
 
 def split_logprobs(
@@ -43,7 +43,7 @@ class _SplitLogprobs(torch.autograd.Function):
         local = local.clamp(0, width - 1)
         chosen = logits.new_empty(len(logits), dtype=torch.float32)
         entropy, normalizer = torch.empty_like(chosen), torch.empty_like(chosen)
-        for part in _chunks(logits):
+        for part in chunks(logits):
             z = logits[part].float() / temperature
             largest = z.amax(-1)
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -67,21 +67,6 @@ class _SplitLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None, None, None]:
         grad_chosen, grad_entropy = grads
         logits, local, owned, normalizer, entropy = ctx.saved_tensors
-        grad_logits = torch.zeros_like(logits)
-        for part in _chunks(logits):
-            logp = logits[part].float() / ctx.temperature - normalizer[part, None]
-            p = logp.exp()
-            grad = torch.zeros_like(p)
-            if grad_chosen is not None:
-                grad -= p * grad_chosen[part, None]
-                grad.scatter_add_(-1, local[part, None], grad_chosen[part, None] * owned[part, None])
-            if grad_entropy is not None:
-                surprise = logp.clamp(min=torch.finfo(torch.float32).min) + entropy[part, None]
-                grad -= p * surprise * grad_entropy[part, None]
-            grad_logits[part] = (grad / ctx.temperature).to(logits.dtype)
+        targets = torch.where(owned, local, -1)
+        grad_logits = logits_gradient(logits, targets, normalizer, entropy, ctx.temperature, grad_chosen, grad_entropy)
         return grad_logits, None, None, None
-
-
-def _chunks(logits: torch.Tensor) -> list[slice]:
-    rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
-    return [slice(start, start + rows) for start in range(0, len(logits), rows)]
