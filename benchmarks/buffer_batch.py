@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -23,6 +24,7 @@ import zmq
 from ..buffer import wire
 from ..buffer.client import BufferClient
 from ..buffer.messages import Lease
+from ..buffer.store import arrays_of
 from ..buffer.trajectory import FINISHED
 from .buffer_floors import bare_table, delivery, insert_rows
 from .buffer_traffic import BUFFER, Crew, Round, produce, sampled, serve, stamped, take_batches
@@ -153,7 +155,16 @@ def watch(this: Round, buffer_pid: int) -> list[Memory]:
 
     def look(taken: int) -> None:
         pages = int(Path(f"/proc/{buffer_pid}/statm").read_text().split()[1])
-        samples.append(Memory(taken, pages * os.sysconf("SC_PAGE_SIZE"), this.path.stat().st_size))
+        samples.append(Memory(taken, pages * os.sysconf("SC_PAGE_SIZE"), _size(this.path)))
 
     uvloop.run(take_batches(this, look))
     return samples
+
+
+def _size(path: Path) -> int:
+    """Bytes of the service's files; what goes while we look counts for nothing."""
+    found = 0
+    for file in (path, *arrays_of(path).iterdir()):
+        with contextlib.suppress(FileNotFoundError):
+            found += file.stat().st_size
+    return found

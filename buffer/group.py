@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -126,3 +126,7 @@ class Group(msgspec.Struct):
     def failures(self, member: int, reason: str) -> int:
         """How many attempts at `member` failed for this discard reason."""
         return sum(e.member == member and e.reason == reason and e.settled for e in self.episodes.values())
+
+
+Changed = tuple[Group, Sequence[Episode]]
+"""A group, and those of its episodes that are not stored as they are."""

@@ -110,6 +110,7 @@ class Leases(Shelf):
             if member not in final:
                 episode = Episode(f"{group.id}.{group.attempt}.{member}", worker=worker)
                 group.episodes[episode.id] = episode
+                self._mark(group, episode)
         return self._lease(group)
 
     def _begin(self) -> Group | None:
@@ -214,8 +215,9 @@ class Leases(Shelf):
                 if any(e.worker == worker for e in group.in_account("in_flight")):
                     self._lose(group, reason)
                 for episode in group.episodes.values():
-                    episode.settled = episode.settled or episode.worker == worker
-                self._changed.add(group.id)
+                    if episode.worker == worker and not episode.settled:
+                        episode.settled = True
+                        self._mark(group, episode)
 
     def expire(self, now: float) -> list[Group]:
         """Take back the leases that were not renewed in time; returns their groups."""

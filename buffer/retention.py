@@ -20,19 +20,26 @@ GROUPS_AT_ONCE = 256
 """Groups that lose something in one transaction: more would keep the answers of a round waiting."""
 
 CUT_BYTES = 32 << 20
-"""How much is cut off each file at a time, for the same reason."""
+"""How much is cut off the file at a time, for the same reason."""
 
 SLACK = 0.9
 """A buffer over its limit is brought down to this share of it, so that it is not over it again at once."""
 
-SCHEMAS = ("main", "arrays")
+TOKEN_BYTES = 8
+"""Of arrays: an id and a log-prob."""
+
+END = (
+    f"SELECT coalesce(max(arrays + {TOKEN_BYTES} * coalesce(length(loss_mask), 0)), 0) FROM trajectories"
+    " WHERE typeof(arrays) = 'integer'"
+)
+NAMED = "SELECT EXISTS (SELECT 1 FROM trajectories WHERE arrays >= ? AND arrays < ?)"
+"""Where the arrays end that rows name, and whether rows name any in these places."""
 
 _LEAVING = "(SELECT id FROM leaving)"
 
 ARRAYS = (
     "SELECT DISTINCT group_id FROM trajectories INDEXED BY held CROSS JOIN groups ON groups.id = group_id"
     f" WHERE arrays IS NOT NULL AND {SETTLED} ORDER BY group_id LIMIT {GROUPS_AT_ONCE}",
-    f"INSERT INTO let_go SELECT arrays FROM trajectories WHERE arrays IS NOT NULL AND group_id IN {_LEAVING}",
     f"UPDATE trajectories SET arrays = NULL, loss_mask = NULL WHERE arrays IS NOT NULL AND group_id IN {_LEAVING}",
 )
 ROWS = (
@@ -48,31 +55,25 @@ ROWS = (
 
 
 def sizes(db: sqlite3.Connection) -> tuple[int, int]:
-    """Bytes of both files that are in use, and all of them."""
-    used = whole = 0
-    for schema in SCHEMAS:
-        page, pages, free = (_pragma(db, schema, what) for what in ("page_size", "page_count", "freelist_count"))
-        used += page * (pages - free)
-        whole += page * pages
-    return used, whole
+    """Bytes of the file that are in use, and all of them."""
+    page, pages, free = (_pragma(db, what) for what in ("page_size", "page_count", "freelist_count"))
+    return page * (pages - free), page * pages
 
 
 def give_back(db: sqlite3.Connection) -> None:
-    """Cut unused pages off the files, outside of a transaction; that of rows is smaller after the next checkpoint of its log."""
-    for schema in SCHEMAS:
-        pages = CUT_BYTES // _pragma(db, schema, "page_size")
-        db.executescript(f"PRAGMA {schema}.incremental_vacuum({pages})")  # `execute` would stop after one page
+    """Cut unused pages off the file, outside of a transaction; it is smaller after the next checkpoint of its log."""
+    pages = CUT_BYTES // _pragma(db, "page_size")
+    db.executescript(f"PRAGMA incremental_vacuum({pages})")  # `execute` would stop after one page
 
 
-def _pragma(db: sqlite3.Connection, schema: str, what: str) -> int:
-    return db.execute(f"PRAGMA {schema}.{what}").fetchone()[0]
+def _pragma(db: sqlite3.Connection, what: str) -> int:
+    return db.execute(f"PRAGMA {what}").fetchone()[0]
 
 
 def drop(db: sqlite3.Connection, over: int) -> bool:
-    """Take the next part away, in the caller's transaction; False when nothing is left that may go. `drop_arrays` follows, in
-    another."""
+    """Take the next part away, in the caller's transaction; False when nothing is left that may go. The bytes of arrays that are no
+    longer named then go after it."""
     db.execute("CREATE TEMP TABLE IF NOT EXISTS leaving (id INTEGER PRIMARY KEY)")
-    db.execute("CREATE TEMP TABLE IF NOT EXISTS let_go (key INTEGER PRIMARY KEY)")
     for chosen, *statements in (ARRAYS, ROWS):
         db.execute("DELETE FROM leaving")
         if db.execute(f"INSERT INTO leaving {chosen}", {"over": over}).rowcount:
@@ -80,9 +81,3 @@ def drop(db: sqlite3.Connection, over: int) -> bool:
                 db.execute(statement)
             return True
     return False
-
-
-def drop_arrays(db: sqlite3.Connection) -> None:
-    """Take the arrays away that no row names any more, in the caller's transaction."""
-    db.execute("DELETE FROM arrays.arrays WHERE key IN (SELECT key FROM let_go)")
-    db.execute("DELETE FROM let_go")

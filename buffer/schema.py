@@ -5,7 +5,7 @@ Invariants:
 - The views need nothing but SQLite.
 """
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change."""
 
 SCHEMA = """
@@ -29,9 +29,10 @@ CREATE TABLE IF NOT EXISTS episodes (
 CREATE INDEX IF NOT EXISTS episodes_of_group ON episodes (group_id);
 CREATE TABLE IF NOT EXISTS trajectories (
     id TEXT PRIMARY KEY, episode_id TEXT NOT NULL REFERENCES episodes, group_id INTEGER NOT NULL, reward REAL NOT NULL,
-    header BLOB NOT NULL, loss_mask BLOB, arrays INTEGER  -- a key of `arrays`; both are NULL once dropped to save room
+    header BLOB NOT NULL, loss_mask BLOB, arrays INTEGER  -- their place, see `arrays`; both are NULL once dropped to save room
 );
 CREATE INDEX IF NOT EXISTS held ON trajectories (group_id) WHERE arrays IS NOT NULL;
+CREATE INDEX IF NOT EXISTS places ON trajectories (arrays) WHERE arrays IS NOT NULL;
 CREATE INDEX IF NOT EXISTS trajectories_of_episode ON trajectories (episode_id);
 CREATE TABLE IF NOT EXISTS commits (
     version INTEGER PRIMARY KEY, time REAL NOT NULL, groups INTEGER NOT NULL, rolled_back INTEGER NOT NULL DEFAULT 0
@@ -59,11 +60,6 @@ CREATE VIEW IF NOT EXISTS ledger AS
     SELECT version, length, account, tokens, tokens * CAST(length AS REAL) AS weight FROM placed
     UNION ALL SELECT version, length, account, tokens, weight FROM archive;
 """
-
-ARRAYS = """
-CREATE TABLE IF NOT EXISTS arrays.arrays (key INTEGER PRIMARY KEY, token_ids BLOB NOT NULL, behavior_logprobs BLOB NOT NULL)
-"""
-"""In the other file."""
 
 
 def bucket(length: int) -> int:

@@ -25,11 +25,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import zmq
 import zmq.asyncio
@@ -62,18 +62,15 @@ BACKLOG = 64
 STORE_S = 120.0
 """Longest wait for the disk to take one round, which it does in milliseconds. Nobody can break off a write that hangs."""
 
+HANDOVER_S = 1e-3
+"""How long the thread that stores waits for the interpreter while the other takes in messages, which it does after every statement.
+Python's own 5 ms are as long as a write."""
+
 LINGER_MS = 500
 """For answers that are on their way when the service ends: libzmq aborts a process that drops half of a message."""
 
 Answer = tuple[bytes, int, m.Reply]
 """Who asked, the number of the request, and the reply."""
-
-
-class Door(NamedTuple):
-    """One socket twice: `ready` is awaited, `plain` read and written without asyncio's future for each message."""
-
-    plain: zmq.Socket[bytes]
-    ready: zmq.asyncio.Socket
 
 
 class BufferService:
@@ -134,6 +131,7 @@ class BufferService:
 
     async def serve(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serve until `stop`. `on_ready` is called once the address is bound."""
+        sys.setswitchinterval(HANDOVER_S)
         context = zmq.asyncio.Context()
         self._guard = Guard(context, self._keys)
         socket = context.socket(zmq.ROUTER)
@@ -148,7 +146,7 @@ class BufferService:
             except zmq.ZMQError as error:
                 raise StoreError(f"the buffer cannot listen at {self._address}: {error}", final=False) from None
             on_ready()
-            door, stored = Door(zmq.Socket.shadow(socket), socket), list[Answer]()
+            door, stored = wire.Door(zmq.Socket.shadow(socket), socket), list[Answer]()
             while stored or not self._stopping:
                 stored = await self._round(door, stored)
         finally:
@@ -159,7 +157,7 @@ class BufferService:
             if not self._hangs:
                 self._store.close()
 
-    async def _round(self, door: Door, stored: list[Answer]) -> list[Answer]:
+    async def _round(self, door: wire.Door, stored: list[Answer]) -> list[Answer]:
         """Store what has changed; meanwhile give the answers `stored` and take in the next round. Returns the answers that may be
         given now."""
         for group in self._replay.expire(time.monotonic()):
@@ -219,7 +217,7 @@ class BufferService:
 
         return work
 
-    def _take_in(self, door: Door, enough: Callable[[], bool] = lambda: False) -> None:
+    def _take_in(self, door: wire.Door, enough: Callable[[], bool] = lambda: False) -> None:
         """Carry out what came, until there is no more, or it is enough for a round."""
         while self._roomy and not enough():
             try:
@@ -393,7 +391,7 @@ def _rules(config: Buffer, retries: Mapping[str, int] | None) -> Rules:
     )
 
 
-def _send(door: Door, answers: list[Answer]) -> None:
+def _send(door: wire.Door, answers: list[Answer]) -> None:
     """A ROUTER never waits: whoever does not read loses the answer, and asks again."""
     for identity, number, reply in answers:
         door.plain.send_multipart([identity, *wire.encode(m.ReplyEnvelope(number, reply))], copy=False)

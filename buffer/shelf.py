@@ -4,7 +4,7 @@ Invariants:
 - An episode is changed within `_moving` only: its tokens leave their accounts before and are put where they belong after.
 - A group changes its state in `_put` only, which keeps groups by state and counts them by environment: what is asked at every
   message takes no walk over all groups.
-- Every changed group is in `drain()` until the caller has stored it.
+- Every changed group, and of it every changed episode, is in `drain()` until the caller has stored it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
 from ..errors import StateError
-from .group import Episode, Group, GroupState
+from .group import Changed, Episode, Group, GroupState
 from .ledger import Books, Counts
 
 
@@ -30,13 +30,16 @@ class Shelf:
         self._numbers: Counter[tuple[GroupState, int]] = Counter()
         self._made: dict[int, dict[int, Group]] = {}
         self._wishes: dict[str, Group] = {}
-        self._changed: set[int] = set()
+        self._changed: dict[int, set[str]] = {}
         for group in groups:
             self._enter(group)
 
-    def drain(self) -> list[Group]:
-        """The groups changed since the last call, to be stored."""
-        changed = [self.groups[i] for i in sorted(self._changed)]
+    def drain(self) -> Sequence[Changed]:
+        """What changed since the last call, to be stored, by group."""
+        changed = [
+            (group, [group.episodes[episode_id] for episode_id in sorted(self._changed[group.id])])
+            for group in (self.groups[i] for i in sorted(self._changed))
+        ]
         self._changed.clear()
         return changed
 
@@ -70,7 +73,7 @@ class Shelf:
         self._unindex(group)
         group.state, group.trained_at = state, trained_at
         self._index(group)
-        self._changed.add(group.id)
+        self._mark(group)
 
     def _index(self, group: Group) -> None:
         self._by_state[group.state][group.id] = group
@@ -90,6 +93,10 @@ class Shelf:
         if group.state == "leased":
             self._wishes.pop(group.wish, None)
 
+    def _mark(self, group: Group, *episodes: Episode) -> None:
+        """To be stored: the group's own row, and those of `episodes`."""
+        self._changed.setdefault(group.id, set()).update(e.id for e in episodes)
+
     def _find(self, episode_id: str, next_group: int) -> tuple[Group, Episode] | None:
         """The group and episode of an id; None when the group is over and forgotten. `next_group` was never leased yet."""
         group_id = _group_id(episode_id)
@@ -108,7 +115,7 @@ class Shelf:
         yield
         for account, counts in episode.placed():
             self.books.add(account, counts)
-        self._changed.add(group.id)
+        self._mark(group, episode)
 
     def _count(self, group: Group, episode: Episode, generated: Counts) -> None:
         self.books.generated({v: n - episode.generated.get(v, 0) for v, n in generated.items()})

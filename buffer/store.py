@@ -1,13 +1,12 @@
-"""The durable store: an SQLite file (WAL) that holds groups, episodes, trajectories and the clock, and beside it one for arrays.
+"""The durable store: an SQLite file (WAL) that holds groups, episodes, trajectories and the clock, and beside it their arrays.
 
-    buffer.sqlite           rows; many may read it while the run goes on
-    buffer.arrays.sqlite    token ids and log-probs, by `trajectories.arrays`; only the store reads it. It has no WAL: nine tenths
-                            of the bytes are here, and are written once
+    buffer.sqlite    rows; many may read it while the run goes on
+    buffer.arrays/   token ids and log-probs, nine tenths of the bytes, at the places that `trajectories.arrays` names: written
+                     once, not to a log first
 
 Invariants:
 - What was stored in one `save` is there whole or not at all; after SIGKILL of any process it is as of the last `save`.
-- Arrays are written before the rows that name them and dropped after them: a row that names arrays has them. Those that no row
-  names are of a save that was never acknowledged, or of rows that have let them go; opening the file drops them.
+- Arrays are on the disk before the rows that name them, and are deleted after them: see `arrays`.
 - A trajectory's arrays are written once, with the delivery of its episode, and never changed; `shrink` may drop those that nobody
   can train on again.
 - No token disappears from the file: what `shrink` drops as rows is in `archive` as sums.
@@ -25,11 +24,12 @@ import msgspec
 
 from ..errors import StoreError, WireError
 from . import retention, wire
-from .group import Episode, Group
+from .arrays import Arrays
+from .group import Changed, Episode, Group
 from .ledger import Counts
 from .retention import SETTLED
 from .rules import Clock
-from .schema import ARRAYS, SCHEMA, SCHEMA_VERSION, bucket
+from .schema import SCHEMA, SCHEMA_VERSION, bucket
 from .trajectory import Outcome, Trajectory
 
 T = TypeVar("T")
@@ -42,16 +42,11 @@ BUSY_S = 10.0
 WAL_BYTES = 64 << 20
 """What the log beside the file is cut down to after a larger transaction."""
 
-CACHE_KIB = 32 << 10
-"""Of pages with arrays, twice what a round of the service brings: a larger transaction is written in parts, and more slowly."""
-
 REWARD = (
     "CASE WHEN account IN ('ready', 'trained')"
     " THEN (SELECT reward FROM trajectories WHERE episode_id = episodes.id LIMIT 1) END AS reward"
 )
 """Of an episode: all its branches say the same."""
-
-UNNAMED = "key NOT IN (SELECT arrays FROM trajectories WHERE arrays IS NOT NULL)"
 
 VALUES_AT_ONCE, BYTES_AT_ONCE = 10_000, 16 << 20
 """Values of one statement, where SQLite takes so many, and the bytes after which there are no more: it holds a copy of them."""
@@ -85,17 +80,17 @@ class Change(msgspec.Struct, frozen=True):
     def of(
         cls,
         clock: Clock,
-        groups: Iterable[Group],
+        groups: Iterable[Changed],
         trajectories: Sequence[tuple[str, Trajectory]] = (),
         commits: Sequence[CommitRow] = (),
         rolled_back_to: int | None = None,
     ) -> Change:
-        """Groups come with all their episodes."""
+        """Groups come with their changed episodes."""
         changed = list(groups)
         return cls(
             msgspec.json.encode(clock).decode(),
-            [_group_row(g) for g in changed],
-            [_episode_row(g.id, e) for g in changed for e in g.episodes.values()],
+            [_group_row(g) for g, _ in changed],
+            [_episode_row(g.id, e) for g, episodes in changed for e in episodes],
             trajectories,
             commits,
             rolled_back_to,
@@ -125,20 +120,9 @@ def require_schema(db: sqlite3.Connection, path: Path, *, new: bool = False) -> 
         raise StoreError(f"{path} has schema {found}, this program knows {SCHEMA_VERSION}")
 
 
-def attach(db: sqlite3.Connection, path: Path) -> None:
-    """Open the file for arrays beside that of `db`, as `arrays`."""
-    db.execute("ATTACH ? AS arrays", (f"{arrays_of(path).absolute().as_uri()}?mode=rwc",))
-    db.execute("PRAGMA arrays.page_size = 32768")  # for rows of many kB
-    db.execute("PRAGMA arrays.auto_vacuum = INCREMENTAL")
-    db.execute("PRAGMA arrays.journal_mode = TRUNCATE")
-    db.execute("PRAGMA arrays.synchronous = FULL")
-    db.execute(f"PRAGMA arrays.cache_size = {-CACHE_KIB}")
-    db.execute(ARRAYS)
-
-
 def arrays_of(path: Path) -> Path:
-    """The file for arrays that belongs to the one for rows at `path`."""
-    return path.with_suffix(f".arrays{path.suffix}")
+    """The folder of arrays that belongs to the file for rows at `path`."""
+    return path.with_suffix(".arrays")
 
 
 class Store:
@@ -147,42 +131,41 @@ class Store:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._shrinking = False
-        self._next_arrays = 0
         self._db = connect(path, "rwc")
         try:
             require_schema(self._db, path, new=True)
-            self._db.execute("PRAGMA main.auto_vacuum = INCREMENTAL")  # before the first table
-            self._db.execute("PRAGMA main.journal_mode = WAL")
-            self._db.execute("PRAGMA main.synchronous = FULL")  # what is acknowledged survives the host, too
-            self._db.execute(f"PRAGMA main.journal_size_limit = {WAL_BYTES}")
+            self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")  # what is acknowledged survives the host, too
+            self._db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
             self._db.execute("PRAGMA temp_store = MEMORY")
             self._db.executescript(SCHEMA)
-            self._db.execute(f"PRAGMA main.user_version = {SCHEMA_VERSION}")
-            attach(self._db, path)
-            self._db.execute(f"DELETE FROM arrays.arrays WHERE {UNNAMED}")
-            (self._next_arrays,) = self._db.execute("SELECT coalesce(max(key), 0) + 1 FROM arrays.arrays").fetchone()
+            self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            (named,) = self._db.execute(retention.END).fetchone()
+            self._arrays = Arrays(arrays_of(path), named)
+            self._arrays.forget(self._named)
         except StoreError:
             self._db.close()
             raise
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             self._db.close()
             raise _failed(f"cannot prepare the buffer {path}", error) from None
 
     def close(self) -> None:
+        self._arrays.close()
         self._db.close()
 
     def save(self, change: Change) -> None:
-        """Store it in one transaction, after one for the arrays."""
-        keys = range(self._next_arrays, self._next_arrays + len(change.trajectories))
-        arrays, trajectories = list[Row](), list[Row]()
-        for key, (episode_id, t) in zip(keys, change.trajectories, strict=True):
+        """Store it in one transaction, after the arrays, which its rows name."""
+        heads, arrays, trajectories = list[Row](), list[Sequence[wire.Frame]](), list[Row]()
+        for episode_id, t in change.trajectories:
             header, token_ids, loss_mask, behavior_logprobs = wire.encode(t)
-            arrays.append((key, token_ids, behavior_logprobs))
-            trajectories.append((t.id, episode_id, t.group_id, t.reward, header, loss_mask, key))
+            heads.append((t.id, episode_id, t.group_id, t.reward, header, loss_mask))
+            arrays.append((token_ids, behavior_logprobs))
         if arrays:
-            with self._transaction():
-                self._insert("INSERT INTO arrays.arrays", arrays)
-            self._next_arrays = keys.stop
+            with self._writing():
+                places = self._arrays.append(arrays)
+            trajectories = [(*head, place) for head, place in zip(heads, places, strict=True)]
         with self._transaction():
             self._insert("REPLACE INTO clock", [(0, change.clock)])
             self._insert("REPLACE INTO groups", change.groups)
@@ -208,19 +191,23 @@ class Store:
         return self._trajectories("episode_id = ?", episode_id)
 
     def _trajectories(self, where: str, value: object) -> list[Trajectory]:
-        columns = "id, header, token_ids, loss_mask, behavior_logprobs"
-        source = "trajectories LEFT JOIN arrays.arrays ON key = arrays"
         with self._reading():
-            rows = self._db.execute(f"SELECT {columns} FROM {source} WHERE {where}", (value,)).fetchall()
-        found = [self._trajectory(trajectory_id, frames) for trajectory_id, *frames in rows]
+            rows = self._db.execute(
+                f"SELECT id, header, loss_mask, arrays FROM trajectories WHERE {where}", (value,)
+            ).fetchall()
+            found = [self._trajectory(*row) for row in rows]
         return sorted(found, key=lambda t: (t.member, t.branch))
 
-    def _trajectory(self, trajectory_id: str, frames: list[bytes]) -> Trajectory:
+    def _trajectory(self, trajectory_id: str, header: object, loss_mask: object, place: object) -> Trajectory:
         what = f"trajectory {trajectory_id}"
-        if not all(isinstance(frame, bytes) for frame in frames):
+        if not (isinstance(header, bytes) and isinstance(loss_mask, bytes) and isinstance(place, int)):
             raise self._damaged(what, "an array or the header is missing")
+        size = retention.TOKEN_BYTES * len(loss_mask)
+        arrays = self._arrays.read(place, size)
+        if len(arrays) < size:
+            raise self._damaged(what, f"{len(arrays)} of {size} bytes are left of its arrays")
         try:
-            trajectory = wire.decode(Trajectory, frames)
+            trajectory = wire.decode(Trajectory, [header, arrays[: size // 2], loss_mask, arrays[size // 2 :]])
             trajectory.check()
         except WireError as error:
             raise self._damaged(what, error) from None
@@ -261,20 +248,24 @@ class Store:
             over: the last version that is both served and in a checkpoint.
         """
         with self._reading():
-            used, size = retention.sizes(self._db)
+            arrays, (used, size) = self._arrays.size, retention.sizes(self._db)
         target = retention.SLACK * limit if self._shrinking else limit
         dropped = left = False
-        if used > target:
+        if arrays + used > target:
             with self._transaction():
                 dropped = retention.drop(self._db, over)
-            with self._transaction():
-                retention.drop_arrays(self._db)
-        if size > target:
+            with self._writing():
+                self._arrays.forget(self._named)
+        if arrays + size > target:
             with self._writing():
                 retention.give_back(self._db)
                 left = retention.sizes(self._db)[1] < size
         self._shrinking = dropped or left
         return self._shrinking
+
+    def _named(self, start: int, end: int) -> bool:
+        """Whether a row names arrays in these places."""
+        return bool(self._db.execute(retention.NAMED, (start, end)).fetchone()[0])
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -292,14 +283,14 @@ class Store:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OverflowError) as error:
+        except (sqlite3.Error, OverflowError, OSError) as error:
             raise _failed(f"cannot write the buffer {self.path}", error) from None
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise _failed(f"cannot read the buffer {self.path}", error) from None
 
     def _rows(self, query: str, values: dict[str, int]) -> sqlite3.Cursor:

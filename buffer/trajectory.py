@@ -4,6 +4,8 @@ Invariants, checked by `Trajectory.check` before anything is accepted into the b
 - All arrays have one length T; `loss_mask` is true exactly at the tokens that the policy sampled.
 - `turns` and `version_spans` are sorted, do not overlap and lie within T; the spans cover every sampled token and no other.
 - `behavior_logprobs` is finite, at most 0 at sampled tokens, and 0 elsewhere.
+- What a trajectory is made of refers to nothing that could refer back, so the collector of cycles need not look at it (`gc=False`):
+  a long one has hundreds of turns and spans.
 - A token is sampled in exactly one trajectory. An agent that rewrites its history opens a new *branch*: another trajectory
   of the same member, whose earlier turns are context (`loss_mask` false).
 """
@@ -33,7 +35,7 @@ DETAIL_LIMIT = 4000
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
-class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens `[start, end)` were sampled by the weights of policy version `version`, as the engine reported it.
 
     `kv_version` is the oldest version whose cached keys and values they attended to, where that is not `version`: the weights
@@ -59,7 +61,7 @@ def by_version(spans: Iterable[VersionSpan]) -> dict[int, int]:
     return counts
 
 
-class Turn(msgspec.Struct, frozen=True, array_like=True):
+class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One completion: the sampled tokens `[start, end)` and why they ended (`stop`, `length`, `abort`)."""
 
     start: int
@@ -67,7 +69,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: str
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class Outcome(msgspec.Struct, frozen=True, gc=False):
     """How the episode ended. A failure is never a reward: what a failed episode earned counts for nothing. Where failures are
     trained on, its reward is the penalty that the environment declared.
 

@@ -19,7 +19,7 @@ from slipstream.configs.algorithm import DecoupledPpo, Truncated
 from slipstream.configs.schema import Agent, Optimizer, PythonEnv
 from slipstream.envs import task_source
 from slipstream.launch.init_model import Shape, init_model
-from slipstream.tests.runs import query, slipstream
+from slipstream.tests.runs import arrays_at, query, slipstream
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 EPSILON = 1e-4
@@ -122,14 +122,16 @@ def run_system(
 def batches(run_dir: Path) -> list[Batch]:
     """The committed batches in the order of their versions."""
     sql = (
-        "SELECT commits.version - 1, groups.id, late, loss_from, header, token_ids, loss_mask, behavior_logprobs"
+        "SELECT commits.version - 1, groups.id, late, loss_from, header, loss_mask, arrays"
         " FROM commits JOIN groups ON trained_at = commits.version JOIN episodes ON episodes.group_id = groups.id"
-        " JOIN trajectories ON episode_id = episodes.id JOIN arrays.arrays ON key = arrays"
+        " JOIN trajectories ON episode_id = episodes.id"
         " WHERE NOT rolled_back AND account = 'trained'"
     )
     found: dict[int, dict[int, list[Sample]]] = {}
-    for version, group, late, loss_from, *frames in query(run_dir, sql):
-        sample = Sample(wire.decode(Trajectory, frames), bool(late), loss_from)
+    for version, group, late, loss_from, header, loss_mask, place in query(run_dir, sql):
+        token_ids, logprobs = arrays_at(run_dir, place, len(loss_mask))
+        trajectory = wire.decode(Trajectory, [header, token_ids, loss_mask, logprobs])
+        sample = Sample(trajectory, bool(late), loss_from)
         found.setdefault(version, {}).setdefault(group, []).append(sample)
     for groups in found.values():
         for samples in groups.values():

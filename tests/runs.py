@@ -120,8 +120,14 @@ def ledger(run_dir: Path) -> dict:
 def query(run_dir: Path, sql: str) -> Sequence[tuple]:
     """Plain SQL over the buffer: an audit that shares no code with what it audits."""
     with sqlite3.connect(f"file:{run_dir / 'buffer.sqlite'}?mode=ro", uri=True) as db:
-        db.execute("ATTACH ? AS arrays", (f"file:{run_dir / 'buffer.arrays.sqlite'}?mode=ro",))
         return db.execute(sql).fetchall()
+
+
+def arrays_at(run_dir: Path, place: int, tokens: int) -> tuple[bytes, bytes]:
+    """Token ids and log-probs of a trajectory, without the code that wrote them."""
+    start, path = max((s, path) for path in (run_dir / "buffer.arrays").iterdir() if (s := int(path.name, 16)) <= place)
+    found = path.read_bytes()[place - start :][: 8 * tokens]
+    return found[: 4 * tokens], found[4 * tokens :]
 
 
 def leftovers(run_dir: Path) -> list[str]:

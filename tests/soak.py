@@ -33,7 +33,17 @@ from safetensors.torch import load_file
 from slipstream.buffer import wire
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task
-from slipstream.tests.runs import SMALL, Background, ledger, leftovers, metrics, query, slipstream, tiny_policy
+from slipstream.tests.runs import (
+    SMALL,
+    Background,
+    arrays_at,
+    ledger,
+    leftovers,
+    metrics,
+    query,
+    slipstream,
+    tiny_policy,
+)
 from transformers import AutoModelForCausalLM
 
 TOLERANCE = 1e-3
@@ -240,9 +250,13 @@ def _spans(run: Path, history: Path, policy: Path, told: dict[str, object]) -> l
 
 
 def _trajectories(run: Path) -> list[Trajectory]:
-    columns = "header, token_ids, loss_mask, behavior_logprobs"
-    source = "trajectories JOIN arrays.arrays ON key = arrays"
-    return [wire.decode(Trajectory, row) for row in query(run, f"SELECT {columns} FROM {source}")]
+    found = []
+    for header, loss_mask, place in query(
+        run, "SELECT header, loss_mask, arrays FROM trajectories WHERE arrays NOTNULL"
+    ):
+        token_ids, logprobs = arrays_at(run, place, len(loss_mask))
+        found.append(wire.decode(Trajectory, [header, token_ids, loss_mask, logprobs]))
+    return found
 
 
 if __name__ == "__main__":

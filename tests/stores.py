@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slipstream.buffer.admission import Admission
+from slipstream.buffer.group import Changed, Group
 from slipstream.buffer.replay import Replay
 from slipstream.buffer.rules import Rules
 from slipstream.buffer.store import Change, CommitRow, Store, arrays_of
 from slipstream.buffer.trajectory import FINISHED
+from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory_of
+
+
+def entire(*groups: Group) -> list[Changed]:
+    """To save all their episodes."""
+    return [(group, list(group.episodes.values())) for group in groups]
 
 
 @contextlib.contextmanager
@@ -25,11 +33,33 @@ def opened(path: Path) -> Iterator[Store]:
 
 
 def sql(path: Path, statement: str, *values: object) -> list[tuple[object, ...]]:
-    """Into the file for rows, and that for `arrays` where there is one."""
+    """Into the file for rows."""
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
-        if (arrays := arrays_of(path)).exists():
-            db.execute("ATTACH ? AS arrays", (str(arrays),))
         return db.execute(statement, values).fetchall()
+
+
+def segments(path: Path) -> list[Path]:
+    """Files of arrays, the oldest first."""
+    return sorted(arrays_of(path).iterdir())
+
+
+def in_child(work: Callable[[], object]) -> str:
+    """What `work` says when a process of its own does it: its StoreError, or its result."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            said = str(work())
+        except StoreError as error:
+            said = f"StoreError: {error}"
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(pid, 0)
+    with open(reading, "rb") as pipe:
+        return pipe.read().decode()
 
 
 def play(path: Path, groups: int, *, tokens: int = 50, checkpointed: bool = True) -> Replay:

@@ -14,6 +14,7 @@ from slipstream.buffer.rules import Clock
 from slipstream.buffer.store import Change, Store
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory_of
+from slipstream.tests.stores import entire
 
 
 def sql(path: Path, statement: str) -> None:
@@ -29,7 +30,7 @@ def file_of(path: Path, *episodes: Episode) -> Path:
         groups.setdefault(group, Group(group, episodes={})).episodes[e.id] = e
     store = Store(path)
     sent = [(e.id, trajectory_of(e.id, e.kept)) for e in episodes if e.kept]
-    store.save(Change.of(Clock(next_group=len(groups)), groups.values(), sent))
+    store.save(Change.of(Clock(next_group=len(groups)), entire(*groups.values()), sent))
     store.close()
     return path
 
@@ -137,10 +138,10 @@ def test_the_accounts_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "a #1 50%?.sqlite"  # characters that mean something in an address
     store = Store(path)
     assert path.exists()
-    store.save(Change.of(Clock(next_group=1), [Group(0, episodes={"0.0.0": in_flight("0.0.0", {0: 4})})]))
+    store.save(Change.of(Clock(next_group=1), entire(Group(0, episodes={"0.0.0": in_flight("0.0.0", {0: 4})}))))
     assert accounts_of(path).total == Ledger(generated=4, in_flight=4)
     store.save(
-        Change.of(Clock(next_group=1), [Group(0, episodes={"0.0.0": discarded("0.0.0", {0: 6}, "failed_tool")})])
+        Change.of(Clock(next_group=1), entire(Group(0, episodes={"0.0.0": discarded("0.0.0", {0: 6}, "failed_tool")})))
     )
     assert accounts_of(path).total == Ledger(generated=6, discarded={"failed_tool": 6})
 
@@ -167,7 +168,7 @@ def test_a_database_without_the_tables_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="has schema 0, this program knows") as error:
         accounts_of(path)
     with contextlib.closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA user_version = 5")
+        db.execute("PRAGMA user_version = 6")
     with pytest.raises(StoreError, match=r"cannot read the buffer .*: no such table") as error:
         accounts_of(path)
     assert str(path) in str(error.value)

@@ -142,7 +142,10 @@ MESSAGES: list[Message] = [
 def dump(path: Path) -> Dump:
     with contextlib.closing(sqlite3.connect(path)) as db:
         assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-        return {table: sorted(db.execute(f"SELECT * FROM {table}"), key=repr) for table in TABLES}
+        found = {table: sorted(db.execute(f"SELECT * FROM {table}"), key=repr) for table in TABLES}
+    # A save that was killed before its rows took a place for its arrays: they are where they are, and whole.
+    found["trajectories"] = [(*row, place is None) for *row, place in found["trajectories"]]
+    return found
 
 
 def shrunk(path: Path) -> Dump:
@@ -236,8 +239,6 @@ def test_a_kill_at_any_statement_leaves_the_last_save_or_the_one_in_progress(
         "archive",
         "DELETE",
         "SET arrays = NULL",
-        "DELETE FROM arrays",
-        "INSERT INTO arrays",
         "incremental_vacuum",
         "rolled_back = 1",
         "CREATE",

@@ -12,17 +12,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from slipstream.buffer import store as store_module
 from slipstream.buffer.accounts import accounts_of, ledgers_of
 from slipstream.buffer.group import Episode, Group
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.rules import Clock
-from slipstream.buffer.store import Change, Store, arrays_of
+from slipstream.buffer.store import Change, Store
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory_of
-from slipstream.tests.stores import opened, play, sql
+from slipstream.tests.stores import entire, in_child, opened, play, segments, sql
 
 NOBODY = 65534
 
@@ -79,25 +78,6 @@ def test_another_writer_that_holds_the_file_is_an_error_not_a_hang(
     store.save(Change.of(Clock(version=1), []))
 
 
-def in_child(work: Callable[[], object]) -> str:
-    """What `work` says when a process of its own does it: its StoreError, or its result."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            said = str(work())
-        except StoreError as error:
-            said = f"StoreError: {error}"
-        except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writing, said.encode())
-        os._exit(0)
-    os.close(writing)
-    os.waitpid(pid, 0)
-    with open(reading, "rb") as pipe:
-        return pipe.read().decode()
-
-
 @pytest.fixture
 def elsewhere() -> Iterator[Path]:
     """A folder that other users may look into; those of pytest are closed to them."""
@@ -129,15 +109,16 @@ def test_a_read_only_folder_is_named(elsewhere: Path, there: bool) -> None:
     assert any(word in said for word in ("unable to open", "readonly"))
 
 
-def small_disk_by_pages(monkeypatch: pytest.MonkeyPatch, schema: str, pages: int) -> None:
-    """SQLite finds the disk of one of the files full at so many pages."""
-    attach = store_module.attach
+def small_disk_by_pages(monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
+    """SQLite finds the disk full at so many pages."""
+    connect = store_module.connect
 
-    def attach_small(db: sqlite3.Connection, path: Path) -> None:
-        attach(db, path)
-        db.execute(f"PRAGMA {schema}.max_page_count = {pages}")
+    def connect_small(path: Path, mode: str) -> sqlite3.Connection:
+        db = connect(path, mode)
+        db.execute(f"PRAGMA max_page_count = {pages}")
+        return db
 
-    monkeypatch.setattr(store_module, "attach", attach_small)
+    monkeypatch.setattr(store_module, "connect", connect_small)
 
 
 def fill(path: Path) -> tuple[int, str]:
@@ -151,7 +132,9 @@ def fill(path: Path) -> tuple[int, str]:
                 episode = Episode(e, account="ready", generated={0: 5000}, kept={0: 5000}, settled=True)
                 store.save(
                     Change.of(
-                        Clock(next_group=saved + 1), [Group(saved, state="ready", episodes={e: episode})], [(e, sent)]
+                        Clock(next_group=saved + 1),
+                        entire(Group(saved, state="ready", episodes={e: episode})),
+                        [(e, sent)],
                     )
                 )
                 saved += 1
@@ -174,13 +157,10 @@ def whole(path: Path, saved: int) -> None:
     assert sql(path, "PRAGMA integrity_check") == [("ok",)]
 
 
-@pytest.mark.parametrize(("schema", "pages"), [("main", 60), ("arrays", 40)])
-def test_a_full_database_is_named_and_what_was_accepted_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schema: str, pages: int
-) -> None:
+def test_a_full_database_is_named_and_what_was_accepted_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "buffer.sqlite"
     with monkeypatch.context() as patched:
-        small_disk_by_pages(patched, schema, pages)
+        small_disk_by_pages(patched, 60)
         saved, said = fill(path)
     assert said == f"cannot write the buffer {path}: database or disk is full"
     assert 10 < saved < 40
@@ -189,7 +169,7 @@ def test_a_full_database_is_named_and_what_was_accepted_stays(
 
 @pytest.mark.parametrize("limit", [400_000, 1_000_000, 6_000_000])
 def test_a_disk_that_takes_no_more_is_named_and_what_was_accepted_stays(tmp_path: Path, limit: int) -> None:
-    """No file may become larger: the log cannot, or the log can and the database cannot."""
+    """No file may become larger: the log cannot, or the log can and that of arrays cannot."""
     path = tmp_path / "buffer.sqlite"
 
     def work() -> object:
@@ -198,7 +178,7 @@ def test_a_disk_that_takes_no_more_is_named_and_what_was_accepted_stays(tmp_path
 
     saved, said = msgspec.json.decode(in_child(work), type=tuple[int, str])
     assert said.startswith(f"cannot write the buffer {path}: ")
-    assert any(word in said for word in ("disk I/O error", "full"))
+    assert any(word in said for word in ("disk I/O error", "full", "File too large"))
     assert saved > 1
     whole(path, saved)
 
@@ -209,7 +189,6 @@ def test_a_disk_that_takes_no_more_is_named_and_what_was_accepted_stays(tmp_path
 def damage(path: Path, statement: str, *values: object) -> None:
     play(path, 2, checkpointed=False)
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("ATTACH ? AS arrays", (str(arrays_of(path)),))
         assert db.execute(statement, values).rowcount == 1
 
 
@@ -220,9 +199,6 @@ def read_all(path: Path) -> None:
         ledgers_of(path)
         for group in groups:
             store.trajectories(group.id)
-
-
-EMPTY = np.zeros(0, np.int32).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -242,14 +218,14 @@ EMPTY = np.zeros(0, np.int32).tobytes()
             "UPDATE trajectories SET header = (SELECT header FROM trajectories WHERE id = '1.0.0.0') WHERE id = '1.0.1.0'",
             (),
         ),
-        ("trajectory 0.0.0.0", "UPDATE arrays.arrays SET token_ids = ? WHERE key = 1", (b"123",)),
-        ("trajectory 0.0.0.0", "UPDATE arrays.arrays SET token_ids = ? WHERE key = 1", (EMPTY,)),
+        ("trajectory 0.0.0.0", "UPDATE trajectories SET arrays = 'here' WHERE id = '0.0.0.0'", ()),
+        ("trajectory 0.0.0.0", "UPDATE trajectories SET arrays = 1 << 62 WHERE id = '0.0.0.0'", ()),
         ("trajectory 0.0.0.0", "UPDATE trajectories SET arrays = NULL WHERE id = '0.0.0.0'", ()),
         ("trajectory 0.0.0.0", "UPDATE trajectories SET loss_mask = NULL WHERE id = '0.0.0.0'", ()),
-        ("trajectory 0.0.0.0", "DELETE FROM arrays.arrays WHERE key = 1", ()),
+        ("trajectory 0.0.0.0", "UPDATE trajectories SET arrays = -8 WHERE id = '0.0.0.0'", ()),
+        ("trajectory 0.0.0.0", "UPDATE trajectories SET arrays = arrays + 4 WHERE id = '0.0.0.0'", ()),
         ("trajectory 0.0.0.0", "UPDATE trajectories SET loss_mask = zeroblob(51) WHERE id = '0.0.0.0'", ()),
         ("trajectory 0.0.0.0", "UPDATE trajectories SET loss_mask = ? WHERE id = '0.0.0.0'", (b"\x07" * 51,)),
-        ("trajectory 0.0.0.0", "UPDATE arrays.arrays SET behavior_logprobs = ? WHERE key = 1", (b"\xff" * 204,)),
         ("episode 1.0.1", "UPDATE episodes SET generated = '{' WHERE id = '1.0.1'", ()),
         ("episode 1.0.1", "UPDATE episodes SET generated = '{\"0\": \"many\"}' WHERE id = '1.0.1'", ()),
         ("episode 1.0.1", "UPDATE episodes SET kept = '[1, 2]' WHERE id = '1.0.1'", ()),
@@ -272,6 +248,36 @@ def test_a_damaged_row_is_named(tmp_path: Path, what: str, statement: str, value
     with pytest.raises(StoreError, match=f"damaged at {what}: ") as error:
         read_all(path)
     one_line(error, path)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda file: file.unlink(),
+        lambda file: file.write_bytes(b""),
+        lambda file: file.write_bytes(file.read_bytes()[:-1]),
+        lambda file: file.write_bytes(b"\xff" * file.stat().st_size),
+    ],
+)
+def test_damaged_arrays_are_named_and_their_place_is_not_used_again(
+    tmp_path: Path, harm: Callable[[Path], object]
+) -> None:
+    path = tmp_path / "buffer.sqlite"
+    play(path, 2, checkpointed=False)
+    (file,) = segments(path)
+    whole = file.read_bytes()
+    harm(file)
+    with pytest.raises(StoreError, match=r"damaged at trajectory \d\.0\.\d\.0: ") as error:
+        read_all(path)
+    one_line(error, path)
+    sent = trajectory_of("2.0.1", {2: 5})
+    with opened(path) as store:
+        store.save(Change.of(store.load()[0], [], [("2.0.1", sent)]))
+    with file.open("r+b" if file.exists() else "wb") as again:  # from a copy that somebody had
+        again.write(whole)
+    read_all(path)
+    with opened(path) as store:
+        assert store.trajectories(2)[1].sampled == 5
 
 
 @pytest.mark.parametrize("column", ["generated", "kept"])

@@ -118,7 +118,7 @@ class Runs(RuleBasedStateMachine):
     def store_changes(self, rolled_back_to: int | None = None) -> None:
         changed = self.replay.drain()
         self.store.save(Change.of(self.replay.clock(), changed, self.arrived, self.commits, rolled_back_to))
-        self.stored.update((group.id, copy.deepcopy(group)) for group in changed)
+        self.stored.update((group.id, copy.deepcopy(group)) for group, _ in changed)
         self.arrived, self.commits = [], []
 
     def some(self, data: st.DataObject, names: set[str]) -> str:

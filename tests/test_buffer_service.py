@@ -27,7 +27,7 @@ from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
 from slipstream.configs.schema import Buffer
 from slipstream.errors import DeadlineExceeded, StateError, StoreError
 from slipstream.tests.episodes import SAMPLED, trajectory
-from slipstream.tests.stores import sql
+from slipstream.tests.stores import segments, sql
 
 SOON = 20.0
 """Longer than anything here takes; a test that waits for it has found a hang."""
@@ -691,16 +691,17 @@ async def test_a_damaged_row_ends_the_service_by_its_name_and_the_rest_stays(pat
         async with serving(path, address):
             await client.served(0)
             await play(client, await client.lease())
-        where = "WHERE key = (SELECT arrays FROM trajectories WHERE id = '0.0.1.0')"
-        ((whole,),) = sql(path, f"SELECT token_ids FROM arrays.arrays {where}")
-        change = f"UPDATE arrays.arrays SET token_ids = ? {where}"
-        sql(path, change, b"\0")
+        ((place,),) = sql(path, "SELECT arrays FROM trajectories WHERE id = '0.0.1.0'")
+        assert isinstance(place, int)
+        (file,) = segments(path)
+        whole = file.read_bytes()
+        file.write_bytes(whole[:place] + b"\xff" * 8 + whole[place + 8 :])
         async with serving(path, address) as service:  # the process that took it in has it in memory, too
             taking = asyncio.create_task(client.take(0, SOON))
             with pytest.raises(StoreError, match=r"damaged at trajectory 0\.0\.1\.0"):
                 await service
             assert not taking.done()
-        sql(path, change, whole)
+        file.write_bytes(whole)
         async with serving(path, address):
             assert trained_ids([await taking]) == ["0.0.0.0", "0.0.1.0"]
 

@@ -16,11 +16,11 @@ from slipstream.buffer.accounts import Accounts, accounts_of
 from slipstream.buffer.group import Episode, Group
 from slipstream.buffer.replay import Replay
 from slipstream.buffer.rules import Clock
-from slipstream.buffer.store import Change, CommitRow, Store, arrays_of
+from slipstream.buffer.store import Change, CommitRow, Store
 from slipstream.buffer.trajectory import Outcome, Trajectory, VersionSpan
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory, trajectory_of
-from slipstream.tests.stores import opened, play, sql
+from slipstream.tests.stores import entire, opened, play, segments, sql
 
 
 def group_of(*episodes: str, group: int = 0) -> Group:
@@ -30,7 +30,7 @@ def group_of(*episodes: str, group: int = 0) -> Group:
 def test_every_trajectory_is_as_it_was_sent(tmp_path: Path) -> None:
     sent: list[Trajectory] = [trajectory_of("0.0.0", {0: 3, 2: 4}), trajectory_of("0.0.1", {1: 200})]
     with opened(tmp_path / "buffer.sqlite") as store:
-        store.save(Change.of(Clock(next_group=1), [group_of("0.0.0", "0.0.1")], [(t.episode, t) for t in sent]))
+        store.save(Change.of(Clock(next_group=1), entire(group_of("0.0.0", "0.0.1")), [(t.episode, t) for t in sent]))
         for ours, theirs in zip(sent, store.trajectories(0), strict=True):
             for name in ("token_ids", "loss_mask", "behavior_logprobs"):
                 assert np.array_equal(getattr(ours, name), getattr(theirs, name))
@@ -43,7 +43,7 @@ def test_every_trajectory_is_as_it_was_sent(tmp_path: Path) -> None:
 def test_trajectories_come_back_by_member_and_branch(tmp_path: Path) -> None:
     store = Store(tmp_path / "buffer.sqlite")
     sent = [trajectory("0.0.1", 1), trajectory("0.0.1", 0), trajectory("0.0.0", 0, sampled=5)]
-    store.save(Change.of(Clock(next_group=1), [group_of("0.0.0", "0.0.1")], [(t.episode, t) for t in sent]))
+    store.save(Change.of(Clock(next_group=1), entire(group_of("0.0.0", "0.0.1")), [(t.episode, t) for t in sent]))
     got = store.trajectories(0)
     assert [t.id for t in got] == ["0.0.0.0", "0.0.1.0", "0.0.1.1"]
     assert got[0].token_ids.tolist() == list(range(6))
@@ -62,7 +62,7 @@ def test_a_save_of_many_rows_needs_no_large_statement(tmp_path: Path, monkeypatc
     with opened(tmp_path / "buffer.sqlite") as store:
         statements: list[str] = []
         store._db.set_trace_callback(statements.append)
-        store.save(Change.of(Clock(next_group=1), [group], [(e, trajectory(e)) for e in group.episodes]))
+        store.save(Change.of(Clock(next_group=1), entire(group), [(e, trajectory(e)) for e in group.episodes]))
         assert [g.episodes for g in store.load()[1]] == [group.episodes]
         assert len(store.trajectories(0)) == 20
     verbs = [s.split(" VALUES")[0] for s in statements if " VALUES" in s]
@@ -74,7 +74,7 @@ def test_which_kv_took_part_comes_back(tmp_path: Path) -> None:
     store = Store(tmp_path / "buffer.sqlite")
     spans = (VersionSpan(1, 2, 4), VersionSpan(2, 3, 4, 1), VersionSpan(3, 4, 5, 5))
     sent = msgspec.structs.replace(trajectory("0.0.0"), version_spans=spans)
-    store.save(Change.of(Clock(next_group=1), [group_of("0.0.0")], [("0.0.0", sent)]))
+    store.save(Change.of(Clock(next_group=1), entire(group_of("0.0.0")), [("0.0.0", sent)]))
     (got,) = store.trajectories(0)
     assert got.version_spans == spans
     assert got.mixed().tolist() == [False, False, True, False]
@@ -87,7 +87,7 @@ def test_groups_episodes_and_the_clock_come_back(tmp_path: Path) -> None:
     clock = Clock(8, 7, 5, 6, 3, (4, 9), (3, 1))
     with opened(tmp_path / "buffer.sqlite") as store:
         assert store.load() == (Clock(), [])
-        store.save(Change.of(clock, [group]))
+        store.save(Change.of(clock, entire(group)))
     with opened(tmp_path / "buffer.sqlite") as store:
         assert store.load() == (clock, [group])
 
@@ -96,11 +96,11 @@ def test_a_save_is_whole_or_not_at_all(tmp_path: Path) -> None:
     store = Store(tmp_path / "buffer.sqlite")
     store.save(Change.of(Clock(), [], commits=[CommitRow(1, 0.0, 1)]))
     with pytest.raises(StoreError, match="UNIQUE"):
-        store.save(Change.of(Clock(version=9, next_group=1), [group_of("0.0.0")], commits=[CommitRow(1, 0.0, 1)]))
+        store.save(Change.of(Clock(version=9, next_group=1), entire(group_of("0.0.0")), commits=[CommitRow(1, 0.0, 1)]))
     assert store.load() == (Clock(), [])
     huge = Group(0, episodes={"0.0.0": Episode("0.0.0", generated={0: 1 << 62, 1: 1 << 62})})
     with pytest.raises(StoreError, match="too large"):
-        store.save(Change.of(Clock(version=9, next_group=1), [huge]))
+        store.save(Change.of(Clock(version=9, next_group=1), entire(huge)))
     assert store.load() == (Clock(), [])
     store.save(Change.of(Clock(version=2), []))
     assert store.load()[0].version == 2
@@ -109,7 +109,7 @@ def test_a_save_is_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_group_that_is_checkpointed_but_not_served_is_outstanding_after_a_restart(tmp_path: Path) -> None:
     store = Store(tmp_path / "buffer.sqlite")
     groups = [Group(i, state="trained", trained_at=i + 1, episodes={}) for i in range(3)]
-    store.save(Change.of(Clock(version=3, served=1, next_group=3, checkpointed=3), groups))
+    store.save(Change.of(Clock(version=3, served=1, next_group=3, checkpointed=3), entire(*groups)))
     assert [g.id for g in store.load()[1]] == [1, 2]
     store.save(Change.of(Clock(version=3, served=None, next_group=3, checkpointed=3), []))
     assert [g.id for g in store.load()[1]] == [0, 1, 2]
@@ -118,7 +118,7 @@ def test_a_group_that_is_checkpointed_but_not_served_is_outstanding_after_a_rest
 def test_a_settled_group_comes_back_while_somebody_may_report_about_it(tmp_path: Path) -> None:
     store = Store(tmp_path / "buffer.sqlite")
     groups = [Group(i, state="discarded", episodes={f"{i}.0.0": Episode(f"{i}.0.0", settled=i == 0)}) for i in range(2)]
-    store.save(Change.of(Clock(next_group=2), groups))
+    store.save(Change.of(Clock(next_group=2), entire(*groups)))
     assert [g.id for g in store.load()[1]] == [1]
 
 
@@ -145,8 +145,8 @@ def shrunk(path: Path, limit: int, over: int) -> int:
 
 
 def size(path: Path) -> int:
-    """Bytes of both files."""
-    return path.stat().st_size + arrays_of(path).stat().st_size
+    """Bytes of all files."""
+    return sum(file.stat().st_size for file in (path, *segments(path)))
 
 
 def lengths(accounts: Accounts) -> tuple[float, float]:
@@ -198,20 +198,26 @@ def at_once(groups: int, what: str) -> tuple[str, ...]:
     return tuple(s.replace(f"LIMIT {retention.GROUPS_AT_ONCE}", f"LIMIT {groups}") for s in getattr(retention, what))
 
 
-def test_arrays_that_no_row_names_are_gone_after_the_next_start(tmp_path: Path) -> None:
-    """They are of a save that was killed between its two transactions."""
+def test_arrays_that_no_row_names_are_gone_when_their_segment_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are of a save that was killed between arrays and rows."""
+    monkeypatch.setattr("slipstream.buffer.arrays.SEGMENT_BYTES", 1)  # one for each save
     path = tmp_path / "buffer.sqlite"
     play(path, 3)
-    keys = "SELECT key FROM arrays.arrays ORDER BY key"
-    named = sql(path, keys)
-    assert [key for (key,) in named] == [1, 2, 3, 4, 5, 6, 7]
-    sql(path, "UPDATE trajectories SET arrays = NULL, loss_mask = NULL WHERE id = '0.0.1.0'")
-    sql(path, "INSERT INTO arrays.arrays VALUES (9, x'', x'')")
+    *_, last = before = segments(path)
+    with last.open("ab") as file:
+        file.write(b"never named")
+    late = [trajectory_of("3.0.1", {3: 5}), trajectory_of("3.0.1", {3: 7})]
     with opened(path) as store:
-        assert sql(path, keys) == [named[0], *named[2:]]
-        late = trajectory_of("3.0.1", {3: 5})
-        store.save(Change.of(store.load()[0], [], [("3.0.1", late)]))
+        store.save(Change.of(store.load()[0], [], [("3.0.1", late[0])]))
         assert [t.sampled for t in store.trajectories(3)] == [53, 5]
+    sql(path, "DELETE FROM trajectories WHERE group_id = 3")
+    with opened(path) as store:
+        assert segments(path) == before[:-1]
+        store.save(Change.of(store.load()[0], [], [("3.0.1", late[1])]))
+        assert [t.sampled for t in store.trajectories(2)] == [52, 52]
+        assert [t.sampled for t in store.trajectories(3)] == [7]
 
 
 def test_only_what_no_recovery_needs_goes(tmp_path: Path) -> None:
@@ -234,7 +240,10 @@ def test_a_straggler_that_may_still_report_keeps_its_group(tmp_path: Path) -> No
     assert sql(path, "SELECT count(*) FROM trajectories WHERE group_id = 1 AND arrays IS NOT NULL") == [(2,)]
 
 
-def test_the_file_really_becomes_smaller_and_stays_below_its_limit(tmp_path: Path) -> None:
+def test_the_files_really_become_smaller_and_stay_below_their_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.buffer.arrays.SEGMENT_BYTES", 1 << 19)
     path = tmp_path / "buffer.sqlite"
     replay = play(path, 40, tokens=20_000)
     full = size(path)
@@ -248,9 +257,7 @@ def test_the_file_really_becomes_smaller_and_stays_below_its_limit(tmp_path: Pat
     shrunk(path, 0, replay.version)
     assert size(path) < 1 << 20
     assert sql(path, "PRAGMA integrity_check") == [("ok",)]
-    assert sql(path, "SELECT count(*) FROM arrays.arrays") == sql(
-        path, "SELECT count(*) FROM trajectories WHERE arrays IS NOT NULL"
-    )
+    assert sql(path, "SELECT count(*) FROM trajectories WHERE arrays IS NOT NULL") == [(1,)]
 
 
 def test_a_shrunk_file_goes_on(tmp_path: Path) -> None:
