@@ -86,13 +86,16 @@ class EvaluationError(SlipstreamError):
 
 
 class LearnerError(SlipstreamError):
-    """The learner cannot step, save or load."""
+    """The learner cannot step, save or load. Not `final` where that may pass: another rank is gone, or a disk is full. Else it
+    would come again, since a learner that is started again is handed the same batch."""
+
+    def __init__(self, message: str, *, final: bool = True) -> None:
+        super().__init__(message)
+        self.final = final
 
 
 class CheckpointError(LearnerError):
-    """A checkpoint is damaged, or of another model: it would be so the next time, too."""
-
-    final = True
+    """A checkpoint is damaged, or of another model."""
 
 
 class RoleDied(SlipstreamError):

@@ -29,11 +29,11 @@ from ..configs.algorithm import Algorithm
 from ..configs.backends import Fsdp2
 from ..configs.schema import Config, Learner, Model, Optimizer
 from ..launch.wiring import make_backend
-from ..learner import attention
 from ..learner.algorithms import advantage_of
 from ..learner.batch import TrainSequence, rank_rows, to_sequences
 from ..learner.checkpoint import CheckpointState
-from ..learner.roles import Roles
+from ..learner.companions import Companions
+from ..learner.fsdp2 import attention
 from ..learner.step import Stepper
 from ..parent import die_with
 from .learner_batch import LR, Held, Job, resident, to_groups
@@ -58,7 +58,7 @@ class Full:
         )
         self._backend = make_backend(config, temperature=1.0)
         longest = max(len(one.token_ids) for one in job.batch)
-        self._stepper = Stepper(config.learner, self._backend, longest, Roles(config.learner, self._backend))
+        self._stepper = Stepper(config.learner, self._backend, longest, Companions(config.learner, self._backend))
         one_by_one = [trajectory for group in self._groups for trajectory in group]
         self._fresh = one_by_one[::FRESH_EVERY] if self._backend.rank == 0 else []
 

@@ -24,6 +24,8 @@ class Fsdp2(Section, frozen=True, tag_field="kind", tag="fsdp2"):
     """torch.compile every layer but its attention. The first steps of a process take minutes: for large models and long runs."""
     offload: bool = False
     """CUDA only: weights, gradients and optimizer state stay in the host's memory and visit the GPU layer by layer."""
+    liger: bool = False
+    """CUDA only: Liger's fused kernels (the package liger-kernel) for norms, rotations and feed-forward gates."""
     lora_rank: NonNegative = 0
     """Train adapters of this rank and freeze the model (LoRA, Hu et al. 2021, arXiv:2106.09685); 0 trains all weights. Adapters
     want a learning rate about ten times higher."""

@@ -187,6 +187,8 @@ def _backend(config: Config) -> Iterator[str]:
             "learner.backend.offload=true keeps what a GPU does not need right now in the host's memory; "
             "allowed with learner.backend.device=cpu is false"
         )
+    if isinstance(backend, Fsdp2) and backend.liger and backend.device == "cpu":
+        yield "learner.backend.liger=true takes kernels for CUDA; allowed with learner.backend.device=cpu is false"
 
 
 def _layout(config: Config) -> Iterator[str]:

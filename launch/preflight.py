@@ -85,7 +85,7 @@ def devices(config: Config) -> str:
     import torch
 
     count, backend = torch.cuda.device_count(), config.learner.backend
-    if config.launch.kind == "ray" and "RAY_ADDRESS" in os.environ:
+    if placed_by_ray(config):
         return f"{count} GPUs and {os.cpu_count()} cores here; Ray places the roles"
     if backend.device == "cuda" and not count:
         raise ConfigError("learner.backend.device: cuda, but torch sees no GPU; allowed here are auto and cpu")
@@ -94,6 +94,11 @@ def devices(config: Config) -> str:
     return (
         f"{count} GPUs, {os.cpu_count()} cores{': ' + shown if shown else ''}; collectives run on {placement.backend}"
     )
+
+
+def placed_by_ray(config: Config) -> bool:
+    """Whether processes go to a cluster that is there already: what this host has says little about theirs."""
+    return config.launch.kind == "ray" and "RAY_ADDRESS" in os.environ
 
 
 def memory(config: Config) -> str:
@@ -129,19 +134,24 @@ def model(config: Config) -> str:
 
 
 def learner(config: Config) -> str:
-    from ..learner.context_parallel import check_heads
+    from ..learner.fsdp2 import liger
+    from ..learner.fsdp2.context_parallel import check_heads
     from ..learner.megatron import fit
     from ..learner.model import read_config
+    from ..learner.ranks import choose_device
 
     chosen, kl = config.learner.backend, config.learner.algorithm.kl
+    if isinstance(chosen, Megatron):
+        fit.check_installed(chosen)
     for path in {config.model.path, kl.reference if isinstance(kl, Kl) and kl.reference else config.model.path}:
         model = read_config(path)
         if isinstance(chosen, Megatron):
-            fit.check_installed(chosen)
             fit.check_family(model)
             fit.check_layout(chosen, model)
         else:
-            check_heads(model, chosen.context_parallel if chosen.ranks > 1 else 1)
+            check_heads(model, chosen.context_parallel)
+            if chosen.liger and not placed_by_ray(config):
+                liger.check(choose_device(chosen.device), model)
     return f"{chosen.__struct_config__.tag}, {chosen.ranks} ranks"
 
 
@@ -221,7 +231,7 @@ def trackers(config: Config) -> str:
 def ports(config: Config) -> str:
     if not config.launch.port:
         return "free ones are picked"
-    if config.launch.kind == "ray" and "RAY_ADDRESS" in os.environ:
+    if placed_by_ray(config):
         return "looked at where Ray places the roles"
     from .member import role_names
 

@@ -177,15 +177,15 @@ async def learner(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> No
     from ..monitor.metrics import MetricsWriter, scalars
     from ..monitor.trackers import open_trackers
     from .journalled import buffer_client
-    from .wiring import make_backend, make_canary, make_publisher, make_roles
+    from .wiring import make_backend, make_canary, make_companions, make_publisher
 
     config = job.config
     backend = make_backend(config, temperature=config.rollout.sampling.temperature)
     first = index == 0
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(backend.close)
-        roles = make_roles(config, backend)
-        stack.callback(roles.close)
+        companions = make_companions(config, backend)
+        stack.callback(companions.close)
         client = await stack.enter_async_context(buffer_client(job, f"learner-{index}"))
         publisher, joined = None, asyncio.Event()
         if first:
@@ -209,7 +209,7 @@ async def learner(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> No
         canary = make_canary(config, CANARY_TOKENS)
         checkpoints, longest = job.dir / "checkpoints", config.agent.max_tokens
         loop = TrainingLoop(
-            config.learner, backend, client, publisher, joined, checkpoints, canary, report, longest, roles
+            config.learner, backend, client, publisher, joined, checkpoints, canary, report, longest, companions
         )
         state = await loop.run(stop, functools.partial(_ready, heart))
         if state.step >= config.learner.steps:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import torch
 
     from ..envs.simple import Split
-    from ..learner.backend import Backend
-    from ..learner.roles import Roles
+    from ..learner.backend import Backend, Scorer
+    from ..learner.companions import Companions
     from ..rollout.engine import Engine
     from ..rollout.router import Router
     from ..rollout.worker import Player
@@ -131,34 +131,45 @@ def make_backend(config: Config, *, temperature: float) -> Backend:
         from ..learner.megatron.backend import MegatronBackend
 
         return MegatronBackend(model, optimizer, chosen, temperature=temperature, timeout_s=timeout_s)
-    from ..learner.fsdp2 import Fsdp2Backend
+    from ..learner.fsdp2.backend import Fsdp2Backend
 
     return Fsdp2Backend(model, optimizer, chosen, temperature=temperature, timeout_s=timeout_s)
 
 
-def make_roles(config: Config, policy: Backend) -> Roles:
-    """The models beside the policy that the algorithm asks for, each a backend like the policy's."""
-    from ..learner.roles import Roles, needs_reference
+def make_companions(config: Config, policy: Backend) -> Companions:
+    """The models beside the policy that the algorithm asks for."""
+    from ..learner.companions import Companions, needs_reference
 
     algorithm, reference, trained = config.learner.algorithm, None, None
-    temperature = config.rollout.sampling.temperature
     if needs_reference(algorithm):
-        path = algorithm.kl.reference if isinstance(algorithm.kl, Kl) else ""
-        model = structs.replace(config.model, path=path or config.model.path)
-        backend = config.learner.backend
-        held = structs.replace(
-            config.learner, backend=structs.replace(backend, lora_rank=0) if isinstance(backend, Fsdp2) else backend
-        )
-        reference = make_backend(structs.replace(config, model=model, learner=held), temperature=temperature)
+        reference = _make_reference(config, policy)
     if isinstance(algorithm.advantage, Prime):
-        trained = make_backend(config, temperature=temperature)
+        trained = make_backend(config, temperature=config.rollout.sampling.temperature)
     if isinstance(algorithm.advantage, Gae):
         from ..learner.critic import Critic
 
         held = Fsdp2(device=config.learner.backend.device)
         timeout_s = config.learner.batch_s + config.weightsync.push_s
         trained = Critic(config.model, config.learner.optimizer, held, temperature=1.0, timeout_s=timeout_s)
-    return Roles(config.learner, policy, reference, trained)
+    return Companions(config.learner, policy, reference, trained)
+
+
+def _make_reference(config: Config, policy: Backend) -> Scorer:
+    """The policy as it was before the first step, or the one that `learner.algorithm.kl` names."""
+    chosen, kl = config.learner.backend, config.learner.algorithm.kl
+    model = structs.replace(config.model, path=(kl.reference if isinstance(kl, Kl) else "") or config.model.path)
+    timeout_s = config.learner.batch_s + config.weightsync.push_s
+    temperature = config.rollout.sampling.temperature
+    if isinstance(chosen, Megatron):
+        from ..learner.megatron.model import MegatronModel
+
+        return MegatronModel(model, chosen, temperature=temperature, timeout_s=timeout_s)
+    from ..learner.fsdp2.backend import Fsdp2Backend
+    from ..learner.fsdp2.model import Fsdp2Model
+
+    base = policy.without_adapters() if isinstance(policy, Fsdp2Backend) and model == config.model else None
+    held = structs.replace(chosen, lora_rank=0)
+    return base or Fsdp2Model(model, held, temperature=temperature, timeout_s=timeout_s)
 
 
 def make_demonstrations(config: Config) -> list[tuple[Sequence[int], Sequence[bool]]]:

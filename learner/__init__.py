@@ -1,1 +1,1 @@
-"""Where the policy improves: advantages, losses, packing, the FSDP2 backend, checkpoints, the training loop."""
+"""Where the policy improves: advantages, losses, packing, the training loop; `fsdp2` and `megatron` hold and step the model."""

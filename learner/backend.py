@@ -101,7 +101,23 @@ def require_finite(loss: float, grad_norm: float) -> None:
         )
 
 
-class Backend(Protocol):
+class Scorer(Protocol):
+    """A model that is asked and never stepped, such as a reference policy: it has neither optimizer nor checkpoints."""
+
+    def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
+        """Collective. float32[N] per row on CPU, without gradient, 0 where not trained (ranks may have unequal counts).
+
+        Of ranks with one data rank the first one's rows count; the others get as many back as they gave. `temperature` replaces the
+        one that the policy is trained at.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the model and leave the process group; nothing can be called afterwards."""
+        ...
+
+
+class Backend(Scorer, Protocol):
     """Holds the policy, its optimizer and its sharding. Methods marked *collective* are called by every rank together.
 
     Attributes:
@@ -116,14 +132,6 @@ class Backend(Protocol):
     data_rank: int
     data_size: int
     device: torch.device
-
-    def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
-        """Collective. float32[N] per row on CPU, without gradient, 0 where not trained (ranks may have unequal counts).
-
-        Of ranks with one data rank the first one's rows count; the others get as many back as they gave. `temperature` replaces the
-        one that the policy is trained at.
-        """
-        ...
 
     def maximum(self, value: float) -> float:
         """Collective. The largest `value` of any rank."""
@@ -162,8 +170,4 @@ class Backend(Protocol):
 
     def export(self, directory: Path) -> None:
         """Collective. A Hugging Face folder in the serving dtype, tokenizer included; whole or not at all."""
-        ...
-
-    def close(self) -> None:
-        """Free the model and leave the process group; nothing can be called afterwards."""
         ...

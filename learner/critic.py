@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..errors import LearnerError
 from .backend import LossOutput, PackedRow
-from .fsdp2 import Fsdp2Backend
+from .fsdp2.backend import Fsdp2Backend
 from .model import load_critic
 
 
@@ -24,13 +24,21 @@ class Critic(Fsdp2Backend):
     takes a loss on that; entropies are 0."""
 
     def _load_model(self, path: str) -> PreTrainedModel:
-        return load_critic(path, self._attention)
+        model: Any = load_critic(path, self._attention)
+        model.score.register_forward_hook(_of_its_own)
+        return model
 
     def _say(
         self, inputs: dict[str, Any], places: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         values = self._model(**inputs).logits[0, places, 0].float()
         return values, torch.zeros_like(values)
+
+
+def _of_its_own(_: torch.nn.Module, __: Any, values: torch.Tensor) -> torch.Tensor:
+    """A linear layer with a bias gives a view of what it computed, and FSDP2 warns of a model that gives one away: its hook there
+    would be lost to whoever writes to it in place."""
+    return values.clone()
 
 
 def value_loss(values: torch.Tensor, _: torch.Tensor, row: PackedRow) -> LossOutput:

@@ -29,10 +29,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..buffer.client import BufferClient
 from ..buffer.messages import Batch
 from ..configs.schema import Learner
-from ..errors import DeadlineExceeded, within
+from ..errors import CheckpointError, DeadlineExceeded, within
 from ..weightsync.plan import PushReport
 from ..weightsync.publisher import Publisher
 from . import checkpoint
@@ -44,9 +46,9 @@ from .batch import (
     to_sequences,
 )
 from .checkpoint import CheckpointState
+from .companions import Companions
 from .meter import StepMeter
 from .metrics import StepMetrics
-from .roles import Roles
 from .step import Stepper
 
 log = logging.getLogger(__name__)
@@ -71,7 +73,7 @@ class TrainingLoop:
         canary_ids: the fixed prompt of every push.
         report: receives each step's metrics, on rank 0.
         longest: tokens of the longest possible episode, `agent.max_tokens`.
-        roles: this rank's part of the models beside the policy.
+        companions: this rank's part of the models beside the policy.
     """
 
     def __init__(
@@ -85,10 +87,10 @@ class TrainingLoop:
         canary_ids: Sequence[int],
         report: Callable[[StepMetrics], None],
         longest: int,
-        roles: Roles | None = None,
+        companions: Companions | None = None,
     ) -> None:
         self._config = config
-        self._roles = roles or Roles(config, backend)
+        self._companions = companions or Companions(config, backend)
         self._backend = backend
         self._buffer = buffer
         self._publisher = publisher
@@ -98,7 +100,7 @@ class TrainingLoop:
         self._report = report
         self._advantage = advantage_of(config.algorithm)
         self._shape = overlong.shaping(config.algorithm.overlong, longest)
-        self._stepper = Stepper(config, backend, longest, self._roles)
+        self._stepper = Stepper(config, backend, longest, self._companions)
         self._served: int | None = None
         self._catching: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
@@ -127,7 +129,7 @@ class TrainingLoop:
                 state.version,
                 batch.oldest_version,
                 batch.late,
-                scores=self._roles.score(batch.groups),
+                scores=self._companions.score(batch.groups),
                 shape=self._shape,
             )
             fresh = await self._buffer.fresh(state.version, FRESH) if self._backend.rank == 0 else ()
@@ -205,12 +207,21 @@ class TrainingLoop:
         self._catching = self._saving = None
 
     async def _recover(self) -> CheckpointState:
-        """Load the newest checkpoint, if any, and have the buffer roll back what it does not contain."""
-        whole = [path for path in checkpoint.checkpoints(self._checkpoints) if self._roles.saved_with(path)]
+        """Load the newest checkpoint, if any, and have the buffer roll back what it does not contain.
+
+        Raises:
+            CheckpointError: it is damaged or of another model, or what training would begin with computes no numbers.
+        """
+        whole = [path for path in checkpoint.checkpoints(self._checkpoints) if self._companions.saved_with(path)]
         state = self._saved = CheckpointState(step=0, version=0)
         if whole:
             state = self._saved = self._backend.load(whole[-1])
-            self._roles.load(whole[-1])
+            self._companions.load(whole[-1])
+        if not self._scored_canary().isfinite().all():
+            source = f"checkpoint {whole[-1]}" if whole else "the model at model.path"
+            raise CheckpointError(
+                f"{source} gives log-probs that are not finite: its weights are damaged; begin from others"
+            )
         version = await self._buffer.recover(state.version) if self._backend.rank == 0 else 0
         version = int(self._backend.maximum(version))
         if version != state.version:
@@ -250,17 +261,21 @@ class TrainingLoop:
 
     async def _publish(self, version: int) -> PushReport | None:
         """Send this rank's part of the weights on their way; on rank 0, see them served."""
-        scored = self._backend.logprobs([scoring_row([self._canary])], temperature=1.0)[0]
+        scored = self._scored_canary()
         if self._publisher is None:
             collections.deque(self._backend.named_weights(), maxlen=0)
             return None
         weights = self._backend.named_weights()
-        push = await self._publisher.publish(version, weights, self._canary, scored[1:].tolist())
+        push = await self._publisher.publish(version, weights, self._canary, scored.tolist())
         if self._catching is not None:  # broken off by the push, unless it had ended before
             catching, self._catching = self._catching, None
             await catching
         await self._serve(push)
         return push
+
+    def _scored_canary(self) -> torch.Tensor:
+        """Collective. What the policy says of the fixed prompt, but for its first token."""
+        return self._backend.logprobs([scoring_row([self._canary])], temperature=1.0)[0][1:]
 
     async def _serve(self, push: PushReport | None) -> None:
         """Tell the buffer what the engines serve now, and see to it that those who do not are tried again."""
@@ -282,7 +297,7 @@ class TrainingLoop:
         """Begin to checkpoint `state`, when the checkpoint before it is whole."""
         await self._saved_whole()
         writing = [
-            *self._roles.save(self._checkpoints, state),
+            *self._companions.save(self._checkpoints, state),
             self._backend.save(checkpoint.path_of(self._checkpoints, state.step), state),
         ]
         self._saved = state
@@ -309,6 +324,6 @@ class TrainingLoop:
         )
         if self._backend.rank == 0:
             checkpoint.prune(self._checkpoints, self._config.checkpoint.keep)
-            self._roles.prune(self._checkpoints, self._config.checkpoint.keep)
+            self._companions.prune(self._checkpoints, self._config.checkpoint.keep)
             oldest = checkpoint.checkpoints(self._checkpoints)[0]
             await self._buffer.checkpointed(checkpoint.read_state(oldest).version)

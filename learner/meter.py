@@ -25,7 +25,7 @@ class ByStaleness(msgspec.Struct, frozen=True):
     weight_by_staleness: dict[str, float]
 
 
-class RolesDone(msgspec.Struct, frozen=True):
+class CompanionsDone(msgspec.Struct, frozen=True):
     """The steps of the models beside the policy on one batch; names and units are those of `StepMetrics`."""
 
     value_loss: float = 0.0
@@ -40,15 +40,15 @@ class StepDone(msgspec.Struct, frozen=True):
     Attributes:
         lr: their learning rate.
         mismatch: largest learner-engine difference in nats, over all ranks.
-        compared: tokens that this rank compared.
-        roles: the steps of models beside the policy.
+        compared: how many tokens that is over; fresh ones are those of this rank, and rank 0 has all that there are.
+        companions: the steps of models beside the policy.
     """
 
     results: tuple[StepResult, ...]
     lr: float
     mismatch: float
     compared: int
-    roles: RolesDone = RolesDone()
+    companions: CompanionsDone = CompanionsDone()
 
     def mean(self, name: str) -> float:
         """A loss statistic, mean over the batch's trained tokens."""
@@ -135,7 +135,7 @@ class StepMeter:
             dropped_fraction=done.mean("dropped"),
             kl_reference=done.mean("kl_reference") if "kl_reference" in results[0].means else 0.0,
             **msgspec.structs.asdict(done.by_staleness()),
-            **msgspec.structs.asdict(done.roles),
+            **msgspec.structs.asdict(done.companions),
             grad_norm=max(r.grad_norm for r in results),
             lr=done.lr,
         )

@@ -37,7 +37,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         replicas: inference servers that took the push and serve its version.
         replicas_failed: those that did not, for the moment.
         wait_s: seconds waited for the batch.
-        step_s: seconds of proximal log-probs, forward, backward and optimizer.
+        step_s: seconds from the batch to its commit: what the models beside the policy say of it, credit, proximal log-probs,
+            forward, backward and optimizer, and their own steps.
         push_s: seconds of the weight push, all told.
         pause_ms: longest pause of a replica in the push.
         transfer_ms: time the bytes took.
@@ -46,7 +47,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
             learner's own version: tokens of staleness 0 in the batch, and in a few trajectories that were delivered while
             the learner looked at the batch; 0 when there were none. Tokens of a mixed policy do not count. In the batch the
             learner's are the proximal log-probs, of the step's own forward pass or of a scoring pass before it (`step.py`).
-        mismatch_tokens: how many tokens that maximum is over (rank 0's).
+        mismatch_tokens: how many tokens that maximum is over, all ranks together.
         loss: the policy loss.
         ess: effective sample size of the importance weights over tokens, as a share, 0 to 1.
         kl: mean over trained tokens of the k3 estimate of KL(behaviour || current), nats (Schulman 2020).

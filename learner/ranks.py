@@ -5,7 +5,7 @@ Invariants:
 - A process joins once, whatever number of models it holds; who joined first leaves.
 - Every group has the same deadline: a rank waits for the others for `timeout_s` in any collective; inside `together` that it
   waited in vain is a LearnerError.
-- One rank is the same code as many; without `RANK` in the environment it meets itself, without a port.
+- One rank is the same code as many; where no launcher named a place to meet it meets itself, without a port.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from ..errors import ConfigError, LearnerError
 from .backend import PackedRow
+from .batch import supervised, to_row
 from .lost import is_lost
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -45,6 +47,12 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def alone() -> bool:
+    """Whether nobody started this process as one of several ranks, as in a supervised warm-up: then it holds and does all itself,
+    whatever the config says of ranks."""
+    return not any(name in os.environ for name in RENDEZVOUS)
+
+
 def join(device: torch.device, timeout_s: float) -> bool:
     """Collective. Join the process group that the environment names, or one of a single rank. False where this process has joined
     before, for another model.
@@ -59,13 +67,13 @@ def join(device: torch.device, timeout_s: float) -> bool:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
-    given = [name for name in RENDEZVOUS if name in os.environ]
-    if not given:
+    missing = [name for name in RENDEZVOUS if name not in os.environ]
+    if alone():
         dist.init_process_group(kinds, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    elif len(given) < len(RENDEZVOUS):
-        missing = ", ".join(name for name in RENDEZVOUS if name not in given)
+    elif missing:
+        given = ", ".join(name for name in RENDEZVOUS if name not in missing)
         raise ConfigError(
-            f"environment: {', '.join(given)} without {missing}; set all of {', '.join(RENDEZVOUS)} or none"
+            f"environment: {given} without {', '.join(missing)}; set all of {', '.join(RENDEZVOUS)} or none"
         )
     else:
         try:
@@ -73,7 +81,7 @@ def join(device: torch.device, timeout_s: float) -> bool:
         except dist.DistError as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise LearnerError(
-                f"learner rank {os.environ['RANK']} could not meet the others at {where}: {error}"
+                f"learner rank {os.environ['RANK']} could not meet the others at {where}: {error}", final=False
             ) from error
     return True
 
@@ -90,7 +98,8 @@ def together(doing: str) -> Iterator[None]:
         reason = str(error).strip().splitlines()[0]
         raise LearnerError(
             f"learner rank {rank} of {size} lost the others while {doing}: {reason}; "
-            "look at the log of the rank that ended first"
+            "look at the log of the rank that ended first",
+            final=False,
         ) from error
 
 
@@ -108,12 +117,33 @@ def gather_rows(values: torch.Tensor, device: torch.device, group: dist.ProcessG
     lengths = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(lengths, mine, group=group)
     counts = torch.cat(lengths).tolist()
+    if not any(counts):
+        return torch.empty(0, values.shape[1], dtype=torch.float64)
     # Collectives want equal shapes.
     padded = torch.zeros(max(counts), values.shape[1], dtype=torch.float64, device=device)
     padded[: len(values)] = values
     everyone = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(everyone, padded, group=group)
     return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)]).cpu()
+
+
+def rows_of_first(rows: Sequence[PackedRow], device: torch.device, group: dist.ProcessGroup) -> Sequence[PackedRow]:
+    """Collective over `group`. What the first of its ranks wants scored, on all of them: rows with tokens, cuts and what is
+    trained, and nothing else."""
+    if group.size() == 1:
+        return rows
+    told = [
+        torch.stack([torch.full_like(row.token_ids, index), row.token_ids, row.position_ids, row.trained.long()], 1)
+        for index, row in enumerate(rows if group.rank() == 0 else ())
+    ]
+    table = gather_rows(torch.cat([torch.empty(0, 4, dtype=torch.float64), *told]), device, group).long()
+    found = []
+    for index in range(int(table[:, 0].max()) + 1 if len(table) else 0):
+        _, token_ids, position_ids, trained = table[table[:, 0] == index].numpy().T
+        cuts = np.flatnonzero(position_ids == 0)[1:]
+        sequences = zip(np.split(token_ids, cuts), np.split(trained, cuts), strict=True)
+        found.append(to_row([supervised(ids.astype(np.int32), mask.astype(np.bool_)) for ids, mask in sequences]))
+    return found
 
 
 def maximum_of(value: float, device: torch.device) -> float:

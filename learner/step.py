@@ -21,8 +21,8 @@ from .algorithms import chooses_tokens, loss_of
 from .backend import Backend, LossOutput, PackedRow, PolicyLoss, StepResult
 from .batch import TrainSequence, fresh_rows, minibatches, mismatch, rank_rows, with_proximal
 from .checkpoint import CheckpointState
+from .companions import Companions
 from .meter import StepDone
-from .roles import Roles
 from .schedule import warm_up
 
 
@@ -33,13 +33,13 @@ class Stepper:
         config: the learner's section.
         backend: this rank's part of the policy.
         longest: tokens of the longest possible episode, `agent.max_tokens`.
-        roles: this rank's part of the models beside the policy.
+        companions: this rank's part of the models beside the policy.
     """
 
-    def __init__(self, config: Learner, backend: Backend, longest: int, roles: Roles) -> None:
+    def __init__(self, config: Learner, backend: Backend, longest: int, companions: Companions) -> None:
         self._config = config
         self._backend = backend
-        self._roles = roles
+        self._companions = companions
         self._loss = loss_of(config.algorithm, longest)
         self._one_pass = config.algorithm.minibatches == 1 and not chooses_tokens(config.algorithm)
 
@@ -58,7 +58,7 @@ class Stepper:
             raise LearnerError(
                 f"the batch of step {state.step + 1} holds no token that may be trained; see buffer.max_staleness"
             )
-        step = state.step - self._roles.alone
+        step = state.step - self._companions.warmup
         lr = warm_up(config.optimizer.lr, step, config.optimizer.warmup_steps) if step >= 0 else 0.0
         budget = config.backend.tokens_per_microbatch
         parts = minibatches(sequences, config.algorithm.minibatches)
@@ -71,13 +71,13 @@ class Stepper:
             rows = [self._scored(part) for part in rows]
             seen = [row for part in rows for row in part]
             results = [backend.step(part, self._loss(part, backend.gather), lr) for part in rows]
-        gap, compared = mismatch([*probe, *seen])
+        gap, _ = mismatch([*probe, *seen])
         return StepDone(
             results=tuple(results),
             lr=lr,
             mismatch=backend.maximum(gap),
-            compared=compared,
-            roles=self._roles.learn(rows),
+            compared=_comparable(sequences) + mismatch(probe)[1],
+            companions=self._companions.learn(rows),
         )
 
     def _scored(self, rows: Sequence[PackedRow]) -> list[PackedRow]:
@@ -93,3 +93,8 @@ class Stepper:
             return loss(logprobs, entropy, seen[-1])
 
         return self._backend.step(rows, on_policy, lr)
+
+
+def _comparable(sequences: Sequence[TrainSequence]) -> int:
+    """The tokens that `mismatch` is over, whichever rank sees their log-probs: of a pipeline only the last stage does."""
+    return sum(int((s.trained & (s.lags == 0) & ~s.mixed).sum()) for s in sequences)

@@ -15,10 +15,10 @@ from peft import LoraConfig, get_peft_model
 from slipstream.configs.algorithm import Algorithm, DecoupledPpo, Truncated
 from slipstream.configs.schema import Optimizer
 from slipstream.errors import LearnerError
-from slipstream.learner import lora
 from slipstream.learner.algorithms import loss_of
 from slipstream.learner.backend import Backend, PackedRow, PolicyLoss
 from slipstream.learner.batch import TrainSequence, rank_rows, with_proximal
+from slipstream.learner.fsdp2 import lora
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit

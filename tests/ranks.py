@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Model
 from slipstream.learner.checkpoint import CheckpointState
-from slipstream.learner.fsdp2 import Fsdp2Backend
+from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.tests.equality import LOSS, OPTIMIZER, SEQUENCE_MEAN, STEPS, TEMPERATURE, make_batch, make_rows
 from slipstream.weightsync.adapters import are_adapters, merge
 from slipstream.weightsync.fit import base_weights

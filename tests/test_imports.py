@@ -51,6 +51,35 @@ def test_a_room_imports_only_along_the_arrows(room: str) -> None:
             assert ways & allowed, f"{path.relative_to(ROOT)} imports {name}"
 
 
+BACKENDS = {"fsdp2", "megatron"}
+
+
+def test_what_learners_share_knows_no_backend_and_backends_not_each_other() -> None:
+    """But for the critic, which FSDP2 holds whatever holds the policy."""
+    learner = ROOT / "learner"
+    files = [path for path in learner.rglob("*.py") if path.name != "critic.py"]
+    assert {path.parent.name for path in files} >= BACKENDS
+    for path in files:
+        own = path.relative_to(learner).parts[0]
+        known = {name.split(".")[0] for name in imports_within(path, learner)} & BACKENDS
+        assert known <= {own}, f"{path.relative_to(ROOT)} imports {', '.join(known - {own})}"
+
+
+def imports_within(path: Path, room: Path) -> set[str]:
+    """What a file imports of its own room, as `module` or `package.module`."""
+    inside = path.relative_to(room).parent.parts
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and 1 <= node.level <= len(inside) + 1:
+            package = inside[: len(inside) + 1 - node.level]
+            modules = [node.module] if node.module else [alias.name for alias in node.names]
+            found |= {".".join((*package, module)) for module in modules}
+    return found
+
+
 def test_the_check_sees_an_import(tmp_path: Path) -> None:
     assert "rollout.engine" not in imports(ROOT / "learner" / "loop.py", "learner")
     assert "buffer.client" in imports(ROOT / "learner" / "loop.py", "learner")
+    learner = ROOT / "learner"
+    assert "fsdp2.backend" in imports_within(learner / "critic.py", learner)
+    assert {"ranks", "fsdp2.lora"} <= imports_within(learner / "fsdp2" / "model.py", learner)

@@ -17,14 +17,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from slipstream.errors import LearnerError
-from slipstream.learner import checkpoint
+from slipstream.learner import checkpoint as folders
 from slipstream.learner.checkpoint import CheckpointState, checkpoints, path_of, prune
-from slipstream.learner.fsdp2 import Fsdp2Backend
+from slipstream.learner.fsdp2 import checkpoint
+from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.tests.equality import LOSS, make_model, make_rows
 from slipstream.tests.ranks import DEADLINE_S, open_backend
 
-MOMENTS = {"begun": "dcp_save", "written": "_flush"}
-"""When to be killed: before which function of `checkpoint`."""
+MOMENTS = {"begun": (checkpoint, "dcp_save"), "written": (folders, "_flush")}
+"""When to be killed: before which function."""
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +73,9 @@ def test_a_checkpoint_holds_what_was_there_when_it_was_begun(backend, tmp_path, 
 def test_a_checkpoint_that_cannot_be_written_is_named(backend, tmp_path):
     (tmp_path / "file").touch()
     saving = backend.save(path_of(tmp_path / "file", 1), CheckpointState(step=1, version=1))
-    with pytest.raises(LearnerError, match=r"step-00000001 could not be written: .*Not a directory"):
+    with pytest.raises(LearnerError, match=r"step-00000001 could not be written: .*Not a directory") as error:
         saving.result(DEADLINE_S)
+    assert not error.value.final
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -97,7 +99,7 @@ def be_killed(model: str, root: Path, moment: str) -> None:
     save_file(dict(backend.named_weights()), root / "weights")
     backend.save(path_of(root, 1), CheckpointState(step=1, version=11)).result(DEADLINE_S)
     step(backend, 1)
-    setattr(checkpoint, MOMENTS[moment], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    setattr(*MOMENTS[moment], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     backend.save(path_of(root, 2), CheckpointState(step=2, version=12)).result(DEADLINE_S)
 
 

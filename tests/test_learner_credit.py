@@ -15,7 +15,7 @@ from slipstream.errors import ConfigError, LearnerError
 from slipstream.learner import batch
 from slipstream.learner.algorithms import advantage_of, loss_of
 from slipstream.learner.credit import credit
-from slipstream.learner.fsdp2 import Fsdp2Backend
+from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.tests.advantages import ALL, DR_GRPO, GRPO, ORACLES, Episode, names
 
 KINDS = ["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "win_rate", "turn_level"]

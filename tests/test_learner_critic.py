@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,10 +20,10 @@ from slipstream.learner.algorithms import advantage_of
 from slipstream.learner.algorithms.episodes import Chain
 from slipstream.learner.backend import PackedRow
 from slipstream.learner.checkpoint import CheckpointState, path_of
+from slipstream.learner.companions import TRAINED, Companions
 from slipstream.learner.credit import Group, credit
 from slipstream.learner.critic import Critic, explained_variance, value_loss
-from slipstream.learner.fsdp2 import Fsdp2Backend
-from slipstream.learner.roles import TRAINED, Roles
+from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.scores import Scores
 from slipstream.learner.step import Stepper
 from slipstream.tests.test_learner_credit import branches
@@ -150,13 +151,13 @@ def rows(scores: Scores, groups: list[Group] = GROUPS) -> list[PackedRow]:
 def test_a_critic_expects_nothing_at_first_and_learns_what_is_earned(pair):
     policy, critic = pair
     groups = GROUPS[:1]  # in which equal tokens have equal returns
-    roles = Roles(CONFIG, policy, trained=critic)
-    first = roles.score(groups)
+    companions = Companions(CONFIG, policy, trained=critic)
+    first = companions.score(groups)
     assert first.reference is None
     assert not any(values.any() for values in first.told.values())
     errors, explained = [], []
     for _ in range(40):
-        done = roles.learn([rows(roles.score(groups), groups)])
+        done = companions.learn([rows(companions.score(groups), groups)])
         errors.append(done.value_loss)
         explained.append(done.explained_variance)
     targets = credit(groups, advantage_of(CONFIG.algorithm), first).returns
@@ -186,6 +187,12 @@ def test_the_loss_is_half_the_squared_error_and_its_gradient_the_error():
     )
 
 
+def test_a_step_of_the_critic_warns_of_nothing(pair):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair[1].step(rows(Scores(told=values_of(lambda t: 0.5))), value_loss, 1e-3)
+
+
 def test_a_row_that_fills_up_teaches_the_critic_nothing(pair):
     critic, full = pair[1], rows(Scores(told=values_of(lambda t: 0.5)))
     assert critic.step([*full, batch.scoring_row([[0]])], value_loss, 0.0).means["error_square"] > 0
@@ -196,43 +203,43 @@ def test_a_row_that_fills_up_teaches_the_critic_nothing(pair):
 
 def test_while_the_critic_warms_up_the_policy_rests(pair):
     policy, critic = pair
-    roles = Roles(CONFIG, policy, trained=critic)
-    stepper = Stepper(CONFIG, policy, 64, roles)
+    companions = Companions(CONFIG, policy, trained=critic)
+    stepper = Stepper(CONFIG, policy, 64, companions)
     moved = []
     for step in range(4):
         before = {name: tensor.clone() for name, tensor in policy.named_weights()}
-        scores = roles.score(GROUPS)
+        scores = companions.score(GROUPS)
         sequences = batch.to_sequences(GROUPS, advantage_of(CONFIG.algorithm), 5, 5, scores=scores)
         done = stepper.step(sequences, (), CheckpointState(step=step, version=5))
-        assert done.roles.value_loss > 0
+        assert done.companions.value_loss > 0
         moved.append(any(not torch.equal(before[name], tensor) for name, tensor in policy.named_weights()))
     assert moved == [False, False, True, True]
 
 
 def test_a_checkpoint_holds_the_critic_too(pair, folders, tmp_path):
     policy, critic = pair
-    roles = Roles(CONFIG, policy, trained=critic)
+    companions = Companions(CONFIG, policy, trained=critic)
     for _ in range(3):
-        roles.learn([rows(roles.score(GROUPS))])
-    expected = roles.score(GROUPS).told
+        companions.learn([rows(companions.score(GROUPS))])
+    expected = companions.score(GROUPS).told
     state = CheckpointState(step=2, version=7)
     there = path_of(tmp_path, 2)
-    assert not roles.saved_with(there)
-    for writing in roles.save(tmp_path, state):
+    assert not companions.saved_with(there)
+    for writing in companions.save(tmp_path, state):
         writing.result(60)
-    assert roles.saved_with(there)
-    roles.learn([rows(roles.score(GROUPS))])
-    assert any((roles.score(GROUPS).told[name] != values).any() for name, values in expected.items())
-    roles.load(there)
-    assert all((roles.score(GROUPS).told[name] == values).all() for name, values in expected.items())
+    assert companions.saved_with(there)
+    companions.learn([rows(companions.score(GROUPS))])
+    assert any((companions.score(GROUPS).told[name] != values).any() for name, values in expected.items())
+    companions.load(there)
+    assert all((companions.score(GROUPS).told[name] == values).all() for name, values in expected.items())
     for step in (4, 6):
-        for writing in roles.save(tmp_path, CheckpointState(step=step, version=7)):
+        for writing in companions.save(tmp_path, CheckpointState(step=step, version=7)):
             writing.result(60)
-    roles.prune(tmp_path, 2)
+    companions.prune(tmp_path, 2)
     assert sorted(path.name for path in (tmp_path / TRAINED).iterdir()) == ["step-00000004", "step-00000006"]
     policy.save(tmp_path / TRAINED / "step-00000008", state).result(60)
     with pytest.raises(CheckpointError, match="another model"):
-        roles.load(path_of(tmp_path, 8))
+        companions.load(path_of(tmp_path, 8))
 
 
 def test_one_line_of_config_asks_for_a_critic_and_vapo_is_a_preset():

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.messages import Batch
 from slipstream.buffer.trajectory import FINISHED, Trajectory
@@ -25,7 +26,7 @@ from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Buffer, Checkpoint, Learner, Model
 from slipstream.errors import CheckpointError, DeadlineExceeded, LearnerError, SlipstreamError, WeightSyncError
 from slipstream.learner.checkpoint import CheckpointState, checkpoints, path_of
-from slipstream.learner.fsdp2 import Fsdp2Backend
+from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.loop import TrainingLoop
 from slipstream.learner.metrics import StepMetrics
 from slipstream.tests import tiny
@@ -130,10 +131,12 @@ class Bench:
         return self.folder / "checkpoints"
 
     async def fails(self, buffer: str | ReadyBuffer, error: type[SlipstreamError], match: str) -> None:
-        """The error is one line, and what serves and what is saved is finite."""
+        """The error is one line, and what serves and what is saved is finite. The learner's own errors are final: the next process
+        would be handed the same batch."""
         with pytest.raises(error, match=match) as caught:
             await self.run(buffer)
         assert "\n" not in str(caught.value)
+        assert caught.value.final == isinstance(caught.value, LearnerError | DeadlineExceeded)
         assert all(tensor.isfinite().all() for tensor in self.replica.weights.values())
 
     def served_is(self, weights: dict[str, torch.Tensor]) -> bool:
@@ -214,6 +217,20 @@ async def test_weights_that_are_not_finite_are_neither_pushed_nor_saved(folders,
         assert state.step == 1
         assert bench.replica.served == state.version == 3  # what was recovered is 2
         assert not bench.served_is(before)
+
+
+async def test_a_model_that_computes_no_numbers_ends_the_run_before_anything_is_pushed(
+    folders, address, tmp_path
+) -> None:
+    bench = Bench(tmp_path, folders[0], learner())
+    bench.model = tmp_path / "model"
+    shutil.copytree(folders[0], bench.model)
+    weights = load_file(bench.model / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, bench.model / "model.safetensors", metadata={"format": "pt"})
+    async with playing(tmp_path, address, lambda t: t):
+        await bench.fails(address, CheckpointError, "the model at model.path gives log-probs that are not finite")
+    assert bench.replica.served is None
 
 
 @pytest.mark.parametrize(("value", "dtype"), [("nan", "float32"), ("inf", "float32"), ("3.4e38", "bfloat16")])
@@ -308,7 +325,6 @@ async def test_a_checkpoint_of_another_model_ends_the_run_before_anything_is_pus
         await Bench(tmp_path, folders[0], learner()).run(address)
         bench = Bench(tmp_path, other, learner(steps=2))
         await bench.fails(address, CheckpointError, "step-00000001 is of another model.*lm_head")
-        assert CheckpointError.final
         assert bench.replica.served is None
 
 

@@ -36,7 +36,7 @@ from slipstream.errors import LearnerError
 from slipstream.learner.algorithms import LOSSES, loss_of
 from slipstream.learner.algorithms.covariance import drawn
 from slipstream.learner.backend import PackedRow, StepResult
-from slipstream.learner.fsdp2 import Fsdp2Backend
+from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.meter import StepDone
 from slipstream.tests.test_learner_fsdp2 import make_model, make_rows
 

@@ -21,13 +21,16 @@ from slipstream.launch import preflight
 from slipstream.learner.backend import PackedRow
 from slipstream.learner.batch import scoring_row
 from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.companions import Companions
 from slipstream.learner.logprobs import token_logprobs
 from slipstream.learner.megatron.backend import MegatronBackend
 from slipstream.learner.megatron.fit import check_family, check_layout
 from slipstream.learner.megatron.mapping import hugging, megatron, rule_of
+from slipstream.learner.megatron.model import MegatronModel
 from slipstream.learner.megatron.rows import local_row, padded_length
 from slipstream.learner.megatron.scores import split_logprobs
 from slipstream.learner.sft import negative_log_likelihood
+from slipstream.learner.step import Stepper
 from slipstream.tests.equality import (
     LOSS,
     OPTIMIZER,
@@ -117,6 +120,8 @@ def rank_main(jobs: list[Job], export: str) -> None:
         run(job, backend)
         if index < len(TWO):
             assert_that_ranks_agree(job.layout, backend)
+            assert_that_a_frozen_model_scores_as_in_transformers(job)
+            assert_that_compared_tokens_are_counted_on_all_ranks(job.layout, backend)
         if job.layout == "tensor":
             assert_that_a_split_vocabulary_scores_the_same()
             backend.export(Path(export))
@@ -149,6 +154,33 @@ def assert_that_ranks_agree(layout: str, backend: MegatronBackend) -> None:
     assert_refused(backend, LOSS, [], "no trained token")
     first = [msgspec.structs.replace(row, trained=torch.ones_like(row.trained)) for row in both]
     assert_refused(backend, LOSS, first, "first token")
+
+
+def assert_that_a_frozen_model_scores_as_in_transformers(job: Job) -> None:
+    """Beside the policy, for rows that only rank 0 has."""
+    settings = {"temperature": TEMPERATURE, "timeout_s": DEADLINE_S}
+    frozen = MegatronModel(Model(path=job.model), TWO[job.layout], **settings)
+    assert not hasattr(frozen, "_optimizer")
+    ids = [7, 8, 9, 1, 2, 3, 40]
+    found = frozen.logprobs([scoring_row([ids])] if dist.get_rank() == 0 else [])
+    frozen.close()
+    assert len(found) == (dist.get_rank() == 0)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(job.model)(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+    wanted = (logits / TEMPERATURE).log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+    for one in found:
+        torch.testing.assert_close(one[1:], wanted, atol=5e-6, rtol=0)
+
+
+def assert_that_compared_tokens_are_counted_on_all_ranks(layout: str, backend: MegatronBackend) -> None:
+    """Those of the batch, though of a pipeline only the last stage sees what the policy says of them."""
+    config, (sequences, _) = Learner(backend=TWO[layout]), make_batch(0)
+    sequences[0] = msgspec.structs.replace(sequences[0], lags=sequences[0].lags + sequences[0].trained)
+    done = Stepper(config, backend, 64, Companions(config, backend)).step(
+        sequences, (), CheckpointState(step=0, version=0)
+    )
+    assert done.compared == sum(int(s.trained.sum()) for s in sequences[1:])
+    assert done.mismatch > 0.1
 
 
 def assert_that_a_split_vocabulary_scores_the_same() -> None:
@@ -419,10 +451,16 @@ def test_a_model_that_cannot_be_split_so_is_refused(layout, model, match):
         check_layout(layout, model)
 
 
-def test_the_package_that_is_missing_is_named_before_a_start(models, monkeypatch):
+def test_the_package_that_is_missing_or_of_another_version_is_named_before_a_start(models, monkeypatch, tmp_path):
     config = Config(model=Model(path=models["tied"]), learner=Learner(backend=Megatron()))
     assert preflight.learner(config) == "megatron, 1 ranks"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    other = tmp_path / "megatron_core-0.17.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Name: megatron-core\nVersion: 0.17.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"written for megatron-core 0\.16\.1, and 0\.17\.0 is installed"):
+        preflight.learner(config)
+    monkeypatch.setattr(sys, "path", [])
     with pytest.raises(ConfigError, match=r"needs the package megatron-core; run `make install`"):
         preflight.learner(config)
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from slipstream.errors import ConfigError, LearnerError
-from slipstream.learner import attention
+from slipstream.learner.fsdp2 import attention
 from slipstream.learner.model import check_model, load_model, load_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel

@@ -16,8 +16,8 @@ from slipstream.errors import LearnerError
 from slipstream.learner.algorithms import loss_of
 from slipstream.learner.batch import TrainSequence, mismatch, rank_rows, with_proximal
 from slipstream.learner.checkpoint import CheckpointState
-from slipstream.learner.fsdp2 import Fsdp2Backend
-from slipstream.learner.roles import Roles
+from slipstream.learner.companions import Companions
+from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.step import Stepper
 
 STATE = CheckpointState(step=3, version=3)
@@ -63,7 +63,7 @@ def sequences(backend) -> list[TrainSequence]:
 
 
 def stepper(config: Learner, backend) -> Stepper:
-    return Stepper(config, backend, 64, Roles(config, backend))
+    return Stepper(config, backend, 64, Companions(config, backend))
 
 
 @pytest.mark.parametrize(

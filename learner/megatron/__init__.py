@@ -1,5 +1,6 @@
 """The learner on Megatron-core: `backend.py` implements `Backend`, and the rest is what it is made of.
 
+    model       the model as it is held, and what it says of tokens
     fit         whether a model can be held and split so
     layout      which ranks hold what
     family      a Hugging Face config as Megatron's, the model, and its weights under Hugging Face names (`mapping`)

@@ -1,7 +1,8 @@
 """Megatron-core on a machine without CUDA.
 
-Megatron-core 0.16 takes CUDA for the device in a few dozen places. Here its modules are compiled from their own source, with the
-CPU in those places. torch stays as it is, so that nothing else in the process notices; with CUDA nothing is changed at all.
+Megatron-core takes CUDA for the device in a few dozen places. Here its modules are compiled from their own source, with the CPU in
+those places, which are those of one version: `fit.check_installed` refuses others. torch stays as it is, so that nothing else in
+the process notices; with CUDA nothing is changed at all.
 """
 
 from __future__ import annotations

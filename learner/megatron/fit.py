@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+from importlib import util
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from transformers import PretrainedConfig
@@ -11,16 +12,26 @@ from ...configs.backends import Megatron
 from ...errors import ConfigError
 
 KEY = "learner.backend"
+VERSION = "0.16.1"
+"""Of megatron-core: `cpu.py` rewrites its source, and `checkpoint.py` calls what is its own business."""
+
 FAMILIES = ("qwen3", "qwen3_moe", "llama")
 ROPES = ("default", "linear", "llama3")
 
 
 def check_installed(layout: Megatron) -> None:
-    """Raises ConfigError where Megatron is not installed, or cannot have the device that is asked for."""
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    """Raises ConfigError where Megatron is not installed, is another version, or cannot have the device that is asked for."""
+    try:
+        found = version("megatron-core")
+    except PackageNotFoundError:
         raise ConfigError(
             f"{KEY}.kind: megatron needs the package megatron-core; run `make install`, or `pip install -e .[megatron]` "
             "in an environment of your own"
+        ) from None
+    if found != VERSION:
+        raise ConfigError(
+            f"{KEY}.kind: megatron is written for megatron-core {VERSION}, and {found} is installed; "
+            f"`pip install megatron-core=={VERSION}`"
         )
     if not torch.cuda.is_available():
         return
@@ -29,7 +40,7 @@ def check_installed(layout: Megatron) -> None:
             f"{KEY}.device: cpu with {KEY}.kind=megatron, which takes the CUDA devices that torch sees; allowed are auto and "
             "cuda, or an empty CUDA_VISIBLE_DEVICES"
         )
-    if importlib.util.find_spec("transformer_engine") is None:
+    if util.find_spec("transformer_engine") is None:
         raise ConfigError(
             f"{KEY}.kind: megatron on CUDA needs the package transformer-engine; `pip install transformer-engine[pytorch]`"
         )

@@ -6,7 +6,6 @@ them and take the same rows. Experts are split over ranks of a stage, whatever e
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from torch import distributed as dist
 
 from ...configs.backends import Megatron
 from ...errors import ConfigError
-from ..ranks import RENDEZVOUS
+from ..ranks import alone
 
 
 class Groups(msgspec.Struct, frozen=True):
@@ -53,11 +52,11 @@ def _made(group: Any) -> dist.ProcessGroup:
 
 
 def layout_here(config: Megatron) -> Megatron:
-    """`config` where a launcher started ranks; all on this rank where none did, as in a supervised warm-up."""
-    if any(name in os.environ for name in RENDEZVOUS):
+    """`config` where this process was started as one of several ranks; all on this one where it is `alone`."""
+    if not alone():
         return config
-    alone = {name: 1 for name in msgspec.structs.asdict(config) if name.endswith("_parallel") or name == "ranks"}
-    return msgspec.structs.replace(config, **alone, virtual_stages=1)
+    whole = {name: 1 for name in msgspec.structs.asdict(config) if name.endswith("_parallel") or name == "ranks"}
+    return msgspec.structs.replace(config, **whole, virtual_stages=1)
 
 
 def form_groups(layout: Megatron, timeout_s: float) -> None:

@@ -6,20 +6,21 @@
 
 Invariants:
 - `gather` and `sum` count each row once: they run over ranks of different rows.
-- One rank alone holds whole rows.
+- A process that nobody started as a rank holds whole rows.
 """
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError
+from ...errors import ConfigError
+from ..backend import PackedRow
+from ..ranks import alone, gather_rows, join, rows_of_first
 from .context_parallel import Context
-from .ranks import gather_rows, join
 
 
 class Parts:
@@ -40,7 +41,7 @@ class Parts:
         self._timeout = timedelta(seconds=timeout_s)
         self._joined = join(device, timeout_s)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        context = context if "RANK" in os.environ else 1
+        context = 1 if alone() else context
         if self.size % context:
             self.leave()
             raise ConfigError(
@@ -67,6 +68,10 @@ class Parts:
         """Collective. `values` of the same shape on all ranks, added up over the parts of the batch."""
         dist.all_reduce(values, group=self._data)
         return values
+
+    def first(self, rows: Sequence[PackedRow]) -> Sequence[PackedRow]:
+        """Collective. What the first of the ranks that share rows wants scored, on each of them."""
+        return rows if self.context.size == 1 else rows_of_first(rows, self._device, self.context.group)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Collective. float64[n, C] of each part of the batch, one below the other, on CPU (n may differ and be 0)."""

@@ -1,21 +1,15 @@
-"""The learner on PyTorch FSDP2: `fully_shard` over a transformers causal LM, one unit per layer and one for the rest.
+"""A model held by FSDP2: `fully_shard` over a transformers causal LM, one unit per layer and one for the rest.
 
 Invariants:
-- Master weights, gradients and AdamW moments are float32 and sharded over all ranks; bfloat16 is for computing,
-  gathering and serving only.
-- What a step does depends on neither the number of ranks nor how sequences are packed: FSDP averages gradients over all ranks, so
-  each loss sum is scaled by world size / global trained tokens. Ranks that share a row hold parts of its gradient.
-- Every rank makes the same number of forward and backward passes: those with fewer rows run one without a trained token.
-- Nothing is written to the weights before the loss and the gradient norm are known to be finite on every rank.
-- Recomputed activations, offload and shared rows change where and when a step is computed, never what it does.
+- Weights are float32 and sharded over all ranks; bfloat16 is for computing, gathering and serving only.
+- Every rank makes the same number of passes: those with fewer rows make one without a trained token.
+- Recomputed activations, offload and shared rows change where and when something is computed, never what.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,26 +20,25 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..configs.backends import Fsdp2
-from ..configs.schema import Model, Optimizer
-from ..errors import ConfigError
-from . import attention, checkpoint, lora
-from .backend import PackedRow, PolicyLoss, StepResult, require_finite, require_trained
-from .batch import scoring_row
+from ...configs.backends import Fsdp2
+from ...configs.schema import Model
+from ...errors import ConfigError
+from ..backend import PackedRow
+from ..batch import scoring_row
+from ..logprobs import token_logprobs
+from ..model import load_model, read_config
+from ..ranks import check_rows, choose_device, together
+from . import attention, liger, lora
 from .context_parallel import check_heads
-from .logprobs import token_logprobs
-from .model import load_model
 from .parts import Parts
-from .ranks import check_rows, choose_device, maximum_of, to_device, together
 
 
-class Fsdp2Backend:
-    """Implements `Backend`.
+class Fsdp2Model:
+    """Implements `Scorer`.
 
     Args:
-        model: path and compute dtype of the policy.
-        optimizer: AdamW; its learning rate and warm-up are read by the caller, who gives each step its rate.
-        config: how the model is held; `ranks` and `tokens_per_microbatch` are the caller's.
+        model: path and compute dtype.
+        config: how it is held; `ranks` and `tokens_per_microbatch` are the caller's.
         temperature: log-probs and entropies are those of softmax(logits / temperature).
         timeout_s: longest that a rank waits for the others in any collective.
 
@@ -53,18 +46,18 @@ class Fsdp2Backend:
         ConfigError: the model cannot be loaded or held so, there is no such device, or the rendezvous variables are incomplete.
     """
 
-    def __init__(
-        self, model: Model, optimizer: Optimizer, config: Fsdp2, *, temperature: float, timeout_s: float
-    ) -> None:
+    def __init__(self, model: Model, config: Fsdp2, *, temperature: float, timeout_s: float) -> None:
         self._temperature = temperature
-        self._source = model.path
-        self._clip_norm = optimizer.clip_norm
         self.device = choose_device(config.device)
         if config.offload and self.device.type == "cpu":
             raise ConfigError(
                 "learner.backend.offload=true keeps what a GPU does not need right now in the host's memory, and this learner "
                 "runs on the CPU; allowed here is false"
             )
+        if config.liger:
+            family = read_config(model.path)
+            liger.check(self.device, family)
+            liger.apply(family.model_type)
         dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         self._attention = attention.implementation(self.device, dtype, shared=config.context_parallel > 1)
         self._model = self._load_model(model.path)
@@ -83,75 +76,16 @@ class Fsdp2Backend:
         self.data_rank, self.data_size = self._parts.data_rank, self._parts.data_size
         self._context = self._parts.context
         self._shard(dtype, config.offload)
-        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in self._parameters if p.ndim > 1], "weight_decay": optimizer.weight_decay},
-                {"params": [p for p in self._parameters if p.ndim <= 1], "weight_decay": 0.0},
-            ],
-            lr=optimizer.lr,
-            betas=(optimizer.beta1, optimizer.beta2),
-        )
-        self._saver = checkpoint.Saver(self._parts.apart())
 
     def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
-        """See `Backend.logprobs`."""
+        """See `Scorer.logprobs`."""
         with together("computing log-probs"), torch.no_grad():
-            padded, _ = self._even(self._context.first(rows))
+            padded, _ = self._even(self._parts.first(rows))
             return [self._score(row, temperature or self._temperature)[0].cpu() for row in padded][: len(rows)]
 
-    def maximum(self, value: float) -> float:
-        """See `Backend.maximum`."""
-        with together("comparing a number"):
-            return maximum_of(value, self.device)
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """See `Backend.gather`."""
-        with together("gathering numbers"):
-            return self._parts.gather(values)
-
-    def step(self, rows: Sequence[PackedRow], loss: PolicyLoss, lr: float) -> StepResult:
-        """See `Backend.step`."""
-        with together("stepping"):
-            padded, tokens = self._even(rows)
-            require_trained(tokens)
-            try:
-                sums = self._accumulate(padded, loss, self.world_size / tokens)
-                norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-                grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-                loss_mean = sums.pop("loss") / tokens
-                require_finite(loss_mean, grad_norm)
-                for group in self._optimizer.param_groups:
-                    group["lr"] = lr
-                self._optimizer.step()
-            finally:
-                self._optimizer.zero_grad(set_to_none=True)
-        means = {name: value / tokens for name, value in sums.items()}
-        return StepResult(loss=loss_mean, grad_norm=grad_norm, tokens=tokens, means=means)
-
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Backend.named_weights`."""
-        return self._gathered(lora.alone if self._adapted else self._as_stored)
-
-    def save(self, directory: Path, state: checkpoint.CheckpointState) -> Future[None]:
-        """See `Backend.save`."""
-        with together(f"saving {directory}"):
-            return self._saver.save(directory, self._model, self._optimizer, state)
-
-    def load(self, directory: Path) -> checkpoint.CheckpointState:
-        """See `Backend.load`."""
-        with together(f"loading {directory}"):
-            return checkpoint.load(directory, self._model, self._optimizer, of=self._source)
-
-    def export(self, directory: Path) -> None:
-        """See `Backend.export`."""
-        with together(f"exporting {directory}"):
-            checkpoint.export(directory, self._model, self._gathered(self._as_stored), self._source)
-
     def close(self) -> None:
-        """See `Backend.close`. Sharded tensors must be gone before the process group is, or the exit aborts now and then."""
-        self._saver.close()
-        del self._model, self._optimizer, self._parameters
+        """See `Scorer.close`. Sharded tensors must be gone before the process group is, or the exit aborts now and then."""
+        del self._model
         gc.collect()
         self._parts.leave()
 
@@ -222,24 +156,27 @@ class Fsdp2Backend:
         entropies, float32[K] each."""
         return token_logprobs(self._model(logits_to_keep=places, **inputs).logits[0], targets, temperature)
 
-    def _accumulate(self, rows: Sequence[PackedRow], loss: PolicyLoss, scale: float) -> dict[str, float]:
-        """Backward through every row. Returns the sums over rows and ranks by name, `loss` among them."""
-        totals: dict[str, torch.Tensor] = {}
-        for row in rows:
-            output = loss(*self._score(row, self._temperature), to_device(row, self.device))
-            (output.loss_sum * scale).backward()
-            for name, value in {**output.sums, "loss": output.loss_sum}.items():
-                totals[name] = totals.get(name, 0.0) + value.detach().double()
-        names = sorted(totals)
-        stacked = self._parts.sum(torch.stack([totals[name] for name in names]))
-        return dict(zip(names, stacked.tolist(), strict=True))
-
     def _even(self, rows: Sequence[PackedRow]) -> tuple[list[PackedRow], int]:
         """This rank's rows, filled up to the largest number on any rank and to at least one; trained tokens on all ranks."""
         check_rows(rows)
         counts = self._parts.gather(torch.tensor([[len(rows), sum(int(row.trained.sum()) for row in rows)]]))
         missing = max(1, int(counts[:, 0].max())) - len(rows)
         return [*rows, *[scoring_row([[0]])] * missing], int(counts[:, 1].sum())
+
+
+class WithoutAdapters:
+    """Implements `Scorer`: the model that `policy` adapts, as it is without its adapters. Holds nothing of its own."""
+
+    def __init__(self, policy: Fsdp2Model) -> None:
+        self._policy = policy
+
+    def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
+        """See `Scorer.logprobs`."""
+        with lora.off(self._policy._model):
+            return self._policy.logprobs(rows, temperature)
+
+    def close(self) -> None:
+        """See `Scorer.close`. The policy stays."""
 
 
 def _recompute(model: PreTrainedModel) -> None:

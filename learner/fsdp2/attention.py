@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from ..errors import LearnerError
+from ...errors import LearnerError
 from .context_parallel import Context
 
 VARLEN_SDPA = "slipstream_varlen_sdpa"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import threading
@@ -12,19 +13,22 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from slipstream.configs import load
+from slipstream.configs import Config, load
 from slipstream.configs.algorithm import Algorithm, Grpo, KlInLoss, KlInReward, TurnLevel
 from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Learner, Model, Optimizer
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.launch.preflight import model as check_model
+from slipstream.launch.wiring import make_backend, make_companions
 from slipstream.learner import batch
 from slipstream.learner.algorithms import advantage_of, loss_of
 from slipstream.learner.algorithms.kl import estimate
+from slipstream.learner.companions import Companions
 from slipstream.learner.credit import Group, credit
-from slipstream.learner.fsdp2 import Fsdp2Backend
-from slipstream.learner.roles import Roles
+from slipstream.learner.fsdp2.backend import Fsdp2Backend
+from slipstream.learner.fsdp2.model import Fsdp2Model
 from slipstream.learner.scores import NO_SCORES, Scores
+from slipstream.learner.sft import negative_log_likelihood
 from slipstream.tests import tiny
 from slipstream.tests.runs import tiny_policy
 from slipstream.tests.test_learner_credit import branches
@@ -114,12 +118,12 @@ def test_a_token_that_the_reference_rules_out_has_a_finite_gradient():
 
 
 def test_a_run_without_a_reference_asks_nobody(backends):
-    assert Roles(Learner(), backends[0]).score(GROUPS) == NO_SCORES
+    assert Companions(Learner(), backends[0]).score(GROUPS) == NO_SCORES
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 10_000])
 def test_every_sampled_token_is_scored_by_the_reference_alone(backends, reference_folder, tokens):
-    scores = Roles(learner(KlInLoss(), tokens), *backends).score(GROUPS)
+    scores = Companions(learner(KlInLoss(), tokens), *backends).score(GROUPS)
     assert scores.penalties is None
     truth = expected(reference_folder)
     assert scores.reference is not None
@@ -151,7 +155,7 @@ def test_ranks_score_their_parts_and_are_told_the_whole(backends, reference_fold
                 return backends[1].logprobs(rows)
 
     def scored(rank: int):
-        return Roles(learner(KlInLoss()), Rank(rank, said, met), Reference()).score(GROUPS).reference
+        return Companions(learner(KlInLoss()), Rank(rank, said, met), Reference()).score(GROUPS).reference
 
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(scored, range(2)))
@@ -169,7 +173,7 @@ def test_ranks_score_their_parts_and_are_told_the_whole(backends, reference_fold
 def test_in_the_loss_each_trained_token_costs_its_divergence(backends, kind):
     policy = backends[0]
     kl = KlInLoss(coefficient=0.5, estimator=kind)
-    scores = Roles(learner(kl), *backends).score(GROUPS)
+    scores = Companions(learner(kl), *backends).score(GROUPS)
     sequences = batch.to_sequences(GROUPS, advantage_of(Algorithm()), 5, 5, {"0.0.2"}, scores=scores)
     rows = batch.rank_rows(sequences, 0, 1, 16)
     rows = [batch.with_proximal(row, p) for row, p in zip(rows, policy.logprobs(rows), strict=True)]
@@ -201,7 +205,7 @@ def test_rows_without_a_reference_cannot_be_held_near_it(backends):
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_in_the_reward_an_episode_pays_for_all_its_sampled_tokens(backends, reference_folder, kind):
-    scores = Roles(learner(KlInReward(coefficient=0.25, estimator=kind)), *backends).score(GROUPS)
+    scores = Companions(learner(KlInReward(coefficient=0.25, estimator=kind)), *backends).score(GROUPS)
     truth = expected(reference_folder)
     paid: dict[str, float] = {}
     for t in BRANCHES:
@@ -240,13 +244,13 @@ def test_kinds_are_one_line_of_config():
     with pytest.raises(ConfigError, match=r"estimator=k1 with .* allowed there are k2 and k3"):
         load("quickstart", ["learner.algorithm.kl.kind=loss", "learner.algorithm.kl.estimator=k1"])
     with pytest.raises(LearnerError, match="go with a reference policy"):
-        Roles(learner(KlInLoss()), Rank(0, {}, threading.Barrier(1)))
+        Companions(learner(KlInLoss()), Rank(0, {}, threading.Barrier(1)))
 
 
 @pytest.mark.parametrize("kl", [KlInLoss(), KlInReward()])
 def test_a_row_that_fills_up_has_no_reference_and_needs_none(backends, kl):
     """Ranks with fewer rows than the others step such rows, and must report the same names."""
-    scores = Roles(learner(kl), *backends).score(GROUPS)
+    scores = Companions(learner(kl), *backends).score(GROUPS)
     sequences = batch.to_sequences(GROUPS, advantage_of(Algorithm()), 5, 5, scores=scores)
     (row,) = batch.rank_rows(sequences, 0, 1, 1000)
     row, empty = batch.with_proximal(row, backends[0].logprobs([row])[0]), batch.scoring_row([[0]])
@@ -274,3 +278,65 @@ def test_a_reference_that_cannot_be_one_is_named(tmp_path):
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 8}))
     assert "must give log-probs to the same tokens" in told(other)
+
+
+# ---------------------------------------------------------------- how a reference is held
+
+
+def companions_of(folder: Path, *keys: str) -> tuple[Config, Fsdp2Backend]:
+    """A config with a reference, and its policy."""
+    config = load("quickstart", [f"model.path={folder}", "learner.algorithm.kl.kind=loss", *keys])
+    backend = make_backend(config, temperature=1.0)
+    assert isinstance(backend, Fsdp2Backend)
+    return config, backend
+
+
+def optimizers() -> int:
+    gc.collect()
+    return sum(issubclass(type(one), torch.optim.Optimizer) for one in gc.get_objects())
+
+
+def test_a_reference_has_no_optimizer_and_stays_as_it_was(folders):
+    before = optimizers()
+    config, policy = companions_of(folders[0])
+    companions = make_companions(config, policy)
+    assert optimizers() == before + 1
+    first = companions.score(GROUPS).reference
+    rows = batch.rank_rows(batch.to_sequences(GROUPS, advantage_of(Algorithm()), 5, 5), 0, 1, 16)
+    policy.step(rows, negative_log_likelihood, 1e-2)
+    assert all((companions.score(GROUPS).reference[name] == values).all() for name, values in first.items())
+    truth = expected(folders[0])
+    assert all(first[name] == pytest.approx(values, abs=1e-4) for name, values in truth.items())
+    companions.close()
+    policy.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_under_adapters_the_reference_is_the_policy_without_them(folders, dtype):
+    """Whatever they have learnt, bit for bit what a frozen copy of the model says; and they go on learning."""
+    keys = ("learner.backend.lora_rank=4", f"model.dtype={dtype}", "weightsync.canary_tolerance=1")
+    config, policy = companions_of(folders[0], *keys)
+    companions = make_companions(config, policy)
+    copy = Fsdp2Model(config.model, Fsdp2(device="cpu"), temperature=1.0, timeout_s=60)
+    rows = batch.rank_rows(batch.to_sequences(GROUPS, advantage_of(Algorithm()), 5, 5), 0, 1, 16)
+    for _ in range(2):
+        said, learnt = companions._reference.logprobs(rows), policy.logprobs(rows)
+        assert all(torch.equal(one, other) for one, other in zip(said, copy.logprobs(rows), strict=True))
+        before = dict(policy.named_weights())
+        assert policy.step(rows, negative_log_likelihood, 1e-2).grad_norm > 0
+        assert any(not torch.equal(before[name], tensor) for name, tensor in policy.named_weights())
+    assert any((one - other).abs().max() > 1e-2 for one, other in zip(said, learnt, strict=True))
+    companions.close()
+    assert policy.maximum(1.0) == 1.0
+    copy.close()
+    policy.close()
+
+
+def test_another_reference_of_adapters_is_a_model_of_its_own(folders, reference_folder):
+    keys = ("learner.backend.lora_rank=4", f"learner.algorithm.kl.reference={reference_folder}")
+    config, policy = companions_of(folders[0], *keys)
+    companions = make_companions(config, policy)
+    said = companions.score(GROUPS).reference
+    assert all(said[name] == pytest.approx(values, abs=1e-4) for name, values in expected(reference_folder).items())
+    companions.close()
+    policy.close()

@@ -8,12 +8,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import torch
 from transformers import PreTrainedModel
 
-from ..weightsync import adapters
+from ...weightsync import adapters
 
 ALPHA = 32
 """With alpha / rank as scale, and alpha the same for all ranks, the best learning rate hardly depends on the rank."""
@@ -31,6 +32,16 @@ def adapt(model: PreTrainedModel, rank: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         inject_adapter_in_model(config, model)
+
+
+@contextlib.contextmanager
+def off(model: PreTrainedModel) -> Iterator[None]:
+    """Meanwhile adapters count 0 times, and `model` is the base. peft's own switch would freeze parameters and thaw them, which
+    FSDP2 has copies of."""
+    from peft.helpers import rescale_adapter_scale
+
+    with rescale_adapter_scale(model, 0):
+        yield
 
 
 def merged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -11,15 +11,13 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from ..errors import ConfigError
-
-T = TypeVar("T")
+from ...errors import ConfigError
 
 
 def check_heads(config: PreTrainedConfig, ranks: int) -> None:
@@ -38,14 +36,6 @@ class Context:
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
-
-    def first(self, value: T) -> T:
-        """Collective. What the first of the ranks that share rows has."""
-        if self.size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
-        return box[0]
 
     def fill(self, token_ids: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: tuple[int, ...]):
         """int64[N], int64[N] and offsets, of a row whose N is a multiple of the ranks."""

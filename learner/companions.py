@@ -5,7 +5,8 @@
                                    process reward model ──> log-ratios ──> credit; outcomes ──> its own step
 
 Invariants:
-- A role is a backend like the policy's: sharded over the same ranks, behind the same contract.
+- Each is held like the policy: by the same ranks, behind the same contract. One that is never trained has no optimizer, and the
+  reference of a policy that trains adapters may be that policy without them.
 - Each rank scores its part of the batch and is told the whole, so that credit comes out the same everywhere.
 - All sampled tokens are scored, whether or not they carry loss: what an episode earned does not depend on what is trained.
 """
@@ -28,19 +29,19 @@ from ..errors import LearnerError
 from . import packing
 from .algorithms.kl import estimate
 from .algorithms.prime import process_loss
-from .backend import Backend, PackedRow
+from .backend import Backend, PackedRow, Scorer
 from .batch import supervised, to_row
 from .checkpoint import STATE_FILE, CheckpointState, path_of, prune
 from .credit import Group
 from .critic import Critic, explained_variance, value_loss
-from .meter import RolesDone, mean_over
+from .meter import CompanionsDone, mean_over
 from .scores import Scored, Scores
 
 TRAINED = "beside"
-"""Folder among the policy's checkpoints for those of the role that is trained, by the same names."""
+"""Folder among the policy's checkpoints for those of the companion that is trained, by the same names."""
 
 
-class Roles:
+class Companions:
     """One rank's part of the models beside the policy.
 
     Args:
@@ -52,7 +53,7 @@ class Roles:
     """
 
     def __init__(
-        self, config: Learner, policy: Backend, reference: Backend | None = None, trained: Backend | None = None
+        self, config: Learner, policy: Backend, reference: Scorer | None = None, trained: Backend | None = None
     ) -> None:
         advantage = config.algorithm.advantage
         if needs_reference(config.algorithm) != (reference is not None):
@@ -84,21 +85,21 @@ class Roles:
                 told = {name: logprobs - reference[name] for name, logprobs in told.items()}
         return Scores(reference=reference, penalties=penalties, told=told)
 
-    def learn(self, parts: Sequence[Sequence[PackedRow]]) -> RolesDone:
+    def learn(self, parts: Sequence[Sequence[PackedRow]]) -> CompanionsDone:
         """Collective. One step of what is trained beside the policy for each minibatch, given as this rank's rows."""
         advantage, model = self._algorithm.advantage, self._trained
         if model is None:
-            return RolesDone()
+            return CompanionsDone()
         if isinstance(advantage, Gae):
             means = mean_over([model.step(rows, value_loss, advantage.critic_lr) for rows in parts])
-            return RolesDone(value_loss=means["error_square"] / 2, explained_variance=explained_variance(means))
+            return CompanionsDone(value_loss=means["error_square"] / 2, explained_variance=explained_variance(means))
         assert isinstance(advantage, Prime)
         loss, gather = process_loss(advantage.beta), self._policy.gather
         means = mean_over([model.step(rows, loss(rows, gather), advantage.reward_lr) for rows in parts])
-        return RolesDone(reward_model_loss=means["cross_entropy"], reward_model_accuracy=means["right"])
+        return CompanionsDone(reward_model_loss=means["cross_entropy"], reward_model_accuracy=means["right"])
 
     @property
-    def alone(self) -> int:
+    def warmup(self) -> int:
         """Learner steps at the beginning in which only the critic learns."""
         advantage = self._algorithm.advantage
         return advantage.critic_warmup if isinstance(advantage, Gae) else 0
@@ -123,9 +124,9 @@ class Roles:
 
     def close(self) -> None:
         """Free them; to be called before the policy's backend is closed."""
-        for role in (self._trained, self._reference):
-            if role is not None:
-                role.close()
+        for companion in (self._trained, self._reference):
+            if companion is not None:
+                companion.close()
 
     def _penalties(self, trajectories: Sequence[Trajectory], reference: Scored) -> Scored | None:
         """What the divergence from the reference policy takes off rewards; None where it does not."""

@@ -1,0 +1,145 @@
+"""Checkpoints in torch's distributed format, inside a folder that appears whole or not at all (`learner/checkpoint.py`).
+
+    save ──copy──> training goes on
+             └──> a thread writes ──flush──rename──> the future is done: only now may anybody rely on the checkpoint
+
+Invariants:
+- Stored are the weights that are trained and their AdamW state, by parameter name: any number of ranks can read them.
+- What is written is what was there when `save` was called, whatever is trained meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from ...errors import CheckpointError
+from ..checkpoint import READING, STATE_FILE, CheckpointState, appear, read_state, unreadable
+from . import lora
+
+CLOSE_S = 5.0
+"""For a write that is under way when the learner ends: whoever waited for it has done so already, or has given up."""
+
+TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+MOMENT = ("optimizer.state.", ".exp_avg")
+"""Around the name of a trained parameter, the key of its first moment."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Saver:
+    """Collective. Writes checkpoints beside training: copies what is to be saved, then writes in a thread of its own.
+
+    Args:
+        group: all ranks, for this thread alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._thread: threading.Thread | None = None
+
+    def save(
+        self, directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: CheckpointState
+    ) -> Future[None]:
+        """Collective. Begin to write `directory`, replacing one of the same name; the future is done when it is there.
+
+        The future raises LearnerError where any rank could not write, or was lost; then `directory` is as it was before.
+        """
+        # Copies, CPU tensors too: the next step changes the originals while the thread writes.
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        content = stager.stage(_content(model, optimizer))
+        stager.close()
+        assert isinstance(content, dict)
+        written = Future[None]()
+
+        def write(folder: Path) -> None:
+            dcp_save(content, checkpoint_id=folder, process_group=self._group)
+            if dist.get_rank() == 0:
+                (folder / STATE_FILE).write_bytes(msgspec.json.encode(state))
+
+        def work() -> None:
+            try:
+                appear(directory, write, self._group)
+            except BaseException as error:  # whatever it is, the loop that waits for the future raises it
+                written.set_exception(error)
+            else:
+                written.set_result(None)
+
+        # A daemon: a disk that hangs must not keep the process.
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+        return written
+
+    def close(self) -> None:
+        """Return when what was begun is written or has failed, or after `CLOSE_S`."""
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+
+
+def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, of: str) -> CheckpointState:
+    """Collective. Read `directory` into `model`, which is that `of` a folder, and `optimizer`, sharded as they are now.
+
+    Raises:
+        CheckpointError: the folder is incomplete, or of another model.
+        LearnerError: it could not be read this time.
+    """
+    try:
+        state = read_state(directory)
+        content = _content(model, optimizer)
+        entries = FileSystemReader(directory).read_metadata().state_dict_metadata.items()
+        # The names of moments are those of what is trained; the state dict of a tied model has its head twice.
+        saved = {
+            name.removeprefix(MOMENT[0]).removesuffix(MOMENT[1]): tuple(entry.size)
+            for name, entry in entries
+            if name.startswith(MOMENT[0]) and name.endswith(MOMENT[1]) and isinstance(entry, TensorStorageMetadata)
+        }
+        trained = {name: tuple(moments["exp_avg"].shape) for name, moments in content["optimizer"]["state"].items()}
+        if difference := _difference(saved, trained):
+            raise CheckpointError(f"checkpoint {directory} is of another model than {of!r}: {difference}")
+        dcp_load(content, checkpoint_id=directory)
+    except READING as error:
+        raise unreadable(directory, error) from error
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=content["model"],
+        optim_state_dict=content["optimizer"],
+        options=TRAINED_ONLY,
+    )
+    return state
+
+
+def _content(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> STATE_DICT_TYPE:
+    """What a checkpoint holds: `model`, trained weights by name, and `optimizer`, AdamW's state and groups by those names."""
+    weights, moments = get_state_dict(model, optimizer, options=TRAINED_ONLY)
+    return {"model": weights, "optimizer": moments}
+
+
+def _difference(saved: Shapes, ours: Shapes) -> str | None:
+    """Why weights of shapes `saved` are not those of `ours`, in words; None where they are."""
+    ranks = [lora.rank_of(shapes) for shapes in (saved, ours)]
+    if ranks[0] != ranks[1]:
+        held, trained = (f"adapters of rank {rank}" if rank else "all weights" for rank in ranks)
+        return f"it holds {held}, and {trained} are trained here; set learner.backend.lora_rank={ranks[0]} to resume it"
+    for name in sorted(saved.keys() | ours.keys()):
+        there, here = saved.get(name), ours.get(name)
+        if there != here:
+            return f"there {name} is {_shown(there)}, here {_shown(here)}"
+    return None
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"of shape {list(shape)}"
