@@ -109,6 +109,7 @@ class Backend(Protocol):
         data_rank: which of the `data_size` parts of a batch this rank takes. Several ranks may hold one copy of the model among
             them, or share the work on their rows: they have one data rank and take the same rows.
         device: where this rank computes.
+        shares_prefixes: whether sequences of a row that begin alike cost what they have in common once (`prefixes.py`).
     """
 
     rank: int
@@ -116,6 +117,7 @@ class Backend(Protocol):
     data_rank: int
     data_size: int
     device: torch.device
+    shares_prefixes: bool
 
     def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
         """Collective. float32[N] per row on CPU, without gradient, 0 where not trained (ranks may have unequal counts).

@@ -80,6 +80,7 @@ class MegatronBackend:
         source = load_model(model.path, VARLEN_SDPA)
         check_family(source.config)
         check_layout(self._layout, source.config)
+        self.shares_prefixes = False
         self._joined = join(self.device, timeout_s)
         form_groups(self._layout, timeout_s)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()

@@ -53,7 +53,7 @@ def _made(group: Any) -> dist.ProcessGroup:
 
 
 def layout_here(config: Megatron) -> Megatron:
-    """`config` where a launcher started ranks; all on this rank where none did, as in a supervised warm-up."""
+    """`config` where a launcher started ranks; all on this rank where none did, as in a fine-tuning on one rank."""
     if any(name in os.environ for name in RENDEZVOUS):
         return config
     alone = {name: 1 for name in msgspec.structs.asdict(config) if name.endswith("_parallel") or name == "ranks"}
