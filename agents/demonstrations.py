@@ -31,7 +31,8 @@ def render_demonstration(
     """Render a conversation that ends with the assistant.
 
     Raises:
-        PolicyError: the chat format cannot extend the conversation exactly, or it does not end with the assistant.
+        PolicyError: the chat format cannot extend the conversation exactly, it does not end with the assistant, or the assistant
+            speaks twice in a row.
     """
     if not messages or messages[0].role != "assistant" or messages[-1].role != "assistant":
         raise PolicyError("a demonstration must begin and end with the assistant")
@@ -45,6 +46,8 @@ def render_demonstration(
         if message.role != "assistant":
             waiting.append(message)
             continue
+        if said and not waiting:
+            raise PolicyError("the assistant speaks twice in a row, which no session would record")
         if waiting:
             bridged = renderer.bridge_to_next_turn(prompt, said, to_chat(waiting), tools=tools)
             if bridged is None or bridged.token_ids[: len(token_ids)] != token_ids:

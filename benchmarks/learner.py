@@ -2,6 +2,7 @@
 
     full      the training loop's step on a batch           bare     forward, backward, AdamW over the same packed rows
     padded    bare, but padded instead of packed            trl      a step of TRL's GRPOTrainer on the same completions
+    unshared  full, a group's prompt computed by each member
 
 Invariants:
 - Every contender is in processes of its own with one thread each, unless it says otherwise, and they step by turns.
@@ -12,14 +13,14 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from ..configs.schema import Fsdp2
 from ..learner.model import vocabulary_size
-from .learner_batch import Held, Job, Shape, fill_of, make_batch, tokens_of
+from .learner_batch import Held, Job, Sampled, Shape, fill_of, make_batch, make_long_prompt, tokens_of
 from .learner_processes import NO_TRL, TRL, Stepper, stepping
 from .models import make_policy
 from .result import Result, Row, by_rounds
@@ -38,6 +39,10 @@ PLACES = {"two ranks": (2, 1), "two threads": (1, 2)}
 """Processes, and threads of each, of contenders that are not one process of one thread."""
 
 
+LONG_PROMPT, ANSWERS, ANSWER = 512, 8, 64
+"""Tokens of the prompt, members of the group and tokens of each answer where what a shared prompt saves is measured."""
+
+
 class Measured(msgspec.Struct, frozen=True):
     """What the rounds of one policy gave.
 
@@ -46,12 +51,14 @@ class Measured(msgspec.Struct, frozen=True):
         fill: their share in the batch padded to its longest sequence.
         seconds: contender -> of its step in each round.
         held: contender -> memory of each of its processes.
+        long_prompt: as `seconds`, of a batch of one group with a long prompt.
     """
 
     tokens: int
     fill: float
     seconds: dict[str, list[float]]
     held: dict[str, list[Held]]
+    long_prompt: dict[str, list[float]]
 
 
 async def learner(folder: Path, size: str, shape: Shape | None = None, rounds: int = ROUNDS) -> tuple[Result, ...]:
@@ -63,8 +70,18 @@ async def measure(folder: Path, size: str, shape: Shape, rounds: int) -> Measure
     """Let every contender that there is here step by turns."""
     model = folder / "model"
     make_policy(model, size)
-    batch = make_batch(shape, vocabulary_size(str(model)))
+    vocabulary = vocabulary_size(str(model))
+    batch, long = make_batch(shape, vocabulary), make_long_prompt(vocabulary, LONG_PROMPT, ANSWERS, ANSWER)
     names = [name for name in CONTENDERS if name != "trl" or TRL.exists()]
+    seconds, held = await _by_turns(names, batch, model, folder, rounds)
+    long_prompt, _ = await _by_turns(("full", "unshared"), long, model, folder, rounds)
+    return Measured(tokens_of(batch), fill_of(batch), seconds, held, long_prompt)
+
+
+async def _by_turns(
+    names: Sequence[str], batch: tuple[Sampled, ...], model: Path, folder: Path, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[Held]]]:
+    """Seconds of each step, and memory of each process, of contenders that step on `batch`."""
     seconds: dict[str, list[float]] = {name: [] for name in names}
     async with contextlib.AsyncExitStack() as stack:
         steppers = dict[str, Stepper]()
@@ -79,8 +96,7 @@ async def measure(folder: Path, size: str, shape: Shape, rounds: int) -> Measure
                 took = await stepper.step()
                 if number:
                     seconds[name].append(took)
-        held = {name: await stepper.end() for name, stepper in steppers.items()}
-    return Measured(tokens_of(batch), fill_of(batch), seconds, held)
+        return seconds, {name: await stepper.end() for name, stepper in steppers.items()}
 
 
 def results(measured: Measured, size: str) -> tuple[Result, ...]:
@@ -92,6 +108,8 @@ def results(measured: Measured, size: str) -> tuple[Result, ...]:
             return Row(name, sum(rates[0]) / len(rates[0]), float("nan"), "tokens/s", NO_TRL)
         return by_rounds(name, rates[0], rates[1], "tokens/s", note=note)
 
+    tokens = ANSWERS * (LONG_PROMPT + ANSWER)  # a prompt counts for each answer, however it is computed
+    long = {name: [tokens / s for s in took] for name, took in measured.long_prompt.items()}
     return (
         Result(
             f"{size}: the learner's step over the bare packed one, {measured.tokens} tokens",
@@ -124,6 +142,12 @@ def results(measured: Measured, size: str) -> tuple[Result, ...]:
             (row("full over TRL's step", "full", "trl"),),
         ),
         Result(f"{size}: peak memory of a process", "full", "floor", memory(measured.held)),
+        Result(
+            f"{size}: a prompt of {LONG_PROMPT} tokens with {ANSWERS} answers of {ANSWER}",
+            "computed once",
+            "for each",
+            (by_rounds("full over unshared", long["full"], long["unshared"], "tokens/s"),),
+        ),
     )
 
 

@@ -38,11 +38,12 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """One episode: the first `PROMPT` of `token_ids` are its prompt, the others its answer."""
+    """One episode: the first `prompt` of `token_ids` are its prompt, the others its answer."""
 
     group: int
     token_ids: list[int]
     reward: float
+    prompt: int = PROMPT
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -89,6 +90,14 @@ def make_batch(shape: Shape, vocabulary: int, seed: int = 0) -> tuple[Sampled, .
     )
 
 
+def make_long_prompt(vocabulary: int, prompt: int, answers: int, tokens: int) -> tuple[Sampled, ...]:
+    """One group: a random prompt of so many tokens, and so many random answers, each of so many."""
+    generator = np.random.default_rng(0)
+    shown = generator.integers(0, vocabulary, prompt).tolist()
+    said = generator.integers(0, vocabulary, (answers, tokens)).tolist()
+    return tuple(Sampled(0, [*shown, *answer], float(index % 2), prompt) for index, answer in enumerate(said))
+
+
 def tokens_of(batch: Sequence[Sampled]) -> int:
     """Useful tokens: those of the sequences, no padding."""
     return sum(len(one.token_ids) for one in batch)
@@ -110,7 +119,7 @@ def to_groups(batch: Sequence[Sampled]) -> list[tuple[Trajectory, ...]]:
 
 def _trajectory(one: Sampled, member: int) -> Trajectory:
     length = len(one.token_ids)
-    mask = np.arange(length) >= PROMPT
+    mask = np.arange(length) >= one.prompt
     return Trajectory(
         id=f"{one.group}.0.{member}.0",
         group_id=one.group,
@@ -121,8 +130,8 @@ def _trajectory(one: Sampled, member: int) -> Trajectory:
         token_ids=np.array(one.token_ids, dtype=np.int32),
         loss_mask=mask,
         behavior_logprobs=np.where(mask, np.float32(BEHAVIOR_LOGPROB), np.float32(0)),
-        version_spans=(VersionSpan(PROMPT, length, 0),),
-        turns=(Turn(PROMPT, length, "stop"),),
+        version_spans=(VersionSpan(one.prompt, length, 0),),
+        turns=(Turn(one.prompt, length, "stop"),),
         reward=one.reward,
         turn_rewards=(one.reward,),
         outcome=FINISHED,

@@ -1,6 +1,7 @@
 """The contenders of `bench learner`, each in a process of its own that steps when it is told to: `python -m ... < lines > seconds`.
 
     full      what the training loop does with a batch: credit, rows, loss, FSDP2 step, a look at fresh trajectories
+    unshared  the same, but a prompt is computed for each member of its group
     bare      transformers and torch.optim.AdamW over the same rows with the same attention, nothing around them
     padded    the same again, but over the batch padded to its longest sequence, with an attention mask and standard SDPA
 
@@ -34,6 +35,7 @@ from ..learner.batch import TrainSequence, rank_rows, to_sequences
 from ..learner.checkpoint import CheckpointState
 from ..learner.companions import Companions
 from ..learner.fsdp2 import attention
+from ..learner.fsdp2.backend import Fsdp2Backend
 from ..learner.step import Stepper
 from ..parent import die_with
 from .learner_batch import LR, Held, Job, resident, to_groups
@@ -65,6 +67,15 @@ class Full:
     def step(self) -> None:
         sequences = to_sequences(self._groups, self._advantage, 0, 0)
         self._stepper.step(sequences, self._fresh, CheckpointState(step=0, version=0))
+
+
+class Unshared(Full):
+    """What backends do that cannot compute a prompt once."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        assert isinstance(self._backend, Fsdp2Backend)
+        self._backend.shares_prefixes = False
 
 
 class Plain(ABC):
@@ -148,7 +159,12 @@ def _pad(part: Sequence[TrainSequence], longest: int, device: torch.device) -> t
     return tuple(tensor.to(device) for tensor in (token_ids, mask, trained, advantages))
 
 
-CONTENDERS: dict[str, Callable[[Job], Full | Plain]] = {"full": Full, "bare": Bare, "padded": Padded}
+CONTENDERS: dict[str, Callable[[Job], Full | Plain]] = {
+    "full": Full,
+    "unshared": Unshared,
+    "bare": Bare,
+    "padded": Padded,
+}
 
 
 def main() -> None:

@@ -310,14 +310,19 @@ class Evaluation(Section, frozen=True):
 
 
 class Sft(Section, frozen=True):
-    """Supervised warm-up on demonstrations that the environment generates."""
+    """Supervised fine-tuning on conversations: those of a file, or demonstrations that the environment generates."""
 
     out: str = "models/quickstart"
-    """Folder the warmed-up model is written to."""
+    """Folder the trained model is written to."""
+    messages: str = ""
+    """A file of conversations, each a JSON object on a line, `{"messages": [...], "tools": [...]}` in OpenAI's chat format; what
+    the assistant says is learnt. Empty takes demonstrations of the environment."""
     demonstrations: Positive = 4096
-    """Conversations to generate."""
+    """Conversations to generate, where there is no file."""
+    held_out: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.02
+    """Share of the conversations that is not trained on; the loss on it is told before the first and after every epoch."""
     epochs: Positive = 2
-    """Passes over them."""
+    """Passes over the others."""
     tokens_per_step: Positive = 512
     """Tokens per optimizer step, packed. A tiny model learns to copy by many small steps, not by few large ones."""
     lr: AboveZero = 3e-3

@@ -97,11 +97,12 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def sft(options: argparse.Namespace) -> int:
-    from . import run
+    from .sft import fine_tune
 
     config = load(options.config, options.overrides)
-    loss = run.warm_up(config, _out)
-    _out(f"final loss {loss:.3f} nats per token; the model is in {config.sft.out}")
+    result = fine_tune(config, _out)
+    held = f", {result.held_out[-1].loss:.3f} on what was held out" if result.held_out else ""
+    _out(f"final loss {result.loss:.3f} nats per token{held}; the model is in {config.sft.out}")
     return 0
 
 
@@ -212,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     overrides(add("resume", resume, "continue a run from its newest checkpoint", run=True))
     sub = overrides(add("eval", evaluate, "play fresh tasks with the model of a config, or of a finished run"))
     sub.add_argument("--json", action="store_true", help="print JSON")
-    overrides(add("sft", sft, "warm up model.path on the environment's demonstrations, into sft.out"))
+    overrides(add("sft", sft, "fine-tune model.path on conversations or demonstrations, into sft.out"))
     sub = commands.add_parser("init-model", help="make a small random model and its tokenizer")
     sub.add_argument("directory", metavar="DIR", help="the Hugging Face folder to make")
     sub.add_argument("--config", default="quickstart", help="whose environment the tokenizer is trained for")

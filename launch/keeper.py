@@ -21,7 +21,7 @@ from ..monitor.live import View
 from .member import FINAL, Member, describe, last_error
 from .processes import KILL_S, Launcher
 
-FINISHING = ("evaluator",)
+FINISHING = ("evaluator", "sft")
 """Kinds of roles that have an end of their own; the others serve until they are stopped, the learner in case a replica that
 comes back needs its weights."""
 

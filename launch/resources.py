@@ -22,6 +22,9 @@ from ..errors import ConfigError
 
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 
+RANKED = ("learner", "sft")
+"""Kinds of roles whose processes are the ranks of one model."""
+
 
 class Placement(msgspec.Struct, frozen=True):
     """GPU numbers by role, none for roles that need none, and what collectives between learner and replicas run on."""
@@ -45,13 +48,13 @@ def needed_gpus(config: Config, *, engines: bool, learners: bool) -> dict[str, i
     return wanted
 
 
-def place(wanted: dict[str, int], available: int) -> Placement:
+def place(wanted: Mapping[str, int], available: int) -> Placement:
     """Give out GPUs 0 to `available - 1`: to each role its own while they last, else in turn.
 
     Raises:
         ConfigError: one role wants more GPUs than there are.
     """
-    ranks = sum(role.startswith("learner") for role in wanted)
+    ranks = sum(role.startswith(RANKED) for role in wanted)
     if ranks > available:
         raise ConfigError(
             f"learner.backend.ranks: {ranks} ranks need a GPU each, NCCL does not share one; torch sees {available}"
@@ -108,8 +111,9 @@ def role_environment(config: Config, role: str, gpus: tuple[int, ...] = ()) -> d
     """Environment variables for a role. What the user has set already wins, but for the GPUs."""
     cores = os.cpu_count() or 1
     threads = 1
-    if role.startswith("learner"):
-        threads = max(1, (cores - config.rollout.engine.replicas) // config.learner.backend.ranks)
+    if role.startswith(RANKED):
+        others = config.rollout.engine.replicas if role.startswith("learner") else 0
+        threads = max(1, (cores - others) // config.learner.backend.ranks)
     wanted = {
         "OMP_NUM_THREADS": str(threads),
         **PASSIVE,

@@ -41,7 +41,7 @@ Role = Callable[[Job, int, Heart, asyncio.Event], Awaitable[None]]
 
 
 def run_role(name: str, label: str = "", listen: str = "") -> int:
-    """Be `name` (`buffer`, `engine-0`, `worker-0`, `learner-0`, `evaluator`) until done; returns the exit status.
+    """Be `name` (`buffer`, `engine-0`, `worker-0`, `learner-0`, `sft-0`, `evaluator`) until done; returns the exit status.
 
     `label` names an evaluation, `listen` is an engine's `host:port`.
     """
@@ -52,7 +52,13 @@ def run_role(name: str, label: str = "", listen: str = "") -> int:
     sys.path.append(job.started_in)  # where the user's own environments and agents are
     if kind == "engine":
         become_engine(job, int(index), listen)
-    roles: dict[str, Role] = {"buffer": buffer, "worker": worker, "learner": learner, "evaluator": evaluator(label)}
+    roles: dict[str, Role] = {
+        "buffer": buffer,
+        "worker": worker,
+        "learner": learner,
+        "evaluator": evaluator(label),
+        "sft": sft,
+    }
     if kind not in roles:
         raise ConfigError(f"role {name!r} is unknown; there are engine, {', '.join(roles)}")
     with Heart(job.cluster.supervisor, name) as heart:
@@ -72,7 +78,7 @@ def run_role(name: str, label: str = "", listen: str = "") -> int:
 async def _until_stopped(role: Role, job: Job, index: int, heart: Heart) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    follows = asyncio.create_task(heart.follow_loop(), name="heart") if role is not learner else None
+    follows = asyncio.create_task(heart.follow_loop(), name="heart") if role not in (learner, sft) else None
     try:
         await role(job, index, heart, stop)
     except BaseExceptionGroup as group:
@@ -216,3 +222,11 @@ async def learner(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> No
             backend.export(job.dir / "model")
             heart.done()
             await loop.serve(stop)
+
+
+async def sft(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> None:
+    from .sft import ranks_part
+
+    # Nothing is left behind that would want good order, and this loop does not turn until all is done.
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    ranks_part(job, heart.say if index == 0 else lambda _: None)

@@ -1,4 +1,4 @@
-"""What the commands do: train, resume, evaluate, warm up. Each is a straight line through the rooms.
+"""What the commands do: train, resume, evaluate. Each is a straight line through the rooms.
 
 Invariants:
 - Everything that can be refused is refused before the first process starts and before a file is written.
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def _supervise(config: Config, run_dir: Path) -> Report:
         (run_dir / "config.yaml").write_text(dump(config))
         try:
             with open_view(config) as view:
-                asyncio.run(_supervisor(config, run_dir, view).train())
+                asyncio.run(make_supervisor(config, run_dir, view, gpus_of(config)).train())
         except BaseException:
             try:
                 write_report(run_dir, _ledger(run_dir))
@@ -95,41 +95,13 @@ def evaluate(config: Config, label: str) -> msgspec.Raw:
     (run_dir / "logs").mkdir()
     try:
         with open_view(config, Console(stderr=True, highlight=False)) as view:
-            asyncio.run(_supervisor(config, run_dir, view).evaluate(label))
+            asyncio.run(make_supervisor(config, run_dir, view, gpus_of(config)).evaluate(label))
     except Interrupted:
         shutil.rmtree(run_dir)
         raise
     results = msgspec.json.decode((run_dir / "evaluations.json").read_bytes(), type=list[msgspec.Raw])
     shutil.rmtree(run_dir)
     return msgspec.Raw(bytes(results[-1]))
-
-
-def warm_up(config: Config, say: Callable[[str], None]) -> float:
-    """`slipstream sft`: imitate demonstrations of the environment, write a Hugging Face folder; the final loss in nats."""
-    out = Path(config.sft.out)
-    if out.exists():
-        raise ConfigError(f"sft.out: {out} exists; remove it or name another folder")
-    writable("sft.out", config.sft.out)
-    preflight(config)
-    from ..learner.sft import SftProgress, run_sft
-    from .wiring import make_backend, make_demonstrations
-
-    say(f"rendering {config.sft.demonstrations} demonstrations")
-    sequences = make_demonstrations(config)
-    backend = make_backend(config, temperature=1.0)
-
-    def report(progress: SftProgress) -> None:
-        if progress.step % 20 == 0 or progress.step == progress.steps:
-            say(
-                f"sft step {progress.step}/{progress.steps}  loss {progress.loss:.3f}  {progress.tokens_per_s:.0f} tokens/s"
-            )
-
-    budget = config.learner.backend.tokens_per_microbatch
-    loss = run_sft(backend, sequences, config.sft, tokens_per_microbatch=budget, seed=config.seed, report=report)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    backend.export(out)
-    backend.close()
-    return loss
 
 
 def outcome(report: Report) -> str:
@@ -161,11 +133,11 @@ def _ledger(run_dir: Path) -> dict[str, object] | None:
     return None if found is None else found.told()
 
 
-def _supervisor(config: Config, run_dir: Path, view: View) -> Supervisor:
-    """A supervisor over the launcher that `launch.kind` names."""
+def make_supervisor(config: Config, run_dir: Path, view: View, gpus: Mapping[str, int]) -> Supervisor:
+    """A supervisor over the launcher that `launch.kind` names; `gpus` is how many each role wants."""
     import torch
 
-    logs, gpus, available = run_dir / "logs", gpus_of(config), torch.cuda.device_count()
+    logs, available = run_dir / "logs", torch.cuda.device_count()
     if config.launch.kind == "local":
         placement = place(gpus, available)
         launcher = LocalLauncher(logs, config.launch.port, placement, available)

@@ -7,6 +7,7 @@
     plan              the learner to publish its first version   start_s + push_s + a minute; then the run fails
     plan              the learner's last step                    the learner's own deadlines
     plan              the evaluations                            their own deadlines, inside the episodes
+    plan              the ranks of a fine-tuning                 their own deadlines, in the collectives
     keeper            the end of a process                       the run's end
     pulse             a heartbeat, or an answer of an engine     heartbeat_s; then the process is killed and restarted
     control           a wish about the replicas                  the run's end
@@ -46,7 +47,7 @@ from .member import Member, role_names
 from .probe import Probe
 from .processes import Launcher, Spot
 from .replicas import END_S, Keep, Replicas
-from .resources import role_environment
+from .resources import RANKED, role_environment
 from .vitals import Vitals
 from .wiring import make_engine
 
@@ -58,9 +59,9 @@ Plan = Callable[[Keep], Coroutine[Any, Any, None]]
 
 
 class Supervisor:
-    """One run: `train` to the learner's last step, or `evaluate` what `model.path` holds.
+    """One run: `train` to the learner's last step, `evaluate` what `model.path` holds, or `fine_tune` it.
 
-    Both raise:
+    All raise:
         RoleDied: a role ended more often than `launch.restarts` allows, and for a replica: none is left.
         Interrupted: SIGINT or SIGTERM came.
         ConfigError: a role found its config to be wrong, and for a replica: none is left.
@@ -105,6 +106,17 @@ class Supervisor:
             await self._evaluate(label)
 
         await self._see_through([*names, "evaluator"], play)
+
+    async def fine_tune(self) -> None:
+        """The ranks of a supervised fine-tuning, to their end."""
+        self._farewell = "interrupted; no model was written"
+
+        async def work(keep: Keep) -> None:
+            ranks = self._keeper.all("sft")
+            await asyncio.gather(*(self._keeper.start(m) for m in ranks))
+            await self._keeper.watch(ranks)
+
+        await self._see_through([f"sft-{i}" for i in range(self._config.learner.backend.ranks)], work)
 
     def interrupt(self) -> None:
         """Stop as soon as the learner has written its checkpoint; asked again, at once."""
@@ -192,7 +204,7 @@ class Supervisor:
         for name in names:
             if not name.startswith("engine-"):
                 self._keeper.members[name] = Member(name, self._environment(job, name, self._spots[name]))
-        engines = replicas.names(self._config.rollout.engine.replicas)
+        engines = replicas.names(sum(name.startswith("engine-") for name in names))
         await replicas.begin({name: self._spots[name] for name in engines}, keep)
         await plan(keep)
 
@@ -221,10 +233,10 @@ class Supervisor:
         variables = job.environment(name) | role_environment(self._config, name, spot.gpus)
         variables |= self._keys.environment() if self._keys else {}
         ranks = self._config.learner.backend.ranks
-        if name.startswith("learner-") and ranks > 1:
-            first = self._spots["learner-0"]
+        kind, _, rank = name.partition("-")
+        if kind in RANKED and ranks > 1:
+            first = self._spots[f"{kind}-0"]
             meeting = {"MASTER_ADDR": first.host, "MASTER_PORT": str(first.port), "WORLD_SIZE": str(ranks)}
-            rank = name.removeprefix("learner-")
             variables |= meeting | {"RANK": rank, "LOCAL_RANK": "0"}  # each rank sees its GPU alone
         return variables
 
@@ -264,5 +276,5 @@ class Supervisor:
         """End everything: first the learner, with its checkpoint, while the buffer still answers."""
         every, stop = self._keeper.all, self._keeper.stop
         await asyncio.gather(*(stop(m, self._config.launch.stop_s) for m in every("learner")))
-        await asyncio.gather(*(stop(m, END_S) for m in (*every("worker"), *every("evaluator"))))
+        await asyncio.gather(*(stop(m, END_S) for m in (*every("worker"), *every("evaluator"), *every("sft"))))
         await asyncio.gather(*(stop(m, END_S) for m in (*every("buffer"), *every("engine"))))

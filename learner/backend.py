@@ -125,6 +125,7 @@ class Backend(Scorer, Protocol):
         data_rank: which of the `data_size` parts of a batch this rank takes. Several ranks may hold one copy of the model among
             them, or share the work on their rows: they have one data rank and take the same rows.
         device: where this rank computes.
+        shares_prefixes: whether sequences of a row that begin alike cost what they have in common once (`prefixes.py`).
     """
 
     rank: int
@@ -132,6 +133,7 @@ class Backend(Scorer, Protocol):
     data_rank: int
     data_size: int
     device: torch.device
+    shares_prefixes: bool
 
     def maximum(self, value: float) -> float:
         """Collective. The largest `value` of any rank."""

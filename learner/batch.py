@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ..buffer.trajectory import Trajectory
 from ..errors import LearnerError
-from . import packing
+from . import packing, prefixes
 from .algorithms.episodes import Advantage, TokenAdvantage
 from .algorithms.overlong import Shaping
 from .backend import PackedRow
@@ -144,10 +144,24 @@ def minibatches(sequences: Sequence[TrainSequence], count: int) -> list[list[Tra
     return [[sequences[i] for i in sorted(part)] for part in parts if part]
 
 
-def rank_rows(sequences: Sequence[TrainSequence], rank: int, world_size: int, budget: int) -> list[PackedRow]:
-    """The rows of `rank`, each of at most `budget` tokens or a single longer sequence; may be empty."""
-    rows = packing.share([len(s.token_ids) for s in sequences], world_size, budget)[rank]
+def rank_rows(
+    sequences: Sequence[TrainSequence], rank: int, world_size: int, budget: int, *, shares_prefixes: bool = False
+) -> list[PackedRow]:
+    """The rows of `rank`, each of at most `budget` tokens or a single longer sequence; may be empty.
+
+    Args:
+        shares_prefixes: `Backend.shares_prefixes`; what is shared then counts once.
+    """
+    heads = [_head(i, s) for i, s in enumerate(sequences)] if shares_prefixes else None
+    rows = packing.share([len(s.token_ids) for s in sequences], world_size, budget, heads)[rank]
     return [to_row([sequences[i] for i in row]) for row in rows]
+
+
+def _head(index: int, sequence: TrainSequence) -> packing.Head:
+    """What comes before its first trained token, where that is worth sharing; else nothing that any other has."""
+    size = int(sequence.trained.argmax())
+    shared = prefixes.pays(size, len(sequence.token_ids))
+    return (sequence.token_ids[:size].tobytes(), size) if shared else (index, 0)
 
 
 def to_row(sequences: Sequence[TrainSequence]) -> PackedRow:

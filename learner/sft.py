@@ -1,12 +1,14 @@
-"""Supervised warm-up: the same backend, a loss that is minus the log-likelihood of the marked tokens.
+"""Supervised fine-tuning: the same backend, a loss that is minus the log-likelihood of the marked tokens.
 
 Invariants:
 - Every rank calls `run_sft` with the same sequences and seed, and takes its part of each step.
-- An epoch shows each sequence once; steps hold about `tokens_per_step` tokens, packed.
+- An epoch shows each sequence once, but those that are held out, which are never trained on; steps hold about `tokens_per_step`
+  tokens, packed.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -27,6 +29,9 @@ WARMUP_SHARE = 0.05
 FINAL_SHARE = 0.1
 """Share of the steps, at the end, over which the reported loss is averaged."""
 
+Example = tuple[Sequence[int] | NDArray[np.int32], Sequence[bool] | NDArray[np.bool_]]
+"""Token ids of a conversation, and which of them are imitated."""
+
 
 class SftProgress(msgspec.Struct, frozen=True):
     """After one optimizer step: `step` of `steps`, mean loss in nats per trained token, tokens (context included) per second."""
@@ -38,6 +43,30 @@ class SftProgress(msgspec.Struct, frozen=True):
     tokens_per_s: float
 
 
+class HeldOut(msgspec.Struct, frozen=True):
+    """After `epoch` passes over the others: mean loss on the sequences that are held out, nats per token, over `tokens` of them."""
+
+    epoch: int
+    loss: float
+    tokens: int
+
+
+class SftResult(msgspec.Struct, frozen=True):
+    """What came of it.
+
+    Attributes:
+        sequences: how many were trained on.
+        tokens: in these, context included.
+        loss: mean over the last tenth of the steps, nats per trained token.
+        held_out: before the first epoch and after each; empty where nothing is held out.
+    """
+
+    sequences: int
+    tokens: int
+    loss: float
+    held_out: tuple[HeldOut, ...]
+
+
 def negative_log_likelihood(logprobs: torch.Tensor, entropy: torch.Tensor, row: PackedRow) -> LossOutput:
     """A `PolicyLoss`: - sum of log p over trained tokens."""
     return LossOutput(loss_sum=-logprobs[row.trained].sum(), sums={"entropy": entropy[row.trained].detach().sum()})
@@ -45,21 +74,19 @@ def negative_log_likelihood(logprobs: torch.Tensor, entropy: torch.Tensor, row: 
 
 def run_sft(
     backend: Backend,
-    sequences: Sequence[tuple[Sequence[int], Sequence[bool] | NDArray[np.bool_]]],
+    sequences: Sequence[Example],
     config: Sft,
     *,
     tokens_per_microbatch: int,
     seed: int,
-    report: Callable[[SftProgress], None],
-) -> float:
-    """Train on (token ids, loss mask) pairs for `config.epochs`.
+    report: Callable[[SftProgress | HeldOut], None],
+) -> SftResult:
+    """Collective. Train for `config.epochs`.
 
     Args:
+        backend: at temperature 1.
         tokens_per_microbatch: tokens packed into one forward pass.
-        report: called after every step, on every rank.
-
-    Returns:
-        Mean loss over the last tenth of the steps, nats per trained token.
+        report: called after every step and every evaluation, on every rank.
 
     Raises:
         ConfigError: no sequence has a token to train on.
@@ -67,22 +94,53 @@ def run_sft(
     examples = [supervised(token_ids, mask) for token_ids, mask in sequences]
     examples = [example for example in examples if example.trained.any()]
     if not examples:
-        raise ConfigError(f"sft.demonstrations: none of {len(sequences)} demonstrations has a token to train on")
+        raise ConfigError(f"sft: none of {len(sequences)} demonstrations has a token to train on")
     generator = np.random.default_rng(seed)
-    plan = [step for _ in range(config.epochs) for step in _epoch(examples, config.tokens_per_step, generator)]
-    warmup = max(1, round(WARMUP_SHARE * len(plan)))
+    examples, held = _split(examples, config.held_out, generator)
+    plan = [_epoch(examples, config.tokens_per_step, generator) for _ in range(config.epochs)]
+    steps = sum(len(batches) for batches in plan)
+    warmup = max(1, round(WARMUP_SHARE * steps))
     losses: list[float] = []
-    for index, batch in enumerate(plan):
-        began = time.perf_counter()
-        lr = warm_up_cosine(config.lr, index, warmup, len(plan))
-        rows = rank_rows(batch, backend.data_rank, backend.data_size, tokens_per_microbatch)
-        result = backend.step(rows, negative_log_likelihood, lr)
-        losses.append(result.loss)
-        tokens = sum(len(example.token_ids) for example in batch)
-        speed = tokens / (time.perf_counter() - began)
-        report(SftProgress(step=index + 1, steps=len(plan), loss=result.loss, lr=lr, tokens_per_s=speed))
+    found: list[HeldOut] = []
+
+    def evaluate(epoch: int) -> None:
+        if held:
+            found.append(_evaluated(backend, held, tokens_per_microbatch, epoch))
+            report(found[-1])
+
+    evaluate(0)
+    for epoch, batches in enumerate(plan, start=1):
+        for batch in batches:
+            began = time.perf_counter()
+            lr = warm_up_cosine(config.lr, len(losses), warmup, steps)
+            rows = rank_rows(batch, backend.data_rank, backend.data_size, tokens_per_microbatch)
+            result = backend.step(rows, negative_log_likelihood, lr)
+            losses.append(result.loss)
+            speed = _tokens(batch) / (time.perf_counter() - began)
+            report(SftProgress(step=len(losses), steps=steps, loss=result.loss, lr=lr, tokens_per_s=speed))
+        evaluate(epoch)
     last = losses[-max(1, round(FINAL_SHARE * len(losses))) :]
-    return sum(last) / len(last)
+    return SftResult(
+        sequences=len(examples), tokens=_tokens(examples), loss=sum(last) / len(last), held_out=tuple(found)
+    )
+
+
+def _split(
+    examples: list[TrainSequence], share: float, generator: np.random.Generator
+) -> tuple[list[TrainSequence], list[TrainSequence]]:
+    """What to train on, at least one, and what is held out: a random `share`, at least one of two and more where there is any."""
+    count = min(math.ceil(share * len(examples)), len(examples) - 1)
+    chosen = set(generator.permutation(len(examples))[:count].tolist()) if count else set[int]()
+    return [e for i, e in enumerate(examples) if i not in chosen], [examples[i] for i in sorted(chosen)]
+
+
+def _evaluated(backend: Backend, held: Sequence[TrainSequence], budget: int, epoch: int) -> HeldOut:
+    """Collective. The loss on `held`, each rank on its part."""
+    rows = rank_rows(held, backend.data_rank, backend.data_size, budget)
+    scored = backend.logprobs(rows)
+    pairs = [(-one[row.trained].double().sum(), row.trained.sum()) for one, row in zip(scored, rows, strict=True)]
+    loss, tokens = backend.gather(torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)).sum(0).tolist()
+    return HeldOut(epoch=epoch, loss=loss / tokens, tokens=int(tokens))
 
 
 def _epoch(
@@ -99,3 +157,7 @@ def _epoch(
         steps[-1].append(examples[index])
         room -= length
     return steps
+
+
+def _tokens(sequences: Sequence[TrainSequence]) -> int:
+    return sum(len(sequence.token_ids) for sequence in sequences)

@@ -62,7 +62,8 @@ class Stepper:
         lr = warm_up(config.optimizer.lr, step, config.optimizer.warmup_steps) if step >= 0 else 0.0
         budget = config.backend.tokens_per_microbatch
         parts = minibatches(sequences, config.algorithm.minibatches)
-        rows = [rank_rows(part, backend.data_rank, backend.data_size, budget) for part in parts]
+        mine, shared = (backend.data_rank, backend.data_size, budget), backend.shares_prefixes
+        rows = [rank_rows(part, *mine, shares_prefixes=shared) for part in parts]
         probe = self._scored(fresh_rows(fresh, state.version, budget))
         if self._one_pass:
             seen: list[PackedRow] = []

@@ -20,11 +20,12 @@ from slipstream.benchmarks.learner_batch import (
     Shape,
     fill_of,
     make_batch,
+    make_long_prompt,
     to_groups,
     tokens_of,
 )
 from slipstream.benchmarks.learner_processes import NO_TRL, stepping
-from slipstream.benchmarks.learner_steps import Bare, Full, Padded
+from slipstream.benchmarks.learner_steps import Bare, Full, Padded, Unshared
 from slipstream.benchmarks.learning_arms import PRESET, TASK, TRAINING, TRL, Arm, Point, Run, arms
 from slipstream.configs import load
 from slipstream.configs.algorithm import Algorithm, NoCorrection
@@ -84,6 +85,18 @@ def test_packed_and_padded_floors_do_the_same_work(folders: list[Path]) -> None:
     assert sum(float(gradient.abs().sum()) for gradient in packed.values()) > 1.0
 
 
+@pytest.mark.parametrize(("contender", "tokens"), [(Full, 64 + 4 * 8), (Unshared, 4 * (64 + 8))])
+def test_what_a_prompt_is_computed_for(folders: list[Path], contender: type[Full], tokens: int) -> None:
+    batch = make_long_prompt(tiny.VOCABULARY, prompt=64, answers=4, tokens=8)
+    made, read = contender(Job("", str(folders[0]), batch, 8192)), list[int]()
+    try:
+        made._backend._model.model.embed_tokens.register_forward_hook(lambda _, ids, __: read.append(ids[0].shape[1]))
+        made.step()
+    finally:
+        made._backend.close()
+    assert max(read) == tokens
+
+
 def test_the_full_step_trains(folders: list[Path]) -> None:
     full = Full(job(folders[0], "full"))
     try:
@@ -120,12 +133,13 @@ def test_bench_learner_end_to_end(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout.splitlines()[-1])["results"]
-    step, padding, ranks, trl, memory = results
+    step, padding, ranks, trl, memory, prompt = results
     assert [row["name"] for row in step["rows"]] == ["full over bare"]
-    for row in [*step["rows"], *padding["rows"], *ranks["rows"], *memory["rows"]]:
+    for row in [*step["rows"], *padding["rows"], *ranks["rows"], *memory["rows"], *prompt["rows"]]:
         assert row["contender"] > 0
         assert row["ratio"] == pytest.approx(row["contender"] / row["floor"])
     assert {row["note"] for row in trl["rows"]} == {NO_TRL}
+    assert prompt["rows"][0]["ratio"] > 1.0  # 1,024 tokens in place of 4,608
     assert [row["name"] for row in memory["rows"]] == [
         "one rank over bare",
         "one rank over padded",
@@ -151,13 +165,15 @@ def test_ratios_are_of_rates_by_round() -> None:
         "bare": [Held(1 << 20, 2 << 20)],
         "two ranks": [Held(0, 1 << 20), Held(0, 2 << 20)],
     }
-    step, padding, ranks, trl, memory = learner.results(learner.Measured(100, 0.3, seconds, held), "1M")
+    long = {"full": [1.0, 2.0], "unshared": [4.0, 4.0]}
+    step, padding, ranks, trl, memory, prompt = learner.results(learner.Measured(100, 0.3, seconds, held, long), "1M")
     (full,) = step.rows
     assert (full.contender, full.floor) == (37.5, 100.0)  # mean of 50 and 25 tokens per second
     assert full.note.endswith("0.25 to 0.50 by round")
     assert [row.ratio for row in padding.rows] == [4.0, 1.5]
     assert ranks.rows[0].contender == 100.0
     assert trl.rows[0].ratio == 3.0
+    assert (prompt.rows[0].contender, prompt.rows[0].ratio) == (0.75 * 8 * (512 + 64), 3.0)
     assert {row.name: row.ratio for row in memory.rows} == {"one rank over bare": 2.0, "one rank over two ranks": 2.0}
 
 

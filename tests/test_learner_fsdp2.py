@@ -18,7 +18,7 @@ from slipstream.configs.schema import Sft
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.learner.batch import scoring_row
 from slipstream.learner.checkpoint import CheckpointState, checkpoints, path_of, prune, read_state
-from slipstream.learner.sft import negative_log_likelihood, run_sft
+from slipstream.learner.sft import HeldOut, SftProgress, negative_log_likelihood, run_sft
 from slipstream.tests.equality import (
     LOSS,
     TEMPERATURE,
@@ -272,13 +272,41 @@ def test_supervised_warm_up_learns_and_repeats_itself(models):
         backend = open_backend(models[True])
         progress = []
         config = Sft(epochs=4, tokens_per_step=128, lr=5e-3)
-        final = run_sft(backend, demonstrations, config, tokens_per_microbatch=64, seed=1, report=progress.append)
+        result = run_sft(backend, demonstrations, config, tokens_per_microbatch=64, seed=1, report=progress.append)
         backend.close()
+        steps = [p for p in progress if isinstance(p, SftProgress)]
         curves.append([p.loss for p in progress])
-        assert [p.step for p in progress] == list(range(1, progress[0].steps + 1))
-        assert max(p.lr for p in progress) == config.lr
+        assert [p.step for p in steps] == list(range(1, steps[0].steps + 1))
+        assert max(p.lr for p in steps) == config.lr
+        assert tuple(p for p in progress if isinstance(p, HeldOut)) == result.held_out
+        assert [h.epoch for h in result.held_out] == [0, 1, 2, 3, 4]
+        assert {h.tokens for h in result.held_out} == {2 * 9}  # 2 % of 96 sentences
+        assert result.sequences == 94
     assert curves[0] == curves[1]
-    assert final < 0.2 < 3.0 < curves[0][0]
+    assert result.loss < 0.2 < 3.0 < curves[0][0]
+    assert result.held_out[-1].loss < 0.5 < 3.0 < result.held_out[0].loss
+
+
+def test_what_is_held_out_is_not_trained_on_and_told_as_it_is(models):
+    """Of two sequences the one is trained on, and the loss on the other is that of a plain model."""
+    sequences = [([1, 2, 3, 4], [False, True, True, True]), ([9, 8, 7], [False, False, True])]
+    backend = open_backend(models[True])
+    result = run_sft(
+        backend, sequences, Sft(epochs=1, held_out=0.5), tokens_per_microbatch=64, seed=0, report=lambda _: None
+    )
+    (held,) = [i for i, (_, mask) in enumerate(sequences) if sum(mask) == result.held_out[0].tokens]
+    assert (result.sequences, result.tokens) == (1, len(sequences[1 - held][0]))
+    ids, mask = sequences[held]
+    after = backend.logprobs([scoring_row([ids])], temperature=TEMPERATURE)[0][torch.tensor(mask)]
+    assert result.held_out[-1].loss == pytest.approx(-float(after.mean()), abs=1e-6)
+    assert result.held_out[-1].loss != result.held_out[0].loss
+    backend.close()
+    backend = open_backend(models[True])
+    whole = run_sft(
+        backend, sequences, Sft(epochs=1, held_out=0.0), tokens_per_microbatch=64, seed=0, report=lambda _: None
+    )
+    assert (whole.sequences, whole.held_out) == (2, ())
+    backend.close()
 
 
 def test_demonstrations_without_a_trained_token_are_refused(backend):

@@ -36,6 +36,7 @@ class Model:
 
     rank, world_size = 0, 1
     data_rank, data_size = 0, 1
+    shares_prefixes = False
 
     def __init__(self) -> None:
         self.seed = 0

@@ -1,14 +1,15 @@
 """Attention over packed rows, without padding and without a [N, N] mask.
 
 Invariants:
-- A token attends to itself and to earlier tokens of its own sequence only; sequences are cut by `cu_seqlens`.
+- A token attends to itself and to earlier tokens of its own sequence only; sequences are cut by `cu_seqlens`, and may continue the
+  beginning of another one, which they share (`prefixes.py`).
 - Whatever a model asks for and this file does not do (soft caps, attention sinks, dropout) is an error, never ignored.
 - Models are called with `use_cache=False`: with a cache transformers packs silently wrong.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 import torch
@@ -31,12 +32,17 @@ def implementation(device: torch.device, dtype: torch.dtype, *, shared: bool) ->
     return FLASH if flash and not shared else VARLEN_SDPA
 
 
-class Packed:
-    """Where the sequences of a row are cut, and which rank of a shared row this is. An object and not its parts: a compiler looks
-    into arguments, and would make another program for every packing."""
+Heads = tuple[tuple[int, int], ...]
+"""Of each sequence of a row, from where to where in the row it is continued; an empty range where it is whole."""
 
-    def __init__(self, cu_seqlens: tuple[int, ...], context: Context | None = None) -> None:
+
+class Packed:
+    """Where the sequences of a row are cut and what they continue, and which rank of a shared row this is. An object and not its
+    parts: a compiler looks into arguments, and would make another program for every packing."""
+
+    def __init__(self, cu_seqlens: tuple[int, ...], context: Context | None = None, heads: Heads = ()) -> None:
         self.cu_seqlens = cu_seqlens
+        self.heads = heads
         self.context = context if context is not None and context.size > 1 else None
 
 
@@ -46,11 +52,16 @@ def hide_from_compiler() -> None:
 
 
 def forward_arguments(
-    name: str, cu_seqlens: tuple[int, ...], device: torch.device, context: Context | None = None
+    name: str,
+    cu_seqlens: tuple[int, ...],
+    device: torch.device,
+    context: Context | None = None,
+    heads: Heads = (),
 ) -> dict[str, Any]:
-    """Keyword arguments of the model's `forward` that tell implementation `name` where the sequences are cut, and who has them."""
+    """Keyword arguments of the model's `forward` that tell implementation `name` where the sequences are cut, and who has them.
+    `heads` are for `VARLEN_SDPA` alone."""
     if name == VARLEN_SDPA:
-        return {"use_cache": False, "packed": Packed(cu_seqlens, context)}
+        return {"use_cache": False, "packed": Packed(cu_seqlens, context, heads)}
     cuts = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
     longest = max(b - a for a, b in pairwise(cu_seqlens))
     return {
@@ -98,13 +109,17 @@ def varlen_sdpa(
         query, key, value = context.to_heads(query), context.to_heads(key), context.to_heads(value)
     grouped = query.shape[1] != key.shape[1]
     outputs = []
-    for start, end in pairwise(packed.cu_seqlens):
-        band = _band(end - start, sliding_window, query.device)
+    heads = packed.heads or repeat((0, 0))
+    for (start, end), (head, stop) in zip(pairwise(packed.cu_seqlens), heads, strict=False):
+        band = _band(end - start, sliding_window, query.device, before=stop - head)
+        keys, values = key[:, :, start:end], value[:, :, start:end]
+        if stop > head:
+            keys, values = torch.cat([key[:, :, head:stop], keys], 2), torch.cat([value[:, :, head:stop], values], 2)
         outputs.append(
             functional.scaled_dot_product_attention(
                 query[:, :, start:end],
-                key[:, :, start:end],
-                value[:, :, start:end],
+                keys,
+                values,
                 attn_mask=band,
                 is_causal=band is None,
                 scale=scaling,
@@ -115,13 +130,15 @@ def varlen_sdpa(
     return output if context is None else context.to_tokens(output), None
 
 
-def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """bool[length, length], causal and at most `window` tokens back; None where plain causal says the same."""
-    if window is None or length <= window:
+def _band(length: int, window: int | None, device: torch.device, before: int = 0) -> torch.Tensor | None:
+    """bool[length, before + length], causal and at most `window` tokens back, of tokens that come after `before` others; None where
+    plain causal says the same."""
+    near = window is None or before + length <= window
+    if near and not before:
         return None
-    at = torch.arange(length, device=device)
-    back = at[:, None] - at[None, :]
-    return (back >= 0) & (back < window)
+    at = torch.arange(before + length, device=device)
+    back = at[before:, None] - at[None, :]
+    return (back >= 0) if window is None else (back >= 0) & (back < window)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...configs.backends import Fsdp2
 from ...configs.schema import Model
 from ...errors import ConfigError
+from .. import prefixes
 from ..backend import PackedRow
 from ..batch import scoring_row
 from ..logprobs import token_logprobs
@@ -75,6 +76,8 @@ class Fsdp2Model:
         self.rank, self.world_size = self._parts.rank, self._parts.size
         self.data_rank, self.data_size = self._parts.data_rank, self._parts.data_size
         self._context = self._parts.context
+        # Elsewhere each sequence must have keys of its own.
+        self.shares_prefixes = self._attention == attention.VARLEN_SDPA and self._context.size == 1
         self._shard(dtype, config.offload)
 
     def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
@@ -132,16 +135,20 @@ class Fsdp2Model:
 
     def _score(self, row: PackedRow, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies, float32[N] each on the device, 0 where not trained."""
-        tokens = len(row.token_ids)
-        token_ids, position_ids, cu_seqlens = self._context.fill(row.token_ids, row.position_ids, row.cu_seqlens)
+        tree = prefixes.tree(row) if self.shares_prefixes else prefixes.whole(row)
+        kept = row.token_ids[tree.kept], row.position_ids[tree.kept], tree.cu_seqlens
+        token_ids, position_ids, cu_seqlens = self._context.fill(*kept)
         part = self._context.part(len(token_ids))
-        predicting = row.trained.nonzero().squeeze(1) - 1
-        predicting = predicting[(predicting >= part.start) & (predicting < part.stop)].to(self.device)
-        token_ids, targets = token_ids.to(self.device), predicting + 1
-        inputs = attention.forward_arguments(self._attention, cu_seqlens, self.device, self._context)
-        inputs |= {"input_ids": token_ids[None, part], "position_ids": position_ids[None, part].to(self.device)}
-        chosen, entropy = self._say(inputs, predicting - part.start, token_ids[targets], temperature)
-        zeros = torch.zeros(tokens, device=self.device)
+        targets = row.trained.nonzero().squeeze(1)
+        predicting = tree.where[targets - 1]
+        mine = (predicting >= part.start) & (predicting < part.stop)
+        predicting, targets = (places[mine].to(self.device) for places in (predicting, targets))
+        inputs = attention.forward_arguments(self._attention, cu_seqlens, self.device, self._context, tree.heads)
+        inputs["input_ids"] = token_ids[None, part].to(self.device)
+        inputs["position_ids"] = position_ids[None, part].to(self.device)
+        wanted = row.token_ids.to(self.device)[targets]
+        chosen, entropy = self._say(inputs, predicting - part.start, wanted, temperature)
+        zeros = torch.zeros(len(row.token_ids), device=self.device)
         both = torch.stack([zeros.index_copy(0, targets, chosen), zeros.index_copy(0, targets, entropy)])
         logprobs, entropies = self._context.complete(both)
         return logprobs, entropies

@@ -38,6 +38,8 @@ class MegatronBackend(MegatronModel):
         optimizer: AdamW; its learning rate and warm-up are read by the caller, who gives each step its rate.
     """
 
+    shares_prefixes = False
+
     def __init__(
         self, model: Model, optimizer: Optimizer, layout: Megatron, *, temperature: float, timeout_s: float
     ) -> None:

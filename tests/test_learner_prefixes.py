@@ -1,0 +1,197 @@
+"""Members of a group share their prompt: what is computed once comes out, and is learnt from, as if each had its own."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from slipstream.configs.backends import Fsdp2
+from slipstream.configs.schema import Model
+from slipstream.learner import packing, prefixes
+from slipstream.learner.batch import TrainSequence, rank_rows, to_row
+from slipstream.learner.fsdp2 import attention
+from slipstream.learner.fsdp2.backend import Fsdp2Backend
+from slipstream.learner.prefixes import tree, whole
+from slipstream.learner.sft import negative_log_likelihood
+from slipstream.tests.equality import OPTIMIZER, STEPS, TEMPERATURE, VOCABULARY, make_model
+from slipstream.tests.ranks import open_backend
+from transformers import AutoModelForCausalLM
+
+CLIP = 1e-3
+"""Norm that every gradient has."""
+
+ALONE = 30
+"""Tokens of a sequence that begins like no other."""
+
+
+def sequence(rng: np.random.Generator, prompt: np.ndarray, mask: str) -> TrainSequence:
+    """`prompt`, and one token for each letter: `t` is trained, `c` is context."""
+    trained = np.array([False] * len(prompt) + [letter == "t" for letter in mask])
+    n = len(trained)
+    return TrainSequence(
+        token_ids=np.concatenate([prompt, rng.integers(0, VOCABULARY, len(mask))]).astype(np.int32),
+        trained=trained,
+        behavior_logprobs=np.where(trained, -4.0, 0).astype(np.float32),
+        lags=np.where(trained, 0, -1).astype(np.int32),
+        mixed=np.zeros(n, dtype=np.bool_),
+        advantages=np.where(trained, rng.normal(), 0).astype(np.float32),
+    )
+
+
+def make_groups(step: int) -> list[TrainSequence]:
+    """Two groups, their members by turns: a single answer, several turns, tokens that are withheld, twice the same answer, one that
+    is long beside its prompt; and a sequence alone."""
+    rng = np.random.default_rng(step)
+    first, second = rng.integers(0, VOCABULARY, 24), rng.integers(0, VOCABULARY, 18)
+    again = sequence(rng, first, "tttt")
+    return [
+        sequence(rng, first, "ttttttt"),
+        sequence(rng, second, "tttccctt"),
+        again,
+        sequence(rng, second, "t"),
+        sequence(rng, first, "cccctt"),
+        again,
+        sequence(rng, second, "t" * 60),
+        sequence(rng, rng.integers(0, VOCABULARY, ALONE - 5), "ttttt"),
+        sequence(rng, second, "cttt"),
+    ]
+
+
+def test_what_is_in_common_is_kept_once_and_no_trained_token_is_merged() -> None:
+    sequences = make_groups(0)
+    row = to_row(sequences)
+    made = tree(row)
+    # Three of four members of the first group and two of four of the second share; one is too long.
+    assert len(made.kept) == len(row.token_ids) - 3 * 24 - 2 * 18
+    assert torch.equal(row.token_ids[made.kept][made.where], row.token_ids)
+    assert torch.equal(row.position_ids[made.kept][made.where], row.position_ids)
+    trained = made.where[row.trained]
+    assert len(set(trained.tolist())) == int(row.trained.sum())
+    assert torch.equal(made.kept[trained], row.trained.nonzero().squeeze(1))
+    for (start, end), (a, b), (head, stop) in zip(
+        pairwise(row.cu_seqlens), pairwise(made.cu_seqlens), made.heads, strict=True
+    ):
+        assert made.where[start:end].tolist() == [*range(head, stop), *range(a, b)]
+        assert b > a
+
+
+def test_a_row_without_anything_in_common_stays_as_it_is() -> None:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, VOCABULARY, prefixes.LEAST - 1)
+    row = to_row([sequence(rng, prompt, "tt"), sequence(rng, prompt, "tt"), *make_groups(1)[:2]])
+    made = tree(row)
+    assert made.heads == whole(row).heads == ()
+    assert torch.equal(made.kept, torch.arange(len(row.token_ids)))
+    assert torch.equal(made.where, made.kept)
+    assert made.cu_seqlens == row.cu_seqlens
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_attention_and_its_gradient_are_those_of_whole_sequences(window: int | None) -> None:
+    row = to_row(make_groups(0))
+    made = tree(row)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, len(made.kept), 8) for heads in (4, 2, 2)]
+    states = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    asked = torch.randn(1, len(row.token_ids), 4, 8, generator=generator, dtype=torch.float64)
+
+    def attend(query, key, value, packed):
+        output, _ = attention.varlen_sdpa(
+            torch.nn.Identity(), query, key, value, None, sliding_window=window, packed=packed
+        )
+        return output
+
+    expected = attend(*(x[:, :, made.where] for x in states), attention.Packed(row.cu_seqlens))
+    wanted = torch.autograd.grad((expected * asked).sum(), states)
+    shared = attend(*states, attention.Packed(made.cu_seqlens, heads=made.heads))[:, made.where]
+    torch.testing.assert_close(shared, expected, atol=1e-12, rtol=0)
+    for found, gradient in zip(torch.autograd.grad((shared * asked).sum(), states), wanted, strict=True):
+        torch.testing.assert_close(found, gradient, atol=1e-12, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model") / "tied", tied=True)
+
+
+def test_logprobs_are_those_of_transformers(model: str) -> None:
+    backend = open_backend(model)
+    assert backend.shares_prefixes
+    read: list[int] = []
+    backend._model.model.embed_tokens.register_forward_hook(lambda _, given, __: read.append(given[0].shape[1]))
+    sequences = make_groups(0)
+    row = to_row(sequences)
+    (found,) = backend.logprobs([row])
+    assert read == [len(tree(row).kept)]
+    backend.close()
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for (start, end), one in zip(pairwise(row.cu_seqlens), sequences, strict=True):
+        ids = torch.from_numpy(one.token_ids).long()
+        with torch.no_grad():
+            logp = (plain(ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        expected = torch.cat([torch.zeros(1), logp[range(len(ids) - 1), ids[1:]]]).where(row.trained[start:end], 0.0)
+        torch.testing.assert_close(found[start:end], expected, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "config", [Fsdp2(device="cpu"), Fsdp2(device="cpu", recompute=True)], ids=["plain", "recompute"]
+)
+def test_three_steps_make_the_weights_that_they_make_unshared(model: str, config: Fsdp2) -> None:
+    """And of the same gradients. Clipped hard, as in plain.py: what AdamW makes of rounding stays small."""
+    outcomes = []
+    clipped = msgspec.structs.replace(OPTIMIZER, clip_norm=CLIP)
+    for shares, budget in ((False, 8192), (True, 8192), (True, 120)):
+        backend = Fsdp2Backend(Model(path=model), clipped, config, temperature=TEMPERATURE, timeout_s=60)
+        backend.shares_prefixes = shares
+        numbers, tokens, gradients = [], [], []
+
+        def see(optimizer: torch.optim.Optimizer, *_: object, seen: list[torch.Tensor] = gradients) -> None:
+            seen += [p.grad.full_tensor() for group in optimizer.param_groups for p in group["params"]]
+
+        backend._optimizer.register_step_pre_hook(see)
+        for step in range(STEPS):
+            rows = rank_rows(make_groups(step), 0, 1, budget, shares_prefixes=shares)
+            tokens.append(sum(len((tree if shares else whole)(row).kept) for row in rows))
+            result = backend.step(rows, negative_log_likelihood, OPTIMIZER.lr)
+            numbers.append([result.loss, result.grad_norm])
+        outcomes.append((dict(backend.named_weights()), torch.tensor(numbers), tokens, gradients))
+        backend.close()
+    (weights, numbers, tokens, gradients), *others = outcomes
+    for found, said, fewer, moved in others:
+        assert max(fewer) < 0.75 * min(tokens)
+        torch.testing.assert_close(said, numbers, atol=1e-6, rtol=1e-5)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0)
+        for one, other in zip(moved, gradients, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6 * CLIP, rtol=1e-4)
+
+
+HEADS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60)), min_size=1, max_size=40)
+
+
+@given(HEADS, st.integers(1, 200), st.integers(1, 4))
+def test_rows_hold_every_sequence_once_and_what_is_shared_once(
+    made: list[tuple[int, int]], budget: int, ranks: int
+) -> None:
+    """Of heads 0 to 3 the k-th has 7 k tokens; the numbers beside them are of the tokens after the head."""
+    heads = [(head, 7 * head) for head, _ in made]
+    lengths = [7 * head + own for head, own in made]
+    shares = packing.share(lengths, ranks, budget, heads)
+    assert sorted(i for part in shares for row in part for i in row) == list(range(len(lengths)))
+    for row in (row for part in shares for row in part):
+        once = {heads[i] for i in row}
+        size = sum(lengths[i] - heads[i][1] for i in row) + sum(tokens for _, tokens in once)
+        assert size <= budget or len(row) == 1
+
+
+def test_members_go_together_where_that_makes_less_to_do() -> None:
+    """First-fit by length alone would put every group into both rows."""
+    heads = [("a", 40), ("b", 40)] * 3
+    (rows,) = packing.share([50, 51, 52, 53, 54, 55], 1, 90, heads)
+    assert sorted(map(sorted, rows)) == [[0, 2, 4], [1, 3, 5]]
+    assert len(packing.share([50, 51, 52, 53, 54, 55], 1, 90)[0]) == 6
