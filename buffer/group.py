@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from .ledger import Counts
+from .ledger import STALE, WITHHELD, Counts, Withheld
 from .trajectory import Outcome
 
 GroupState = Literal["open", "leased", "ready", "batched", "trained", "discarded"]
@@ -33,12 +33,12 @@ class Episode(msgspec.Struct):
     Attributes:
         id: `group.attempt.member`.
         worker: who plays it.
-        account: where its tokens are; `trained` covers withheld tokens too.
+        account: where its tokens are; `trained` covers tokens withheld from loss too.
         generated: tokens sampled so far by version, as the worker reports them.
         kept: sampled tokens in the delivered trajectories, by version.
         settled: its end was delivered, or the process that played it is gone: no report about it counts any more.
         final: its member needs no other attempt: it was kept, or failed with no retry left.
-        late: it was delivered after its group was complete: its reward counts in the baseline, its tokens carry no loss.
+        withheld: why none of its tokens carries loss; its reward counts among those of its group. None where they may.
         loss_from: once trained, the oldest version whose tokens carried loss; None where none did.
         reason: why it was discarded.
         outcome: how it ended.
@@ -52,7 +52,7 @@ class Episode(msgspec.Struct):
     kept: Counts = {}
     settled: bool = False
     final: bool = False
-    late: bool = False
+    withheld: Withheld | None = None
     loss_from: int | None = None
     reason: str = ""
     outcome: Outcome | None = None
@@ -79,7 +79,8 @@ class Episode(msgspec.Struct):
                     yield "ready", self.kept
                 else:
                     yield "trained", {v: n for v, n in self.kept.items() if self._carried_loss(v)}
-                    yield "withheld", {v: n for v, n in self.kept.items() if not self._carried_loss(v)}
+                    why = WITHHELD + (self.withheld or STALE)
+                    yield why, {v: n for v, n in self.kept.items() if not self._carried_loss(v)}
 
     def _carried_loss(self, version: int) -> bool:
         return self.loss_from is not None and version >= self.loss_from

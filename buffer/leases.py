@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from ..errors import StateError
 from .admission import Admission
+from .filtration import left_out
 from .group import FAILED, Episode, Group, GroupState
 from .ledger import Books, Counts
 from .messages import Lease
@@ -25,6 +26,12 @@ MIN_MEMBERS = 2
 
 EQUAL_REWARDS = "equal_rewards"
 """Why a group is discarded whose members all earned the same, under dynamic sampling."""
+
+GREEDY = 0
+"""The member that is played greedily, under `Rules.greedy`."""
+
+NO_BASELINE = "no_baseline"
+"""Why a group is discarded whose greedy member failed: nothing is left that the others could be compared with."""
 
 HELD: tuple[GroupState, ...] = ("leased", "ready")
 """States of groups of which members may run."""
@@ -176,8 +183,11 @@ class Leases(Shelf):
             if episode.account == "in_flight":
                 episode.final = not again
                 if sum(kept.values()) and not again:
-                    episode.account, episode.kept, episode.late = "ready", dict(kept), group.state == "ready"
-                    episode.reward = reward
+                    episode.account, episode.kept, episode.reward = "ready", dict(kept), reward
+                    if self._greedy(episode.member):
+                        episode.withheld = "baseline"
+                    elif group.state == "ready":
+                        episode.withheld = "late"
                 else:
                     episode.account, episode.reason = "discarded", FAILED + (outcome.reason or "nothing_sampled")
         self._complete(group)
@@ -192,18 +202,26 @@ class Leases(Shelf):
 
         Under dynamic sampling members that all earned the same are not enough, however many: the slow ones are waited for, since
         one of them may be what the task has to teach. So a group is discarded for equal rewards only when nobody is left to differ.
+        The greedy member, where there is one, is waited for likewise; where it failed for good, nobody else is.
         """
         if group.state != "leased":
             return
         kept = group.in_account("ready")
-        ended = len(group.final_members) == self.rules.group_size
+        final = group.final_members
+        ended = len(final) == self.rules.group_size
         alike = self.rules.dynamic_sampling and len({e.reward for e in kept}) == 1
-        if ended and len(kept) < MIN_MEMBERS:
+        lacks = self.rules.greedy and all(e.withheld != "baseline" for e in kept)
+        if lacks and GREEDY in final:
+            self._discard_group(group, NO_BASELINE)
+        elif ended and len(kept) < MIN_MEMBERS:
             self._discard_group(group, "too_few_members")
         elif ended and alike:
             self._discard_group(group, EQUAL_REWARDS)
             self.refilled += 1
-        elif ended or (len(kept) >= self.rules.min_members and not alike):
+        elif ended or (len(kept) >= self.rules.min_members and not alike and not lacks):
+            for episode in left_out(group, self.rules.filter):
+                with self._moving(group, episode):
+                    episode.withheld = "filtered"
             self._ready(group)
         elif not group.running:
             self._reopen(group)
@@ -230,6 +248,9 @@ class Leases(Shelf):
         return lost
 
     # --- helpers --------------------------------------------------------------------------------------------------
+
+    def _greedy(self, member: int) -> bool:
+        return self.rules.greedy and member == GREEDY
 
     def _require_versions(self, episode_id: str, counts: Counts) -> None:
         if max(counts, default=0) > self.version:
@@ -270,4 +291,5 @@ class Leases(Shelf):
         prefix = f"{group.id}.{group.attempt}."
         members = tuple(sorted(e.member for e in group.episodes.values() if e.id.startswith(prefix)))
         oldest = self.admission.oldest_trainable(group.leased_at)
-        return Lease(group.id, group.attempt, members, group.leased_at, oldest, group.env, group.task)
+        greedy = tuple(member for member in members if self._greedy(member))
+        return Lease(group.id, group.attempt, members, group.leased_at, oldest, group.env, group.task, greedy)

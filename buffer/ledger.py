@@ -9,14 +9,25 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
 Counts = dict[int, int]
 """Policy version -> tokens."""
 
-ACCOUNTS = ("in_flight", "ready", "trained", "withheld")
-"""Every other account is a reason for which tokens were discarded."""
+ACCOUNTS = ("in_flight", "ready", "trained")
+"""Every other account is a reason for which tokens were withheld, with `WITHHELD` before it, or discarded."""
+
+WITHHELD = "withheld_"
+"""Prefix of the accounts of tokens in a committed step that carried no loss there."""
+
+STALE = "stale"
+"""Why single tokens are withheld: they are older than the bound. A group of nothing else is discarded for the same reason."""
+
+Withheld = Literal["late", "baseline", "filtered"]
+"""Why no token of an episode carries loss, however young. `late`: it ended after its group was complete. `baseline`: it was played
+greedily, for the others to be compared with. `filtered`: others of its group were chosen by their rewards."""
 
 
 class Ledger(msgspec.Struct):
@@ -27,7 +38,7 @@ class Ledger(msgspec.Struct):
         in_flight: in episodes that are still running.
         ready: delivered, waiting for a batch or in one that is not committed.
         trained: carried loss in a committed step.
-        withheld: in a committed step as context without loss: too old, or of an episode that ended after its group was complete.
+        withheld: in a committed step without loss: reason, `stale` or one of `Withheld` -> tokens.
         discarded: reason -> tokens.
     """
 
@@ -35,22 +46,25 @@ class Ledger(msgspec.Struct):
     in_flight: int = 0
     ready: int = 0
     trained: int = 0
-    withheld: int = 0
+    withheld: dict[str, int] = {}
     discarded: dict[str, int] = {}
 
     def add(self, account: str, tokens: int) -> None:
         """Add `tokens` (may be negative) to an account or to a reason; a reason that falls to 0 disappears."""
         if account in ACCOUNTS:
             setattr(self, account, getattr(self, account) + tokens)
-        elif total := self.discarded.get(account, 0) + tokens:
-            self.discarded[account] = total
+            return
+        reason = account.removeprefix(WITHHELD)
+        reasons = self.discarded if reason == account else self.withheld
+        if total := reasons.get(reason, 0) + tokens:
+            reasons[reason] = total
         else:
-            self.discarded.pop(account, None)
+            reasons.pop(reason, None)
 
     @property
     def accounted(self) -> int:
         """The sum of all accounts."""
-        return self.in_flight + self.ready + self.trained + self.withheld + sum(self.discarded.values())
+        return self.in_flight + self.ready + self.trained + sum(self.withheld.values()) + sum(self.discarded.values())
 
     @property
     def closes(self) -> bool:
@@ -58,7 +72,7 @@ class Ledger(msgspec.Struct):
         return self.generated == self.accounted
 
     def copy(self) -> Ledger:
-        return msgspec.structs.replace(self, discarded=dict(self.discarded))
+        return msgspec.structs.replace(self, withheld=dict(self.withheld), discarded=dict(self.discarded))
 
 
 class Books:
@@ -112,6 +126,8 @@ def total_of(ledgers: Iterable[Ledger]) -> Ledger:
         total.generated += ledger.generated
         for account in ACCOUNTS:
             total.add(account, getattr(ledger, account))
+        for reason, tokens in ledger.withheld.items():
+            total.add(WITHHELD + reason, tokens)
         for reason, tokens in ledger.discarded.items():
             total.add(reason, tokens)
     return total

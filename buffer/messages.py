@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from .ledger import Ledger
+from .ledger import Ledger, Withheld
 from .trajectory import Outcome, Trajectory
 
 Name = Annotated[str, Meta(min_length=1, max_length=100)]
@@ -56,6 +56,7 @@ class Lease(msgspec.Struct, frozen=True):
         oldest_version: replicas that serve less must not be used.
         env: which of the run's environments.
         task: index of the task there.
+        greedy: those of `members` that are played at temperature 0.
     """
 
     group_id: int
@@ -65,6 +66,7 @@ class Lease(msgspec.Struct, frozen=True):
     oldest_version: int
     env: int = 0
     task: int = 0
+    greedy: tuple[int, ...] = ()
 
     def episode(self, member: int) -> str:
         """The id of a member's episode under this lease."""
@@ -205,14 +207,14 @@ class Batch(Message, frozen=True):
         version: the version it was taken for.
         oldest_version: tokens sampled by an older version are context without loss.
         groups: all branches of all episodes that were kept, group by group.
-        late: ids of episodes among them that carry no loss and count in the baseline only.
+        withheld: ids of episodes among them that carry no loss, and why; their rewards count among those of their groups.
         stats: the buffer when the batch was handed out.
     """
 
     version: int
     oldest_version: int
     groups: tuple[tuple[Trajectory, ...], ...]
-    late: frozenset[str]
+    withheld: dict[str, Withheld]
     stats: Stats
 
 

@@ -5,7 +5,7 @@
       ^               │  ^                       │ ^           │                  │
       │   lease lost, │  │ grant                 │ └───────────┴── recover ───────┘
       │ a member to   v  │                       v
-      │ try again    open ┘                  discarded (too old, too few members, equal rewards)
+      │ try again    open ┘                  discarded (too old, too few members, equal rewards, no baseline)
       └── admission
 
 Invariants:
@@ -52,9 +52,10 @@ class Replay(Leases):
         return self.of("batched")
 
     def fresh(self, version: int) -> list[Episode]:
-        """Delivered episodes outside of batches that hold tokens of `version`, the youngest first."""
-        waiting = self.of("open", "leased", "ready")
-        return [e for g in reversed(waiting) for e in g.in_account("ready") if e.kept.get(version)]
+        """Delivered episodes outside of batches that hold tokens of `version`, the youngest first; none that was played greedily:
+        what an engine says of such a token is not of the distribution that the others are drawn from."""
+        waiting = [e for g in reversed(self.of("open", "leased", "ready")) for e in g.in_account("ready")]
+        return [e for e in waiting if e.kept.get(version) and e.withheld != "baseline"]
 
     def commit(self, version: int) -> None:
         """The batch of `version` is in the weights, which are now `version + 1`. Repeating it changes nothing.
@@ -75,7 +76,7 @@ class Replay(Leases):
             self.trained[group.env] += 1
             for episode in group.in_account("ready"):
                 with self._moving(group, episode):
-                    episode.account, episode.loss_from = "trained", None if episode.late else oldest
+                    episode.account, episode.loss_from = "trained", None if episode.withheld else oldest
         self.version, self.recovered_from = version + 1, None
 
     def serve(self, version: int) -> None:
@@ -130,7 +131,7 @@ class Replay(Leases):
         self._looked_at, self._unseen = version, set()
         for group in self.of("ready"):
             if version != looked_at or group.id in unseen:
-                episodes = [e for e in group.in_account("ready") if not e.late]
+                episodes = [e for e in group.in_account("ready") if not e.withheld]
                 fresh = sum(e.fresh(oldest) for e in episodes)
                 if fresh == 0 or (drop and fresh < sum(sum(e.kept.values()) for e in episodes)):
                     self._discard_group(group, "stale")

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 OnDeadline = Literal["withhold", "wait", "drop"]
+Filter = Literal["none", "best", "best_random", "best_worst"]
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -20,6 +21,8 @@ class Rules(msgspec.Struct, frozen=True):
         lease_s: a lease ends after so many seconds without a report.
         retries: reason of a failure -> how often a member that failed so is granted again.
         dynamic_sampling: a group whose members all earned the same is discarded; another one takes its place.
+        filter: which of a group's episodes are trained on, by their rewards (`filtration`).
+        greedy: member 0 of each group is played greedily; the others are compared with it, and no group is complete without it.
     """
 
     group_size: int
@@ -28,6 +31,8 @@ class Rules(msgspec.Struct, frozen=True):
     lease_s: float
     retries: Mapping[str, int] = {}
     dynamic_sampling: bool = False
+    filter: Filter = "none"
+    greedy: bool = False
 
 
 class Clock(msgspec.Struct, frozen=True):

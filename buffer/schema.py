@@ -22,7 +22,8 @@ CREATE TABLE IF NOT EXISTS episodes (
     length INTEGER NOT NULL,  -- tokens generated so far
     generated TEXT NOT NULL,  -- JSON: {"version": tokens}
     kept TEXT NOT NULL,       -- of these, sampled tokens of the delivered trajectories
-    settled INTEGER NOT NULL, final INTEGER NOT NULL, late INTEGER NOT NULL,
+    settled INTEGER NOT NULL, final INTEGER NOT NULL,
+    withheld TEXT,            -- why none of its tokens carries loss
     loss_from INTEGER,        -- once trained: the oldest version whose tokens carried loss
     reason TEXT NOT NULL, outcome TEXT
 );
@@ -43,14 +44,15 @@ CREATE TABLE IF NOT EXISTS archive (  -- sums over groups whose rows were droppe
     PRIMARY KEY (version, length, account)
 );
 CREATE VIEW IF NOT EXISTS sampled AS
-    SELECT group_id, episodes.id AS episode_id, account, reason, loss_from, length, CAST(key AS INTEGER) AS version,
+    SELECT group_id, episodes.id AS episode_id, account, reason, withheld, loss_from, length, CAST(key AS INTEGER) AS version,
         value AS generated,
         CASE WHEN account IN ('ready', 'trained') THEN coalesce(json_extract(kept, '$."' || key || '"'), 0) ELSE 0 END AS kept
     FROM episodes, json_each(episodes.generated);
 CREATE VIEW IF NOT EXISTS placed AS
     SELECT group_id, version, length,
         CASE WHEN whose = 'kept' THEN
-                CASE WHEN account = 'ready' THEN 'ready' WHEN version >= loss_from THEN 'trained' ELSE 'withheld' END
+                CASE WHEN account = 'ready' THEN 'ready' WHEN version >= loss_from THEN 'trained'
+                    ELSE 'withheld_' || coalesce(withheld, 'stale') END
             ELSE CASE account WHEN 'in_flight' THEN 'in_flight' WHEN 'discarded' THEN reason ELSE 'unused' END
         END AS account,
         CASE WHEN whose = 'kept' THEN kept ELSE generated - kept END AS tokens

@@ -42,7 +42,7 @@ from . import wire
 from .accounts import ledgers_of
 from .admission import Admission
 from .group import Episode, Group
-from .ledger import Books
+from .ledger import Books, Withheld
 from .peers import Peers
 from .recent import Recent
 from .replay import Replay
@@ -79,6 +79,7 @@ class BufferService:
     Args:
         shares: of the run's environments, see `Admission`.
         retries: reason of a failure -> how often a member that failed so is granted again.
+        greedy: one member of each group is played greedily, see `Rules`.
         keys: of the run, if not this process's own.
 
     Raises:
@@ -94,6 +95,7 @@ class BufferService:
         *,
         shares: tuple[float, ...] = (1.0,),
         retries: Mapping[str, int] | None = None,
+        greedy: bool = False,
         keys: Keys | None = None,
     ) -> None:
         self._lease_s = config.lease_s
@@ -104,7 +106,7 @@ class BufferService:
         for group in groups:
             group.deadline = time.monotonic() + config.lease_s
         admission = Admission(config.max_staleness, config.groups_per_batch, shares)
-        self._replay = Replay(admission, _rules(config, retries), clock, groups, Books(ledgers_of(path)))
+        self._replay = Replay(admission, _rules(config, retries, greedy), clock, groups, Books(ledgers_of(path)))
         self._keys = keys
         self._guard: Guard | None = None
         self._peers = Peers()
@@ -341,8 +343,8 @@ class BufferService:
         """Kept until it is committed: whoever asks for it again gets the same arrays."""
         oldest = self._replay.admission.oldest_trainable(version)
         rows = tuple(tuple(self._trajectories(g)) for g in groups)
-        late = frozenset(e.id for g in groups for e in g.in_account("ready") if e.late)
-        return m.Batch(version, oldest, rows, late, self._stats())
+        withheld: dict[str, Withheld] = {e.id: e.withheld for g in groups for e in g.in_account("ready") if e.withheld}
+        return m.Batch(version, oldest, rows, withheld, self._stats())
 
     def _trajectories(self, group: Group) -> list[Trajectory]:
         """Of a group that leaves in a batch, by member and branch."""
@@ -379,7 +381,7 @@ class BufferService:
         )
 
 
-def _rules(config: Buffer, retries: Mapping[str, int] | None) -> Rules:
+def _rules(config: Buffer, retries: Mapping[str, int] | None, greedy: bool) -> Rules:
     min_members = config.min_members or config.group_size
     return Rules(
         config.group_size,
@@ -388,6 +390,8 @@ def _rules(config: Buffer, retries: Mapping[str, int] | None) -> Rules:
         config.lease_s,
         dict(retries or {}),
         config.dynamic_sampling,
+        config.filter,
+        greedy,
     )
 
 

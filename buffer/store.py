@@ -235,7 +235,7 @@ class Store:
 
     def _episode(self, row: sqlite3.Row) -> Episode:
         what = f"episode {row['id']}"
-        flags = {name: bool(row[name]) for name in ("settled", "final", "late")}
+        flags = {name: bool(row[name]) for name in ("settled", "final")}
         counts = {name: self._json(row[name], Counts, what) for name in ("generated", "kept")}
         outcome = self._json(row["outcome"], Outcome, what) if row["outcome"] else None
         return self._struct({**dict(row), **flags, **counts, "outcome": outcome}, Episode, what)
@@ -348,7 +348,7 @@ def _episode_row(group_id: int, e: Episode) -> Row:
         msgspec.json.encode(e.kept).decode(),
         e.settled,
         e.final,
-        e.late,
+        e.withheld,
         e.loss_from,
         e.reason,
         msgspec.json.encode(e.outcome).decode() if e.outcome else None,

@@ -32,6 +32,11 @@ class Opo(Section, frozen=True, tag_field="kind", tag="opo"):
     """Optimal reward baseline: the group's mean weighted by length (Hao et al. 2025, arXiv:2505.23585)."""
 
 
+class Remax(Section, frozen=True, tag_field="kind", tag="remax"):
+    """ReMax: the first episode of each group is played greedily, its reward is the baseline of the others, and it is never trained
+    on itself (Li et al. 2023, arXiv:2310.10505). With `buffer.group_size=2` there is one sample to each, as in the paper."""
+
+
 class WinRate(Section, frozen=True, tag_field="kind", tag="win_rate"):
     """How often an episode beats the others of its group, less a half: for rewards that can only be ranked, and what `sppo` wants
     (Wu et al. 2024, arXiv:2405.00675)."""
@@ -155,7 +160,7 @@ PolicyLossKind = DecoupledPpo | Ppo | DualClipPpo | Gspo | Cispo | Sapo | Sppo |
 SELF_CORRECTING = (Ppo, DualClipPpo, Cispo)
 """Losses whose ratio is the one to the policy that sampled: they weigh tokens of other policies by themselves."""
 
-WITHIN_GROUPS = (Grpo, Rloo, ReinforcePPBaseline, Opo, WinRate)
+WITHIN_GROUPS = (Grpo, Rloo, ReinforcePPBaseline, Opo, Remax, WinRate)
 """Advantages that are 0 for every token of a group whose rewards are all equal."""
 
 Level = Literal["token", "sequence", "geometric"]
@@ -238,8 +243,8 @@ class KlInReward(Kl, frozen=True, tag_field="kind", tag="reward"):
 class Algorithm(Section, frozen=True):
     """What the step optimises."""
 
-    advantage: Grpo | Rloo | ReinforcePP | ReinforcePPBaseline | Opo | WinRate | TurnLevel | Gae | Prime = field(
-        default_factory=Grpo
+    advantage: Grpo | Rloo | ReinforcePP | ReinforcePPBaseline | Opo | Remax | WinRate | TurnLevel | Gae | Prime = (
+        field(default_factory=Grpo)
     )
     """How rewards become advantages."""
     overlong: NonNegative = 0

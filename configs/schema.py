@@ -229,6 +229,9 @@ class Buffer(Section, frozen=True):
     dynamic_sampling: bool = False
     """A group whose episodes all earned the same is discarded and another one takes its place (DAPO, Yu et al. 2025,
     arXiv:2503.14476). The environment's own reward decides, before any shaping; so may the penalty of a failure."""
+    filter: Literal["none", "best", "best_random", "best_worst"] = "none"
+    """Which episodes of a group are trained on: all, the one that earned most, or that one with another by lot or with the one that
+    earned least (PF-PPO, Shen and Zhang 2024, arXiv:2409.06957). The others' rewards count in the baseline."""
     on_deadline: Literal["withhold", "wait", "drop"] = "withhold"
     """Tokens past the bound: kept as context without loss, waited for by the learner, or dropped with their group."""
     lease_s: AboveZero = 30.0

@@ -315,7 +315,7 @@ def _read_learner(db: sqlite3.Connection, run_dir: Path) -> None:
     for made, took in counting.items():
         db.execute("INSERT INTO commits_made VALUES (?, ?)", (made, took.oldest))
         rows = [
-            (made, episode, version, tokens, version >= took.oldest and episode not in took.late)
+            (made, episode, version, tokens, version >= took.oldest and episode not in took.withheld)
             for episode, counts in took.episodes.items()
             for version, tokens in counts.items()
         ]

@@ -35,11 +35,12 @@ def ledger(options: argparse.Namespace) -> int:
 def _table(accounts: Accounts, by: str) -> Table:
     """A row per length bucket or version, a column per account; then all of them."""
     parts = accounts.by_length if by == "length" else accounts.by_version
-    reasons = sorted(accounts.total.discarded)
+    withheld, discarded = sorted(accounts.total.withheld), sorted(accounts.total.discarded)
     heads = (
         "generated",
         *(name.replace("_", " ") for name in ACCOUNTS),
-        *(f"discarded: {reason}" for reason in reasons),
+        *(f"withheld: {reason}" for reason in withheld),
+        *(f"discarded: {reason}" for reason in discarded),
     )
     table = Table(
         "episode length" if by == "length" else "version", *heads, title="token ledger", caption=_caption(accounts)
@@ -49,7 +50,9 @@ def _table(accounts: Accounts, by: str) -> Table:
 
     def cells(part: Ledger) -> list[str]:
         kept = (getattr(part, name) for name in ACCOUNTS)
-        return [f"{n:,}" for n in (part.generated, *kept, *(part.discarded.get(reason, 0) for reason in reasons))]
+        without_loss = (part.withheld.get(reason, 0) for reason in withheld)
+        gone = (part.discarded.get(reason, 0) for reason in discarded)
+        return [f"{n:,}" for n in (part.generated, *kept, *without_loss, *gone)]
 
     for name, part in parts.items():
         table.add_row(f"{name:,} to {2 * name - 1:,}" if by == "length" and name else str(name), *cells(part))

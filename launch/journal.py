@@ -92,13 +92,13 @@ class Took(Line, frozen=True):
     Attributes:
         oldest: no token of an older version was to carry loss.
         episodes: episode id -> sampled tokens by version.
-        late: those among them that were to carry no loss at all.
+        withheld: those among them that were to carry no loss at all.
     """
 
     version: int
     oldest: int
     episodes: dict[str, Counts]
-    late: tuple[str, ...]
+    withheld: tuple[str, ...]
 
 
 class Committing(Line, frozen=True):

@@ -90,7 +90,7 @@ class JournalledClient(BufferClient):
                 version=batch.version,
                 oldest=batch.oldest_version,
                 episodes={episode: _sampled(branches) for episode, branches in episodes.items()},
-                late=tuple(sorted(batch.late)),
+                withheld=tuple(sorted(batch.withheld)),
             )
         )
         return batch

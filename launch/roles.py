@@ -118,12 +118,14 @@ def become_engine(job: Job, index: int, listen: str) -> None:
 
 async def buffer(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> None:
     from ..buffer.service import BufferService
+    from ..configs.algorithm import Remax
     from ..configs.schema import shares_of
 
     shares = shares_of(job.config.env)
     retries = {reason: failure.retries for reason, failure in job.config.rollout.failures.items()}
     place = job.dir / "buffer.sqlite"
-    service = BufferService(job.config.buffer, place, job.cluster.buffer, shares=shares, retries=retries)
+    greedy = isinstance(job.config.learner.algorithm.advantage, Remax)
+    service = BufferService(job.config.buffer, place, job.cluster.buffer, shares=shares, retries=retries, greedy=greedy)
     stopped = asyncio.create_task(stop.wait(), name="stop")
     stopped.add_done_callback(lambda _: service.stop())
     try:

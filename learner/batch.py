@@ -4,21 +4,23 @@
 
 Invariants:
 - What a failed episode is penalised with counts in advantages like any reward, and in no statistic of rewards.
-- A sampled token is trained exactly when its policy version is at least `oldest_version` and its episode is not late; others stay
-  as context without loss.
+- A sampled token is trained exactly when its policy version is at least `oldest_version` and its episode is not withheld; others
+  stay as context without loss.
+- What was played greedily is a baseline, and no sample of the policy: it is in no statistic of episodes.
 - Everything is deterministic, and each rank computes the same whole before it takes its part.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..buffer.ledger import Withheld
 from ..buffer.trajectory import Trajectory
 from ..errors import LearnerError
 from . import packing, prefixes
@@ -27,6 +29,9 @@ from .algorithms.overlong import Shaping
 from .backend import PackedRow
 from .credit import UNSHAPED, Group, credit
 from .scores import NO_SCORES, Scores
+
+NOBODY: Mapping[str, Withheld] = {}
+"""All episodes are trained on."""
 
 
 class TrainSequence(msgspec.Struct, frozen=True):
@@ -77,7 +82,7 @@ def to_sequences(
     advantage: Advantage | TokenAdvantage,
     version: int,
     oldest_version: int,
-    late: Collection[str] = (),
+    withheld: Mapping[str, Withheld] = NOBODY,
     *,
     scores: Scores = NO_SCORES,
     shape: Shaping = UNSHAPED,
@@ -87,15 +92,15 @@ def to_sequences(
     Args:
         version: the learner's policy version now.
         oldest_version: the oldest policy version whose tokens may be trained on.
-        late: ids of episodes that the others are compared with like with any other, and that carry no loss themselves.
+        withheld: ids of episodes that the others are compared with and that carry no loss themselves, and why.
         scores: what other models say of the batch's tokens.
         shape: see `credit`.
 
     Raises:
         LearnerError: there are no advantages (see `credit`), or a sampled token lies outside its trajectory's turns.
     """
-    earned = credit(groups, advantage, scores, shape)
-    in_time = [trajectory for group in groups for trajectory in group if trajectory.episode not in late]
+    earned = credit(groups, advantage, scores, shape, baselines={e for e, why in withheld.items() if why == "baseline"})
+    wanted = [trajectory for group in groups for trajectory in group if trajectory.episode not in withheld]
     cut = [
         _cut(
             t,
@@ -105,13 +110,17 @@ def to_sequences(
             reference=None if scores.reference is None else scores.reference[t.id],
             returns=None if earned.returns is None else earned.returns[t.id],
         )
-        for t in in_time
+        for t in wanted
     ]
     return [sequence for sequence in cut if sequence is not None]
 
 
-def summarize(groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> BatchSummary:
+def summarize(
+    groups: Sequence[Group], sequences: Sequence[TrainSequence], withheld: Mapping[str, Withheld] = NOBODY
+) -> BatchSummary:
     """Statistics of a batch: `groups` and the `sequences` that `to_sequences` made of them."""
+    everything = sum(trajectory.sampled for group in groups for trajectory in group)
+    groups = [tuple(t for t in group if withheld.get(t.episode) != "baseline") for group in groups]
     branches = [trajectory for group in groups for trajectory in group]
     members = {trajectory.episode: trajectory for trajectory in branches}
     rewards = np.array([t.reward for t in members.values() if t.outcome.trainable], dtype=np.float64)
@@ -129,7 +138,7 @@ def summarize(groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> Ba
         staleness_max=max(lags, default=0),
         staleness_tokens={str(lag): lags[lag] for lag in sorted(lags)},
         tokens_trained=trained,
-        tokens_withheld=sampled - trained,
+        tokens_withheld=everything - trained,
         mixed_tokens=sum(int(sequence.mixed.sum()) for sequence in sequences),
         episodes=len(members),
         episode_tokens_mean=sampled / episodes,

@@ -10,14 +10,14 @@ Invariants:
 - Shaping (`algorithms/overlong.py`) adds to what an episode earned, after its last turn. It is the estimator's to see alone:
   statistics, and the buffer's dynamic sampling, have the environment's own reward. Failures are judged by their penalty only.
 - Penalties, such as the divergence from a reference policy, come off the rewards that an estimator sees: those of a turn off its
-  own, those of all branches off the episode's.
+  own, those of all branches off the episode's. They are of what the policy sampled: an episode that was played greedily has none.
 - No reward that is not a finite number reaches an estimator, and none that it cannot compute with passes it in silence.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
@@ -67,12 +67,15 @@ def credit(
     advantage: Advantage | TokenAdvantage,
     scores: Scores = NO_SCORES,
     shape: Shaping = UNSHAPED,
+    *,
+    baselines: Collection[str] = (),
 ) -> Credit:
     """What each token of `groups` earned, relative to what was to be expected.
 
     Args:
         scores: penalties, and what an estimator by token is told, where other models gave any.
         shape: from the lengths of episodes, in tokens of the longest branch, to what is added to their rewards.
+        baselines: ids of episodes that were played greedily.
 
     Raises:
         LearnerError: a group is empty, a reward or an advantage is not finite, or too large to compute with, a failed episode
@@ -87,7 +90,7 @@ def credit(
         with np.errstate(over="raise", invalid="ignore"):  # a variance that overflows would make every advantage 0
             if isinstance(advantage, TokenAdvantage):
                 return _by_token(members, advantage, scores)
-            return _by_turn(members, advantage(_episodes(by_group, scores.penalties)))
+            return _by_turn(members, advantage(_episodes(by_group, scores.penalties, baselines)))
     except FloatingPointError:
         largest = max(members, key=lambda m: abs(m.reward))
         raise LearnerError(
@@ -149,12 +152,13 @@ def _earned(branches: list[Trajectory], extra: float) -> Member:
 # --- by turn
 
 
-def _episodes(groups: Sequence[Sequence[Member]], penalties: Scored | None) -> Episodes:
+def _episodes(groups: Sequence[Sequence[Member]], penalties: Scored | None, baselines: Collection[str]) -> Episodes:
     """What an estimator by turn sees."""
     members = [member for group in groups for member in group]
-    costs = [_costs(member, penalties) for member in members]
+    ids = tuple(member.branches[0].episode for member in members)
+    costs = [_costs(m, None if name in baselines else penalties) for name, m in zip(ids, members, strict=True)]
     return Episodes(
-        ids=tuple(member.branches[0].episode for member in members),
+        ids=ids,
         groups=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
         rewards=np.array([member.reward - cost.sum() for member, cost in zip(members, costs, strict=True)]),
         lengths=np.array([sum(branch.sampled for branch in member.branches) for member in members], dtype=np.int64),
@@ -164,6 +168,7 @@ def _episodes(groups: Sequence[Sequence[Member]], penalties: Scored | None) -> E
             member.turn_rewards - cost if len(cost) == len(member.turn_rewards) else member.turn_rewards
             for member, cost in zip(members, costs, strict=True)
         ),
+        greedy=np.array([name in baselines for name in ids], dtype=np.bool_),
     )
 
 

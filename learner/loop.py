@@ -128,7 +128,7 @@ class TrainingLoop:
                 self._advantage,
                 state.version,
                 batch.oldest_version,
-                batch.late,
+                batch.withheld,
                 scores=self._companions.score(batch.groups),
                 shape=self._shape,
             )
@@ -144,7 +144,7 @@ class TrainingLoop:
             if state.step % self._config.checkpoint.every == 0:
                 await self._save(state)
             if push is not None:
-                self._report(meter.row(state, summarize(batch.groups, sequences), done, push))
+                self._report(meter.row(state, summarize(batch.groups, sequences, batch.withheld), done, push))
         await self._save_last(state)
         return state
 

@@ -18,7 +18,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         staleness_max: the same, maximum.
         staleness_tokens: trained tokens by staleness (`{"0": 120, "1": 30}`).
         tokens_trained: tokens that carried loss in this step.
-        tokens_withheld: sampled tokens of this batch that were too old, or of late members, and stayed as context.
+        tokens_withheld: sampled tokens of this batch that were too old, or of episodes without loss (`buffer.ledger.Withheld`).
         mixed_tokens: trained tokens sampled by new weights from keys and values of older ones too (`rollout.partial=keep_kv`).
         tokens_discarded: tokens discarded for any reason since the previous step.
         groups_refilled: groups discarded since the previous step because all their rewards were equal (`buffer.dynamic_sampling`).

@@ -63,7 +63,7 @@ def write_report(folder: Path, ledger: Mapping[str, Any] | None = None) -> Repor
 
     Args:
         folder: the run folder; each of the three files may be missing.
-        ledger: generated, in_flight, ready, trained, withheld (tokens), discarded (reason -> tokens), closes.
+        ledger: generated, in_flight, ready, trained (tokens), withheld, discarded (reason -> tokens), closes.
 
     Raises:
         ConfigError, StoreError: a file is there and not valid.
@@ -237,13 +237,15 @@ def _ledger(ledger: Ledger | None) -> str:
         return section("Token ledger", '<p class="missing">The ledger was not available.</p>')
     parts = {
         "trained": ledger.trained,
-        "withheld": ledger.withheld,
+        "withheld": sum(ledger.withheld.values()),
         "ready": ledger.ready,
         "in flight": ledger.in_flight,
     }
     parts |= {f"discarded: {reason}": tokens for reason, tokens in ledger.discarded.items()}
     whole = max(1, ledger.generated)
-    lines = [[escape(name), f"{tokens:,}", share(tokens / whole)] for name, tokens in parts.items()]
+    reasons = {f"withheld: {reason}": tokens for reason, tokens in ledger.withheld.items()}
+    told = {"trained": ledger.trained, **reasons, **{name: n for name, n in parts.items() if name != "withheld"}}
+    lines = [[escape(name), f"{tokens:,}", share(tokens / whole)] for name, tokens in told.items()]
     lines.append(["<b>generated</b>", f"<b>{ledger.generated:,}</b>", "<b>100 %</b>"])
     difference = sum(parts.values()) - ledger.generated
     verdict = '<p class="good">The ledger closes: every generated token is in exactly one place.</p>'

@@ -62,7 +62,7 @@ class Ledger(msgspec.Struct, frozen=True):
     in_flight: int
     ready: int
     trained: int
-    withheld: int
+    withheld: dict[str, int]
     discarded: dict[str, int]
     closes: bool = True
 

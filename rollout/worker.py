@@ -99,6 +99,7 @@ class Player:
         """Play one episode of `lease`; `count` is given every completion as it comes, and what had arrived of those that were cut
         off with the episode, or that the agent gave up."""
         episode_id = lease.episode(member)
+        temperature = 0.0 if member in lease.greedy else self._temperature
         calls: set[asyncio.Task[Completion]] = set()
         over = False
 
@@ -111,7 +112,7 @@ class Player:
             if over:
                 raise PolicyError(f"episode {episode_id} is over; its policy answers nobody")
             sampling = Sampling(
-                max_tokens, temperature=self._temperature, top_p=self._top_p, stop_token_ids=self._stop_token_ids
+                max_tokens, temperature=temperature, top_p=self._top_p, stop_token_ids=self._stop_token_ids
             )
             calling = asyncio.create_task(call(token_ids, sampling))
             calls.add(calling)

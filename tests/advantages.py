@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from slipstream.configs.algorithm import Grpo, Opo, ReinforcePP, ReinforcePPBaseline, Rloo, TurnLevel, WinRate
+from slipstream.configs.algorithm import Grpo, Opo, ReinforcePP, ReinforcePPBaseline, Remax, Rloo, TurnLevel, WinRate
 
 EPSILON = 1e-4
 GRPO, DR_GRPO = Grpo(normalize=True), Grpo(normalize=False)
@@ -15,6 +15,7 @@ BY_GROUP = [
     Rloo(),
     ReinforcePPBaseline(),
     Opo(),
+    Remax(),
     WinRate(),
     TurnLevel(gamma=0.5),
     TurnLevel(normalize=False),
@@ -24,10 +25,11 @@ ALL = [*BY_GROUP, ReinforcePP()]
 
 
 class Episode(msgspec.Struct):
-    """What happened in one episode: the reward after each turn, and how many tokens the policy sampled."""
+    """What happened in one episode: the reward after each turn, how many tokens the policy sampled, and whether greedily."""
 
     turns: list[float]
     length: int
+    greedy: bool = False
 
     @property
     def reward(self) -> float:
@@ -101,6 +103,15 @@ def opo(_: Opo, groups: Groups) -> list[float]:
     return per_turn(groups, values)
 
 
+def remax(_: Remax, groups: Groups) -> list[float]:
+    """Li et al. 2023: r(x, a) - r(x, a_greedy), for each answer of a task that was answered greedily, too."""
+    values = []
+    for group in groups:
+        greedy = next((e.reward for e in group if e.greedy), None)
+        values.append([0.0 if greedy is None else e.reward - greedy for e in group])
+    return per_turn(groups, values)
+
+
 def win_rate(_: WinRate, groups: Groups) -> list[float]:
     """Wu et al. 2024: one duel after the other."""
     values = []
@@ -132,6 +143,7 @@ ORACLES = {
     ReinforcePP: reinforce_pp,
     ReinforcePPBaseline: reinforce_pp_baseline,
     Opo: opo,
+    Remax: remax,
     WinRate: win_rate,
     TurnLevel: turn_level,
 }

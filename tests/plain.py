@@ -48,11 +48,11 @@ Weights = dict[str, torch.Tensor]
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """A trajectory of a committed batch, and what the store says of its episode: whether it is `late`, and from which version on
-    its tokens carried loss."""
+    """A trajectory of a committed batch, and what the store says of its episode: why it is `withheld`, if it is, and from
+    which version on its tokens carried loss."""
 
     trajectory: Trajectory
-    late: bool
+    withheld: str | None
     loss_from: int | None
 
 
@@ -122,16 +122,16 @@ def run_system(
 def batches(run_dir: Path) -> list[Batch]:
     """The committed batches in the order of their versions."""
     sql = (
-        "SELECT commits.version - 1, groups.id, late, loss_from, header, loss_mask, arrays"
+        "SELECT commits.version - 1, groups.id, withheld, loss_from, header, loss_mask, arrays"
         " FROM commits JOIN groups ON trained_at = commits.version JOIN episodes ON episodes.group_id = groups.id"
         " JOIN trajectories ON episode_id = episodes.id"
         " WHERE NOT rolled_back AND account = 'trained'"
     )
     found: dict[int, dict[int, list[Sample]]] = {}
-    for version, group, late, loss_from, header, loss_mask, place in query(run_dir, sql):
+    for version, group, withheld, loss_from, header, loss_mask, place in query(run_dir, sql):
         token_ids, logprobs = arrays_at(run_dir, place, len(loss_mask))
         trajectory = wire.decode(Trajectory, [header, token_ids, loss_mask, logprobs])
-        sample = Sample(trajectory, bool(late), loss_from)
+        sample = Sample(trajectory, withheld, loss_from)
         found.setdefault(version, {}).setdefault(group, []).append(sample)
     for groups in found.values():
         for samples in groups.values():
@@ -143,7 +143,7 @@ def carries_loss(sample: Sample, version: int, bound: int) -> torch.Tensor:
     """bool[T]: sampled tokens that are at most `bound` versions old in the step from `version`."""
     carries = np.zeros(len(sample.trajectory), dtype=np.bool_)
     for span in sample.trajectory.version_spans:
-        carries[span.start : span.end] = not sample.late and version - span.version <= bound
+        carries[span.start : span.end] = sample.withheld is None and version - span.version <= bound
     return torch.from_numpy(carries)
 
 

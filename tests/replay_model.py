@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -22,6 +23,8 @@ class Rules:
     shares: tuple[int, ...]
     retries: dict[str, int]
     dynamic: bool
+    filter: str = "none"
+    greedy: bool = False
 
 
 @dataclass
@@ -38,7 +41,7 @@ class Played:
     where: str = "in_flight"  # or "ready", or why it was discarded
     settled: bool = False
     final: bool = False
-    late: bool = False
+    withheld: str | None = None
     reward: float = 0.0
 
 
@@ -131,8 +134,10 @@ class Model:
                 if team.made is None:
                     books[version]["ready"] += kept
                 else:
-                    trained = not e.late and version >= team.made - 1 - self.rules.staleness
-                    books[version]["trained" if trained else "withheld"] += kept
+                    young = version >= team.made - 1 - self.rules.staleness
+                    books[version][
+                        f"withheld_{e.withheld}" if e.withheld else "trained" if young else "withheld_stale"
+                    ] += kept
         return {version: +counts for version, counts in books.items() if +counts}
 
     # --- workers --------------------------------------------------------------------------------------------------
@@ -181,7 +186,8 @@ class Model:
         again = bool(failure) and team.state == "leased" and earlier < self.rules.retries.get(failure, 0)
         e.final = not again
         if kept.total() and not again:
-            e.where, e.kept, e.late, e.reward = "ready", kept, team.complete, reward
+            e.where, e.kept, e.reward = "ready", kept, reward
+            e.withheld = "baseline" if self.greedy(e) else "late" if team.complete else None
         else:
             e.where = f"failed_{failure or 'nothing_sampled'}"
         if not team.complete:
@@ -192,15 +198,44 @@ class Model:
         team, episodes = self.teams[group], self.of(group)
         rewards = [e.reward for e in episodes if e.where == "ready"]
         teaches = not self.rules.dynamic or any(reward != rewards[0] for reward in rewards)
-        if sum(e.final for e in episodes) == self.rules.group_size:
+        greedy = [e for e in episodes if self.greedy(e) and e.final]
+        if any(e.where != "ready" for e in greedy):
+            self._drop(group, "no_baseline")
+        elif sum(e.final for e in episodes) == self.rules.group_size:
             team.complete = len(rewards) >= 2 and teaches
             if not team.complete:
                 self._drop(group, "too_few_members" if len(rewards) < 2 else "equal_rewards")
                 self.refilled += len(rewards) >= 2
-        elif len(rewards) >= self.rules.min_members and teaches:
+        elif len(rewards) >= self.rules.min_members and teaches and (greedy or not self.rules.greedy):
             team.complete = True
         elif not any(e.where == "in_flight" for e in episodes):
             team.lease, team.attempt = None, team.attempt + 1
+
+        if team.complete:
+            self._filter(group)
+
+    def greedy(self, e: Played) -> bool:
+        return self.rules.greedy and e.member == 0
+
+    def _filter(self, group: int) -> None:
+        """Only some of those that are there are trained on."""
+        sampled = sorted(
+            (e for e in self.of(group) if e.where == "ready" and not self.greedy(e)), key=lambda e: e.member
+        )
+        best = max(sampled, key=lambda e: e.reward)
+        others = [e for e in sampled if e is not best]
+        match self.rules.filter:
+            case "none":
+                chosen = sampled
+            case "best_random" if others:
+                others.sort(key=lambda e: -e.reward)
+                chosen = [best, others[random.Random(group).randrange(len(others))]]
+            case "best_worst" if others:
+                chosen = [best, min(others[::-1], key=lambda e: e.reward)]
+            case _:
+                chosen = [best]
+        for e in sampled:
+            e.withheld = None if e in chosen else "filtered"
 
     def _drop(self, group: int, reason: str) -> None:
         self.teams[group].over = True
@@ -243,7 +278,7 @@ class Model:
         if batch := self.inside("batched"):
             return batch
         for group in self.inside("ready"):
-            kept = [e.kept for e in self.of(group) if e.where == "ready" and not e.late]
+            kept = [e.kept for e in self.of(group) if e.where == "ready" and not e.withheld]
             ages = Counter(v >= self.oldest for tokens in kept for v in tokens.elements())
             if not ages[True] or (self.rules.policy == "drop" and ages[False]):
                 self._drop(group, "stale")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from slipstream.buffer.admission import Admission
 from slipstream.buffer.messages import Lease
 from slipstream.buffer.replay import Replay
-from slipstream.buffer.rules import Clock, OnDeadline, Rules
+from slipstream.buffer.rules import Clock, Filter, OnDeadline, Rules
 from slipstream.buffer.trajectory import FINISHED, Outcome
 
 LEASE_S = 10.0
@@ -26,8 +26,11 @@ def replay_of(
     retries: dict[str, int] | None = None,
     clock: Clock | None = None,
     dynamic_sampling: bool = False,
+    filter: Filter = "none",
+    greedy: bool = False,
 ) -> Replay:
-    rules = Rules(group_size, min_members or group_size, policy, LEASE_S, retries or {}, dynamic_sampling)
+    least = min_members or group_size
+    rules = Rules(group_size, least, policy, LEASE_S, retries or {}, dynamic_sampling, filter, greedy)
     replay = Replay(Admission(staleness, per_batch, shares), rules, clock)
     replay.serve(replay.version)
     return replay

@@ -146,8 +146,12 @@ def check_accounts(run_dir: Path) -> None:
     """The ledger closes, by the command and by an audit of the file that shares no code with it."""
     shown = ledger(run_dir)
     assert shown["closes"]
-    assert shown["generated"] == sum(shown[k] for k in ("in_flight", "ready", "trained", "withheld")) + sum(
-        shown["discarded"].values()
+    assert shown["generated"] == sum(
+        (
+            *(shown[k] for k in ("in_flight", "ready", "trained")),
+            *shown["withheld"].values(),
+            *shown["discarded"].values(),
+        )
     )
     sums = "SELECT (SELECT total(length) FROM episodes) + (SELECT total(tokens) FROM archive)"
     assert query(run_dir, sums) == [(shown["generated"],)]

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from slipstream.buffer.accounts import accounts_of, ledgers_of
 from slipstream.buffer.group import Episode, Group
-from slipstream.buffer.ledger import Books, Counts, Ledger, total_of
+from slipstream.buffer.ledger import Books, Counts, Ledger, Withheld, total_of
 from slipstream.buffer.rules import Clock
 from slipstream.buffer.store import Change, Store
+from slipstream.buffer.trajectory import FINISHED
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory_of
 from slipstream.tests.stores import entire
@@ -39,12 +40,16 @@ def in_flight(name: str, generated: Counts) -> Episode:
     return Episode(name, generated=generated)
 
 
-def delivered(name: str, generated: Counts, kept: Counts, *, late: bool = False) -> Episode:
-    return Episode(name, account="ready", generated=generated, kept=kept, late=late, settled=True)
+def delivered(name: str, generated: Counts, kept: Counts, *, withheld: Withheld | None = None) -> Episode:
+    return Episode(name, account="ready", generated=generated, kept=kept, withheld=withheld, settled=True)
 
 
-def trained(name: str, generated: Counts, kept: Counts, loss_from: int | None) -> Episode:
-    return Episode(name, account="trained", generated=generated, kept=kept, loss_from=loss_from, settled=True)
+def trained(
+    name: str, generated: Counts, kept: Counts, loss_from: int | None, withheld: Withheld | None = None
+) -> Episode:
+    return Episode(
+        name, "", "trained", generated, kept, settled=True, loss_from=loss_from, withheld=withheld, outcome=FINISHED
+    )
 
 
 def discarded(name: str, generated: Counts, reason: str) -> Episode:
@@ -56,7 +61,10 @@ EPISODES = (
     in_flight("0.0.1", {}),
     delivered("1.0.0", {1: 10, 2: 3}, {1: 8, 2: 3}),
     trained("2.0.0", {0: 4, 1: 9}, {0: 4, 1: 7}, loss_from=1),
-    trained("2.0.1", {1: 100}, {1: 100}, loss_from=None),
+    trained("2.0.1", {1: 100}, {1: 100}, None, "late"),
+    trained("2.0.2", {1: 5}, {1: 4}, None, "baseline"),
+    trained("2.0.3", {0: 1, 1: 5}, {0: 1, 1: 5}, None, "filtered"),
+    delivered("1.0.1", {2: 5}, {2: 5}, withheld="filtered"),
     discarded("3.0.0", {2: 40}, "failed_tool"),
     discarded("3.0.1", {2: 2}, "stale"),
 )
@@ -66,9 +74,16 @@ def test_every_token_is_in_one_account_of_its_version(tmp_path: Path) -> None:
     accounts = accounts_of(file_of(tmp_path / "buffer.sqlite", *EPISODES))
     assert accounts.closes
     assert accounts.by_version == {
-        0: Ledger(generated=4, withheld=4),
-        1: Ledger(generated=124, in_flight=5, ready=8, trained=7, withheld=100, discarded={"unused": 4}),
-        2: Ledger(generated=51, in_flight=6, ready=3, discarded={"failed_tool": 40, "stale": 2}),
+        0: Ledger(generated=5, withheld={"stale": 4, "filtered": 1}),
+        1: Ledger(
+            generated=134,
+            in_flight=5,
+            ready=8,
+            trained=7,
+            withheld={"late": 100, "baseline": 4, "filtered": 5},
+            discarded={"unused": 5},
+        ),
+        2: Ledger(generated=56, in_flight=6, ready=8, discarded={"failed_tool": 40, "stale": 2}),
     }
     assert accounts.total == total_of(accounts.by_version.values())
     assert ledgers_of(tmp_path / "buffer.sqlite") == accounts.by_version
@@ -76,10 +91,18 @@ def test_every_token_is_in_one_account_of_its_version(tmp_path: Path) -> None:
 
 def test_lengths_are_counted_in_powers_of_two_and_their_skew_is_told(tmp_path: Path) -> None:
     accounts = accounts_of(file_of(tmp_path / "buffer.sqlite", *EPISODES))
-    assert {length: ledger.generated for length, ledger in accounts.by_length.items()} == {2: 2, 8: 37, 32: 40, 64: 100}
-    assert accounts.by_length[64] == Ledger(generated=100, withheld=100)
+    assert {length: ledger.generated for length, ledger in accounts.by_length.items()} == {
+        2: 2,
+        4: 16,
+        8: 37,
+        32: 40,
+        64: 100,
+    }
+    assert accounts.by_length[64] == Ledger(generated=100, withheld={"late": 100})
     assert accounts.trained_length == 13
-    assert accounts.generated_length == pytest.approx((11 * 11 + 13 * 13 + 13 * 13 + 100**2 + 40**2 + 2 * 2) / 179)
+    assert accounts.generated_length == pytest.approx(
+        (11**2 + 13**2 + 13**2 + 100**2 + 5**2 + 6**2 + 5**2 + 40**2 + 2**2) / 195
+    )
 
 
 def test_a_run_that_generated_nothing_has_empty_accounts(tmp_path: Path) -> None:
@@ -101,8 +124,9 @@ def test_the_running_books_are_told_the_same(tmp_path: Path) -> None:
 
 def test_what_is_told_as_json_is_the_total_and_the_rest_by_name(tmp_path: Path) -> None:
     told = accounts_of(file_of(tmp_path / "buffer.sqlite", *EPISODES)).told()
-    assert (told["generated"], told["trained"], told["closes"], told["miscounted"]) == (179, 7, True, 0)
-    assert told["discarded"] == {"unused": 4, "failed_tool": 40, "stale": 2}
+    assert (told["generated"], told["trained"], told["closes"], told["miscounted"]) == (195, 7, True, 0)
+    assert told["withheld"] == {"stale": 4, "late": 100, "baseline": 4, "filtered": 6}
+    assert told["discarded"] == {"unused": 5, "failed_tool": 40, "stale": 2}
     assert set(told["by_version"]) == {"0", "1", "2"}
 
 

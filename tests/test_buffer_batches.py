@@ -28,8 +28,8 @@ def test_withhold_trains_what_is_fresh_and_withholds_the_rest() -> None:
     replay, lease = stale("withhold")
     play(replay, lease, {0: 3, 1: 2})
     step(replay)
-    assert replay.books.total == Ledger(generated=10, trained=4, withheld=6)
-    assert replay.books.by_version == {0: Ledger(generated=6, withheld=6), 1: Ledger(generated=4, trained=4)}
+    assert replay.books.total == Ledger(generated=10, trained=4, withheld={"stale": 6})
+    assert replay.books.by_version == {0: Ledger(generated=6, withheld={"stale": 6}), 1: Ledger(generated=4, trained=4)}
 
 
 def test_drop_discards_a_group_with_any_stale_token() -> None:
@@ -59,7 +59,7 @@ def test_a_late_member_makes_no_group_stale(policy: OnDeadline) -> None:
         assert replay.deliver(f"0.0.{member}", FINISHED, {1: 3}, {1: 3})
     assert replay.deliver("0.0.2", FINISHED, {0: 3}, {0: 3})
     step(replay)
-    assert replay.books.total == Ledger(generated=9, trained=6, withheld=3)
+    assert replay.books.total == Ledger(generated=9, trained=6, withheld={"late": 3})
 
 
 def test_a_group_that_only_late_members_keep_fresh_is_stale() -> None:
@@ -185,10 +185,10 @@ def test_late_members_stay_late_through_a_rollback() -> None:
     replay = replay_of(staleness=4, group_size=3, min_members=2)
     play(replay, lease_of(replay))
     step(replay)
-    assert replay.books.total == Ledger(generated=9, trained=6, withheld=3)
+    assert replay.books.total == Ledger(generated=9, trained=6, withheld={"late": 3})
     replay.recover(0)
     step(replay)
-    assert replay.books.total == Ledger(generated=9, trained=6, withheld=3)
+    assert replay.books.total == Ledger(generated=9, trained=6, withheld={"late": 3})
 
 
 def test_what_a_checkpoint_holds_is_not_rolled_back() -> None:

@@ -232,7 +232,7 @@ def test_a_kill_at_any_statement_leaves_the_last_save_or_the_one_in_progress(
         generated=85,
         in_flight=1,
         trained=20,
-        withheld=10,
+        withheld={"late": 10},
         discarded={"failed_engine": 7, "stale": 14, "unused": 12, "equal_rewards": 21},
     )
     for what in (

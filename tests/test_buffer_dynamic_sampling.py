@@ -92,9 +92,9 @@ def test_slow_members_are_waited_for_while_the_others_earned_the_same() -> None:
     assert state(replay) == "leased"
     assert replay.deliver(lease.episode(2), FINISHED, {0: 3}, {0: 3}, 0.0)
     assert state(replay) == "ready"
-    assert not any(e.late for e in replay.groups[0].episodes.values())  # the one that differs teaches
+    assert not any(e.withheld for e in replay.groups[0].episodes.values())  # the one that differs teaches
     assert replay.deliver(lease.episode(3), FINISHED, {0: 3}, {0: 3}, 1.0)
-    assert [e.id for e in replay.groups[0].episodes.values() if e.late] == ["0.0.3"]
+    assert [e.id for e in replay.groups[0].episodes.values() if e.withheld] == ["0.0.3"]
     lease = lease_of(replay)
     earn(replay, lease, [1.0, 1.0, 1.0, 1.0])
     assert state(replay, 1) == "discarded"

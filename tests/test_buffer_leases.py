@@ -267,12 +267,12 @@ def test_a_group_is_complete_with_some_of_its_members_and_late_ones_carry_no_los
         assert replay.deliver(f"0.0.{member}", FINISHED, {0: 3}, {0: 3})
     assert state(replay) == "ready"
     assert replay.deliver("0.0.2", FINISHED, {0: 5}, {0: 5})
-    assert [e.id for e in replay.groups[0].episodes.values() if e.late] == ["0.0.2"]
+    assert [e.id for e in replay.groups[0].episodes.values() if e.withheld] == ["0.0.2"]
     step(replay)
-    assert replay.books.total == Ledger(generated=18, trained=6, withheld=5, discarded={"straggler": 7})
+    assert replay.books.total == Ledger(generated=18, trained=6, withheld={"late": 5}, discarded={"straggler": 7})
     assert replay.progress("a", {"0.0.3": {0: 9}}, 1.0) == ["0.0.3"]
     assert not replay.deliver("0.0.3", failed("unwanted"), {0: 10}, {})
-    assert replay.books.total == Ledger(generated=21, trained=6, withheld=5, discarded={"straggler": 10})
+    assert replay.books.total == Ledger(generated=21, trained=6, withheld={"late": 5}, discarded={"straggler": 10})
 
 
 def test_a_late_failure_is_not_tried_again() -> None:

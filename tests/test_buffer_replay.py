@@ -33,7 +33,7 @@ from slipstream.buffer.group import Group, GroupState
 from slipstream.buffer.ledger import Books, Ledger
 from slipstream.buffer.messages import Lease
 from slipstream.buffer.replay import Replay
-from slipstream.buffer.rules import OnDeadline, Rules
+from slipstream.buffer.rules import Filter, OnDeadline, Rules
 from slipstream.buffer.store import Change, CommitRow, Store
 from slipstream.buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory
 from slipstream.errors import StateError
@@ -58,6 +58,8 @@ def without_deadline(group: Group) -> Group:
 def counts_of(ledgers: dict[int, Ledger]) -> dict[int, Counter[str]]:
     """Version -> account, `generated` among them -> tokens, none of them 0."""
     told = {v: msgspec.structs.asdict(ledger) for v, ledger in ledgers.items()}
+    for accounts in told.values():
+        accounts |= {f"withheld_{reason}": tokens for reason, tokens in accounts.pop("withheld").items()}
     counts = {v: Counter({**accounts.pop("discarded"), **accounts}) for v, accounts in told.items()}
     return {v: +accounts for v, accounts in counts.items() if +accounts}
 
@@ -77,6 +79,8 @@ class Runs(RuleBasedStateMachine):
         shares=st.sampled_from([(1,), (1, 1), (3, 1), (1, 2, 4)]),
         retries=st.dictionaries(st.sampled_from(["tool", "engine"]), st.integers(1, 2)),
         dynamic=st.booleans(),
+        filter=st.sampled_from(get_args(Filter)),
+        greedy=st.booleans(),
     )
     def begin(
         self,
@@ -87,10 +91,13 @@ class Runs(RuleBasedStateMachine):
         shares: tuple[int, ...],
         retries: dict[str, int],
         dynamic: bool,
+        filter: Filter,
+        greedy: bool,
     ) -> None:
-        self.given = Admission(staleness, per_batch, shares), Rules(*members, policy, LEASE_S, retries, dynamic)
+        rules = Rules(*members, policy, LEASE_S, retries, dynamic, filter, greedy)
+        self.given = Admission(staleness, per_batch, shares), rules
         self.world = replay_model.Model(
-            replay_model.Rules(staleness, per_batch, *members, policy, shares, retries, dynamic),
+            replay_model.Rules(staleness, per_batch, *members, policy, shares, retries, dynamic, filter, greedy),
         )
         self.staleness = staleness
         self.path = self.folder / "buffer.sqlite"
@@ -146,6 +153,9 @@ class Runs(RuleBasedStateMachine):
         assert lease.oldest_version == max(0, lease.version - self.staleness)
         assert lease.members
         assert {lease.episode(m) for m in lease.members} <= self.playing
+        assert lease.greedy == tuple(
+            m for m in lease.members if self.world.greedy(self.world.episodes[lease.episode(m)])
+        )
         self.store_changes()
         return lease
 
@@ -337,7 +347,8 @@ class Runs(RuleBasedStateMachine):
     def looks_at_fresh_tokens(self, version: int) -> None:
         waiting = self.world.inside("open", "leased", "ready")
         e = self.world.episodes
-        expected = {n for n in e if e[n].group in waiting and e[n].where == "ready" and e[n].kept[version]}
+        there = {n for n in e if e[n].group in waiting and e[n].where == "ready" and e[n].kept[version]}
+        expected = {n for n in there if e[n].withheld != "baseline"}
         assert {episode.id for episode in self.replay.fresh(version)} == expected
 
     # --- the buffer -----------------------------------------------------------------------------------------------
@@ -438,11 +449,9 @@ class Runs(RuleBasedStateMachine):
             for i, team in world.teams.items()
             if i not in self.archived
         ]
-        query = (
-            "SELECT id, CASE account WHEN 'discarded' THEN reason ELSE account END, settled, final, late FROM episodes"
-        )
+        query = "SELECT id, CASE account WHEN 'discarded' THEN reason ELSE account END, settled, final, withheld FROM episodes"
         assert sorted(self.db.execute(query)) == sorted(
-            (name, self.account(e), e.settled, e.final, e.late)
+            (name, self.account(e), e.settled, e.final, e.withheld)
             for name, e in world.episodes.items()
             if e.group not in self.archived
         )

@@ -54,10 +54,12 @@ async def serving(
     *,
     shares: tuple[float, ...] = (1.0,),
     retries: Mapping[str, int] | None = None,
+    greedy: bool = False,
 ) -> AsyncIterator[asyncio.Task[None]]:
     """A service in this process; it is cut off at the end, as by a kill between two rounds."""
     ready = asyncio.Event()
-    task = asyncio.create_task(BufferService(config, path, address, shares=shares, retries=retries).serve(ready.set))
+    service = BufferService(config, path, address, shares=shares, retries=retries, greedy=greedy)
+    task = asyncio.create_task(service.serve(ready.set))
     await asyncio.wait([task, asyncio.ensure_future(ready.wait())], timeout=SOON, return_when=asyncio.FIRST_COMPLETED)
     try:
         yield task
@@ -127,7 +129,7 @@ async def test_several_workers_feed_one_learner(path: Path, address: str) -> Non
         stats = await learner.stats()
         assert stats.version == 6
         assert stats.ledger.closes
-        assert stats.ledger.trained + stats.ledger.withheld == len(ids) * SAMPLED
+        assert stats.ledger.trained + sum(stats.ledger.withheld.values()) == len(ids) * SAMPLED
         assert stats.slot_s == 4 * stats.idle_slot_s > 0
         assert accounts_of(path).total == stats.ledger
 
@@ -206,13 +208,13 @@ async def test_late_members_are_in_the_batch_by_name_and_stragglers_are_told_to_
         assert await client.progress(running, 0.0, 0.0) == ()
         batch = await client.take(0, SOON)
         assert trained_ids([batch]) == ["0.0.0.0", "0.0.1.0", "0.0.2.0"]
-        assert batch.late == {"0.0.0"}
+        assert batch.withheld == {"0.0.0": "late"}
         assert await client.progress(running, 0.0, 0.0) == (lease.episode(3),)
         await deliver(client, lease, 3)  # it was on its way
         assert trained_ids([await client.take(0, SOON)]) == trained_ids([batch])
         await client.commit(0)
         ledger = (await client.stats()).ledger
-        assert ledger == Ledger(generated=13, trained=6, withheld=3, discarded={"unused": 1, "straggler": 3})
+        assert ledger == Ledger(generated=13, trained=6, withheld={"late": 3}, discarded={"unused": 1, "straggler": 3})
         assert accounts_of(path).total == ledger
 
 
@@ -821,7 +823,7 @@ async def test_a_killed_service_is_not_noticed_and_nothing_is_lost_or_doubled(pa
             stats = await learner.stats()
             assert stats.version == 6
             assert stats.ledger.closes
-            assert stats.ledger.trained + stats.ledger.withheld == len(ids) * SAMPLED
+            assert stats.ledger.trained + sum(stats.ledger.withheld.values()) == len(ids) * SAMPLED
             assert set(stats.ledger.discarded) <= {"worker_stopped"}  # no lease was lost
             assert accounts_of(path).total == stats.ledger
     finally:

@@ -103,12 +103,12 @@ def test_a_delivery_survives_the_wire(branches: tuple[Trajectory, ...]) -> None:
 
 
 def test_a_batch_survives_the_wire() -> None:
-    stats = m.Stats(3, Ledger(generated=9, ready=4, discarded={"stale": 5}), 1, 2, 3.5, 0.5)
-    sent = m.ReplyEnvelope(1, m.Batch(3, 2, ((EXAMPLE,), (EXAMPLE, EXAMPLE)), frozenset({"3.1.2"}), stats))
+    stats = m.Stats(3, Ledger(generated=9, ready=3, withheld={"late": 1}, discarded={"stale": 5}), 1, 2, 3.5, 0.5)
+    sent = m.ReplyEnvelope(1, m.Batch(3, 2, ((EXAMPLE,), (EXAMPLE, EXAMPLE)), {"3.1.2": "late"}, stats))
     got = wire.decode(m.ReplyEnvelope, wire.encode(sent)).message
     assert isinstance(got, m.Batch)
     assert got.stats == stats
-    assert got.late == {"3.1.2"}
+    assert got.withheld == {"3.1.2": "late"}
     assert [len(group) for group in got.groups] == [1, 2]
     assert all(same(t, EXAMPLE) for group in got.groups for t in group)
 

@@ -1,10 +1,11 @@
 """Every advantage estimator against its paper's formula in plain float64, and the properties that it promises."""
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.configs.algorithm import Algorithm, Grpo, Opo, ReinforcePP, ReinforcePPBaseline, Rloo, TurnLevel
+from slipstream.configs.algorithm import Algorithm, Grpo, Opo, ReinforcePP, ReinforcePPBaseline, Remax, Rloo, TurnLevel
 from slipstream.learner.algorithms import advantage_of
 from slipstream.learner.algorithms.episodes import Episodes
 from slipstream.tests.advantages import ALL, BY_GROUP, DR_GRPO, ORACLES, Episode, Groups, names, turn_level
@@ -21,13 +22,17 @@ def estimate(config, groups: Groups) -> np.ndarray:
             lengths=np.array([e.length for e in everyone]),
             turns=np.array([len(e.turns) for e in everyone]),
             turn_rewards=tuple(np.array(e.turns) for e in everyone),
+            greedy=np.array([e.greedy for e in everyone]),
         )
     )
 
 
 rewards = st.one_of(st.sampled_from([0.0, 1.0, -1.0]), st.floats(-10, 10))
 episodes = st.builds(Episode, turns=st.lists(rewards, min_size=1, max_size=4), length=st.integers(1, 300))
-batches = st.lists(st.lists(episodes, min_size=1, max_size=9), min_size=1, max_size=6)
+groups = st.tuples(st.lists(episodes, min_size=1, max_size=9), st.booleans()).map(
+    lambda drawn: [msgspec.structs.replace(e, greedy=drawn[1] and i == 0) for i, e in enumerate(drawn[0])]
+)
+batches = st.lists(groups, min_size=1, max_size=6)
 
 
 @pytest.mark.parametrize("config", ALL, ids=names)
@@ -68,14 +73,14 @@ def test_the_order_of_groups_and_of_episodes_changes_nothing(config, groups, ran
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), rewards, st.integers(1, 300))
 @settings(deadline=None)
 def test_equal_rewards_teach_nothing(config, sizes, reward, length):
-    groups = [[Episode([reward], length + i) for i in range(size)] for size in sizes]
+    groups = [[Episode([reward], length + i, greedy=i == 0) for i in range(size)] for size in sizes]
     assert np.abs(estimate(config, groups)).max() < 1e-9
 
 
 @pytest.mark.parametrize("config", BY_GROUP, ids=names)
 def test_an_episode_without_company_teaches_nothing(config):
     """A group whose other members all failed has no baseline, and does not end the run; the group beside it learns as ever."""
-    lone, pair = [Episode([3.0], 5)], [Episode([1.0], 4), Episode([0.0], 4)]
+    lone, pair = [Episode([3.0], 5)], [Episode([1.0], 4), Episode([0.0], 4, greedy=True)]
     advantages = estimate(config, [lone, pair])
     assert advantages[0] == pytest.approx(0.0, abs=1e-12)
     assert advantages[1] > 0.4
@@ -98,6 +103,25 @@ def test_reinforce_pp_has_mean_0_and_deviation_1_over_the_episodes_of_a_batch(co
     advantages = estimate(config, groups)[firsts]
     assert advantages.mean() == pytest.approx(0.0, abs=1e-9)
     assert advantages.std() == pytest.approx(1.0, abs=1e-9)
+
+
+@given(batches, st.floats(-10, 10))
+@settings(deadline=None)
+def test_remax_is_blind_to_the_other_samples_and_to_what_all_earn_more(groups, more):
+    groups = [[msgspec.structs.replace(e, greedy=i == 0) for i, e in enumerate(group)] for group in groups]
+    whole, at = estimate(Remax(), groups), 0
+    for group in groups:
+        for e in group:
+            alone = [Episode([e.reward + more], e.length), Episode([group[0].reward + more], 1, greedy=True)]
+            np.testing.assert_allclose(
+                whole[at : at + len(e.turns)], estimate(Remax(), [alone])[0], rtol=1e-9, atol=1e-9
+            )
+            at += len(e.turns)
+
+
+def test_a_greedy_episode_is_a_baseline_and_teaches_nothing_itself():
+    groups = [[Episode([2.0, 1.0], 9), Episode([1.0], 4, greedy=True), Episode([0.0], 4)], [Episode([7.0], 2)]]
+    assert estimate(Remax(), groups).tolist() == [2.0, 2.0, 0.0, -1.0, 0.0]
 
 
 @given(batches)

@@ -73,11 +73,23 @@ def test_the_first_token_is_never_trained():
 
 def test_late_episodes_count_in_the_baseline_and_carry_no_loss():
     group = (trajectory(0, 1.0, [-1, 5]), trajectory(1, 0.0, [-1, 5]), trajectory(2, 1.0, [-1, 5, 5]))
-    sequences = batch.to_sequences([group], PLAIN, 5, 5, late={"0.0.1"})
+    sequences = batch.to_sequences([group], PLAIN, 5, 5, withheld={"0.0.1": "late"})
     assert [advantage(s) for s in sequences] == pytest.approx([1 / 3, 1 / 3])
     summary = batch.summarize([group], sequences)
     assert (summary.episodes, summary.tokens_trained, summary.tokens_withheld) == (3, 3, 1)
     assert summary.reward_mean == pytest.approx(2 / 3)
+
+
+def test_what_was_played_greedily_is_in_no_statistic_of_episodes_and_its_tokens_are_withheld():
+    greedy = msgspec.structs.replace(trajectory(0, 9.0, [-1, 5, 5, 5]), metrics={"calls": 9.0})
+    group = (greedy, *(msgspec.structs.replace(trajectory(m, 1.0, [-1, 5]), metrics={"calls": 1.0}) for m in (1, 2)))
+    withheld = {"0.0.0": "baseline", "0.0.2": "filtered"}
+    sequences = batch.to_sequences([group], PLAIN, 5, 5, withheld)
+    assert len(sequences) == 1
+    summary = batch.summarize([group], sequences, withheld)
+    assert (summary.reward_mean, summary.reward_std, summary.environment) == (1.0, 0.0, {"calls": 1.0})
+    assert (summary.episodes, summary.episode_tokens_mean, summary.turns_mean) == (2, 1.0, 1.0)
+    assert (summary.tokens_trained, summary.tokens_withheld) == (1, 4)
 
 
 def test_a_failure_is_trained_with_its_penalty_and_is_in_no_statistic_of_rewards():

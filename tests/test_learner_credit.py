@@ -8,7 +8,7 @@ import pytest
 import torch
 from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory, Turn, VersionSpan
 from slipstream.configs import load
-from slipstream.configs.algorithm import Algorithm, Grpo, Opo, TurnLevel
+from slipstream.configs.algorithm import Algorithm, Grpo, Opo, Remax, TurnLevel
 from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Model, Optimizer
 from slipstream.errors import ConfigError, LearnerError
@@ -16,9 +16,10 @@ from slipstream.learner import batch
 from slipstream.learner.algorithms import advantage_of, loss_of
 from slipstream.learner.credit import credit
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
+from slipstream.learner.scores import Scores
 from slipstream.tests.advantages import ALL, DR_GRPO, GRPO, ORACLES, Episode, names
 
-KINDS = ["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "win_rate", "turn_level"]
+KINDS = ["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "remax", "win_rate", "turn_level"]
 
 
 def branches(
@@ -58,8 +59,8 @@ def branches(
     return made
 
 
-def to_sequences(config, groups, late=()):
-    return batch.to_sequences(groups, advantage_of(Algorithm(advantage=config)), 5, 5, late)
+def to_sequences(config, groups, withheld=None):
+    return batch.to_sequences(groups, advantage_of(Algorithm(advantage=config)), 5, 5, withheld or {})
 
 
 def test_tokens_carry_the_advantage_of_their_turn_in_whichever_branch():
@@ -79,15 +80,34 @@ def test_lengths_and_rewards_of_an_episode_are_those_of_all_its_branches_togethe
 
 
 @pytest.mark.parametrize("config", ALL, ids=names)
-def test_late_episodes_are_compared_with_and_carry_no_loss(config):
+def test_withheld_episodes_are_compared_with_and_carry_no_loss(config):
     groups = [
         tuple(t for m, r in enumerate([1.0, 0.0, 4.0]) for t in branches(0, m, [0.5, r])),
         tuple(t for m, r in enumerate([0.0, 2.0]) for t in branches(1, m, [r])),
     ]
-    late = {"0.0.2", "1.0.0"}
-    whole, in_time = to_sequences(config, groups), to_sequences(config, groups, late)
-    kept = [s for s, name in zip(whole, ["0.0.0", "0.0.1", "0.0.2", "1.0.0", "1.0.1"], strict=True) if name not in late]
-    assert [s.advantages.tolist() for s in in_time] == [s.advantages.tolist() for s in kept]
+    withheld = {"0.0.2": "late", "1.0.0": "filtered"}
+    whole, wanted = to_sequences(config, groups), to_sequences(config, groups, withheld)
+    names = ["0.0.0", "0.0.1", "0.0.2", "1.0.0", "1.0.1"]
+    kept = [s for s, name in zip(whole, names, strict=True) if name not in withheld]
+    assert [s.advantages.tolist() for s in wanted] == [s.advantages.tolist() for s in kept]
+
+
+def test_what_was_played_greedily_is_the_baseline_of_remax_and_is_not_trained():
+    group = (*branches(0, 0, [1.0]), *branches(0, 1, [0.5, 2.0], split=1), *branches(0, 2, [0.0]))
+    one, two, last = to_sequences(Remax(), [group], {"0.0.0": "baseline"})
+    assert {*one.advantages[one.trained], *two.advantages[two.trained]} == {1.5}
+    assert last.advantages[last.trained].tolist() == [-1.0]
+    (chosen,) = to_sequences(Remax(), [group], {"0.0.0": "baseline", "0.0.1": "filtered"})
+    assert chosen.advantages.tolist() == last.advantages.tolist()
+
+
+def test_a_penalty_by_token_comes_off_what_was_sampled_and_not_off_the_baseline():
+    group = (*branches(0, 0, [1.0]), *branches(0, 1, [2.0]))
+    scores = Scores(penalties={t.id: np.where(t.loss_mask, np.float32(0.25), np.float32(0)) for t in group})
+    (sampled,) = batch.to_sequences(
+        [group], advantage_of(Algorithm(advantage=Remax())), 5, 5, {"0.0.0": "baseline"}, scores=scores
+    )
+    assert sampled.advantages[sampled.trained].tolist() == [0.75]
 
 
 @pytest.mark.parametrize("config", ALL, ids=names)
@@ -98,17 +118,22 @@ def test_every_token_of_a_batch_carries_what_the_formula_gives_its_turn(config):
         tuple(t for m, r in enumerate(row) for t in branches(g, m, r, split=int(m == 1 and len(r) > 1)))
         for g, row in enumerate(told)
     ]
-    plain = [[Episode(r, sum(range(1, len(r) + 1))) for r in row] for row in told]
+    plain = [[Episode(r, sum(range(1, len(r) + 1)), m == 0) for m, r in enumerate(row)] for row in told]
     expected = iter(ORACLES[type(config)](config, plain))
-    found = credit(groups, advantage_of(Algorithm(advantage=config))).advantages
-    rows = {t.id: s for t, s in zip([t for g in groups for t in g], to_sequences(config, groups), strict=True)}
+    baselines = {"0.0.0", "1.0.0", "2.0.0"}
+    found = credit(groups, advantage_of(Algorithm(advantage=config)), baselines=baselines).advantages
+    withheld = dict.fromkeys(baselines, "baseline") if isinstance(config, Remax) else {}
+    wanted = [t for g in groups for t in g if t.episode not in withheld]
+    rows = {t.id: s for t, s in zip(wanted, to_sequences(config, groups, withheld), strict=True)}
     for group in groups:
         for trajectory in group:
             assert np.array_equal(np.isnan(found[trajectory.id]), ~trajectory.loss_mask)
             for turn in trajectory.turns:
                 values = found[trajectory.id][turn.start : turn.end]
                 assert values == pytest.approx(next(expected), abs=1e-9)
-                assert np.array_equal(rows[trajectory.id].advantages[turn.start : turn.end], values.astype(np.float32))
+                if trajectory.id in rows:
+                    ours = rows[trajectory.id].advantages[turn.start : turn.end]
+                    assert np.array_equal(ours, values.astype(np.float32))
     assert next(expected, None) is None
 
 
@@ -182,7 +207,8 @@ def test_a_real_model_is_stepped_with_each_kind_by_one_line_of_config(backend, k
         (*branches(0, 0, [0.0, 1.0], split=1), *branches(0, 1, [0.0, 0.0]), *branches(0, 2, [1.0])),
         (*branches(1, 0, [0.5]), *branches(1, 1, [0.0, 0.25, 1.0])),
     ]
-    sequences = batch.to_sequences(groups, advantage_of(algorithm), 5, 5, late={"0.0.2"})
+    withheld = {"0.0.2": "baseline" if kind == "remax" else "late"}
+    sequences = batch.to_sequences(groups, advantage_of(algorithm), 5, 5, withheld)
     assert len(sequences) == 5
     rows = batch.rank_rows(sequences, 0, 1, 16)
     assert len(rows) > 1
@@ -208,7 +234,7 @@ def test_presets_keep_their_estimator_and_the_two_forms_of_grpo_are_one_kind():
         (
             ["kind=dr_grpo"],
             "advantage.kind",
-            "grpo, rloo, reinforce_pp, reinforce_pp_baseline, opo, win_rate, turn_level",
+            "grpo, rloo, reinforce_pp, reinforce_pp_baseline, opo, remax, win_rate, turn_level",
         ),
         (["kind=turn_level", "gamma=1.5"], "advantage.gamma", "<= 1"),
         (["kind=turn_level", "gamma=-0.1"], "advantage.gamma", ">= 0"),

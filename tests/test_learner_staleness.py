@@ -64,7 +64,8 @@ def run(request: pytest.FixtureRequest, policy: Path, tmp_path_factory: pytest.T
         for sample in batch.samples:
             for span in sample.trajectory.version_spans:
                 age = batch.version - span.version
-                account = "trained" if age <= bound and not sample.late else "withheld"
+                carried = age <= bound and sample.withheld is None
+                account = "trained" if carried else f"withheld_{sample.withheld or 'stale'}"
                 tokens[account, span.version, age] += span.end - span.start
     return Run(bound, rule, min_members, folder, policy, batches, tokens)
 
@@ -73,13 +74,13 @@ def test_no_token_older_than_the_bound_carried_loss(run: Run) -> None:
     assert [batch.version for batch in run.batches] == list(range(_steps(run.bound)))
     for batch in run.batches:
         for sample in batch.samples:
-            assert sample.late == (sample.loss_from is None)
-            assert sample.late or 0 <= batch.version - sample.loss_from <= run.bound
+            assert (sample.withheld is None) == (sample.loss_from is not None)
+            assert sample.withheld or 0 <= batch.version - sample.loss_from <= run.bound
     # What the store counts, account by account and version by version, is what the spans say.
     counted = Counter[tuple[str, int]]()
     for (account, version, _), tokens in run.tokens.items():
         counted[account, version] += tokens
-    sql = "SELECT account, version, sum(tokens) FROM ledger WHERE account IN ('trained', 'withheld') GROUP BY 1, 2"
+    sql = "SELECT account, version, sum(tokens) FROM ledger WHERE account = 'trained' OR account LIKE 'withheld%' GROUP BY 1, 2"
     assert {(account, version): tokens for account, version, tokens in query(run.folder, sql)} == counted
 
 
@@ -87,13 +88,13 @@ def test_tokens_up_to_the_bound_were_trained_and_older_ones_came_up(run: Run) ->
     """Otherwise the test above would say nothing."""
     assert min(run.ages("trained")) >= 0
     assert max(run.ages("trained")) >= (run.bound + 1) // 2
-    too_old = any(age > run.bound for age in run.ages("withheld"))
+    too_old = any(age > run.bound for age in run.ages("withheld_stale"))
     assert too_old == (run.rule == "withhold" and run.bound > 0)
     dropped = query(
         run.folder, "SELECT count(*) FROM groups JOIN episodes ON group_id = groups.id WHERE reason = 'stale'"
     )
     assert (dropped[0][0] > 0) == (run.rule == "drop")
-    late = query(run.folder, "SELECT count(*) FROM episodes WHERE late OR reason = 'straggler'")
+    late = query(run.folder, "SELECT count(*) FROM episodes WHERE withheld = 'late' OR reason = 'straggler'")
     assert (late[0][0] > 0) == (run.min_members > 0)
 
 
@@ -105,7 +106,7 @@ def test_spans_name_the_versions_that_sampled_and_weights_are_those_of_a_plain_l
     assert tokens == run.tokens.total()
     assert worst < plain.SAME_POLICY
     assert before > 10 * plain.SAME_POLICY
-    if max(run.ages("trained") | run.ages("withheld")) > run.bound:
+    if max(run.ages("trained") | run.ages("withheld_stale")) > run.bound:
         lax = plain.train(run.policy, run.batches, bound=1000)
         assert plain.apart(weights, lax.weights[-1]) > 10 * plain.EQUAL
 

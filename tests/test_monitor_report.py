@@ -21,7 +21,7 @@ LEDGER = {
     "in_flight": 20_000,
     "ready": 30_000,
     "trained": 900_000,
-    "withheld": 40_000,
+    "withheld": {"stale": 30_000, "late": 10_000},
     "discarded": {"episode failed": 6_000, "no signal <in> group": 4_000},
     "closes": True,
 }
@@ -152,7 +152,14 @@ def test_every_chart_is_well_formed_and_themed(whole):
 
 def test_the_ledger_and_the_bound_are_shown_and_escaped(whole):
     text = whole[1].text
-    for part in ("max_staleness = 2", "The ledger closes", "900,000", "no signal <in> group", "groups_per_batch: 8"):
+    for part in (
+        "max_staleness = 2",
+        "The ledger closes",
+        "900,000",
+        "withheld: late",
+        "no signal <in> group",
+        "groups_per_batch: 8",
+    ):
         assert part in text
 
 

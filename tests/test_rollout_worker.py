@@ -120,10 +120,12 @@ async def world(
     agent: Agent = ANSWERS,
     parts: Sequence[Part] = (ONCE,),
     retries: Mapping[str, int] | None = None,
+    greedy: bool = False,
 ) -> AsyncIterator[World]:
     address = f"tcp://127.0.0.1:{tiny.free_port()}"
     shares = tuple(part.share for part in parts)
-    service = BufferService(buffer, tmp_path / "buffer.sqlite", address, shares=shares, retries=retries)
+    path = tmp_path / "buffer.sqlite"
+    service = BufferService(buffer, path, address, shares=shares, retries=retries, greedy=greedy)
     made: list[ScriptedEngine] = []
 
     def make_engine(seat: Seat) -> ScriptedEngine:
@@ -388,6 +390,27 @@ async def answer_all(w: World) -> None:
         await w.engine.calls.get()
 
 
+async def test_the_greedy_member_of_a_group_is_played_at_temperature_0_and_the_others_are_not(
+    policy: Path, tmp_path: Path
+) -> None:
+    buffer = msgspec.structs.replace(BUFFER, max_staleness=0, groups_per_batch=1)
+    async with world(policy, tmp_path, buffer, greedy=True) as w:
+        await w.until(GROUP)
+        for call in w.unanswered():
+            call.say(*([40] if call.sampling.temperature == 0 else [40, 41]))
+        temperatures = sorted(call.sampling.temperature for call in w.engine.open)
+        assert temperatures == [0.0] + [1.0] * (GROUP - 1)
+        batch = await w.learner.take(0, SOON)
+        assert batch.withheld == {"0.0.0": "baseline"}
+        assert [t.sampled for t in batch.groups[0]] == [1, 2, 2, 2]
+        evaluating = asyncio.create_task(evaluate(w.player, "after", 1))
+        await w.until(1)
+        (call,) = w.unanswered()
+        assert call.sampling.temperature == 1.0  # whose temperature is its own to say
+        call.say(40)
+        await evaluating
+
+
 @pytest.mark.parametrize("then", ["drop", "train"])
 async def test_a_member_that_failed_is_played_again_while_its_budget_lasts(
     then: Literal["drop", "train"], policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -450,7 +473,7 @@ async def test_a_slow_environment_is_neither_starved_nor_made_stale_by_a_fast_on
         assert collections.Counter(trained) == {"fast": 24, "slow": 8}
         assert trained[:4].count("slow") == 1  # in every batch, not only in the end
         stats = await w.stats()
-        assert (stats.ledger.withheld, stats.ledger.discarded) == (0, {})
+        assert (stats.ledger.withheld, stats.ledger.discarded) == ({}, {})
         rows = query(tmp_path, "SELECT env, count(*) FROM groups WHERE state = 'trained' GROUP BY env")
         assert rows == [(0, 24), (1, 8)]
 

@@ -5,9 +5,9 @@
 
 Invariants:
 - An estimator is a pure function: equal episodes give equal advantages, in any order of episodes and of groups.
-- An episode counts once, however many branches it has, and whether or not it is late or has tokens that may be trained: who carries
-  loss is the batch's to say (`learner/batch.py`), who is compared with whom is said here. Leaving out the late would compare with
-  the fast alone.
+- An episode counts once, however many branches it has, and whether or not it is withheld or has tokens that may be trained: who
+  carries loss is the batch's to say (`learner/batch.py`), who is compared with whom is said here. Leaving out the late would
+  compare with the fast alone.
 - Who has nobody to be compared with gets advantage 0 and teaches nothing. That is no error: episodes fail, and the run goes on.
 """
 
@@ -33,6 +33,7 @@ class Episodes(msgspec.Struct, frozen=True):
         lengths: int64[E], tokens that the policy sampled, in all branches.
         turns: int64[E], completions that the policy sampled; their sum is N.
         turn_rewards: E arrays float64[K]: what the environment gave after each of its K steps.
+        greedy: bool[E], whether it was played greedily, as a baseline; none was but for `remax`.
     """
 
     ids: tuple[str, ...]
@@ -41,6 +42,7 @@ class Episodes(msgspec.Struct, frozen=True):
     lengths: NDArray[np.int64]
     turns: NDArray[np.int64]
     turn_rewards: tuple[NDArray[np.float64], ...]
+    greedy: NDArray[np.bool_]
 
     def at_turns(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """float64[E] -> float64[N]: every turn gets what its episode has."""
