@@ -198,17 +198,19 @@ async def through_the_buffer(crew: Crew, this: Round, producers: int) -> Took:
 
 def serve(this: Round) -> float:
     """The service, until the round is over or SIGTERM; trajectories per transaction."""
-    heap.freeze()  # as the role does
+    heap.freeze()  # as all roles do
     return uvloop.run(_serve(this))
 
 
 def produce(this: Round, number: int) -> int:
     """Deliver until the round is over; trajectories acknowledged."""
+    heap.freeze()
     return uvloop.run(_produce(this, number))
 
 
 def learn(this: Round) -> Took:
     """Take and commit until the round is over."""
+    heap.freeze()
     return uvloop.run(take_batches(this, lambda taken: None))
 
 

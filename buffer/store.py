@@ -48,6 +48,23 @@ REWARD = (
 )
 """Of an episode: all its branches say the same."""
 
+CHANGED = "ON CONFLICT (id) DO UPDATE SET " + ", ".join(
+    f"{column} = excluded.{column}"
+    for column in (
+        "account",
+        "length",
+        "generated",
+        "kept",
+        "settled",
+        "final",
+        "withheld",
+        "loss_from",
+        "reason",
+        "outcome",
+    )
+)
+"""Of an episode that is there: id, group and worker stay, so the indices do; `REPLACE` would make it anew in all of them."""
+
 VALUES_AT_ONCE, BYTES_AT_ONCE = 10_000, 16 << 20
 """Values of one statement, where SQLite takes so many, and the bytes after which there are no more: it holds a copy of them."""
 
@@ -169,18 +186,18 @@ class Store:
         with self._transaction():
             self._insert("REPLACE INTO clock", [(0, change.clock)])
             self._insert("REPLACE INTO groups", change.groups)
-            self._insert("REPLACE INTO episodes", change.episodes)
+            self._insert("INSERT INTO episodes", change.episodes, CHANGED)
             self._insert("INSERT INTO trajectories", trajectories)
             self._insert("INSERT INTO commits", [(*msgspec.structs.astuple(commit), 0) for commit in change.commits])
             if change.rolled_back_to is not None:
                 self._db.execute("UPDATE commits SET rolled_back = 1 WHERE version > ?", (change.rolled_back_to,))
 
-    def _insert(self, verb: str, rows: Sequence[Row]) -> None:
+    def _insert(self, verb: str, rows: Sequence[Row], rest: str = "") -> None:
         """Many rows by one statement: each statement waits for the interpreter, which decodes the next messages meanwhile."""
         for lot in _lots(rows, min(VALUES_AT_ONCE, self._db.getlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER))):
             marks = f"({', '.join('?' * len(lot[0]))})"
             values = [value for row in lot for value in row]
-            self._db.execute(f"{verb} VALUES {', '.join([marks] * len(lot))}", values)
+            self._db.execute(f"{verb} VALUES {', '.join([marks] * len(lot))} {rest}", values)
 
     def trajectories(self, group_id: int) -> list[Trajectory]:
         """All trajectories of a group that were kept, by member and branch."""

@@ -175,7 +175,7 @@ class Trajectory(msgspec.Struct, frozen=True):
         require(self.token_ids.min() >= 0, "token ids must not be negative")
         require(logprobs.min() > -np.inf, "behavior_logprobs must be finite")  # the least of numbers with NaN is NaN
         require(logprobs.max() <= 1e-4, "behavior_logprobs must not be positive")
-        require(not (logprobs * ~self.loss_mask).any(), "behavior_logprobs must be 0 where nothing was sampled")
+        require(not ((logprobs != 0) > self.loss_mask).any(), "behavior_logprobs must be 0 where nothing was sampled")
         require(all(map(math.isfinite, (self.reward, *self.turn_rewards))), "rewards must be finite")
         at = 0
         for turn in self.turns:

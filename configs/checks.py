@@ -14,6 +14,7 @@ from typing import get_args, get_type_hints
 from ..errors import ConfigError
 from .algorithm import SELF_CORRECTING, WITHIN_GROUPS, KlInLoss, Masked, NoCorrection, Rejected, Truncated
 from .backends import Fsdp2, Megatron, copy_ranks
+from .reward import FIELDS, Judge, ModelReward, fields_of
 from .schema import NO_FAULTS, Agent, Config, Fake, Fault, Mixture, PythonEnv, ReasoningGym, parse_memory, parse_size
 
 BF16_NOISE = 0.05
@@ -47,6 +48,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _optimizer(config)
     yield from _backend(config)
     yield from _layout(config)
+    yield from _reward(config)
     if config.model.dtype == "bfloat16" and config.weightsync.canary_tolerance < BF16_NOISE:
         yield (
             f"weightsync.canary_tolerance={config.weightsync.canary_tolerance:g} with model.dtype=bfloat16 would refuse "
@@ -166,6 +168,25 @@ def _kl(config: Config) -> Iterator[str]:
             "learner.algorithm.kl.estimator=k1 with kl.kind=loss: its gradient is 0 on average and holds the policy nowhere; "
             "allowed there are k2 and k3"
         )
+
+
+def _reward(config: Config) -> Iterator[str]:
+    reward = config.reward
+    if not isinstance(reward, ModelReward):
+        return
+    parse_memory(reward.memory, "reward.memory")
+    if not reward.path.strip():
+        yield "reward.path: must not be empty"
+    if reward.weight == 0:
+        yield "reward.weight: 0 asks a model for nothing; allowed are other numbers, or reward.kind=environment"
+    if not isinstance(reward, Judge):
+        return
+    named = fields_of(reward.template)
+    for name in named:
+        if name not in FIELDS:
+            yield f"reward.template: {{{name}}} is unknown; allowed are {', '.join(f'{{{field}}}' for field in FIELDS)}"
+    if not {"answer", "conversation"} & set(named):
+        yield "reward.template: the judge is not shown what the policy said; name {answer} or {conversation}"
 
 
 def _optimizer(config: Config) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as reflect
 
-from . import algorithm, backends, schema
+from . import algorithm, backends, reward, schema
 from .schema import Config
 
 
@@ -77,7 +77,7 @@ def type_text(kind: reflect.Type) -> str:
             return f"a section with the keys {keys}"
 
 
-MODULES = (schema, algorithm, backends)
+MODULES = (schema, algorithm, backends, reward)
 """Where sections are declared."""
 
 

@@ -138,11 +138,14 @@ def _parse_override(override: str) -> tuple[tuple[str, ...], str]:
 
 
 def _apply(data: dict[str, Any], keys: tuple[str, ...], text: str) -> None:
-    """Set one key of the raw tree. Text stays text where the schema wants text, so that `rollout.engine.memory=0.85` works."""
+    """Set one key of the raw tree. Text stays text where the schema wants text, so that `rollout.engine.memory=0.85` and
+    `reward.template={answer} {reference}` work."""
+    refused: ConfigError | None = None
+    value: Any = text
     try:
         value = _parse(text)
     except ConfigError as error:
-        raise ConfigError(f"{'.'.join(keys)}={text}: {error}") from None
+        refused = ConfigError(f"{'.'.join(keys)}={text}: {error}")
     node, kind, tag = data, root(), None
     for depth, key in enumerate(keys):
         path = ".".join(keys[: depth + 1])
@@ -161,6 +164,8 @@ def _apply(data: dict[str, Any], keys: tuple[str, ...], text: str) -> None:
         elif not isinstance(kind, reflect.AnyType):
             raise ConfigError(f"{path}: {'.'.join(keys[:depth])} has no keys below it; it is {type_text(kind)}")
         if last:
+            if refused and not isinstance(kind, reflect.StrType):
+                raise refused
             node[key] = text if isinstance(kind, reflect.StrType) and not isinstance(value, str) else value
             return
         below = node.get(key)

@@ -16,6 +16,7 @@ from msgspec import Meta, field, structs
 from ..errors import ConfigError
 from .algorithm import Algorithm
 from .backends import Fsdp2, Megatron
+from .reward import EnvironmentReward, Reward
 from .section import AboveZero, Fraction, NonNegative, Positive, Section
 
 
@@ -164,7 +165,7 @@ class Fake(Servers, frozen=True, tag_field="kind", tag="fake"):
     """What goes wrong, for example `[{at: generate, do: die, nth: 3}]`."""
 
 
-Reason = Literal["tool", "environment", "engine", "policy", "timeout"]
+Reason = Literal["tool", "environment", "engine", "policy", "reward", "timeout"]
 
 
 class Failure(Section, frozen=True):
@@ -181,9 +182,11 @@ FAILURES: dict[Reason, Failure] = {
     "environment": Failure(retries=1),
     "engine": Failure(retries=2),
     "policy": Failure(),
+    "reward": Failure(retries=2),
     "timeout": Failure(),
 }
-"""Engines fail by themselves and come back. An agent that raised, or an episode that took too long, would do so again."""
+"""Engines and reward servers fail by themselves and come back. An agent that raised, or an episode that took too long, would do so
+again."""
 
 
 class Rollout(Section, frozen=True):
@@ -375,6 +378,8 @@ class Config(Section, frozen=True):
     """How it acts."""
     rollout: Rollout = field(default_factory=Rollout)
     """Engines and workers."""
+    reward: Reward = field(default_factory=EnvironmentReward)
+    """What an episode is worth in training: what its environment says, or a model."""
     buffer: Buffer = field(default_factory=Buffer)
     """Staleness, batches, leases."""
     learner: Learner = field(default_factory=Learner)
@@ -400,13 +405,12 @@ def parse_size(key: str, text: str) -> int:
     raise ConfigError(f"{key}: {text!r} is not a size; write a number and KiB, MiB or GiB, for example 64MiB")
 
 
-def parse_memory(text: str) -> int | float:
-    """`rollout.engine.memory`: bytes as an int for a size such as `40GiB`, a share of GPU memory as a float for `0.85`.
+def parse_memory(text: str, key: str = "rollout.engine.memory") -> int | float:
+    """What the config has at `key`: bytes as an int for a size such as `40GiB`, a share of GPU memory as a float for `0.85`.
 
     Raises:
         ConfigError: it is neither. Whether there is a GPU is not known here.
     """
-    key = "rollout.engine.memory"
     try:
         share = float(text)
     except ValueError:

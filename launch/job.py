@@ -29,12 +29,14 @@ class Cluster(msgspec.Struct, frozen=True):
         fleet: ZeroMQ address of the fleet's feed.
         buffer: ZeroMQ address of the buffer.
         learner_host: host of learner rank 0, where the replicas meet it for a push.
+        reward: URL of the reward server; empty where there is none.
     """
 
     supervisor: str
     fleet: str
     buffer: str
     learner_host: str
+    reward: str = ""
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -48,7 +48,7 @@ class Keeper:
             member.ready.clear()
             member.last_words, member.exit_status = "", None
             command = [sys.executable, "-P", "-m", "slipstream.launch.cli", "role", member.name, *member.arguments]
-            grace = self._config.rollout.engine.start_s if member.kind == "engine" else self._config.launch.heartbeat_s
+            grace = self._config.rollout.engine.start_s if member.asked else self._config.launch.heartbeat_s
             member.process = await self._launcher.start(member.name, command, member.environment)
             member.heard = time.monotonic()  # from here: finding it another place may have taken its time
             member.deadline = member.heard + grace

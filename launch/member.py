@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..configs import Config
+from ..configs.reward import ModelReward
 from ..waits import Wait
 from .processes import Process
 
@@ -38,6 +39,8 @@ class Member:
         stuck: where its event loop was stuck at `told`; empty while it turns.
         stopping: it was told to end.
         changing: held while its process is started or ended, so that neither happens in the middle of the other.
+        asked: asks a server that is not ours how it is: True if well, False if it says that it is not, None if it says nothing. Its
+            answers stand for heartbeats, which all other roles send by themselves.
         on_start, on_end: called as soon as a process of it runs, and as soon as one has ended.
     """
 
@@ -57,6 +60,7 @@ class Member:
     stopping: bool = False
     exit_status: int | None = None
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    asked: Callable[[], Awaitable[bool | None]] | None = None
     on_start: Callable[[], None] = nothing
     on_end: Callable[[], None] = nothing
 
@@ -70,7 +74,8 @@ def role_names(config: Config) -> list[str]:
     engines = [f"engine-{i}" for i in range(config.rollout.engine.replicas)]
     learners = [f"learner-{i}" for i in range(config.learner.backend.ranks)]
     workers = [f"worker-{i}" for i in range(config.rollout.workers)]
-    return [*engines, "buffer", *learners, *workers, "evaluator"]
+    reward = ["reward"] if isinstance(config.reward, ModelReward) else []
+    return [*engines, "buffer", *learners, *workers, "evaluator", *reward]
 
 
 def last_error(log_file: Path) -> str:

@@ -81,6 +81,12 @@ def engine(config: Config) -> str:
     return f"{kind} on {'CPU' if on_cpu else 'GPU'}, {chosen.replicas} replicas"
 
 
+def reward(config: Config) -> str:
+    from .reward_fit import check_reward
+
+    return check_reward(config)
+
+
 def devices(config: Config) -> str:
     import torch
 
@@ -293,6 +299,7 @@ CHECKS: dict[str, Check] = {
     "agent": agent,
     "prompt": prompt,
     "engine": engine,
+    "reward": reward,
     "devices": devices,
     "memory": memory,
     "trackers": trackers,

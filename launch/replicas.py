@@ -170,6 +170,7 @@ class Replicas:
             name,
             self._environment(name, spot),
             ("--listen", spot.address),
+            asked=functools.partial(self._probe, f"http://{spot.address}"),
             on_start=functools.partial(self._started, name),
             on_end=functools.partial(self._ended, name),
         )

@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from ..configs import Config
+from ..configs.reward import ModelReward
 from ..configs.schema import Servers, Sglang, Vllm
 from ..errors import ConfigError
 
@@ -38,13 +39,15 @@ def ranks_of(engine: Servers) -> int:
     return engine.tensor_parallel if isinstance(engine, Vllm | Sglang) else 1
 
 
-def needed_gpus(config: Config, *, engines: bool, learners: bool) -> dict[str, int]:
-    """How many GPUs each role wants, where `engines` and `learners` use any."""
+def needed_gpus(config: Config, *, engines: bool, learners: bool, reward: bool = False) -> dict[str, int]:
+    """How many GPUs each role wants, where `engines`, `learners` and the `reward` model use any."""
     wanted: dict[str, int] = {}
     if learners:
         wanted |= {f"learner-{i}": 1 for i in range(config.learner.backend.ranks)}
     if engines:
         wanted |= {f"engine-{i}": ranks_of(config.rollout.engine) for i in range(config.rollout.engine.replicas)}
+    if reward:
+        wanted["reward"] = 1
     return wanted
 
 
@@ -70,7 +73,8 @@ def place(wanted: Mapping[str, int], available: int) -> Placement:
         gpus[role] = tuple((following + i) % available for i in range(count))
         following += count
     both = any(role.startswith("engine") for role in wanted) and any(role.startswith("learner") for role in wanted)
-    return Placement(gpus, "nccl" if both and following <= available else "gloo")
+    pushing = following - wanted.get("reward", 0)  # it comes last, and nobody pushes to it
+    return Placement(gpus, "nccl" if both and pushing <= available else "gloo")
 
 
 def spare(taken: Mapping[str, tuple[int, ...]], count: int, available: int) -> tuple[int, ...]:
@@ -93,11 +97,12 @@ def gpus_of(config: Config) -> dict[str, int]:
     """GPUs wanted by role on this machine, as it is installed."""
     import torch
 
-    from ..rollout import servers
+    from ..rollout import reward_server, servers
 
     device = config.learner.backend.device
     learners = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    return needed_gpus(config, engines=not servers.serves_on_cpu(config), learners=learners)
+    reward = isinstance(config.reward, ModelReward) and not reward_server.serves_on_cpu()
+    return needed_gpus(config, engines=not servers.serves_on_cpu(config), learners=learners, reward=reward)
 
 
 def local_placement(config: Config) -> Placement:

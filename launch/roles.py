@@ -41,7 +41,7 @@ Role = Callable[[Job, int, Heart, asyncio.Event], Awaitable[None]]
 
 
 def run_role(name: str, label: str = "", listen: str = "") -> int:
-    """Be `name` (`buffer`, `engine-0`, `worker-0`, `learner-0`, `sft-0`, `evaluator`) until done; returns the exit status.
+    """Be `name` (`buffer`, `engine-0`, `worker-0`, `learner-0`, `sft-0`, `evaluator`, `reward`) until done; its exit status.
 
     `label` names an evaluation, `listen` is an engine's `host:port`.
     """
@@ -52,6 +52,8 @@ def run_role(name: str, label: str = "", listen: str = "") -> int:
     sys.path.append(job.started_in)  # where the user's own environments and agents are
     if kind == "engine":
         become_engine(job, int(index), listen)
+    if kind == "reward":
+        become_reward(job)
     roles: dict[str, Role] = {
         "buffer": buffer,
         "worker": worker,
@@ -60,7 +62,7 @@ def run_role(name: str, label: str = "", listen: str = "") -> int:
         "sft": sft,
     }
     if kind not in roles:
-        raise ConfigError(f"role {name!r} is unknown; there are engine, {', '.join(roles)}")
+        raise ConfigError(f"role {name!r} is unknown; there are engine, reward, {', '.join(roles)}")
     with Heart(job.cluster.supervisor, name) as heart:
         try:
             uvloop.run(_until_stopped(roles[kind], job, int(index or 0), heart))
@@ -116,6 +118,15 @@ def become_engine(job: Job, index: int, listen: str) -> None:
     os.execvpe(arguments[0], arguments, {**os.environ, **servers.environment(job.config)})
 
 
+def become_reward(job: Job) -> None:
+    """Replace this process by the server of the reward model."""
+    from ..rollout import reward_server
+
+    host, _, port = job.cluster.reward.removeprefix("http://").rpartition(":")
+    arguments = reward_server.command(job.config, host, int(port))
+    os.execvpe(arguments[0], arguments, {**os.environ, **reward_server.environment(job.config)})
+
+
 async def buffer(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> None:
     from ..buffer.service import BufferService
     from ..configs.algorithm import Remax
@@ -137,12 +148,12 @@ async def buffer(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> Non
 async def worker(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> None:
     from ..rollout.worker import Worker
     from .journalled import buffer_client
-    from .wiring import make_player, make_router
+    from .wiring import make_player, make_reward, make_router
 
     config = job.config
     temperature = config.rollout.sampling.temperature
-    async with make_router(job) as router:
-        player = make_player(config, router, split="train", temperature=temperature)
+    async with make_router(job) as router, make_reward(job) as model:
+        player = make_player(config, router, split="train", temperature=temperature, model=model)
         async with buffer_client(job, f"worker-{index}") as client:
             _ready(heart)
             await Worker(player, client, config.buffer.group_size, config.rollout.workers).run(stop)

@@ -21,6 +21,7 @@ from rich.console import Console
 from .. import heap
 from ..buffer.accounts import Accounts, accounts_of
 from ..configs import Config, dump
+from ..configs.reward import ModelReward
 from ..errors import ConfigError, Interrupted, SlipstreamError
 from ..monitor.live import View, open_view
 from ..monitor.report import Report, write_report
@@ -33,7 +34,7 @@ from .supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-FIXED = ("seed", "env", "agent.renderer", "buffer.group_size", "model.dtype")
+FIXED = ("seed", "env", "reward", "agent.renderer", "buffer.group_size", "model.dtype")
 """What the groups in a buffer mean; a run that resumes cannot change it."""
 
 
@@ -47,9 +48,7 @@ def train(config: Config) -> Report:
     """
     writable("run.dir", config.run.dir)
     run_dir = Path(config.run.dir).resolve()
-    if Path(config.model.path).is_dir():  # so that the run can be resumed from anywhere
-        path = str(Path(config.model.path).resolve())
-        config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
+    config = _anchored(config)
     if run_dir.is_dir() and any(run_dir.iterdir()):
         raise ConfigError(
             f"run.dir: {config.run.dir} is not empty; continue it with `slipstream resume {config.run.dir}`, "
@@ -58,6 +57,16 @@ def train(config: Config) -> Report:
     preflight(config)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     return _supervise(config, run_dir)
+
+
+def _anchored(config: Config) -> Config:
+    """With absolute paths of model folders, so that the run can be resumed from anywhere."""
+    replace, model, reward = msgspec.structs.replace, config.model, config.reward
+    if Path(model.path).is_dir():
+        config = replace(config, model=replace(model, path=str(Path(model.path).resolve())))
+    if isinstance(reward, ModelReward) and Path(reward.path).is_dir():
+        config = replace(config, reward=replace(reward, path=str(Path(reward.path).resolve())))
+    return config
 
 
 def resume(config: Config, before: Config, run_dir: Path) -> Report:

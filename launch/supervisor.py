@@ -1,15 +1,16 @@
 """The supervisor: starts the roles of a run in order, keeps them alive, ends them all.
 
-    engines, buffer, learner ──> warm-start evaluation ──> workers ──> the learner is done ──> final evaluation
+    engines, reward, buffer, learner ──> warm-start evaluation ──> workers ──> the learner is done ──> final evaluation
           └──────── heartbeats and health; what dies or falls silent is started again, `launch.restarts` times each
 
     who waits         for what                                   until
     plan              the learner to publish its first version   start_s + push_s + a minute; then the run fails
     plan              the learner's last step                    the learner's own deadlines
+    plan              the reward server to answer                start_s + a minute; then the run fails
     plan              the evaluations                            their own deadlines, inside the episodes
     plan              the ranks of a fine-tuning                 their own deadlines, in the collectives
     keeper            the end of a process                       the run's end
-    pulse             a heartbeat, or an answer of an engine     heartbeat_s; then the process is killed and restarted
+    pulse             a heartbeat, or an answer of a server      heartbeat_s; then the process is killed and restarted
     control           a wish about the replicas                  the run's end
 
 Invariants:
@@ -48,6 +49,7 @@ from .probe import Probe
 from .processes import Launcher, Spot
 from .replicas import END_S, Keep, Replicas
 from .resources import RANKED, role_environment
+from .reward import reward_member
 from .vitals import Vitals
 from .wiring import make_engine
 
@@ -193,7 +195,7 @@ class Supervisor:
             gpus=self._gpus.get("engine-0", 0),
             pushed=job.pushed,
         )
-        vitals = Vitals(self._keeper, replicas, probe, self._config.launch.heartbeat_s, self._view)
+        vitals = Vitals(self._keeper, replicas, self._config.launch.heartbeat_s, self._view)
         for work in (
             board.serve(),
             vitals.listen(socket),
@@ -202,8 +204,13 @@ class Supervisor:
         ):
             keep(work)
         for name in names:
-            if not name.startswith("engine-"):
-                self._keeper.members[name] = Member(name, self._environment(job, name, self._spots[name]))
+            spot = self._spots[name]
+            if name == "reward":
+                asked = await stack.enter_async_context(Probe("/health"))
+                member = reward_member(self._environment(job, name, spot), spot, asked, keep, self._view)
+                self._keeper.members[name] = member
+            elif not name.startswith("engine-"):
+                self._keeper.members[name] = Member(name, self._environment(job, name, spot))
         engines = replicas.names(sum(name.startswith("engine-") for name in names))
         await replicas.begin({name: self._spots[name] for name in engines}, keep)
         await plan(keep)
@@ -212,12 +219,13 @@ class Supervisor:
 
     def _job(self, supervisor: str, fleet: str) -> Job:
         """What every role is told."""
-        buffer, learner = self._spots.get("buffer"), self._spots.get("learner-0")
+        buffer, learner, reward = (self._spots.get(name) for name in ("buffer", "learner-0", "reward"))
         cluster = Cluster(
             supervisor=supervisor,
             fleet=fleet,
             buffer=f"tcp://{buffer.address}" if buffer else "",
             learner_host=learner.host if learner else "",
+            reward=f"http://{reward.address}" if reward else "",
         )
         return Job(
             self._config,
@@ -242,7 +250,7 @@ class Supervisor:
 
     async def _train(self, keep: Keep) -> None:
         keeper = self._keeper
-        for member in keeper.all("buffer"):
+        for member in (*keeper.all("reward"), *keeper.all("buffer")):
             await keeper.start(member)
             keep(keeper.watch([member]))
         learners = keeper.all("learner")
@@ -258,6 +266,10 @@ class Supervisor:
         evaluates = self._config.evaluation.tasks > 0
         if evaluates and not (self._dir / "evaluations.json").exists():
             await self._evaluate("warm start")
+        for member in keeper.all("reward"):
+            start_s, hint = self._config.rollout.engine.start_s + IMPORT_S, f"see {self._dir}/logs/reward.log"
+            waits_for = "the reward server to answer"
+            await within(start_s, member.ready.wait(), who="the supervisor", waits_for=waits_for, hint=hint)
         for member in keeper.all("worker"):
             await keeper.start(member)
             keep(keeper.watch([member]))
@@ -277,4 +289,4 @@ class Supervisor:
         every, stop = self._keeper.all, self._keeper.stop
         await asyncio.gather(*(stop(m, self._config.launch.stop_s) for m in every("learner")))
         await asyncio.gather(*(stop(m, END_S) for m in (*every("worker"), *every("evaluator"), *every("sft"))))
-        await asyncio.gather(*(stop(m, END_S) for m in (*every("buffer"), *every("engine"))))
+        await asyncio.gather(*(stop(m, END_S) for m in (*every("buffer"), *every("engine"), *every("reward"))))

@@ -1,4 +1,4 @@
-"""Signs of life: what the roles say of themselves, how the engines answer, and what everybody waits for.
+"""Signs of life: what the roles say of themselves, how the servers that are not ours answer, and what everybody waits for.
 
 Invariants:
 - A role that is silent for `launch.heartbeat_s` is killed, once, and it is said what it waited for when it was last heard; who is
@@ -22,7 +22,7 @@ from ..waits import Wait, oldest
 from .heart import Beat, Done, Failed, Lost, Ready, Said, Served, Signal, Stepped, Stuck
 from .keeper import Keeper
 from .member import Member
-from .probe import PROBE_S, Probe
+from .probe import PROBE_S
 from .replicas import Replicas
 from .watchdog import RoleWait, Watchdog, by_age
 
@@ -30,12 +30,11 @@ log = logging.getLogger(__name__)
 
 
 class Vitals:
-    """Watches what `keeper` started, the engines of `replicas` by `probe`; `silence_s` is how long is too long."""
+    """Watches what `keeper` started, engines of `replicas` among them; `silence_s` is how long is too long."""
 
-    def __init__(self, keeper: Keeper, replicas: Replicas, probe: Probe, silence_s: float, view: View) -> None:
+    def __init__(self, keeper: Keeper, replicas: Replicas, silence_s: float, view: View) -> None:
         self._members = keeper.members
         self._replicas = replicas
-        self._probe = probe
         self._silence_s = silence_s
         self._view = view
         self._watchdog = Watchdog()
@@ -80,7 +79,7 @@ class Vitals:
         """Kill what is silent; the supervisor starts it again. Say what is remarkable."""
         while True:
             await asyncio.sleep(min(PROBE_S, self._silence_s / 4))
-            await asyncio.gather(*(self._ask(s.name, s.url) for s in self._replicas.fleet.seats))
+            await asyncio.gather(*(self._ask(member) for member in list(self._members.values())))
             for member in list(self._members.values()):
                 if member.process and time.monotonic() > member.deadline:
                     member.last_words = member.last_words or self._silent(member, time.monotonic())
@@ -99,7 +98,7 @@ class Vitals:
 
     def _silent(self, member: Member, now: float) -> str:
         """Why it is killed."""
-        if member.kind == "engine":
+        if member.asked:
             return (
                 f"it did not answer for {now - member.heard:.0f} s{'' if member.ready.is_set() else ' since its start'}"
             )
@@ -114,13 +113,12 @@ class Vitals:
         if member.deadline != float("inf"):
             member.deadline = now + self._silence_s
 
-    async def _ask(self, name: str, url: str) -> None:
-        """Ask an engine that has answered before how it is: an answer is a heartbeat, a refusal is its death."""
-        member = self._members.get(name)  # it may have left since the question was planned
-        process = member.process if member else None
-        if member is None or process is None or not member.ready.is_set() or member.deadline == float("inf"):
+    async def _ask(self, member: Member) -> None:
+        """Ask a server that has answered before how it is: an answer is a heartbeat, a refusal is its death."""
+        process = member.process
+        if not member.asked or process is None or not member.ready.is_set() or member.deadline == float("inf"):
             return
-        well = await self._probe(url)
+        well = await member.asked()
         if well is None or member.process is not process or member.deadline == float("inf"):
             return
         if well:
@@ -134,9 +132,9 @@ def _waits_of(member: Member, now: float) -> Iterator[RoleWait]:
     if member.process is None or member.exit_status is not None:
         return
     heard = now - member.heard
-    if not member.waits or member.kind == "engine":
+    if not member.waits or member.asked:
         limit = None if member.deadline == float("inf") else member.deadline - member.heard
-        sign = "answer" if member.kind == "engine" else "sign of life"
+        sign = "answer" if member.asked else "sign of life"
         which = "next" if member.ready.is_set() else "first"
         yield RoleWait(member.name, Wait("the supervisor", f"its {which} {sign}", heard, limit), heard)
     for wait in member.waits:

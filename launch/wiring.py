@@ -17,6 +17,7 @@ from msgspec import structs
 
 from ..configs.algorithm import Gae, Kl, Prime
 from ..configs.backends import Fsdp2, Megatron
+from ..configs.reward import Classifier, Judge
 from ..configs.schema import Config, Fake, Sglang, Transformers, parse_size
 from ..errors import ConfigError
 from ..weightsync.fleet import Fleet, FleetFeed, Seat
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ..learner.backend import Backend, Scorer
     from ..learner.companions import Companions
     from ..rollout.engine import Engine
+    from ..rollout.reward import RewardModel
     from ..rollout.router import Router
     from ..rollout.worker import Player
     from ..weightsync.publisher import Publisher
@@ -94,8 +96,25 @@ async def make_router(job: Job) -> AsyncIterator[Router]:
         yield router
 
 
-def make_player(config: Config, router: Router, *, split: Split, temperature: float) -> Player:
-    """What plays episodes of `split`."""
+@contextlib.asynccontextmanager
+async def make_reward(job: Job) -> AsyncIterator[RewardModel | None]:
+    """What scores episodes in training; None where the environment does."""
+    from ..rollout.reward import ServedReward
+
+    if not isinstance(job.config.reward, Classifier | Judge):
+        yield None
+        return
+    model = ServedReward(job.config.reward, job.cluster.reward)
+    try:
+        yield model
+    finally:
+        await model.close()
+
+
+def make_player(
+    config: Config, router: Router, *, split: Split, temperature: float, model: RewardModel | None = None
+) -> Player:
+    """What plays episodes of `split`; `model` scores them, without one their environment does."""
     from ..agents import Session, load_agent, load_renderer
     from ..agents.base import Generate
     from ..envs import parts_of
@@ -117,7 +136,7 @@ def make_player(config: Config, router: Router, *, split: Split, temperature: fl
 
     parts = parts_of(config.env, split, config.seed)
     stop_token_ids = renderer.get_stop_token_ids()
-    return Player(config, load_agent(agent.kind), parts, router, make_session, stop_token_ids, temperature)
+    return Player(config, load_agent(agent.kind), parts, router, make_session, stop_token_ids, temperature, model)
 
 
 def make_backend(config: Config, *, temperature: float) -> Backend:

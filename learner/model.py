@@ -76,15 +76,23 @@ def check_model(path: str, key: str = MODEL_KEY) -> None:
     """See that `path`, which the config has at `key`, names a causal LM which can be trained here, without reading its weights.
 
     Raises:
-        ConfigError: no such folder, no config, no weights file or half of one, no tokenizer, a tokenizer larger than the
-            vocabulary, or layers that cannot be packed.
+        ConfigError: as `check_files`; or layers that cannot be packed.
     """
-    config = _load(AutoConfig, path, "config", key)
-    kinds = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS
+    kinds = set(getattr(check_files(path, key), "layer_types", None) or ()) - PACKABLE_LAYERS
     if kinds:
         raise ConfigError(
             f"{key}: {path!r} has layers of kind {', '.join(sorted(kinds))}; allowed are {', '.join(sorted(PACKABLE_LAYERS))}"
         )
+
+
+def check_files(path: str, key: str) -> PretrainedConfig:
+    """See that `path` holds a whole model of whatever kind with its tokenizer; its config.
+
+    Raises:
+        ConfigError: no such folder, no config, no weights file or half of one, no tokenizer, or a tokenizer larger than the
+            vocabulary.
+    """
+    config = _load(AutoConfig, path, "config", key)
     folder = Path(path)
     for what, patterns in FILES.items():
         if folder.is_dir() and not any(file for pattern in patterns for file in folder.glob(pattern)):
@@ -104,6 +112,7 @@ def check_model(path: str, key: str = MODEL_KEY) -> None:
             f"{key}: {path!r} has a tokenizer of {size} tokens and a model of {vocabulary}; "
             "resize the model's embeddings or take the tokenizer it was made with"
         )
+    return config
 
 
 @functools.cache

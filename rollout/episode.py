@@ -4,6 +4,7 @@
     task, reset, step                      environment    rollout.step_s
     a tool, called by `call_tool`          tool           rollout.tool_s, or with its step
     a completion                           engine         rollout.request_s
+    the score of a reward model            reward         reward.request_s
     all of it                              timeout        rollout.episode_s
     anything, without an await             whose it is    blocking.BLOCK_S
 
@@ -31,11 +32,12 @@ from ..agents.base import Agent, ContextExhausted
 from ..agents.session import Session
 from ..buffer.trajectory import FINISHED, NAME_LIMIT, TRUNCATED, Outcome, Trajectory
 from ..envs import Part
-from ..envs.base import Environment, Message, Observation, StepResult, Task
+from ..envs.base import JSON, Environment, Message, Observation, StepResult, Task
 from ..envs.calls import Calls, counting, in_thread
 from ..envs.tools import cancelled, line
 from ..errors import DeadlineExceeded, EngineError, EnvError, PolicyError, ToolError, within
 from .blocking import calls_user_code
+from .reward import Played, RewardModel
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ class Limits(msgspec.Struct, frozen=True):
 class EpisodeResult(msgspec.Struct, frozen=True):
     """How an episode ended and what it left; no trajectories when it failed and is not to be trained on.
 
-    `reward` is the sum of the environment's rewards; of a failure its penalty, or 0 and meaningless.
+    `reward` is the sum of its rewards, the environment's or a reward model's; of a failure its penalty, or 0 and meaningless.
     """
 
     outcome: Outcome
@@ -86,6 +88,9 @@ class Watched:
         self._over = False
         self.calls = Calls(limits.tool_s)
         self.task_id = ""
+        self.payload: JSON = {}
+        self.opening: tuple[Message, ...] = ()
+        self.said: list[Message] = []
         self.rewards: list[float] = []
         self.metrics: dict[str, float] = {}
         self.seconds = 0.0
@@ -102,12 +107,15 @@ class Watched:
                 if not isinstance(task.id, str) or len(task.id) > NAME_LIMIT:
                     raise EnvError(f"its id must be text of at most {NAME_LIMIT} characters, not {task.id!r:.100}")
                 self.task_id = task.id
+                self.payload = task.payload
         return task
 
     @calls_user_code
     async def reset(self, task: Task) -> Observation:
         with self._blamed(f"reset of task {task.id!r}"):
-            return await self._in_time(self._opened.reset(task), "the reset")
+            observation = await self._in_time(self._opened.reset(task), "the reset")
+            self.opening = tuple(observation.messages)
+        return observation
 
     @calls_user_code
     async def step(self, message: Message) -> StepResult:
@@ -117,6 +125,7 @@ class Watched:
             if not abs(reward) <= REWARD_LIMIT:
                 raise EnvError(f"a reward of {reward}; allowed are numbers up to {REWARD_LIMIT:g}")
             self.rewards.append(reward)
+            self.said += (message, *result.messages)
             self.metrics |= {name: float(value) for name, value in result.metrics.items()}
             self.done, self.truncated = result.done, result.truncated
         return result
@@ -181,12 +190,14 @@ async def play(
     limits: Limits,
     one_at_a_time: asyncio.Lock,
     trained_failures: Collection[str] = (),
+    model: RewardModel | None = None,
 ) -> EpisodeResult:
     """Play task `index` of `part`; `group_id`, `attempt` and `member` name the episode.
 
     Args:
         one_at_a_time: held while the source makes a task.
         trained_failures: reasons for which a failed episode is trained on with the penalty of `part`, if it declares one.
+        model: scores what was played; without one the rewards are the environment's.
     """
     env = Watched(part, limits, one_at_a_time)
     started = time.perf_counter()
@@ -196,7 +207,18 @@ async def play(
         finally:
             await env.close()
     timings = {"total": time.perf_counter() - started, "environment": env.seconds}
-    reward, turn_rewards, metrics = sum(env.rewards), env.rewards, env.metrics
+    turn_rewards, metrics = tuple(env.rewards), env.metrics
+    if model is not None and outcome.trainable and session.branches:
+        began = time.perf_counter()
+        try:
+            turn_rewards, score = await _scored(model, env, session)
+            metrics = metrics | {"reward_environment": sum(env.rewards), "reward_model": score}
+        except (EngineError, DeadlineExceeded) as error:
+            outcome = Outcome("failed", "reward", str(error))
+        except Exception as error:  # messages and payload are the user's: no text to show where they are none
+            outcome = Outcome("failed", "reward", line(error))
+        timings |= {"total": time.perf_counter() - started, "reward": time.perf_counter() - began}
+    reward = sum(turn_rewards)
     if not outcome.trainable:
         if part.penalty is None or outcome.reason not in trained_failures:
             return EpisodeResult(outcome, 0.0, ())
@@ -214,6 +236,17 @@ async def play(
         metrics=metrics,
     )
     return EpisodeResult(outcome, reward, trajectories)
+
+
+async def _scored(model: RewardModel, env: Watched, session: Session) -> tuple[tuple[float, ...], float]:
+    """The rewards by step, and the score of `model`. Raises EngineError or DeadlineExceeded where there is none."""
+    reference = env.payload.get("reference", "")
+    text = reference if isinstance(reference, str) else msgspec.json.encode(reference).decode()
+    played = Played(session.branches[-1].token_ids, env.opening, tuple(env.said), text)
+    rewards, score = await model.rewards(env.rewards, played)
+    if not all(abs(reward) <= REWARD_LIMIT for reward in rewards):
+        raise EngineError(f"a score of {score} makes rewards of {rewards}; allowed are numbers up to {REWARD_LIMIT:g}")
+    return rewards, score
 
 
 async def _outcome(agent: Agent, env: Watched, session: Session, index: int, episode_s: float) -> Outcome:

@@ -49,7 +49,7 @@ def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]
         "logprobs-mode": "processed_logprobs",
         "weight-transfer-config": json.dumps({"backend": BACKEND}),
         "uvicorn-log-level": "warning",
-        **_memory(engine.memory, cpu),
+        **memory(engine.memory, cpu),
     }
     if cpu:
         arguments["block-size"] = CPU_BLOCK
@@ -59,18 +59,23 @@ def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]
 
 def environment(config: Config) -> dict[str, str]:
     """What the server needs in its environment besides the caller's own."""
+    opened = {"VLLM_SERVER_DEV_MODE": "1"}  # the routes for pausing and for weights
+    return opened | common_environment(config.model.path, _ranks(config))
+
+
+def common_environment(path: str, ranks: int) -> dict[str, str]:
+    """What every server of vLLM needs, whatever it serves: the model at `path`, over so many processes."""
     variables = {
-        "VLLM_SERVER_DEV_MODE": "1",  # opens the routes for pausing and for weights
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEPALIVE_S),
     }
-    if Path(config.model.path).is_dir():
+    if Path(path).is_dir():
         variables["HF_HUB_OFFLINE"] = "1"
     if serves_on_cpu():
         variables |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCH_COMPILE_DISABLE": "1"}
-        if _ranks(config) == 1:
+        if ranks == 1:
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no worker process below the engine's own
         else:
             variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else vLLM wants a NUMA node for each worker
@@ -93,10 +98,11 @@ def _ranks(config: Config) -> int:
     return engine.tensor_parallel
 
 
-def _memory(text: str, cpu: bool) -> dict[str, object]:
-    memory = parse_memory(text)
-    if isinstance(memory, int):
-        return {"kv-cache-memory-bytes": memory}
+def memory(text: str, cpu: bool, key: str = "rollout.engine.memory") -> dict[str, object]:
+    """The arguments that `text`, which the config has at `key`, means. Raises ConfigError."""
+    size = parse_memory(text, key)
+    if isinstance(size, int):
+        return {"kv-cache-memory-bytes": size}
     if cpu:
-        raise ConfigError(f"rollout.engine.memory: {text!r} is not allowed here; write a size such as 128MiB")
-    return {"gpu-memory-utilization": memory}
+        raise ConfigError(f"{key}: {text!r} is not allowed here; write a size such as 128MiB")
+    return {"gpu-memory-utilization": size}

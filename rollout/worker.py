@@ -34,6 +34,7 @@ from .blocking import LoopGuard
 from .concurrency import Concurrency
 from .engine import Sampling
 from .episode import EpisodeResult, Limits, play
+from .reward import RewardModel
 from .router import Router
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Player:
         make_session: MakeSession,
         stop_token_ids: Sequence[int],
         temperature: float,
+        model: RewardModel | None = None,
     ) -> None:
         rollout = config.rollout
         require_penalties(parts, rollout.failures)
@@ -85,6 +87,7 @@ class Player:
         self.router = router
         self.decodes = rollout.engine.replicas * rollout.engine.max_concurrent
         self._agent = agent
+        self._model = model
         self._make_session = make_session
         self._limits = Limits(rollout.episode_s, rollout.step_s, rollout.tool_s)
         self._trained_failures = {reason for reason, failure in rollout.failures.items() if failure.then == "train"}
@@ -136,6 +139,7 @@ class Player:
                 limits=self._limits,
                 one_at_a_time=self._one_at_a_time[lease.env],
                 trained_failures=self._trained_failures,
+                model=self._model,
             )
         finally:
             over = True

@@ -168,7 +168,7 @@ many = {version: 1 for version in range(20_000)}
 def replies(rng: random.Random, heard: Sequence[Frames]) -> Frames:
     """What only the buffer says."""
     stats = m.Stats(1, Ledger(), 0, 0, 0.0, 0.0)
-    said: list[m.Reply] = [m.Done(), m.Refused("no"), m.Batch(0, 0, ((trajectory("0.0.0"),),), frozenset(), stats)]
+    said: list[m.Reply] = [m.Done(), m.Refused("no"), m.Batch(0, 0, ((trajectory("0.0.0"),),), {}, stats)]
     return frames_of(m.ReplyEnvelope(rng.randrange(100), rng.choice(said)))
 
 

@@ -123,7 +123,7 @@ def test_failures_that_are_not_named_keep_their_policies(tmp_path):
         ("rollout: {failures: {tol: {retries: 3}}}", ["rollout.failures.tol: no such key", "rollout.failures.tool?"]),
         (
             "rollout: {failures: {worker: {}}}",
-            ["rollout.failures.worker", "engine, environment, policy, timeout, tool"],
+            ["rollout.failures.worker", "engine, environment, policy, reward, timeout, tool"],
         ),
         ("rollout: {failures: {tool: {retry: 3}}}", ["rollout.failures.tool.retry: no such key", "retries, then"]),
         ("rollout: {failures: {tool: 3}}", ["rollout.failures.tool: 3", "a section with the keys retries, then"]),

@@ -268,7 +268,7 @@ async def test_one_is_removed_just_when_its_restarts_are_spent(
 
 async def test_one_that_left_since_its_pulse_was_planned(tmp_path: Path) -> None:
     async with stage(tmp_path, 2) as (there, feed):
-        vitals = Vitals(there.keeper, there.replicas, there.probe, 0.4, there.view)
+        vitals = Vitals(there.keeper, there.replicas, 0.4, there.view)
         left = there.replicas.fleet.seats[0]
         await there.replicas.remove(left.name)
         await feed.until(lambda f: f.seat(left.name) is None)

@@ -282,7 +282,7 @@ class Stage:
         self.keeper = Keeper(config, folder, launcher, view)
         self.probe = Probe("/health")
         replicas = bare_replicas(self.keeper, launcher, self.board, self.probe, view)
-        self.vitals = Vitals(self.keeper, replicas, self.probe, config.launch.heartbeat_s, view)
+        self.vitals = Vitals(self.keeper, replicas, config.launch.heartbeat_s, view)
         self.control = Control(folder, replicas, self.board.address, self.vitals.waits)
         self.worker = self.keeper.members["worker-0"] = Member("worker-0")
 

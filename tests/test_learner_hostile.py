@@ -293,7 +293,7 @@ async def test_tasks_that_nobody_fails_end_at_the_deadline_and_say_how_many(fold
     ("change", "match"),
     [
         ({"oldest_version": 1}, "batch of step 1 holds no token that may be trained"),
-        ({"late": frozenset({"0.0.0", "0.0.1"})}, "batch of step 1 holds no token that may be trained"),
+        ({"withheld": {"0.0.0": "late", "0.0.1": "late"}}, "batch of step 1 holds no token that may be trained"),
         ({"groups": ()}, "batch of step 1 holds no token that may be trained"),
         ({"groups": ((),)}, "group number 0 of the batch is empty"),
     ],

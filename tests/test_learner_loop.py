@@ -99,7 +99,7 @@ class Buffer:
     async def take(self, version: int, deadline_s: float) -> Batch:
         await asyncio.sleep(self.batch_in)
         group = tuple(trajectory(f"0.0.{member}", version=version) for member in range(2))
-        return Batch(version, 0, (group,), frozenset(), await self.stats())
+        return Batch(version, 0, (group,), {}, await self.stats())
 
     async def fresh(self, version: int, limit: int) -> tuple[Trajectory, ...]:
         return ()

@@ -15,6 +15,7 @@ import uvloop
 from slipstream.agents import Completion, Session, load_agent, load_renderer
 from slipstream.agents.base import Agent, Generate
 from slipstream.buffer.trajectory import VersionSpan
+from slipstream.configs.reward import Classifier, Judge
 from slipstream.envs import (
     Environment,
     InvalidCall,
@@ -36,6 +37,8 @@ from slipstream.rollout import blocking
 from slipstream.rollout import episode as module
 from slipstream.rollout.blocking import LoopGuard
 from slipstream.rollout.episode import EpisodeResult, Limits, play
+from slipstream.rollout.reward import Played, RewardModel, ServedReward
+from slipstream.tests import tiny
 from slipstream.tests.runs import tiny_policy
 
 
@@ -100,6 +103,7 @@ async def episode(
     max_tokens: int = 256,
     trained_failures: Sequence[str] = (),
     lock: asyncio.Lock | None = None,
+    model: RewardModel | None = None,
 ) -> EpisodeResult:
     renderer = load_renderer("qwen3", load_tokenizer(str(policy)), thinking=False)
     session = Session(
@@ -121,6 +125,7 @@ async def episode(
         limits=limits,
         one_at_a_time=lock or asyncio.Lock(),
         trained_failures=trained_failures,
+        model=model,
     )
 
 
@@ -545,3 +550,69 @@ async def test_a_failure_to_close_changes_nothing(policy: Path, caplog: pytest.L
     result = await episode(policy, env)
     assert (result.outcome.kind, result.reward) == ("finished", 1.0)
     assert "already gone" in caplog.text
+
+
+class Scores:
+    """Gives `score` for whatever it is shown, beside half of what the environment gave, and keeps what it was shown."""
+
+    def __init__(self, score: float) -> None:
+        self.score = score
+        self.shown: list[Played] = []
+
+    async def rewards(self, own: Sequence[float], played: Played) -> tuple[tuple[float, ...], float]:
+        self.shown.append(played)
+        return (*(0.5 * reward for reward in own[:-1]), 0.5 * own[-1] + self.score), self.score
+
+
+async def test_a_reward_model_sees_the_whole_episode_and_its_score_is_in_the_trajectory(policy: Path) -> None:
+    model = Scores(3.0)
+    result = await episode(policy, Ask(), model=model)
+    (trajectory,) = result.trajectories
+    (shown,) = model.shown
+    assert list(shown.token_ids) == trajectory.token_ids.tolist()
+    assert [message.content for message in shown.opening] == ["Well?"]
+    assert [message.role for message in shown.said] == ["assistant", "user", "assistant"]
+    assert trajectory.turn_rewards == (0.25, 3.25)
+    assert result.reward == trajectory.reward == 3.5
+    assert trajectory.metrics["reward_model"] == 3.0
+    assert trajectory.metrics["reward_environment"] == 1.0
+    assert trajectory.timings["total"] >= trajectory.timings["reward"] >= 0
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), 2e30])
+async def test_a_score_that_means_nothing_is_a_failure_and_no_reward(policy: Path, score: float) -> None:
+    result = await episode(policy, Ask(), model=Scores(score))
+    assert (result.outcome.kind, result.outcome.reason, result.trajectories) == ("failed", "reward", ())
+    assert "1e+30" in result.outcome.detail
+
+
+async def test_a_reward_server_that_is_not_there_fails_the_episode_after_its_deadline(policy: Path) -> None:
+    model = ServedReward(Classifier(path="c", request_s=0.3), f"http://127.0.0.1:{tiny.free_port()}")
+    env = Ask()
+    env.penalty = -2.0
+    result = await episode(policy, env, model=model)
+    assert (result.outcome.reason, result.trajectories) == ("reward", ())
+    assert "reward.request_s" in result.outcome.detail
+    result = await episode(policy, env, model=model, trained_failures=["reward"])
+    assert [t.reward for t in result.trajectories] == [-2.0]
+    assert result.trajectories[0].turn_rewards == ()
+    await model.close()
+
+
+async def test_an_episode_that_failed_is_not_scored(policy: Path) -> None:
+    model, env = Scores(1.0), Ask()
+    env.broken["step"] = ValueError("broken")
+    result = await episode(policy, env, model=model)
+    assert (result.outcome.reason, model.shown) == ("environment", [])
+
+
+async def test_a_message_that_is_no_text_fails_its_episode_alone(policy: Path) -> None:
+    class Mute(Ask):
+        async def step(self, message: Message) -> StepResult:
+            return StepResult((Message("user", cast(str, 5)),), 1.0, done=True)
+
+    judge = ServedReward(Judge(path="j", template="{conversation}"), f"http://127.0.0.1:{tiny.free_port()}")
+    result = await episode(policy, Mute(), model=judge)
+    assert (result.outcome.kind, result.outcome.reason) == ("failed", "reward")
+    assert "TypeError" in result.outcome.detail
+    await judge.close()

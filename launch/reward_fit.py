@@ -1,0 +1,75 @@
+"""Whether the model that `reward` names can do what it is asked for; reads configs and tokenizers, never a weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..configs import Config
+from ..configs.reward import Classifier, Judge, ModelReward, fields_of
+from ..errors import ConfigError
+
+KEY = "reward.path"
+
+HEADS = {Classifier: "ForSequenceClassification", Judge: "ForCausalLM"}
+"""How the name of an architecture ends that can be asked in this way."""
+
+
+def check_reward(config: Config) -> str:
+    """What scores episodes, in words.
+
+    Raises:
+        ConfigError: the model is not there, is of another kind, has several labels, is too short for an episode, reads other tokens
+            than the policy, has no chat template, or is to see a reference that an environment does not give; or no vLLM is
+            installed.
+    """
+    reward = config.reward
+    if not isinstance(reward, ModelReward):
+        return "the environment's own"
+    from ..learner.model import check_files
+    from ..rollout import reward_server, servers
+
+    reward_server.command(config, servers.LOOPBACK, 0)
+    model: Any = check_files(reward.path, KEY)
+    ending, kind = HEADS[type(reward)], str(reward.__struct_config__.tag)
+    built = ", ".join(getattr(model, "architectures", None) or ("nothing",))
+    if not built.endswith(ending):
+        raise ConfigError(
+            f"{KEY}: {reward.path!r} is {built}; reward.kind={kind} needs a model that ends with {ending}"
+        )
+    if isinstance(reward, Classifier):
+        _check_classifier(config, reward, model)
+    elif isinstance(reward, Judge):
+        _check_judge(config, reward)
+    return f"{kind} {reward.path} on {'CPU' if reward_server.serves_on_cpu() else 'GPU'}"
+
+
+def _check_classifier(config: Config, reward: Classifier, model: Any) -> None:
+    from ..learner.model import load_tokenizer
+
+    if model.num_labels != 1:
+        raise ConfigError(f"{KEY}: {reward.path!r} has {model.num_labels} labels; a reward is one number, allowed is 1")
+    if config.agent.max_tokens > model.max_position_embeddings:
+        raise ConfigError(
+            f"agent.max_tokens: {config.agent.max_tokens} is more than the {model.max_position_embeddings} positions of "
+            f"{reward.path}, which is to score whole episodes"
+        )
+    if load_tokenizer(reward.path).get_vocab() != load_tokenizer(config.model.path).get_vocab():
+        raise ConfigError(
+            f"{KEY}: {reward.path!r} has another tokenizer than model.path {config.model.path!r}, and a classifier reads the "
+            "policy's tokens; take one of the same model family, or reward.kind=judge"
+        )
+
+
+def _check_judge(config: Config, reward: Judge) -> None:
+    from ..envs import parts_of
+    from ..learner.model import load_tokenizer
+
+    if not load_tokenizer(reward.path).chat_template:
+        raise ConfigError(f"{KEY}: {reward.path!r} has a tokenizer without a chat template; a judge is asked in a chat")
+    if "reference" not in fields_of(reward.template):
+        return
+    for part in parts_of(config.env, "train", config.seed):
+        if "reference" not in part.source.task(0).payload:
+            raise ConfigError(
+                f'reward.template: {{reference}} needs payload["reference"] in every task, and task 0 of {part.name} has none'
+            )
