@@ -69,7 +69,7 @@ class Arrays:
     def read(self, place: int, size: int) -> bytes:
         """`size` bytes; fewer where the segment ends before, none where it is gone."""
         at = bisect.bisect_right(self._starts, place) - 1
-        if at < 0:
+        if at < 0 or place >= self._end:
             return b""
         with contextlib.suppress(FileNotFoundError), self._path(self._starts[at]).open("rb", buffering=0) as file:
             return os.pread(file.fileno(), size, place - self._starts[at])

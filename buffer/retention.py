@@ -30,7 +30,7 @@ TOKEN_BYTES = 8
 
 END = (
     f"SELECT coalesce(max(arrays + {TOKEN_BYTES} * coalesce(length(loss_mask), 0)), 0) FROM trajectories"
-    " WHERE typeof(arrays) = 'integer'"
+    " WHERE typeof(arrays) = 'integer' AND arrays < 1 << 62"  # a damaged row may hold anything
 )
 NAMED = "SELECT EXISTS (SELECT 1 FROM trajectories WHERE arrays >= ? AND arrays < ?)"
 """Where the arrays end that rows name, and whether rows name any in these places."""
