@@ -23,8 +23,10 @@ import zmq.asyncio
 
 from ..curve import Keys, join
 from ..errors import DeadlineExceeded, StateError, Waiting, WireError
+from ..keepalive import keep_alive
 from . import messages as m
 from . import wire
+from .door import Door
 from .ledger import Counts
 from .messages import Batch, Lease, Stats
 from .peers import connection_name
@@ -35,10 +37,6 @@ RESEND_S = 5.0
 
 LINGER_MS = 500
 """For requests that are on their way when the client is closed: libzmq aborts a process that drops half of a message."""
-
-LOST_S = 5
-"""A connection whose other end vanished without a word is probed after this long, and made anew after twice as long. TCP does it:
-at a heartbeat of its own libzmq 4.3.5 aborts the process where the connection broke while its socket was being closed."""
 
 R = TypeVar("R")
 
@@ -65,14 +63,10 @@ class BufferClient:
         socket.setsockopt(zmq.IDENTITY, connection_name(self.name, self.incarnation))
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # while the buffer is away repetitions do not queue up
-        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, LOST_S)
-        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, LOST_S)
-        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 1)
-        socket.setsockopt(zmq.TCP_MAXRT, 2000 * LOST_S)
+        keep_alive(socket)
         join(socket, self._keys)
         socket.connect(self._address)
-        self._door = wire.Door(zmq.Socket.shadow(socket), socket)
+        self._door = Door.of(socket)
         self._receiver = asyncio.create_task(self._receive(), name=f"{self.name} buffer replies")
         return self
 
@@ -195,7 +189,7 @@ class BufferClient:
             except zmq.Again:
                 await self._door.ready.poll(flags=zmq.POLLOUT)  # pyright: ignore[reportCallIssue]  pyzmq types it as the poller's
             else:
-                return self._hear()  # sending may have taken note of an answer: then nothing wakes `_receive`
+                return self._hear()  # see `Door`
 
     async def _receive(self) -> None:
         while True:

@@ -41,6 +41,7 @@ from . import messages as m
 from . import wire
 from .accounts import ledgers_of
 from .admission import Admission
+from .door import Door
 from .group import Episode, Group
 from .ledger import Books, Withheld
 from .peers import Peers
@@ -133,6 +134,7 @@ class BufferService:
 
     async def serve(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serve until `stop`. `on_ready` is called once the address is bound."""
+        interval = sys.getswitchinterval()
         sys.setswitchinterval(HANDOVER_S)
         context = zmq.asyncio.Context()
         self._guard = Guard(context, self._keys)
@@ -148,10 +150,11 @@ class BufferService:
             except zmq.ZMQError as error:
                 raise StoreError(f"the buffer cannot listen at {self._address}: {error}", final=False) from None
             on_ready()
-            door, stored = wire.Door(zmq.Socket.shadow(socket), socket), list[Answer]()
+            door, stored = Door.of(socket), list[Answer]()
             while stored or not self._stopping:
                 stored = await self._round(door, stored)
         finally:
+            sys.setswitchinterval(interval)
             self._saver.shutdown(wait=not self._hangs)  # a save that was under way ends
             self._guard.close()
             socket.close()
@@ -159,7 +162,7 @@ class BufferService:
             if not self._hangs:
                 self._store.close()
 
-    async def _round(self, door: wire.Door, stored: list[Answer]) -> list[Answer]:
+    async def _round(self, door: Door, stored: list[Answer]) -> list[Answer]:
         """Store what has changed; meanwhile give the answers `stored` and take in the next round. Returns the answers that may be
         given now."""
         for group in self._replay.expire(time.monotonic()):
@@ -219,7 +222,7 @@ class BufferService:
 
         return work
 
-    def _take_in(self, door: wire.Door, enough: Callable[[], bool] = lambda: False) -> None:
+    def _take_in(self, door: Door, enough: Callable[[], bool] = lambda: False) -> None:
         """Carry out what came, until there is no more, or it is enough for a round."""
         while self._roomy and not enough():
             try:
@@ -395,7 +398,7 @@ def _rules(config: Buffer, retries: Mapping[str, int] | None, greedy: bool) -> R
     )
 
 
-def _send(door: wire.Door, answers: list[Answer]) -> None:
+def _send(door: Door, answers: list[Answer]) -> None:
     """A ROUTER never waits: whoever does not read loses the answer, and asks again."""
     for identity, number, reply in answers:
         door.plain.send_multipart([identity, *wire.encode(m.ReplyEnvelope(number, reply))], copy=False)

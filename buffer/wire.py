@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import numpy as np
-import zmq
-import zmq.asyncio
 
 from ..errors import WireError
 from .trajectory import LENGTH_LIMIT
@@ -30,13 +28,6 @@ FRAME_LIMIT = 4 * LENGTH_LIMIT
 
 Frame = bytes | memoryview
 M = TypeVar("M")
-
-
-class Door(NamedTuple):
-    """One socket twice: `ready` is awaited, `plain` read and written without asyncio's future for each message."""
-
-    plain: zmq.Socket[bytes]
-    ready: zmq.asyncio.Socket
 
 
 def encode(message: Any) -> list[Frame]:

@@ -25,6 +25,7 @@ import zmq.asyncio
 
 from ..curve import Guard, join
 from ..errors import WeightSyncError
+from ..keepalive import keep_alive
 from .plan import Receipt
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class Receipts:
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, LINGER_MS)
+        keep_alive(self._socket)
         self._guard = Guard(self._context)
         self._guard.protect(self._socket)
         port = self._socket.bind_to_random_port(f"tcp://{socket.gethostbyname(host)}")
