@@ -129,10 +129,13 @@ def _batch(config: Config) -> Iterator[str]:
             f"{config.agent.max_tokens}; allowed are 0 to {config.agent.max_tokens - 1}"
         )
     waits = "buffer.max_staleness=0" if buffer.max_staleness == 0 else "buffer.on_deadline=wait"
-    if (buffer.max_staleness == 0 or buffer.on_deadline == "wait") and config.learner.batch_s < rollout.episode_s:
+    longest, keys = rollout.episode_s, f"rollout.episode_s={rollout.episode_s:g}"
+    if isinstance(config.reward, ModelReward):  # asked when the episode is over
+        longest, keys = longest + config.reward.request_s, f"{keys} + reward.request_s={config.reward.request_s:g}"
+    if (buffer.max_staleness == 0 or buffer.on_deadline == "wait") and config.learner.batch_s < longest:
         yield (
             f"with {waits} the learner waits for the slowest episode, but learner.batch_s={config.learner.batch_s:g} is less "
-            f"than rollout.episode_s={rollout.episode_s:g}; allowed is learner.batch_s >= {rollout.episode_s:g}"
+            f"than {keys}; allowed is learner.batch_s >= {longest:g}"
         )
 
 

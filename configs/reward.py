@@ -27,7 +27,8 @@ Say in a few sentences what is right and what is wrong with the answer. Then end
 `Score: X`, where X is a number from 0 for a useless answer to 1 for a perfect one, for example 0.3.
 """
 
-_FIELD = re.compile(r"\{(\w+)\}")
+FIELD = re.compile(r"\{(\w+)\}")
+"""How it names one."""
 
 
 class EnvironmentReward(Section, frozen=True, tag_field="kind", tag="environment"):
@@ -45,8 +46,9 @@ class ModelReward(Section, frozen=True):
     """Factor of the environment's own rewards; 0 leaves the model's score alone."""
     memory: str = "128MiB"
     """KV cache of its server, as `rollout.engine.memory`."""
-    request_s: AboveZero = 120.0
-    """Longest wait for one score, while its server is started again, too; then the episode failed by `reward`."""
+    request_s: AboveZero = 600.0
+    """Longest wait for one score; then the episode failed by `reward`. An episode that ends while the server is down waits for it:
+    keep this above `rollout.engine.start_s`, which it has to start again."""
 
 
 class Classifier(ModelReward, frozen=True, tag_field="kind", tag="classifier"):
@@ -68,9 +70,4 @@ Reward = EnvironmentReward | Classifier | Judge
 
 def fields_of(template: str) -> tuple[str, ...]:
     """The names in braces, in order; other braces are text."""
-    return tuple(_FIELD.findall(template))
-
-
-def fill(template: str, values: dict[str, str]) -> str:
-    """`template` with `values` in place of its fields; what a value holds is never taken for a field."""
-    return _FIELD.sub(lambda found: values.get(found[1], found[0]), template)
+    return tuple(FIELD.findall(template))

@@ -231,7 +231,8 @@ class Buffer(Section, frozen=True):
     no loss. 0 waits for all."""
     dynamic_sampling: bool = False
     """A group whose episodes all earned the same is discarded and another one takes its place (DAPO, Yu et al. 2025,
-    arXiv:2503.14476). The environment's own reward decides, before any shaping; so may the penalty of a failure."""
+    arXiv:2503.14476). What an episode earned decides, a reward model's share included, before any shaping; so may the
+    penalty of a failure."""
     filter: Literal["none", "best", "best_random", "best_worst"] = "none"
     """Which episodes of a group are trained on: all, the one that earned most, or that one with another by lot or with the one that
     earned least (PF-PPO, Shen and Zhang 2024, arXiv:2409.06957). The others' rewards count in the baseline."""
@@ -389,7 +390,7 @@ class Config(Section, frozen=True):
     evaluation: Evaluation = field(default_factory=Evaluation)
     """Before and after."""
     sft: Sft = field(default_factory=Sft)
-    """The warm-up."""
+    """Supervised fine-tuning."""
     launch: Launch = field(default_factory=Launch)
     """Processes."""
     monitor: Monitor = field(default_factory=Monitor)

@@ -25,6 +25,7 @@ from ..configs import Config, check
 from ..configs.algorithm import Kl
 from ..configs.backends import Megatron
 from ..configs.checks import BUILT_IN_AGENTS
+from ..configs.reward import ModelReward
 from ..configs.schema import parse_memory
 from ..errors import ConfigError, within
 from .processes import claim_ports
@@ -108,16 +109,17 @@ def placed_by_ray(config: Config) -> bool:
 
 
 def memory(config: Config) -> str:
-    free = psutil.virtual_memory().available
-    size = parse_memory(config.rollout.engine.memory)
-    if isinstance(size, int):
-        from ..rollout import servers
+    from ..rollout import reward_server, servers
 
-        if servers.serves_on_cpu(config) and size * config.rollout.engine.replicas > free:
-            raise ConfigError(
-                f"rollout.engine.memory: {config.rollout.engine.memory} for {config.rollout.engine.replicas} replicas is more "
-                f"than the {free >> 20} MiB that are free"
-            )
+    free, chosen, model = psutil.virtual_memory().available, config.rollout.engine, config.reward
+    wanted: dict[str, float] = {}  # bytes; a share is refused elsewhere
+    if servers.serves_on_cpu(config):
+        size = parse_memory(chosen.memory)
+        wanted[f"rollout.engine.memory: {chosen.memory} for {chosen.replicas} replicas"] = size * chosen.replicas
+    if isinstance(model, ModelReward) and reward_server.serves_on_cpu():
+        wanted[f"reward.memory: {model.memory}"] = parse_memory(model.memory, "reward.memory")
+    if sum(wanted.values()) > free:
+        raise ConfigError(f"{' and '.join(wanted)} is more than the {free >> 20} MiB that are free")
     return f"{free >> 20} MiB free"
 
 

@@ -26,6 +26,9 @@ PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 RANKED = ("learner", "sft")
 """Kinds of roles whose processes are the ranks of one model."""
 
+PUSHING = ("learner", "engine")
+"""Kinds of roles between which weights travel; it does not matter who shares a GPU with the others."""
+
 
 class Placement(msgspec.Struct, frozen=True):
     """GPU numbers by role, none for roles that need none, and what collectives between learner and replicas run on."""
@@ -73,8 +76,8 @@ def place(wanted: Mapping[str, int], available: int) -> Placement:
         gpus[role] = tuple((following + i) % available for i in range(count))
         following += count
     both = any(role.startswith("engine") for role in wanted) and any(role.startswith("learner") for role in wanted)
-    pushing = following - wanted.get("reward", 0)  # it comes last, and nobody pushes to it
-    return Placement(gpus, "nccl" if both and pushing <= available else "gloo")
+    pushing = [gpu for role, its in gpus.items() if role.startswith(PUSHING) for gpu in its]
+    return Placement(gpus, "nccl" if both and len(set(pushing)) == len(pushing) else "gloo")
 
 
 def spare(taken: Mapping[str, tuple[int, ...]], count: int, available: int) -> tuple[int, ...]:

@@ -48,10 +48,11 @@ def _check_classifier(config: Config, reward: Classifier, model: Any) -> None:
 
     if model.num_labels != 1:
         raise ConfigError(f"{KEY}: {reward.path!r} has {model.num_labels} labels; a reward is one number, allowed is 1")
-    if config.agent.max_tokens > model.max_position_embeddings:
+    positions = model.get_text_config(decoder=True).max_position_embeddings
+    if config.agent.max_tokens > positions:
         raise ConfigError(
-            f"agent.max_tokens: {config.agent.max_tokens} is more than the {model.max_position_embeddings} positions of "
-            f"{reward.path}, which is to score whole episodes"
+            f"agent.max_tokens: {config.agent.max_tokens} is more than the {positions} positions of {reward.path}, which is to "
+            "score whole episodes"
         )
     if load_tokenizer(reward.path).get_vocab() != load_tokenizer(config.model.path).get_vocab():
         raise ConfigError(

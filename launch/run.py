@@ -11,7 +11,7 @@ import asyncio
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 
@@ -21,7 +21,9 @@ from rich.console import Console
 from .. import heap
 from ..buffer.accounts import Accounts, accounts_of
 from ..configs import Config, dump
-from ..configs.reward import ModelReward
+from ..configs.algorithm import Remax
+from ..configs.reward import EnvironmentReward, ModelReward
+from ..configs.section import Section
 from ..errors import ConfigError, Interrupted, SlipstreamError
 from ..monitor.live import View, open_view
 from ..monitor.report import Report, write_report
@@ -37,6 +39,12 @@ log = logging.getLogger(__name__)
 FIXED = ("seed", "env", "reward", "agent.renderer", "buffer.group_size", "model.dtype")
 """What the groups in a buffer mean; a run that resumes cannot change it."""
 
+FREE = ("reward.memory", "reward.request_s")
+"""What stands below those keys and changes no reward."""
+
+QUOTED = 60
+"""Characters of a value that an error quotes: a template has many lines."""
+
 
 def train(config: Config) -> Report:
     """Start a new run and see it through.
@@ -48,7 +56,7 @@ def train(config: Config) -> Report:
     """
     writable("run.dir", config.run.dir)
     run_dir = Path(config.run.dir).resolve()
-    config = _anchored(config)
+    config = anchored(config)
     if run_dir.is_dir() and any(run_dir.iterdir()):
         raise ConfigError(
             f"run.dir: {config.run.dir} is not empty; continue it with `slipstream resume {config.run.dir}`, "
@@ -59,7 +67,7 @@ def train(config: Config) -> Report:
     return _supervise(config, run_dir)
 
 
-def _anchored(config: Config) -> Config:
+def anchored(config: Config) -> Config:
     """With absolute paths of model folders, so that the run can be resumed from anywhere."""
     replace, model, reward = msgspec.structs.replace, config.model, config.reward
     if Path(model.path).is_dir():
@@ -71,13 +79,45 @@ def _anchored(config: Config) -> Config:
 
 def resume(config: Config, before: Config, run_dir: Path) -> Report:
     """Continue a run, configured as `before` until now, from its newest checkpoint or from its start; raises as `train`."""
-    for key in FIXED:
-        old, new = attrgetter(key)(before), attrgetter(key)(config)
-        if old != new:
-            raise ConfigError(f"{key}: a run keeps what it began with ({old}), {new} is not allowed; start a new run")
+    for fixed in FIXED:
+        for key, old, new in _changes(fixed, attrgetter(fixed)(before), attrgetter(fixed)(config)):
+            raise ConfigError(
+                f"{key}: a run keeps what it began with ({old!r:.{QUOTED}}), {new!r:.{QUOTED}} is not allowed; start a new run"
+            )
+    if _plays_greedily(before) != _plays_greedily(config):
+        kinds = [_kind(c.learner.algorithm.advantage) for c in (before, config)]
+        raise ConfigError(
+            f"learner.algorithm.advantage.kind: from {kinds[0]} to {kinds[1]} is not allowed: groups of remax, and no others, have "
+            "an episode that is their baseline, and there are groups already; start a new run"
+        )
     preflight(config)
     (run_dir / "logs").mkdir(exist_ok=True)
     return _supervise(config, run_dir)
+
+
+def _changes(key: str, old: object, new: object) -> Iterator[tuple[str, object, object]]:
+    """The keys at and below `key` that are not what they were, but for those in `FREE`: each with its old and its new value."""
+    if isinstance(old, Section) and isinstance(new, Section):
+        if type(old) is not type(new):
+            yield f"{key}.kind", _kind(old), _kind(new)
+            return
+        for name in old.__struct_fields__:
+            yield from _changes(f"{key}.{name}", getattr(old, name), getattr(new, name))
+    elif old != new and key not in FREE:
+        yield key, old, new
+
+
+def _kind(section: Section) -> str:
+    return str(section.__struct_config__.tag)
+
+
+def _plays_greedily(config: Config) -> bool:
+    return isinstance(config.learner.algorithm.advantage, Remax)
+
+
+def unscored(config: Config) -> Config:
+    """For what asks no reward model: its server is neither started nor looked for."""
+    return msgspec.structs.replace(config, reward=EnvironmentReward())
 
 
 def _supervise(config: Config, run_dir: Path) -> Report:
@@ -99,6 +139,7 @@ def evaluate(config: Config, label: str) -> msgspec.Raw:
     """Serve `model.path`, play `evaluation.tasks` fresh tasks; the evaluation as JSON."""
     if config.evaluation.tasks == 0:
         raise ConfigError("evaluation.tasks: 0 leaves nothing to do; allowed here are 1 and more")
+    config = unscored(config)
     preflight(config)
     run_dir = Path(tempfile.mkdtemp(prefix="slipstream-eval-"))  # stays when this fails: the error names a log in it
     (run_dir / "logs").mkdir()

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -27,6 +27,7 @@ from .resources import ranks_of
 if TYPE_CHECKING:
     import torch
 
+    from ..envs import Message, Observation
     from ..envs.simple import Split
     from ..learner.backend import Backend, Scorer
     from ..learner.companions import Companions
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from ..weightsync.publisher import Publisher
     from .heart import Heart
     from .targets import Targets
+
+    Shown = tuple[str, Observation, Sequence[Message]]
+    """Where a conversation is from, what the assistant was shown first, and all that was said from its first message on."""
 
 
 def make_engine(job: Job, seat: Seat) -> Engine:
@@ -139,10 +143,15 @@ def make_player(
     return Player(config, load_agent(agent.kind), parts, router, make_session, stop_token_ids, temperature, model)
 
 
+def collective_s(config: Config) -> float:
+    """How long a rank waits for the others: between two collectives may lie the wait for a batch and a push."""
+    return config.learner.batch_s + config.weightsync.push_s
+
+
 def make_backend(config: Config, *, temperature: float) -> Backend:
     """The learner's model; log-probs are those of logits / `temperature`."""
     chosen, model, optimizer = config.learner.backend, config.model, config.learner.optimizer
-    timeout_s = config.learner.batch_s + config.weightsync.push_s
+    timeout_s = collective_s(config)
     if isinstance(chosen, Megatron):
         from ..learner.megatron.fit import check_installed
 
@@ -168,8 +177,7 @@ def make_companions(config: Config, policy: Backend) -> Companions:
         from ..learner.critic import Critic
 
         held = Fsdp2(device=config.learner.backend.device)
-        timeout_s = config.learner.batch_s + config.weightsync.push_s
-        trained = Critic(config.model, config.learner.optimizer, held, temperature=1.0, timeout_s=timeout_s)
+        trained = Critic(config.model, config.learner.optimizer, held, temperature=1.0, timeout_s=collective_s(config))
     return Companions(config.learner, policy, reference, trained)
 
 
@@ -177,8 +185,7 @@ def _make_reference(config: Config, policy: Backend) -> Scorer:
     """The policy as it was before the first step, or the one that `learner.algorithm.kl` names."""
     chosen, kl = config.learner.backend, config.learner.algorithm.kl
     model = structs.replace(config.model, path=(kl.reference if isinstance(kl, Kl) else "") or config.model.path)
-    timeout_s = config.learner.batch_s + config.weightsync.push_s
-    temperature = config.rollout.sampling.temperature
+    temperature, timeout_s = config.rollout.sampling.temperature, collective_s(config)
     if isinstance(chosen, Megatron):
         from ..learner.megatron.model import MegatronModel
 
@@ -191,19 +198,15 @@ def _make_reference(config: Config, policy: Backend) -> Scorer:
     return base or Fsdp2Model(model, held, temperature=temperature, timeout_s=timeout_s)
 
 
-def make_demonstrations(config: Config) -> list[tuple[Sequence[int], Sequence[bool]]]:
-    """(token ids, loss mask) of `sft.demonstrations` conversations, from the training tasks; of a mixture by shares among the
-    environments that have any.
+def make_demonstrations(config: Config) -> Iterator[Shown]:
+    """`sft.demonstrations` conversations from the training tasks; of a mixture by shares among the environments that have any.
 
     Raises:
         ConfigError: no environment has one to show, or one runs out of them.
     """
-    from ..agents import load_renderer, render_demonstration
     from ..buffer.admission import Admission
     from ..envs import parts_of
-    from ..learner.model import load_tokenizer
 
-    renderer = load_renderer(config.agent.renderer, load_tokenizer(config.model.path), thinking=config.agent.thinking)
     rng = random.Random(config.seed)
     parts = parts_of(config.env, "train", config.seed)
     shown = [p for p in parts if p.source.demonstration(p.source.task(0), random.Random(config.seed)) is not None]
@@ -211,15 +214,12 @@ def make_demonstrations(config: Config) -> list[tuple[Sequence[int], Sequence[bo
         names = ", ".join(part.name for part in parts)
         raise ConfigError(f"env: {names} has no demonstration of task 0; there is nothing to imitate")
     counts = Admission(0, config.sft.demonstrations, tuple(part.share for part in shown)).quotas([0] * len(shown))
-    sequences: list[tuple[Sequence[int], Sequence[bool]]] = []
     for part, count in zip(shown, counts, strict=True):
         for index in range(count):
             demonstration = part.source.demonstration(part.source.task(index), rng)
             if demonstration is None:
                 raise ConfigError(f"env: {part.name} has no demonstration of task {index}; there is nothing to imitate")
-            rendered = render_demonstration(renderer, *demonstration)
-            sequences.append((rendered.token_ids, rendered.loss_mask))
-    return sequences
+            yield f"env: task {index} of {part.name}", *demonstration
 
 
 def make_canary(config: Config, length: int) -> Sequence[int]:

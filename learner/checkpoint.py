@@ -20,6 +20,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
@@ -108,7 +109,7 @@ def appear(directory: Path, write: Callable[[Path], None], group: dist.ProcessGr
     """
     try:
         _appear(directory, write, group)
-    except (OSError, RuntimeError, CheckpointException) as error:
+    except (OSError, RuntimeError, CheckpointException, SafetensorError) as error:
         raise LearnerError(
             f"{directory} could not be written: {_reason(error)}; look at the disk and at the other ranks' logs",
             final=False,

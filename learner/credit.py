@@ -8,7 +8,8 @@ Invariants:
 - A failed episode is here only where the worker was told to train on it. Its reward is the penalty that its environment declared,
   earned after its last turn, and nothing of what it was given before.
 - Shaping (`algorithms/overlong.py`) adds to what an episode earned, after its last turn. It is the estimator's to see alone:
-  statistics, and the buffer's dynamic sampling, have the environment's own reward. Failures are judged by their penalty only.
+  statistics, and the buffer's dynamic sampling and filter, have what it earned, a reward model's share included. Failures are
+  judged by their penalty only.
 - Penalties, such as the divergence from a reference policy, come off the rewards that an estimator sees: those of a turn off its
   own, those of all branches off the episode's. They are of what the policy sampled: an episode that was played greedily has none.
 - No reward that is not a finite number reaches an estimator, and none that it cannot compute with passes it in silence.

@@ -34,7 +34,7 @@ import torch
 from ..buffer.client import BufferClient
 from ..buffer.messages import Batch
 from ..configs.schema import Learner
-from ..errors import CheckpointError, DeadlineExceeded, within
+from ..errors import CheckpointError, ConfigError, DeadlineExceeded, within
 from ..weightsync.plan import PushReport
 from ..weightsync.publisher import Publisher
 from . import checkpoint
@@ -49,6 +49,7 @@ from .checkpoint import CheckpointState
 from .companions import Companions
 from .meter import StepMeter
 from .metrics import StepMetrics
+from .model import MODEL_KEY
 from .step import Stepper
 
 log = logging.getLogger(__name__)
@@ -210,7 +211,8 @@ class TrainingLoop:
         """Load the newest checkpoint, if any, and have the buffer roll back what it does not contain.
 
         Raises:
-            CheckpointError: it is damaged or of another model, or what training would begin with computes no numbers.
+            CheckpointError: it is damaged, of another model, or computes no numbers.
+            ConfigError: there is none, and the model at `model.path` computes no numbers.
         """
         whole = [path for path in checkpoint.checkpoints(self._checkpoints) if self._companions.saved_with(path)]
         state = self._saved = CheckpointState(step=0, version=0)
@@ -218,10 +220,10 @@ class TrainingLoop:
             state = self._saved = self._backend.load(whole[-1])
             self._companions.load(whole[-1])
         if not self._scored_canary().isfinite().all():
-            source = f"checkpoint {whole[-1]}" if whole else "the model at model.path"
-            raise CheckpointError(
-                f"{source} gives log-probs that are not finite: its weights are damaged; begin from others"
-            )
+            told = "gives log-probs that are not finite: its weights are damaged"
+            if whole:
+                raise CheckpointError(f"checkpoint {whole[-1]} {told}; resume from another")
+            raise ConfigError(f"{MODEL_KEY}: the model there {told}; name another")
         version = await self._buffer.recover(state.version) if self._backend.rank == 0 else 0
         version = int(self._backend.maximum(version))
         if version != state.version:

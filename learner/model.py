@@ -76,9 +76,14 @@ def check_model(path: str, key: str = MODEL_KEY) -> None:
     """See that `path`, which the config has at `key`, names a causal LM which can be trained here, without reading its weights.
 
     Raises:
-        ConfigError: as `check_files`; or layers that cannot be packed.
+        ConfigError: as `check_files`; or it is not of text alone, or has layers that cannot be packed.
     """
-    kinds = set(getattr(check_files(path, key), "layer_types", None) or ()) - PACKABLE_LAYERS
+    config = check_files(path, key)
+    if config.get_text_config(decoder=True) is not config:
+        raise ConfigError(
+            f"{key}: {path!r} is a {config.model_type}, of several parts; allowed are decoders of text alone"
+        )
+    kinds = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS
     if kinds:
         raise ConfigError(
             f"{key}: {path!r} has layers of kind {', '.join(sorted(kinds))}; allowed are {', '.join(sorted(PACKABLE_LAYERS))}"
@@ -106,7 +111,8 @@ def check_files(path: str, key: str) -> PretrainedConfig:
                 pass
         except SafetensorError as error:
             raise ConfigError(f"{key}: {file} is not a whole weights file: {error}") from error
-    size, vocabulary = len(_load(AutoTokenizer, path, "tokenizer", key)), config.vocab_size
+    vocabulary = config.get_text_config(decoder=True).vocab_size
+    size = len(_load(AutoTokenizer, path, "tokenizer", key))
     if size > vocabulary:
         raise ConfigError(
             f"{key}: {path!r} has a tokenizer of {size} tokens and a model of {vocabulary}; "

@@ -7,11 +7,13 @@ Invariants:
 - Only what comes before the first trained token of either is shared: trained tokens are never merged.
 - Every token attends to what it would attend to in its own sequence, at the same positions: its hidden state is the same, and what
   several sequences make of a shared one adds up in its gradient.
+- What is computed is at most what `packing.share` counts: the sequences, with every beginning that is worth sharing counted once.
 - A row in which nothing is shared is computed as it is.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 
 import msgspec
@@ -59,29 +61,34 @@ def tree(row: PackedRow) -> Tree:
     """What is left of `row` where sequences that begin alike share their beginnings.
 
     A sequence shares the whole of another one's tokens before the first trained one, or nothing: that is what members of a group
-    have in common.
+    have in common. Where one beginning begins with another, its members continue the shorter one, or keep the longer one once more:
+    whichever saves more.
     """
     spans = list(pairwise(row.cu_seqlens))
+    lengths = [end - start for start, end in spans]
     untrained = [_untrained(row.trained[start:end]) for start, end in spans]
+    ids = row.token_ids.numpy()
+    own = [ids[start : start + n].tobytes() for (start, _), n in zip(spans, untrained, strict=True)]
+    members = Counter(head for head, n, length in zip(own, untrained, lengths, strict=True) if pays(n, length))
     firsts: dict[bytes, int] = {}
     sizes = list[int]()
     shares = [(0, 0)] * len(spans)
-    ids = row.token_ids.numpy()
-    # Those with the shortest beginnings come first: others may begin with the whole of these.
-    for i in sorted(range(len(spans)), key=lambda i: (untrained[i], i)):
-        start, end = spans[i]
+    # Those with the shortest beginnings come first: others may begin with the whole of these. Of those with the same one the
+    # longest comes first: where it continues a shorter beginning, all do.
+    for i in sorted(range(len(spans)), key=lambda i: (untrained[i], -lengths[i], i)):
+        start, sharing = spans[i][0], members[own[i]]
         known = (n for n in reversed(sizes) if ids[start : start + n].tobytes() in firsts)
         size = next(known, 0)
-        if pays(size, end - start):
+        if pays(size, lengths[i]) and sharing * size >= (sharing - 1) * untrained[i]:
             shares[i] = (firsts[ids[start : start + size].tobytes()], size)
         elif untrained[i] >= LEAST and size < untrained[i]:
-            firsts[ids[start : start + untrained[i]].tobytes()] = i
+            firsts[own[i]] = i
             if untrained[i] not in sizes:
                 sizes.append(untrained[i])
     if not any(size for _, size in shares):
         return whole(row)
-    lengths = [end - start - size for (start, end), (_, size) in zip(spans, shares, strict=True)]
-    cuts = (0, *torch.tensor(lengths).cumsum(0).tolist())
+    kept = [length - size for length, (_, size) in zip(lengths, shares, strict=True)]
+    cuts = (0, *torch.tensor(kept).cumsum(0).tolist())
     places = [torch.arange(start + size, end) for (start, end), (_, size) in zip(spans, shares, strict=True)]
     heads = tuple((cuts[first], cuts[first] + size) if size else (0, 0) for first, size in shares)
     where = [

@@ -16,14 +16,12 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from ..errors import ConfigError, LearnerError
 from .backend import PackedRow
-from .batch import supervised, to_row
 from .lost import is_lost
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -48,8 +46,8 @@ def choose_device(name: str) -> torch.device:
 
 
 def alone() -> bool:
-    """Whether nobody started this process as one of several ranks, as in a supervised warm-up: then it holds and does all itself,
-    whatever the config says of ranks."""
+    """Whether nobody started this process as one of several ranks, as in a fine-tuning on one rank: then it holds and does
+    all itself, whatever the config says of ranks."""
     return not any(name in os.environ for name in RENDEZVOUS)
 
 
@@ -125,25 +123,6 @@ def gather_rows(values: torch.Tensor, device: torch.device, group: dist.ProcessG
     everyone = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(everyone, padded, group=group)
     return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)]).cpu()
-
-
-def rows_of_first(rows: Sequence[PackedRow], device: torch.device, group: dist.ProcessGroup) -> Sequence[PackedRow]:
-    """Collective over `group`. What the first of its ranks wants scored, on all of them: rows with tokens, cuts and what is
-    trained, and nothing else."""
-    if group.size() == 1:
-        return rows
-    told = [
-        torch.stack([torch.full_like(row.token_ids, index), row.token_ids, row.position_ids, row.trained.long()], 1)
-        for index, row in enumerate(rows if group.rank() == 0 else ())
-    ]
-    table = gather_rows(torch.cat([torch.empty(0, 4, dtype=torch.float64), *told]), device, group).long()
-    found = []
-    for index in range(int(table[:, 0].max()) + 1 if len(table) else 0):
-        _, token_ids, position_ids, trained = table[table[:, 0] == index].numpy().T
-        cuts = np.flatnonzero(position_ids == 0)[1:]
-        sequences = zip(np.split(token_ids, cuts), np.split(trained, cuts), strict=True)
-        found.append(to_row([supervised(ids.astype(np.int32), mask.astype(np.bool_)) for ids, mask in sequences]))
-    return found
 
 
 def maximum_of(value: float, device: torch.device) -> float:

@@ -94,7 +94,7 @@ def run_sft(
     examples = [supervised(token_ids, mask) for token_ids, mask in sequences]
     examples = [example for example in examples if example.trained.any()]
     if not examples:
-        raise ConfigError(f"sft: none of {len(sequences)} demonstrations has a token to train on")
+        raise ConfigError(f"sft: none of {len(sequences)} conversations has a token to train on")
     generator = np.random.default_rng(seed)
     examples, held = _split(examples, config.held_out, generator)
     plan = [_epoch(examples, config.tokens_per_step, generator) for _ in range(config.epochs)]

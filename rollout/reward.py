@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from ..configs.reward import Classifier, Judge, fill
+from ..configs.reward import FIELD, Classifier, Judge
 from ..envs.base import Message
 from ..errors import EngineError, within
 from .engine import Refused
@@ -152,6 +152,11 @@ def question(config: Judge, played: Played) -> dict[str, object]:
     }
     messages = [{"role": "user", "content": fill(config.template, values)}]
     return {"model": SERVED_AS, "messages": messages, "temperature": 0.0, "max_tokens": config.max_tokens}
+
+
+def fill(template: str, values: dict[str, str]) -> str:
+    """`template` with `values` in place of its fields; what a value holds is never taken for a field."""
+    return FIELD.sub(lambda found: values.get(found[1], found[0]), template)
 
 
 def score_of(answer: Answer) -> float:

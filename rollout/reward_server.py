@@ -7,8 +7,6 @@ Invariants:
 
 from __future__ import annotations
 
-import sys
-
 from ..configs.reward import Classifier, ModelReward
 from ..configs.schema import Config
 from ..errors import ConfigError
@@ -43,14 +41,9 @@ def command(config: Config, host: str, port: int) -> list[str]:
         "dtype": config.model.dtype,
         "seed": config.seed,
         "max-model-len": config.agent.max_tokens if classifies else FITTING,
-        "generation-config": "vllm",  # the model's own sampling defaults must not leak into a request
-        "uvicorn-log-level": "warning",
         **vllm_server.memory(reward.memory, cpu, "reward.memory"),
     }
-    if cpu:
-        arguments["block-size"] = vllm_server.CPU_BLOCK
-    switches = ["--enforce-eager"] if cpu else []
-    return [sys.executable, "-m", vllm_server.MODULE, *(f"--{k}={v}" for k, v in arguments.items()), *switches]
+    return vllm_server.command_line(arguments, cpu=cpu)
 
 
 def environment(config: Config) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -44,17 +45,25 @@ def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]
         "max-model-len": config.agent.max_tokens,
         "max-num-seqs": engine.max_concurrent,
         "tensor-parallel-size": _ranks(config),
-        "generation-config": "vllm",  # the model's own sampling defaults must not leak into a request
         "scheduling-policy": "priority",  # the canary of a push does not queue behind the episodes
         "logprobs-mode": "processed_logprobs",
         "weight-transfer-config": json.dumps({"backend": BACKEND}),
-        "uvicorn-log-level": "warning",
         **memory(engine.memory, cpu),
     }
+    return command_line(arguments, "--tokens-only", "--enable-prefix-caching", cpu=cpu)
+
+
+def command_line(arguments: Mapping[str, object], *switches: str, cpu: bool) -> list[str]:
+    """The command line of a server with these arguments and switches, and with those that every server of ours has."""
+    common = {
+        "generation-config": "vllm",  # the model's own sampling defaults must not leak into a request
+        "uvicorn-log-level": "warning",
+    }
     if cpu:
-        arguments["block-size"] = CPU_BLOCK
-    switches = ["--tokens-only", "--enable-prefix-caching"] + (["--enforce-eager"] if cpu else [])
-    return [sys.executable, "-m", MODULE, *(f"--{k}={v}" for k, v in arguments.items()), *switches]
+        common["block-size"] = str(CPU_BLOCK)
+        switches = (*switches, "--enforce-eager")
+    named = (f"--{name}={value}" for name, value in {**arguments, **common}.items())
+    return [sys.executable, "-m", MODULE, *named, *switches]
 
 
 def environment(config: Config) -> dict[str, str]:

@@ -66,6 +66,16 @@ def test_what_learners_share_knows_no_backend_and_backends_not_each_other() -> N
         assert known <= {own}, f"{path.relative_to(ROOT)} imports {', '.join(known - {own})}"
 
 
+def test_what_all_ranks_need_knows_nothing_of_credit_and_algorithms() -> None:
+    learner = ROOT / "learner"
+    known, waiting = set[str](), ["ranks"]
+    while waiting:
+        found = imports_within(learner / f"{waiting.pop()}.py", learner) - known
+        known |= found
+        waiting += found
+    assert known == {"backend", "checkpoint", "lost", "model"}
+
+
 def imports_within(path: Path, room: Path) -> set[str]:
     """What a file imports of its own room, as `module` or `package.module`."""
     inside = path.relative_to(room).parent.parts

@@ -10,7 +10,7 @@ from slipstream.configs import load
 from slipstream.errors import ConfigError
 from slipstream.launch.cli import main
 from slipstream.launch.preflight import preflight
-from slipstream.launch.wiring import make_demonstrations
+from slipstream.launch.sft import make_examples
 from slipstream.learner.model import load_tokenizer
 from slipstream.tests.runs import tiny_policy
 
@@ -120,7 +120,7 @@ def test_a_prompt_of_an_agent_of_ones_own_is_its_own_matter(policy: Path, capsys
 def test_a_mixture_is_warmed_up_on_by_the_shares_of_those_that_demonstrate(policy: Path) -> None:
     config = load("quickstart", [f"model.path={policy}", "sft.demonstrations=40", *MIXTURE])
     tokenizer = load_tokenizer(str(policy))
-    texts = [tokenizer.decode(ids) for ids, _ in make_demonstrations(config)]
+    texts = [tokenizer.decode(ids) for ids, _ in make_examples(config)]
     kinds = Counter("spelling" if "Spell this word backward" in text else "sums" for text in texts)
     assert kinds == {"sums": 30, "spelling": 10}
 

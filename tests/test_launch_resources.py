@@ -29,6 +29,12 @@ def test_one_gpu_is_shared_and_weights_go_through_the_host() -> None:
     assert placement.backend == "gloo"
 
 
+def test_only_who_shares_with_those_that_push_keeps_weights_from_nccl() -> None:
+    assert place({"learner-0": 1, "reward": 1, "engine-0": 1}, 2).backend == "gloo"  # learner and engine share one
+    assert place({"learner-0": 1, "engine-0": 1, "reward": 1}, 2).backend == "nccl"
+    assert place({"learner-0": 1, "reward": 1, "engine-0": 1}, 3).backend == "nccl"
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "ranks"), [("vllm", ("2",), 2), ("sglang", ("2",), 2), ("transformers", (), 1), ("fake", (), 1)]
 )

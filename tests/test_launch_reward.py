@@ -7,12 +7,17 @@ import shutil
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
-from slipstream.configs import load
+from slipstream.configs import Config, dump, load
+from slipstream.configs.reward import Judge
 from slipstream.errors import ConfigError
+from slipstream.launch.cli import main
 from slipstream.launch.member import role_names
-from slipstream.launch.resources import needed_gpus, place
+from slipstream.launch.preflight import CHECKS, memory
+from slipstream.launch.resources import gpus_of, needed_gpus, place
 from slipstream.launch.reward_fit import check_reward
+from slipstream.launch.run import resume
 from slipstream.tests import rewards
 from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, metrics, query, tiny_policy
 
@@ -70,6 +75,77 @@ def test_it_is_a_role_with_a_gpu_of_its_own() -> None:
     assert place(wanted, 2).backend == "nccl"
 
 
+@pytest.mark.parametrize("preset", ["quickstart", "qwen3-0.6b"])
+def test_a_score_is_waited_for_longer_than_its_server_takes_to_start(preset: str) -> None:
+    config = load(preset, ["reward.kind=judge", "reward.path=j"])
+    assert isinstance(config.reward, Judge)
+    assert config.reward.request_s > config.rollout.engine.start_s
+
+
+def test_its_memory_counts_beside_that_of_the_engines() -> None:
+    free = psutil.virtual_memory().available
+    half = f"rollout.engine.memory={int(free * 0.6) >> 20}MiB"
+    memory(load("quickstart", [half]))
+    memory(load("quickstart", [half, "reward.kind=judge", "reward.path=j"]))
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.memory: .* and reward\.memory: .* free") as caught:
+        memory(
+            load("quickstart", [half, "reward.kind=judge", "reward.path=j", f"reward.memory={half.partition('=')[2]}"])
+        )
+    assert "\n" not in str(caught.value)
+
+
+def test_what_asks_no_model_does_not_look_for_it(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a judge that was moved, a command that does not need it is not told: it gets as far as the last check."""
+    assert [*CHECKS][-1] == "trackers"
+    missing = ("reward.kind=judge", f"reward.path={tmp_path / 'moved'}", f"model.path={policy}")
+    monkeypatch.setitem(CHECKS, "trackers", _reached)
+    for command in ("eval", "sft"):
+        assert main([command, "quickstart", *missing, f"sft.out={tmp_path / 'out'}"]) == 2
+        assert capsys.readouterr().err == "slipstream: reached\n"
+    assert main(["train", "quickstart", *missing, f"run.dir={tmp_path / 'run'}"]) == 2
+    assert "reward.path" in capsys.readouterr().err
+
+
+def _reached(config: Config) -> str:
+    """The last check: nobody goes on and starts a process. GPUs are asked for as the config says by then."""
+    gpus_of(config)
+    raise ConfigError("reached")
+
+
+def resumed(run: Path, *overrides: str) -> str:
+    """What refuses to resume a run of a judge."""
+    (run / "config.yaml").write_text(
+        dump(load("quickstart", ["reward.kind=judge", "reward.path=j", "model.path=gone"]))
+    )
+    before = load(str(run / "config.yaml"))
+    with pytest.raises(ConfigError) as caught:
+        resume(load(str(run / "config.yaml"), overrides), before, run)
+    return str(caught.value)
+
+
+def test_a_resumed_run_keeps_what_its_rewards_mean_and_no_more(tmp_path: Path) -> None:
+    template = resumed(tmp_path, "reward.template={answer}")
+    assert template.startswith("reward.template: a run keeps what it began with ('Judge an answer")
+    assert "'{answer}' is not allowed" in template
+    assert len(template) < 250
+    assert "\n" not in template
+    assert resumed(tmp_path, "reward.weight=2").startswith(
+        "reward.weight: a run keeps what it began with (1.0), 2.0 is"
+    )
+    assert resumed(tmp_path, "reward.kind=environment").startswith("reward.kind: ")
+    # It gets as far as the checks, where its model is not found.
+    assert resumed(tmp_path, "reward.memory=1GiB", "reward.request_s=7").startswith("model.path: 'gone'")
+
+
+def test_a_resumed_run_neither_begins_nor_ends_to_have_greedy_episodes(tmp_path: Path) -> None:
+    line = resumed(tmp_path, "learner.algorithm.advantage.kind=remax")
+    assert line.startswith("learner.algorithm.advantage.kind: from grpo to remax is not allowed")
+    assert "\n" not in line
+    assert resumed(tmp_path, "learner.algorithm.advantage.kind=rloo").startswith("model.path: 'gone'")
+
+
 def check(policy: Path, kind: str, path: Path, *overrides: str) -> str:
     """What the check says, refused or not."""
     config = load("quickstart", [f"model.path={policy}", f"reward.kind={kind}", f"reward.path={path}", *overrides])
@@ -96,6 +172,15 @@ def test_models_that_cannot_score_are_one_line(policy: Path, classifier: Path, t
     config |= {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
     (labels / "config.json").write_text(json.dumps(config))
     found["has 2 labels"] = check(policy, "classifier", labels)
+    parts = tmp_path / "parts"
+    shutil.copytree(classifier, parts)
+    text = json.loads((classifier / "config.json").read_text()) | {
+        "model_type": "gemma3_text",
+        "max_position_embeddings": 64,
+    }
+    config = {"model_type": "gemma3", "text_config": text, "architectures": ["Gemma3ForSequenceClassification"]}
+    (parts / "config.json").write_text(json.dumps(config | {key: text[key] for key in ("id2label", "label2id")}))
+    found["64 positions"] = check(policy, "classifier", parts)
     foreign = tmp_path / "foreign"
     shutil.copytree(classifier, foreign)
     tokenizer = json.loads((foreign / "tokenizer.json").read_text())

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import os
 import random
+import resource
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -19,11 +24,11 @@ from slipstream.errors import ConfigError, PolicyError
 from slipstream.launch.cli import main
 from slipstream.launch.init_model import init_model
 from slipstream.launch.sft import RECORD, make_examples
-from slipstream.launch.wiring import make_demonstrations
+from slipstream.learner import checkpoint
 from slipstream.learner.model import load_tokenizer
 from slipstream.learner.sft import SftResult
 from slipstream.tests.plain import SHAPE
-from slipstream.tests.runs import Background, leftovers
+from slipstream.tests.runs import WAIT_S, Background, leftovers
 from transformers import AutoModelForCausalLM
 
 HI = {"role": "user", "content": "hi"}
@@ -79,7 +84,7 @@ def demonstrations(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_conversations_of_a_file_are_what_the_environment_demonstrates(policy: Path, demonstrations: Path) -> None:
     """Token for token and with the same mask, several turns with calls of a tool among them."""
     config = configured(policy, "sft.demonstrations=40")
-    shown = [(list(ids), list(mask)) for ids, mask in make_demonstrations(config)]
+    shown = [(list(ids), list(mask)) for ids, mask in make_examples(config)]
     read = make_examples(configured(policy, f"sft.messages={demonstrations}"))
     assert [(list(ids), list(mask)) for ids, mask in read] == shown
     turns = [sum(b and not a for a, b in itertools.pairwise(mask)) for _, mask in shown]
@@ -143,6 +148,11 @@ def test_a_file_that_holds_nothing_or_is_none_is_named(
         assert said in line
         assert line.count("\n") == 1
         assert not out.exists()
+
+
+def test_a_demonstration_that_is_longer_than_an_episode_is_named(policy: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^env: task 0 of chain_sum: has \d+ tokens, more than agent.max_tokens=30;"):
+        make_examples(configured(policy, "sft.demonstrations=4", "agent.max_tokens=30", "agent.max_tokens_per_turn=9"))
 
 
 def test_a_demonstration_in_which_the_assistant_speaks_twice_is_refused(policy: Path) -> None:
@@ -244,3 +254,63 @@ def test_ranks_that_are_stopped_or_die_leave_nothing(
         assert "RoleDied: sft-1 ended with SIGKILL" in output
         (log,) = tmp_path.glob(".out-*/logs/sft-1.log")
         assert str(log) in output
+        assert [path.name for path in log.parent.parent.iterdir()] == ["logs"]
+
+
+ONE = (*SMALL, "learner.backend.device=cpu", "learner.backend.ranks=1")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])
+def test_one_rank_that_is_stopped_while_it_writes_leaves_nothing_and_can_begin_anew(
+    policy: Path,
+    demonstrations: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+) -> None:
+    write, seen = checkpoint.save_torch_state_dict, []
+
+    def stop(weights: dict[str, torch.Tensor], folder: Path, **named: object) -> None:
+        write(weights, folder, **named)
+        seen.extend(path for path in tmp_path.rglob("*") if path.is_file())
+        os.kill(os.getpid(), number)
+
+    given = (f"model.path={policy}", f"sft.messages={demonstrations}", f"sft.out={tmp_path / 'out'}", *ONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_torch_state_dict", stop)
+        assert main(["sft", "quickstart", *given]) == 130
+    assert "interrupted; no model was written" in capsys.readouterr().err
+    assert seen
+    assert list(tmp_path.iterdir()) == []
+    assert main(["sft", "quickstart", *given]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / RECORD).is_file()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "room", "what"), [(1, 4096, "model"), (2, 64, "tokens.npz")], ids=["model", "tokens"]
+)
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    policy: Path, demonstrations: Path, tmp_path: Path, ranks: int, room: int, what: str
+) -> None:
+    """No file can grow beyond `room` bytes."""
+    out = tmp_path / "out"
+    given = (f"model.path={policy}", f"sft.messages={demonstrations}", f"sft.out={out}", *ONE)
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream.launch.cli",
+        "sft",
+        "quickstart",
+        *given,
+        f"learner.backend.ranks={ranks}",
+    ]
+    full = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (room, room))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False, preexec_fn=full)
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"slipstream: LearnerError: {tmp_path}/.out-")
+    assert f"/{what} could not be written: " in last
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

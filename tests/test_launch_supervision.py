@@ -270,9 +270,18 @@ async def test_one_that_left_since_its_pulse_was_planned(tmp_path: Path) -> None
     async with stage(tmp_path, 2) as (there, feed):
         vitals = Vitals(there.keeper, there.replicas, 0.4, there.view)
         left = there.replicas.fleet.seats[0]
+        member = there.keeper.members[left.name]
         await there.replicas.remove(left.name)
         await feed.until(lambda f: f.seat(left.name) is None)
-        await vitals._ask(left.name, left.url)
+        called: list[str] = []
+
+        async def well() -> bool:
+            called.append(member.name)
+            return True
+
+        member.asked = well
+        await vitals._ask(member)
+        assert not called
         assert set(there.keeper.members) == {"engine-1"}
 
 

@@ -24,7 +24,14 @@ from slipstream.buffer.trajectory import FINISHED, Trajectory
 from slipstream.configs.algorithm import Algorithm, Grpo, Ppo
 from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Buffer, Checkpoint, Learner, Model
-from slipstream.errors import CheckpointError, DeadlineExceeded, LearnerError, SlipstreamError, WeightSyncError
+from slipstream.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    LearnerError,
+    SlipstreamError,
+    WeightSyncError,
+)
 from slipstream.learner.checkpoint import CheckpointState, checkpoints, path_of
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.loop import TrainingLoop
@@ -136,7 +143,7 @@ class Bench:
         with pytest.raises(error, match=match) as caught:
             await self.run(buffer)
         assert "\n" not in str(caught.value)
-        assert caught.value.final == isinstance(caught.value, LearnerError | DeadlineExceeded)
+        assert caught.value.final == isinstance(caught.value, LearnerError | DeadlineExceeded | ConfigError)
         assert all(tensor.isfinite().all() for tensor in self.replica.weights.values())
 
     def served_is(self, weights: dict[str, torch.Tensor]) -> bool:
@@ -229,7 +236,7 @@ async def test_a_model_that_computes_no_numbers_ends_the_run_before_anything_is_
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, bench.model / "model.safetensors", metadata={"format": "pt"})
     async with playing(tmp_path, address, lambda t: t):
-        await bench.fails(address, CheckpointError, "the model at model.path gives log-probs that are not finite")
+        await bench.fails(address, ConfigError, "^model.path: the model there gives log-probs that are not finite")
     assert bench.replica.served is None
 
 

@@ -1,12 +1,13 @@
 """A model that cannot be trained is named before anything starts; packed attention refuses what it cannot do."""
 
+import json
 import time
 
 import pytest
 import torch
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.learner.fsdp2 import attention
-from slipstream.learner.model import check_model, load_model, load_tokenizer
+from slipstream.learner.model import check_files, check_model, load_model, load_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -71,6 +72,14 @@ def test_incomplete_folders_are_refused(tmp_path):
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
     assert "tokenizer of 40 tokens and a model of 32" in refusal(write(tmp_path, words=40))
+
+
+def test_a_model_of_several_parts_is_refused_whatever_fields_it_has(tmp_path):
+    folder = write(tmp_path)
+    text = AutoConfig.from_pretrained(folder).to_dict() | {"model_type": "gemma3_text"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}}))
+    assert "is a gemma3, of several parts; allowed are decoders of text alone" in refusal(folder)
+    assert check_files(str(folder), "model.path").model_type == "gemma3"
 
 
 def test_layers_that_cannot_be_packed_are_refused(tmp_path):

@@ -43,6 +43,14 @@ def sequence(rng: np.random.Generator, prompt: np.ndarray, mask: str) -> TrainSe
     )
 
 
+def make_nested() -> list[TrainSequence]:
+    """A head of 24 tokens that others begin with, by turns: three go on for 24 before they are trained, and two for 4."""
+    rng = np.random.default_rng(3)
+    prompt = rng.integers(0, VOCABULARY, 48)
+    answers = ((48, "ttttt"), (28, "ttt"), (24, "tt"), (48, "tct"), (28, "t"), (48, "t" * 9))
+    return [sequence(rng, prompt[:size], mask) for size, mask in answers]
+
+
 def make_groups(step: int) -> list[TrainSequence]:
     """Two groups, their members by turns: a single answer, several turns, tokens that are withheld, twice the same answer, one that
     is long beside its prompt; and a sequence alone."""
@@ -66,8 +74,8 @@ def test_what_is_in_common_is_kept_once_and_no_trained_token_is_merged() -> None
     sequences = make_groups(0)
     row = to_row(sequences)
     made = tree(row)
-    # Three of four members of the first group and two of four of the second share; one is too long.
-    assert len(made.kept) == len(row.token_ids) - 3 * 24 - 2 * 18
+    # Three of four members of each group share with the longest, of which one is too long to share itself.
+    assert len(made.kept) == len(row.token_ids) - 3 * 24 - 3 * 18
     assert torch.equal(row.token_ids[made.kept][made.where], row.token_ids)
     assert torch.equal(row.position_ids[made.kept][made.where], row.position_ids)
     trained = made.where[row.trained]
@@ -92,9 +100,17 @@ def test_a_row_without_anything_in_common_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 10])
-def test_attention_and_its_gradient_are_those_of_whole_sequences(window: int | None) -> None:
-    row = to_row(make_groups(0))
+@pytest.mark.parametrize(
+    ("sequences", "saved"),
+    [(make_groups(0), 3 * 24 + 3 * 18), (make_nested(), 2 * 48 + 2 * 24)],
+    ids=["apart", "nested"],
+)
+def test_attention_and_its_gradient_are_those_of_whole_sequences(
+    sequences: list[TrainSequence], saved: int, window: int | None
+) -> None:
+    row = to_row(sequences)
     made = tree(row)
+    assert len(made.kept) == len(row.token_ids) - saved
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, len(made.kept), 8) for heads in (4, 2, 2)]
     states = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -187,6 +203,51 @@ def test_rows_hold_every_sequence_once_and_what_is_shared_once(
         once = {heads[i] for i in row}
         size = sum(lengths[i] - heads[i][1] for i in row) + sum(tokens for _, tokens in once)
         assert size <= budget or len(row) == 1
+
+
+CHAIN = np.random.default_rng(7).integers(0, VOCABULARY, 90)
+"""All heads begin with the beginning of these."""
+
+NESTED = st.lists(
+    st.tuples(st.sampled_from([20, 30, 60, 90]), st.sampled_from([0, 0, 7]), st.integers(1, 40)),
+    min_size=1,
+    max_size=16,
+)
+
+
+@given(NESTED, st.integers(20, 600), st.integers(1, 2))
+def test_a_row_with_heads_within_heads_computes_no_more_than_its_budget(
+    made: list[tuple[int, int, int]], budget: int, ranks: int
+) -> None:
+    """The head of each is so much of the chain, and so much that only those have in common that leave it there; what comes after it
+    is trained."""
+    rng = np.random.default_rng(0)
+    sequences = []
+    for chain, own, after in made:
+        aside = np.random.default_rng([chain, own]).integers(0, VOCABULARY, own)
+        sequences.append(sequence(rng, np.concatenate([CHAIN[:chain], aside]), "t" * after))
+    rows = [row for rank in range(ranks) for row in rank_rows(sequences, rank, ranks, budget, shares_prefixes=True)]
+    assert sum(len(row.cu_seqlens) - 1 for row in rows) == len(sequences)
+    for row in rows:
+        one = tree(row)
+        assert torch.equal(row.token_ids[one.kept][one.where], row.token_ids)
+        assert len(one.kept) <= budget or len(row.cu_seqlens) == 2
+    heads = [(s.token_ids[: s.trained.argmax()].tobytes(), int(s.trained.argmax())) for s in sequences]
+    paying = [head for head, s in zip(heads, sequences, strict=True) if prefixes.pays(head[1], len(s.token_ids))]
+    counted = sum(len(s.token_ids) for s in sequences) - sum(n for _, n in paying) + sum(n for _, n in set(paying))
+    assert len(tree(to_row(sequences)).kept) <= counted
+
+
+@pytest.mark.parametrize(("head", "members", "computed"), [(300, 8, 110 + 300 + 8 * 90), (110, 2, 110 + 2 * 40)])
+def test_a_longer_head_is_kept_once_more_where_that_saves_more(head: int, members: int, computed: int) -> None:
+    """Than to continue the one of 100 tokens that it begins with."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, VOCABULARY, head)
+    answer = 90 if head == 300 else 30
+    row = to_row(
+        [sequence(rng, prompt[:100], "t" * 10), *(sequence(rng, prompt, "t" * answer) for _ in range(members))]
+    )
+    assert len(tree(row).kept) == computed
 
 
 def test_members_go_together_where_that_makes_less_to_do() -> None:

@@ -15,12 +15,12 @@ import psutil
 import pytest
 import torch
 from slipstream.configs import load
-from slipstream.configs.reward import Classifier, Judge, fill
+from slipstream.configs.reward import Classifier, Judge
 from slipstream.envs import Message
 from slipstream.errors import ConfigError, DeadlineExceeded, EngineError
 from slipstream.learner.model import load_tokenizer
 from slipstream.rollout.http import Server
-from slipstream.rollout.reward import Answer, Choice, Played, Said, ServedReward, question, score_of
+from slipstream.rollout.reward import Answer, Choice, Played, Said, ServedReward, fill, question, score_of
 from slipstream.tests import rewards, tiny
 from slipstream.tests.runs import tiny_policy
 from transformers import AutoModelForSequenceClassification
@@ -211,6 +211,10 @@ async def test_a_server_that_dies_is_waited_for(servers: Servers, tmp_path: Path
         ),
         (("reward.kind=judge", "reward.path=x", "reward.template={question}"), "name {answer} or {conversation}"),
         (("reward.kind=oracle",), "environment, classifier, judge"),
+        (
+            ("reward.kind=classifier", "reward.path=x", "reward.request_s=50", "buffer.max_staleness=0"),
+            "less than rollout.episode_s=600 + reward.request_s=50; allowed is learner.batch_s >= 650",
+        ),
     ],
 )
 def test_bad_input_is_one_line(overrides: tuple[str, ...], message: str) -> None:

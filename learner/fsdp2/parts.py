@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from ...errors import ConfigError
 from ..backend import PackedRow
-from ..ranks import alone, gather_rows, join, rows_of_first
+from ..ranks import alone, gather_rows, join
+from ..rows import rows_of_first
 from .context_parallel import Context
 
 

@@ -28,7 +28,8 @@ from ...configs.schema import Model
 from ..backend import PackedRow
 from ..batch import scoring_row
 from ..model import load_model
-from ..ranks import check_rows, choose_device, gather_rows, join, rows_of_first, to_device, together
+from ..ranks import check_rows, choose_device, gather_rows, join, to_device, together
+from ..rows import rows_of_first
 from .family import build, shards_of
 from .fit import check_family, check_layout
 from .layout import form_groups, groups, layout_here
