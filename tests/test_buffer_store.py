@@ -66,7 +66,7 @@ def test_a_save_of_many_rows_needs_no_large_statement(tmp_path: Path, monkeypatc
         assert [g.episodes for g in store.load()[1]] == [group.episodes]
         assert len(store.trajectories(0)) == 20
     verbs = [s.split(" VALUES")[0] for s in statements if " VALUES" in s]
-    assert verbs.count("REPLACE INTO episodes") == 7  # three of 13 values each
+    assert verbs.count("INSERT INTO episodes") == 7  # three of 13 values each
     assert verbs.count("INSERT INTO trajectories") == 4
 
 
