@@ -174,7 +174,7 @@ def test_in_the_loss_each_trained_token_costs_its_divergence(backends, kind):
     policy = backends[0]
     kl = KlInLoss(coefficient=0.5, estimator=kind)
     scores = Companions(learner(kl), *backends).score(GROUPS)
-    sequences = batch.to_sequences(GROUPS, advantage_of(Algorithm()), 5, 5, {"0.0.2"}, scores=scores)
+    sequences = batch.to_sequences(GROUPS, advantage_of(Algorithm()), 5, 5, {"0.0.2": "late"}, scores=scores)
     rows = batch.rank_rows(sequences, 0, 1, 16)
     rows = [batch.with_proximal(row, p) for row, p in zip(rows, policy.logprobs(rows), strict=True)]
     trained = sum(int(row.trained.sum()) for row in rows)

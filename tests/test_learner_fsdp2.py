@@ -309,8 +309,8 @@ def test_what_is_held_out_is_not_trained_on_and_told_as_it_is(models):
     backend.close()
 
 
-def test_demonstrations_without_a_trained_token_are_refused(backend):
-    with pytest.raises(ConfigError, match="none of 1 demonstrations"):
+def test_conversations_without_a_trained_token_are_refused(backend):
+    with pytest.raises(ConfigError, match="none of 1 conversations"):
         run_sft(backend, [([1, 2], [False, False])], Sft(), tokens_per_microbatch=64, seed=0, report=lambda _: None)
 
 

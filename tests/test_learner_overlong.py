@@ -76,7 +76,7 @@ def test_what_was_cut_off_is_punished_and_a_failure_has_its_penalty_only() -> No
 
 def test_late_members_are_punished_too_and_statistics_know_the_reward_alone() -> None:
     groups = [(*branches(0, 0, [0.0, 1.0]), *branches(0, 1, [1.0]))]
-    sequences = batch.to_sequences(groups, advantage_of(MEAN), 5, 5, {"0.0.0"}, shape=shaping(4, 6))
+    sequences = batch.to_sequences(groups, advantage_of(MEAN), 5, 5, {"0.0.0": "late"}, shape=shaping(4, 6))
     assert [set(s.advantages[s.trained].tolist()) for s in sequences] == [{0.375}]
     summary = batch.summarize(groups, sequences)
     assert (summary.reward_mean, summary.reward_std) == (1.0, 0.0)
