@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
 
+from ..durable import flush
 from .wire import Frame
 
 SEGMENT_BYTES = 16 << 20
@@ -38,7 +39,7 @@ class Arrays:
         self._folder = folder
         self._file: int | None = None
         folder.mkdir(exist_ok=True)
-        _sync_folder(folder.parent)
+        flush(folder.parent)
         sizes = {int(path.name, 16): path.stat().st_size for path in folder.glob("[0-9a-f]" * 16)}
         self._starts = sorted(sizes)
         self._end = max([named, *(start + size for start, size in sizes.items())])
@@ -88,7 +89,7 @@ class Arrays:
         self.close()
         self._file = os.open(self._path(self._end), os.O_WRONLY | os.O_CREAT, 0o644)
         self._starts.append(self._end)
-        _sync_folder(self._folder)
+        flush(self._folder)
 
     def _path(self, start: int) -> Path:
         return self._folder / f"{start:016x}"
@@ -104,12 +105,3 @@ def _write(file: int, frames: Sequence[Frame], at: int) -> None:
             while rest:
                 done = os.pwrite(file, rest, at)
                 at, rest = at + done, rest[done:]
-
-
-def _sync_folder(folder: Path) -> None:
-    """A new file is there after a power cut only when its folder was written, too."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

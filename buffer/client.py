@@ -198,11 +198,7 @@ class BufferClient:
 
     def _hear(self) -> None:
         """Give out the answers that are there."""
-        while True:
-            try:
-                frames = self._door.plain.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        while (frames := self._door.read()) is not None:
             try:
                 reply = wire.decode(m.ReplyEnvelope, frames)
             except WireError as error:

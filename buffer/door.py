@@ -20,3 +20,10 @@ class Door(NamedTuple):
     @classmethod
     def of(cls, socket: zmq.asyncio.Socket) -> Door:
         return cls(zmq.Socket.shadow(socket), socket)
+
+    def read(self) -> list[bytes] | None:
+        """The next message; None where there is none."""
+        try:
+            return self.plain.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None

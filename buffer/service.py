@@ -224,11 +224,8 @@ class BufferService:
 
     def _take_in(self, door: Door, enough: Callable[[], bool] = lambda: False) -> None:
         """Carry out what came, until there is no more, or it is enough for a round."""
-        while self._roomy and not enough():
-            try:
-                identity, *frames = door.plain.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        while self._roomy and not enough() and (message := door.read()) is not None:
+            identity, *frames = message
             self._messages += 1
             self._bytes += sum(map(len, frames))
             try:

@@ -265,3 +265,8 @@ class Algorithm(Section, frozen=True):
     """Coefficient of minus the mean log-prob of the tokens of episodes that earned more than 0, as VAPO has it; 0 is none."""
     minibatches: Positive = 1
     """Optimizer steps per batch; more than one makes the proximal policy differ from the target."""
+
+
+def plays_greedily(algorithm: Algorithm) -> bool:
+    """Whether one episode of each group is played greedily, for the others to be compared with."""
+    return isinstance(algorithm.advantage, Remax)

@@ -129,13 +129,13 @@ def become_reward(job: Job) -> None:
 
 async def buffer(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> None:
     from ..buffer.service import BufferService
-    from ..configs.algorithm import Remax
+    from ..configs.algorithm import plays_greedily
     from ..configs.schema import shares_of
 
     shares = shares_of(job.config.env)
     retries = {reason: failure.retries for reason, failure in job.config.rollout.failures.items()}
     place = job.dir / "buffer.sqlite"
-    greedy = isinstance(job.config.learner.algorithm.advantage, Remax)
+    greedy = plays_greedily(job.config.learner.algorithm)
     service = BufferService(job.config.buffer, place, job.cluster.buffer, shares=shares, retries=retries, greedy=greedy)
     stopped = asyncio.create_task(stop.wait(), name="stop")
     stopped.add_done_callback(lambda _: service.stop())

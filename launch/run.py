@@ -21,7 +21,7 @@ from rich.console import Console
 from .. import heap
 from ..buffer.accounts import Accounts, accounts_of
 from ..configs import Config, dump
-from ..configs.algorithm import Remax
+from ..configs.algorithm import plays_greedily
 from ..configs.reward import EnvironmentReward, ModelReward
 from ..configs.section import Section
 from ..errors import ConfigError, Interrupted, SlipstreamError
@@ -84,7 +84,7 @@ def resume(config: Config, before: Config, run_dir: Path) -> Report:
             raise ConfigError(
                 f"{key}: a run keeps what it began with ({old!r:.{QUOTED}}), {new!r:.{QUOTED}} is not allowed; start a new run"
             )
-    if _plays_greedily(before) != _plays_greedily(config):
+    if plays_greedily(before.learner.algorithm) != plays_greedily(config.learner.algorithm):
         kinds = [_kind(c.learner.algorithm.advantage) for c in (before, config)]
         raise ConfigError(
             f"learner.algorithm.advantage.kind: from {kinds[0]} to {kinds[1]} is not allowed: groups of remax, and no others, have "
@@ -109,10 +109,6 @@ def _changes(key: str, old: object, new: object) -> Iterator[tuple[str, object, 
 
 def _kind(section: Section) -> str:
     return str(section.__struct_config__.tag)
-
-
-def _plays_greedily(config: Config) -> bool:
-    return isinstance(config.learner.algorithm.advantage, Remax)
 
 
 def unscored(config: Config) -> Config:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 import signal
 import tempfile
@@ -30,6 +29,7 @@ import numpy as np
 from msgspec import structs
 
 from ..configs import Config
+from ..durable import flush
 from ..errors import ConfigError, Interrupted, LearnerError, RoleDied
 from ..monitor.metrics import Row
 from .job import Job
@@ -142,10 +142,9 @@ def train(config: Config, examples: list[Example], work: Path, say: Say) -> None
         backend.export(work / MODEL)
         if backend.rank == 0:
             record = work / MODEL / RECORD
-            with _writing(record), record.open("wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
+            with _writing(record):
+                record.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+                flush(record)
     finally:
         backend.close()
 

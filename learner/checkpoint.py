@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
+from ..durable import flush
 from ..errors import CheckpointError, LearnerError
 from .lost import is_lost
 from .model import load_tokenizer
@@ -129,18 +129,10 @@ def _appear(directory: Path, write: Callable[[Path], None], group: dist.ProcessG
     dist.barrier(group)
     if first:
         for path in [*hidden.rglob("*"), hidden]:
-            _flush(path)
+            flush(path)
         if directory.exists():
             directory.rename(replaced)
         hidden.rename(directory)
-        _flush(directory.parent)
+        flush(directory.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     dist.barrier(group)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

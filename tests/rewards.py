@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 from slipstream.configs import Config, load
 from slipstream.rollout import reward_server, servers
+from slipstream.tests import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 TAUGHT = {
@@ -94,12 +94,6 @@ def asking(kind: str, model: Path, *overrides: str) -> Config:
 @contextlib.contextmanager
 def served(config: Config, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The server of the reward model, killed with its children at the end; it may not answer yet."""
-    with log.open("ab") as out:
-        environment = os.environ | reward_server.environment(config)
-        command = reward_server.command(config, servers.LOOPBACK, port)
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
-    try:
+    command = reward_server.command(config, servers.LOOPBACK, port)
+    with tiny.server(command, reward_server.environment(config), log) as process:
         yield process
-    finally:
-        process.kill()
-        process.wait(30)

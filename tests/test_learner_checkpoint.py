@@ -24,7 +24,7 @@ from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.tests.equality import LOSS, make_model, make_rows
 from slipstream.tests.ranks import DEADLINE_S, open_backend
 
-MOMENTS = {"begun": (checkpoint, "dcp_save"), "written": (folders, "_flush")}
+MOMENTS = {"begun": (checkpoint, "dcp_save"), "written": (folders, "flush")}
 """When to be killed: before which function."""
 
 

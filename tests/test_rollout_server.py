@@ -4,7 +4,6 @@ What every engine must do is in tests/conformance; the model behind the wire is 
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -38,19 +37,6 @@ def client(url: str) -> VllmEngine:
     return VllmEngine("own", url, vocab_size=tiny.VOCABULARY, max_model_len=tiny.CONTEXT, initial_version=0)
 
 
-@contextlib.contextmanager
-def started(config: Config, command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A server process, killed at the end; it may not answer yet."""
-    with log.open("wb") as out:
-        environment = os.environ | own_server.environment(config)
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait(30)
-
-
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server that decodes two sequences at once."""
@@ -64,7 +50,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         await engine.wait_ready(120.0)
         await engine.close()
 
-    with started(config, own_server.command(config, "127.0.0.1", port, seed=5), folder / "server.log"):
+    command = own_server.command(config, "127.0.0.1", port, seed=5)
+    with tiny.server(command, own_server.environment(config), folder / "server.log"):
         asyncio.run(ready())
         yield url
 
@@ -302,7 +289,7 @@ async def test_how_a_server_ends(tmp_path: Path, http: aiohttp.ClientSession, en
         command[1:3] = ["-c", FAILING]
     url = f"http://127.0.0.1:{port}"
     engine = client(url)
-    with started(config, command, tmp_path / "log") as process:
+    with tiny.server(command, own_server.environment(config), tmp_path / "log") as process:
         await engine.wait_ready(120.0)
         # A request under way keeps neither end waiting.
         task = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=LONG)))

@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -74,6 +74,18 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
+def server(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A server process with `environment` beside this one's, killed at the end; it may not answer yet."""
+    with log.open("ab") as out:
+        process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=out, stderr=out)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+@contextlib.contextmanager
 def vllm(
     folder: Path, port: int, log: Path, *, max_concurrent: int = 64, ranks: int = 1
 ) -> Iterator[subprocess.Popen[bytes]]:
@@ -83,16 +95,9 @@ def vllm(
         agent=Agent(max_tokens=CONTEXT),
         rollout=Rollout(engine=Vllm(max_concurrent=max_concurrent, memory="64MiB", tensor_parallel=ranks)),
     )
-    with log.open("ab") as out:
-        environment = os.environ | vllm_server.environment(config)
-        process = subprocess.Popen(
-            vllm_server.command(config, servers.LOOPBACK, port), env=environment, stdout=out, stderr=out
-        )
-    try:
+    command = vllm_server.command(config, servers.LOOPBACK, port)
+    with server(command, vllm_server.environment(config), log) as process:
         yield process
-    finally:
-        process.kill()
-        process.wait(30)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
