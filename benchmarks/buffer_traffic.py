@@ -81,7 +81,6 @@ class Round(msgspec.Struct, frozen=True):
         groups: in a batch, of `BUFFER.group_size` trajectories each.
         counts_from, until: the part that is measured, in seconds of `time.monotonic`.
         keep: `buffer.keep`.
-        limit: trajectories after which the learner ends, if `until` does not come first.
     """
 
     address: str
@@ -91,7 +90,6 @@ class Round(msgspec.Struct, frozen=True):
     counts_from: float
     until: float
     keep: str = BUFFER.keep
-    limit: int = 1 << 62
 
 
 class Took(msgspec.Struct, frozen=True):
@@ -221,8 +219,9 @@ class _Service(BufferService):
     stored = 0
 
     def _changes(self) -> Callable[[], bool] | None:
-        self.transactions += bool(self._arrived)
-        self.stored += len(self._arrived)
+        arrived = len(self._requests.brought.episodes)
+        self.transactions += bool(arrived)
+        self.stored += arrived
         return super()._changes()
 
 
@@ -285,7 +284,7 @@ async def take_batches(this: Round, on_batch: Callable[[int], None]) -> Took:
         await client.served(await client.recover(0))
         with contextlib.suppress(DeadlineExceeded):
             batch = await client.take(0, this.until - time.monotonic())
-            while (left := this.until - time.monotonic()) > 0 and taken < this.limit:
+            while (left := this.until - time.monotonic()) > 0:
                 arrived = sum(len(group) for group in batch.groups)
                 version = batch.version + 1
                 told = asyncio.gather(

@@ -16,25 +16,20 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from ..errors import StoreError, WireError
 from . import retention, wire
 from .arrays import Arrays
-from .group import Changed, Episode, Group
-from .ledger import Counts
+from .group import Group
 from .retention import SETTLED
+from .rows import CHANGED, REWARD, Change, Row, read_clock, read_episode, read_group
 from .rules import Clock
 from .schema import SCHEMA, SCHEMA_VERSION, bucket
-from .trajectory import Outcome, Trajectory
-
-T = TypeVar("T")
-
-Row = tuple[object, ...]
+from .trajectory import Trajectory
 
 BUSY_S = 10.0
 """How long SQLite waits for another connection that holds the file."""
@@ -42,76 +37,8 @@ BUSY_S = 10.0
 WAL_BYTES = 64 << 20
 """What the log beside the file is cut down to after a larger transaction."""
 
-REWARD = (
-    "CASE WHEN account IN ('ready', 'trained')"
-    " THEN (SELECT reward FROM trajectories WHERE episode_id = episodes.id LIMIT 1) END AS reward"
-)
-"""Of an episode: all its branches say the same."""
-
-CHANGED = "ON CONFLICT (id) DO UPDATE SET " + ", ".join(
-    f"{column} = excluded.{column}"
-    for column in (
-        "account",
-        "length",
-        "generated",
-        "kept",
-        "settled",
-        "final",
-        "withheld",
-        "loss_from",
-        "reason",
-        "outcome",
-    )
-)
-"""Of an episode that is there: id, group and worker stay, so the indices do; `REPLACE` would make it anew in all of them."""
-
 VALUES_AT_ONCE, BYTES_AT_ONCE = 10_000, 16 << 20
 """Values of one statement, where SQLite takes so many, and the bytes after which there are no more: it holds a copy of them."""
-
-
-class CommitRow(msgspec.Struct, frozen=True):
-    """The step that made `version`, at `time` (seconds since the epoch), from `groups` groups."""
-
-    version: int
-    time: float
-    groups: int
-
-
-class Change(msgspec.Struct, frozen=True):
-    """What one transaction stores. Groups and episodes are rows already: they change while it is stored.
-
-    Attributes:
-        clock: JSON.
-        trajectories: new ones, each with the id of its episode.
-        rolled_back_to: the commits after this version no longer count.
-    """
-
-    clock: str
-    groups: Sequence[Row]
-    episodes: Sequence[Row]
-    trajectories: Sequence[tuple[str, Trajectory]]
-    commits: Sequence[CommitRow]
-    rolled_back_to: int | None
-
-    @classmethod
-    def of(
-        cls,
-        clock: Clock,
-        groups: Iterable[Changed],
-        trajectories: Sequence[tuple[str, Trajectory]] = (),
-        commits: Sequence[CommitRow] = (),
-        rolled_back_to: int | None = None,
-    ) -> Change:
-        """Groups come with their changed episodes."""
-        changed = list(groups)
-        return cls(
-            msgspec.json.encode(clock).decode(),
-            [_group_row(g) for g, _ in changed],
-            [_episode_row(g.id, e) for g, episodes in changed for e in episodes],
-            trajectories,
-            commits,
-            rolled_back_to,
-        )
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
@@ -238,24 +165,20 @@ class Store:
         groups: dict[int, Group] = {}
         with self._reading():
             row = self._db.execute("SELECT value FROM clock").fetchone()
-            clock = self._json(row[0], Clock, "the clock") if row else Clock()
+            with self._intact("the clock"):
+                clock = read_clock(row)
             (newest,) = self._db.execute("SELECT coalesce(max(id), -1) FROM groups").fetchone()
             if newest >= clock.next_group:
                 raise self._damaged("the clock", f"the next group is {clock.next_group}, there is a group {newest}")
             over = {"over": clock.over}
             wanted = f"FROM groups WHERE NOT ({SETTLED})"
             for row in self._rows(f"SELECT * {wanted} ORDER BY id", over):
-                groups[row["id"]] = self._struct(dict(row), Group, f"group {row['id']}")
+                with self._intact(f"group {row['id']}"):
+                    groups[row["id"]] = read_group(row)
             for row in self._rows(f"SELECT *, {REWARD} FROM episodes WHERE group_id IN (SELECT id {wanted})", over):
-                groups[row["group_id"]].episodes[row["id"]] = self._episode(row)
+                with self._intact(f"episode {row['id']}"):
+                    groups[row["group_id"]].episodes[row["id"]] = read_episode(row)
         return clock, list(groups.values())
-
-    def _episode(self, row: sqlite3.Row) -> Episode:
-        what = f"episode {row['id']}"
-        flags = {name: bool(row[name]) for name in ("settled", "final")}
-        counts = {name: self._json(row[name], Counts, what) for name in ("generated", "kept")}
-        outcome = self._json(row["outcome"], Outcome, what) if row["outcome"] else None
-        return self._struct({**dict(row), **flags, **counts, "outcome": outcome}, Episode, what)
 
     def shrink(self, limit: int, over: int) -> bool:
         """Bring the file towards `limit` bytes: drop arrays of settled groups, the oldest first, then make archived sums of their
@@ -315,16 +238,12 @@ class Store:
         cursor.row_factory = sqlite3.Row
         return cursor.execute(query, values)
 
-    def _json(self, text: str, kind: type[T], what: str) -> T:
+    @contextlib.contextmanager
+    def _intact(self, what: str) -> Iterator[None]:
+        """A damaged row may hold anything."""
         try:
-            return msgspec.json.decode(text, type=kind)
-        except (msgspec.MsgspecError, TypeError) as error:  # a damaged row may hold anything
-            raise self._damaged(what, error) from None
-
-    def _struct(self, row: dict[str, object], kind: type[T], what: str) -> T:
-        try:
-            return msgspec.convert(row, kind)
-        except msgspec.ValidationError as error:
+            yield
+        except (msgspec.MsgspecError, TypeError) as error:
             raise self._damaged(what, error) from None
 
     def _damaged(self, what: str, why: object) -> StoreError:
@@ -348,25 +267,3 @@ def _lots(rows: Sequence[Row], values: int) -> Iterator[list[Row]]:
             lot, size = [], 0
     if lot:
         yield lot
-
-
-def _group_row(g: Group) -> Row:
-    return (g.id, g.env, g.task, g.state, g.attempt, g.wish, g.leased_at, g.trained_at)
-
-
-def _episode_row(group_id: int, e: Episode) -> Row:
-    return (
-        e.id,
-        group_id,
-        e.worker,
-        e.account,
-        sum(e.generated.values()),
-        msgspec.json.encode(e.generated).decode(),
-        msgspec.json.encode(e.kept).decode(),
-        e.settled,
-        e.final,
-        e.withheld,
-        e.loss_from,
-        e.reason,
-        msgspec.json.encode(e.outcome).decode() if e.outcome else None,
-    )

@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 from slipstream.tests import tiny
+from slipstream.tests.conformance.kinds import Kind
 from transformers import PreTrainedModel
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes test (`-n`), one takes a whole file, or all tests of a kind of server, which it starts once."""
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        kind = parameters.get("kind")
+        item.add_marker(pytest.mark.xdist_group(kind.name if isinstance(kind, Kind) else item.path.stem))
 
 
 @pytest.fixture(scope="session")

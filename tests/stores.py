@@ -11,8 +11,9 @@ from pathlib import Path
 from slipstream.buffer.admission import Admission
 from slipstream.buffer.group import Changed, Group
 from slipstream.buffer.replay import Replay
+from slipstream.buffer.rows import Change, CommitRow
 from slipstream.buffer.rules import Rules
-from slipstream.buffer.store import Change, CommitRow, Store, arrays_of
+from slipstream.buffer.store import Store, arrays_of
 from slipstream.buffer.trajectory import FINISHED
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory_of

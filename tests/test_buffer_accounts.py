@@ -10,8 +10,9 @@ import pytest
 from slipstream.buffer.accounts import accounts_of, ledgers_of
 from slipstream.buffer.group import Episode, Group
 from slipstream.buffer.ledger import Books, Counts, Ledger, Withheld, total_of
+from slipstream.buffer.rows import Change
 from slipstream.buffer.rules import Clock
-from slipstream.buffer.store import Change, Store
+from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import FINISHED
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory_of

@@ -25,8 +25,9 @@ from slipstream.buffer.accounts import accounts_of, ledgers_of
 from slipstream.buffer.admission import Admission
 from slipstream.buffer.ledger import Books, Ledger
 from slipstream.buffer.replay import Replay
+from slipstream.buffer.rows import Change, CommitRow
 from slipstream.buffer.rules import Rules
-from slipstream.buffer.store import Change, CommitRow, Store
+from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
 from slipstream.tests.episodes import trajectory_of
 

@@ -17,8 +17,9 @@ from slipstream.buffer import store as store_module
 from slipstream.buffer.accounts import accounts_of, ledgers_of
 from slipstream.buffer.group import Episode, Group
 from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.rows import Change
 from slipstream.buffer.rules import Clock
-from slipstream.buffer.store import Change, Store
+from slipstream.buffer.store import Store
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory_of
 from slipstream.tests.stores import entire, in_child, opened, play, segments, sql

@@ -33,8 +33,9 @@ from slipstream.buffer.group import Group, GroupState
 from slipstream.buffer.ledger import Books, Ledger
 from slipstream.buffer.messages import Lease
 from slipstream.buffer.replay import Replay
+from slipstream.buffer.rows import Change, CommitRow
 from slipstream.buffer.rules import Filter, OnDeadline, Rules
-from slipstream.buffer.store import Change, CommitRow, Store
+from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory
 from slipstream.errors import StateError
 from slipstream.tests import replay_model

@@ -15,8 +15,9 @@ from slipstream.buffer import retention
 from slipstream.buffer.accounts import Accounts, accounts_of
 from slipstream.buffer.group import Episode, Group
 from slipstream.buffer.replay import Replay
+from slipstream.buffer.rows import Change, CommitRow
 from slipstream.buffer.rules import Clock
-from slipstream.buffer.store import Change, CommitRow, Store
+from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Outcome, Trajectory, VersionSpan
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory, trajectory_of
