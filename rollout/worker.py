@@ -33,9 +33,10 @@ from ..errors import EpisodesFail, PolicyError
 from .blocking import LoopGuard
 from .concurrency import Concurrency
 from .engine import Sampling
-from .episode import EpisodeResult, Limits, play
+from .episode import EpisodeResult, play
 from .reward import RewardModel
 from .router import Router
+from .watched import Limits
 
 log = logging.getLogger(__name__)
 

@@ -413,7 +413,7 @@ ALLOWED = {
     ("buffer/client.py", "asyncio.timeout"): "its turns count what it was awake; it raises DeadlineExceeded itself",
     ("buffer/client.py", "asyncio.wait"): "within such a turn",
     ("rollout/blocking.py", "self._thread.join"): "the thread looks every BLOCK_S / LOOKS whether it is over",
-    ("rollout/episode.py", "asyncio.wait"): "its callers have the deadlines, and it heeds them whatever user code does",
+    ("rollout/watched.py", "asyncio.wait"): "its callers have the deadlines, and it heeds them whatever user code does",
     ("rollout/episode.py", "asyncio.timeout"): "the episode's own deadline, an outcome and no error",
     ("rollout/http.py", "asyncio.timeout"): "moved with every chunk; it raises DeadlineExceeded itself",
     ("rollout/router.py", "asyncio.timeout"): "a sample that is late is left out, which is no error",

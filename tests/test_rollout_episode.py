@@ -33,11 +33,11 @@ from slipstream.envs import (
 )
 from slipstream.errors import DeadlineExceeded, EngineError, ToolError
 from slipstream.learner.model import load_tokenizer, vocabulary_size
-from slipstream.rollout import blocking
-from slipstream.rollout import episode as module
+from slipstream.rollout import blocking, watched
 from slipstream.rollout.blocking import LoopGuard
-from slipstream.rollout.episode import EpisodeResult, Limits, play
+from slipstream.rollout.episode import EpisodeResult, play
 from slipstream.rollout.reward import Played, RewardModel, ServedReward
+from slipstream.rollout.watched import Limits
 from slipstream.tests import tiny
 from slipstream.tests.runs import tiny_policy
 
@@ -465,7 +465,7 @@ async def test_code_that_is_ours_or_nobodys_is_never_broken_off(policy: Path, mo
 async def test_an_agent_that_heeds_no_cancellation_is_left_behind(
     policy: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "HEED_S", 0.05)
+    monkeypatch.setattr(watched, "HEED_S", 0.05)
     released, ended = asyncio.Event(), asyncio.Event()
     seen: list[str] = []
 
