@@ -160,8 +160,9 @@ PolicyLossKind = DecoupledPpo | Ppo | DualClipPpo | Gspo | Cispo | Sapo | Sppo |
 SELF_CORRECTING = (Ppo, DualClipPpo, Cispo)
 """Losses whose ratio is the one to the policy that sampled: they weigh tokens of other policies by themselves."""
 
-WITHIN_GROUPS = (Grpo, Rloo, ReinforcePPBaseline, Opo, Remax, WinRate)
-"""Advantages that are 0 for every token of a group whose rewards are all equal."""
+REFILLABLE = (Grpo, Rloo, ReinforcePPBaseline, Opo, Remax, WinRate, Prime)
+"""Advantages with which a group of equal rewards may be replaced: they are 0 for all its tokens. PRIME's are not; its paper leaves
+such groups out nevertheless."""
 
 Level = Literal["token", "sequence", "geometric"]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import get_args, get_type_hints
 
 from ..errors import ConfigError
-from .algorithm import SELF_CORRECTING, WITHIN_GROUPS, KlInLoss, Masked, NoCorrection, Rejected, Truncated
+from .algorithm import REFILLABLE, SELF_CORRECTING, KlInLoss, Masked, NoCorrection, Rejected, Truncated
 from .backends import Fsdp2, Megatron, copy_ranks
 from .reward import FIELDS, Judge, ModelReward, fields_of
 from .schema import NO_FAULTS, Agent, Config, Fake, Fault, Mixture, PythonEnv, ReasoningGym, parse_memory, parse_size
@@ -116,8 +116,8 @@ def _batch(config: Config) -> Iterator[str]:
             f"buffer.min_members={buffer.min_members}: allowed are 0, which waits for all, and 2 to "
             f"buffer.group_size={buffer.group_size}"
         )
-    if buffer.dynamic_sampling and not isinstance(algorithm.advantage, WITHIN_GROUPS):
-        kinds = ", ".join(str(section.__struct_config__.tag) for section in WITHIN_GROUPS)
+    if buffer.dynamic_sampling and not isinstance(algorithm.advantage, REFILLABLE):
+        kinds = ", ".join(str(section.__struct_config__.tag) for section in REFILLABLE)
         yield (
             "buffer.dynamic_sampling=true would discard groups that teach: "
             f"learner.algorithm.advantage.kind={algorithm.advantage.__struct_config__.tag} learns from groups of equal rewards, "

@@ -281,17 +281,18 @@ class Runs(RuleBasedStateMachine):
         self.replay.commit(version)  # a client that got no answer
         assert self.replay.drain() == []
 
-    @rule(slow=st.integers(0, 2))
-    def steps(self, slow: int) -> None:
-        """Everybody plays, a few episodes go on, the learner takes a step if it can."""
-        for worker in WORKERS:
-            self.grant(worker)
-        for episode in sorted(self.playing)[slow:]:
-            self.sample_into(episode, 1)
-            self.deliver(episode, FINISHED)
-        if self.take():
-            self.commits_batch()
-            self.serves(behind=0)
+    @rule(slow=st.integers(0, 2), times=st.integers(1, 4))
+    def steps(self, slow: int, times: int) -> None:
+        """Everybody plays, a few episodes go on and get old, the learner takes a step whenever it can."""
+        for _ in range(times):
+            for worker in WORKERS:
+                self.grant(worker)
+            for episode in sorted(self.playing)[slow:]:
+                self.sample_into(episode, 1)
+                self.deliver(episode, FINISHED)
+            if self.take():
+                self.commits_batch()
+                self.serves(behind=0)
 
     @rule(behind=st.integers(0, 1))
     def serves(self, behind: int) -> None:

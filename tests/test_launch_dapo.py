@@ -1,4 +1,5 @@
-"""The preset `dapo` as whole runs: groups are refilled, the ledger closes, and tasks of which none teaches end the run by name."""
+"""The presets `dapo` and `prime` as whole runs: groups are refilled, the ledger closes, and tasks of which none teaches end the run
+by name."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.configs import load
+from slipstream.configs.algorithm import Prime
 from slipstream.tests.runs import SMALL, check_accounts, ledger, leftovers, metrics, query, slipstream, tiny_policy
 
 FAKE = ("rollout.engine.kind=fake", "rollout.engine.max_concurrent=16", "agent.kind=single_turn")
@@ -49,11 +51,22 @@ def test_what_the_preset_is() -> None:
     assert load("quickstart").buffer.dynamic_sampling is False
 
 
+def test_prime_is_a_preset() -> None:
+    config = load("prime")
+    assert isinstance(config.learner.algorithm.advantage, Prime)
+    assert config.buffer.dynamic_sampling
+    assert (
+        config.buffer.group_size == 4
+    )  # with so many, only solved and hopeless tasks are outside of the paper's 0.2 to 0.8
+    assert config.learner.algorithm.minibatches > 1
+
+
+@pytest.mark.parametrize("preset", ["dapo", "prime"])
 def test_groups_of_equal_rewards_are_refilled_and_the_ledger_closes(
-    policy: Path, tmp_path: Path, coins: tuple[str, ...]
+    preset: str, policy: Path, tmp_path: Path, coins: tuple[str, ...]
 ) -> None:
     run = tmp_path / "run"
-    slipstream("train", "dapo", f"model.path={policy}", f"run.dir={run}", *SMALL, *FAKE, *coins, "learner.steps=4")
+    slipstream("train", preset, f"model.path={policy}", f"run.dir={run}", *SMALL, *FAKE, *coins, "learner.steps=4")
     assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
     check_accounts(run)
     refilled = query(
