@@ -1,5 +1,8 @@
 """Checkpoints of any backend: folders that appear whole or not at all, and the Hugging Face folder that is exported.
 
+    save ──copy──> training goes on
+             └──> a thread writes ──flush──rename──> the future is done: only now may anybody rely on the checkpoint
+
     root/step-00000010/       weights that are trained and their AdamW state, in the backend's own format
                    state.json which step and version they are
 
@@ -12,7 +15,9 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -42,11 +47,52 @@ READING = (
 """What missing and damaged files are told by."""
 
 
+CLOSE_S = 5.0
+"""For a write that is under way when the learner ends: whoever waited for it has done so already, or has given up."""
+
+
 class CheckpointState(msgspec.Struct, frozen=True):
     """What a checkpoint contains: optimizer batches done, and the policy version that they made."""
 
     step: int
     version: int
+
+
+class Saver:
+    """Collective. Writes checkpoints beside training, in a thread of its own.
+
+    Args:
+        group: all ranks, for that thread alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._thread: threading.Thread | None = None
+
+    def begin(self, directory: Path, write: Callable[[Path], None]) -> Future[None]:
+        """Collective. Have `write`, as in `appear`, write what nobody changes any more. The future is done when it is all there.
+
+        The future raises LearnerError where any rank could not write, or was lost; then `directory` is as it was before.
+        """
+        written = Future[None]()
+
+        def work() -> None:
+            try:
+                appear(directory, write, self.group)
+            except BaseException as error:  # whatever it is, the loop that waits for the future raises it
+                written.set_exception(error)
+            else:
+                written.set_result(None)
+
+        # A daemon: a disk that hangs must not keep the process.
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+        return written
+
+    def close(self) -> None:
+        """Return when what was begun is written or has failed, or after `CLOSE_S`."""
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
 
 
 def path_of(root: Path, step: int) -> Path:

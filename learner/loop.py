@@ -15,7 +15,7 @@ Invariants:
 - The commit comes after the optimizer step and before the weights are gathered, so no rank asks for a batch too early.
 - Only rank 0 commits, publishes, reports and prunes.
 - A stop is agreed on between two steps; it leaves a checkpoint of the last commit.
-- Checkpoints are written one at a time, by FSDP2 while training goes on. The buffer is told of one when it is whole on disk, and
+- Checkpoints are written one at a time, while training goes on. The buffer is told of one when it is whole on disk, and
   not before: from then on its commits are final.
 """
 

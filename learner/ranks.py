@@ -84,6 +84,17 @@ def join(device: torch.device, timeout_s: float) -> bool:
     return True
 
 
+def apart(timeout_s: float) -> dist.ProcessGroup:
+    """Collective. A group of all ranks for another thread, which must not meet in the middle of somebody else's collective."""
+    return as_group(dist.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo"))
+
+
+def as_group(group: object) -> dist.ProcessGroup:
+    """What torch says is one, or a number where this rank is not in it."""
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 @contextlib.contextmanager
 def together(doing: str) -> Iterator[None]:
     """Turn a collective that failed because another rank is late or gone into a LearnerError that says so."""

@@ -85,14 +85,17 @@ def run(job: Job, backend: MegatronBackend) -> None:
     if job.load:
         assert backend.load(Path(job.load)) == CheckpointState(step=job.first, version=job.first + 10)
     numbers = []
+    saving = None
     for step in range(job.first, job.last):
         rows = make_rows(step, backend.data_rank, backend.data_size, job.budget)
         result = backend.step(rows, LOSS, OPTIMIZER.lr)
         assert result.tokens == sum(s.trained.sum() for s in make_batch(step)[0])
         assert result.means.keys() >= {"entropy", "kl"}
         numbers.append([result.loss, result.grad_norm])
-        if job.save and step == 1:
-            backend.save(Path(job.save), CheckpointState(step=2, version=12))
+        if job.save and step == 1:  # the third step is taken while it is written
+            saving = backend.save(Path(job.save), CheckpointState(step=2, version=12))
+    if saving is not None:
+        saving.result(DEADLINE_S)
     weights = dict(backend.named_weights())
     assert list(weights) == [name for name, _ in backend.named_weights()]
     if backend.rank == 0:
@@ -355,7 +358,7 @@ def test_master_weights_are_read_unrounded(models):
 
 def test_a_checkpoint_of_another_model_or_none_is_refused(models, tmp_path):
     backend = open_backend(models["tied"])
-    backend.save(tmp_path / "saved", CheckpointState(step=0, version=0))
+    backend.save(tmp_path / "saved", CheckpointState(step=0, version=0)).result(DEADLINE_S)
     backend.close()
     for other in ("untied", "deep"):
         another = open_backend(models[other])

@@ -20,8 +20,8 @@ from ...configs.backends import Fsdp2
 from ...configs.schema import Model, Optimizer
 from .. import checkpoint as folders
 from ..backend import PackedRow, PolicyLoss, StepResult, require_finite, require_trained
-from ..checkpoint import CheckpointState
-from ..ranks import maximum_of, to_device, together
+from ..checkpoint import CheckpointState, Saver
+from ..ranks import apart, maximum_of, to_device, together
 from . import checkpoint, lora
 from .model import Fsdp2Model, WithoutAdapters
 
@@ -48,7 +48,7 @@ class Fsdp2Backend(Fsdp2Model):
             lr=optimizer.lr,
             betas=(optimizer.beta1, optimizer.beta2),
         )
-        self._saver = checkpoint.Saver(self._parts.apart())
+        self._saver = Saver(apart(timeout_s))
 
     def maximum(self, value: float) -> float:
         """See `Backend.maximum`."""
@@ -90,7 +90,7 @@ class Fsdp2Backend(Fsdp2Model):
     def save(self, directory: Path, state: CheckpointState) -> Future[None]:
         """See `Backend.save`."""
         with together(f"saving {directory}"):
-            return self._saver.save(directory, self._model, self._optimizer, state)
+            return checkpoint.save(self._saver, directory, self._model, self._optimizer, state)
 
     def load(self, directory: Path) -> CheckpointState:
         """See `Backend.load`."""

@@ -1,8 +1,5 @@
 """Checkpoints in torch's distributed format, inside a folder that appears whole or not at all (`learner/checkpoint.py`).
 
-    save ──copy──> training goes on
-             └──> a thread writes ──flush──rename──> the future is done: only now may anybody rely on the checkpoint
-
 Invariants:
 - Stored are the weights that are trained and their AdamW state, by parameter name: any number of ranks can read them.
 - What is written is what was there when `save` was called, whatever is trained meanwhile.
@@ -10,7 +7,6 @@ Invariants:
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,11 +22,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ...errors import CheckpointError
-from ..checkpoint import READING, STATE_FILE, CheckpointState, appear, read_state, unreadable
+from ..checkpoint import READING, STATE_FILE, CheckpointState, Saver, read_state, unreadable
 from . import lora
-
-CLOSE_S = 5.0
-"""For a write that is under way when the learner ends: whoever waited for it has done so already, or has given up."""
 
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
 
@@ -40,53 +33,22 @@ MOMENT = ("optimizer.state.", ".exp_avg")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class Saver:
-    """Collective. Writes checkpoints beside training: copies what is to be saved, then writes in a thread of its own.
+def save(
+    saver: Saver, directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: CheckpointState
+) -> Future[None]:
+    """Collective. Begin to write `directory`, replacing one of the same name: see `Saver.begin`."""
+    # Copies, CPU tensors too: the next step changes the originals while the thread writes.
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    content = stager.stage(_content(model, optimizer))
+    stager.close()
+    assert isinstance(content, dict)
 
-    Args:
-        group: all ranks, for this thread alone.
-    """
+    def write(folder: Path) -> None:
+        dcp_save(content, checkpoint_id=folder, process_group=saver.group)
+        if dist.get_rank() == 0:
+            (folder / STATE_FILE).write_bytes(msgspec.json.encode(state))
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._thread: threading.Thread | None = None
-
-    def save(
-        self, directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: CheckpointState
-    ) -> Future[None]:
-        """Collective. Begin to write `directory`, replacing one of the same name; the future is done when it is there.
-
-        The future raises LearnerError where any rank could not write, or was lost; then `directory` is as it was before.
-        """
-        # Copies, CPU tensors too: the next step changes the originals while the thread writes.
-        stager = DefaultStager(StagingOptions(False, False, False, False))
-        content = stager.stage(_content(model, optimizer))
-        stager.close()
-        assert isinstance(content, dict)
-        written = Future[None]()
-
-        def write(folder: Path) -> None:
-            dcp_save(content, checkpoint_id=folder, process_group=self._group)
-            if dist.get_rank() == 0:
-                (folder / STATE_FILE).write_bytes(msgspec.json.encode(state))
-
-        def work() -> None:
-            try:
-                appear(directory, write, self._group)
-            except BaseException as error:  # whatever it is, the loop that waits for the future raises it
-                written.set_exception(error)
-            else:
-                written.set_result(None)
-
-        # A daemon: a disk that hangs must not keep the process.
-        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
-        self._thread.start()
-        return written
-
-    def close(self) -> None:
-        """Return when what was begun is written or has failed, or after `CLOSE_S`."""
-        if self._thread is not None:
-            self._thread.join(CLOSE_S)
+    return saver.begin(directory, write)
 
 
 def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, of: str) -> CheckpointState:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ...errors import ConfigError
 from ..backend import PackedRow
-from ..ranks import alone, gather_rows, join
+from ..ranks import alone, as_group, gather_rows, join
 from ..rows import rows_of_first
 from .context_parallel import Context
 
@@ -61,10 +61,6 @@ class Parts:
         if self._joined:
             dist.destroy_process_group()
 
-    def apart(self) -> dist.ProcessGroup:
-        """Collective. A group of all ranks for another thread, which must not meet in the middle of somebody else's collective."""
-        return _checked(dist.new_group(timeout=self._timeout, backend="gloo"))
-
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Collective. `values` of the same shape on all ranks, added up over the parts of the batch."""
         dist.all_reduce(values, group=self._data)
@@ -84,9 +80,4 @@ class Parts:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
         groups = [dist.new_group(part, timeout=self._timeout) for part in parts]
-        return _checked(next(group for group, part in zip(groups, parts, strict=True) if self.rank in part))
-
-
-def _checked(group: object) -> dist.ProcessGroup:
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+        return as_group(next(group for group, part in zip(groups, parts, strict=True) if self.rank in part))

@@ -24,8 +24,8 @@ from ...configs.backends import Megatron
 from ...configs.schema import Model, Optimizer
 from .. import checkpoint as folders
 from ..backend import PackedRow, PolicyLoss, StepResult, require_finite, require_trained
-from ..checkpoint import CheckpointState
-from ..ranks import gather_rows, maximum_of, together
+from ..checkpoint import CheckpointState, Saver
+from ..ranks import apart, gather_rows, maximum_of, together
 from . import checkpoint
 from .family import Policy, full_weights
 from .model import MegatronModel, Output
@@ -47,6 +47,7 @@ class MegatronBackend(MegatronModel):
         self._rules = optimizer
         super().__init__(model, layout, temperature=temperature, timeout_s=timeout_s)
         checkpoint.begin_states(self._optimizer)
+        self._saver = Saver(apart(timeout_s))
 
     def maximum(self, value: float) -> float:
         """See `Backend.maximum`."""
@@ -93,12 +94,9 @@ class MegatronBackend(MegatronModel):
             yield named
 
     def save(self, directory: Path, state: CheckpointState) -> Future[None]:
-        """See `Backend.save`. Training waits meanwhile."""
-        written = Future[None]()
+        """See `Backend.save`."""
         with together(f"saving {directory}"):
-            checkpoint.save(directory, self._parts, self._optimizer, state)
-        written.set_result(None)
-        return written
+            return checkpoint.save(self._saver, directory, self._parts, self._optimizer, state)
 
     def load(self, directory: Path) -> CheckpointState:
         """See `Backend.load`."""
@@ -112,6 +110,7 @@ class MegatronBackend(MegatronModel):
 
     def close(self) -> None:
         """See `Scorer.close`."""
+        self._saver.close()
         del self._optimizer
         super().close()
 

@@ -5,12 +5,14 @@ Invariants:
   other wrote. Beside them there is one number, the count of AdamW's steps; rates and decays are the config's, how parameters are
   grouped is the layout's, and what the model computes with is made of the master weights.
 - A checkpoint of another model, with more or fewer weights or of other shapes, is refused before anything is changed.
-- Files are written by this process. Megatron's writer would fork and leave a helper process behind.
+- What is written is what was there when `save` was called, whatever is trained meanwhile.
+- Files are written by a thread of this process. Megatron's writer would fork and leave a helper process behind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +20,42 @@ import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from ..checkpoint import READING, STATE_FILE, CheckpointState, appear, read_state, unreadable
+from ..checkpoint import READING, STATE_FILE, CheckpointState, Saver, read_state, unreadable
 from .family import Policy
 
-
-class _WriteHere(torch_dist.TorchDistSaveShardedStrategy):
-    """Megatron's format, written by torch's own writer in this process."""
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        flat, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        planner = torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        content = torch_dist.mcore_to_pyt_state_dict(flat, False)
-        dcp_save(content, storage_writer=FileSystemWriter(checkpoint_dir), planner=planner)
+FORMAT = CheckpointingConfig("torch_dist", 1)
+"""Megatron's, and its version."""
 
 
-def save(directory: Path, parts: Sequence[Policy], optimizer: Any, state: CheckpointState) -> None:
-    """Collective. Write `directory`, replacing one of the same name."""
+def save(
+    saver: Saver, directory: Path, parts: Sequence[Policy], optimizer: Any, state: CheckpointState
+) -> Future[None]:
+    """Collective. Begin to write `directory`, replacing one of the same name: see `Saver.begin`."""
+    moments = _moments(parts, optimizer, loading=False)  # gathered copies: the next step changes the originals
+    content: Any = {"moments": [one["param_state"] for one in moments], "step": _step(moments)}
+    sharded, common = save_preprocess(content)
+    assert isinstance(sharded, dict)
+    named, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, True)
+    tensors = torch_dist.mcore_to_pyt_state_dict(named, False)
+    planner = torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
 
     def write(folder: Path) -> None:
-        moments = _moments(parts, optimizer, loading=False)
-        content = {"moments": [one["param_state"] for one in moments], "step": _step(moments)}
-        dist_checkpointing.save(content, str(folder), sharded_strategy=_WriteHere())
+        dcp_save(tensors, storage_writer=FileSystemWriter(folder), planner=planner, process_group=saver.group)
         if dist.get_rank() == 0:
+            torch.save(common, folder / COMMON_STATE_FNAME)
+            save_config(FORMAT, str(folder))
             (folder / STATE_FILE).write_bytes(msgspec.json.encode(state))
 
-    appear(directory, write)
+    return saver.begin(directory, write)
 
 
 def load(directory: Path, wrapped: Sequence[DistributedDataParallel], optimizer: Any) -> CheckpointState:
