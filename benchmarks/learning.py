@@ -5,7 +5,7 @@
 Invariants:
 - What is complete in the folder is not repeated; what was broken off is. A folder holds results of one number of steps.
 - Every run has the machine to itself; a seed's runs come after each other, so that a benchmark that is broken off compares arms.
-- All final rewards come from the same evaluation: fresh tasks on the same engine, TRL's model included.
+- All final rewards come from the same evaluation, `slipstream eval` on fresh tasks, TRL's model included.
 """
 
 from __future__ import annotations
@@ -27,10 +27,24 @@ from ..configs import load
 from ..errors import ConfigError, SlipstreamError, within
 from ..learner.model import load_tokenizer
 from ..monitor.metrics import read_metrics
-from ..monitor.summary import column, elapsed, read_evaluations, staleness_tokens
+from ..monitor.summary import column, elapsed, staleness_tokens
 from .learner_processes import TRL as TRL_PYTHON
 from .learner_processes import end_of
-from .learning_arms import GROUP_SIZE, GROUPS, PRESET, TASK, TRAINING, WARM_UP, Arm, Point, Run, TrlJob, arms, tasks
+from .learning_arms import (
+    EVALUATION,
+    GROUP_SIZE,
+    GROUPS,
+    PRESET,
+    TASK,
+    TRAINING,
+    WARM_UP,
+    Arm,
+    Point,
+    Run,
+    TrlJob,
+    arms,
+    tasks,
+)
 from .learning_plot import draw
 from .result import Result, Row
 
@@ -49,7 +63,7 @@ class Settings(msgspec.Struct, frozen=True):
     """What may not differ between the results in one folder."""
 
     steps: int
-    overrides: tuple[str, ...] = (*TASK, *WARM_UP, *TRAINING)
+    overrides: tuple[str, ...] = (*TASK, *WARM_UP, *TRAINING, *EVALUATION)
 
 
 async def learning(out: Path, seeds: int, staleness: Sequence[int], steps: int, say: Say) -> tuple[Result, ...]:
@@ -174,22 +188,22 @@ async def _run_ours(arm: Arm, seed: int, steps: int, model: Path, folder: Path) 
     command = (sys.executable, "-m", "slipstream.launch.cli", "train", PRESET, *TASK, *TRAINING, *arm.overrides)
     overrides = (f"model.path={model}", f"run.dir={run}", f"seed={seed}", f"learner.steps={steps}")
     await _finish((*command, *overrides), folder / "run.log")
+    reward, stderr = await _evaluated(run / "model", seed, folder)
     rows = read_metrics(run / "metrics.jsonl")
-    final = read_evaluations(run / "evaluations.json")[-1]
     ages = staleness_tokens(rows)
     points = zip(elapsed(rows).tolist(), column(rows, "reward_mean").tolist(), strict=True)
     return Run(
         arm=arm,
         seed=seed,
-        reward=final.reward_mean,
-        stderr=final.reward_stderr,
+        reward=reward,
+        stderr=stderr,
         lag=sum(age * tokens for age, tokens in ages.items()) / sum(ages.values()),
         points=tuple(Point((n + 1) * GROUPS * GROUP_SIZE, seconds, value) for n, (seconds, value) in enumerate(points)),
     )
 
 
 async def _run_trl(arm: Arm, seed: int, steps: int, model: Path, folder: Path) -> Run:
-    """GRPOTrainer in its own environment, then our evaluation of what it made."""
+    """GRPOTrainer in its own environment."""
     overrides = (*TASK, *TRAINING, f"seed={seed}")
     out = folder / "run"
     out.mkdir()
@@ -200,17 +214,23 @@ async def _run_trl(arm: Arm, seed: int, steps: int, model: Path, folder: Path) -
     await _finish(
         (str(TRL_PYTHON), "-m", f"{__package__}.trl_grpo", str(folder / "job.json")), folder / "run.log", threads
     )
-    command = (sys.executable, "-m", "slipstream.launch.cli", "eval", PRESET)
-    answer = await _finish((*command, *overrides, f"model.path={out / 'model'}", "--json"), folder / "eval.log")
-    final = msgspec.json.decode(answer)
+    reward, stderr = await _evaluated(out / "model", seed, folder)
     return Run(
         arm=arm,
         seed=seed,
-        reward=final["reward_mean"],
-        stderr=final["reward_stderr"],
+        reward=reward,
+        stderr=stderr,
         lag=0.0,
         points=msgspec.json.decode((out / "points.json").read_bytes(), type=tuple[Point, ...]),
     )
+
+
+async def _evaluated(model: Path, seed: int, folder: Path) -> tuple[float, float]:
+    """Mean reward of fresh tasks, by `slipstream eval`, and its standard error."""
+    overrides = (*TASK, *TRAINING, *EVALUATION, f"seed={seed}", f"model.path={model}")
+    command = (sys.executable, "-m", "slipstream.launch.cli", "eval", PRESET, *overrides, "--json")
+    final = msgspec.json.decode(await _finish(command, folder / "eval.log"))
+    return final["reward_mean"], final["reward_stderr"]
 
 
 def _first_prompt(model: Path, overrides: Sequence[str]) -> list[int]:

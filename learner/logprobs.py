@@ -1,7 +1,7 @@
 """Log-probs and entropies of given tokens from logits, in float32, one chunk of rows at a time.
 
 Plain autograd would keep a float32 copy of [K, V] for log-softmax and another for the entropy. Here the logits are kept once, in
-the model's own dtype, and float32 exists for `CHUNK_ELEMENTS` numbers at a time, forward and backward.
+the model's own dtype, and float32 exists for a chunk at a time, forward and backward.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ from typing import Any
 
 import torch
 
-CHUNK_ELEMENTS = 1 << 24
-"""Float32 numbers in flight: 64 MiB, several rows even of the largest vocabularies, and large enough to keep a GPU busy."""
+CPU_CHUNK, GPU_CHUNK = 1 << 18, 1 << 24
+"""Float32 numbers in flight: 1 MiB, which stays in a core's cache, and 64 MiB, several rows even of the largest vocabularies, which
+keep a GPU busy."""
+
+LOWEST = torch.finfo(torch.float32).min
+"""In place of the -inf of a token that a model forbids: exp(-inf) * -inf is NaN, its share of an entropy is 0."""
 
 
 def token_logprobs(
@@ -42,12 +46,15 @@ class _TokenLogprobs(torch.autograd.Function):
         chosen = logits.new_empty(len(logits), dtype=torch.float32)
         entropy, normalizer = torch.empty_like(chosen), torch.empty_like(chosen)
         for part in chunks(logits):
-            z = logits[part].float() / temperature
-            normalizer[part] = torch.logsumexp(z, -1)
-            chosen[part] = z.gather(-1, targets[part, None]).squeeze(-1) - normalizer[part]
-            logp = z - normalizer[part, None]
-            # exp(-inf) * -inf is NaN where a model forbids a token; its share of the entropy is 0.
-            entropy[part] = -(logp.exp() * logp.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
+            z = (logits[part].float() / temperature).clamp_(min=LOWEST)
+            largest = z.amax(-1)
+            z -= largest[:, None]
+            weights = z.exp()
+            total = weights.sum(-1)
+            log_total = total.log()
+            chosen[part] = z.gather(-1, targets[part, None]).squeeze(-1) - log_total
+            entropy[part] = log_total - weights.mul_(z).sum(-1) / total
+            normalizer[part] = largest + log_total
         ctx.save_for_backward(logits, targets, normalizer, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -78,23 +85,24 @@ def logits_gradient(
         normalizer: float32[K], log of the sum of exp(logits / temperature) over the whole vocabulary.
         entropy: float32[K].
     """
-    grad_logits = torch.zeros_like(logits)
+    grad_logits = torch.empty_like(logits)
     owned = targets >= 0
+    scale = torch.zeros_like(normalizer) if grad_chosen is None else grad_chosen
     for part in chunks(logits):
-        logp = logits[part].float() / temperature - normalizer[part, None]
-        p = logp.exp()
-        grad = torch.zeros_like(p)
-        if grad_chosen is not None:
-            grad -= p * grad_chosen[part, None]
-            grad.scatter_add_(-1, targets[part, None].clamp(min=0), (grad_chosen * owned)[part, None])
-        if grad_entropy is not None:
-            surprise = logp.clamp(min=torch.finfo(torch.float32).min) + entropy[part, None]
-            grad -= p * surprise * grad_entropy[part, None]
-        grad_logits[part] = (grad / temperature).to(logits.dtype)
+        logp = (logits[part].float() / temperature).sub_(normalizer[part, None])
+        if grad_entropy is None:
+            grad = logp.exp_().mul_(-scale[part, None])
+        else:
+            grad = logp.exp()
+            surprise = logp.clamp_(min=LOWEST).add_(entropy[part, None])
+            grad.mul_(surprise.mul_(-grad_entropy[part, None]).sub_(scale[part, None]))
+        grad.scatter_add_(-1, targets[part, None].clamp(min=0), (scale * owned)[part, None])
+        grad_logits[part] = grad.div_(temperature)
     return grad_logits
 
 
 def chunks(logits: torch.Tensor) -> list[slice]:
     """Rows that are brought to float32 at a time."""
-    rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+    elements = CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK
+    rows = max(1, elements // logits.shape[-1])
     return [slice(start, start + rows) for start in range(0, len(logits), rows)]

@@ -156,7 +156,7 @@ def test_a_freak_token_leaves_the_metrics_finite():
 @pytest.mark.parametrize("chunk", [1, 70, 1 << 20])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_token_logprobs_and_entropy_equal_log_softmax(monkeypatch, chunk, temperature):
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(logprobs, "CPU_CHUNK", chunk)
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(9, 33, generator=generator)).requires_grad_()
     targets = torch.randint(0, 33, (9,), generator=generator)

@@ -110,14 +110,16 @@ def varlen_sdpa(
     grouped = query.shape[1] != key.shape[1]
     outputs = []
     heads = packed.heads or repeat((0, 0))
-    for (start, end), (head, stop) in zip(pairwise(packed.cu_seqlens), heads, strict=False):
-        band = _band(end - start, sliding_window, query.device, before=stop - head)
-        keys, values = key[:, :, start:end], value[:, :, start:end]
+    lengths = [end - start for start, end in pairwise(packed.cu_seqlens)]
+    # Split and not sliced: on the way back every slice would be a whole row of zeros with one part filled.
+    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), lengths, heads, strict=False)
+    for queries, keys, values, length, (head, stop) in parts:
+        band = _band(length, sliding_window, query.device, before=stop - head)
         if stop > head:
             keys, values = torch.cat([key[:, :, head:stop], keys], 2), torch.cat([value[:, :, head:stop], values], 2)
         outputs.append(
             functional.scaled_dot_product_attention(
-                query[:, :, start:end],
+                queries,
                 keys,
                 values,
                 attn_mask=band,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..logprobs import chunks, logits_gradient, token_logprobs
+from ..logprobs import LOWEST, chunks, logits_gradient, token_logprobs
 
 
 def split_logprobs(
@@ -44,13 +44,12 @@ class _SplitLogprobs(torch.autograd.Function):
         chosen = logits.new_empty(len(logits), dtype=torch.float32)
         entropy, normalizer = torch.empty_like(chosen), torch.empty_like(chosen)
         for part in chunks(logits):
-            z = logits[part].float() / temperature
+            z = (logits[part].float() / temperature).clamp_(min=LOWEST)
             largest = z.amax(-1)
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
             z -= largest[:, None]
             weight = z.exp()
-            # exp(-inf) * -inf is NaN where a model forbids a token; its share of the entropy is 0.
-            mean = (weight * z.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
+            mean = (weight * z).sum(-1)
             target = z.gather(-1, local[part, None]).squeeze(-1).where(owned[part], 0.0)
             sums = torch.stack([weight.sum(-1), mean, target])
             dist.all_reduce(sums, group=group)
