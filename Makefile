@@ -4,7 +4,7 @@
 
 PYTHON ?= $(shell command -v python3.11 >/dev/null 2>&1 && python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 SEED ?= 0
-WORKERS ?= 2
+WORKERS ?= 1
 MODEL ?= models/quickstart$(if $(filter-out 0,$(SEED)),-$(SEED))
 RUN ?= runs/quickstart
 SLIPSTREAM = .venv/bin/slipstream
@@ -41,9 +41,9 @@ install-trl: .venv-trl/installed
 	sh requirements/install-trl.sh $(PYTHON)
 	touch $@
 
-# Two processes test at once: many tests wait. A larger machine can take more (`make test WORKERS=8`), with 4 GiB for each.
+# Many tests wait: `make test WORKERS=2` lets two processes test at once, where there are 4 GiB for each.
 test: lint install-sglang
-	.venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
+	.venv/bin/python -m pytest $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist loadgroup)
 
 lint: install
 	.venv/bin/ruff format --check .
