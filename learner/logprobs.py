@@ -51,10 +51,11 @@ class _TokenLogprobs(torch.autograd.Function):
             z -= largest[:, None]
             weights = z.exp()
             total = weights.sum(-1)
-            log_total = total.log()
-            chosen[part] = z.gather(-1, targets[part, None]).squeeze(-1) - log_total
-            entropy[part] = log_total - weights.mul_(z).sum(-1) / total
-            normalizer[part] = largest + log_total
+            entropy[part] = total.log() - weights.mul_(z).sum(-1) / total
+            normalizer[part] = largest + total.log()
+            chosen[part] = (
+                logits[part].gather(-1, targets[part, None]).squeeze(-1).float() / temperature - normalizer[part]
+            )
         ctx.save_for_backward(logits, targets, normalizer, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)

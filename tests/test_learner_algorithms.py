@@ -179,3 +179,5 @@ def test_forbidden_tokens_leave_the_entropy_finite():
     (chosen + entropy).sum().backward()
     assert entropy.item() == pytest.approx(np.log(2))
     assert torch.isfinite(logits.grad).all()
+    impossible, _ = token_logprobs(logits, torch.tensor([2]), 1.0)
+    assert impossible.item() == float("-inf")  # and no large number, which would pass for a log-prob

@@ -44,12 +44,12 @@ class _SplitLogprobs(torch.autograd.Function):
         chosen = logits.new_empty(len(logits), dtype=torch.float32)
         entropy, normalizer = torch.empty_like(chosen), torch.empty_like(chosen)
         for part in chunks(logits):
-            z = (logits[part].float() / temperature).clamp_(min=LOWEST)
+            z = logits[part].float() / temperature
             largest = z.amax(-1)
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
             z -= largest[:, None]
             weight = z.exp()
-            mean = (weight * z).sum(-1)
+            mean = (weight * z.clamp(min=LOWEST)).sum(-1)
             target = z.gather(-1, local[part, None]).squeeze(-1).where(owned[part], 0.0)
             sums = torch.stack([weight.sum(-1), mean, target])
             dist.all_reduce(sums, group=group)
