@@ -69,16 +69,22 @@ class Saver:
         self.group = group
         self._thread: threading.Thread | None = None
 
-    def begin(self, directory: Path, write: Callable[[Path], None]) -> Future[None]:
-        """Collective. Have `write`, as in `appear`, write what nobody changes any more. The future is done when it is all there.
+    def begin(self, directory: Path, state: CheckpointState, write: Callable[[Path], None]) -> Future[None]:
+        """Collective. Have `write`, as in `appear`, write what nobody changes any more, and add `state`. The future is done when it
+        is all there.
 
         The future raises LearnerError where any rank could not write, or was lost; then `directory` is as it was before.
         """
         written = Future[None]()
 
+        def write_all(folder: Path) -> None:
+            write(folder)
+            if dist.get_rank() == 0:
+                (folder / STATE_FILE).write_bytes(msgspec.json.encode(state))
+
         def work() -> None:
             try:
-                appear(directory, write, self.group)
+                appear(directory, write_all, self.group)
             except BaseException as error:  # whatever it is, the loop that waits for the future raises it
                 written.set_exception(error)
             else:

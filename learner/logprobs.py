@@ -51,8 +51,9 @@ class _TokenLogprobs(torch.autograd.Function):
             z -= largest[:, None]
             weights = z.exp()
             total = weights.sum(-1)
-            entropy[part] = total.log() - weights.mul_(z).sum(-1) / total
-            normalizer[part] = largest + total.log()
+            log_total = total.log()
+            entropy[part] = log_total - weights.mul_(z).sum(-1) / total
+            normalizer[part] = largest + log_total
             chosen[part] = (
                 logits[part].gather(-1, targets[part, None]).squeeze(-1).float() / temperature - normalizer[part]
             )

@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
-import msgspec
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -22,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ...errors import CheckpointError
-from ..checkpoint import READING, STATE_FILE, CheckpointState, Saver, read_state, unreadable
+from ..checkpoint import READING, CheckpointState, Saver, read_state, unreadable
 from . import lora
 
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -45,10 +43,8 @@ def save(
 
     def write(folder: Path) -> None:
         dcp_save(content, checkpoint_id=folder, process_group=saver.group)
-        if dist.get_rank() == 0:
-            (folder / STATE_FILE).write_bytes(msgspec.json.encode(state))
 
-    return saver.begin(directory, write)
+    return saver.begin(directory, state, write)
 
 
 def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, of: str) -> CheckpointState:

@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
@@ -29,7 +28,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from ..checkpoint import READING, STATE_FILE, CheckpointState, Saver, read_state, unreadable
+from ..checkpoint import READING, CheckpointState, Saver, read_state, unreadable
 from .family import Policy
 
 FORMAT = CheckpointingConfig("torch_dist", 1)
@@ -53,9 +52,8 @@ def save(
         if dist.get_rank() == 0:
             torch.save(common, folder / COMMON_STATE_FNAME)
             save_config(FORMAT, str(folder))
-            (folder / STATE_FILE).write_bytes(msgspec.json.encode(state))
 
-    return saver.begin(directory, write)
+    return saver.begin(directory, state, write)
 
 
 def load(directory: Path, wrapped: Sequence[DistributedDataParallel], optimizer: Any) -> CheckpointState:
