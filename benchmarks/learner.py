@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import torch
 
 from ..configs.schema import Fsdp2
 from ..learner.model import vocabulary_size
@@ -29,8 +30,9 @@ ROUNDS = 6
 
 MIB = 1 << 20
 
-GROUPS = {"1M": 8}
-"""Task groups of eight by size of policy: the quickstart's batch for the quickstart's policy, one group for larger ones."""
+GROUPS, GROUPS_ON_CPU = 8, {"1M": 8}
+"""Task groups of eight in a batch, on a CPU by size of policy: the quickstart's batch for the quickstart's policy, one group for
+larger ones."""
 
 CONTENDERS = ("full", "bare", "padded", "two ranks", "two threads", "trl")
 """In the order of a round."""
@@ -38,6 +40,8 @@ CONTENDERS = ("full", "bare", "padded", "two ranks", "two threads", "trl")
 PLACES = {"two ranks": (2, 1), "two threads": (1, 2)}
 """Processes, and threads of each, of contenders that are not one process of one thread."""
 
+
+ON_CUDA = "not on CUDA, where each rank has a GPU and threads compute nothing"
 
 LONG_PROMPT, ANSWERS, ANSWER = 512, 8, 64
 """Tokens of the prompt, members of the group and tokens of each answer where what a shared prompt saves is measured."""
@@ -62,8 +66,9 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 async def learner(folder: Path, size: str, shape: Shape | None = None, rounds: int = ROUNDS) -> tuple[Result, ...]:
-    """All ratios for a random policy of `size`; without `shape`, for batches as large as suits it."""
-    return results(await measure(folder, size, shape or Shape(groups=GROUPS.get(size, 1)), rounds), size)
+    """All ratios for a random policy of `size`; without `shape`, for batches as large as suits it. On CUDA in bfloat16."""
+    groups = GROUPS if torch.cuda.is_available() else GROUPS_ON_CPU.get(size, 1)
+    return results(await measure(folder, size, shape or Shape(groups=groups), rounds), size)
 
 
 async def measure(folder: Path, size: str, shape: Shape, rounds: int) -> Measured:
@@ -72,10 +77,16 @@ async def measure(folder: Path, size: str, shape: Shape, rounds: int) -> Measure
     make_policy(model, size)
     vocabulary = vocabulary_size(str(model))
     batch, long = make_batch(shape, vocabulary), make_long_prompt(vocabulary, LONG_PROMPT, ANSWERS, ANSWER)
-    names = [name for name in CONTENDERS if name != "trl" or TRL.exists()]
+    names = [name for name in CONTENDERS if _is_here(name)]
     seconds, held = await _by_turns(names, batch, model, folder, rounds)
     long_prompt, _ = await _by_turns(("full", "unshared"), long, model, folder, rounds)
     return Measured(tokens_of(batch), fill_of(batch), seconds, held, long_prompt)
+
+
+def _is_here(contender: str) -> bool:
+    if contender == "trl":
+        return TRL.exists()
+    return contender not in PLACES or not torch.cuda.is_available()
 
 
 async def _by_turns(
@@ -88,7 +99,8 @@ async def _by_turns(
         for name in names:
             ranks, threads = PLACES.get(name, (1, 1))
             contender = "full" if name in PLACES else name
-            job = Job(contender, str(model), batch, Fsdp2().tokens_per_microbatch)
+            dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+            job = Job(contender, str(model), batch, Fsdp2().tokens_per_microbatch, dtype)
             place = stepping(name.replace(" ", "-"), job, folder, ranks=ranks, threads=threads)
             steppers[name] = await stack.enter_async_context(place)
         for number in range(rounds + 1):
@@ -104,8 +116,9 @@ def results(measured: Measured, size: str) -> tuple[Result, ...]:
 
     def row(name: str, contender: str, floor: str, note: str = "") -> Row:
         rates = [[measured.tokens / s for s in measured.seconds.get(key, ())] for key in (contender, floor)]
-        if not rates[1]:
-            return Row(name, sum(rates[0]) / len(rates[0]), float("nan"), "tokens/s", NO_TRL)
+        if not all(rates):
+            there, floored = (sum(several) / len(several) if several else float("nan") for several in rates)
+            return Row(name, there, floored, "tokens/s", NO_TRL if floor == "trl" else ON_CUDA)
         return by_rounds(name, rates[0], rates[1], "tokens/s", note=note)
 
     tokens = ANSWERS * (LONG_PROMPT + ANSWER)  # a prompt counts for each answer, however it is computed

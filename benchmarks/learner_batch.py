@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -54,16 +53,19 @@ class Job(msgspec.Struct, frozen=True):
         model: folder of the policy.
         batch: in the order of its groups.
         budget: tokens of one forward pass, padding included.
+        dtype: what is computed in.
     """
 
     contender: str
     model: str
     batch: tuple[Sampled, ...]
     budget: int
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 class Held(msgspec.Struct, frozen=True):
-    """Bytes resident in one process: before its first step, with the model and the batch there, and at most."""
+    """Bytes that one process holds: before its first step, with the model and the batch there, and at most. Resident ones, on CUDA
+    those of the GPU."""
 
     before: int
     peak: int
@@ -136,11 +138,3 @@ def _trajectory(one: Sampled, member: int) -> Trajectory:
         turn_rewards=(one.reward,),
         outcome=FINISHED,
     )
-
-
-def resident(kind: Literal["VmRSS", "VmHWM"]) -> int:
-    """Bytes of this process as the kernel counts them: `VmRSS` now, `VmHWM` at most."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{kind}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {kind}")

@@ -14,8 +14,9 @@ SHAPES = {
     "10M": Shape(hidden=384, layers=6, heads=6, kv_heads=2, head_dim=64, intermediate=1152),
     "50M": Shape(hidden=768, layers=7, heads=12, kv_heads=3, head_dim=64, intermediate=2304),
     "300M": Shape(hidden=1408, layers=13, heads=22, kv_heads=11, head_dim=64, intermediate=4224),
+    "440M": Shape(hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, intermediate=3072),
 }
-"""By their number of parameters; "1M" is the quickstart's."""
+"""By their number of parameters; "1M" is the quickstart's, "440M" has the layers of Qwen3-0.6B."""
 
 TURNS = 4
 

@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from ..parent import die_with
-from .learner_batch import LR, PROMPT, Held, Job, Sampled, resident
+from .learner_batch import LR, PROMPT, Held, Job, Sampled
+from .learner_memory import held
 
 ANSWERS = os.fdopen(os.dup(1), "w")
 """What we answer. What libraries print on stdout must not be taken for it, and goes where errors go."""
@@ -52,14 +53,16 @@ class Conductor(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not self.before:
-            self.before = resident("VmRSS")
+            self.before = held("now")
             _say("ready")
         if not sys.stdin.readline():
-            _say(msgspec.json.encode(Held(self.before, resident("VmHWM"))).decode())
+            _say(msgspec.json.encode(Held(self.before, held("at most"))).decode())
             os._exit(0)
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         _say(f"{time.perf_counter() - self._began}")
 
 
@@ -102,7 +105,7 @@ def main() -> None:
     arguments = GRPOConfig(
         output_dir=str(Path(sys.argv[1]).parent / "trl"),
         use_cpu=not torch.cuda.is_available(),
-        bf16=False,
+        bf16=job.dtype == "bfloat16",
         per_device_train_batch_size=at_once,
         gradient_accumulation_steps=len(job.batch) // at_once,
         num_generations=group_size,

@@ -40,7 +40,7 @@ Check = Callable[[Config], str]
 SUPPORTED = ((3, 11), (3, 12))
 """Python versions that the engines have wheels for."""
 
-PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "uvloop", "aiohttp", "renderers", "reasoning-gym", "ray")
+PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "uvloop", "aiohttp", "renderers", "reasoning-gym")
 
 
 def preflight(config: Config) -> None:
@@ -63,7 +63,7 @@ def python(config: Config) -> str:
 
 def packages(config: Config) -> str:
     found = []
-    for name in PACKAGES:
+    for name in (*PACKAGES, *(["ray"] if config.launch.kind == "ray" else [])):
         try:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:

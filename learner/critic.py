@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..errors import LearnerError
 from .backend import LossOutput, PackedRow
+from .fsdp2.attention import PACKED
 from .fsdp2.backend import Fsdp2Backend
 from .model import load_critic
 
@@ -24,7 +25,7 @@ class Critic(Fsdp2Backend):
     takes a loss on that; entropies are 0."""
 
     def _load_model(self, path: str) -> PreTrainedModel:
-        model: Any = load_critic(path, self._attention)
+        model: Any = load_critic(path, PACKED)
         model.score.register_forward_hook(_of_its_own)
         return model
 

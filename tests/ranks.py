@@ -23,6 +23,7 @@ from slipstream.configs.schema import Model
 from slipstream.learner.checkpoint import CheckpointState
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.tests.equality import LOSS, OPTIMIZER, SEQUENCE_MEAN, STEPS, TEMPERATURE, make_batch, make_rows
+from slipstream.tests.tiny import one_gpu
 from slipstream.weightsync.adapters import are_adapters, merge
 from slipstream.weightsync.fit import base_weights
 
@@ -68,7 +69,7 @@ def run(job: Job, backend: Fsdp2Backend) -> None:
             saving = backend.save(Path(job.save), CheckpointState(step=2, version=12))
     if saving is not None:
         saving.result(DEADLINE_S)
-    weights = dict(backend.named_weights())
+    weights = {name: tensor.cpu() for name, tensor in backend.named_weights()}
     if are_adapters(weights):
         weights = dict(merge(weights, base_weights(job.model)))
     if backend.rank == 0:
@@ -120,8 +121,13 @@ def run_on_two_ranks(root: Path, script: str, jobs: Sequence[msgspec.Struct], *a
     command = [sys.executable, script, payload, *arguments]
     logs = [(root / f"rank-{rank}.log").open("w+") for rank in range(2)]
     ranks = [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=logs[rank], stderr=subprocess.STDOUT)
-        for rank in range(2)
+        subprocess.Popen(
+            command,
+            env=environment | {"RANK": str(rank)} | one_gpu(f"rank-{rank}"),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        for rank, log in enumerate(logs)
     ]
     try:
         codes = [process.wait(DEADLINE_S) for process in ranks]

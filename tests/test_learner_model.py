@@ -44,7 +44,7 @@ def refusal(path) -> str:
 def test_a_good_folder_passes_and_loads_in_float32(tmp_path):
     folder = write(tmp_path)
     check_model(str(folder))
-    model = load_model(str(folder), attention.VARLEN_SDPA)
+    model = load_model(str(folder), attention.PACKED)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert not model.training
     assert len(load_tokenizer(str(folder))) == 32
@@ -95,12 +95,12 @@ def test_packed_attention_equals_one_sequence_at_a_time(tmp_path, window):
     """Also where every second layer sees only the last five tokens."""
     kinds = ["full_attention", "sliding_attention" if window else "full_attention"]
     folder = write(tmp_path, layer_types=kinds, sliding_window=window, use_sliding_window=window is not None)
-    packed = load_model(str(folder), attention.VARLEN_SDPA)
+    packed = load_model(str(folder), attention.PACKED)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     assert plain.config._attn_implementation != packed.config._attn_implementation
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(0, 32, (n,), generator=generator) for n in (9, 1, 17)]
-    arguments = attention.forward_arguments(attention.VARLEN_SDPA, (0, 9, 10, 27), torch.device("cpu"))
+    arguments = attention.forward_arguments((0, 9, 10, 27), torch.device("cpu"))
     positions = torch.cat([torch.arange(len(s)) for s in sequences])
     logits = packed(input_ids=torch.cat(sequences)[None], position_ids=positions[None], **arguments).logits[0]
     expected = torch.cat([plain(input_ids=s[None], use_cache=False).logits[0] for s in sequences])
@@ -111,13 +111,11 @@ def test_packed_attention_equals_one_sequence_at_a_time(tmp_path, window):
 def test_attention_that_would_be_ignored_is_an_error(wish):
     states = torch.zeros(1, 4, 3, 8)
     with pytest.raises(LearnerError, match="cannot do"):
-        attention.varlen_sdpa(
-            torch.nn.Identity(), states, states, states, None, **{"packed": attention.Packed((0, 3))} | wish
+        attention.packed_attention(
+            torch.nn.Identity(),
+            states,
+            states,
+            states,
+            None,
+            **{"packed": attention.Packed((0, 3), states.device)} | wish,
         )
-
-
-def test_flash_attention_is_told_the_same_cuts():
-    arguments = attention.forward_arguments(attention.FLASH, (0, 4, 9), torch.device("cpu"))
-    assert arguments["use_cache"] is False
-    assert arguments["cu_seq_lens_q"].tolist() == arguments["cu_seq_lens_k"].tolist() == [0, 4, 9]
-    assert arguments["max_length_q"] == arguments["max_length_k"] == 5

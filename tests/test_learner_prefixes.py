@@ -117,14 +117,14 @@ def test_attention_and_its_gradient_are_those_of_whole_sequences(
     asked = torch.randn(1, len(row.token_ids), 4, 8, generator=generator, dtype=torch.float64)
 
     def attend(query, key, value, packed):
-        output, _ = attention.varlen_sdpa(
+        output, _ = attention.packed_attention(
             torch.nn.Identity(), query, key, value, None, sliding_window=window, packed=packed
         )
         return output
 
-    expected = attend(*(x[:, :, made.where] for x in states), attention.Packed(row.cu_seqlens))
+    expected = attend(*(x[:, :, made.where] for x in states), attention.Packed(row.cu_seqlens, row.token_ids.device))
     wanted = torch.autograd.grad((expected * asked).sum(), states)
-    shared = attend(*states, attention.Packed(made.cu_seqlens, heads=made.heads))[:, made.where]
+    shared = attend(*states, attention.Packed(made.cu_seqlens, row.token_ids.device, heads=made.heads))[:, made.where]
     torch.testing.assert_close(shared, expected, atol=1e-12, rtol=0)
     for found, gradient in zip(torch.autograd.grad((shared * asked).sum(), states), wanted, strict=True):
         torch.testing.assert_close(found, gradient, atol=1e-12, rtol=0)

@@ -68,6 +68,12 @@ def logprobs(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([token_ids]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
 
 
+def one_gpu(host: str) -> dict[str, str]:
+    """Environment of a process that shares its GPU with others of its NCCL group. NCCL refuses two processes of one host that do;
+    so each says it is a host of its own, and they meet over sockets."""
+    return {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo"}
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]

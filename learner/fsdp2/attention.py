@@ -1,5 +1,8 @@
 """Attention over packed rows, without padding and without a [N, N] mask.
 
+    on CUDA, in half precision   one call of torch's FlashAttention (Dao 2023, arXiv:2307.08691) for all sequences
+    elsewhere                    one call of torch's scaled dot-product attention for each
+
 Invariants:
 - A token attends to itself and to earlier tokens of its own sequence only; sequences are cut by `cu_seqlens`, and may continue the
   beginning of another one, which they share (`prefixes.py`).
@@ -9,71 +12,89 @@ Invariants:
 
 from __future__ import annotations
 
+from functools import cached_property
+from inspect import signature
 from itertools import pairwise, repeat
 from typing import Any
 
+import msgspec
 import torch
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.utils.import_utils import is_flash_attn_2_available
 
 from ...errors import LearnerError
 from .context_parallel import Context
 
-VARLEN_SDPA = "slipstream_varlen_sdpa"
-FLASH = "flash_attention_2"
+PACKED = "slipstream_packed"
+"""What `attn_implementation` calls it."""
 
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_HEADS = 8, 256
+"""What a head's size has to be a multiple of for FlashAttention, and the largest."""
 
-def implementation(device: torch.device, dtype: torch.dtype, *, shared: bool) -> str:
-    """The attention implementation for `attn_implementation`: flash-attn where it can run, else one SDPA per sequence, which alone
-    knows what to do with rows that ranks share."""
-    flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and is_flash_attn_2_available()
-    return FLASH if flash and not shared else VARLEN_SDPA
-
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""That keys may have fewer heads than queries; torch 2.11 takes it for granted."""
 
 Heads = tuple[tuple[int, int], ...]
 """Of each sequence of a row, from where to where in the row it is continued; an empty range where it is whole."""
+
+
+class Cuts(msgspec.Struct, frozen=True):
+    """Where the sequences of a row are cut, as FlashAttention wants to know it.
+
+    Attributes:
+        queries, keys: int32[S + 1] offsets.
+        longest_query, longest_key: tokens of the longest sequence.
+        kept: int64[K], which of the row's keys those are, one sequence after the other; None for all of them as they are.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    longest_query: int
+    longest_key: int
+    kept: torch.Tensor | None
 
 
 class Packed:
     """Where the sequences of a row are cut and what they continue, and which rank of a shared row this is. An object and not its
     parts: a compiler looks into arguments, and would make another program for every packing."""
 
-    def __init__(self, cu_seqlens: tuple[int, ...], context: Context | None = None, heads: Heads = ()) -> None:
+    def __init__(
+        self, cu_seqlens: tuple[int, ...], device: torch.device, context: Context | None = None, heads: Heads = ()
+    ) -> None:
         self.cu_seqlens = cu_seqlens
         self.heads = heads
         self.context = context if context is not None and context.size > 1 else None
+        self._device = device
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """Once for all layers."""
+        lengths = [end - start for start, end in pairwise(self.cu_seqlens)]
+        queries = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=self._device)
+        if not any(stop > head for head, stop in self.heads):
+            return Cuts(queries, queries, max(lengths), max(lengths), None)
+        spans = zip(self.heads, pairwise(self.cu_seqlens), strict=True)
+        kept = [torch.cat([torch.arange(*head), torch.arange(*own)]) for head, own in spans]
+        with_heads = torch.tensor([0, *map(len, kept)]).cumsum(0).to(self._device, torch.int32)
+        return Cuts(queries, with_heads, max(lengths), max(map(len, kept)), torch.cat(kept).to(self._device))
 
 
 def hide_from_compiler() -> None:
     """Have compiled layers call attention as it is, between two compiled parts."""
-    AttentionInterface.register(VARLEN_SDPA, torch.compiler.disable(varlen_sdpa))
+    AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
 
 
 def forward_arguments(
-    name: str,
-    cu_seqlens: tuple[int, ...],
-    device: torch.device,
-    context: Context | None = None,
-    heads: Heads = (),
+    cu_seqlens: tuple[int, ...], device: torch.device, context: Context | None = None, heads: Heads = ()
 ) -> dict[str, Any]:
-    """Keyword arguments of the model's `forward` that tell implementation `name` where the sequences are cut, and who has them.
-    `heads` are for `VARLEN_SDPA` alone."""
-    if name == VARLEN_SDPA:
-        return {"use_cache": False, "packed": Packed(cu_seqlens, context, heads)}
-    cuts = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
-    longest = max(b - a for a, b in pairwise(cu_seqlens))
-    return {
-        "use_cache": False,
-        "cu_seq_lens_q": cuts,
-        "cu_seq_lens_k": cuts,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    """Keyword arguments of the model's `forward` that tell attention where the sequences are cut, and who has them."""
+    return {"use_cache": False, "packed": Packed(cu_seqlens, device, context, heads)}
 
 
-def varlen_sdpa(
+def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -88,7 +109,7 @@ def varlen_sdpa(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """One causal SDPA call per sequence: work grows with the sum of squared lengths.
+    """Causal attention within each sequence: work grows with the sum of squared lengths.
 
     Args:
         query: [1, heads, N, head_dim]; `key` and `value` may have fewer heads (grouped-query attention).
@@ -107,6 +128,55 @@ def varlen_sdpa(
     context = packed.context
     if context is not None:
         query, key, value = context.to_heads(query), context.to_heads(key), context.to_heads(value)
+    attend = _flash if _can_flash(query) else _sdpa
+    output = attend(query, key, value, packed, scaling, sliding_window)
+    return output if context is None else context.to_tokens(output), None
+
+
+def _can_flash(query: torch.Tensor) -> bool:
+    multiple, largest = FLASH_HEADS
+    head_dim = query.shape[-1]
+    return query.is_cuda and query.dtype in FLASH_DTYPES and head_dim % multiple == 0 and head_dim <= largest
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: Packed,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    cuts = packed.cuts
+    queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
+    if cuts.kept is not None:
+        keys, values = keys[cuts.kept], values[cuts.kept]
+    # A window counts from the last key of a sequence, so that one which continues another sees what it would see as a whole.
+    back = -1 if window is None else window - 1
+    output = varlen_attn(
+        queries,
+        keys,
+        values,
+        cuts.queries,
+        cuts.keys,
+        cuts.longest_query,
+        cuts.longest_key,
+        scale=scaling,
+        window_size=(back, 0),
+        **GROUPED,
+    )
+    assert isinstance(output, torch.Tensor)
+    return output[None]
+
+
+def _sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: Packed,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
     grouped = query.shape[1] != key.shape[1]
     outputs = []
     heads = packed.heads or repeat((0, 0))
@@ -114,7 +184,7 @@ def varlen_sdpa(
     # Split and not sliced: on the way back every slice would be a whole row of zeros with one part filled.
     parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), lengths, heads, strict=False)
     for queries, keys, values, length, (head, stop) in parts:
-        band = _band(length, sliding_window, query.device, before=stop - head)
+        band = _band(length, window, query.device, before=stop - head)
         if stop > head:
             keys, values = torch.cat([key[:, :, head:stop], keys], 2), torch.cat([value[:, :, head:stop], values], 2)
         outputs.append(
@@ -128,8 +198,7 @@ def varlen_sdpa(
                 enable_gqa=grouped,
             )
         )
-    output = torch.cat(outputs, 2).transpose(1, 2).contiguous()
-    return output if context is None else context.to_tokens(output), None
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
 
 def _band(length: int, window: int | None, device: torch.device, before: int = 0) -> torch.Tensor | None:
@@ -144,8 +213,8 @@ def _band(length: int, window: int | None, device: torch.device, before: int = 0
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """`varlen_sdpa` cuts by offsets and needs no mask."""
+    """`packed_attention` cuts by offsets and needs no mask."""
 
 
-AttentionInterface.register(VARLEN_SDPA, varlen_sdpa)
-AttentionMaskInterface.register(VARLEN_SDPA, _no_mask)
+AttentionInterface.register(PACKED, packed_attention)
+AttentionMaskInterface.register(PACKED, _no_mask)

@@ -60,7 +60,6 @@ class Fsdp2Model:
             liger.check(self.device, family)
             liger.apply(family.model_type)
         dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
-        self._attention = attention.implementation(self.device, dtype, shared=config.context_parallel > 1)
         self._model = self._load_model(model.path)
         check_heads(self._model.config, config.context_parallel)
         self._adapted = config.lora_rank > 0
@@ -76,8 +75,7 @@ class Fsdp2Model:
         self.rank, self.world_size = self._parts.rank, self._parts.size
         self.data_rank, self.data_size = self._parts.data_rank, self._parts.data_size
         self._context = self._parts.context
-        # Elsewhere each sequence must have keys of its own.
-        self.shares_prefixes = self._attention == attention.VARLEN_SDPA and self._context.size == 1
+        self.shares_prefixes = self._context.size == 1  # parts of a row end where they end, also within a prompt
         self._shard(dtype, config.offload)
 
     def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
@@ -143,7 +141,7 @@ class Fsdp2Model:
         predicting = tree.where[targets - 1]
         mine = (predicting >= part.start) & (predicting < part.stop)
         predicting, targets = (places[mine].to(self.device) for places in (predicting, targets))
-        inputs = attention.forward_arguments(self._attention, cu_seqlens, self.device, self._context, tree.heads)
+        inputs = attention.forward_arguments(cu_seqlens, self.device, self._context, tree.heads)
         inputs["input_ids"] = token_ids[None, part].to(self.device)
         inputs["position_ids"] = position_ids[None, part].to(self.device)
         wanted = row.token_ids.to(self.device)[targets]
@@ -154,7 +152,7 @@ class Fsdp2Model:
         return logprobs, entropies
 
     def _load_model(self, path: str) -> PreTrainedModel:
-        return load_model(path, self._attention)
+        return load_model(path, attention.PACKED)
 
     def _say(
         self, inputs: dict[str, Any], places: torch.Tensor, targets: torch.Tensor, temperature: float

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -49,6 +50,7 @@ def make_publisher(
     transport: TransportKind = "broadcast",
     bucket_bytes: int = 64 << 10,
     push_s: float = 60.0,
+    backend: Literal["gloo", "nccl"] = "gloo",
 ) -> Publisher:
     """A publisher to `engines` as the learner makes one; weights are several buckets, files go below `folder`."""
     return Publisher(
@@ -56,8 +58,8 @@ def make_publisher(
         transport=transport,
         folder=folder,
         host="127.0.0.1",
-        backend="gloo",
-        device=torch.device("cpu"),
+        backend=backend,
+        device=torch.device("cpu" if backend == "gloo" else "cuda"),
         bucket_bytes=bucket_bytes,
         push_s=push_s,
         canary_tolerance=reference.TOLERANCE,

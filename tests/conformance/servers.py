@@ -81,7 +81,7 @@ class Server:
         """Start it, unless it runs; it may not answer yet."""
         if self.alive:
             return
-        variables = os.environ | servers.environment(self.config)
+        variables = os.environ | servers.environment(self.config) | tiny.one_gpu(f"server-{self.port}")
         line = servers.command(self.config, HOST, self.port, seed=self.port)
         with self._log.open("ab") as out:
             self._process = subprocess.Popen(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from slipstream.configs.schema import TransportKind
 from slipstream.errors import WeightSyncError
+from slipstream.rollout import servers
 from slipstream.tests import tiny
 from slipstream.tests.conformance import reference
 from slipstream.tests.conformance.kinds import Kind
@@ -58,6 +59,24 @@ async def test_every_transport_brings_the_weights(kind: Kind, replica: Replica, 
         version = await replica.push(which, transport)
         assert await replica.engine.version() == version
         assert await replica.serves(which)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+async def test_nccl_brings_the_weights(replica: Replica, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if servers.serves_on_cpu(replica.server.config):
+        pytest.skip(f"{replica.kind.name} computes on the CPU")
+    for name, value in tiny.one_gpu("learner").items():
+        monkeypatch.setenv(name, value)
+    publisher = make_publisher(replica.engine, folder=tmp_path, backend="nccl")
+    for which in (1, 0, 1):
+        weights = {name: tensor.cuda() for name, tensor in tiny.weights(replica.weights.folders[which]).items()}
+        canary = tiny.canary(replica.weights.models[which])
+        report = await publisher.publish(next(VERSIONS), weights.items(), *canary)
+        assert (report.pushed, report.failed) == (("replica",), {})
+        assert report.canary <= TOLERANCE
+        replica.version = report.version
+        assert await replica.serves(which)
+    publisher.close()
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "delta"])

@@ -1,0 +1,21 @@
+"""What a contender of `bench learner` holds in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+FIELDS = {"now": "VmRSS", "at most": "VmHWM"}
+"""As the kernel calls them."""
+
+
+def held(when: Literal["now", "at most"]) -> int:
+    """Bytes that this process has on the GPU, where there is one, else those that are resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated() if when == "now" else torch.cuda.max_memory_allocated()
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{FIELDS[when]}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {FIELDS[when]}")
