@@ -130,7 +130,8 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[Conductor()],
     )
-    trainer.micro_batches = micro_batches(job.batch, at_once)
+    device = trainer.accelerator.device
+    trainer.micro_batches = [{k: v.to(device) for k, v in part.items()} for part in micro_batches(job.batch, at_once)]
     trainer.train()
 
 

