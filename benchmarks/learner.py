@@ -5,7 +5,8 @@
     unshared  full, a group's prompt computed by each member
 
 Invariants:
-- Every contender is in processes of its own with one thread each, unless it says otherwise, and they step by turns.
+- Every contender is in processes of its own with one thread each, unless it says otherwise, and they step by turns; on a GPU, which
+  has no room for all of them, one after the other.
 - Rates are useful tokens per second: prompts and answers of the batch, padding not counted.
 - The first round warms up and counts for nothing.
 """
@@ -30,9 +31,11 @@ ROUNDS = 6
 
 MIB = 1 << 20
 
-GROUPS, GROUPS_ON_CPU = 8, {"1M": 8}
-"""Task groups of eight in a batch, on a CPU by size of policy: the quickstart's batch for the quickstart's policy, one group for
-larger ones."""
+GROUPS = {"1M": 8}
+"""Task groups of eight by size of policy: the quickstart's batch for the quickstart's policy, one group for larger ones."""
+
+GPU_SHAPE, GPU_BUDGET = Shape(groups=8, longest=2048), 32_768
+"""A batch, and tokens of one forward pass, that keep a GPU busy."""
 
 CONTENDERS = ("full", "bare", "padded", "two ranks", "two threads", "trl")
 """In the order of a round."""
@@ -67,8 +70,8 @@ class Measured(msgspec.Struct, frozen=True):
 
 async def learner(folder: Path, size: str, shape: Shape | None = None, rounds: int = ROUNDS) -> tuple[Result, ...]:
     """All ratios for a random policy of `size`; without `shape`, for batches as large as suits it. On CUDA in bfloat16."""
-    groups = GROUPS if torch.cuda.is_available() else GROUPS_ON_CPU.get(size, 1)
-    return results(await measure(folder, size, shape or Shape(groups=groups), rounds), size)
+    fitting = GPU_SHAPE if torch.cuda.is_available() else Shape(groups=GROUPS.get(size, 1))
+    return results(await measure(folder, size, shape or fitting, rounds), size)
 
 
 async def measure(folder: Path, size: str, shape: Shape, rounds: int) -> Measured:
@@ -93,14 +96,17 @@ async def _by_turns(
     names: Sequence[str], batch: tuple[Sampled, ...], model: Path, folder: Path, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[Held]]]:
     """Seconds of each step, and memory of each process, of contenders that step on `batch`."""
+    if torch.cuda.is_available() and len(names) > 1:
+        alone = [await _by_turns((name,), batch, model, folder, rounds) for name in names]
+        return {k: v for one, _ in alone for k, v in one.items()}, {k: v for _, one in alone for k, v in one.items()}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     async with contextlib.AsyncExitStack() as stack:
         steppers = dict[str, Stepper]()
         for name in names:
             ranks, threads = PLACES.get(name, (1, 1))
             contender = "full" if name in PLACES else name
-            dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-            job = Job(contender, str(model), batch, Fsdp2().tokens_per_microbatch, dtype)
+            how = (GPU_BUDGET, "bfloat16") if torch.cuda.is_available() else (Fsdp2().tokens_per_microbatch, "float32")
+            job = Job(contender, str(model), batch, *how)
             place = stepping(name.replace(" ", "-"), job, folder, ranks=ranks, threads=threads)
             steppers[name] = await stack.enter_async_context(place)
         for number in range(rounds + 1):
