@@ -21,6 +21,10 @@ from .http import SERVER_KEEPALIVE_S
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 """What `vllm serve` runs; the `vllm` command itself is broken in the wheel for CPU."""
 
+NOMINAL_SHARE = 0.01
+"""Of a GPU, beside a size for the KV cache. vLLM takes the size, and yet refuses to start where its usual share, 0.92, is not free:
+on a GPU that others use, too."""
+
 CPU_BLOCK = 32
 """Tokens per KV block on CPU: vLLM's own 128 finds no common prefix in short prompts."""
 
@@ -112,7 +116,7 @@ def memory(text: str, cpu: bool, key: str = "rollout.engine.memory") -> dict[str
     """The arguments that `text`, which the config has at `key`, means. Raises ConfigError."""
     size = parse_memory(text, key)
     if isinstance(size, int):
-        return {"kv-cache-memory-bytes": size}
+        return {"kv-cache-memory-bytes": size, **({} if cpu else {"gpu-memory-utilization": NOMINAL_SHARE})}
     if cpu:
         raise ConfigError(f"{key}: {text!r} is not allowed here; write a size such as 128MiB")
     return {"gpu-memory-utilization": size}

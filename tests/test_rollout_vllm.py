@@ -383,3 +383,5 @@ def test_what_is_installed_says_where_servers_compute(
         line = vllm_server.command(Config(rollout=Rollout(engine=Vllm(memory="0.4"))), servers.LOOPBACK, 1)
         assert "--gpu-memory-utilization=0.4" in line
         assert "--enforce-eager" not in line
+        line = vllm_server.command(Config(rollout=Rollout(engine=Vllm(memory="1GiB"))), servers.LOOPBACK, 1)
+        assert {"--kv-cache-memory-bytes=1073741824", "--gpu-memory-utilization=0.01"} <= set(line)

@@ -42,7 +42,8 @@ def check_installed(layout: Megatron) -> None:
         )
     if util.find_spec("transformer_engine") is None:
         raise ConfigError(
-            f"{KEY}.kind: megatron on CUDA needs the package transformer-engine; `pip install transformer-engine[pytorch]`"
+            f"{KEY}.kind: megatron on CUDA needs the package transformer-engine; "
+            "`pip install --no-build-isolation 'transformer-engine[pytorch]>=2.10,<2.12'`"
         )
 
 

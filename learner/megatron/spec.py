@@ -1,4 +1,5 @@
-"""What a layer is made of: TransformerEngine's modules on CUDA; on CPU Megatron's own, with a norm and an attention from here."""
+"""What a layer is made of: TransformerEngine's modules on CUDA in bfloat16, elsewhere Megatron's own, with a norm and an attention
+from here. TransformerEngine multiplies float32 matrices in TF32, and before 2.11 it has no float32 attention over packed rows."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class PackedAttention(MegatronModule):
         outputs = []
         for start, end in pairwise(cuts):
             mine = slice(start // size, end // size)
-            seen = held[mine, None] >= torch.arange(start, end) if size > 1 else None
+            seen = (held[mine, None] >= torch.arange(start, end)).to(query.device) if size > 1 else None
             outputs.append(
                 functional.scaled_dot_product_attention(
                     query[mine].transpose(0, 1)[None],
@@ -78,14 +79,14 @@ class PackedAttention(MegatronModule):
 
 def block_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules | ModuleSpec:
     """The layers of this stage."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and config.params_dtype is torch.bfloat16:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=virtual_stage)
     count = get_num_layers_to_build(config, vp_stage=virtual_stage)
     norm: Any = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[_cpu_layer(config) for _ in range(count)], layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[_local_layer(config) for _ in range(count)], layer_norm=norm)
 
 
-def _cpu_layer(config: TransformerConfig) -> ModuleSpec:
+def _local_layer(config: TransformerConfig) -> ModuleSpec:
     spec: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
