@@ -34,7 +34,6 @@ from ..launch.wiring import make_backend
 from ..learner.algorithms import advantage_of
 from ..learner.batch import TrainSequence, rank_rows, to_sequences
 from ..learner.checkpoint import CheckpointState
-from ..learner.companions import Companions
 from ..learner.fsdp2 import attention
 from ..learner.fsdp2.backend import Fsdp2Backend
 from ..learner.step import Stepper
@@ -62,7 +61,7 @@ class Full:
         )
         self._backend = make_backend(config, temperature=1.0)
         longest = max(len(one.token_ids) for one in job.batch)
-        self._stepper = Stepper(config.learner, self._backend, longest, Companions(config.learner, self._backend))
+        self._stepper = Stepper(config.learner, self._backend, longest)
         one_by_one = [trajectory for group in self._groups for trajectory in group]
         self._fresh = one_by_one[::FRESH_EVERY] if self._backend.rank == 0 else []
 

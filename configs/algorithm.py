@@ -268,6 +268,16 @@ class Algorithm(Section, frozen=True):
     """Optimizer steps per batch; more than one makes the proximal policy differ from the target."""
 
 
+def needs_reference(algorithm: Algorithm) -> bool:
+    """Whether something is relative to a reference policy."""
+    return isinstance(algorithm.kl, Kl) or isinstance(algorithm.advantage, Prime)
+
+
+def needs_critic(algorithm: Algorithm) -> bool:
+    """Whether a model learns beside the policy: a critic, or what gives process rewards."""
+    return isinstance(algorithm.advantage, Gae | Prime)
+
+
 def plays_greedily(algorithm: Algorithm) -> bool:
     """Whether one episode of each group is played greedily, for the others to be compared with."""
     return isinstance(algorithm.advantage, Remax)

@@ -7,12 +7,24 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import get_args, get_type_hints
 
 from ..errors import ConfigError
-from .algorithm import REFILLABLE, SELF_CORRECTING, KlInLoss, Masked, NoCorrection, Rejected, Truncated
+from .algorithm import (
+    REFILLABLE,
+    SELF_CORRECTING,
+    Gae,
+    KlInLoss,
+    Masked,
+    NoCorrection,
+    Rejected,
+    Truncated,
+    needs_critic,
+    needs_reference,
+)
 from .backends import Fsdp2, Megatron, copy_ranks
 from .reward import FIELDS, Judge, ModelReward, fields_of
 from .schema import NO_FAULTS, Agent, Config, Fake, Fault, Mixture, PythonEnv, ReasoningGym, parse_memory, parse_size
@@ -48,6 +60,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _optimizer(config)
     yield from _backend(config)
     yield from _layout(config)
+    yield from _placed(config)
     yield from _reward(config)
     if config.model.dtype == "bfloat16" and config.weightsync.canary_tolerance < BF16_NOISE:
         yield (
@@ -237,3 +250,29 @@ def _layout(config: Config) -> Iterator[str]:
             f"{key}.virtual_stages={backend.virtual_stages} with {key}.pipeline_parallel=1: there are no stages; allowed is 1, "
             "or a pipeline_parallel of 2 and more"
         )
+
+
+def _placed(config: Config) -> Iterator[str]:
+    """Models beside the policy in processes of their own."""
+    learner = config.learner
+    algorithm, beside, key = learner.algorithm, learner.beside, "learner.algorithm"
+    if beside["reference"] and not needs_reference(algorithm):
+        yield (
+            f"learner.beside.reference={beside['reference']}: this algorithm has no reference policy; allowed are 0, or "
+            f"{key}.kl.kind of loss or reward, or {key}.advantage.kind=prime"
+        )
+    if beside["critic"] and not needs_critic(algorithm):
+        yield (
+            f"learner.beside.critic={beside['critic']}: no model learns beside the policy in this algorithm; allowed are 0, or "
+            f"{key}.advantage.kind of gae or prime"
+        )
+    unit = copy_ranks(learner.backend)
+    if isinstance(learner.backend, Megatron):
+        unit = math.lcm(unit, learner.backend.pipeline_parallel * learner.backend.expert_parallel)
+    for kind, ranks in beside.items():
+        whole = kind == "critic" and isinstance(algorithm.advantage, Gae)  # it is not split as the policy is
+        if ranks > 1 and ranks % unit and not whole:
+            yield (
+                f"learner.beside.{kind}={ranks}: learner.backend splits a model, and with it this one, over {unit} ranks; "
+                f"allowed are 0, 1, which holds it whole, and multiples of {unit}"
+            )

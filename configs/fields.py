@@ -67,6 +67,8 @@ def type_text(kind: reflect.Type) -> str:
         case reflect.DictType(key_type=names, value_type=below) if variants(below):
             keys = ", ".join(map(str, names.values)) if isinstance(names, reflect.LiteralType) else "names"
             return f"a mapping of {keys} to {type_text(below).removeprefix('a ').replace('section', 'sections', 1)}"
+        case reflect.DictType(key_type=reflect.LiteralType(values=values), value_type=below):
+            return f"a mapping of {', '.join(map(str, values))} to {type_text(below)}"
         case reflect.DictType():
             return "a mapping of names to values"
         case reflect.VarTupleType(item_type=reflect.StructType(fields=fields)):

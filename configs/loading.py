@@ -243,7 +243,7 @@ def _refuse_below(value: Any, kind: reflect.Type, default: Any, path: str) -> No
         case reflect.VarTupleType(item_type=below), list():
             for number, item in enumerate(value):
                 _refuse_below(item, below, None, f"{path}[{number}]")
-        case reflect.DictType(key_type=names, value_type=below), dict() if variants(below):
+        case reflect.DictType(key_type=names, value_type=below), dict():
             for name, item in value.items():
                 if isinstance(names, reflect.LiteralType) and name not in names.values:
                     allowed = [str(n) for n in names.values]
@@ -290,7 +290,9 @@ def _explain(error: str, data: Any) -> str:
 
 
 def _fits(item: Any, kind: reflect.Type) -> bool:
-    """Whether a value is one of the sections that `kind` may be."""
+    """Whether a value is one of the sections, or the integer, that `kind` may be."""
+    if isinstance(kind, reflect.IntType):
+        return type(item) is int and (kind.ge is None or item >= kind.ge)
     sections = variants(kind)
     tag = item.get(str(sections[0].tag_field)) if isinstance(item, dict) else None
     try:

@@ -271,6 +271,12 @@ class Checkpoint(Section, frozen=True):
     """Checkpoints kept."""
 
 
+Beside = Literal["reference", "critic"]
+
+NOBODY_BESIDE: dict[Beside, int] = {"reference": 0, "critic": 0}
+"""All models are held by the learner's ranks."""
+
+
 class Learner(Section, frozen=True):
     """Where the policy improves."""
 
@@ -284,8 +290,14 @@ class Learner(Section, frozen=True):
     """Advantages, loss and correction."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     """How often state is saved."""
+    beside: dict[Beside, NonNegative] = field(default_factory=dict)
+    """How many processes of their own hold each model beside the policy, for example `{critic: 2}`: the `reference` policy, and the
+    `critic`, which is what gives process rewards with `prime`. 0 leaves a model to the learner's own ranks."""
     batch_s: AboveZero = 600.0
-    """Longest wait for a batch; past it the run stops and says who was late."""
+    """Longest wait for a batch, and for a model beside the policy; past it the run stops and says who was late."""
+
+    def __post_init__(self) -> None:
+        structs.force_setattr(self, "beside", NOBODY_BESIDE | self.beside)
 
 
 TransportKind = Literal["broadcast", "shared", "disk", "delta"]
@@ -342,11 +354,11 @@ class Launch(Section, frozen=True):
     kind: Literal["local", "ray"] = "local"
     """Child processes of this one, or a Ray placement group (`RAY_ADDRESS` names an existing cluster)."""
     port: Annotated[int, Meta(ge=0, le=65000)] = 0
-    """First of the consecutive ports that buffer, engines and learner listen on; 0 picks free ones."""
+    """First of the consecutive ports that buffer, engines, learner and placed models listen on; 0 picks free ones."""
     hosts: Literal["one", "many"] = "one"
-    """With Ray: everything on this host and on loopback, or spread over the cluster's hosts. Across hosts the buffer, heartbeats,
-    fleet and receipts speak CURVE with keys made for the run; unknown peers are refused and counted. Requests to engines,
-    collectives and Ray itself are not encrypted by us, and all hosts must share `run.dir`: private clusters only."""
+    """With Ray: everything on this host and on loopback, or spread over the cluster's hosts. Across hosts the buffer, placed
+    models, heartbeats, fleet and receipts speak CURVE with keys made for the run; unknown peers are refused and counted. Requests
+    to engines, collectives and Ray itself are not encrypted by us, and all hosts must share `run.dir`: private clusters only."""
     restarts: NonNegative = 3
     """How often each process may be restarted before the run stops."""
     heartbeat_s: AboveZero = 30.0

@@ -50,8 +50,8 @@ EXCUSE_S = 30.0
 """How long after a fault on its supervisor or its disk the run may end without being to blame."""
 
 
-FULL = {"buffer": 0, "learner": 1 << 20}
-"""Bytes beyond which no file of a role can grow while its disk is full: the buffer writes nothing, a learner no checkpoint."""
+FULL = {"buffer": 0, "learner": 1 << 20, "critic": 1 << 20}
+"""Bytes beyond which no file of a role can grow while its disk is full: the buffer writes nothing, who learns no checkpoint."""
 
 
 class Told(msgspec.Struct):

@@ -24,7 +24,16 @@ SUPERVISOR = "supervisor"
 CORE = " core"
 """Suffix of a victim: not the server itself but the process in which it computes."""
 
-WEIGHTS = {"buffer": 5.0, "learner": 3.0, "worker": 3.0, "engine": 3.0, SUPERVISOR: 1.0}
+WEIGHTS = {
+    "buffer": 5.0,
+    "learner": 3.0,
+    "reference": 1.0,
+    "critic": 2.0,
+    "worker": 3.0,
+    "engine": 3.0,
+    "reward": 1.0,
+    SUPERVISOR: 1.0,
+}
 """How often a process of each kind is hit. The supervisor takes everybody with it, which costs most."""
 
 STOPS = 0.25
@@ -33,7 +42,7 @@ STOPS = 0.25
 DISKS = 0.1
 """Full disks for each SIGKILL."""
 
-WRITERS = ("buffer", "learner")
+WRITERS = ("buffer", "learner", "critic")
 """Kinds of roles that a full disk is told to."""
 
 STEPS = 2

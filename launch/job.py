@@ -30,6 +30,7 @@ class Cluster(msgspec.Struct, frozen=True):
         buffer: ZeroMQ address of the buffer.
         learner_host: host of learner rank 0, where the replicas meet it for a push.
         reward: URL of the reward server; empty where there is none.
+        beside: ZeroMQ addresses of the ranks of each model beside the policy that is placed, by the kind of their roles.
     """
 
     supervisor: str
@@ -37,6 +38,7 @@ class Cluster(msgspec.Struct, frozen=True):
     buffer: str
     learner_host: str
     reward: str = ""
+    beside: dict[str, tuple[str, ...]] = {}
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from ..configs import Config
 from ..configs.reward import ModelReward
 from ..waits import Wait
 from .processes import Process
+from .resources import ranks_by_kind
 
 FINAL = 3
 """Exit status of a role that need not be started again: what went wrong would go wrong again."""
@@ -72,10 +73,10 @@ class Member:
 def role_names(config: Config) -> list[str]:
     """The processes of a training run; each listens on at most one port."""
     engines = [f"engine-{i}" for i in range(config.rollout.engine.replicas)]
-    learners = [f"learner-{i}" for i in range(config.learner.backend.ranks)]
+    models = [f"{kind}-{i}" for kind, ranks in ranks_by_kind(config).items() for i in range(ranks)]
     workers = [f"worker-{i}" for i in range(config.rollout.workers)]
     reward = ["reward"] if isinstance(config.reward, ModelReward) else []
-    return [*engines, "buffer", *learners, *workers, "evaluator", *reward]
+    return [*engines, "buffer", *models, *workers, "evaluator", *reward]
 
 
 def last_error(log_file: Path) -> str:

@@ -29,7 +29,7 @@ from ..configs.reward import ModelReward
 from ..configs.schema import parse_memory
 from ..errors import ConfigError, within
 from .processes import claim_ports
-from .resources import local_placement, ranks_of
+from .resources import BESIDE, local_placement, met_apart, ranks_by_kind, ranks_of
 
 if TYPE_CHECKING:
     from ..envs import Observation, Part
@@ -160,7 +160,10 @@ def learner(config: Config) -> str:
             check_heads(model, chosen.context_parallel)
             if chosen.liger and not placed_by_ray(config):
                 liger.check(choose_device(chosen.device), model)
-    return f"{chosen.__struct_config__.tag}, {chosen.ranks} ranks"
+    placed = [
+        f", {kind} on {ranks} of its own" for kind, ranks in ranks_by_kind(config).items() if kind in BESIDE and ranks
+    ]
+    return f"{chosen.__struct_config__.tag}, {chosen.ranks} ranks{''.join(placed)}"
 
 
 def agent(config: Config) -> str:
@@ -243,7 +246,7 @@ def ports(config: Config) -> str:
         return "looked at where Ray places the roles"
     from .member import role_names
 
-    claimed = claim_ports(config.launch.port, len(role_names(config)))
+    claimed = claim_ports(config.launch.port, len(role_names(config)) + len(met_apart(config)))
     return f"{claimed[0]} to {claimed[-1]} are free"
 
 

@@ -80,6 +80,14 @@ class Launcher(Protocol):
         """
         ...
 
+    async def another_port(self, role: str) -> int:
+        """One more port at the place of `role`, for those that need two.
+
+        Raises:
+            ConfigError: it is taken.
+        """
+        ...
+
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> Process:
         """Start `command` at the role's place.
 
@@ -172,13 +180,12 @@ class LocalLauncher:
         for role, count in roles.items():
             if role not in gpus:
                 gpus[role] = spare(gpus, count, self._available)
-        if self._next_port:
-            ports = claim_ports(self._next_port, len(roles))
-            self._next_port += len(roles)
-        else:
-            ports = free_ports(len(roles))
+        ports = self._ports(len(roles))
         self._gpus = gpus
         return {role: Spot(self.host, port, gpus[role]) for role, port in zip(roles, ports, strict=True)}
+
+    async def another_port(self, role: str) -> int:
+        return self._ports(1)[0]
 
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> Process:
         with (self._logs / f"{role}.log").open("ab") as log:
@@ -199,3 +206,11 @@ class LocalLauncher:
 
     async def close(self) -> None:
         await asyncio.gather(*(process.kill() for started in self._started.values() for process in started))
+
+    def _ports(self, count: int) -> list[int]:
+        """The next ones, where the first was named, or any that are free."""
+        if not self._next_port:
+            return free_ports(count)
+        ports = claim_ports(self._next_port, count)
+        self._next_port += count
+        return ports

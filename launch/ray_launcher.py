@@ -167,16 +167,24 @@ class RayLauncher:
                 await self._reserve(new, cpus, near)
             for role in roles:
                 self._places[role] = self._bundles[role].actor(self._logs)
-                reserved = self._places[role].reserve.remote(not self._many_hosts, self._next_port)
-                placed[role] = Spot(*await self._answer(reserved, f"a port for {role}"))
+                placed[role] = await self._port(role)
                 self._hosts[role] = placed[role].host
-                self._next_port += 1 if self._next_port else 0
         except BaseException as error:
             await asyncio.gather(*(self.release(role) for role in roles))
             if isinstance(error, RayActorError):
                 raise RoleDied(f"a place for {', '.join(roles)} was lost at once: {_line(error)}") from error
             raise
         return placed
+
+    async def another_port(self, role: str) -> int:
+        return (await self._port(role)).port
+
+    async def _port(self, role: str) -> Spot:
+        """An address at the place of `role`."""
+        reserved = self._places[role].reserve.remote(not self._many_hosts, self._next_port)
+        spot = Spot(*await self._answer(reserved, f"a port for {role}"))
+        self._next_port += 1 if self._next_port else 0
+        return spot
 
     async def _reserve(self, roles: Mapping[str, int], cpus: int, near: dict[str, float]) -> None:
         """A placement group with a bundle for each of `roles`.

@@ -3,8 +3,8 @@
 Invariants:
 - Processes that wait must not spin (`OMP_WAIT_POLICY=PASSIVE`), and together ask for about as many threads as there are cores:
   on two cores, two processes of two spinning threads slow each other down a hundredfold.
-- Each learner rank sees one GPU and each replica as many of its own as it has ranks, when there are enough; NCCL carries the
-  weights. A replica that comes later gets GPUs that nobody else has, or does not come.
+- Each rank of the learner, or of a model placed beside it, sees one GPU and each replica as many of its own as it has ranks, when
+  there are enough; NCCL carries the weights. A replica that comes later gets GPUs that nobody else has, or does not come.
 - With fewer they share, and gloo carries the weights: NCCL does not connect two processes on one GPU.
 """
 
@@ -18,12 +18,15 @@ import msgspec
 
 from ..configs import Config
 from ..configs.reward import ModelReward
-from ..configs.schema import Servers, Sglang, Vllm
+from ..configs.schema import NOBODY_BESIDE, Servers, Sglang, Vllm
 from ..errors import ConfigError
 
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 
-RANKED = ("learner", "sft")
+BESIDE = tuple(NOBODY_BESIDE)
+"""Kinds of roles that hold a model beside the policy, where it is placed."""
+
+RANKED = ("learner", "sft", *BESIDE)
 """Kinds of roles whose processes are the ranks of one model."""
 
 PUSHING = ("learner", "engine")
@@ -37,6 +40,16 @@ class Placement(msgspec.Struct, frozen=True):
     backend: Literal["gloo", "nccl"]
 
 
+def ranks_by_kind(config: Config) -> dict[str, int]:
+    """How many processes of a run hold the policy, and each model beside it that is placed."""
+    return {"learner": config.learner.backend.ranks, **config.learner.beside}
+
+
+def met_apart(config: Config) -> tuple[str, ...]:
+    """Kinds of roles that listen at their own addresses, and whose ranks meet each other at one more port of the first of them."""
+    return tuple(kind for kind, ranks in ranks_by_kind(config).items() if kind in BESIDE and ranks > 1)
+
+
 def ranks_of(engine: Servers) -> int:
     """Processes that one replica is split over; each wants a GPU of its own."""
     return engine.tensor_parallel if isinstance(engine, Vllm | Sglang) else 1
@@ -44,14 +57,16 @@ def ranks_of(engine: Servers) -> int:
 
 def needed_gpus(config: Config, *, engines: bool, learners: bool, reward: bool = False) -> dict[str, int]:
     """How many GPUs each role wants, where `engines`, `learners` and the `reward` model use any."""
-    wanted: dict[str, int] = {}
-    if learners:
-        wanted |= {f"learner-{i}": 1 for i in range(config.learner.backend.ranks)}
+
+    def ranks(*kinds: str) -> dict[str, int]:
+        return {f"{kind}-{i}": 1 for kind in kinds if learners for i in range(ranks_by_kind(config)[kind])}
+
+    wanted = ranks("learner")
     if engines:
         wanted |= {f"engine-{i}": ranks_of(config.rollout.engine) for i in range(config.rollout.engine.replicas)}
     if reward:
         wanted["reward"] = 1
-    return wanted
+    return wanted | ranks(*BESIDE)
 
 
 def place(wanted: Mapping[str, int], available: int) -> Placement:
@@ -60,11 +75,11 @@ def place(wanted: Mapping[str, int], available: int) -> Placement:
     Raises:
         ConfigError: one role wants more GPUs than there are.
     """
-    ranks = sum(role.startswith(RANKED) for role in wanted)
-    if ranks > available:
-        raise ConfigError(
-            f"learner.backend.ranks: {ranks} ranks need a GPU each, NCCL does not share one; torch sees {available}"
-        )
+    for kind in RANKED:
+        ranks = sum(role.startswith(f"{kind}-") for role in wanted)
+        if ranks > available:
+            key = f"learner.beside.{kind}" if kind in BESIDE else "learner.backend.ranks"
+            raise ConfigError(f"{key}: {ranks} ranks need a GPU each, NCCL does not share one; torch sees {available}")
     largest = max(wanted.values(), default=0)
     if largest > available:
         raise ConfigError(
@@ -119,9 +134,10 @@ def role_environment(config: Config, role: str, gpus: tuple[int, ...] = ()) -> d
     """Environment variables for a role. What the user has set already wins, but for the GPUs."""
     cores = os.cpu_count() or 1
     threads = 1
-    if role.startswith(RANKED):
-        others = config.rollout.engine.replicas if role.startswith("learner") else 0
-        threads = max(1, (cores - others) // config.learner.backend.ranks)
+    if role.startswith("sft"):
+        threads = max(1, cores // config.learner.backend.ranks)
+    elif role.startswith(RANKED):  # which may all compute at the same time
+        threads = max(1, (cores - config.rollout.engine.replicas) // sum(ranks_by_kind(config).values()))
     wanted = {
         "OMP_NUM_THREADS": str(threads),
         **PASSIVE,

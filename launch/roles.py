@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import uvloop
@@ -35,13 +35,18 @@ log = logging.getLogger(__name__)
 CANARY_TOKENS = 32
 """Length of the prompt whose log-probs prove a push: long enough to pass through every kernel, short enough to cost nothing."""
 
+if TYPE_CHECKING:
+    from ..learner.backend import Backend
+    from ..learner.beside.model import Ranked
+
 T = TypeVar("T")
 
 Role = Callable[[Job, int, Heart, asyncio.Event], Awaitable[None]]
 
 
 def run_role(name: str, label: str = "", listen: str = "") -> int:
-    """Be `name` (`buffer`, `engine-0`, `worker-0`, `learner-0`, `sft-0`, `evaluator`, `reward`) until done; its exit status.
+    """Be `name` (`buffer`, `engine-0`, `worker-0`, `learner-0`, `reference-0`, `critic-0`, `sft-0`, `evaluator`, `reward`) until
+    done; its exit status.
 
     `label` names an evaluation, `listen` is an engine's `host:port`.
     """
@@ -58,6 +63,8 @@ def run_role(name: str, label: str = "", listen: str = "") -> int:
         "buffer": buffer,
         "worker": worker,
         "learner": learner,
+        "reference": reference,
+        "critic": critic,
         "evaluator": evaluator(label),
         "sft": sft,
     }
@@ -80,7 +87,7 @@ def run_role(name: str, label: str = "", listen: str = "") -> int:
 async def _until_stopped(role: Role, job: Job, index: int, heart: Heart) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    follows = asyncio.create_task(heart.follow_loop(), name="heart") if role not in (learner, sft) else None
+    follows = asyncio.create_task(heart.follow_loop(), name="heart") if role not in COMPUTING else None
     try:
         await role(job, index, heart, stop)
     except BaseExceptionGroup as group:
@@ -203,7 +210,7 @@ async def learner(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> No
     first = index == 0
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(backend.close)
-        companions = make_companions(config, backend)
+        companions = make_companions(config, backend, job.cluster.beside)
         stack.callback(companions.close)
         client = await stack.enter_async_context(buffer_client(job, f"learner-{index}"))
         publisher, joined = None, asyncio.Event()
@@ -237,9 +244,42 @@ async def learner(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> No
             await loop.serve(stop)
 
 
+async def reference(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> None:
+    from .wiring import make_reference, ranked
+
+    config = ranked(job.config, job.config.learner.beside["reference"])
+    await _beside(job, index, heart, stop, make_reference(config), None)
+
+
+async def critic(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> None:
+    from .wiring import make_critic, ranked
+
+    model = make_critic(ranked(job.config, job.config.learner.beside["critic"]))
+    await _beside(job, index, heart, stop, model, model)
+
+
+async def _beside(
+    job: Job, index: int, heart: Heart, stop: asyncio.Event, model: Ranked, trained: Backend | None
+) -> None:
+    """Serve this rank of `model` until the stop; `trained` is the same where it learns."""
+    from ..learner.beside.service import Service
+
+    kind = heart.role.partition("-")[0]
+    address = job.cluster.beside[kind][index]
+    try:
+        service = Service(job.config.learner, heart.role, address, model, trained)
+        await _or_stop(service.serve(functools.partial(_ready, heart)), stop)
+    finally:
+        model.close()
+
+
 async def sft(job: Job, index: int, heart: Heart, stop: asyncio.Event) -> None:
     from .sft import ranks_part
 
     # Nothing is left behind that would want good order, and this loop does not turn until all is done.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     ranks_part(job, heart.say if index == 0 else lambda _: None)
+
+
+COMPUTING = (learner, reference, critic, sft)
+"""Roles whose event loop stands still while they compute."""

@@ -15,7 +15,8 @@
 
 Invariants:
 - Whatever way `run` ends, no process that it started is left.
-- The ranks of the learner live and die together.
+- The ranks of the learner and of the models placed beside it live and die together: a critic that died has lost steps that the
+  policy has seen, so all resume from the last checkpoint.
 - A role that ends with a ConfigError ends the run, a replica that does so only if it is the last; trying again would not help.
 """
 
@@ -48,7 +49,7 @@ from .member import Member, role_names
 from .probe import Probe
 from .processes import Launcher, Spot
 from .replicas import END_S, Keep, Replicas
-from .resources import RANKED, role_environment
+from .resources import BESIDE, RANKED, met_apart, role_environment
 from .reward import reward_member
 from .vitals import Vitals
 from .wiring import make_engine
@@ -94,6 +95,7 @@ class Supervisor:
         self._interrupted = asyncio.Event()
         self._farewell = "interrupted"
         self._spots: dict[str, Spot] = {}
+        self._meetings: dict[str, int] = {}
 
     async def train(self) -> None:
         """From the first process to the last evaluation."""
@@ -170,6 +172,9 @@ class Supervisor:
             stack.push_async_callback(asyncio.to_thread, sweep)  # what a learner that was killed has left
         stack.push_async_callback(self._launcher.close)
         self._spots = await self._launcher.place({name: self._gpus.get(name, 0) for name in names})
+        for kind in met_apart(self._config):
+            if f"{kind}-0" in self._spots:
+                self._meetings[kind] = await self._launcher.another_port(f"{kind}-0")
         host = self._launcher.host
         context = zmq.asyncio.Context()
         stack.callback(context.term)
@@ -226,6 +231,12 @@ class Supervisor:
             buffer=f"tcp://{buffer.address}" if buffer else "",
             learner_host=learner.host if learner else "",
             reward=f"http://{reward.address}" if reward else "",
+            beside={
+                kind: tuple(
+                    f"tcp://{spot.address}" for name, spot in self._spots.items() if name.startswith(f"{kind}-")
+                )
+                for kind in BESIDE
+            },
         )
         return Job(
             self._config,
@@ -240,11 +251,12 @@ class Supervisor:
         """What the process of role `name` is given at its place."""
         variables = job.environment(name) | role_environment(self._config, name, spot.gpus)
         variables |= self._keys.environment() if self._keys else {}
-        ranks = self._config.learner.backend.ranks
         kind, _, rank = name.partition("-")
+        ranks = sum(other.startswith(f"{kind}-") for other in self._spots)
         if kind in RANKED and ranks > 1:
             first = self._spots[f"{kind}-0"]
-            meeting = {"MASTER_ADDR": first.host, "MASTER_PORT": str(first.port), "WORLD_SIZE": str(ranks)}
+            port = self._meetings.get(kind, first.port)
+            meeting = {"MASTER_ADDR": first.host, "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
             variables |= meeting | {"RANK": rank, "LOCAL_RANK": "0"}  # each rank sees its GPU alone
         return variables
 
@@ -254,8 +266,9 @@ class Supervisor:
             await keeper.start(member)
             keep(keeper.watch([member]))
         learners = keeper.all("learner")
-        await asyncio.gather(*(keeper.start(m) for m in learners))
-        keep(keeper.watch(learners))
+        gang = [*learners, *(member for kind in BESIDE for member in keeper.all(kind))]
+        await asyncio.gather(*(keeper.start(m) for m in gang))
+        keep(keeper.watch(gang))
         await within(
             self._config.rollout.engine.start_s + self._config.weightsync.push_s + IMPORT_S,
             learners[0].ready.wait(),
@@ -285,8 +298,9 @@ class Supervisor:
         await self._keeper.watch([member])
 
     async def _end(self) -> None:
-        """End everything: first the learner, with its checkpoint, while the buffer still answers."""
+        """End everything: first the learner, with its checkpoint, while the buffer and what is beside it still answer."""
         every, stop = self._keeper.all, self._keeper.stop
         await asyncio.gather(*(stop(m, self._config.launch.stop_s) for m in every("learner")))
         await asyncio.gather(*(stop(m, END_S) for m in (*every("worker"), *every("evaluator"), *every("sft"))))
-        await asyncio.gather(*(stop(m, END_S) for m in (*every("buffer"), *every("engine"), *every("reward"))))
+        served = ("buffer", "engine", "reward", *BESIDE)
+        await asyncio.gather(*(stop(m, END_S) for kind in served for m in every(kind)))

@@ -10,15 +10,15 @@ import asyncio
 import contextlib
 import functools
 import random
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from ..configs.algorithm import Gae, Kl, Prime
+from ..configs.algorithm import Gae, Kl, needs_critic, needs_reference
 from ..configs.backends import Fsdp2, Megatron
 from ..configs.reward import Classifier, Judge
-from ..configs.schema import Config, Fake, Sglang, Transformers, parse_size
+from ..configs.schema import Config, Fake, Model, Sglang, Transformers, parse_size
 from ..errors import ConfigError
 from ..weightsync.fleet import Fleet, FleetFeed, Seat
 from .job import Job
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..envs import Message, Observation
     from ..envs.simple import Split
     from ..learner.backend import Backend, Scorer
+    from ..learner.beside.model import Ranked
     from ..learner.companions import Companions
     from ..rollout.engine import Engine
     from ..rollout.reward import RewardModel
@@ -143,6 +144,13 @@ def make_player(
     return Player(config, load_agent(agent.kind), parts, router, make_session, stop_token_ids, temperature, model)
 
 
+def ranked(config: Config, ranks: int) -> Config:
+    """`config` for a model that is held by `ranks` processes of its own, as the policy is by the learner's."""
+    learner = config.learner
+    backend = structs.replace(learner.backend, ranks=ranks)
+    return structs.replace(config, learner=structs.replace(learner, backend=backend))
+
+
 def collective_s(config: Config) -> float:
     """How long a rank waits for the others: between two collectives may lie the wait for a batch and a push."""
     return config.learner.batch_s + config.weightsync.push_s
@@ -164,38 +172,65 @@ def make_backend(config: Config, *, temperature: float) -> Backend:
     return Fsdp2Backend(model, optimizer, chosen, temperature=temperature, timeout_s=timeout_s)
 
 
-def make_companions(config: Config, policy: Backend) -> Companions:
-    """The models beside the policy that the algorithm asks for."""
-    from ..learner.companions import Companions, needs_reference
+def make_companions(config: Config, policy: Backend, placed: Mapping[str, Sequence[str]]) -> Companions:
+    """The models beside the policy that the algorithm asks for; those `placed` are met at their addresses, see `Cluster.beside`."""
+    from ..learner.beside.held import Held, HeldLearning
+    from ..learner.beside.placed import Placed
+    from ..learner.companions import Companions
 
-    algorithm, reference, trained = config.learner.algorithm, None, None
-    if needs_reference(algorithm):
-        reference = _make_reference(config, policy)
-    if isinstance(algorithm.advantage, Prime):
-        trained = make_backend(config, temperature=config.rollout.sampling.temperature)
-    if isinstance(algorithm.advantage, Gae):
-        from ..learner.critic import Critic
+    learner, algorithm = config.learner, config.learner.algorithm
 
-        held = Fsdp2(device=config.learner.backend.device)
-        trained = Critic(config.model, config.learner.optimizer, held, temperature=1.0, timeout_s=collective_s(config))
-    return Companions(config.learner, policy, reference, trained)
+    def away(kind: str) -> Placed:
+        return Placed(learner, kind, placed[kind] if policy.rank == 0 else ())
+
+    reference, trained = None, None
+    if needs_reference(algorithm) and learner.beside["reference"]:
+        reference = away("reference")
+    elif needs_reference(algorithm):
+        reference = Held(learner, _without_adapters(config, policy) or make_reference(config), policy)
+    if needs_critic(algorithm):
+        trained = away("critic") if learner.beside["critic"] else HeldLearning(learner, make_critic(config))
+    return Companions(learner, reference, trained)
 
 
-def _make_reference(config: Config, policy: Backend) -> Scorer:
-    """The policy as it was before the first step, or the one that `learner.algorithm.kl` names."""
-    chosen, kl = config.learner.backend, config.learner.algorithm.kl
-    model = structs.replace(config.model, path=(kl.reference if isinstance(kl, Kl) else "") or config.model.path)
+def _without_adapters(config: Config, policy: Backend) -> Scorer | None:
+    """The policy as it was before the first step, where it trains adapters and that is the reference."""
+    from ..learner.fsdp2.backend import Fsdp2Backend
+
+    if isinstance(policy, Fsdp2Backend) and _reference_model(config) == config.model:
+        return policy.without_adapters()
+    return None
+
+
+def _reference_model(config: Config) -> Model:
+    kl = config.learner.algorithm.kl
+    return structs.replace(config.model, path=(kl.reference if isinstance(kl, Kl) else "") or config.model.path)
+
+
+def make_reference(config: Config) -> Ranked:
+    """The policy as it was before the first step, or the one that `learner.algorithm.kl` names; held as `learner.backend` says, by
+    the ranks that this process is among."""
+    chosen, model = config.learner.backend, _reference_model(config)
     temperature, timeout_s = config.rollout.sampling.temperature, collective_s(config)
     if isinstance(chosen, Megatron):
         from ..learner.megatron.model import MegatronModel
 
         return MegatronModel(model, chosen, temperature=temperature, timeout_s=timeout_s)
-    from ..learner.fsdp2.backend import Fsdp2Backend
     from ..learner.fsdp2.model import Fsdp2Model
 
-    base = policy.without_adapters() if isinstance(policy, Fsdp2Backend) and model == config.model else None
     held = structs.replace(chosen, lora_rank=0)
-    return base or Fsdp2Model(model, held, temperature=temperature, timeout_s=timeout_s)
+    return Fsdp2Model(model, held, temperature=temperature, timeout_s=timeout_s)
+
+
+def make_critic(config: Config) -> Backend:
+    """What learns beside the policy: for `gae` a critic, for `prime` a policy that becomes a process reward model and is held as
+    `make_reference` says."""
+    if not isinstance(config.learner.algorithm.advantage, Gae):
+        return make_backend(config, temperature=config.rollout.sampling.temperature)
+    from ..learner.critic import Critic
+
+    held = Fsdp2(device=config.learner.backend.device)
+    return Critic(config.model, config.learner.optimizer, held, temperature=1.0, timeout_s=collective_s(config))
 
 
 def make_demonstrations(config: Config) -> Iterator[Shown]:

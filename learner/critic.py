@@ -2,8 +2,7 @@
 
 Invariants:
 - It begins with a head of zeros: it expects nothing, and says the same on every rank.
-- It is held by FSDP2 over all ranks, whatever holds the policy. Ranks that take the same rows count them as often in the loss as in
-  the number of tokens that the loss is divided by.
+- It is held by FSDP2 over all of its ranks, whatever holds the policy, and each of them takes rows of its own.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 
     who waits          for what                                        until
     every rank         the batch of version v                          learner.batch_s, then DeadlineExceeded
+    rank 0             models beside the policy that are placed        learner.batch_s, then DeadlineExceeded
     rank 0             replicas that came (back)                       never: they are brought the weights meanwhile
     rank 0             replicas that take the new weights              weightsync.push_s each; the late are left out
     every rank         the other ranks, in each collective             the backend's timeout, then LearnerError
@@ -24,8 +25,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class TrainingLoop:
         companions: Companions | None = None,
     ) -> None:
         self._config = config
-        self._companions = companions or Companions(config, backend)
+        self._companions = companions or Companions(config)
         self._backend = backend
         self._buffer = buffer
         self._publisher = publisher
@@ -101,7 +101,7 @@ class TrainingLoop:
         self._report = report
         self._advantage = advantage_of(config.algorithm)
         self._shape = overlong.shaping(config.algorithm.overlong, longest)
-        self._stepper = Stepper(config, backend, longest, self._companions)
+        self._stepper = Stepper(config, backend, longest)
         self._served: int | None = None
         self._catching: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
@@ -130,11 +130,12 @@ class TrainingLoop:
                 state.version,
                 batch.oldest_version,
                 batch.withheld,
-                scores=self._companions.score(batch.groups),
+                scores=await self._companions.score(batch.groups),
                 shape=self._shape,
             )
             fresh = await self._buffer.fresh(state.version, FRESH) if self._backend.rank == 0 else ()
-            done = self._stepper.step(sequences, fresh, state)
+            learnt = self._companions.learn(sequences)
+            done, beside = self._stepper.step(sequences, fresh, state), await learnt()
             if self._backend.rank == 0:
                 await self._buffer.commit(state.version)
             meter.stepped(await self._buffer.stats())
@@ -145,7 +146,7 @@ class TrainingLoop:
             if state.step % self._config.checkpoint.every == 0:
                 await self._save(state)
             if push is not None:
-                self._report(meter.row(state, summarize(batch.groups, sequences, batch.withheld), done, push))
+                self._report(meter.row(state, summarize(batch.groups, sequences, batch.withheld), done, beside, push))
         await self._save_last(state)
         return state
 
@@ -218,7 +219,7 @@ class TrainingLoop:
         state = self._saved = CheckpointState(step=0, version=0)
         if whole:
             state = self._saved = self._backend.load(whole[-1])
-            self._companions.load(whole[-1])
+            await self._companions.load(whole[-1])
         if not self._scored_canary().isfinite().all():
             told = "gives log-probs that are not finite: its weights are damaged"
             if whole:
@@ -300,7 +301,7 @@ class TrainingLoop:
         await self._saved_whole()
         writing = [
             *self._companions.save(self._checkpoints, state),
-            self._backend.save(checkpoint.path_of(self._checkpoints, state.step), state),
+            asyncio.wrap_future(self._backend.save(checkpoint.path_of(self._checkpoints, state.step), state)),
         ]
         self._saved = state
         self._saving = asyncio.create_task(self._when_written(writing), name="checkpoint")
@@ -317,10 +318,10 @@ class TrainingLoop:
         if saving is not None:
             await saving
 
-    async def _when_written(self, writing: Sequence[Future[None]]) -> None:
+    async def _when_written(self, writing: Sequence[Awaitable[None]]) -> None:
         """Commits that every kept checkpoint contains can no longer be rolled back."""
         hint = "the disk is too slow or another rank is gone; see learner.batch_s and the other ranks' logs"
-        whole = asyncio.gather(*map(asyncio.wrap_future, writing))
+        whole = asyncio.gather(*writing)
         await within(
             self._config.batch_s, whole, who="the learner", waits_for="its checkpoint to be written", hint=hint
         )

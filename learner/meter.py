@@ -41,14 +41,12 @@ class StepDone(msgspec.Struct, frozen=True):
         lr: their learning rate.
         mismatch: largest learner-engine difference in nats, over all ranks.
         compared: how many tokens that is over; fresh ones are those of this rank, and rank 0 has all that there are.
-        companions: the steps of models beside the policy.
     """
 
     results: tuple[StepResult, ...]
     lr: float
     mismatch: float
     compared: int
-    companions: CompanionsDone = CompanionsDone()
 
     def mean(self, name: str) -> float:
         """A loss statistic, mean over the batch's trained tokens."""
@@ -95,8 +93,10 @@ class StepMeter:
         self._stepped = time.perf_counter()
         self._after = stats
 
-    def row(self, state: CheckpointState, batch: BatchSummary, done: StepDone, push: PushReport) -> StepMetrics:
-        """The step that made `state`, now that its weights are pushed."""
+    def row(
+        self, state: CheckpointState, batch: BatchSummary, done: StepDone, beside: CompanionsDone, push: PushReport
+    ) -> StepMetrics:
+        """The step that made `state`, now that its weights are pushed; `beside` are those of the models beside the policy."""
         now = time.perf_counter()
         total_s, step_s, wait_s = now - self._ended, self._stepped - self._took, self._took - self._ended
         before, after = self._before, self._after
@@ -135,7 +135,7 @@ class StepMeter:
             dropped_fraction=done.mean("dropped"),
             kl_reference=done.mean("kl_reference") if "kl_reference" in results[0].means else 0.0,
             **msgspec.structs.asdict(done.by_staleness()),
-            **msgspec.structs.asdict(done.companions),
+            **msgspec.structs.asdict(beside),
             grad_norm=max(r.grad_norm for r in results),
             lr=done.lr,
         )

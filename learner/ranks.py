@@ -79,7 +79,7 @@ def join(device: torch.device, timeout_s: float) -> bool:
         except dist.DistError as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise LearnerError(
-                f"learner rank {os.environ['RANK']} could not meet the others at {where}: {error}", final=False
+                f"rank {os.environ['RANK']} could not meet the others at {where}: {error}", final=False
             ) from error
     return True
 
@@ -106,7 +106,7 @@ def together(doing: str) -> Iterator[None]:
             raise
         reason = str(error).strip().splitlines()[0]
         raise LearnerError(
-            f"learner rank {rank} of {size} lost the others while {doing}: {reason}; "
+            f"rank {rank} of {size} lost the others while {doing}: {reason}; "
             "look at the log of the rank that ended first",
             final=False,
         ) from error
@@ -134,6 +134,13 @@ def gather_rows(values: torch.Tensor, device: torch.device, group: dist.ProcessG
     everyone = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(everyone, padded, group=group)
     return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)]).cpu()
+
+
+def of_first(values: torch.Tensor) -> torch.Tensor:
+    """Collective. The `values` of rank 0, which has as many numbers as this one, on CPU."""
+    with together("hearing what rank 0 was told"):
+        dist.broadcast(values, 0)
+    return values
 
 
 def maximum_of(value: float, device: torch.device) -> float:

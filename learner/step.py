@@ -1,6 +1,6 @@
-"""The optimizer steps of one batch.
+"""The policy's optimizer steps of one batch.
 
-    sequences ──minibatches──> rows ──proximal log-probs──> loss ──> step of the policy, step of the critic
+    sequences ──minibatches──> rows ──proximal log-probs──> loss ──> step of the policy
 
 Invariants:
 - All steps of a batch are against the proximal policy that it began with.
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 import torch
 
 from ..buffer.trajectory import Trajectory
+from ..configs.algorithm import Gae
 from ..configs.schema import Learner
 from ..errors import LearnerError
 from .algorithms import chooses_tokens, loss_of
 from .backend import Backend, LossOutput, PackedRow, PolicyLoss, StepResult
 from .batch import TrainSequence, fresh_rows, minibatches, mismatch, rank_rows, with_proximal
 from .checkpoint import CheckpointState
-from .companions import Companions
 from .meter import StepDone
 from .schedule import warm_up
 
@@ -33,13 +33,13 @@ class Stepper:
         config: the learner's section.
         backend: this rank's part of the policy.
         longest: tokens of the longest possible episode, `agent.max_tokens`.
-        companions: this rank's part of the models beside the policy.
     """
 
-    def __init__(self, config: Learner, backend: Backend, longest: int, companions: Companions) -> None:
+    def __init__(self, config: Learner, backend: Backend, longest: int) -> None:
+        advantage = config.algorithm.advantage
         self._config = config
         self._backend = backend
-        self._companions = companions
+        self._rests = advantage.critic_warmup if isinstance(advantage, Gae) else 0
         self._loss = loss_of(config.algorithm, longest)
         self._one_pass = config.algorithm.minibatches == 1 and not chooses_tokens(config.algorithm)
 
@@ -58,7 +58,7 @@ class Stepper:
             raise LearnerError(
                 f"the batch of step {state.step + 1} holds no token that may be trained; see buffer.max_staleness"
             )
-        step = state.step - self._companions.warmup
+        step = state.step - self._rests
         lr = warm_up(config.optimizer.lr, step, config.optimizer.warmup_steps) if step >= 0 else 0.0
         budget = config.backend.tokens_per_microbatch
         parts = minibatches(sequences, config.algorithm.minibatches)
@@ -78,7 +78,6 @@ class Stepper:
             lr=lr,
             mismatch=backend.maximum(gap),
             compared=_comparable(sequences) + mismatch(probe)[1],
-            companions=self._companions.learn(rows),
         )
 
     def _scored(self, rows: Sequence[PackedRow]) -> list[PackedRow]:

@@ -222,6 +222,9 @@ def test_a_bad_file_is_one_line_naming_key_value_and_what_is_allowed(text, expec
         ("env.parameters={a: ", ["env.parameters", "not valid YAML"]),
         ("env.kind=pyton", ["env.kind: 'pyton'", "python"]),
         ("env=[1]", ["env: [1]", "a section"]),
+        ("learner.beside.critc=2", ["learner.beside.critc: no such key; did you mean learner.beside.critic?"]),
+        ("learner.beside={reference: 1, critic: -1}", ["learner.beside.critic: -1", "expected an integer >= 0"]),
+        ("learner.beside=2", ["learner.beside: 2", "expected a mapping of critic, reference to an integer >= 0"]),
         ("monitor.trackers=[wandb, mlflow]", ["monitor.trackers: ['wandb', 'mlflow']", "a list of tensorboard, wandb"]),
     ],
 )
@@ -319,6 +322,22 @@ def test_a_missing_file_names_the_presets():
             ["learner.backend.offload=true", "learner.backend.device=cpu"],
             ["learner.backend.offload=true", "learner.backend.device=cpu is false"],
         ),
+        (
+            ["learner.beside.reference=1"],
+            ["learner.beside.reference=1: this algorithm has no reference policy", "kl.kind of loss or reward"],
+        ),
+        (
+            ["learner.beside.critic=1", "learner.algorithm.kl.kind=loss"],
+            ["learner.beside.critic=1: no model learns", "allowed are 0, or", "advantage.kind of gae or prime"],
+        ),
+        (
+            [
+                "learner.beside.critic=3",
+                "learner.algorithm.advantage.kind=prime",
+                "learner.backend={kind: megatron, ranks: 4, tensor_parallel: 2, pipeline_parallel: 2}",
+            ],
+            ["learner.beside.critic=3", "over 4 ranks", "0, 1, which holds it whole, and multiples of 4"],
+        ),
         (["run.dir="], ["run.dir"]),
         (["monitor.trackers=[wandb, wandb]"], ["monitor.trackers", "twice"]),
     ],
@@ -338,6 +357,12 @@ def test_impossible_combinations_name_their_keys(overrides, expected):
         ["learner.backend.device=cuda"],
         ["learner.backend.device=cuda", "learner.backend.offload=true"],
         ["learner.backend.ranks=4", "learner.backend.context_parallel=2", "learner.backend.lora_rank=8"],
+        [
+            "learner.beside={reference: 1, critic: 3}",
+            "learner.algorithm={advantage: {kind: gae}, kl: {kind: loss}}",
+            "learner.backend.context_parallel=2",
+            "learner.backend.ranks=2",
+        ],
         ["rollout.workers=64"],
         ["learner.batch_s=10"],
         ["learner.algorithm.correction.kind=none", "buffer.max_staleness=0"],

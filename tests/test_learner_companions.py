@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import shutil
@@ -23,6 +24,7 @@ from slipstream.launch.wiring import make_backend, make_companions
 from slipstream.learner import batch
 from slipstream.learner.algorithms import advantage_of, loss_of
 from slipstream.learner.algorithms.kl import estimate
+from slipstream.learner.beside.held import Held
 from slipstream.learner.companions import Companions
 from slipstream.learner.credit import Group, credit
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
@@ -62,6 +64,11 @@ def learner(kl, tokens: int = 16) -> Learner:
     return msgspec.structs.replace(
         config, backend=msgspec.structs.replace(config.backend, tokens_per_microbatch=tokens)
     )
+
+
+def scored(config: Learner, policy, reference) -> Scores:
+    """What a reference that the ranks hold says of the batch."""
+    return asyncio.run(Companions(config, Held(config, reference, policy)).score(GROUPS))
 
 
 def expected(folder: Path) -> dict[str, np.ndarray]:
@@ -117,13 +124,13 @@ def test_a_token_that_the_reference_rules_out_has_a_finite_gradient():
 # ---------------------------------------------------------------- scoring
 
 
-def test_a_run_without_a_reference_asks_nobody(backends):
-    assert Companions(Learner(), backends[0]).score(GROUPS) == NO_SCORES
+async def test_a_run_without_a_reference_asks_nobody():
+    assert await Companions(Learner()).score(GROUPS) == NO_SCORES
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 10_000])
 def test_every_sampled_token_is_scored_by_the_reference_alone(backends, reference_folder, tokens):
-    scores = Companions(learner(KlInLoss(), tokens), *backends).score(GROUPS)
+    scores = scored(learner(KlInLoss(), tokens), *backends)
     assert scores.penalties is None
     truth = expected(reference_folder)
     assert scores.reference is not None
@@ -154,11 +161,11 @@ def test_ranks_score_their_parts_and_are_told_the_whole(backends, reference_fold
             with turns:
                 return backends[1].logprobs(rows)
 
-    def scored(rank: int):
-        return Companions(learner(KlInLoss()), Rank(rank, said, met), Reference()).score(GROUPS).reference
+    def scored_by(rank: int):
+        return scored(learner(KlInLoss()), Rank(rank, said, met), Reference()).reference
 
     with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(scored, range(2)))
+        both = list(pool.map(scored_by, range(2)))
     assert len(said[0]) + len(said[1]) == sum(map(len, BRANCHES))
     assert min(len(said[0]), len(said[1])) > 0
     for found in both:
@@ -173,7 +180,7 @@ def test_ranks_score_their_parts_and_are_told_the_whole(backends, reference_fold
 def test_in_the_loss_each_trained_token_costs_its_divergence(backends, kind):
     policy = backends[0]
     kl = KlInLoss(coefficient=0.5, estimator=kind)
-    scores = Companions(learner(kl), *backends).score(GROUPS)
+    scores = scored(learner(kl), *backends)
     sequences = batch.to_sequences(GROUPS, advantage_of(Algorithm()), 5, 5, {"0.0.2": "late"}, scores=scores)
     rows = batch.rank_rows(sequences, 0, 1, 16)
     rows = [batch.with_proximal(row, p) for row, p in zip(rows, policy.logprobs(rows), strict=True)]
@@ -205,7 +212,7 @@ def test_rows_without_a_reference_cannot_be_held_near_it(backends):
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_in_the_reward_an_episode_pays_for_all_its_sampled_tokens(backends, reference_folder, kind):
-    scores = Companions(learner(KlInReward(coefficient=0.25, estimator=kind)), *backends).score(GROUPS)
+    scores = scored(learner(KlInReward(coefficient=0.25, estimator=kind)), *backends)
     truth = expected(reference_folder)
     paid: dict[str, float] = {}
     for t in BRANCHES:
@@ -244,13 +251,13 @@ def test_kinds_are_one_line_of_config():
     with pytest.raises(ConfigError, match=r"estimator=k1 with .* allowed there are k2 and k3"):
         load("quickstart", ["learner.algorithm.kl.kind=loss", "learner.algorithm.kl.estimator=k1"])
     with pytest.raises(LearnerError, match="go with a reference policy"):
-        Companions(learner(KlInLoss()), Rank(0, {}, threading.Barrier(1)))
+        Companions(learner(KlInLoss()))
 
 
 @pytest.mark.parametrize("kl", [KlInLoss(), KlInReward()])
 def test_a_row_that_fills_up_has_no_reference_and_needs_none(backends, kl):
     """Ranks with fewer rows than the others step such rows, and must report the same names."""
-    scores = Companions(learner(kl), *backends).score(GROUPS)
+    scores = scored(learner(kl), *backends)
     sequences = batch.to_sequences(GROUPS, advantage_of(Algorithm()), 5, 5, scores=scores)
     (row,) = batch.rank_rows(sequences, 0, 1, 1000)
     row, empty = batch.with_proximal(row, backends[0].logprobs([row])[0]), batch.scoring_row([[0]])
@@ -299,12 +306,13 @@ def optimizers() -> int:
 def test_a_reference_has_no_optimizer_and_stays_as_it_was(folders):
     before = optimizers()
     config, policy = companions_of(folders[0])
-    companions = make_companions(config, policy)
+    companions = make_companions(config, policy, {})
     assert optimizers() == before + 1
-    first = companions.score(GROUPS).reference
+    first = asyncio.run(companions.score(GROUPS)).reference
     rows = batch.rank_rows(batch.to_sequences(GROUPS, advantage_of(Algorithm()), 5, 5), 0, 1, 16)
     policy.step(rows, negative_log_likelihood, 1e-2)
-    assert all((companions.score(GROUPS).reference[name] == values).all() for name, values in first.items())
+    again = asyncio.run(companions.score(GROUPS)).reference
+    assert all((again[name] == values).all() for name, values in first.items())
     truth = expected(folders[0])
     assert all(first[name] == pytest.approx(values, abs=1e-4) for name, values in truth.items())
     companions.close()
@@ -316,11 +324,11 @@ def test_under_adapters_the_reference_is_the_policy_without_them(folders, dtype)
     """Whatever they have learnt, bit for bit what a frozen copy of the model says; and they go on learning."""
     keys = ("learner.backend.lora_rank=4", f"model.dtype={dtype}", "weightsync.canary_tolerance=1")
     config, policy = companions_of(folders[0], *keys)
-    companions = make_companions(config, policy)
+    companions = make_companions(config, policy, {})
     copy = Fsdp2Model(config.model, Fsdp2(device="cpu"), temperature=1.0, timeout_s=60)
     rows = batch.rank_rows(batch.to_sequences(GROUPS, advantage_of(Algorithm()), 5, 5), 0, 1, 16)
     for _ in range(2):
-        said, learnt = companions._reference.logprobs(rows), policy.logprobs(rows)
+        said, learnt = companions._reference._model.logprobs(rows), policy.logprobs(rows)
         assert all(torch.equal(one, other) for one, other in zip(said, copy.logprobs(rows), strict=True))
         before = dict(policy.named_weights())
         assert policy.step(rows, negative_log_likelihood, 1e-2).grad_norm > 0
@@ -335,8 +343,8 @@ def test_under_adapters_the_reference_is_the_policy_without_them(folders, dtype)
 def test_another_reference_of_adapters_is_a_model_of_its_own(folders, reference_folder):
     keys = ("learner.backend.lora_rank=4", f"learner.algorithm.kl.reference={reference_folder}")
     config, policy = companions_of(folders[0], *keys)
-    companions = make_companions(config, policy)
-    said = companions.score(GROUPS).reference
+    companions = make_companions(config, policy, {})
+    said = asyncio.run(companions.score(GROUPS)).reference
     assert all(said[name] == pytest.approx(values, abs=1e-4) for name, values in expected(reference_folder).items())
     companions.close()
     policy.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from slipstream.learner import batch
 from slipstream.learner.algorithms import advantage_of
 from slipstream.learner.algorithms.episodes import Chain
 from slipstream.learner.backend import PackedRow
+from slipstream.learner.beside.held import HeldLearning
+from slipstream.learner.beside.model import steps
 from slipstream.learner.checkpoint import CheckpointState, path_of
 from slipstream.learner.companions import TRAINED, Companions
 from slipstream.learner.credit import Group, credit
@@ -143,21 +146,23 @@ def pair(folders: list[Path]) -> Iterator[tuple[Fsdp2Backend, Critic]]:
     policy.close()
 
 
-def rows(scores: Scores, groups: list[Group] = GROUPS) -> list[PackedRow]:
-    sequences = batch.to_sequences(groups, advantage_of(CONFIG.algorithm), 5, 5, scores=scores)
-    return batch.rank_rows(sequences, 0, 1, 16)
+def sequences(scores: Scores, groups: list[Group] = GROUPS) -> list[batch.TrainSequence]:
+    return batch.to_sequences(groups, advantage_of(CONFIG.algorithm), 5, 5, scores=scores)
 
 
-def test_a_critic_expects_nothing_at_first_and_learns_what_is_earned(pair):
-    policy, critic = pair
+def rows(scores: Scores) -> list[PackedRow]:
+    return batch.rank_rows(sequences(scores), 0, 1, 16)
+
+
+async def test_a_critic_expects_nothing_at_first_and_learns_what_is_earned(pair):
     groups = GROUPS[:1]  # in which equal tokens have equal returns
-    companions = Companions(CONFIG, policy, trained=critic)
-    first = companions.score(groups)
+    companions = Companions(CONFIG, trained=HeldLearning(CONFIG, pair[1]))
+    first = await companions.score(groups)
     assert first.reference is None
     assert not any(values.any() for values in first.told.values())
     errors, explained = [], []
     for _ in range(40):
-        done = companions.learn([rows(companions.score(groups), groups)])
+        done = await companions.learn(sequences(await companions.score(groups), groups))()
         errors.append(done.value_loss)
         explained.append(done.explained_variance)
     targets = credit(groups, advantage_of(CONFIG.algorithm), first).returns
@@ -193,6 +198,11 @@ def test_a_step_of_the_critic_warns_of_nothing(pair):
         pair[1].step(rows(Scores(told=values_of(lambda t: 0.5))), value_loss, 1e-3)
 
 
+def test_an_algorithm_that_teaches_no_model_is_named(pair):
+    with pytest.raises(LearnerError, match="kind grpo teaches no model"):
+        steps(pair[1], Learner(), [sequences(Scores(told=values_of(lambda t: 0.5)))])
+
+
 def test_a_row_that_fills_up_teaches_the_critic_nothing(pair):
     critic, full = pair[1], rows(Scores(told=values_of(lambda t: 0.5)))
     assert critic.step([*full, batch.scoring_row([[0]])], value_loss, 0.0).means["error_square"] > 0
@@ -201,45 +211,55 @@ def test_a_row_that_fills_up_teaches_the_critic_nothing(pair):
         critic.step(bare, value_loss, 0.0)
 
 
-def test_while_the_critic_warms_up_the_policy_rests(pair):
+async def test_while_the_critic_warms_up_the_policy_rests(pair):
     policy, critic = pair
-    companions = Companions(CONFIG, policy, trained=critic)
-    stepper = Stepper(CONFIG, policy, 64, companions)
+    companions = Companions(CONFIG, trained=HeldLearning(CONFIG, critic))
+    stepper = Stepper(CONFIG, policy, 64)
     moved = []
     for step in range(4):
         before = {name: tensor.clone() for name, tensor in policy.named_weights()}
-        scores = companions.score(GROUPS)
-        sequences = batch.to_sequences(GROUPS, advantage_of(CONFIG.algorithm), 5, 5, scores=scores)
-        done = stepper.step(sequences, (), CheckpointState(step=step, version=5))
-        assert done.companions.value_loss > 0
+        made = sequences(await companions.score(GROUPS))
+        stepper.step(made, (), CheckpointState(step=step, version=5))
+        assert (await companions.learn(made)()).value_loss > 0
         moved.append(any(not torch.equal(before[name], tensor) for name, tensor in policy.named_weights()))
     assert moved == [False, False, True, True]
 
 
-def test_a_checkpoint_holds_the_critic_too(pair, folders, tmp_path):
+async def test_a_checkpoint_holds_the_critic_too(pair, tmp_path):
     policy, critic = pair
-    companions = Companions(CONFIG, policy, trained=critic)
+    companions = Companions(CONFIG, trained=HeldLearning(CONFIG, critic))
+
+    async def values() -> dict[str, np.ndarray]:
+        told = (await companions.score(GROUPS)).told
+        assert told is not None
+        return dict(told)
+
+    async def learn() -> None:
+        await companions.learn(sequences(await companions.score(GROUPS)))()
+
+    async def save(state: CheckpointState) -> None:
+        for writing in companions.save(tmp_path, state):
+            await asyncio.wait_for(writing, 60)
+
     for _ in range(3):
-        companions.learn([rows(companions.score(GROUPS))])
-    expected = companions.score(GROUPS).told
+        await learn()
+    expected = await values()
     state = CheckpointState(step=2, version=7)
     there = path_of(tmp_path, 2)
     assert not companions.saved_with(there)
-    for writing in companions.save(tmp_path, state):
-        writing.result(60)
+    await save(state)
     assert companions.saved_with(there)
-    companions.learn([rows(companions.score(GROUPS))])
-    assert any((companions.score(GROUPS).told[name] != values).any() for name, values in expected.items())
-    companions.load(there)
-    assert all((companions.score(GROUPS).told[name] == values).all() for name, values in expected.items())
+    await learn()
+    assert any((values != expected[name]).any() for name, values in (await values()).items())
+    await companions.load(there)
+    assert all((values == expected[name]).all() for name, values in (await values()).items())
     for step in (4, 6):
-        for writing in companions.save(tmp_path, CheckpointState(step=step, version=7)):
-            writing.result(60)
+        await save(CheckpointState(step=step, version=7))
     companions.prune(tmp_path, 2)
     assert sorted(path.name for path in (tmp_path / TRAINED).iterdir()) == ["step-00000004", "step-00000006"]
     policy.save(tmp_path / TRAINED / "step-00000008", state).result(60)
     with pytest.raises(CheckpointError, match="another model"):
-        companions.load(path_of(tmp_path, 8))
+        await companions.load(path_of(tmp_path, 8))
 
 
 def test_one_line_of_config_asks_for_a_critic_and_vapo_is_a_preset():

@@ -21,7 +21,6 @@ from slipstream.launch import preflight
 from slipstream.learner.backend import PackedRow
 from slipstream.learner.batch import scoring_row
 from slipstream.learner.checkpoint import CheckpointState
-from slipstream.learner.companions import Companions
 from slipstream.learner.logprobs import token_logprobs
 from slipstream.learner.megatron.backend import MegatronBackend
 from slipstream.learner.megatron.fit import check_family, check_layout
@@ -183,9 +182,7 @@ def assert_that_compared_tokens_are_counted_on_all_ranks(layout: str, backend: M
     """Those of the batch, though of a pipeline only the last stage sees what the policy says of them."""
     config, (sequences, _) = Learner(backend=TWO[layout]), make_batch(0)
     sequences[0] = msgspec.structs.replace(sequences[0], lags=sequences[0].lags + sequences[0].trained)
-    done = Stepper(config, backend, 64, Companions(config, backend)).step(
-        sequences, (), CheckpointState(step=0, version=0)
-    )
+    done = Stepper(config, backend, 64).step(sequences, (), CheckpointState(step=0, version=0))
     assert done.compared == sum(int(s.trained.sum()) for s in sequences[1:])
     assert done.mismatch > 0.1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from slipstream.learner import batch
 from slipstream.learner.algorithms import advantage_of
 from slipstream.learner.algorithms.episodes import Chain
 from slipstream.learner.algorithms.prime import process_loss
+from slipstream.learner.beside.held import Held, HeldLearning
 from slipstream.learner.checkpoint import CheckpointState, path_of
 from slipstream.learner.companions import Companions
 from slipstream.learner.credit import Group, credit
@@ -137,34 +139,35 @@ def test_rows_without_a_reference_are_refused_unless_they_only_fill_up():
 def companions(folders: list[Path]) -> Iterator[Companions]:
     model, held = Model(path=str(folders[0])), Fsdp2(device="cpu")
     made = [Fsdp2Backend(model, CONFIG.optimizer, held, temperature=1.0, timeout_s=60) for _ in range(3)]
-    companions = Companions(CONFIG, *made)
+    companions = Companions(CONFIG, Held(CONFIG, made[1], made[0]), HeldLearning(CONFIG, made[2]))
     yield companions
     companions.close()
     made[0].close()
 
 
-def test_a_model_learns_to_tell_outcomes_apart_and_its_checkpoint_remembers(companions, tmp_path):
-    first = companions.score(GROUPS)
+async def test_a_model_learns_to_tell_outcomes_apart_and_its_checkpoint_remembers(companions, tmp_path):
+    first = await companions.score(GROUPS)
     assert max(np.abs(values).max() for values in first.told.values()) < 1e-5  # it begins as the reference
     done = []
     for _ in range(30):
-        scores = companions.score(GROUPS)
+        scores = await companions.score(GROUPS)
         sequences = batch.to_sequences(GROUPS, advantage_of(CONFIG.algorithm), 5, 5, scores=scores)
-        done.append(companions.learn([batch.rank_rows(sequences, 0, 1, 16)]))
+        done.append(await companions.learn(sequences)())
     assert done[0].reward_model_loss == pytest.approx(math.log(2), abs=1e-4)
     assert done[-1].reward_model_loss < 0.2
     assert done[-1].reward_model_accuracy == 1.0
     for writing in companions.save(tmp_path, CheckpointState(step=1, version=1)):
-        writing.result(60)
-    expected = companions.score(GROUPS).told
-    companions.learn([batch.rank_rows(sequences, 0, 1, 16)])
-    companions.load(path_of(tmp_path, 1))
-    assert all((companions.score(GROUPS).told[name] == values).all() for name, values in expected.items())
+        await asyncio.wait_for(writing, 60)
+    expected = (await companions.score(GROUPS)).told
+    await companions.learn(sequences)()
+    await companions.load(path_of(tmp_path, 1))
+    again = (await companions.score(GROUPS)).told
+    assert all((again[name] == values).all() for name, values in expected.items())
 
 
 def test_one_line_of_config_and_what_goes_with_it(companions):
     assert load("quickstart", ["learner.algorithm.advantage.kind=prime"]).learner.algorithm.advantage == Prime()
     with pytest.raises(LearnerError, match="of kind prime with a reward model"):
-        Companions(CONFIG, companions._policy, companions._reference)
+        Companions(CONFIG, companions._reference)
     with pytest.raises(LearnerError, match="go with a reference policy"):
-        Companions(Learner(algorithm=Algorithm(kl=KlInLoss())), companions._policy)
+        Companions(Learner(algorithm=Algorithm(kl=KlInLoss())))

@@ -16,7 +16,6 @@ from slipstream.errors import LearnerError
 from slipstream.learner.algorithms import loss_of
 from slipstream.learner.batch import TrainSequence, mismatch, rank_rows, with_proximal
 from slipstream.learner.checkpoint import CheckpointState
-from slipstream.learner.companions import Companions
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.step import Stepper
 
@@ -63,7 +62,7 @@ def sequences(backend) -> list[TrainSequence]:
 
 
 def stepper(config: Learner, backend) -> Stepper:
-    return Stepper(config, backend, 64, Companions(config, backend))
+    return Stepper(config, backend, 64)
 
 
 @pytest.mark.parametrize(

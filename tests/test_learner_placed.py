@@ -1,0 +1,237 @@
+"""Models beside the policy in processes of their own: what they say, learn and save is what the learner's own ranks would have."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zmq
+import zmq.asyncio
+from safetensors.torch import load_file
+from slipstream import curve
+from slipstream.buffer import wire
+from slipstream.configs import load
+from slipstream.configs.schema import Learner
+from slipstream.curve import make_keys
+from slipstream.errors import DeadlineExceeded, LearnerError, StateError, first_cause
+from slipstream.launch.wiring import make_backend, make_companions, make_critic
+from slipstream.learner.backend import Backend
+from slipstream.learner.batch import TrainSequence, supervised
+from slipstream.learner.beside import messages as m
+from slipstream.learner.beside.model import Ranked
+from slipstream.learner.beside.placed import Placed
+from slipstream.learner.beside.service import Service
+from slipstream.learner.checkpoint import CheckpointState, path_of
+from slipstream.learner.companions import TRAINED, Companions
+from slipstream.tests import placed
+from slipstream.tests.placed import GAE, GROUPS, PRIME, config_of
+from slipstream.tests.ranks import run_on_two_ranks
+from slipstream.waits import oldest
+
+LAYOUTS = {
+    "gae, 1 learner rank": (GAE, 1, "{reference: 1, critic: 2}"),
+    "gae, 2 learner ranks": (GAE, 2, "{reference: 2, critic: 1}"),
+    "prime, 2 learner ranks": (PRIME, 2, "{reference: 1, critic: 2}"),
+}
+"""Algorithm, ranks of the learner, ranks of what is placed."""
+
+
+class Trained(NamedTuple):
+    found: dict[str, torch.Tensor]
+    beside: list[float]
+    checkpoints: Path
+
+
+async def trained(job: placed.Job) -> Trained:
+    """On one rank of the learner, this process."""
+    config = load("quickstart", job.keys)
+    policy = make_backend(config, temperature=1.0)
+    companions = make_companions(config, policy, job.placed)
+    found, beside = await placed.train(config, policy, companions, job.checkpoints)
+    companions.close()
+    policy.close()
+    return Trained(found, list(msgspec.structs.astuple(beside)), job.checkpoints)
+
+
+@pytest.fixture(scope="module")
+def results(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+    """What came of every layout, and of `GAE` and `PRIME` where nothing is placed."""
+    root, results, jobs = tmp_path_factory.mktemp("placed"), dict[str, Trained](), dict[str, placed.Job]()
+    with contextlib.ExitStack() as stack:
+        for name, (keys, _, beside) in LAYOUTS.items():
+            keys = placed.keys_of(folders[0], *keys, f"learner.beside={beside}")
+            addresses = stack.enter_context(placed.placed(load("quickstart", keys), root / name))
+            jobs[name] = placed.Job(keys, addresses, str(root / f"{name}.safetensors"))
+        for name, keys in (("gae", GAE), ("prime", PRIME)):
+            results[name] = asyncio.run(trained(placed.Job(placed.keys_of(folders[0], *keys), {}, str(root / name))))
+        for name, job in jobs.items():
+            if LAYOUTS[name][1] == 1:
+                results[name] = asyncio.run(trained(job))
+        on_two = {name: job for name, job in jobs.items() if LAYOUTS[name][1] == 2}
+        run_on_two_ranks(root, placed.__file__, list(on_two.values()))
+        for name, job in on_two.items():
+            found = load_file(job.out)
+            results[name] = Trained(found, found.pop("beside").tolist(), job.checkpoints)
+    return results
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_placed_models_say_and_learn_what_held_ones_do(layout: str, results: dict[str, Trained]) -> None:
+    found, held = results[layout], results[layout.partition(",")[0]]
+    assert found.found.keys() == held.found.keys()
+    assert {name.split()[0] for name in found.found} >= {"reference", "told"}
+    for name, tensor in held.found.items():
+        torch.testing.assert_close(found.found[name], tensor, atol=1e-6 if name.endswith("weight") else 1e-5, rtol=0)
+    assert found.beside == pytest.approx(held.beside, rel=1e-3)
+    assert any(abs(value) > 1e-3 for value in held.beside)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_of_a_placed_model_is_one_of_a_held_model(
+    layout: str, results: dict[str, Trained], folders: list[Path]
+) -> None:
+    """Of the weights after the second step, though the third was asked for before it was whole."""
+    kind = layout.partition(",")[0]
+    config = config_of(folders[0], *LAYOUTS[layout][0])
+    model = make_critic(config)
+    weights = []
+    for name in (kind, layout):
+        assert model.load(path_of(results[name].checkpoints / TRAINED, 2)) == CheckpointState(step=2, version=2)
+        weights.append({name: tensor.clone() for name, tensor in model.named_weights()})
+    other = make_critic(config)
+    begun = dict(other.named_weights())
+    other.close()
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, atol=1e-6, rtol=0)
+    assert any((tensor - begun[name]).abs().max() > 1e-5 for name, tensor in weights[0].items())
+    model.close()
+
+
+# ---------------------------------------------------------------- one rank and its learner, in this process
+
+SEQUENCES = [supervised(t.token_ids, t.loss_mask) for group in GROUPS for t in group]
+RETURNS = [msgspec.structs.replace(s, returns=np.ones(len(s.trained), dtype=np.float32)) for s in SEQUENCES]
+
+
+@pytest.fixture
+def critic(folders: list[Path]) -> Iterator[Backend]:
+    model = make_critic(config_of(folders[0], *GAE))
+    yield model
+    model.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    config: Learner, address: str, model: Ranked, trained: Backend | None
+) -> AsyncIterator[tuple[Placed, asyncio.Task[None]]]:
+    """A rank that serves, and the learner's end."""
+    ready = asyncio.Event()
+    service = asyncio.create_task(Service(config, "critic-0", address, model, trained).serve(ready.set))
+    await asyncio.wait_for(ready.wait(), 30)
+    placed = Placed(config, "critic", (address,))
+    try:
+        yield placed, service
+    finally:
+        placed.close()
+        service.cancel()
+        await asyncio.wait({service})
+
+
+async def test_nonsense_and_strangers_change_nothing(
+    critic: Backend,
+    folders: list[Path],
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    keys, config = make_keys(), config_of(folders[0], *GAE).learner
+    monkeypatch.setenv(curve.VARIABLE, keys.environment()[curve.VARIABLE])
+    context = zmq.asyncio.Context()
+    async with serving(config, address, critic, critic) as (model, _):
+        stranger, member = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+        curve.join(member)
+        for socket in (stranger, member):
+            socket.connect(address)
+        good = wire.encode(m.Asked(1, m.Score(m.pack(SEQUENCES))))
+        await stranger.send_multipart(good)
+        for bad in ([b"nonsense"], [*good, b"more"], wire.encode(m.Answered(1, m.Done()))):
+            await member.send_multipart(bad)
+        said = await model.score(RETURNS)()
+        assert [len(values) for values in said] == [len(s.token_ids) for s in SEQUENCES]
+        await member.send_multipart(good)
+        assert isinstance(wire.decode(m.Answered, await asyncio.wait_for(member.recv_multipart(), 30)).reply, m.Part)
+        assert await stranger.poll(300) == 0
+        await model.learn([RETURNS])()
+        assert any(values.any() for values in await model.score(RETURNS)())
+        (wait,) = [wait for wait in oldest() if wait.who == "critic-0"]
+        assert (wait.waits_for, wait.deadline_s) == ("the learner's next request", None)
+    context.destroy(linger=0)
+    assert caplog.text.count("dropped a message that is no request") == 3
+
+
+async def test_what_a_rank_cannot_do_ends_it_by_its_name(critic: Backend, folders: list[Path], address: str) -> None:
+    config = config_of(folders[0], *GAE).learner
+    for trained, sequences, error, why in (
+        (critic, SEQUENCES, LearnerError, "these rows lack returns"),
+        (None, RETURNS, StateError, "critic-0 is never trained, and was asked to Learn"),
+    ):
+        async with serving(config, address, critic, trained) as (model, service):
+            model.learn([sequences])
+            await asyncio.wait({service}, timeout=30)
+            with pytest.raises(error, match=why):
+                raise first_cause(service.exception() or AssertionError("it goes on"))
+
+
+async def test_a_model_that_does_not_answer_is_named(address: str, folders: list[Path]) -> None:
+    model = Placed(config_of(folders[0], *GAE, "learner.batch_s=0.3").learner, "critic", (address,))
+    told = r"the learner waited 0.3 s for the critic's answer to Score; critic-0 did not answer; see logs/critic-\*.log"
+    with pytest.raises(DeadlineExceeded, match=told):
+        await model.score(SEQUENCES)()
+    model.close()
+
+
+async def test_all_that_are_placed_are_asked_before_anybody_is_waited_for(folders: list[Path]) -> None:
+    """Steps are asked for at once, too: the policy takes its own meanwhile."""
+    context = zmq.asyncio.Context()
+    ends = {kind: context.socket(zmq.ROUTER) for kind in ("reference", "critic")}
+    ports = {kind: end.bind_to_random_port("tcp://127.0.0.1") for kind, end in ends.items()}
+    config = config_of(folders[0], *PRIME).learner
+    companions = Companions(
+        config, *(Placed(config, kind, (f"tcp://127.0.0.1:{port}",)) for kind, port in ports.items())
+    )
+
+    async def heard(kind: str) -> m.Request:
+        _, *frames = await asyncio.wait_for(ends[kind].recv_multipart(), 30)
+        return wire.decode(m.Asked, frames).request
+
+    scoring = asyncio.create_task(companions.score(GROUPS))
+    for kind in ends:
+        assert isinstance(await heard(kind), m.Score)
+    companions.learn(RETURNS)
+    learn = await heard("critic")
+    assert isinstance(learn, m.Learn)
+    assert len(learn.parts) == config.algorithm.minibatches
+    assert not scoring.done()
+    scoring.cancel()
+    companions.close()
+    context.destroy(linger=0)
+
+
+def test_what_is_packed_comes_out_as_it_was() -> None:
+    rng = np.random.default_rng(0)
+    whole = [
+        msgspec.structs.replace(s, earned=i % 2 == 0, reference_logprobs=rng.random(len(s.trained), dtype=np.float32))
+        for i, s in enumerate(RETURNS)
+    ]
+    for sequences in (SEQUENCES, RETURNS, whole):
+        (found,) = wire.decode(m.Learn, wire.encode(m.Learn((m.pack(sequences),)))).parts
+        for one, other in zip(m.unpack(found), sequences, strict=True):
+            for name in TrainSequence.__struct_fields__:
+                assert np.array_equal(getattr(one, name), getattr(other, name)), name
