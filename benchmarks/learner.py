@@ -43,8 +43,8 @@ CONTENDERS = ("full", "bare", "padded", "two ranks", "two threads", "trl")
 PLACES = {"two ranks": (2, 1), "two threads": (1, 2)}
 """Processes, and threads of each, of contenders that are not one process of one thread."""
 
-
 ON_CUDA = "not on CUDA, where each rank has a GPU and threads compute nothing"
+"""Why there is no such contender."""
 
 LONG_PROMPT, ANSWERS, ANSWER = 512, 8, 64
 """Tokens of the prompt, members of the group and tokens of each answer where what a shared prompt saves is measured."""

@@ -9,7 +9,7 @@ Invariants:
 - A process prints `ready`, then for each line that it reads, whatever it says, the seconds which a step took, and at the end of
   its input what it held in memory, as JSON (`Held`).
 - Vocabulary is computed at trained tokens only, by all of them: the floors are the best that plain code does. In bfloat16 they
-  keep no float32 weights either, and AdamW moves half as many bytes as ours.
+  keep no float32 weights, so that their AdamW moves half as many bytes as ours.
 """
 
 from __future__ import annotations

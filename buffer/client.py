@@ -18,25 +18,20 @@ from types import TracebackType
 from typing import TypeVar
 
 import msgspec
-import zmq
 import zmq.asyncio
 
-from ..curve import Keys, join
+from ..curve import Keys
 from ..errors import DeadlineExceeded, StateError, Waiting, WireError
-from ..keepalive import keep_alive
 from . import messages as m
 from . import wire
-from .door import Door
 from .ledger import Counts
+from .line import Line
 from .messages import Batch, Lease, Stats
 from .peers import connection_name
 from .trajectory import DETAIL_LIMIT, Outcome, Trajectory
 
 RESEND_S = 5.0
 """Silence after which a request is sent again. A lease or a batch may take longer; asking twice costs one small frame."""
-
-LINGER_MS = 500
-"""For requests that are on their way when the client is closed: libzmq aborts a process that drops half of a message."""
 
 R = TypeVar("R")
 
@@ -54,29 +49,25 @@ class BufferClient:
         self._deadline_s = deadline_s
         self._keys = keys
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[m.Reply]] = {}
         self._leasing = asyncio.Lock()
 
     async def __aenter__(self) -> BufferClient:
         self._context = zmq.asyncio.Context()
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, connection_name(self.name, self.incarnation))
-        socket.setsockopt(zmq.LINGER, LINGER_MS)
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # while the buffer is away repetitions do not queue up
-        keep_alive(socket)
-        join(socket, self._keys)
-        socket.connect(self._address)
-        self._door = Door.of(socket)
-        self._receiver = asyncio.create_task(self._receive(), name=f"{self.name} buffer replies")
+        self._line: Line[m.Reply] = Line(
+            self._context,
+            self._address,
+            f"{self.name} to the buffer",
+            m.ReplyEnvelope,
+            identity=connection_name(self.name, self.incarnation),
+            patient=False,  # while the buffer is away repetitions do not queue up
+            keys=self._keys,
+        )
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._receiver.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._receiver
-        self._door.ready.close()
+        self._line.close()
         self._context.term()
 
     # --- workers --------------------------------------------------------------------------------------------------
@@ -160,19 +151,19 @@ class BufferClient:
             raise WireError(
                 f"a frame of {type(request).__name__} is above {wire.FRAME_LIMIT} bytes; shorten the episode"
             )
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        future = self._line.expect(number)
         left = seconds
         try:
             while not future.done() and left > 0:
                 turn = min(left, RESEND_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(turn):
-                        await self._put(frames)
+                        await self._line.put(frames)
                         await asyncio.wait([future])
                 left -= turn  # however late the clock woke us: a process that was stopped has heard nothing meanwhile
         finally:
-            del self._waiting[number]
-        if not future.done():
+            future.cancel()
+        if future.cancelled():
             hint = f"is the buffer at {self._address} alive, and are workers delivering?"
             raise DeadlineExceeded(self.name, _answer_to(request), seconds, hint)
         reply = future.result()
@@ -181,34 +172,6 @@ class BufferClient:
         if not isinstance(reply, expected):
             raise StateError(f"the buffer answered {type(request).__name__} with {type(reply).__name__}")
         return reply
-
-    async def _put(self, frames: list[wire.Frame]) -> None:
-        while True:
-            try:
-                self._door.plain.send_multipart(frames, zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                await self._door.ready.poll(flags=zmq.POLLOUT)  # pyright: ignore[reportCallIssue]  pyzmq types it as the poller's
-            else:
-                return self._hear()  # see `Door`
-
-    async def _receive(self) -> None:
-        while True:
-            await self._door.ready.poll()
-            self._hear()
-
-    def _hear(self) -> None:
-        """Give out the answers that are there."""
-        while (frames := self._door.read()) is not None:
-            try:
-                reply = wire.decode(m.ReplyEnvelope, frames)
-            except WireError as error:
-                for future in self._waiting.values():
-                    if not future.done():
-                        future.set_exception(error)
-                continue
-            future = self._waiting.get(reply.number)
-            if future is not None and not future.done():
-                future.set_result(reply.message)
 
 
 def _answer_to(request: m.Request) -> str:

@@ -5,7 +5,7 @@ Invariants:
 - No pickle. An array's dtype comes from the receiver's own annotation, its length from its frame; a frame that does not fit
   is a WireError, never a crash.
 - Decoded arrays are read-only views of the frames: nothing is copied.
-- A request has no frame above `FRAME_LIMIT`; the service cuts off who sends one.
+- A request to the buffer has no frame above `FRAME_LIMIT`; the service cuts off who sends one.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Member:
 
 
 def role_names(config: Config) -> list[str]:
-    """The processes of a training run; each listens on at most one port."""
+    """The processes of a training run; each listens on one port at most, ranks meet at one more."""
     engines = [f"engine-{i}" for i in range(config.rollout.engine.replicas)]
     models = [f"{kind}-{i}" for kind, ranks in ranks_by_kind(config).items() for i in range(ranks)]
     workers = [f"worker-{i}" for i in range(config.rollout.workers)]

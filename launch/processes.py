@@ -171,6 +171,7 @@ class LocalLauncher:
     def __init__(self, logs: Path, first_port: int, placement: Placement | None = None, available: int = 0) -> None:
         self._logs = logs
         self._next_port = first_port
+        self._given: set[int] = set()
         self._gpus = dict(placement.gpus) if placement else {}
         self._available = available
         self._started: defaultdict[str, list[LocalProcess]] = defaultdict(list)
@@ -208,9 +209,12 @@ class LocalLauncher:
         await asyncio.gather(*(process.kill() for started in self._started.values() for process in started))
 
     def _ports(self, count: int) -> list[int]:
-        """The next ones, where the first was named, or any that are free."""
+        """The next ones, where the first was named, or any that are free and were not given out before: who has one may not listen
+        yet."""
         if not self._next_port:
-            return free_ports(count)
+            ports = [port for port in free_ports(count + len(self._given)) if port not in self._given][:count]
+            self._given.update(ports)
+            return ports
         ports = claim_ports(self._next_port, count)
         self._next_port += count
         return ports

@@ -106,7 +106,7 @@ def spare(taken: Mapping[str, tuple[int, ...]], count: int, available: int) -> t
     if count > len(free):
         raise ConfigError(
             f"another replica wants {count} GPUs of its own, and {len(free)} of {available} are free; remove one first, "
-            "or start the run with fewer learner ranks"
+            "or start the run with fewer ranks of the learner or of placed models"
         )
     return tuple(free[:count])
 

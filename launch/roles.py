@@ -30,14 +30,14 @@ from .job import Job, read_job
 from .member import FINAL
 from .processes import die_with_parent
 
+if TYPE_CHECKING:
+    from ..learner.backend import Backend
+    from ..learner.beside.model import Ranked
+
 log = logging.getLogger(__name__)
 
 CANARY_TOKENS = 32
 """Length of the prompt whose log-probs prove a push: long enough to pass through every kernel, short enough to cost nothing."""
-
-if TYPE_CHECKING:
-    from ..learner.backend import Backend
-    from ..learner.beside.model import Ranked
 
 T = TypeVar("T")
 

@@ -172,8 +172,8 @@ def make_backend(config: Config, *, temperature: float) -> Backend:
     return Fsdp2Backend(model, optimizer, chosen, temperature=temperature, timeout_s=timeout_s)
 
 
-def make_companions(config: Config, policy: Backend, placed: Mapping[str, Sequence[str]]) -> Companions:
-    """The models beside the policy that the algorithm asks for; those `placed` are met at their addresses, see `Cluster.beside`."""
+def make_companions(config: Config, policy: Backend, addresses: Mapping[str, Sequence[str]]) -> Companions:
+    """The models beside the policy that the algorithm asks for; placed ones are met at `addresses`, see `Cluster.beside`."""
     from ..learner.beside.held import Held, HeldLearning
     from ..learner.beside.placed import Placed
     from ..learner.companions import Companions
@@ -181,7 +181,7 @@ def make_companions(config: Config, policy: Backend, placed: Mapping[str, Sequen
     learner, algorithm = config.learner, config.learner.algorithm
 
     def away(kind: str) -> Placed:
-        return Placed(learner, kind, placed[kind] if policy.rank == 0 else ())
+        return Placed(learner, kind, addresses[kind] if policy.rank == 0 else ())
 
     reference, trained = None, None
     if needs_reference(algorithm) and learner.beside["reference"]:

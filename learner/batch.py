@@ -189,15 +189,19 @@ def to_row(sequences: Sequence[TrainSequence]) -> PackedRow:
         lags=torch.from_numpy(np.concatenate([s.lags for s in sequences])),
         mixed=torch.from_numpy(np.concatenate([s.mixed for s in sequences])),
         earned=torch.from_numpy(np.concatenate([s.trained & s.earned for s in sequences])),
-        reference_logprobs=_joined([s.reference_logprobs for s in sequences]),
-        returns=_joined([s.returns for s in sequences]),
+        reference_logprobs=_tensor(joined([s.reference_logprobs for s in sequences])),
+        returns=_tensor(joined([s.returns for s in sequences])),
     )
 
 
-def _joined(arrays: Sequence[NDArray[np.float32] | None]) -> torch.Tensor | None:
-    """What all sequences of a batch have, or none of them has."""
+def joined(arrays: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
+    """What all sequences of a batch have, or none of them has, one behind the other."""
     there = [array for array in arrays if array is not None]
-    return torch.from_numpy(np.concatenate(there)) if there else None
+    return np.concatenate(there) if there else None
+
+
+def _tensor(array: NDArray[np.float32] | None) -> torch.Tensor | None:
+    return None if array is None else torch.from_numpy(array)
 
 
 def with_proximal(row: PackedRow, logprobs: torch.Tensor) -> PackedRow:

@@ -68,9 +68,8 @@ class Companions:
         marked = [supervised(t.token_ids, t.loss_mask) for t in trajectories]
         asked = [(model, model.score(marked)) for model in models]
         said: dict[Beside, Scored] = {}
-        for model, answer in sorted(
-            asked, key=lambda one: one[0].placed
-        ):  # who is placed works while the others compute
+        # Who is placed works while the others compute.
+        for model, answer in sorted(asked, key=lambda one: one[0].placed):
             said[model] = {t.id: values for t, values in zip(trajectories, await answer(), strict=True)}
         reference = None if self._reference is None else said[self._reference]
         told = None if self._trained is None else said[self._trained]

@@ -5,7 +5,7 @@
 
     who waits          for what                                        until
     every rank         the batch of version v                          learner.batch_s, then DeadlineExceeded
-    rank 0             models beside the policy that are placed        learner.batch_s, then DeadlineExceeded
+    rank 0             models beside the policy that are placed        learner.batch_s, then LearnerError
     rank 0             replicas that came (back)                       never: they are brought the weights meanwhile
     rank 0             replicas that take the new weights              weightsync.push_s each; the late are left out
     every rank         the other ranks, in each collective             the backend's timeout, then LearnerError
@@ -320,7 +320,7 @@ class TrainingLoop:
 
     async def _when_written(self, writing: Sequence[Awaitable[None]]) -> None:
         """Commits that every kept checkpoint contains can no longer be rolled back."""
-        hint = "the disk is too slow or another rank is gone; see learner.batch_s and the other ranks' logs"
+        hint = "the disk is too slow, or another rank or a placed model is gone; see learner.batch_s and their logs"
         whole = asyncio.gather(*writing)
         await within(
             self._config.batch_s, whole, who="the learner", waits_for="its checkpoint to be written", hint=hint

@@ -39,7 +39,7 @@ class Stepper:
         advantage = config.algorithm.advantage
         self._config = config
         self._backend = backend
-        self._rests = advantage.critic_warmup if isinstance(advantage, Gae) else 0
+        self._critic_warmup = advantage.critic_warmup if isinstance(advantage, Gae) else 0
         self._loss = loss_of(config.algorithm, longest)
         self._one_pass = config.algorithm.minibatches == 1 and not chooses_tokens(config.algorithm)
 
@@ -58,7 +58,7 @@ class Stepper:
             raise LearnerError(
                 f"the batch of step {state.step + 1} holds no token that may be trained; see buffer.max_staleness"
             )
-        step = state.step - self._rests
+        step = state.step - self._critic_warmup
         lr = warm_up(config.optimizer.lr, step, config.optimizer.warmup_steps) if step >= 0 else 0.0
         budget = config.backend.tokens_per_microbatch
         parts = minibatches(sequences, config.algorithm.minibatches)

@@ -21,7 +21,6 @@ from slipstream.learner.algorithms import advantage_of
 from slipstream.learner.algorithms.episodes import Chain
 from slipstream.learner.backend import PackedRow
 from slipstream.learner.beside.held import HeldLearning
-from slipstream.learner.beside.model import steps
 from slipstream.learner.checkpoint import CheckpointState, path_of
 from slipstream.learner.companions import TRAINED, Companions
 from slipstream.learner.credit import Group, credit
@@ -196,11 +195,6 @@ def test_a_step_of_the_critic_warns_of_nothing(pair):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pair[1].step(rows(Scores(told=values_of(lambda t: 0.5))), value_loss, 1e-3)
-
-
-def test_an_algorithm_that_teaches_no_model_is_named(pair):
-    with pytest.raises(LearnerError, match="kind grpo teaches no model"):
-        steps(pair[1], Learner(), [sequences(Scores(told=values_of(lambda t: 0.5)))])
 
 
 def test_a_row_that_fills_up_teaches_the_critic_nothing(pair):

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batch import TrainSequence, supervised
+from ..batch import TrainSequence, joined, supervised
 from ..checkpoint import CheckpointState
 from ..meter import CompanionsDone
 
@@ -96,7 +96,7 @@ class Answered(msgspec.Struct, frozen=True):
     """The answer to the request of that number."""
 
     number: int
-    reply: Reply
+    message: Reply
 
 
 def pack(sequences: Sequence[TrainSequence]) -> Sequences:
@@ -106,8 +106,8 @@ def pack(sequences: Sequence[TrainSequence]) -> Sequences:
         token_ids=np.concatenate([s.token_ids for s in sequences]),
         trained=np.concatenate([s.trained for s in sequences]),
         earned=np.array([s.earned for s in sequences], dtype=np.bool_),
-        reference_logprobs=_joined([s.reference_logprobs for s in sequences]),
-        returns=_joined([s.returns for s in sequences]),
+        reference_logprobs=joined([s.reference_logprobs for s in sequences]),
+        returns=joined([s.returns for s in sequences]),
     )
 
 
@@ -128,9 +128,3 @@ def unpack(packed: Sequences) -> list[TrainSequence]:
         )
         for i in range(count)
     ]
-
-
-def _joined(arrays: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
-    """What all sequences of a batch have, or none of them has."""
-    there = [array for array in arrays if array is not None]
-    return np.concatenate(there) if there else None

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from ...configs.algorithm import Gae, Prime
 from ...configs.schema import Learner
-from ...errors import LearnerError
 from .. import packing
 from ..algorithms.prime import process_loss
 from ..backend import Backend, Scorer
@@ -106,8 +105,7 @@ def steps(model: Backend, config: Learner, parts: Sequence[Sequence[TrainSequenc
     if isinstance(advantage, Gae):
         means = mean_over([model.step(part, value_loss, advantage.critic_lr) for part in rows])
         return CompanionsDone(value_loss=means["error_square"] / 2, explained_variance=explained_variance(means))
-    if not isinstance(advantage, Prime):
-        raise LearnerError(f"learner.algorithm.advantage of kind {advantage.__struct_config__.tag} teaches no model")
+    assert isinstance(advantage, Prime), "a model that learns beside the policy goes with gae and prime alone"
     loss = process_loss(advantage.beta)
     means = mean_over([model.step(part, loss(part, model.gather), advantage.reward_lr) for part in rows])
     return CompanionsDone(reward_model_loss=means["cross_entropy"], reward_model_accuracy=means["right"])

@@ -3,37 +3,32 @@
 Invariants:
 - A question is sent before anybody waits for its answer, to all ranks of the model in the same order.
 - Answers are matched by number; that a checkpoint is whole may be said after what was asked later.
-- A model that does not answer within `batch_s` is a DeadlineExceeded that names those of its ranks that are silent.
+- A model that does not answer within `batch_s` is a LearnerError that names those of its ranks that are silent: a connection may
+  have been lost, and all can meet again. How long a checkpoint may take is the loop's affair.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import torch
-import zmq
 import zmq.asyncio
 
 from ...buffer import wire
-from ...buffer.door import Door
+from ...buffer.line import Line
 from ...configs.schema import Learner
-from ...curve import join
-from ...errors import StateError, WireError, within
-from ...keepalive import keep_alive
+from ...errors import DeadlineExceeded, LearnerError, StateError, within
 from ..batch import TrainSequence
 from ..checkpoint import CheckpointState
 from ..meter import CompanionsDone
 from ..ranks import of_first
 from . import messages as m
 from .model import Answer, Said, in_order
-
-LINGER_MS = 500
-"""For requests that are on their way when the learner ends: libzmq aborts a process that drops half of a message."""
 
 R = TypeVar("R", m.Part, m.Learnt, m.Done)
 
@@ -54,7 +49,9 @@ class Placed:
         self._deadline_s = config.batch_s
         self._kind = kind
         self._context = zmq.asyncio.Context()
-        self._lines = [_Line(self._context, f"{kind}-{i}", address) for i, address in enumerate(addresses)]
+        self._lines: list[Line[m.Reply]] = [
+            Line(self._context, address, f"{kind}-{i}", m.Answered) for i, address in enumerate(addresses)
+        ]
         self._numbers = itertools.count(1)
 
     def score(self, sequences: Sequence[TrainSequence]) -> Answer[Said]:
@@ -82,11 +79,11 @@ class Placed:
 
     def save(self, directory: Path, state: CheckpointState) -> Awaitable[None]:
         """See `BesideLearning.save`."""
-        return _all_done(self._ask(m.Save(str(directory), state), m.Done))
+        return asyncio.ensure_future(_all_done(self._send(m.Save(str(directory), state)).values()))
 
     async def load(self, directory: Path) -> None:
         """See `BesideLearning.load`."""
-        await _all_done(self._ask(m.Load(str(directory)), m.Done))
+        await self._ask(m.Load(str(directory)), m.Done)()
 
     def close(self) -> None:
         """See `Beside.close`. The model stays."""
@@ -94,77 +91,38 @@ class Placed:
             line.close()
         self._context.term()
 
-    def _ask(self, request: m.Request, expected: type[R]) -> Answer[list[R]]:
-        """Send `request`; what every rank answers to it, none where this is not rank 0 of the learner."""
+    def _send(self, request: m.Request) -> dict[str, asyncio.Future[m.Reply]]:
+        """Send `request`; what each rank will answer to it, by name. None where this is not rank 0 of the learner."""
         number = next(self._numbers)
         frames = wire.encode(m.Asked(number, request)) if self._lines else []
-        asked = {line.name: line.send(number, frames) for line in self._lines}
+        asked = {line.name: line.expect(number) for line in self._lines}
+        for line in self._lines:
+            line.send(frames)
+        return asked
+
+    def _ask(self, request: m.Request, expected: type[R]) -> Answer[list[R]]:
+        """Send `request`; what every rank answers to it."""
+        asked, what = self._send(request), type(request).__name__
 
         def silent() -> str:
             names = " and ".join(name for name, reply in asked.items() if reply.cancelled())
             return f"{names} did not answer; see logs/{self._kind}-*.log, and learner.batch_s"
 
         async def answer() -> list[R]:
-            replies = await within(
-                self._deadline_s,
-                asyncio.gather(*asked.values()),
-                who="the learner",
-                waits_for=f"the {self._kind}'s answer to {type(request).__name__}",
-                hint=silent,
-            )
-            meant = [reply for reply in replies if isinstance(reply, expected)]
-            if len(meant) < len(replies):
-                kinds = ", ".join(type(reply).__name__ for reply in replies)
-                raise StateError(f"the {self._kind} answered {type(request).__name__} with {kinds}")
+            replies = asyncio.gather(*asked.values())
+            waits_for = f"the {self._kind}'s answer to {what}"
+            try:
+                said = await within(self._deadline_s, replies, who="the learner", waits_for=waits_for, hint=silent)
+            except DeadlineExceeded as error:
+                raise LearnerError(str(error), final=False) from error
+            meant = [reply for reply in said if isinstance(reply, expected)]
+            if len(meant) < len(said):
+                kinds = ", ".join(type(reply).__name__ for reply in said)
+                raise StateError(f"the {self._kind} answered {what} with {kinds}")
             return meant
 
         return answer
 
 
-async def _all_done(answer: Answer[list[m.Done]]) -> None:
-    await answer()
-
-
-class _Line:
-    """A connection to rank `name` of a model, at `address`."""
-
-    def __init__(self, context: zmq.asyncio.Context, name: str, address: str) -> None:
-        self.name = name
-        self._waiting: dict[int, asyncio.Future[m.Reply]] = {}
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, LINGER_MS)
-        keep_alive(socket)
-        join(socket)
-        socket.connect(address)
-        self._door = Door.of(socket)
-        self._receiver = asyncio.create_task(self._receive(), name=f"{name}'s answers")
-
-    def send(self, number: int, frames: Sequence[wire.Frame]) -> asyncio.Future[m.Reply]:
-        """Send a request; its answer."""
-        reply = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._door.plain.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        self._hear()  # see `Door`
-        return reply
-
-    def close(self) -> None:
-        self._receiver.cancel()
-        self._door.ready.close()
-
-    async def _receive(self) -> None:
-        while True:
-            await self._door.ready.poll()
-            self._hear()
-
-    def _hear(self) -> None:
-        """Give out the answers that are there."""
-        while (frames := self._door.read()) is not None:
-            try:
-                answered = wire.decode(m.Answered, frames)
-            except WireError as error:
-                for reply in self._waiting.values():
-                    if not reply.done():
-                        reply.set_exception(error)
-                continue
-            reply = self._waiting.pop(answered.number, None)
-            if reply is not None and not reply.done():
-                reply.set_result(answered.reply)
+async def _all_done(replies: Iterable[asyncio.Future[m.Reply]]) -> None:
+    await asyncio.gather(*replies)

@@ -34,6 +34,9 @@ FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEADS = 8, 256
 """What a head's size has to be a multiple of for FlashAttention, and the largest."""
 
+AMPERE = 8, 0
+"""Compute capability of the first GPUs that FlashAttention runs on."""
+
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """That keys may have fewer heads than queries; torch 2.11 takes it for granted."""
 
@@ -134,9 +137,11 @@ def packed_attention(
 
 
 def _can_flash(query: torch.Tensor) -> bool:
+    if not query.is_cuda or query.dtype not in FLASH_DTYPES:
+        return False
     multiple, largest = FLASH_HEADS
-    head_dim = query.shape[-1]
-    return query.is_cuda and query.dtype in FLASH_DTYPES and head_dim % multiple == 0 and head_dim <= largest
+    fits = query.shape[-1] % multiple == 0 and query.shape[-1] <= largest
+    return fits and torch.cuda.get_device_capability(query.device) >= AMPERE
 
 
 def _flash(

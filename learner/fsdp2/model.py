@@ -75,7 +75,7 @@ class Fsdp2Model:
         self.rank, self.world_size = self._parts.rank, self._parts.size
         self.data_rank, self.data_size = self._parts.data_rank, self._parts.data_size
         self._context = self._parts.context
-        self.shares_prefixes = self._context.size == 1  # parts of a row end where they end, also within a prompt
+        self.shares_prefixes = self._context.size == 1  # a rank's part of a row may end within a prompt
         self._shard(dtype, config.offload)
 
     def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import util
+import contextlib
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -14,6 +14,9 @@ from ...errors import ConfigError
 KEY = "learner.backend"
 VERSION = "0.16.1"
 """Of megatron-core: `cpu.py` rewrites its source, and `checkpoint.py` calls what is its own business."""
+
+ENGINES = "2.10.", "2.11."
+"""Versions of TransformerEngine that megatron-core takes, without those that multiply for a mixture's router in TF32."""
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama")
 ROPES = ("default", "linear", "llama3")
@@ -40,9 +43,12 @@ def check_installed(layout: Megatron) -> None:
             f"{KEY}.device: cpu with {KEY}.kind=megatron, which takes the CUDA devices that torch sees; allowed are auto and "
             "cuda, or an empty CUDA_VISIBLE_DEVICES"
         )
-    if util.find_spec("transformer_engine") is None:
+    engine = "none"
+    with contextlib.suppress(PackageNotFoundError):
+        engine = version("transformer-engine")
+    if not engine.startswith(ENGINES):
         raise ConfigError(
-            f"{KEY}.kind: megatron on CUDA needs the package transformer-engine; "
+            f"{KEY}.kind: megatron on CUDA is written for transformer-engine 2.10 and 2.11, and {engine} is installed; "
             "`pip install --no-build-isolation 'transformer-engine[pytorch]>=2.10,<2.12'`"
         )
 

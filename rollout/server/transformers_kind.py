@@ -73,9 +73,8 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    torch.backends.cuda.enable_cudnn_sdp(
-        False
-    )  # it makes a plan for every new shape, and here nearly every call has one
+    # cuDNN's attention makes a plan for every new shape, a tenth of a second each, and here nearly every call has one.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation=PAGED

@@ -1,6 +1,7 @@
 """Weight pushes: every transport brings the same weights, wrong ones are found, and a learner that dies leaves the old serving."""
 
 import asyncio
+import contextlib
 import signal
 import sys
 import threading
@@ -67,16 +68,15 @@ async def test_nccl_brings_the_weights(replica: Replica, tmp_path: Path, monkeyp
         pytest.skip(f"{replica.kind.name} computes on the CPU")
     for name, value in tiny.one_gpu("learner").items():
         monkeypatch.setenv(name, value)
-    publisher = make_publisher(replica.engine, folder=tmp_path, backend="nccl")
-    for which in (1, 0, 1):
-        weights = {name: tensor.cuda() for name, tensor in tiny.weights(replica.weights.folders[which]).items()}
-        canary = tiny.canary(replica.weights.models[which])
-        report = await publisher.publish(next(VERSIONS), weights.items(), *canary)
-        assert (report.pushed, report.failed) == (("replica",), {})
-        assert report.canary <= TOLERANCE
-        replica.version = report.version
-        assert await replica.serves(which)
-    publisher.close()
+    with contextlib.closing(make_publisher(replica.engine, folder=tmp_path, backend="nccl")) as publisher:
+        for which in (1, 0, 1):
+            weights = {name: tensor.cuda() for name, tensor in tiny.weights(replica.weights.folders[which]).items()}
+            canary = tiny.canary(replica.weights.models[which])
+            report = await publisher.publish(next(VERSIONS), weights.items(), *canary)
+            assert (report.pushed, report.failed) == (("replica",), {})
+            assert report.canary <= TOLERANCE
+            replica.version = report.version
+            assert await replica.serves(which)
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "delta"])
