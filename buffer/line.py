@@ -20,7 +20,7 @@ from . import wire
 from .door import Door
 
 LINGER_MS = 500
-"""For requests that are on their way when the line is closed: libzmq aborts a process that drops half of a message."""
+"""For messages that are on their way when an end is closed: libzmq aborts a process that drops half of one."""
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)

@@ -36,6 +36,7 @@ from .accounts import ledgers_of
 from .admission import Admission
 from .door import Door
 from .ledger import Books
+from .line import LINGER_MS
 from .replay import Replay
 from .requests import Answer, Requests
 from .rows import Change
@@ -56,9 +57,6 @@ STORE_S = 120.0
 HANDOVER_S = 1e-3
 """How long the thread that stores waits for the interpreter while the other takes in messages, which it does after every statement.
 Python's own 5 ms are as long as a write."""
-
-LINGER_MS = 500
-"""For answers that are on their way when the service ends: libzmq aborts a process that drops half of a message."""
 
 
 class BufferService:

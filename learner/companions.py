@@ -81,8 +81,9 @@ class Companions:
     def learn(self, sequences: Sequence[TrainSequence]) -> Answer[CompanionsDone]:
         """Collective. Ask what is trained beside the policy for one step on each minibatch of `sequences`; how they went is told to
         rank 0 of the learner."""
-        parts = minibatches(sequences, self._algorithm.minibatches)
-        return _nothing if self._trained is None or not parts else self._trained.learn(parts)
+        if self._trained is None or not sequences:
+            return _nothing
+        return self._trained.learn(minibatches(sequences, self._algorithm.minibatches))
 
     def save(self, checkpoints: Path, state: CheckpointState) -> list[Awaitable[None]]:
         """Collective. Begin to write what belongs to the policy's checkpoint of `state` in the folder `checkpoints`."""

@@ -23,6 +23,7 @@ import zmq
 import zmq.asyncio
 
 from ...buffer import wire
+from ...buffer.line import LINGER_MS
 from ...configs.schema import Learner
 from ...curve import Guard
 from ...errors import StateError, Waiting, WireError
@@ -32,9 +33,6 @@ from . import messages as m
 from .model import Ranked, score_part, steps
 
 log = logging.getLogger(__name__)
-
-LINGER_MS = 500
-"""For answers that are on their way when the rank ends: libzmq aborts a process that drops half of a message."""
 
 
 class Service:
