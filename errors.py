@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from .waits import Waiting as Waiting
+from .common.waits import TrackedWait as TrackedWait
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class EngineError(SlipstreamError):
 
 
 class NoAnswer(EngineError):
-    """An inference server took a request, and the connection broke: nobody knows whether it does what it was asked to."""
+    """An inference server took a request, and the connection broke: the server may or may not have executed it."""
 
 
 class EnvError(SlipstreamError):
@@ -67,6 +67,14 @@ class StoreError(SlipstreamError):
 
 class StateError(SlipstreamError):
     """An operation that the state machine does not allow here; always a bug or a foreign client."""
+
+
+class RequestRefused(StateError):
+    """A service refuses a request for `reason`. A handler raises it with the reason alone; the client names who asked for what."""
+
+    def __init__(self, reason: str, what: str = "") -> None:
+        super().__init__(f"{what}: {reason}" if what else reason)
+        self.reason = reason
 
 
 class WeightSyncError(SlipstreamError):
@@ -114,11 +122,11 @@ class DeadlineExceeded(SlipstreamError):
         self.seconds = seconds
 
 
-class Interrupted(Exception):  # not an error of the program: somebody asked it to stop
+class Interrupted(Exception):  # not an error of the program: a signal asked it to stop
     """SIGINT or SIGTERM ended a command in good order."""
 
 
-async def within(
+async def with_deadline(
     seconds: float, awaitable: Awaitable[T], *, who: str, waits_for: str, hint: str | Callable[[], str]
 ) -> T:
     """Await `awaitable` for at most `seconds`; a `hint` that is a function is asked when the deadline has passed. Meanwhile it is
@@ -129,13 +137,18 @@ async def within(
     """
     deadline = asyncio.timeout(seconds)
     try:
-        with Waiting(who, waits_for, seconds):
+        with TrackedWait(who, waits_for, seconds):
             async with deadline:
                 return await awaitable
     except TimeoutError:
         if not deadline.expired():
             raise
         raise DeadlineExceeded(who, waits_for, seconds, hint if isinstance(hint, str) else hint()) from None
+
+
+def describe(error: BaseException) -> str:
+    """The type of an exception, and its message if it has one."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def first_cause(group: BaseExceptionGroup) -> BaseException:

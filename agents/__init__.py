@@ -1,4 +1,4 @@
-"""How a policy acts: the agent contract, the token-in-token-out session, and the agents that come with Slipstream."""
+"""Agents: the contract, the token-in-token-out session, and the built-in agents."""
 
 from .base import Agent, Completion, ContextExhausted, Generate, Policy
 from .conversations import Conversation, read_conversations

@@ -1,8 +1,8 @@
 """The agent contract: one coroutine that plays one episode, the same for training, evaluation and debugging.
 
 Invariants:
-- An agent talks to a `Policy` and to an `Environment`; it never sees an engine, a version or a socket.
-- Whatever the policy samples is recorded, token by token, with its log-prob and its policy version.
+- An agent uses a `Policy` and an `Environment`; it never sees an engine, a version or a socket.
+- Every token that the policy samples is recorded with its log-prob and its policy version.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from ..buffer.trajectory import VersionSpan, by_version
+from ..buffer.trajectory import VersionSpan
 from ..envs.base import Environment, Message, Task, ToolSpec
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """What an engine sampled after a prompt: n tokens.
+    """The n tokens that an engine sampled after a prompt.
 
     Attributes:
-        token_ids: n sampled ids, the stop token included when there was one.
+        token_ids: n sampled ids, including the stop token if there was one.
         logprobs: n log-probs in nats under the distribution that was sampled from.
-        version_spans: half-open over the n tokens, in order, covering all of them.
-        finish_reason: `stop`, `length`, or `abort` when the request was cut short and may be continued.
+        version_spans: half-open ranges of the n tokens, in order, covering all of them.
+        finish_reason: `stop`, `length`, or `abort` when the request was interrupted and may be continued.
     """
 
     token_ids: tuple[int, ...]
@@ -33,27 +33,22 @@ class Completion(msgspec.Struct, frozen=True):
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
 
-    @property
-    def by_version(self) -> dict[int, int]:
-        """Policy version -> tokens."""
-        return by_version(self.version_spans)
-
 
 class Generate(Protocol):
-    """How a session reaches its engine: token ids in, a completion of at most `max_tokens` out."""
+    """How a session samples: token ids in, a completion of at most `max_tokens` out."""
 
     async def __call__(self, token_ids: Sequence[int], max_tokens: int) -> Completion: ...
 
 
 class ContextExhausted(Exception):
-    """The context or token budget of the episode is used up; the episode ends `truncated`."""
+    """The context or token budget of the episode is exhausted; the episode ends `truncated`."""
 
 
 class Policy(Protocol):
-    """What an agent acts with."""
+    """The model as an agent sees it."""
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Message:
-        """Answer a conversation. `messages` is the whole history; the session renders only what is new.
+        """Reply to a conversation. `messages` is the whole history; the session renders only the new messages.
 
         Raises:
             ContextExhausted: the history leaves no room for another token.

@@ -1,4 +1,4 @@
-"""The agents that come with Slipstream."""
+"""The built-in agents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .base import Policy
 
 
 async def tool_calling(env: Environment, policy: Policy, task: Task) -> float:
-    """Answer the environment, with its tools on offer, until it says that the episode is over."""
+    """Reply to the environment, with its tools, until the episode is done."""
     observation = await env.reset(task)
     messages = list(observation.messages)
     total = 0.0
@@ -21,7 +21,7 @@ async def tool_calling(env: Environment, policy: Policy, task: Task) -> float:
 
 
 async def single_turn(env: Environment, policy: Policy, task: Task) -> float:
-    """One question, one answer, no tools; whatever the environment would say next is not asked for."""
+    """One question, one reply, no tools; messages that follow the reply are ignored."""
     observation = await env.reset(task)
     reply = await policy.chat(observation.messages)
     return (await env.step(reply)).reward

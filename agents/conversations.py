@@ -1,10 +1,10 @@
-"""Conversations from a file: one JSON object a line, in OpenAI's chat format, as data sets of conversations come.
+"""Conversations from a JSONL file in OpenAI's chat format, the usual format of conversation data sets.
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}], "tools": [...]}
 
 Invariants:
-- What is in a message or a tool is used or refused, never ignored; beside `messages` and `tools` a line may hold what it likes.
-- What is wrong is one line that names the file, the line and what is allowed.
+- Every field of a message or a tool is used or rejected, never ignored; other fields beside `messages` and `tools` are ignored.
+- An error is one line that names the file, the line and the allowed values.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from ..errors import ConfigError
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """Line `number` of its file: what the assistant was shown first, and all that was said from its first message on."""
+    """Line `number` of its file: the messages before the assistant's first, and all messages from that one on."""
 
     number: int
     opening: Observation
     messages: tuple[Message, ...]
 
 
-class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of what a line holds."""
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a line; unknown fields are rejected."""
 
 
-class _Called(_Part, frozen=True):
+class _CalledFunction(_Strict, frozen=True):
     name: str
     arguments: str | JSON = {}
 
 
-class _Call(_Part, frozen=True):
-    function: _Called
+class _Call(_Strict, frozen=True):
+    function: _CalledFunction
     id: str = ""
     type: Literal["function"] = "function"
 
 
-class _Said(_Part, frozen=True):
+class _ChatMessage(_Strict, frozen=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     tool_calls: tuple[_Call, ...] | None = None
@@ -50,32 +50,32 @@ class _Said(_Part, frozen=True):
     name: str = ""
 
 
-class _Tool(_Part, frozen=True):
-    function: _Described
+class _Tool(_Strict, frozen=True):
+    function: _DescribedFunction
     type: Literal["function"] = "function"
 
 
-class _Described(_Part, frozen=True):
+class _DescribedFunction(_Strict, frozen=True):
     name: str
     description: str = ""
     parameters: JSON = {}
 
 
 class _Line(msgspec.Struct, frozen=True):
-    messages: tuple[_Said, ...]
+    messages: tuple[_ChatMessage, ...]
     tools: tuple[_Tool, ...] | None = None
 
 
-class _Wrong(Exception):
-    """What is wrong with a line."""
+class _InvalidLine(Exception):
+    """A line that is not a conversation; the message says why."""
 
 
 def read_conversations(key: str, path: str) -> Iterator[Conversation]:
-    """The conversations of the file that the config names at `key`; blank lines are none.
+    """The conversations of the file at `path`, which the config names at `key`; blank lines are skipped.
 
     Raises:
-        ConfigError: it cannot be read, holds no conversation, or a line is none that begins with somebody else and ends with the
-            assistant, the two by turns.
+        ConfigError: it cannot be read, holds no conversation, or a line is not one that starts with another role than the assistant
+            and ends with the assistant, who never speaks twice in a row.
     """
     count = 0
     try:
@@ -86,7 +86,7 @@ def read_conversations(key: str, path: str) -> Iterator[Conversation]:
                 count += 1
                 try:
                     yield _conversation(number, msgspec.json.decode(line, type=_Line))
-                except (msgspec.MsgspecError, UnicodeDecodeError, _Wrong) as error:
+                except (msgspec.MsgspecError, UnicodeDecodeError, _InvalidLine) as error:
                     raise ConfigError(f"{key}: {path}:{number}: {error}") from None
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error.strerror or error}") from None
@@ -95,18 +95,20 @@ def read_conversations(key: str, path: str) -> Iterator[Conversation]:
 
 
 def _conversation(number: int, line: _Line) -> Conversation:
-    messages = [_message(index, said) for index, said in enumerate(line.messages)]
+    messages = [_message(index, message) for index, message in enumerate(line.messages)]
     roles = [message.role for message in messages]
     if "assistant" not in roles:
-        raise _Wrong("no message is the assistant's, so there is nothing to imitate")
+        raise _InvalidLine("no message is the assistant's, so there is nothing to imitate")
     first = roles.index("assistant")
     if first == 0:
-        raise _Wrong("messages[0] is the assistant's; somebody must have spoken before it")
+        raise _InvalidLine("messages[0] is the assistant's; the first message must be of another role")
     if roles[-1] != "assistant":
-        raise _Wrong(f"messages[{len(roles) - 1}] is of role {roles[-1]}; the last one must be the assistant's")
+        raise _InvalidLine(f"messages[{len(roles) - 1}] is of role {roles[-1]}; the last one must be the assistant's")
     for index in range(1, len(roles)):
         if roles[index] == roles[index - 1] == "assistant":
-            raise _Wrong(f"messages[{index - 1}] and messages[{index}] are both the assistant's; join them into one")
+            raise _InvalidLine(
+                f"messages[{index - 1}] and messages[{index}] are both the assistant's; join them into one"
+            )
     return Conversation(
         number=number,
         opening=Observation(tuple(messages[:first]), _tools(line.tools or ())),
@@ -114,31 +116,33 @@ def _conversation(number: int, line: _Line) -> Conversation:
     )
 
 
-def _message(index: int, said: _Said) -> Message:
-    calls = said.tool_calls or ()
-    if calls and said.role != "assistant":
-        raise _Wrong(f"messages[{index}] is of role {said.role} and has tool_calls, which only the assistant may have")
-    if said.content is None and not calls:
-        raise _Wrong(f"messages[{index}] has no content")
+def _message(index: int, message: _ChatMessage) -> Message:
+    calls = message.tool_calls or ()
+    if calls and message.role != "assistant":
+        raise _InvalidLine(
+            f"messages[{index}] is of role {message.role} and has tool_calls, which only the assistant may have"
+        )
+    if message.content is None and not calls:
+        raise _InvalidLine(f"messages[{index}] has no content")
     return Message(
-        role=said.role,
-        content=said.content or "",
+        role=message.role,
+        content=message.content or "",
         tool_calls=tuple(
             ToolCall(call.function.name, _arguments(index, call.function.arguments), call.id) for call in calls
         ),
-        tool_call_id=said.tool_call_id,
-        name=said.name,
+        tool_call_id=message.tool_call_id,
+        name=message.name,
     )
 
 
 def _arguments(index: int, arguments: str | JSON) -> JSON:
-    """OpenAI writes them as JSON in text, most data sets as they are."""
+    """OpenAI encodes them as a JSON string, most data sets as an object."""
     if not isinstance(arguments, str):
         return arguments
     try:
         return msgspec.json.decode(arguments, type=JSON)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _Wrong(f"messages[{index}] calls a tool with arguments that are no JSON object: {error}") from None
+        raise _InvalidLine(f"messages[{index}] calls a tool with arguments that are no JSON object: {error}") from None
 
 
 def _tools(tools: Sequence[_Tool]) -> tuple[ToolSpec, ...]:

@@ -1,4 +1,4 @@
-"""From the config's `agent` section to the coroutine that plays and the chat format it speaks."""
+"""From the config's `agent` section to the agent coroutine and the chat format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUILTIN: dict[str, Agent] = {"tool_calling": builtin.tool_calling, "single_turn"
 
 
 def load_agent(kind: str) -> Agent:
-    """The agent of that name, or your own, named as `package.module:coroutine`. Raises ConfigError naming `agent.kind`."""
+    """The built-in agent `kind`, or the user's, as `package.module:coroutine`. Raises ConfigError naming `agent.kind`."""
     if kind in BUILTIN:
         return BUILTIN[kind]
     if ":" not in kind:
@@ -30,8 +30,8 @@ def load_agent(kind: str) -> Agent:
 def load_renderer(name: str, tokenizer: Any, *, thinking: bool) -> Renderer:
     """The chat format `name` over `tokenizer` (a transformers tokenizer).
 
-    Sampled thinking stays in the context of later turns: that is what the policy saw when it acted. `thinking` is applied
-    where the format has such a switch.
+    Sampled thinking stays in the context of later turns: the policy saw it when it acted. `thinking` applies to formats with such a
+    switch.
 
     Raises:
         ConfigError: an unknown name, or a tokenizer without the special tokens of that format; names `agent.renderer`.
@@ -45,5 +45,5 @@ def load_renderer(name: str, tokenizer: Any, *, thinking: bool) -> Renderer:
         config = type(config)(thinking_retention="all", **dict.fromkeys(switch, thinking))
     try:
         return create_renderer(tokenizer, cast(RendererConfig | None, config))
-    except Exception as error:  # each format checks its tokenizer in its own way, often by assertion
+    except Exception as error:  # formats check their tokenizer in different ways, often by assertion
         raise ConfigError(f"agent.renderer: {name!r} does not fit the tokenizer of this model: {error}") from error

@@ -1,12 +1,12 @@
-"""The session: a `Policy` that never tokenizes twice what the engine sampled.
+"""The session: a `Policy` that never re-tokenizes what the engine sampled.
 
 Invariants:
 - A branch is one growing list of token ids. Sampled ids enter it as the engine returned them and never change.
 - A later turn is rendered as an exact extension of the branch. Where the chat format cannot extend it, or the agent
   rewrote the history, a new branch opens; its earlier turns are context without loss. No sampled token is ever masked.
 - Every sampled token carries its log-prob and the policy version that the engine reported for it.
-- A completion cut short by the engine (`abort`) continues from the tokens it has, within the same token budget.
-- Nothing is asked for in a hot loop: where an engine cuts off before the first token, the next try comes later.
+- A completion that the engine interrupts (`abort`) continues from the tokens it has, within the same token budget.
+- No hot loop: after an abort before the first token, the session waits before it tries again.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import msgspec
 import numpy as np
+from renderers import Message as ChatMessage
 from renderers import ParsedResponse, Renderer, ToolCallParseStatus
+from renderers import ToolSpec as ChatTool
 
 from ..buffer.trajectory import Outcome, Trajectory, Turn, VersionSpan
 from ..envs.base import Message, ToolCall, ToolSpec
 from ..errors import EngineError, PolicyError
 from .base import Completion, ContextExhausted, Generate
-from .format import to_chat, to_tools
 
 RETRY_S = 0.05
-"""Pause after a completion that was cut off before its first token; twice as long after each further one in a row."""
+"""Pause after a completion that was aborted before its first token; doubles after each further one in a row."""
 
 RETRY_LIMIT_S = 2.0
-"""Longest such pause. The episode's deadline ends them."""
+"""Longest such pause. The episode's deadline ends the retries."""
 
 
 @dataclass
 class Branch:
-    """Tokens of one line of conversation; `history` is what they render, None for raw tokens."""
+    """The tokens of one conversation; `history` holds its messages, None for raw tokens."""
 
-    token_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
     history: list[Message] | None = None
     tools: tuple[ToolSpec, ...] = ()
     loss_mask: list[bool] = field(default_factory=list)
@@ -44,31 +46,25 @@ class Branch:
     version_spans: list[VersionSpan] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self._context(len(self.token_ids))
-
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append context: tokens that nobody sampled."""
+        """Append context tokens, which carry no loss."""
         self.token_ids.extend(token_ids)
-        self._context(len(token_ids))
+        self.loss_mask.extend([False] * len(token_ids))
+        self.logprobs.extend([0.0] * len(token_ids))
 
     def record(self, start: int, part: Completion) -> None:
-        """Append sampled tokens to the turn that began at `start`."""
+        """Append sampled tokens to the turn that starts at `start`."""
         offset = len(self.token_ids)
         self.token_ids.extend(part.token_ids)
         self.loss_mask.extend([True] * len(part.token_ids))
         self.logprobs.extend(part.logprobs)
         for span in part.version_spans:
-            self._span(_moved(span, offset))
+            self._append_span(_shifted(span, offset))
         if self.turns and self.turns[-1].start == start:
             self.turns.pop()
         self.turns.append(Turn(start, len(self.token_ids), part.finish_reason))
 
-    def _context(self, count: int) -> None:
-        self.loss_mask.extend([False] * count)
-        self.logprobs.extend([0.0] * count)
-
-    def _span(self, span: VersionSpan) -> None:
+    def _append_span(self, span: VersionSpan) -> None:
         last = self.version_spans[-1] if self.version_spans else None
         same = last and (last.version, last.kv_version) == (span.version, span.kv_version)
         if last and same and last.end == span.start:
@@ -78,7 +74,7 @@ class Branch:
 
 
 class Session:
-    """One episode's policy; implements `Policy`."""
+    """The `Policy` of one episode."""
 
     def __init__(
         self, renderer: Renderer, generate: Generate, *, vocabulary: int, max_tokens_per_turn: int, max_tokens: int
@@ -86,7 +82,7 @@ class Session:
         """
         Args:
             renderer: the model family's chat format.
-            generate: reaches an engine; must stop at `renderer.get_stop_token_ids()`.
+            generate: samples from an engine; must stop at `renderer.get_stop_token_ids()`.
             vocabulary: token ids must be below this.
             max_tokens_per_turn: sampled tokens in one completion.
             max_tokens: prompt and sampled tokens of one branch together.
@@ -99,16 +95,16 @@ class Session:
         self._max_tokens = max_tokens
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Message:
-        """Answer a conversation. See `Policy.chat`.
+        """Reply to a conversation. See `Policy.chat`.
 
         Raises:
             ContextExhausted: the history leaves no room for another token.
-            PolicyError: there is nothing to answer.
-            EngineError: the engine answered something impossible.
+            PolicyError: the history is empty, or ends with an assistant message.
+            EngineError: the engine returned an invalid completion.
         """
         if not messages or messages[-1].role == "assistant":
             raise PolicyError("chat needs a message to answer: the history is empty or ends with the assistant's own")
-        branch = self._continued(messages, tuple(tools)) or self._opened(messages, tuple(tools))
+        branch = self._extend(messages, tuple(tools)) or self._open(messages, tuple(tools))
         prompt = list(branch.token_ids)
         completion = await self._complete(branch)
         parsed = self._renderer.parse_response(
@@ -133,7 +129,7 @@ class Session:
             branch.extend(token_ids[len(branch.token_ids) :])
             branch.history = None
         else:
-            branch = self._add(Branch(list(token_ids)))
+            branch = self._add_branch(token_ids)
         return await self._complete(branch)
 
     def trajectories(
@@ -150,7 +146,7 @@ class Session:
         timings: dict[str, float],
         metrics: dict[str, float],
     ) -> tuple[Trajectory, ...]:
-        """The episode as trajectories, one per branch in which anything was sampled."""
+        """The episode as trajectories, one per branch with sampled tokens."""
         return tuple(
             Trajectory(
                 id=f"{group_id}.{attempt}.{member}.{number}",
@@ -173,8 +169,8 @@ class Session:
             for number, branch in enumerate(b for b in self.branches if b.turns)
         )
 
-    def _continued(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...]) -> Branch | None:
-        """The branch whose conversation `messages` continues, extended by what is new; None where there is none."""
+    def _extend(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...]) -> Branch | None:
+        """The branch whose conversation `messages` continues, extended by the new messages; None where there is none."""
         for branch in reversed(self.branches):
             seen = len(branch.history or ())
             if not seen or tools != branch.tools or list(messages[:seen]) != branch.history:
@@ -194,12 +190,14 @@ class Session:
             return branch
         return None
 
-    def _opened(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...]) -> Branch:
+    def _open(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...]) -> Branch:
         prompt = self._renderer.render_ids(to_chat(messages), tools=to_tools(tools) or None, add_generation_prompt=True)
         self._require_room(len(prompt))
-        return self._add(Branch(prompt, tools=tools))
+        return self._add_branch(prompt, tools)
 
-    def _add(self, branch: Branch) -> Branch:
+    def _add_branch(self, token_ids: Sequence[int], tools: tuple[ToolSpec, ...] = ()) -> Branch:
+        branch = Branch(tools=tools)
+        branch.extend(token_ids)
         self.branches.append(branch)
         return branch
 
@@ -208,7 +206,7 @@ class Session:
             raise ContextExhausted(f"the prompt has {prompt} tokens; max_tokens is {self._max_tokens}")
 
     async def _complete(self, branch: Branch) -> Completion:
-        """Sample one completion at the end of `branch`, in as many parts as the engine takes."""
+        """Sample one completion at the end of `branch`, in as many parts as the engine returns it."""
         start = len(branch.token_ids)
         end = min(start + self._max_tokens_per_turn, self._max_tokens)
         reason = "abort"
@@ -223,14 +221,14 @@ class Session:
                 continue
             branch.record(start, part)
             reason, pause_s = part.finish_reason, RETRY_S
-        if reason == "abort":  # the parts together used up the budget
+        if reason == "abort":  # the parts have used up the budget
             reason = "length"
             branch.turns[-1] = Turn(start, end, reason)
         return Completion(
             tuple(branch.token_ids[start:]),
             tuple(branch.logprobs[start:]),
             tuple(
-                _moved(msgspec.structs.replace(s, start=max(s.start, start)), -start)
+                _shifted(msgspec.structs.replace(s, start=max(s.start, start)), -start)
                 for s in branch.version_spans
                 if s.end > start
             ),
@@ -238,7 +236,7 @@ class Session:
         )
 
 
-def _moved(span: VersionSpan, by: int) -> VersionSpan:
+def _shifted(span: VersionSpan, by: int) -> VersionSpan:
     return msgspec.structs.replace(span, start=span.start + by, end=span.end + by)
 
 
@@ -247,24 +245,50 @@ def _check(part: Completion, room: int) -> None:
     covered = [position for span in part.version_spans for position in range(span.start, span.end)]
     if tokens > room or len(part.logprobs) != tokens or covered != list(range(tokens)):
         raise EngineError(
-            f"the engine answered {tokens} tokens where {room} were asked, with {len(part.logprobs)} log-probs and "
+            f"the engine returned {tokens} tokens where {room} were requested, with {len(part.logprobs)} log-probs and "
             f"version spans over {len(covered)}; check that its version is supported"
         )
     if not tokens and part.finish_reason != "abort":
         raise EngineError(
-            f"the engine answered no token and said {part.finish_reason}; check that its version is supported"
+            f"the engine returned no token but `{part.finish_reason}`; check that its version is supported"
         )
 
 
 def _message(parsed: ParsedResponse, call_prefix: str) -> Message:
-    """What the policy said. A call that cannot be read makes the whole message malformed."""
+    """The assistant message. A call that cannot be parsed makes the whole message malformed."""
     calls: list[ToolCall] = []
-    wrong = "" if parsed.reasoning_complete is not False else "the thinking was not closed"
+    malformed = "" if parsed.reasoning_complete is not False else "the thinking was not closed"
     for number, call in enumerate(parsed.tool_calls):
         if call.status is ToolCallParseStatus.OK and call.name and isinstance(call.arguments, dict):
             calls.append(ToolCall(call.name, call.arguments, id=call.id or f"call-{call_prefix}.{number}"))
         elif call.status is ToolCallParseStatus.OK:
-            wrong = wrong or "the arguments of a tool call must be a JSON object"
+            malformed = malformed or "the arguments of a tool call must be a JSON object"
         else:
-            wrong = wrong or f"a tool call could not be read ({call.status.value.replace('_', ' ')})"
-    return Message("assistant", parsed.content, tuple(calls), malformed=wrong)
+            malformed = malformed or f"a tool call could not be read ({call.status.value.replace('_', ' ')})"
+    return Message("assistant", parsed.content, tuple(calls), malformed=malformed)
+
+
+def to_chat(messages: Sequence[Message]) -> list[ChatMessage]:
+    """Messages in the format of `renderers`, OpenAI's chat format."""
+    return [_chat(message) for message in messages]
+
+
+def to_tools(tools: Sequence[ToolSpec]) -> list[ChatTool]:
+    """Tools wrapped as `{"type": "function", "function": ...}`, the form in which models were trained on them."""
+    wrapped = [
+        {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
+        for t in tools
+    ]
+    return cast(list[ChatTool], wrapped)
+
+
+def _chat(message: Message) -> ChatMessage:
+    chat: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        chat["tool_calls"] = [
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        chat |= {"tool_call_id": message.tool_call_id, "name": message.name}
+    return cast(ChatMessage, chat)

@@ -1,8 +1,8 @@
-"""What the buffer carries, over what its parts carry alone, beside Ray's queue, and beside what an engine makes.
+"""Throughput of the buffer over that of its bare parts, over Ray's queue, and under one engine's load.
 
 Invariants:
 - Everything is durable: `Store`'s pragmas, an acknowledgement after the transaction.
-- Contender and floor run by turns, on the same cores; a row is the mean of the rounds, its note says how far they lie apart.
+- Contender and floor run alternately on the same cores; a row is the mean of the rounds, its note has their range.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ async def latency(folder: Path) -> Result:
 
 
 async def beside_ray(folder: Path) -> Result:
-    """The service beside Ray's object store and queue, which are not durable."""
+    """The service compared with Ray's object store and queue, which are not durable."""
     from .buffer_ray import WAYS, ray_crew
 
     rounds, rows = Rounds(folder), list[Row]()
-    async with Crew(max(PRODUCERS)) as crew, ray_crew(max(PRODUCERS)) as beside:
+    async with Crew(max(PRODUCERS)) as crew, ray_crew(max(PRODUCERS)) as ray:
         for name, tokens in SIZES.items():
             for producers in PRODUCERS:
                 through, queued = list[Took](), {way: list[Took]() for way in WAYS}
@@ -106,12 +106,14 @@ async def beside_ray(folder: Path) -> Result:
                     )
                     for way, took in queued.items():
                         took.append(
-                            await rounds.run(tokens, RAY_S, lambda r, n=producers, w=way: beside.through_ray(r, n, w))
+                            await rounds.run(tokens, RAY_S, lambda r, n=producers, w=way: ray.through_ray(r, n, w))
                         )
                 best = max(queued, key=lambda way: mean(took.rate for took in queued[way]))
                 row = _row(f"{name} tokens, {_producers(producers)}", tokens, through, queued[best])
                 rows.append(msgspec.structs.replace(row, note=f"{row.note}; {best}"))
-    return Result("the buffer, durable, beside Ray's object store and queue, in memory", "buffer", "Ray", tuple(rows))
+    return Result(
+        "the buffer, durable, compared with Ray's object store and queue, in memory", "buffer", "Ray", tuple(rows)
+    )
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

@@ -21,13 +21,13 @@ import msgspec
 import uvloop
 import zmq
 
-from ..buffer import wire
 from ..buffer.client import BufferClient
 from ..buffer.messages import Lease
-from ..buffer.store import arrays_of
+from ..buffer.segments import segments_path
 from ..buffer.trajectory import FINISHED
-from .buffer_floors import bare_table, delivery, insert_rows
-from .buffer_traffic import BUFFER, Crew, Round, produce, sampled, serve, stamped, take_batches
+from ..rpc import wire
+from .buffer_floors import bare_table, delivery, encoded, insert_rows
+from .buffer_traffic import BUFFER, Crew, Round, produce, publishing_fleet, sampled, serve, stamped, take_batches
 
 TURNS = 6
 """Batches in a round."""
@@ -65,9 +65,13 @@ async def _await_batches(this: Round) -> list[float]:
         generated = {lease.version: sampled(this.tokens)}
         await worker.deliver(trajectory.episode, generated, FINISHED, (trajectory,))
 
-    async with BufferClient(this.address, "worker-0") as worker, BufferClient(this.address, "learner-0") as learner:
-        await worker.hello()
-        await learner.served(0)
+    async with (
+        BufferClient(this.address, "worker-0") as worker,
+        BufferClient(this.address, "learner-0") as learner,
+        publishing_fleet(this.fleet) as served,
+    ):
+        await worker.register()
+        served(0)
         for version in range(TURNS):
             leases = [await worker.lease() for _ in range(this.groups)]
             *most, last = [(lease, member) for lease in leases for member in lease.members]
@@ -81,7 +85,7 @@ async def _await_batches(this: Round) -> list[float]:
                 await taking
                 waited.append(time.perf_counter() - began)
             await learner.commit(version)
-            await learner.served(version + 1)
+            served(version + 1)
     return waited
 
 
@@ -104,7 +108,7 @@ def ask(this: Round) -> list[float]:
 
 def answer(this: Round) -> None:
     """Receive a delivery, insert its row, send a batch."""
-    frames = wire.encode(stamped(this.tokens, Lease(0, 0, (), 0, 0), 0))
+    frames = wire.encode(encoded(this.tokens, 0))
     batch = [frame for _ in range(this.groups * BUFFER.group_size) for frame in frames]
     db = bare_table(this.path)
     context = zmq.Context()
@@ -150,7 +154,7 @@ async def buffer_memory(crew: Crew, this: Round, producers: int) -> list[Memory]
 
 
 def watch(this: Round, buffer_pid: int) -> list[Memory]:
-    """Take and commit, and look at the service's process after every batch."""
+    """Take and commit, and measure the service's process after every batch."""
     samples = list[Memory]()
 
     def look(taken: int) -> None:
@@ -164,7 +168,7 @@ def watch(this: Round, buffer_pid: int) -> list[Memory]:
 def _size(path: Path) -> int:
     """Bytes of the service's files; what goes while we look counts for nothing."""
     found = 0
-    for file in (path, *arrays_of(path).iterdir()):
+    for file in (path, *segments_path(path).iterdir()):
         with contextlib.suppress(FileNotFoundError):
             found += file.stat().st_size
     return found

@@ -1,4 +1,4 @@
-"""What the buffer carries beside what an engine makes.
+"""Throughput of the buffer over that of a busy engine.
 
 Invariants:
 - Each has the machine to itself, by turns; the server is warm, and its tokens are its own count.
@@ -16,7 +16,7 @@ from .buffer import FLOOR_S, PRODUCERS, ROUNDS, SIZES
 from .buffer_traffic import Crew, Rounds, sampled, through_the_buffer
 from .models import make_policy
 from .result import Result, by_rounds
-from .serving import Serving, configure, serving, together
+from .serving import Serving, background_tasks, configure, serving
 
 SIZE = "1M"
 REQUESTS = 64
@@ -54,13 +54,15 @@ async def _engine_rate(served: Serving) -> float:
 
     async def client() -> None:
         while True:
-            async with http.post(f"{served.seats[0].url}/inference/v1/generate", data=body, headers=JSON) as response:
+            async with http.post(
+                f"{served.replicas[0].url}/inference/v1/generate", data=body, headers=JSON
+            ) as response:
                 response.raise_for_status()
                 await response.read()
 
     async with (
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
-        together(client() for _ in range(REQUESTS)),
+        background_tasks(client() for _ in range(REQUESTS)),
     ):
         await asyncio.sleep(1.0)
         return await served.rate(ENGINE_S)

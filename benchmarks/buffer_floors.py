@@ -19,10 +19,11 @@ from pathlib import Path
 import zmq
 
 from ..buffer import messages as m
-from ..buffer import wire
 from ..buffer.messages import Lease
-from ..buffer.store import Store, connect
-from ..buffer.trajectory import FINISHED
+from ..buffer.schema import connect
+from ..buffer.store import Store
+from ..buffer.trajectory import FINISHED, EncodedTrajectory
+from ..rpc import wire
 from .buffer_traffic import BUFFER, KINDS, Count, Crew, Round, Took, sampled, stamped
 
 POLL_MS = 20
@@ -91,7 +92,7 @@ def receive(this: Round) -> Took:
 
 def insert(this: Round, per_transaction: int) -> Took:
     """Insert rows until the round is over."""
-    rows = [wire.encode(stamped(this.tokens, Lease(0, 0, (), 0, 0), kind)) for kind in range(KINDS)]
+    rows = [wire.encode(encoded(this.tokens, kind)) for kind in range(KINDS)]
     lot = [rows[i % KINDS] for i in range(per_transaction)]
     db = bare_table(this.path)
     count = Count(this.counts_from)
@@ -102,10 +103,17 @@ def insert(this: Round, per_transaction: int) -> Took:
     return count.took()
 
 
+def encoded(tokens: int, kind: int) -> EncodedTrajectory:
+    """What the store keeps of one trajectory."""
+    return EncodedTrajectory.of(stamped(tokens, Lease(0, 0, (), 0, 0), kind))
+
+
 def delivery(tokens: int, kind: int) -> list[wire.Frame]:
     """The frames of one delivery."""
     trajectory = stamped(tokens, Lease(kind, 0, (0,), 0, 0), kind % BUFFER.group_size)
-    request = m.Deliver("worker-0", trajectory.episode, {0: sampled(tokens)}, FINISHED, (trajectory,))
+    request = m.DeliverEpisode(
+        "worker-0", trajectory.episode, {0: sampled(tokens)}, FINISHED, (EncodedTrajectory.of(trajectory),)
+    )
     return wire.encode(m.Envelope(kind, request))
 
 
@@ -114,12 +122,12 @@ def bare_table(path: Path) -> sqlite3.Connection:
     Store(path).close()
     db = connect(path, "rw")
     db.execute("PRAGMA synchronous = FULL")
-    db.execute("CREATE TABLE bare (id INTEGER PRIMARY KEY, header, token_ids, loss_mask, behavior_logprobs)")
+    db.execute("CREATE TABLE bare (id INTEGER PRIMARY KEY, header, arrays)")
     return db
 
 
 def insert_rows(db: sqlite3.Connection, rows: Sequence[Sequence[wire.Frame]]) -> None:
     """One transaction."""
     db.execute("BEGIN IMMEDIATE")
-    db.executemany("INSERT INTO bare VALUES (NULL, ?, ?, ?, ?)", rows)
+    db.executemany("INSERT INTO bare VALUES (NULL, ?, ?)", rows)
     db.execute("COMMIT")

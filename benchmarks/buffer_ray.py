@@ -21,7 +21,7 @@ from ray.util.queue import Queue
 
 from ..buffer.messages import Lease
 from ..buffer.trajectory import Trajectory
-from ..errors import within
+from ..errors import with_deadline
 from .buffer_traffic import BUFFER, CONCURRENCY, GRACE_S, Count, Round, Took, stamped
 
 STORE_BYTES = 2 << 30
@@ -85,7 +85,9 @@ class RayCrew:
         try:
             seconds = this.until - time.monotonic() + GRACE_S
             ended = asyncio.gather(took, *makers)
-            return (await within(seconds, ended, who="the benchmark", waits_for="Ray", hint="is the machine busy?"))[0]
+            return (
+                await with_deadline(seconds, ended, who="the benchmark", waits_for="Ray", hint="is the machine busy?")
+            )[0]
         finally:
             queue.shutdown(force=True)
 

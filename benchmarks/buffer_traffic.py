@@ -18,7 +18,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -27,15 +27,18 @@ import msgspec
 import numpy as np
 import uvloop
 
-from .. import heap
-from ..buffer import wire
 from ..buffer.client import BufferClient
 from ..buffer.messages import Lease
 from ..buffer.service import BufferService
-from ..buffer.trajectory import FINISHED, Trajectory, Turn, VersionSpan
+from ..buffer.trajectory import FINISHED, EncodedTrajectory, Trajectory, Turn, VersionSpan
+from ..common import gc as heap
+from ..common.process import set_parent_death_signal
 from ..configs.schema import Buffer
-from ..errors import DeadlineExceeded, within
-from ..launch.processes import die_with_parent, free_ports
+from ..errors import DeadlineExceeded, with_deadline
+from ..launch.launchers.local import free_ports
+from ..rpc import wire
+from ..rpc.pubsub import StatePublisher
+from ..weightsync.fleet import Fleet, ReplicaInfo, following_fleet
 
 BUFFER = Buffer(max_staleness=3, group_size=8)
 """Leases are not what is short: workers may be four batches ahead."""
@@ -47,7 +50,7 @@ PROGRESS_S = 0.5
 """Between a producer's reports, as the worker has it."""
 
 TURN, PROMPT = 512, 128
-"""Tokens of a turn, and those of them that nobody sampled. A shorter trajectory is one turn, a quarter of it prompt."""
+"""Tokens of a turn, and those of them that are not sampled. A shorter trajectory is one turn, a quarter of it prompt."""
 
 BATCH_TOKENS, MIN_GROUPS, MAX_GROUPS = 1 << 21, 8, 64
 """Tokens of a batch, about, and within which numbers of groups."""
@@ -76,6 +79,7 @@ class Round(msgspec.Struct, frozen=True):
 
     Attributes:
         address: where the service, or the receiver of a floor, listens.
+        fleet: where the learner publishes the version that the fleet serves, as the supervisor does.
         path: the database.
         tokens: of each trajectory.
         groups: in a batch, of `BUFFER.group_size` trajectories each.
@@ -84,6 +88,7 @@ class Round(msgspec.Struct, frozen=True):
     """
 
     address: str
+    fleet: str
     path: Path
     tokens: int
     groups: int
@@ -136,8 +141,8 @@ class Rounds:
         self._folder.mkdir()
         counts_from = time.monotonic() + START_S + WARM_S
         groups = groups_of(tokens)
-        address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
-        this = Round(address, self._folder / "buffer.sqlite", tokens, groups, counts_from, counts_from + seconds)
+        address, fleet = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+        this = Round(address, fleet, self._folder / "buffer.sqlite", tokens, groups, counts_from, counts_from + seconds)
         try:
             return await measure(this)
         finally:
@@ -150,7 +155,7 @@ class Crew:
     def __init__(self, producers: int) -> None:
         def pool(size: int) -> ProcessPoolExecutor:
             spawn = multiprocessing.get_context("spawn")
-            return ProcessPoolExecutor(size, mp_context=spawn, initializer=die_with_parent)
+            return ProcessPoolExecutor(size, mp_context=spawn, initializer=set_parent_death_signal)
 
         self._pools = [pool(1) for _ in range(producers + 2)]
 
@@ -177,7 +182,9 @@ class Crew:
     async def _run(self, pool: ProcessPoolExecutor, seconds: float, job: Job[T], *arguments: object) -> T:
         done = asyncio.get_running_loop().run_in_executor(pool, job, *arguments)
         name = getattr(job, "__name__", "job")
-        return await within(seconds + GRACE_S, done, who="the benchmark", waits_for=name, hint="is the machine busy?")
+        return await with_deadline(
+            seconds + GRACE_S, done, who="the benchmark", waits_for=name, hint="is the machine busy?"
+        )
 
 
 async def through_the_buffer(crew: Crew, this: Round, producers: int) -> Took:
@@ -196,19 +203,19 @@ async def through_the_buffer(crew: Crew, this: Round, producers: int) -> Took:
 
 def serve(this: Round) -> float:
     """The service, until the round is over or SIGTERM; trajectories per transaction."""
-    heap.freeze()  # as all roles do
+    heap.freeze_startup_objects()  # as all roles do
     return uvloop.run(_serve(this))
 
 
 def produce(this: Round, number: int) -> int:
     """Deliver until the round is over; trajectories acknowledged."""
-    heap.freeze()
+    heap.freeze_startup_objects()
     return uvloop.run(_produce(this, number))
 
 
 def learn(this: Round) -> Took:
     """Take and commit until the round is over."""
-    heap.freeze()
+    heap.freeze_startup_objects()
     return uvloop.run(take_batches(this, lambda taken: None))
 
 
@@ -218,11 +225,11 @@ class _Service(BufferService):
     transactions = 0
     stored = 0
 
-    def _changes(self) -> Callable[[], bool] | None:
-        arrived = len(self._requests.brought.episodes)
+    def _pending_write(self) -> Callable[[], bool] | None:
+        arrived = len(self._handler.pending.trajectories)
         self.transactions += bool(arrived)
         self.stored += arrived
-        return super()._changes()
+        return super()._pending_write()
 
 
 async def _serve(this: Round) -> float:
@@ -232,7 +239,8 @@ async def _serve(this: Round) -> float:
     loop = asyncio.get_running_loop()
     loop.call_later(max(0.0, this.until - time.monotonic()), service.stop)
     loop.add_signal_handler(signal.SIGTERM, service.stop)
-    await service.serve()
+    async with following_fleet(this.fleet, lambda fleet: service.mark_served(fleet.version)):
+        await service.serve()
     return service.stored / max(1, service.transactions)
 
 
@@ -265,7 +273,7 @@ async def _produce(this: Round, number: int) -> int:
     async with BufferClient(this.address, f"worker-{number}") as client:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(this.until - time.monotonic()), asyncio.TaskGroup() as tasks:
-                await client.hello()
+                await client.register()
                 tasks.create_task(report())
                 while True:
                     while not room:
@@ -277,22 +285,39 @@ async def _produce(this: Round, number: int) -> int:
     return delivered
 
 
+@contextlib.asynccontextmanager
+async def publishing_fleet(address: str) -> AsyncIterator[Callable[[int], None]]:
+    """Publishes a fleet of one replica at `address`; call the function with the version that it serves."""
+    publisher = StatePublisher(address, Fleet())
+    serving = asyncio.create_task(publisher.serve())
+
+    def served(version: int) -> None:
+        replica = ReplicaInfo("engine-0", "", 0, "serving", version, answers=True)
+        publisher.publish(Fleet(publisher.state.revision + 1, (replica,)))
+
+    try:
+        yield served
+    finally:
+        serving.cancel()
+        await publisher.close()
+
+
 async def take_batches(this: Round, on_batch: Callable[[int], None]) -> Took:
     """What a learner does, without learning; `on_batch` is told how many trajectories there were so far."""
     count, taken = Count(this.counts_from), 0
-    async with BufferClient(this.address, "learner-0") as client:
-        await client.served(await client.recover(0))
+    async with BufferClient(this.address, "learner-0") as client, publishing_fleet(this.fleet) as served:
+        served(await client.recover(0))
         with contextlib.suppress(DeadlineExceeded):
             batch = await client.take(0, this.until - time.monotonic())
             while (left := this.until - time.monotonic()) > 0:
                 arrived = sum(len(group) for group in batch.groups)
                 version = batch.version + 1
-                told = asyncio.gather(
-                    client.commit(batch.version),
-                    client.served(version),
-                    client.checkpointed(version - version % CHECKPOINT_EVERY),
-                )
-                _, batch = await asyncio.gather(told, client.take(version, left))  # sent in this order
+                committing = asyncio.create_task(client.commit(batch.version))
+                checkpointed = client.checkpointed(version - version % CHECKPOINT_EVERY)
+                taking = asyncio.gather(checkpointed, client.take(version, left))  # sent in this order
+                await committing
+                served(version)
+                _, batch = await taking
                 taken += arrived
                 count.add(arrived)
                 on_batch(taken)
@@ -321,7 +346,7 @@ def groups_of(tokens: int) -> int:
 
 def trajectory_bytes(tokens: int) -> int:
     """What a trajectory takes on the wire and in the file."""
-    frames = wire.encode(stamped(tokens, Lease(0, 0, (0,), 0, 0), 0))
+    frames = wire.encode(EncodedTrajectory.of(stamped(tokens, Lease(0, 0, (0,), 0, 0), 0)))
     return sum(len(frame) for frame in frames)
 
 

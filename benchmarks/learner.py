@@ -22,7 +22,7 @@ import torch
 
 from ..configs.schema import Fsdp2
 from ..learner.model import vocabulary_size
-from .learner_batch import Held, Job, Sampled, Shape, fill_of, make_batch, make_long_prompt, tokens_of
+from .learner_batch import Job, MemoryUse, Sampled, Shape, fill_of, make_batch, make_long_prompt, tokens_of
 from .learner_processes import NO_TRL, TRL, Stepper, stepping
 from .models import make_policy
 from .result import Result, Row, by_rounds
@@ -57,14 +57,14 @@ class Measured(msgspec.Struct, frozen=True):
         tokens: useful ones of the batch.
         fill: their share in the batch padded to its longest sequence.
         seconds: contender -> of its step in each round.
-        held: contender -> memory of each of its processes.
+        memory: contender -> memory of each of its processes.
         long_prompt: as `seconds`, of a batch of one group with a long prompt.
     """
 
     tokens: int
     fill: float
     seconds: dict[str, list[float]]
-    held: dict[str, list[Held]]
+    memory: dict[str, list[MemoryUse]]
     long_prompt: dict[str, list[float]]
 
 
@@ -81,9 +81,9 @@ async def measure(folder: Path, size: str, shape: Shape, rounds: int) -> Measure
     vocabulary = vocabulary_size(str(model))
     batch, long = make_batch(shape, vocabulary), make_long_prompt(vocabulary, LONG_PROMPT, ANSWERS, ANSWER)
     names = [name for name in CONTENDERS if _is_here(name)]
-    seconds, held = await _by_turns(names, batch, model, folder, rounds)
+    seconds, memory_of = await _by_turns(names, batch, model, folder, rounds)
     long_prompt, _ = await _by_turns(("full", "unshared"), long, model, folder, rounds)
-    return Measured(tokens_of(batch), fill_of(batch), seconds, held, long_prompt)
+    return Measured(tokens_of(batch), fill_of(batch), seconds, memory_of, long_prompt)
 
 
 def _is_here(contender: str) -> bool:
@@ -94,7 +94,7 @@ def _is_here(contender: str) -> bool:
 
 async def _by_turns(
     names: Sequence[str], batch: tuple[Sampled, ...], model: Path, folder: Path, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, list[Held]]]:
+) -> tuple[dict[str, list[float]], dict[str, list[MemoryUse]]]:
     """Seconds of each step, and memory of each process, of contenders that step on `batch`."""
     if torch.cuda.is_available() and len(names) > 1:
         alone = [await _by_turns((name,), batch, model, folder, rounds) for name in names]
@@ -160,7 +160,7 @@ def results(measured: Measured, size: str) -> tuple[Result, ...]:
             "TRL",
             (row("full over TRL's step", "full", "trl"),),
         ),
-        Result(f"{size}: peak memory of a process", "full", "floor", memory(measured.held)),
+        Result(f"{size}: peak memory of a process", "full", "floor", memory(measured.memory)),
         Result(
             f"{size}: a prompt of {LONG_PROMPT} tokens with {ANSWERS} answers of {ANSWER}",
             "computed once",
@@ -170,10 +170,10 @@ def results(measured: Measured, size: str) -> tuple[Result, ...]:
     )
 
 
-def memory(held: Mapping[str, list[Held]]) -> tuple[Row, ...]:
+def memory(uses: Mapping[str, list[MemoryUse]]) -> tuple[Row, ...]:
     """The full step's peak over that of each other contender; the largest process of several."""
-    peaks = {name: max(one.peak for one in several) / MIB for name, several in held.items()}
-    before = {name: max(one.before for one in several) / MIB for name, several in held.items()}
+    peaks = {name: max(one.peak for one in several) / MIB for name, several in uses.items()}
+    before = {name: max(one.before for one in several) / MIB for name, several in uses.items()}
     return tuple(
         Row(
             f"one rank over {name}",
@@ -182,6 +182,6 @@ def memory(held: Mapping[str, list[Held]]) -> tuple[Row, ...]:
             "MiB",
             f"{before['full']:.0f} and {before[name]:.0f} before the first step",
         )
-        for name in held
+        for name in uses
         if name not in ("full", "two threads")
     )

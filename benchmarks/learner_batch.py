@@ -18,7 +18,7 @@ import numpy as np
 from ..buffer.trajectory import FINISHED, Trajectory, Turn, VersionSpan
 
 PROMPT = 16
-"""Tokens of every prompt. Short and equal, so that padding is what answers cause, and prompts cost nobody more than others."""
+"""Tokens of every prompt. Short and equal, so that padding is what answers cause, and prompts cost all contenders the same."""
 
 BEHAVIOR_LOGPROB = -5.0
 """About what random weights over a few hundred tokens give: importance weights near 1."""
@@ -63,7 +63,7 @@ class Job(msgspec.Struct, frozen=True):
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
-class Held(msgspec.Struct, frozen=True):
+class MemoryUse(msgspec.Struct, frozen=True):
     """Bytes that one process holds: before its first step, with the model and the batch there, and at most. Resident ones, on CUDA
     those of the GPU."""
 
@@ -75,8 +75,8 @@ def make_batch(shape: Shape, vocabulary: int, seed: int = 0) -> tuple[Sampled, .
     """Random tokens, members of a group with the same prompt, rewards 0 and 1 by turns."""
     generator = np.random.default_rng(seed)
     count = shape.groups * shape.group_size
-    spots = (generator.permutation(count) + 0.5) / count
-    lengths = np.maximum(PROMPT + 1, np.rint(shape.longest * spots ** (1 / shape.fill - 1))).astype(int)
+    quantiles = (generator.permutation(count) + 0.5) / count
+    lengths = np.maximum(PROMPT + 1, np.rint(shape.longest * quantiles ** (1 / shape.fill - 1))).astype(int)
     lengths[lengths.argmax()] = shape.longest
     prompts = generator.integers(0, vocabulary, (shape.groups, PROMPT))
     return tuple(

@@ -11,7 +11,7 @@ FIELDS = {"now": "VmRSS", "at most": "VmHWM"}
 """As the kernel calls them."""
 
 
-def held(when: Literal["now", "at most"]) -> int:
+def memory_used(when: Literal["now", "at most"]) -> int:
     """Bytes that this process has on the GPU, where there is one, else those that are resident."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated() if when == "now" else torch.cuda.max_memory_allocated()

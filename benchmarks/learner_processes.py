@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import LearnerError, within
-from ..launch.processes import free_ports
-from .learner_batch import Held, Job
+from ..errors import LearnerError, with_deadline
+from ..launch.launchers.local import free_ports
+from .learner_batch import Job, MemoryUse
 
 ROOT = Path(__file__).resolve().parent.parent
 """The package, and in a checkout the folder that `make install-trl` works in."""
@@ -56,16 +56,16 @@ class Stepper:
             process.stdin.write(b"\n")
         return max(float(line) for line in await self._lines(STEP_S, "a step"))
 
-    async def end(self) -> list[Held]:
-        """End every process; what each of them held."""
+    async def end(self) -> list[MemoryUse]:
+        """End every process; returns the memory that each of them used."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
-        return [msgspec.json.decode(line, type=Held) for line in await self._lines(END_S, "its last word")]
+        return [msgspec.json.decode(line, type=MemoryUse) for line in await self._lines(END_S, "its last word")]
 
     async def _lines(self, seconds: float, what: str) -> list[str]:
         reading = asyncio.gather(*(self._line(process) for process in self._processes))
-        return await within(
+        return await with_deadline(
             seconds, reading, who="the benchmark", waits_for=f"{self.name}: {what}", hint=self._end_of_log
         )
 

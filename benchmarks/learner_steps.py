@@ -1,4 +1,4 @@
-"""The contenders of `bench learner`, each in a process of its own that steps when it is told to: `python -m ... < lines > seconds`.
+"""The contenders of `bench learner`, each in a process of its own that steps on request: `python -m ... < lines > seconds`.
 
     full      what the training loop does with a batch: credit, rows, loss, FSDP2 step, a look at fresh trajectories
     unshared  the same, but a prompt is computed for each member of its group
@@ -6,8 +6,8 @@
     padded    the same again, but over the batch padded to its longest sequence, with an attention mask and standard SDPA
 
 Invariants:
-- A process prints `ready`, then for each line that it reads, whatever it says, the seconds which a step took, and at the end of
-  its input what it held in memory, as JSON (`Held`).
+- A process prints `ready`, then for each line that it reads the seconds which a step took, and at the end of
+  its input the memory that it used, as JSON (`MemoryUse`).
 - Vocabulary is computed at trained tokens only, by all of them: the floors are the best that plain code does. In bfloat16 they
   keep no float32 weights, so that their AdamW moves half as many bytes as ours.
 """
@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +27,24 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from ..common.process import set_parent_death_signal
 from ..configs.algorithm import Algorithm
 from ..configs.backends import Fsdp2
 from ..configs.schema import Config, Learner, Model, Optimizer
-from ..launch.wiring import make_backend
+from ..launch.supervisor.factory import make_backend
 from ..learner.algorithms import advantage_of
-from ..learner.batch import TrainSequence, rank_rows, to_sequences
+from ..learner.algorithms.estimators import assign_advantages
+from ..learner.batch import TrainBatch, flatten, trainable
 from ..learner.checkpoint import CheckpointState
 from ..learner.fsdp2 import attention
 from ..learner.fsdp2.backend import Fsdp2Backend
-from ..learner.step import Stepper
-from ..parent import die_with
-from .learner_batch import LR, Held, Job, to_groups
-from .learner_memory import held
+from ..learner.packing import microbatches
+from ..learner.step import PolicyStepper
+from .learner_batch import LR, Job, MemoryUse, to_groups
+from .learner_memory import memory_used
 
 FRESH_EVERY = 8
-"""One sequence in so many is scored once more, in place of what the loop scores of the newest trajectories: 8 beside a batch of the
+"""One sequence in so many is scored once more, in place of what the loop scores of the newest trajectories: 8 per batch of the
 quickstart's 64."""
 
 
@@ -61,13 +63,13 @@ class Full:
         )
         self._backend = make_backend(config, temperature=1.0)
         longest = max(len(one.token_ids) for one in job.batch)
-        self._stepper = Stepper(config.learner, self._backend, longest)
+        self._stepper = PolicyStepper(config.learner, self._backend, longest)
         one_by_one = [trajectory for group in self._groups for trajectory in group]
         self._fresh = one_by_one[::FRESH_EVERY] if self._backend.rank == 0 else []
 
     def step(self) -> None:
-        sequences = to_sequences(self._groups, self._advantage, 0, 0)
-        self._stepper.step(sequences, self._fresh, CheckpointState(step=0, version=0))
+        sequences = trainable(assign_advantages(flatten(self._groups, 0), self._advantage), 0)
+        self._stepper.step(sequences, self._stepper.plan(sequences), self._fresh, CheckpointState(step=0, version=0))
 
 
 class Unshared(Full):
@@ -93,9 +95,10 @@ class Plain(ABC):
         )
         self.model.to(self.device).eval()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=0.0)
-        self.sequences = to_sequences(to_groups(job.batch), advantage_of(Algorithm()), 0, 0)
+        credited = assign_advantages(flatten(to_groups(job.batch), 0), advantage_of(Algorithm()))
+        self.sequences = trainable(credited, 0)
         self.budget = job.budget
-        self._tokens = sum(int(s.trained.sum()) for s in self.sequences)
+        self._tokens = int(self.sequences.loss_mask.sum())
 
     @abstractmethod
     def passes(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -116,11 +119,11 @@ class Bare(Plain):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._rows = rank_rows(self.sequences, rank=0, world_size=1, budget=job.budget)
+        self._rows = microbatches(self.sequences, rank=0, world_size=1, budget=job.budget)
 
     def passes(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         for row in self._rows:
-            trained = row.trained.nonzero().squeeze(1).to(self.device)
+            trained = row.loss_mask.nonzero().squeeze(1).to(self.device)
             token_ids = row.token_ids.to(self.device)
             output = self.model(
                 input_ids=token_ids[None],
@@ -137,10 +140,10 @@ class Padded(Plain):
     attention = "sdpa"
 
     def passes(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        longest = max(len(s.token_ids) for s in self.sequences)
+        longest = int(self.sequences.sizes.max())
         at_once = max(1, self.budget // longest)
         for start in range(0, len(self.sequences), at_once):
-            part = self.sequences[start : start + at_once]
+            part = self.sequences.select(range(start, min(start + at_once, len(self.sequences))))
             token_ids, mask, trained, advantages = _pad(part, longest, self.device)
             hidden = self.model.model(input_ids=token_ids, attention_mask=mask, use_cache=False).last_hidden_state
             # Position t predicts token t + 1.
@@ -148,7 +151,7 @@ class Padded(Plain):
             yield logits, token_ids[trained], advantages[trained]
 
 
-def _pad(part: Sequence[TrainSequence], longest: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _pad(part: TrainBatch, longest: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """int64, int64, bool and float32 [B, longest]: token ids, attention mask, trained tokens, advantages."""
     token_ids = torch.zeros(len(part), longest, dtype=torch.int64)
     mask, trained = torch.zeros_like(token_ids), torch.zeros_like(token_ids, dtype=torch.bool)
@@ -157,7 +160,7 @@ def _pad(part: Sequence[TrainSequence], longest: int, device: torch.device) -> t
         length = len(sequence.token_ids)
         token_ids[row, :length] = torch.from_numpy(sequence.token_ids.astype("int64"))
         mask[row, :length] = 1
-        trained[row, :length] = torch.from_numpy(sequence.trained)
+        trained[row, :length] = torch.from_numpy(sequence.loss_mask)
         advantages[row, :length] = torch.from_numpy(sequence.advantages)
     return tuple(tensor.to(device) for tensor in (token_ids, mask, trained, advantages))
 
@@ -172,23 +175,23 @@ CONTENDERS: dict[str, Callable[[Job], Full | Plain]] = {
 
 def main() -> None:
     """Be the contender of the job file named on the command line."""
-    die_with(os.getppid())
+    set_parent_death_signal(os.getppid())
     job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
     contender = CONTENDERS[job.contender](job)
-    before = held("now")
-    _say("ready")
+    before = memory_used("now")
+    _write_line("ready")
     for _ in sys.stdin:
         began = time.perf_counter()
         contender.step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        _say(f"{time.perf_counter() - began}")
-    _say(msgspec.json.encode(Held(before, held("at most"))).decode())
+        _write_line(f"{time.perf_counter() - began}")
+    _write_line(msgspec.json.encode(MemoryUse(before, memory_used("at most"))).decode())
     sys.stdout.flush()
     os._exit(0)  # with a process group an orderly exit aborts now and then, and there is nothing left to put in order
 
 
-def _say(text: str) -> None:
+def _write_line(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

@@ -22,12 +22,12 @@ from statistics import mean, stdev
 import msgspec
 
 from ..agents import load_renderer
-from ..agents.format import to_chat
+from ..agents.session import to_chat
 from ..configs import load
-from ..errors import ConfigError, SlipstreamError, within
+from ..errors import ConfigError, SlipstreamError, with_deadline
 from ..learner.model import load_tokenizer
 from ..monitor.metrics import read_metrics
-from ..monitor.summary import column, elapsed, staleness_tokens
+from ..monitor.series import column, elapsed, staleness_tokens
 from .learner_processes import TRL as TRL_PYTHON
 from .learner_processes import end_of
 from .learning_arms import (
@@ -56,7 +56,7 @@ RUN_S = 3600.0
 
 END_S = 60.0
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class Settings(msgspec.Struct, frozen=True):
     overrides: tuple[str, ...] = (*TASK, *WARM_UP, *TRAINING, *EVALUATION)
 
 
-async def learning(out: Path, seeds: int, staleness: Sequence[int], steps: int, say: Say) -> tuple[Result, ...]:
+async def learning(out: Path, seeds: int, staleness: Sequence[int], steps: int, notify: Notify) -> tuple[Result, ...]:
     """Run what is missing in `out`, draw `learning.png` there, and compare.
 
     Raises:
@@ -74,9 +74,9 @@ async def learning(out: Path, seeds: int, staleness: Sequence[int], steps: int, 
     """
     _prepare(out, Settings(steps))
     if not TRL_PYTHON.exists():
-        say("TRL is not installed: make install-trl; going on without it")
+        notify("TRL is not installed: make install-trl; going on without it")
     chosen = arms(staleness, TRL_PYTHON.exists())
-    model = await _warm_model(out, say)
+    model = await _warm_model(out, notify)
     runs: list[Run] = []
     for seed in range(seeds):
         for arm in chosen:
@@ -85,15 +85,15 @@ async def learning(out: Path, seeds: int, staleness: Sequence[int], steps: int, 
             if not result.exists():
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
-                say(f"{arm.title}, seed {seed}")
+                notify(f"{arm.title}, seed {seed}")
                 run = await (_run_trl if arm.trl else _run_ours)(arm, seed, steps, model, folder)
                 written = folder / "result.part"
                 written.write_bytes(msgspec.json.encode(run))
                 written.replace(result)
             runs.append(msgspec.json.decode(result.read_bytes(), type=Run))
-            say(f"{arm.title}, seed {seed}: reward {runs[-1].reward:.3f}, lag {runs[-1].lag:.1f}")
+            notify(f"{arm.title}, seed {seed}: reward {runs[-1].reward:.3f}, lag {runs[-1].lag:.1f}")
     draw(runs, out / "learning.png")
-    say(f"plot: {out / 'learning.png'}")
+    notify(f"plot: {out / 'learning.png'}")
     return tables(runs)
 
 
@@ -168,11 +168,11 @@ def _prepare(out: Path, settings: Settings) -> None:
         )
 
 
-async def _warm_model(out: Path, say: Say) -> Path:
+async def _warm_model(out: Path, notify: Notify) -> Path:
     """What every arm begins with; made once per folder."""
     random, warm = out / "model-random", out / "model"
     if not warm.exists():
-        say("warming up the model")
+        notify("warming up the model")
         shutil.rmtree(random, ignore_errors=True)
         command = (sys.executable, "-m", "slipstream.launch.cli")
         await _finish((*command, "init-model", str(random), "--config", PRESET, *TASK), out / "warm-up.log")
@@ -249,13 +249,13 @@ async def _finish(command: Sequence[str], log: Path, environment: Mapping[str, s
     with log.open("ab") as out:
         process = await asyncio.create_subprocess_exec(
             # So that it ends with this process, whatever ends that.
-            *(sys.executable, "-m", "slipstream.parent", *command),
+            *(sys.executable, "-m", "slipstream.common.process", *command),
             stdout=asyncio.subprocess.PIPE,
             stderr=out,
             env={**os.environ, **(environment or {})},
         )
         try:
-            answer, _ = await within(
+            answer, _ = await with_deadline(
                 RUN_S, process.communicate(), who="the benchmark", waits_for=" ".join(command[:4]), hint=f"see {log}"
             )
         finally:

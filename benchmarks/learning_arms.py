@@ -2,7 +2,7 @@
 
 Invariants:
 - All arms begin with the same weights, see the same tasks in the same order, draw as many samples per step at the same temperature,
-  and take as many AdamW steps with the same rate, clip, loss and group normalisation.
+  and take as many AdamW steps with the same rate, clip, loss and group normalization.
 - Ours are `slipstream train` of `overrides`; only staleness and correction differ between them.
 - Nothing here needs torch: TRL's process, in an environment of its own, reads it too.
 """
@@ -15,7 +15,7 @@ import msgspec
 
 from ..configs import Config
 from ..configs.schema import ReasoningGym
-from ..envs.reasoning import ReasoningGymSource
+from ..envs.reasoning_gym import ReasoningGymSource
 
 PRESET = "quickstart"
 
@@ -34,10 +34,10 @@ TASK = (
 """Sums of two digits, answered at once: a single turn, which both trainers can do in the same way."""
 
 WARM_UP = ("sft.epochs=1", "sft.demonstrations=4096")
-"""A habit of the form of an answer, and some sums by heart."""
+"""The warm-up teaches the form of an answer, and some sums."""
 
-UNCORRECTED = ("learner.algorithm.correction.kind=none", "learner.algorithm.correction.biased=true")
-"""What an arm without correction sets: a config refuses it where tokens are stale, unless it says that it means it."""
+UNCORRECTED = ("learner.algorithm.correction.kind=uncorrected",)
+"""What an arm without correction sets: a config refuses `none` where tokens are stale, and allows this kind for ablations."""
 
 TRAINING = (
     f"buffer.groups_per_batch={GROUPS}",
@@ -47,7 +47,6 @@ TRAINING = (
     f"learner.algorithm.loss.clip_low={CLIP}",
     f"learner.algorithm.loss.clip_high={CLIP}",
     "evaluation.tasks=0",
-    "monitor.live=false",
 )
 
 EVALUATION = ("evaluation.tasks=1024",)
@@ -79,7 +78,7 @@ class Arm(msgspec.Struct, frozen=True):
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What an arm of ours sets beside `TASK` and `TRAINING`."""
+        """What an arm of ours sets in addition to `TASK` and `TRAINING`."""
         return (f"buffer.max_staleness={self.max_staleness}", *(() if self.corrected else UNCORRECTED))
 
 

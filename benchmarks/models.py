@@ -6,15 +6,15 @@ from pathlib import Path
 
 from ..configs.schema import Agent
 from ..envs import Message, Observation, SimpleEnv, StepResult, Task
-from ..launch.init_model import Shape, init_model
+from ..launch.init_model import TinyModelShape, init_model
 
 SHAPES = {
-    "1M": Shape(),
-    "3M": Shape(hidden=256, layers=4, heads=4, kv_heads=1, head_dim=64, intermediate=768),
-    "10M": Shape(hidden=384, layers=6, heads=6, kv_heads=2, head_dim=64, intermediate=1152),
-    "50M": Shape(hidden=768, layers=7, heads=12, kv_heads=3, head_dim=64, intermediate=2304),
-    "300M": Shape(hidden=1408, layers=13, heads=22, kv_heads=11, head_dim=64, intermediate=4224),
-    "440M": Shape(hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, intermediate=3072),
+    "1M": TinyModelShape(),
+    "3M": TinyModelShape(hidden=256, layers=4, heads=4, kv_heads=1, head_dim=64, intermediate=768),
+    "10M": TinyModelShape(hidden=384, layers=6, heads=6, kv_heads=2, head_dim=64, intermediate=1152),
+    "50M": TinyModelShape(hidden=768, layers=7, heads=12, kv_heads=3, head_dim=64, intermediate=2304),
+    "300M": TinyModelShape(hidden=1408, layers=13, heads=22, kv_heads=11, head_dim=64, intermediate=4224),
+    "440M": TinyModelShape(hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, intermediate=3072),
 }
 """By their number of parameters; "1M" is the quickstart's, "440M" has the layers of Qwen3-0.6B."""
 

@@ -28,13 +28,14 @@ import uvloop
 from ..agents import load_renderer
 from ..buffer.client import BufferClient
 from ..buffer.service import BufferService
-from ..errors import within
-from ..launch.job import Job
-from ..launch.processes import die_with_parent, free_ports
-from ..launch.wiring import make_player
+from ..common.process import set_parent_death_signal
+from ..errors import with_deadline
+from ..launch.launchers.local import free_ports
+from ..launch.run_context import RunContext
+from ..launch.supervisor.factory import make_player
 from ..learner.model import load_tokenizer
 from ..rollout.worker import Worker
-from ..weightsync.fleet import Seat
+from ..weightsync.fleet import ReplicaInfo
 from .models import AGAIN, TURNS, Talk, make_policy
 from .result import Result, Row
 from .serving import Policies, Serving, configure, make_publisher, serving
@@ -52,10 +53,10 @@ JSON = {"Content-Type": "application/json"}
 
 
 class Round(msgspec.Struct, frozen=True):
-    """What a process needs to know: the server, the version it serves, and what sets this round apart from the others."""
+    """What a process needs to know: the server, the version it serves, and the number of the round."""
 
-    job: Job
-    seats: tuple[Seat, ...]
+    job: RunContext
+    replicas: tuple[ReplicaInfo, ...]
     version: int
     number: int
     buffer: str
@@ -84,10 +85,10 @@ async def overhead(folder: Path, size: str) -> Result:
         publisher = make_publisher(served.engines, folder)
         version = (await Policies(folder / "model").push(publisher)).version
         publisher.close()
-        with ProcessPoolExecutor(1, mp_context=spawn, initializer=die_with_parent) as processes:
+        with ProcessPoolExecutor(1, mp_context=spawn, initializer=set_parent_death_signal) as processes:
             for number in range(ROUNDS + 1):
                 address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
-                this = Round(served.job, served.seats, version, number, address)
+                this = Round(served.job, served.replicas, version, number, address)
                 asked = await _in(processes, _ask, this)
                 buffer = spawn.Process(target=_run, args=(_store, this), daemon=True)
                 buffer.start()
@@ -109,7 +110,7 @@ async def overhead(folder: Path, size: str) -> Result:
 
 async def _in(processes: ProcessPoolExecutor, work: Any, this: Round) -> Any:
     done = asyncio.get_running_loop().run_in_executor(processes, _run, work, this)
-    return await within(
+    return await with_deadline(
         PLAYED_S, done, who="the benchmark", waits_for=f"{work.__name__} of a round", hint="see its logs"
     )
 
@@ -148,7 +149,7 @@ async def _ask(this: Round) -> Played:
             ids = prompt
             for _ in range(TURNS):
                 body = {"token_ids": ids, "sampling_params": parameters, "cache_salt": f"{this.version}"}
-                url = f"{this.seats[0].url}/inference/v1/generate"
+                url = f"{this.replicas[0].url}/inference/v1/generate"
                 async with http.post(url, data=msgspec.json.encode(body), headers=JSON) as response:
                     tokens = msgspec.json.decode(await response.read())["choices"][0]["token_ids"]
                 sampled += len(tokens)
@@ -164,12 +165,11 @@ async def _play(this: Round) -> Played:
     """The contender: be the worker until every group is in the buffer."""
     config = this.job.config
     async with (
-        Serving(this.job, this.seats, ()).router(this.version) as router,
+        Serving(this.job, this.replicas, ()).router(this.version) as router,
         BufferClient(this.buffer, "learner-0") as learner,
         BufferClient(this.buffer, "worker-0") as client,
     ):
         player = make_player(config, router, split="train", temperature=1.0)
-        await learner.served(0)
         stop = asyncio.Event()
         began = time.perf_counter()
         working = asyncio.create_task(Worker(player, client, config.buffer.group_size, 1).run(stop))
@@ -184,5 +184,6 @@ async def _store(this: Round) -> None:
     """The buffer of a round, until SIGTERM."""
     path = this.job.dir / f"buffer-{this.number}.sqlite"
     service = BufferService(this.job.config.buffer, path, this.buffer)
+    service.mark_served(0)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, service.stop)
     await service.serve()

@@ -1,8 +1,8 @@
-"""What weight pushes cost the generation: cohorts against stopping everybody, and keeping requests against restarting them.
+"""What weight pushes cost the generation: cohorts against stopping all replicas, and keeping requests against restarting them.
 
 Invariants:
 - The modes of a row run by turns on the same servers under the same load; tokens are the servers' own count.
-- The global stop is done as well as it can be: all replicas pause together, receive side by side, swap and resume.
+- The global stop is done as well as it can be: all replicas pause at the same time, receive in parallel, swap and resume.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from ..agents.base import Completion
-from ..launch.wiring import make_engine
-from ..rollout.engine import Sampling
+from ..launch.supervisor.factory import make_engine
+from ..rollout.engines.base import SamplingParams
 from ..rollout.router import Router
 from ..weightsync.publisher import Publisher
 from .models import make_policy
 from .result import Result, by_rounds
-from .serving import Policies, Serving, configure, make_publisher, serving, together
+from .serving import Policies, Serving, background_tasks, configure, make_publisher, serving
 
 PUSH_EVERY_S = 4.0
 
@@ -35,7 +35,7 @@ CLIENTS = 16
 """Requests under way per replica."""
 
 LENGTHS = (50, 350)
-"""Tokens of each of them, drawn uniformly: equal ones would all end at the same time, and begin together again."""
+"""Tokens of each of them, drawn uniformly: equal ones would all end at the same time, and begin background_tasks again."""
 
 PROMPT = tuple(range(10, 42))
 
@@ -45,7 +45,7 @@ async def rolling(folder: Path, size: str, replicas: int) -> Result:
     make_policy(folder / "model", size)
     policies = Policies(folder / "model")
     async with serving(configure(folder / "model", replicas=replicas), folder) as served:
-        stopping = [make_engine(served.job, seat) for seat in served.seats]
+        stopping = [make_engine(served.job, replica) for replica in served.replicas]
         for engine in stopping:
             engine.stages = False  # receive while paused, as a server without a staging buffer must
         publishers = {
@@ -56,7 +56,10 @@ async def rolling(folder: Path, size: str, replicas: int) -> Result:
         rates: dict[str, list[float]] = {mode: [] for mode in publishers}
         assert publishers["rolling"] is not None
         version = (await policies.push(publishers["rolling"])).version
-        async with served.router(version) as router, together(_client(router, i) for i in range(CLIENTS * replicas)):
+        async with (
+            served.router(version) as router,
+            background_tasks(_client(router, i) for i in range(CLIENTS * replicas)),
+        ):
             await asyncio.sleep(PUSH_EVERY_S)
             for mode, publisher in [*publishers.items()] * ROUNDS:
                 async with _pushes(served, router, policies, publisher):
@@ -89,9 +92,9 @@ async def _finish(router: Router, episode: str, length: int) -> int:
     """A completion of `length` tokens, in as many parts as it takes; tokens that were sampled for it."""
     ids = list(PROMPT)
     while (left := len(PROMPT) + length - len(ids)) > 0:
-        part = await router.generate(episode, ids, Sampling(left), 0)
+        part = await router.generate(episode, ids, SamplingParams(left), 0)
         ids += part.token_ids
-    router.forget(episode)
+    router.end_episode(episode)
     return length
 
 
@@ -106,7 +109,7 @@ async def _pushes(
         while not over.is_set():
             began = time.perf_counter()
             report = await policies.push(publisher)
-            served.tell(router, report.version)
+            served.set_version(router, report.version)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(over.wait(), max(0.0, PUSH_EVERY_S - (time.perf_counter() - began)))
 
@@ -157,7 +160,7 @@ async def partial(folder: Path, size: str) -> Result:
                 for number in numbers:  # noqa: B023
                     length = skewed(number)
                     while True:
-                        answer: Completion = await engine.generate(PROMPT, Sampling(length))
+                        answer: Completion = await engine.generate(PROMPT, SamplingParams(length))
                         if answer.finish_reason != "abort":
                             break
                         assert not keep
@@ -165,7 +168,7 @@ async def partial(folder: Path, size: str) -> Result:
 
             async with served.router(version) as router:
                 clients = [client(mode == "kept") for _ in range(PARTIAL_CLIENTS)]
-                async with together(clients), _pushes(served, router, policies, publisher):
+                async with background_tasks(clients), _pushes(served, router, policies, publisher):
                     began = time.perf_counter()
                     await asyncio.sleep(PARTIAL_WINDOW_S)
                     useful[mode].append(done / (time.perf_counter() - began))

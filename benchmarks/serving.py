@@ -20,19 +20,19 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .. import heap
+from ..common import gc as heap
 from ..configs.schema import Agent, Buffer, Config, Model, Partial, PythonEnv, Rollout, TransportKind, Vllm, parse_size
 from ..errors import WeightSyncError
-from ..launch.job import Cluster, Job
-from ..launch.processes import LocalLauncher
-from ..launch.wiring import make_engine
-from ..rollout import servers
+from ..launch.launchers.local import LocalLauncher
+from ..launch.run_context import Addresses, RunContext
+from ..launch.supervisor.factory import make_engine
+from ..rollout.engines import registry as servers
+from ..rollout.engines.vllm.client import VllmEngine
 from ..rollout.router import Router
-from ..rollout.vllm import VllmEngine
-from ..weightsync.fleet import Fleet, Seat
+from ..weightsync.fleet import Fleet, ReplicaInfo
 from ..weightsync.plan import PushReport
 from ..weightsync.publisher import Publisher
-from ..weightsync.replica import Replica
+from ..weightsync.replica import ReplicaControl
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -54,27 +54,27 @@ def configure(model: Path, *, replicas: int, dtype: Dtype = "float32") -> Config
 class Serving(msgspec.Struct):
     """Servers that answer. `job` is as a run's, but for the feeds that it lacks."""
 
-    job: Job
-    seats: tuple[Seat, ...]
+    job: RunContext
+    replicas: tuple[ReplicaInfo, ...]
     engines: tuple[VllmEngine, ...]
 
     def router(self, version: int) -> Router:
         """A router over all of them, which serve `version`."""
         rollout = self.job.config.rollout
         router = Router(
-            lambda seat: make_engine(self.job, seat),
+            lambda replica: make_engine(self.job, replica),
             max_concurrent=rollout.engine.max_concurrent,
             request_s=rollout.request_s,
             start_s=rollout.engine.start_s,
             partial=rollout.partial,
         )
-        self.tell(router, version)
+        self.set_version(router, version)
         return router
 
-    def tell(self, router: Router, version: int) -> None:
+    def set_version(self, router: Router, version: int) -> None:
         """All of them serve `version` now."""
-        seats = tuple(msgspec.structs.replace(s, state="serving", version=version) for s in self.seats)
-        router.update(Fleet(version, seats))
+        replicas = tuple(msgspec.structs.replace(s, state="serving", version=version) for s in self.replicas)
+        router.update(Fleet(version, replicas))
 
     async def generated(self) -> int:
         """Tokens that all servers have sampled since they started, by their own count."""
@@ -96,23 +96,25 @@ async def serving(config: Config, folder: Path) -> AsyncIterator[Serving]:
     logs.mkdir(parents=True, exist_ok=True)
     launcher = LocalLauncher(logs, 0)
     names = [f"engine-{i}" for i in range(config.rollout.engine.replicas)]
-    cluster = Cluster(supervisor="", fleet="", buffer="", learner_host=launcher.host)
-    job = Job(config, cluster, run_dir=str(folder), backend="gloo", started_in=os.getcwd(), pushed=True)
+    cluster = Addresses(supervisor="", fleet="", buffer="", learner_host=launcher.host)
+    job = RunContext(config, cluster, run_dir=str(folder), backend="gloo", started_in=os.getcwd(), pushed=True)
     engines: list[VllmEngine] = []
     try:
-        spots = await launcher.place(dict.fromkeys(names, 0))
-        for number, (name, spot) in enumerate(spots.items()):
-            command = servers.command(config, spot.host, spot.port, seed=number)
-            command = [sys.executable, "-m", "slipstream.parent", *command]  # also when this process is killed
+        placements = await launcher.place(dict.fromkeys(names, 0))
+        for number, (name, placement) in enumerate(placements.items()):
+            command = servers.command(config, placement.host, placement.port, seed=number)
+            command = [sys.executable, "-m", "slipstream.common.process", *command]  # also when this process is killed
             await launcher.start(name, command, servers.environment(config))
-        seats = tuple(Seat(name, f"http://{spot.host}:{spot.port}") for name, spot in spots.items())
-        for seat in seats:
-            engine = make_engine(job, seat)
+        replicas = tuple(
+            ReplicaInfo(name, f"http://{placement.host}:{placement.port}") for name, placement in placements.items()
+        )
+        for replica in replicas:
+            engine = make_engine(job, replica)
             assert isinstance(engine, VllmEngine)  # counts are read from its metrics
             engines.append(engine)
         await asyncio.gather(*(engine.wait_ready(config.rollout.engine.start_s) for engine in engines))
-        heap.freeze()  # as the roles of a run do
-        yield Serving(job, seats, tuple(engines))
+        heap.freeze_startup_objects()  # as the roles of a run do
+        yield Serving(job, replicas, tuple(engines))
     finally:
         for engine in engines:
             await engine.close()
@@ -120,8 +122,8 @@ async def serving(config: Config, folder: Path) -> AsyncIterator[Serving]:
 
 
 @contextlib.asynccontextmanager
-async def together(work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Runs coroutines that never end beside the body, and ends them with it; one that fails ends the body."""
+async def background_tasks(work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Runs coroutines that never end during the body, and cancels them after it; one that fails ends the body."""
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(coroutine) for coroutine in work]
         try:
@@ -172,14 +174,14 @@ class Policies:
 
 
 def require(report: PushReport) -> PushReport:
-    """The report of a push that reached everybody. Raises WeightSyncError for any other."""
+    """The report of a push that reached every replica. Raises WeightSyncError for any other."""
     if report.failed:
-        raise WeightSyncError(f"version {report.version} did not reach everybody: {report.failed}")
+        raise WeightSyncError(f"version {report.version} did not reach every replica: {report.failed}")
     return report
 
 
 def make_publisher(
-    engines: Sequence[Replica],
+    engines: Sequence[ReplicaControl],
     folder: Path,
     *,
     transport: TransportKind = "broadcast",

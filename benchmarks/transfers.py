@@ -19,14 +19,25 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ..configs.schema import TransportKind
-from ..rollout.engine import Sampling
-from ..rollout.vllm import VllmEngine
+from ..rollout.engines.base import SamplingParams
+from ..rollout.engines.vllm.client import VllmEngine
 from ..weightsync.plan import PushReport
 from ..weightsync.publisher import Publisher
 from .memory import copy_bandwidth
 from .models import make_policy
 from .result import Result, Row
-from .serving import CANARY, Dtype, Policies, State, configure, make_publisher, require, serving, state_of, together
+from .serving import (
+    CANARY,
+    Dtype,
+    Policies,
+    State,
+    background_tasks,
+    configure,
+    make_publisher,
+    require,
+    serving,
+    state_of,
+)
 
 PUSHES = 5
 
@@ -77,10 +88,10 @@ async def _swap_ms(engine: VllmEngine, policies: Policies, publisher: Publisher)
 async def _under_load(engine: VllmEngine, policies: Policies, publisher: Publisher) -> list[PushReport]:
     async def client(number: int) -> None:
         for turn in itertools.count():
-            await engine.generate([10 + number, 11 + turn % 100], Sampling(400))
+            await engine.generate([10 + number, 11 + turn % 100], SamplingParams(400))
 
     reports = []
-    async with together(client(i) for i in range(CLIENTS)):
+    async with background_tasks(client(i) for i in range(CLIENTS)):
         for _ in range(PUSHES):
             await asyncio.sleep(0.5)
             reports.append(await policies.push(publisher))

@@ -19,19 +19,9 @@ from reasoning_gym.utils import extract_answer
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
+from ..common.process import set_parent_death_signal
 from ..configs import load
-from ..parent import die_with
-from .learning_arms import (
-    ANSWER_TOKENS,
-    CLIP,
-    GROUP_SIZE,
-    GROUPS,
-    LR,
-    PRESET,
-    Point,
-    TrlJob,
-    tasks,
-)
+from .learning_arms import ANSWER_TOKENS, CLIP, GROUP_SIZE, GROUPS, LR, PRESET, Point, TrlJob, tasks
 
 
 class Points(TrainerCallback):
@@ -50,8 +40,8 @@ class Points(TrainerCallback):
 
 
 def main() -> None:
-    """Train what the job file named on the command line says."""
-    die_with(os.getppid())
+    """Train as the job file named on the command line describes."""
+    set_parent_death_signal(os.getppid())
     job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=TrlJob)
     config = load(PRESET, job.overrides)
     source = tasks(config)
@@ -80,15 +70,15 @@ def main() -> None:
         per_device_train_batch_size=GROUPS * GROUP_SIZE,
         num_generations=GROUP_SIZE,
         max_completion_length=ANSWER_TOKENS,
-        temperature=config.rollout.sampling.temperature,
-        top_p=config.rollout.sampling.top_p,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
         chat_template_kwargs=without_thinking,
         shuffle_dataset=False,
         max_steps=job.steps,
         learning_rate=LR,
         lr_scheduler_type="constant",
-        adam_beta1=config.learner.optimizer.beta1,
-        adam_beta2=config.learner.optimizer.beta2,
+        adam_beta1=config.learner.optimizer.betas[0],
+        adam_beta2=config.learner.optimizer.betas[1],
         weight_decay=config.learner.optimizer.weight_decay,
         max_grad_norm=config.learner.optimizer.clip_norm,
         beta=0.0,

@@ -23,9 +23,9 @@ from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-from ..parent import die_with
-from .learner_batch import LR, PROMPT, Held, Job, Sampled
-from .learner_memory import held
+from ..common.process import set_parent_death_signal
+from .learner_batch import LR, PROMPT, Job, MemoryUse, Sampled
+from .learner_memory import memory_used
 
 ANSWERS = os.fdopen(os.dup(1), "w")
 """What we answer. What libraries print on stdout must not be taken for it, and goes where errors go."""
@@ -53,17 +53,17 @@ class Conductor(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not self.before:
-            self.before = held("now")
-            _say("ready")
+            self.before = memory_used("now")
+            _write_line("ready")
         if not sys.stdin.readline():
-            _say(msgspec.json.encode(Held(self.before, held("at most"))).decode())
+            _write_line(msgspec.json.encode(MemoryUse(self.before, memory_used("at most"))).decode())
             os._exit(0)
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        _say(f"{time.perf_counter() - self._began}")
+        _write_line(f"{time.perf_counter() - self._began}")
 
 
 def micro_batches(batch: Sequence[Sampled], at_once: int) -> list[dict[str, torch.Tensor]]:
@@ -93,7 +93,7 @@ def micro_batches(batch: Sequence[Sampled], at_once: int) -> list[dict[str, torc
 
 def main() -> None:
     """Be the contender of the job file named on the command line."""
-    die_with(os.getppid())
+    set_parent_death_signal(os.getppid())
     os.dup2(2, 1)
     job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
     longest = max(len(one.token_ids) for one in job.batch)
@@ -135,7 +135,7 @@ def main() -> None:
     trainer.train()
 
 
-def _say(text: str) -> None:
+def _write_line(text: str) -> None:
     ANSWERS.write(f"{text}\n")
     ANSWERS.flush()
 

@@ -1,33 +1,37 @@
-"""How much may be outstanding, how old a token may be, and whose turn it is: the staleness bound as arithmetic.
+"""The staleness bound as arithmetic: how many groups may be outstanding, how old a token may be, which environment is next. Pure.
 
 Invariants:
-- At most `(max_staleness + 1) * groups_per_batch` groups are outstanding, and those that a rollback gave back. A group is
-  outstanding from its first lease until the engines *serve* the version that was trained on it (or until it is discarded); a
-  commit alone frees nothing.
-- With `max_staleness = 0` therefore no group is in flight while the weights change: synchronous training.
-- At version v no token older than `v - max_staleness` carries loss, whatever admission let through.
-- Every environment has its part of every batch, and may have no more outstanding than its part of the batches that the bound
-  covers: a slow one is neither crowded out by fast ones nor made stale by versions that went on without it.
+- At most `(max_staleness + 1) * groups_per_batch` groups are outstanding, plus those that a rollback returned. A group is
+  outstanding from its first lease until the engines *serve* the version that was trained on it, or until it is discarded; a commit
+  alone frees nothing.
+- With `max_staleness = 0` no group is in flight while the weights change: synchronous training.
+- At version v no token older than `v - max_staleness` carries loss, whatever was admitted.
+- Every environment has its share of every batch, and of the outstanding groups: fast environments do not crowd out a slow one, and
+  versions do not advance without it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
+OnDeadline = Literal["withhold", "wait", "drop"]
+Filter = Literal["none", "best", "best_random", "best_worst"]
+
 
 class Admission(msgspec.Struct, frozen=True):
-    """The bound of one run. `max_staleness` in policy versions, `groups_per_batch` in task groups; `shares` of the environments,
-    in any unit."""
+    """The bound of one run. `max_staleness` in policy versions, `groups_per_batch` in task groups; `shares` of the environments, in
+    any unit."""
 
     max_staleness: int
     groups_per_batch: int
     shares: tuple[float, ...] = (1.0,)
 
     def budgets(self, settled: Sequence[int]) -> tuple[int, ...]:
-        """Groups of each environment that may be outstanding at once, after `settled` groups of each were trained and served."""
+        """Groups of each environment that may be outstanding, after `settled` groups of each were trained and served."""
         return _apportion(self.shares, tuple(settled), (self.max_staleness + 1) * self.groups_per_batch)
 
     def quotas(self, trained: Sequence[int]) -> tuple[int, ...]:
@@ -43,12 +47,68 @@ class Admission(msgspec.Struct, frozen=True):
         return leased_at <= version - self.max_staleness
 
 
-@functools.lru_cache(maxsize=16)  # asked at every lease, and other only after a step
+@functools.lru_cache(maxsize=16)  # every lease asks; the answer changes only after a step
 def _apportion(shares: tuple[float, ...], given: tuple[int, ...], groups: int) -> tuple[int, ...]:
-    """`groups` more, one by one, so that nobody is ever a whole group from its share: the quota method (Balinski and
-    Young, Amer. Math. Monthly 82, 1975). Of those that are below their share, the one whose next group is due first has it."""
+    """`groups` more, one by one, so that no environment is ever a whole group from its share: the quota method (Balinski and Young,
+    Amer. Math. Monthly 82, 1975). Each goes to the environment below its share whose next group is due first."""
     whole, counts = sum(shares), list(given)
     for total in range(sum(given) + 1, sum(given) + 1 + groups):
         below = [env for env, share in enumerate(shares) if share * total > whole * counts[env]]
         counts[min(below, key=lambda env: (counts[env] + 1) / shares[env])] += 1
     return tuple(after - before for after, before in zip(counts, given, strict=True))
+
+
+class ReplayConfig(msgspec.Struct, frozen=True):
+    """When a group is complete.
+
+    Attributes:
+        group_size: members of a group.
+        min_members: a group is complete once this many were kept; the others are late.
+        on_deadline: what happens to tokens past the staleness bound.
+        lease_s: a lease ends after this many seconds without a report.
+        retries: failure reason -> how often a member that failed so is leased again.
+        dynamic_sampling: a group whose members all have the same reward is discarded; another one replaces it.
+        filter: which of a group's episodes are trained on, by their rewards (`sample_filter`).
+        greedy: member 0 of each group is sampled greedily as the others' baseline; no group is complete without it.
+    """
+
+    group_size: int
+    min_members: int
+    on_deadline: OnDeadline
+    lease_s: float
+    retries: Mapping[str, int] = {}
+    dynamic_sampling: bool = False
+    filter: Filter = "none"
+    greedy: bool = False
+
+
+class ReplayCounters(msgspec.Struct):
+    """The state machine's own numbers; stored with every transaction.
+
+    Attributes:
+        version: of the learner's weights.
+        served: newest version that the fleet has served; None before the first push.
+        next_group: number of the next new group.
+        recovered_from: version of the checkpoint that `version` was recovered from, until the next commit.
+        checkpointed: commits up to this version are in a checkpoint.
+        cursors: the next task of each environment.
+        trained: groups of each environment that were trained on.
+        refilled: groups that were discarded because their members all had the same reward.
+    """
+
+    version: int = 0
+    served: int | None = None
+    next_group: int = 0
+    recovered_from: int | None = None
+    checkpointed: int = 0
+    cursors: list[int] = []
+    trained: list[int] = []
+    refilled: int = 0
+
+    @property
+    def settled(self) -> int:
+        """The last version that is both served and in a checkpoint: what made it is never rolled back. -1 before there is one."""
+        return min(self.checkpointed, -1 if self.served is None else self.served)
+
+    def copy(self) -> ReplayCounters:
+        return msgspec.structs.replace(self, cursors=list(self.cursors), trained=list(self.trained))

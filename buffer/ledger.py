@@ -1,9 +1,9 @@
-"""The token ledger: where every generated token is, by the policy version that sampled it.
+"""The token ledger: which account every generated token is in, by the policy version that sampled it.
 
 Invariants:
-- `generated` is counted from the workers' running reports, completion by completion; all other accounts from what was
-  delivered and committed. That the two agree is a check, not a definition.
-- A token is in exactly one account. `closes` says whether the sums match; it is asked at every commit, for every version.
+- `generated` is counted from the workers' running reports, completion by completion; all other accounts from deliveries and
+  commits. That the two sums agree is checked, not defined.
+- A token is in exactly one account. `balances` compares the sums; every commit requires it of every version.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ Counts = dict[int, int]
 """Policy version -> tokens."""
 
 ACCOUNTS = ("in_flight", "ready", "trained")
-"""Every other account is a reason for which tokens were withheld, with `WITHHELD` before it, or discarded."""
+"""Every other account is the reason for which tokens were discarded, or with the prefix `WITHHELD` were withheld."""
 
 WITHHELD = "withheld_"
 """Prefix of the accounts of tokens in a committed step that carried no loss there."""
 
 STALE = "stale"
-"""Why single tokens are withheld: they are older than the bound. A group of nothing else is discarded for the same reason."""
+"""Reason for withholding single tokens: they are older than the bound. A group without other tokens is discarded for it."""
 
 Withheld = Literal["late", "baseline", "filtered"]
-"""Why no token of an episode carries loss, however young. `late`: it ended after its group was complete. `baseline`: it was played
-greedily, for the others to be compared with. `filtered`: others of its group were chosen by their rewards."""
+"""Why no token of an episode carries loss. `late`: it ended after its group was complete. `baseline`: it was sampled greedily, as
+the baseline of the others. `filtered`: others of its group were selected by their rewards."""
 
 
 class Ledger(msgspec.Struct):
@@ -35,8 +35,8 @@ class Ledger(msgspec.Struct):
 
     Attributes:
         generated: all tokens that engines returned to workers.
-        in_flight: in episodes that are still running.
-        ready: delivered, waiting for a batch or in one that is not committed.
+        in_flight: in running episodes.
+        ready: delivered; waiting for a batch or in one that is not committed.
         trained: carried loss in a committed step.
         withheld: in a committed step without loss: reason, `stale` or one of `Withheld` -> tokens.
         discarded: reason -> tokens.
@@ -50,7 +50,7 @@ class Ledger(msgspec.Struct):
     discarded: dict[str, int] = {}
 
     def add(self, account: str, tokens: int) -> None:
-        """Add `tokens` (may be negative) to an account or to a reason; a reason that falls to 0 disappears."""
+        """Add `tokens` (may be negative) to an account or a reason; a reason that falls to 0 is removed."""
         if account in ACCOUNTS:
             setattr(self, account, getattr(self, account) + tokens)
             return
@@ -67,7 +67,7 @@ class Ledger(msgspec.Struct):
         return self.in_flight + self.ready + self.trained + sum(self.withheld.values()) + sum(self.discarded.values())
 
     @property
-    def closes(self) -> bool:
+    def balances(self) -> bool:
         """Whether every generated token is in an account."""
         return self.generated == self.accounted
 
@@ -75,7 +75,7 @@ class Ledger(msgspec.Struct):
         return msgspec.structs.replace(self, withheld=dict(self.withheld), discarded=dict(self.discarded))
 
 
-class Books:
+class VersionLedgers:
     """One ledger per policy version, and their sum.
 
     Attributes:
@@ -88,20 +88,20 @@ class Books:
         self.total = total_of(self.by_version.values())
         self._unchecked = set(self.by_version)
 
-    def generated(self, counts: Counts) -> None:
-        """Engines returned so many more tokens."""
+    def add_generated(self, counts: Counts) -> None:
+        """Engines returned `counts` more tokens."""
         for version, tokens in counts.items():
             self.total.generated += tokens
             self._of(version).generated += tokens
 
     def add(self, account: str, counts: Counts, sign: int = 1) -> None:
-        """Put `counts` into an account, or with `sign` -1 take them out of it."""
+        """Add `counts` to an account, or with `sign` -1 subtract them."""
         for version, tokens in counts.items():
             self.total.add(account, sign * tokens)
             self._of(version).add(account, sign * tokens)
 
     def gap(self) -> str:
-        """What does not close, for people; "" when all of it does. Sums only the versions that changed since they closed."""
+        """What does not balance, in words; "" when everything does. Checks only the versions that changed since they balanced."""
         for version in sorted(self._unchecked):
             if gap := _gap(f"version {version}", self.by_version[version]):
                 return gap
@@ -114,13 +114,13 @@ class Books:
 
 
 def _gap(name: str, ledger: Ledger) -> str:
-    if ledger.closes:
+    if ledger.balances:
         return ""
     return f"of {name}, {ledger.generated} tokens were generated, {ledger.accounted} are accounted for"
 
 
 def total_of(ledgers: Iterable[Ledger]) -> Ledger:
-    """Their sum."""
+    """The sum of `ledgers`."""
     total = Ledger()
     for ledger in ledgers:
         total.generated += ledger.generated

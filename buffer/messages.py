@@ -1,7 +1,7 @@
-"""What is said to the buffer and what it answers.
+"""The requests to the buffer and its replies.
 
 Invariants:
-- Every request may be repeated: a client that got no answer sends the same request again and nothing happens twice.
+- Every request may be repeated: a client that got no reply sends the same request again and nothing happens twice.
 - A worker's reports are running totals, so a repeated or lost report changes nothing in the end.
 - Every number and every id in a request is bounded: what is decoded fits into the store.
 """
@@ -13,14 +13,18 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from ..rpc.wire import RpcMessage, RpcRefusal
 from .ledger import Ledger, Withheld
-from .trajectory import Outcome, Trajectory
+from .trajectory import BatchRow, EncodedRow, EncodedTrajectory, Outcome, Trajectory
 
 Name = Annotated[str, Meta(min_length=1, max_length=100)]
 """Of a worker, or of one of its processes."""
 
 EpisodeId = Annotated[str, Meta(max_length=64)]
 """`group.attempt.member`."""
+
+TrajectoryId = Annotated[str, Meta(max_length=84)]
+"""`group.attempt.member.branch`."""
 
 Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
 """A count of one episode's tokens; the bound keeps a forged one from overflowing the store."""
@@ -34,29 +38,26 @@ Counts = dict[Version, Tokens]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 """A running total; the bound keeps sums finite."""
 
-Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-
-
 GROUPS_AT_ONCE = 256
-"""Leases in one answer."""
+"""Leases in one reply."""
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
+class BufferMessage(msgspec.Struct, frozen=True, tag=True):
     """Base of all requests and replies."""
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """Leave to play some members of a task group.
+    """Permission to run some members of a task group.
 
     Attributes:
         group_id: the group's number.
         attempt: how often the group was leased before; part of the episode ids.
-        members: which episodes of the group are still wanted.
+        members: the episodes of the group to run.
         version: policy version the engines served when the lease was granted.
-        oldest_version: replicas that serve less must not be used.
-        env: which of the run's environments.
+        oldest_version: replicas that serve an older version must not be used.
+        env: index of the run's environment.
         task: index of the task there.
-        greedy: those of `members` that are played at temperature 0.
+        greedy: those of `members` that are sampled at temperature 0.
     """
 
     group_id: int
@@ -73,22 +74,22 @@ class Lease(msgspec.Struct, frozen=True):
         return f"{self.group_id}.{self.attempt}.{member}"
 
 
-class Hello(Message, frozen=True):
-    """A worker introduces itself. Groups of an earlier process of the same name are granted again at once."""
+class Register(BufferMessage, frozen=True):
+    """A worker starts. Groups leased to an earlier process of its name can be leased again at once."""
 
     worker: Name
     incarnation: Name
 
 
-class WantLease(Message, frozen=True):
-    """A worker has room for so many groups. Answered when admission allows one, with as many as it allows."""
+class RequestLease(BufferMessage, frozen=True):
+    """A worker has room for `groups` groups. Answered with a LeaseReply when admission allows one, with as many as it allows."""
 
     worker: Name
     groups: Annotated[int, Meta(ge=1, le=GROUPS_AT_ONCE)] = 1
 
 
-class Progress(Message, frozen=True):
-    """A worker lives. `generated` maps each running episode to all the tokens it has sampled so far, by version."""
+class ReportProgress(BufferMessage, frozen=True):
+    """A worker is alive. `generated` maps each running episode to its sampled tokens so far, by version."""
 
     worker: Name
     generated: dict[EpisodeId, Counts]
@@ -96,90 +97,91 @@ class Progress(Message, frozen=True):
     idle_slot_s: Seconds
 
 
-class Deliver(Message, frozen=True):
-    """An episode ended. `generated` is all that was sampled for it, by version; `trajectories` its branches, none when it
-    failed and is not to be trained on."""
+class DeliverEpisode(BufferMessage, frozen=True):
+    """An episode ended. `generated` are all tokens sampled for it, by version; `trajectories` its branches, none when it failed and
+    is not trained on."""
 
     worker: Name
     episode_id: EpisodeId
     generated: Counts
     outcome: Outcome
-    trajectories: tuple[Trajectory, ...]
+    trajectories: tuple[EncodedTrajectory, ...]
 
 
-class Goodbye(Message, frozen=True):
-    """A worker leaves in good order; its running episodes are given up."""
+class Deregister(BufferMessage, frozen=True):
+    """A worker shuts down; its running episodes are discarded."""
 
     worker: Name
 
 
-class Take(Message, frozen=True):
-    """The learner wants the batch for `version`. Answered when there is one; the same batch until it is committed."""
+class TakeBatch(BufferMessage, frozen=True):
+    """A learner rank requests the plan of the batch for `version`. Answered when it is complete; the same until it is committed."""
 
     version: Version
 
 
-class Commit(Message, frozen=True):
+class FetchRows(BufferMessage, frozen=True):
+    """A learner rank requests trajectories, by their ids, of the batch of `version`, which is taken and not yet committed."""
+
+    version: Version
+    ids: tuple[TrajectoryId, ...]
+
+
+class CommitBatch(BufferMessage, frozen=True):
     """The batch of `version` is in the weights, which are now `version + 1`."""
 
     version: Version
 
 
-class Served(Message, frozen=True):
-    """The engines serve `version`."""
-
-    version: Version
-
-
-class Checkpointed(Message, frozen=True):
+class MarkCheckpointed(BufferMessage, frozen=True):
     """A checkpoint holds all commits up to `version`; they will not be rolled back."""
 
     version: Version
 
 
-class Recover(Message, frozen=True):
+class Recover(BufferMessage, frozen=True):
     """A learner starts from weights that contain the commits up to `version`; later ones are rolled back."""
 
     version: Version
 
 
-class WantFresh(Message, frozen=True):
-    """The learner, before it steps on from `version`, wants at most `limit` trajectories with tokens of that very version."""
+class RequestFresh(BufferMessage, frozen=True):
+    """A learner rank, before it steps on from `version`, requests at most `limit` trajectories with tokens of that version."""
 
     version: Version
     limit: Annotated[int, Meta(ge=0, le=1 << 16)]
 
 
-class WantStats(Message, frozen=True):
-    """Somebody looks."""
+class RequestStats(BufferMessage, frozen=True):
+    """Read-only request for `Stats`."""
 
 
-class Done(Message, frozen=True):
-    """The request was carried out, or had been already."""
+class Ack(BufferMessage, frozen=True):
+    """The request is carried out, now or earlier."""
 
 
-class Granted(Message, frozen=True):
+class LeaseReply(BufferMessage, frozen=True):
     lease: Lease
     more: tuple[Lease, ...] = ()
 
 
-class Unwanted(Message, frozen=True):
-    """Of the episodes that were reported, those that nobody waits for any more: their leases are lost, or their groups are over."""
+class CancelledEpisodes(BufferMessage, frozen=True):
+    """Of the reported episodes, those to cancel: their leases are lost, or their groups are settled."""
 
     episodes: tuple[str, ...]
 
 
-class Recovered(Message, frozen=True):
+class RecoverReply(BufferMessage, frozen=True):
     """The version to publish the recovered weights under: above every version ever used, unless nothing was rolled back."""
 
     version: int
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """The buffer at one instant: `leased_groups` are being played, `ready_groups` are complete and not committed.
+    """The buffer at one instant: `leased_groups` are running, `ready_groups` are complete and not committed.
 
     Attributes:
-        refilled_groups: discarded because all rewards were equal, since the run began; others took their places.
+        refilled_groups: discarded because all rewards were equal, since the run began; others replaced them.
         slot_s, idle_slot_s: summed over workers since the service started.
         dropped: messages that were no request, since the service started.
         refused: attempts to connect without this run's keys, since the service started; a peer may try often.
@@ -196,20 +198,40 @@ class Stats(msgspec.Struct, frozen=True):
     refused: int = 0
 
 
-class StatsReply(Message, frozen=True):
+class StatsReply(BufferMessage, frozen=True):
     stats: Stats
 
 
-class Batch(Message, frozen=True):
-    """One learner step's data: groups, oldest first.
+class BatchReply(BufferMessage, frozen=True):
+    """A `BatchPlan` on the wire."""
+
+    version: int
+    oldest_version: int
+    groups: tuple[tuple[EncodedRow, ...], ...]
+    withheld: dict[str, Withheld]
+    stats: Stats
+
+
+class BatchPlan(msgspec.Struct, frozen=True):
+    """One learner step's data without its arrays: groups, oldest first.
 
     Attributes:
         version: the version it was taken for.
         oldest_version: tokens sampled by an older version are context without loss.
         groups: all branches of all episodes that were kept, group by group.
-        withheld: ids of episodes among them that carry no loss, and why; their rewards count among those of their groups.
+        withheld: ids of episodes among them that carry no loss, and why; their rewards count in their groups.
         stats: the buffer when the batch was handed out.
     """
+
+    version: int
+    oldest_version: int
+    groups: tuple[tuple[BatchRow, ...], ...]
+    withheld: dict[str, Withheld]
+    stats: Stats
+
+
+class TrajectoryBatch(msgspec.Struct, frozen=True):
+    """A `BatchPlan` with its arrays."""
 
     version: int
     oldest_version: int
@@ -218,44 +240,27 @@ class Batch(Message, frozen=True):
     stats: Stats
 
 
-class Fresh(Message, frozen=True):
-    """Delivered and not in a batch yet; they stay where they are."""
+class TrajectoriesReply(BufferMessage, frozen=True):
+    """To FetchRows, in its order; to RequestFresh, delivered trajectories that are in no batch yet and stay in the buffer."""
 
-    trajectories: tuple[Trajectory, ...]
-
-
-class Refused(Message, frozen=True):
-    """The request is not allowed; `error` says why."""
-
-    error: str
+    trajectories: tuple[EncodedTrajectory, ...]
 
 
 Request = (
-    Hello
-    | WantLease
-    | Progress
-    | Deliver
-    | Goodbye
-    | Take
-    | Commit
-    | Served
-    | Checkpointed
+    Register
+    | RequestLease
+    | ReportProgress
+    | DeliverEpisode
+    | Deregister
+    | TakeBatch
+    | FetchRows
+    | CommitBatch
+    | MarkCheckpointed
     | Recover
-    | WantFresh
-    | WantStats
+    | RequestFresh
+    | RequestStats
 )
-Reply = Done | Granted | Unwanted | Recovered | StatsReply | Batch | Fresh | Refused
+Reply = Ack | LeaseReply | CancelledEpisodes | RecoverReply | StatsReply | BatchReply | TrajectoriesReply
 
-
-class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """A request and its number; the reply carries the same number."""
-
-    number: Number
-    message: Request
-
-
-class ReplyEnvelope(msgspec.Struct, frozen=True, array_like=True):
-    """A reply to request `number`."""
-
-    number: Number
-    message: Reply
+Envelope = RpcMessage[Request]
+ReplyEnvelope = RpcMessage[Reply | RpcRefusal]

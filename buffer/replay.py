@@ -1,4 +1,5 @@
-"""The replay state machine: which group is where, who may play it, what a batch is. Pure: no socket, task, clock or tensor.
+"""The replay state machine: which state each group is in, which worker may run it, what a batch is. Pure: no socket, task, clock or
+tensor.
 
             grant          enough members ended       take             commit
     (new) ─────────> leased ─────────────────> ready ─────> batched ─────────> trained
@@ -10,132 +11,180 @@
 
 Invariants:
 - A group is numbered when it is first leased; batches take the oldest ready groups of each environment.
-- `version` never goes back: after a rollback the recovered weights get a number above every one used before, so that a
-  version names one set of weights for ever.
-- Every change keeps the books closed, see `shelf`.
+- `version` never decreases: after a rollback the recovered weights get a number above every one used before, so that a version
+  names one set of weights for the whole run.
+- Every change keeps the ledger balanced, see `group_table`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..errors import StateError
-from .group import Episode, Group
-from .leases import Leases
+from .admission import Admission, ReplayConfig, ReplayCounters
+from .group_table import Episode, Group, GroupTable
+from .lease_manager import LeaseManager
+from .ledger import VersionLedgers
 
 STRAGGLER = "straggler"
-"""Why an episode is discarded whose group was taken while it ran."""
+"""Discard reason of an episode that still ran when its group was put into a batch."""
 
 
-class Replay(Leases):
-    """What workers do (`leases`), and what the learner does."""
+class Replay:
+    """The state of one buffer; its methods are what the learner does.
+
+    Args:
+        counters, groups, ledgers: what the store holds.
+
+    Attributes:
+        table: the groups and the ledger.
+        leases: what workers do.
+
+    Raises:
+        StateError: the store is of a run with other environments.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        config: ReplayConfig,
+        counters: ReplayCounters | None = None,
+        groups: Iterable[Group] = (),
+        ledgers: VersionLedgers | None = None,
+    ) -> None:
+        self.admission = admission
+        self.config = config
+        self.table = GroupTable(groups, ledgers)
+        self._counters = counters.copy() if counters else ReplayCounters()
+        self.leases = LeaseManager(admission, config, self.table, self._counters)
+        self._staleness_checked_at = -1
+
+    @property
+    def version(self) -> int:
+        """Of the learner's weights."""
+        return self._counters.version
+
+    @property
+    def served(self) -> int | None:
+        """The version that the fleet serves now; None while no replica serves one, and before that is known after a restart."""
+        return self.leases.served
+
+    def counters(self) -> ReplayCounters:
+        """A copy, to be stored."""
+        return self._counters.copy()
 
     def take(self, version: int) -> list[Group] | None:
-        """The batch for `version`, oldest groups first; None when there is not enough, or a late group is waited for.
+        """The batch for `version`, oldest groups first; None when there is not enough, or with `wait` while a group is late.
 
         Repeating the call returns the same batch until it is committed.
         """
         if version != self.version:
             raise StateError(f"a batch was asked for version {version}, the buffer is at version {self.version}")
-        if batch := self.of("batched"):
+        if batch := self.table.in_state("batched"):
             return batch
-        self._retire(version)
-        quotas = list(self.admission.quotas(self.trained))
-        if any(self.number("ready", env) < quota for env, quota in enumerate(quotas)):
+        self._discard_stale(version)
+        quotas = list(self.admission.quotas(self._counters.trained))
+        if any(self.table.count("ready", env) < quota for env, quota in enumerate(quotas)):
             return None
-        if self.rules.on_deadline == "wait" and self._late(version):
+        if self.config.on_deadline == "wait" and any(
+            self.admission.last_chance(version, g.leased_at) for g in self.table.in_state("open", "leased")
+        ):
             return None
-        for group in self.of("ready"):
+        for group in self.table.in_state("ready"):
             if quotas[group.env]:
                 quotas[group.env] -= 1
                 for episode in group.in_account("in_flight"):
-                    self._discard(group, episode, STRAGGLER)
-                self._put(group, "batched")
-        return self.of("batched")
+                    self.table.discard(group, episode, STRAGGLER)
+                self.table.set_state(group, "batched")
+        return self.table.in_state("batched")
 
     def fresh(self, version: int) -> list[Episode]:
-        """Delivered episodes outside of batches that hold tokens of `version`, the youngest first; none that was played greedily:
-        what an engine says of such a token is not of the distribution that the others are drawn from."""
-        waiting = [e for g in reversed(self.of("open", "leased", "ready")) for e in g.in_account("ready")]
-        return [e for e in waiting if e.kept.get(version) and e.withheld != "baseline"]
+        """Delivered episodes outside of batches that hold tokens of `version`, the newest group first. Without greedy ones: an
+        engine's log-prob of a greedy token is not of the distribution that the others are sampled from."""
+        waiting = self.table.in_state("open", "leased", "ready")
+        episodes = [e for g in reversed(waiting) for e in g.in_account("ready")]
+        return [e for e in episodes if e.kept.get(version) and e.withheld != "baseline"]
 
     def commit(self, version: int) -> None:
         """The batch of `version` is in the weights, which are now `version + 1`. Repeating it changes nothing.
 
         Raises:
-            StateError: there is no such batch, or the ledger does not close; nothing has changed then.
+            StateError: there is no such batch, or the ledger does not balance; nothing has changed then.
         """
-        if version < self.version and self.made(above=version, up_to=version + 1):
+        if version < self.version and self.table.trained_in(above=version, up_to=version + 1):
             return
-        batch = self.of("batched")
+        batch = self.table.in_state("batched")
         if version != self.version or not batch:
             raise StateError(f"commit of version {version} without a batch; the buffer is at version {self.version}")
-        if gap := self.books.gap():
-            raise StateError(f"the ledger does not close: {gap}")
+        if gap := self.table.ledgers.gap():
+            raise StateError(f"the ledger does not balance: {gap}")
         oldest = self.admission.oldest_trainable(version)
         for group in batch:
-            self._put(group, "trained", version + 1)
-            self.trained[group.env] += 1
+            self.table.set_state(group, "trained", version + 1)
+            self._counters.trained[group.env] += 1
             for episode in group.in_account("ready"):
-                with self._moving(group, episode):
+                with self.table.update(group, episode):
                     episode.account, episode.loss_from = "trained", None if episode.withheld else oldest
-        self.version, self.recovered_from = version + 1, None
+        self._counters.version, self._counters.recovered_from = version + 1, None
 
-    def serve(self, version: int) -> None:
-        """The engines serve `version`."""
-        if version > self.version:
+    def mark_served(self, version: int | None) -> None:
+        """The fleet serves `version`; None: no replica serves one now, so nothing is leased."""
+        if version is not None and version > self.version:
             raise StateError(f"version {version} cannot be served; the buffer is at version {self.version}")
-        self.served = version
+        self.leases.served = version
+        if version is not None:
+            self._counters.served = max(version, -1 if self._counters.served is None else self._counters.served)
 
-    def checkpoint(self, version: int) -> None:
+    def mark_checkpointed(self, version: int) -> None:
         """A checkpoint holds all commits up to `version`."""
         if version > self.version:
             raise StateError(f"a checkpoint of version {version}; the buffer is at version {self.version}")
-        self.checkpointed = max(self.checkpointed, version)
+        self._counters.checkpointed = max(self._counters.checkpointed, version)
 
-    def recover(self, kept: int) -> int:
-        """Roll back to weights that contain the commits up to version `kept`; returns the version to publish them under."""
-        if kept > self.version:
+    def recover(self, restored: int) -> int:
+        """Roll back to weights that contain the commits up to version `restored`; returns the version to publish them under."""
+        counters = self._counters
+        if restored > counters.version:
             raise StateError(
-                f"the checkpoint is of version {kept}, the buffer is at version {self.version}: another run's?"
+                f"the checkpoint is of version {restored}, the buffer is at version {counters.version}: another run's?"
             )
-        if kept < self.checkpointed:
+        if restored < counters.checkpointed:
             raise StateError(
-                f"weights of version {kept} cannot be resumed from: commits up to {self.checkpointed} are in a checkpoint "
+                f"weights of version {restored} cannot be resumed from: commits up to {counters.checkpointed} are in a checkpoint "
                 "and no longer rolled back; resume from that checkpoint, or start a new run"
             )
-        for group in self.made(above=kept):
+        for group in self.table.trained_in(above=restored):
             for episode in group.in_account("trained"):
-                with self._moving(group, episode):
+                with self.table.update(group, episode):
                     episode.account, episode.loss_from = "ready", None
-            self.trained[group.env] -= 1
-            self._ready(group)
-        for group in self.of("batched"):
-            self._ready(group)
-        if kept != self.version and self.recovered_from != kept:
-            self.version, self.recovered_from = self.version + 1, kept
-        return self.version
+            counters.trained[group.env] -= 1
+            self.table.set_state(group, "ready")
+        for group in self.table.in_state("batched"):
+            self.table.set_state(group, "ready")
+        if restored not in (counters.version, counters.recovered_from):
+            counters.version, counters.recovered_from = counters.version + 1, restored
+        return counters.version
 
-    def forget(self) -> None:
+    def prune(self) -> None:
         """Drop from memory the settled groups that no recovery can need."""
-        for group in (*self.of("discarded"), *self.made(up_to=self.clock().over)):
-            if group.id not in self._changed and all(e.settled for e in group.episodes.values()):
-                self._leave(group)
+        for group in (*self.table.in_state("discarded"), *self.table.trained_in(up_to=self._counters.settled)):
+            if not self.table.is_changed(group) and all(e.settled for e in group.episodes.values()):
+                self.table.remove(group)
 
-    def _late(self, version: int) -> bool:
-        return any(self.admission.last_chance(version, g.leased_at) for g in self.of("open", "leased"))
-
-    def _retire(self, version: int) -> None:
-        """Discard what the bound leaves nothing of, and with `drop` whatever it touches. A group that passed is not looked at
-        again at the same version: what is delivered to it since is late."""
-        oldest, drop = self.admission.oldest_trainable(version), self.rules.on_deadline == "drop"
-        looked_at, unseen = self._looked_at, self._unseen
-        self._looked_at, self._unseen = version, set()
-        for group in self.of("ready"):
-            if version != looked_at or group.id in unseen:
+    def _discard_stale(self, version: int) -> None:
+        """Discard ready groups without a token within the bound, and under `drop` every group with a token past it. A group is
+        checked once per version: an episode delivered after that is late and carries no loss."""
+        oldest, drop = self.admission.oldest_trainable(version), self.config.on_deadline == "drop"
+        first_check = version != self._staleness_checked_at
+        unchecked, self.table.newly_ready = self.table.newly_ready, set()
+        self._staleness_checked_at = version
+        for group in self.table.in_state("ready"):
+            if first_check or group.id in unchecked:
                 episodes = [e for e in group.in_account("ready") if not e.withheld]
                 fresh = sum(e.fresh(oldest) for e in episodes)
                 if fresh == 0 or (drop and fresh < sum(sum(e.kept.values()) for e in episodes)):
-                    self._discard_group(group, "stale")
-        if drop and version != looked_at:
-            for group in self.of("open", "leased"):
+                    self.table.discard_group(group, "stale")
+        if drop and first_check:
+            for group in self.table.in_state("open", "leased"):
                 if group.leased_at < oldest:
-                    self._discard_group(group, "stale")
+                    self.table.discard_group(group, "stale")

@@ -1,21 +1,31 @@
-"""The tables of the buffer's file, and the views by which anybody with SQLite can check its accounts.
+"""The tables of the buffer's file, the views by which its ledger can be checked with SQLite alone, and how to open it.
 
 Invariants:
 - `ledger` has every generated token once: account (or the reason it was discarded for), policy version, length of its episode.
 - The views need nothing but SQLite.
 """
 
-SCHEMA_VERSION = 6
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from ..errors import StoreError
+
+SCHEMA_VERSION = 8
 """Raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change."""
 
+BUSY_S = 10.0
+"""How long SQLite waits for another connection that holds the file."""
+
 SCHEMA = """
-CREATE TABLE IF NOT EXISTS clock (
+CREATE TABLE IF NOT EXISTS counters (
     id INTEGER PRIMARY KEY CHECK (id = 0),
-    value TEXT NOT NULL  -- JSON of rules.Clock
+    value TEXT NOT NULL  -- JSON of admission.ReplayCounters
 );
 CREATE TABLE IF NOT EXISTS groups (
     id INTEGER PRIMARY KEY, env INTEGER NOT NULL, task INTEGER NOT NULL, state TEXT NOT NULL, attempt INTEGER NOT NULL,
-    wish TEXT NOT NULL, leased_at INTEGER NOT NULL, trained_at INTEGER
+    request TEXT NOT NULL, leased_at INTEGER NOT NULL, trained_at INTEGER
 );
 CREATE TABLE IF NOT EXISTS episodes (
     id TEXT PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups, worker TEXT NOT NULL, account TEXT NOT NULL,
@@ -30,10 +40,11 @@ CREATE TABLE IF NOT EXISTS episodes (
 CREATE INDEX IF NOT EXISTS episodes_of_group ON episodes (group_id);
 CREATE TABLE IF NOT EXISTS trajectories (
     id TEXT PRIMARY KEY, episode_id TEXT NOT NULL REFERENCES episodes, group_id INTEGER NOT NULL, reward REAL NOT NULL,
-    header BLOB NOT NULL, loss_mask BLOB, arrays INTEGER  -- their place, see `arrays`; both are NULL once dropped to save room
+    header BLOB NOT NULL, length INTEGER NOT NULL,
+    arrays INTEGER  -- their position, see `segments`; NULL once dropped to free space
 );
 CREATE INDEX IF NOT EXISTS held ON trajectories (group_id) WHERE arrays IS NOT NULL;
-CREATE INDEX IF NOT EXISTS places ON trajectories (arrays) WHERE arrays IS NOT NULL;
+CREATE INDEX IF NOT EXISTS positions ON trajectories (arrays) WHERE arrays IS NOT NULL;
 CREATE INDEX IF NOT EXISTS trajectories_of_episode ON trajectories (episode_id);
 CREATE TABLE IF NOT EXISTS commits (
     version INTEGER PRIMARY KEY, time REAL NOT NULL, groups INTEGER NOT NULL, rolled_back INTEGER NOT NULL DEFAULT 0
@@ -48,18 +59,18 @@ CREATE VIEW IF NOT EXISTS sampled AS
         value AS generated,
         CASE WHEN account IN ('ready', 'trained') THEN coalesce(json_extract(kept, '$."' || key || '"'), 0) ELSE 0 END AS kept
     FROM episodes, json_each(episodes.generated);
-CREATE VIEW IF NOT EXISTS placed AS
+CREATE VIEW IF NOT EXISTS accounts AS
     SELECT group_id, version, length,
-        CASE WHEN whose = 'kept' THEN
+        CASE WHEN part = 'kept' THEN
                 CASE WHEN account = 'ready' THEN 'ready' WHEN version >= loss_from THEN 'trained'
                     ELSE 'withheld_' || coalesce(withheld, 'stale') END
             ELSE CASE account WHEN 'in_flight' THEN 'in_flight' WHEN 'discarded' THEN reason ELSE 'unused' END
         END AS account,
-        CASE WHEN whose = 'kept' THEN kept ELSE generated - kept END AS tokens
-    FROM sampled, (SELECT 'kept' AS whose UNION ALL SELECT 'rest')
-    WHERE CASE WHEN whose = 'kept' THEN kept ELSE generated - kept END <> 0;
+        CASE WHEN part = 'kept' THEN kept ELSE generated - kept END AS tokens
+    FROM sampled, (SELECT 'kept' AS part UNION ALL SELECT 'unused')
+    WHERE CASE WHEN part = 'kept' THEN kept ELSE generated - kept END <> 0;
 CREATE VIEW IF NOT EXISTS ledger AS
-    SELECT version, length, account, tokens, tokens * CAST(length AS REAL) AS weight FROM placed
+    SELECT version, length, account, tokens, tokens * CAST(length AS REAL) AS weight FROM accounts
     UNION ALL SELECT version, length, account, tokens, weight FROM archive;
 """
 
@@ -67,3 +78,32 @@ CREATE VIEW IF NOT EXISTS ledger AS
 def bucket(length: int) -> int:
     """The largest power of two that is at most `length`; 0 for 0."""
     return 1 << (length.bit_length() - 1) if length > 0 else 0
+
+
+def connect(path: Path, mode: str) -> sqlite3.Connection:
+    """Open the file; `mode` as in SQLite's URIs. Raises StoreError."""
+    try:
+        db = sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode={mode}",
+            uri=True,
+            isolation_level=None,
+            timeout=BUSY_S,
+            check_same_thread=False,  # the service stores in another thread; the two take turns
+        )
+        db.create_function("bucket", 1, bucket, deterministic=True)
+        return db
+    except sqlite3.Error as error:
+        raise store_error(f"cannot open the buffer {path}", error) from None
+
+
+def require_schema(db: sqlite3.Connection, path: Path, *, new: bool = False) -> None:
+    """Raises StoreError when the file is not of this program; with `new` an empty one may become so."""
+    found = db.execute("PRAGMA user_version").fetchone()[0]
+    if found != SCHEMA_VERSION and not (new and found == 0):
+        raise StoreError(f"{path} has schema {found}, this program knows {SCHEMA_VERSION}")
+
+
+def store_error(what: str, error: Exception) -> StoreError:
+    """Final, except where another process only held the file for long."""
+    held = getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    return StoreError(f"{what}: {error}", final=not held)

@@ -1,17 +1,16 @@
-"""The buffer process: a ZeroMQ ROUTER around the replay state machine and the durable store.
+"""The buffer process: an RPC server around the replay state machine and the durable store.
 
-    workers ──Hello, WantLease, Progress, Deliver──> ┌─────────┐ <──Take, Commit, Served, Recover── learner ranks
-            <──────────────Granted, Done──────────── │ service │ ──────────Batch, Done────────────>
-                                                     └────┬────┘
-                                          Replay (pure) ──┴── Store (SQLite)
+    workers ──Register, RequestLease, ReportProgress, DeliverEpisode──> ┌─────────┐ <──────────TakeBatch, CommitBatch── learner
+            <────────────────LeaseReply, CancelledEpisodes, Ack──────── │ service │ ──BatchReply, Ack────────────────────> ranks
+                                                                        └────┬────┘
+                                                             Replay (pure) ──┴── Store (SQLite)
 
 Invariants:
-- Everything a round of messages changed is stored, in one `save`, before any of them is answered.
-- A request that may not be carried out is answered `Refused`; a message that is no request is dropped and counted.
-- While a round is stored, the one before is answered and the messages of the next change the state already. So rounds are answered
-  in their order, and a failed write ends the service: what was acknowledged is in the store, what was not will be sent again.
-- Memory is bounded by the limits below, the groups that admission lets be outstanding, and one batch, whoever sends what. One
-  thing libzmq does not limit: a message of ever more frames that never ends. Only a peer with the run's keys can send it.
+- Everything a round of requests changed is stored, in one `save`, before any of them is answered.
+- A request that the state machine forbids is refused; a message that is no request is dropped and counted.
+- While a round is stored, the round before is answered and requests of the next one already change the state. So rounds are
+  answered in order, and a failed write ends the service: what was acknowledged is in the store, what was not is sent again.
+- Memory is bounded by the limits below, the RPC server's, the groups that admission lets be outstanding, and one batch.
 """
 
 from __future__ import annotations
@@ -25,38 +24,30 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import zmq
-import zmq.asyncio
 
 from ..configs.schema import Buffer, parse_size
-from ..curve import Guard, Keys
-from ..errors import StateError, StoreError, Waiting, WireError
+from ..errors import StateError, StoreError, TrackedWait
+from ..rpc.security import Keys
+from ..rpc.server import RpcServer
 from . import messages as m
-from . import wire
-from .accounts import ledgers_of
-from .admission import Admission
-from .door import Door
-from .ledger import Books
-from .line import LINGER_MS
+from .admission import Admission, ReplayConfig
+from .ledger import VersionLedgers
+from .ledger_report import ledgers_by_version
 from .replay import Replay
-from .requests import Answer, Requests
-from .rows import Change
-from .rules import Clock, Rules
+from .request_handler import PendingReply, RequestHandler
 from .store import Store
 
 log = logging.getLogger(__name__)
 
 ROUND, ROUND_BYTES = 512, 16 << 20
-"""Messages taken in one round, one transaction, and after how many bytes no more are taken. More only delays the first answer."""
-
-BACKLOG = 64
-"""Messages of one connection that wait to be read; after that its sender waits."""
+"""Messages of one round, one transaction, and the bytes after which it takes no more. More would only delay the first reply."""
 
 STORE_S = 120.0
-"""Longest wait for the disk to take one round, which it does in milliseconds. Nobody can break off a write that hangs."""
+"""Longest wait for the disk to take one round, which takes milliseconds. A write that hangs cannot be cancelled."""
 
-HANDOVER_S = 1e-3
-"""How long the thread that stores waits for the interpreter while the other takes in messages, which it does after every statement.
-Python's own 5 ms are as long as a write."""
+SWITCH_INTERVAL_S = 1e-3
+"""How long the storing thread waits for the interpreter while the other decodes messages, which it does after every statement.
+Python's default, 5 ms, is as long as a write."""
 
 
 class BufferService:
@@ -64,9 +55,9 @@ class BufferService:
 
     Args:
         shares: of the run's environments, see `Admission`.
-        retries: reason of a failure -> how often a member that failed so is granted again.
-        greedy: one member of each group is played greedily, see `Rules`.
-        keys: of the run, if not this process's own.
+        retries: failure reason -> how often a member that failed so is leased again.
+        greedy: one member of each group is sampled greedily, see `ReplayConfig`.
+        keys: the run's CURVE keys, where they are not those of this process.
 
     Raises:
         StoreError: the file cannot be opened, read or written.
@@ -85,24 +76,40 @@ class BufferService:
         keys: Keys | None = None,
     ) -> None:
         self._lease_s = config.lease_s
-        self._keep = parse_size("buffer.keep", config.keep)
+        self._size_limit = parse_size("buffer.keep", config.keep)
         self._address = address
+        self._keys = keys
         self._store = Store(path)
-        clock, groups = self._store.load()
+        counters, groups = self._store.load()
         for group in groups:
             group.deadline = time.monotonic() + config.lease_s
+        replay_config = ReplayConfig(
+            config.group_size,
+            config.min_members or config.group_size,
+            config.on_deadline,
+            config.lease_s,
+            dict(retries or {}),
+            config.dynamic_sampling,
+            config.filter,
+            greedy,
+        )
         admission = Admission(config.max_staleness, config.groups_per_batch, shares)
-        self._replay = Replay(admission, _rules(config, retries, greedy), clock, groups, Books(ledgers_of(path)))
-        self._keys = keys
-        self._guard: Guard | None = None
-        self._requests = Requests(self._replay, self._store, self._turned_away)
-        self._replies: list[Answer] = []
-        self._stored_clock: Clock | None = None
-        self._messages = self._bytes = 0
-        self._saver = ThreadPoolExecutor(1, "store")
-        self._crowded = self._hangs = False
-        self._dropped = 0
-        self._stopping = False
+        ledgers = VersionLedgers(ledgers_by_version(path))
+        self._replay = Replay(admission, replay_config, counters, groups, ledgers)
+        self._handler = RequestHandler(self._replay, self._store, self._transport_counts)
+        self._round_ends = 0, 0
+        self._store_thread = ThreadPoolExecutor(1, "store")
+        self._over_limit = self._store_hangs = self._stopping = False
+        self._wake: Callable[[], None] = lambda: None
+
+    def mark_served(self, version: int | None) -> None:
+        """The fleet serves `version`; None while no replica serves one. Call it in the loop on every change of the fleet."""
+        try:
+            self._replay.mark_served(version)
+        except StateError as error:
+            log.error("nothing is leased: %s", error)
+            self._replay.mark_served(None)
+        self._wake()
 
     def stop(self) -> None:
         """End `serve` after the round in progress."""
@@ -110,134 +117,81 @@ class BufferService:
 
     async def serve(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serve until `stop`. `on_ready` is called once the address is bound."""
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(HANDOVER_S)
-        context = zmq.asyncio.Context()
-        self._guard = Guard(context, self._keys)
-        socket = context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.MAXMSGSIZE, wire.FRAME_LIMIT)
-        socket.setsockopt(zmq.RCVHWM, BACKLOG)
-        socket.setsockopt(zmq.LINGER, LINGER_MS)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects before its old connection is noticed dead
-        self._guard.protect(socket)
         try:
-            try:
-                socket.bind(self._address)
-            except zmq.ZMQError as error:
-                raise StoreError(f"the buffer cannot listen at {self._address}: {error}", final=False) from None
+            self._server: RpcServer[m.Request] = RpcServer(self._address, "the buffer", m.Request, keys=self._keys)
+        except zmq.ZMQError as error:
+            self._store.close()
+            raise StoreError(f"the buffer cannot listen at {self._address}: {error}", final=False) from None
+        self._wake = self._server.wake
+        switch_interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        try:
             on_ready()
-            door, stored = Door.of(socket), list[Answer]()
+            stored = list[PendingReply]()
             while stored or not self._stopping:
-                stored = await self._round(door, stored)
+                stored = await self._round(stored)
         finally:
-            sys.setswitchinterval(interval)
-            self._saver.shutdown(wait=not self._hangs)  # a save that was under way ends
-            self._guard.close()
-            socket.close()
-            context.term()
-            if not self._hangs:
+            sys.setswitchinterval(switch_interval)
+            self._store_thread.shutdown(wait=not self._store_hangs)  # a save in progress ends
+            self._server.close()
+            if not self._store_hangs:
                 self._store.close()
 
-    async def _round(self, door: Door, stored: list[Answer]) -> list[Answer]:
-        """Store what has changed; meanwhile give the answers `stored` and take in the next round. Returns the answers that may be
-        given now."""
-        for group in self._replay.expire(time.monotonic()):
+    async def _round(self, stored: list[PendingReply]) -> list[PendingReply]:
+        """Store what has changed; meanwhile send the replies `stored` and take in the next round. Returns the replies to what is
+        stored now."""
+        for group in self._replay.leases.expire(time.monotonic()):
             log.warning("group %d: its worker was silent for %g s and loses it", group.id, self._lease_s)
-        replies, self._replies = [*self._replies, *self._requests.due()], []
-        self._messages = self._bytes = 0
-        work = self._changes()
-        if work is None:
-            _send(door, stored + replies)
-            if self._roomy:
-                await door.ready.poll(max(1, int(min(1.0, self._lease_s / 4) * 1000)))
-                self._take_in(door)
+        replies = self._handler.replies()
+        self._round_ends = self._server.received + ROUND, self._server.received_bytes + ROUND_BYTES
+        write = self._pending_write()
+        if write is None:
+            self._server.reply_all(stored + replies)
+            if self._has_room:
+                await self._server.poll(min(1.0, self._lease_s / 4))
+                self._handler.receive(self._server, lambda: self._has_room)
             return []
-        saving = self._saver.submit(work)
-        saved = asyncio.wrap_future(saving)
-        _send(door, stored)
-        late = time.monotonic() + STORE_S
-        with Waiting("the buffer", "its disk", STORE_S):
-            while not saving.done():
-                coming = [asyncio.ensure_future(door.ready.poll())] if self._roomy else []
-                left = late - time.monotonic()
-                await asyncio.wait([saved, *coming], timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                for poll in coming:
+        running = self._store_thread.submit(write)
+        written = asyncio.wrap_future(running)
+        self._server.reply_all(stored)
+        deadline = time.monotonic() + STORE_S
+        with TrackedWait("the buffer", "its disk", STORE_S):
+            while not running.done():
+                arriving = [asyncio.ensure_future(self._server.poll())] if self._has_room else []
+                left = deadline - time.monotonic()
+                await asyncio.wait([written, *arriving], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                for poll in arriving:
                     poll.cancel()
-                self._take_in(door, saving.done)
-                if time.monotonic() >= late and not saving.done():
-                    self._hangs = True
+                self._handler.receive(self._server, lambda: self._has_room and not running.done())
+                if time.monotonic() >= deadline and not running.done():
+                    self._store_hangs = True
                     raise StoreError(
                         f"the disk of {self._store.path} has not taken a round in {STORE_S:g} s", final=False
                     )
-        more = await saved
-        self._crowded = self._crowded or more
+        self._over_limit |= await written
         return replies
 
-    def _changes(self) -> Callable[[], bool] | None:
-        """How to store what has changed since the last call, and to make room in the file; None where there is nothing to do. It
-        returns whether there is more room to make."""
-        groups, clock, brought = self._replay.drain(), self._replay.clock(), self._requests.drain()
-        self._crowded = self._crowded or brought.checkpointed
-        changed = groups or brought.commits or brought.rolled_back_to is not None or clock != self._stored_clock
-        if not changed and not self._crowded:
+    def _pending_write(self) -> Callable[[], bool] | None:
+        """A function that stores what has changed since the last call and shrinks the file; None when there is nothing to do. It
+        returns whether there is more to shrink."""
+        batch, settled = self._handler.drain(), self._replay.counters().settled
+        shrink = self._over_limit or self._handler.checkpointed
+        self._over_limit = self._handler.checkpointed = False
+        if batch is None and not shrink:
             return None
-        arrived = [(episode_id, t) for episode_id, branches in brought.episodes.items() for t in branches]
-        change = Change.of(clock, groups, arrived, brought.commits, brought.rolled_back_to) if changed else None
-        self._stored_clock = clock
-        self._replay.forget()
-        store, crowded, keep = self._store, self._crowded, self._keep
-        self._crowded = False
+        store, limit = self._store, self._size_limit
 
-        def work() -> bool:
-            if change is not None:
-                store.save(change)
-            return crowded and store.shrink(keep, clock.over)
+        def write() -> bool:
+            if batch is not None:
+                store.save(batch)
+            return shrink and store.shrink(limit, settled)
 
-        return work
+        return write
 
-    def _take_in(self, door: Door, enough: Callable[[], bool] = lambda: False) -> None:
-        """Carry out what came, until there is no more, or it is enough for a round."""
-        while self._roomy and not enough() and (message := door.read()) is not None:
-            identity, *frames = message
-            self._messages += 1
-            self._bytes += sum(map(len, frames))
-            try:
-                envelope = wire.decode(m.Envelope, frames)
-            except WireError as error:
-                self._dropped += 1
-                if self._dropped & (self._dropped - 1) == 0:  # at 1, 2, 4, ...: a flood fills no log
-                    log.warning("dropped message %d that is no request: %s", self._dropped, error)
-                continue
-            try:
-                reply = self._requests.handle(identity, envelope)
-            except (StateError, WireError) as error:
-                reply = m.Refused(str(error))
-            if reply is not None:
-                self._replies.append((identity, envelope.number, reply))
-
-    def _turned_away(self) -> tuple[int, int]:
-        return self._dropped, self._guard.refused if self._guard else 0
+    def _transport_counts(self) -> tuple[int, int]:
+        return self._server.dropped, self._server.refused
 
     @property
-    def _roomy(self) -> bool:
-        return not self._stopping and self._messages < ROUND and self._bytes <= ROUND_BYTES
-
-
-def _rules(config: Buffer, retries: Mapping[str, int] | None, greedy: bool) -> Rules:
-    min_members = config.min_members or config.group_size
-    return Rules(
-        config.group_size,
-        min_members,
-        config.on_deadline,
-        config.lease_s,
-        dict(retries or {}),
-        config.dynamic_sampling,
-        config.filter,
-        greedy,
-    )
-
-
-def _send(door: Door, answers: list[Answer]) -> None:
-    """A ROUTER never waits: whoever does not read loses the answer, and asks again."""
-    for identity, number, reply in answers:
-        door.plain.send_multipart([identity, *wire.encode(m.ReplyEnvelope(number, reply))], copy=False)
+    def _has_room(self) -> bool:
+        messages, size = self._round_ends
+        return not self._stopping and self._server.received < messages and self._server.received_bytes <= size

@@ -1,72 +1,108 @@
-"""The durable store: an SQLite file (WAL) that holds groups, episodes, trajectories and the clock, and beside it their arrays.
+"""The durable store: an SQLite file (WAL) that holds groups, episodes, trajectories and counters, and beside it their arrays.
 
-    buffer.sqlite    rows; many may read it while the run goes on
-    buffer.arrays/   token ids and log-probs, nine tenths of the bytes, at the places that `trajectories.arrays` names: written
-                     once, not to a log first
+    buffer.sqlite    rows; other processes may read it during the run
+    buffer.arrays/   token ids, log-probs and loss masks, most of the bytes, at the positions that `trajectories.arrays` names:
+                     written once, not to a log first
 
 Invariants:
-- What was stored in one `save` is there whole or not at all; after SIGKILL of any process it is as of the last `save`.
-- Arrays are on the disk before the rows that name them, and are deleted after them: see `arrays`.
-- A trajectory's arrays are written once, with the delivery of its episode, and never changed; `shrink` may drop those that nobody
-  can train on again.
-- No token disappears from the file: what `shrink` drops as rows is in `archive` as sums.
+- What one `save` stores is in the file as a whole or not at all; after SIGKILL of any process the file is as of the last `save`.
+- Arrays are on the disk before the rows that name them, and are deleted after those rows: see `segments`.
+- A trajectory's frames are stored as they came, once, with the delivery of its episode, and never change; `shrink` may drop those
+  that can no longer be trained on.
+- No token disappears from the file: rows that `shrink` drops are summed up in `archive`.
+- Rows are made when a change is drained, before another thread stores them: groups and episodes change meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from ..errors import StoreError, WireError
-from . import retention, wire
-from .arrays import Arrays
-from .group import Group
+from . import retention
+from .admission import ReplayCounters
+from .group_table import Changed, Episode, Group
+from .ledger import Counts
 from .retention import SETTLED
-from .rows import CHANGED, REWARD, Change, Row, read_clock, read_episode, read_group
-from .rules import Clock
-from .schema import SCHEMA, SCHEMA_VERSION, bucket
-from .trajectory import Trajectory
-
-BUSY_S = 10.0
-"""How long SQLite waits for another connection that holds the file."""
+from .schema import SCHEMA, SCHEMA_VERSION, connect, require_schema, store_error
+from .segments import SegmentLog, segments_path
+from .trajectory import LENGTH_LIMIT, TOKEN_BYTES, EncodedTrajectory, Outcome, Trajectory
 
 WAL_BYTES = 64 << 20
-"""What the log beside the file is cut down to after a larger transaction."""
+"""The log beside the file is truncated to this after a larger transaction."""
 
 VALUES_AT_ONCE, BYTES_AT_ONCE = 10_000, 16 << 20
-"""Values of one statement, where SQLite takes so many, and the bytes after which there are no more: it holds a copy of them."""
+"""Values of one statement, where SQLite takes so many, and the bytes after which it takes no more: it holds a copy of them."""
+
+Row = tuple[object, ...]
+
+REWARD = (
+    "CASE WHEN account IN ('ready', 'trained')"
+    " THEN (SELECT reward FROM trajectories WHERE episode_id = episodes.id LIMIT 1) END AS reward"
+)
+"""Of an episode: all its branches have the same."""
+
+_UPDATED = ["account", "length", "generated", "kept", "settled", "final", "withheld", "loss_from", "reason", "outcome"]
+UPSERT = "ON CONFLICT (id) DO UPDATE SET " + ", ".join(f"{column} = excluded.{column}" for column in _UPDATED)
+"""Of an episode's row: id, group and worker stay, and so their index entries; `REPLACE` would rewrite all of them."""
 
 
-def connect(path: Path, mode: str) -> sqlite3.Connection:
-    """Open the file; `mode` as in SQLite's URIs. Raises StoreError."""
-    try:
-        db = sqlite3.connect(
-            f"{path.absolute().as_uri()}?mode={mode}",
-            uri=True,
-            isolation_level=None,
-            timeout=BUSY_S,
-            check_same_thread=False,  # the service saves from another thread; the two take turns
+class CommitRow(msgspec.Struct, frozen=True):
+    """The step that made `version`, at `time` (seconds since the epoch), from `groups` groups."""
+
+    version: int
+    time: float
+    groups: int
+
+
+class NewTrajectory(NamedTuple):
+    """A delivered trajectory and the frames that it came in."""
+
+    episode_id: str
+    trajectory: Trajectory
+    encoded: EncodedTrajectory
+
+
+class WriteBatch(msgspec.Struct, frozen=True):
+    """What one transaction stores.
+
+    Attributes:
+        counters: JSON of `ReplayCounters`.
+        rolled_back_to: the commits after this version no longer count.
+    """
+
+    counters: str
+    groups: Sequence[Row]
+    episodes: Sequence[Row]
+    trajectories: Sequence[NewTrajectory]
+    commits: Sequence[CommitRow]
+    rolled_back_to: int | None
+
+    @classmethod
+    def of(
+        cls,
+        counters: ReplayCounters,
+        groups: Iterable[Changed],
+        trajectories: Sequence[NewTrajectory] = (),
+        commits: Sequence[CommitRow] = (),
+        rolled_back_to: int | None = None,
+    ) -> WriteBatch:
+        """Groups come with their changed episodes."""
+        changed = list(groups)
+        return cls(
+            msgspec.json.encode(counters).decode(),
+            [(g.id, g.env, g.task, g.state, g.attempt, g.request, g.leased_at, g.trained_at) for g, _ in changed],
+            [_episode_row(g.id, e) for g, episodes in changed for e in episodes],
+            trajectories,
+            commits,
+            rolled_back_to,
         )
-        db.create_function("bucket", 1, bucket, deterministic=True)
-        return db
-    except sqlite3.Error as error:
-        raise _failed(f"cannot open the buffer {path}", error) from None
-
-
-def require_schema(db: sqlite3.Connection, path: Path, *, new: bool = False) -> None:
-    """Raises StoreError when the file is not of this program; with `new` an empty one may become so."""
-    found = db.execute("PRAGMA user_version").fetchone()[0]
-    if found != SCHEMA_VERSION and not (new and found == 0):
-        raise StoreError(f"{path} has schema {found}, this program knows {SCHEMA_VERSION}")
-
-
-def arrays_of(path: Path) -> Path:
-    """The folder of arrays that belongs to the file for rows at `path`."""
-    return path.with_suffix(".arrays")
 
 
 class Store:
@@ -80,136 +116,151 @@ class Store:
             require_schema(self._db, path, new=True)
             self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
             self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")  # what is acknowledged survives the host, too
+            self._db.execute("PRAGMA synchronous = FULL")  # what is acknowledged survives a crash of the host, too
             self._db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
             self._db.execute("PRAGMA temp_store = MEMORY")
             self._db.executescript(SCHEMA)
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            (named,) = self._db.execute(retention.END).fetchone()
-            self._arrays = Arrays(arrays_of(path), named)
-            self._arrays.forget(self._named)
+            (end,) = self._db.execute(retention.END).fetchone()
+            self._segments = SegmentLog(segments_path(path), end)
+            self._segments.delete_unnamed(self._is_named)
         except StoreError:
             self._db.close()
             raise
         except (sqlite3.Error, OSError) as error:
             self._db.close()
-            raise _failed(f"cannot prepare the buffer {path}", error) from None
+            raise store_error(f"cannot prepare the buffer {path}", error) from None
 
     def close(self) -> None:
-        self._arrays.close()
+        self._segments.close()
         self._db.close()
 
-    def save(self, change: Change) -> None:
-        """Store it in one transaction, after the arrays, which its rows name."""
-        heads, arrays, trajectories = list[Row](), list[Sequence[wire.Frame]](), list[Row]()
-        for episode_id, t in change.trajectories:
-            header, token_ids, loss_mask, behavior_logprobs = wire.encode(t)
-            heads.append((t.id, episode_id, t.group_id, t.reward, header, loss_mask))
-            arrays.append((token_ids, behavior_logprobs))
-        if arrays:
-            with self._writing():
-                places = self._arrays.append(arrays)
-            trajectories = [(*head, place) for head, place in zip(heads, places, strict=True)]
-        with self._transaction():
-            self._insert("REPLACE INTO clock", [(0, change.clock)])
-            self._insert("REPLACE INTO groups", change.groups)
-            self._insert("INSERT INTO episodes", change.episodes, CHANGED)
-            self._insert("INSERT INTO trajectories", trajectories)
-            self._insert("INSERT INTO commits", [(*msgspec.structs.astuple(commit), 0) for commit in change.commits])
-            if change.rolled_back_to is not None:
-                self._db.execute("UPDATE commits SET rolled_back = 1 WHERE version > ?", (change.rolled_back_to,))
+    # --- writing --------------------------------------------------------------------------------------------------
 
-    def _insert(self, verb: str, rows: Sequence[Row], rest: str = "") -> None:
+    def save(self, batch: WriteBatch) -> None:
+        """Store it in one transaction, after the arrays, which its rows name."""
+        trajectories = list[Row]()
+        if batch.trajectories:
+            with self._writing():
+                positions = self._segments.append([new.encoded.arrays.data for new in batch.trajectories])
+            trajectories = [
+                (t.id, episode_id, t.group_id, t.reward, encoded.header, len(t), position)
+                for (episode_id, t, encoded), position in zip(batch.trajectories, positions, strict=True)
+            ]
+        with self._transaction():
+            self._insert("REPLACE INTO counters", [(0, batch.counters)])
+            self._insert("REPLACE INTO groups", batch.groups)
+            self._insert("INSERT INTO episodes", batch.episodes, UPSERT)
+            self._insert("INSERT INTO trajectories", trajectories)
+            self._insert("INSERT INTO commits", [(*msgspec.structs.astuple(commit), 0) for commit in batch.commits])
+            if batch.rolled_back_to is not None:
+                self._db.execute("UPDATE commits SET rolled_back = 1 WHERE version > ?", (batch.rolled_back_to,))
+
+    def shrink(self, limit: int, settled: int) -> bool:
+        """Reduce the file towards `limit` bytes: drop arrays of settled groups, the oldest first, then sum up their rows in the
+        archive. Does a part at a time; returns whether it did anything, so that the caller calls again.
+
+        Args:
+            settled: `ReplayCounters.settled`.
+        """
+        with self._reading():
+            arrays, (used, size) = self._segments.size, retention.sizes(self._db)
+        target = retention.SLACK * limit if self._shrinking else limit
+        dropped = vacuumed = False
+        if arrays + used > target:
+            with self._transaction():
+                dropped = retention.drop(self._db, settled)
+            with self._writing():
+                self._segments.delete_unnamed(self._is_named)
+        if arrays + size > target:
+            with self._writing():
+                retention.vacuum(self._db)
+                vacuumed = retention.sizes(self._db)[1] < size
+        self._shrinking = dropped or vacuumed
+        return self._shrinking
+
+    def _insert(self, verb: str, rows: Sequence[Row], suffix: str = "") -> None:
         """Many rows by one statement: each statement waits for the interpreter, which decodes the next messages meanwhile."""
-        for lot in _lots(rows, min(VALUES_AT_ONCE, self._db.getlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER))):
-            marks = f"({', '.join('?' * len(lot[0]))})"
-            values = [value for row in lot for value in row]
-            self._db.execute(f"{verb} VALUES {', '.join([marks] * len(lot))} {rest}", values)
+        for chunk in _chunks(rows, min(VALUES_AT_ONCE, self._db.getlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER))):
+            marks = f"({', '.join('?' * len(chunk[0]))})"
+            values = [value for row in chunk for value in row]
+            self._db.execute(f"{verb} VALUES {', '.join([marks] * len(chunk))} {suffix}", values)
+
+    # --- reading --------------------------------------------------------------------------------------------------
 
     def trajectories(self, group_id: int) -> list[Trajectory]:
         """All trajectories of a group that were kept, by member and branch."""
-        return self._trajectories("episode_id IN (SELECT id FROM episodes WHERE group_id = ?)", group_id)
+        found = self._read("episode_id IN (SELECT id FROM episodes WHERE group_id = ?)", group_id)
+        return [trajectory for trajectory, _ in found]
 
-    def episode(self, episode_id: str) -> list[Trajectory]:
-        """The branches of one delivered episode."""
-        return self._trajectories("episode_id = ?", episode_id)
+    def episode(self, episode_id: str) -> list[EncodedTrajectory]:
+        """The branches of one delivered episode, in order."""
+        return [encoded for _, encoded in self._read("episode_id = ?", episode_id)]
 
-    def _trajectories(self, where: str, value: object) -> list[Trajectory]:
+    def load(self) -> tuple[ReplayCounters, list[Group]]:
+        """The counters, and by id every group that can still change: unfinished, not served yet, one that may be rolled back, or
+        with episodes that may still report."""
+        groups: dict[int, Group] = {}
+        with self._reading():
+            row = self._db.execute("SELECT value FROM counters").fetchone()
+            with self._intact("the counters"):
+                counters = msgspec.json.decode(row[0], type=ReplayCounters) if row else ReplayCounters()
+            (newest,) = self._db.execute("SELECT coalesce(max(id), -1) FROM groups").fetchone()
+            if newest >= counters.next_group:
+                why = f"the next group is {counters.next_group}, there is a group {newest}"
+                raise self._damaged("the counters", why)
+            settled = {"settled": counters.settled}
+            wanted = f"FROM groups WHERE NOT ({SETTLED})"
+            for row in self._rows(f"SELECT * {wanted} ORDER BY id", settled):
+                with self._intact(f"group {row['id']}"):
+                    groups[row["id"]] = msgspec.convert(dict(row), Group)
+            for row in self._rows(f"SELECT *, {REWARD} FROM episodes WHERE group_id IN (SELECT id {wanted})", settled):
+                with self._intact(f"episode {row['id']}"):
+                    groups[row["group_id"]].episodes[row["id"]] = _read_episode(row)
+        return counters, list(groups.values())
+
+    def _read(self, where: str, value: object) -> list[tuple[Trajectory, EncodedTrajectory]]:
+        """By member and branch."""
         with self._reading():
             rows = self._db.execute(
-                f"SELECT id, header, loss_mask, arrays FROM trajectories WHERE {where}", (value,)
+                f"SELECT id, header, length, arrays FROM trajectories WHERE {where}", (value,)
             ).fetchall()
             found = [self._trajectory(*row) for row in rows]
-        return sorted(found, key=lambda t: (t.member, t.branch))
+        return sorted(found, key=lambda pair: (pair[0].member, pair[0].branch))
 
-    def _trajectory(self, trajectory_id: str, header: object, loss_mask: object, place: object) -> Trajectory:
+    def _trajectory(
+        self, trajectory_id: str, header: object, length: object, position: object
+    ) -> tuple[Trajectory, EncodedTrajectory]:
         what = f"trajectory {trajectory_id}"
-        if not (isinstance(header, bytes) and isinstance(loss_mask, bytes) and isinstance(place, int)):
-            raise self._damaged(what, "an array or the header is missing")
-        size = retention.TOKEN_BYTES * len(loss_mask)
-        arrays = self._arrays.read(place, size)
-        if len(arrays) < size:
+        if not (isinstance(header, bytes) and isinstance(length, int) and isinstance(position, int)):
+            raise self._damaged(what, "its arrays or its header are missing")
+        size = TOKEN_BYTES * length
+        arrays = self._segments.read(position, size) if 0 < length <= LENGTH_LIMIT else b""
+        if not arrays or len(arrays) < size:
             raise self._damaged(what, f"{len(arrays)} of {size} bytes are left of its arrays")
+        encoded = EncodedTrajectory(header, np.frombuffer(arrays, dtype=np.uint8))
         try:
-            trajectory = wire.decode(Trajectory, [header, arrays[: size // 2], loss_mask, arrays[size // 2 :]])
+            trajectory = encoded.decode()
             trajectory.check()
         except WireError as error:
             raise self._damaged(what, error) from None
         if trajectory.id != trajectory_id:
             raise self._damaged(what, f"it holds {trajectory.id}")
-        return trajectory
+        return trajectory, encoded
 
-    def load(self) -> tuple[Clock, list[Group]]:
-        """The clock, and by id every group that still matters: unfinished, rollable, not served yet, or with episodes that may
-        still report."""
-        groups: dict[int, Group] = {}
-        with self._reading():
-            row = self._db.execute("SELECT value FROM clock").fetchone()
-            with self._intact("the clock"):
-                clock = read_clock(row)
-            (newest,) = self._db.execute("SELECT coalesce(max(id), -1) FROM groups").fetchone()
-            if newest >= clock.next_group:
-                raise self._damaged("the clock", f"the next group is {clock.next_group}, there is a group {newest}")
-            over = {"over": clock.over}
-            wanted = f"FROM groups WHERE NOT ({SETTLED})"
-            for row in self._rows(f"SELECT * {wanted} ORDER BY id", over):
-                with self._intact(f"group {row['id']}"):
-                    groups[row["id"]] = read_group(row)
-            for row in self._rows(f"SELECT *, {REWARD} FROM episodes WHERE group_id IN (SELECT id {wanted})", over):
-                with self._intact(f"episode {row['id']}"):
-                    groups[row["group_id"]].episodes[row["id"]] = read_episode(row)
-        return clock, list(groups.values())
-
-    def shrink(self, limit: int, over: int) -> bool:
-        """Bring the file towards `limit` bytes: drop arrays of settled groups, the oldest first, then make archived sums of their
-        rows. Does a part at a time; returns whether it did anything, and so should be asked again.
-
-        Args:
-            over: the last version that is both served and in a checkpoint.
-        """
-        with self._reading():
-            arrays, (used, size) = self._arrays.size, retention.sizes(self._db)
-        target = retention.SLACK * limit if self._shrinking else limit
-        dropped = left = False
-        if arrays + used > target:
-            with self._transaction():
-                dropped = retention.drop(self._db, over)
-            with self._writing():
-                self._arrays.forget(self._named)
-        if arrays + size > target:
-            with self._writing():
-                retention.give_back(self._db)
-                left = retention.sizes(self._db)[1] < size
-        self._shrinking = dropped or left
-        return self._shrinking
-
-    def _named(self, start: int, end: int) -> bool:
-        """Whether a row names arrays in these places."""
+    def _is_named(self, start: int, end: int) -> bool:
+        """Whether a row names arrays at these positions."""
         return bool(self._db.execute(retention.NAMED, (start, end)).fetchone()[0])
+
+    def _rows(self, query: str, values: dict[str, int]) -> sqlite3.Cursor:
+        cursor = self._db.cursor()
+        cursor.row_factory = sqlite3.Row
+        return cursor.execute(query, values)
+
+    # --- errors ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """All of the block is in the file after it, or nothing."""
         with self._writing():
             self._db.execute("BEGIN")
             try:
@@ -224,19 +275,14 @@ class Store:
         try:
             yield
         except (sqlite3.Error, OverflowError, OSError) as error:
-            raise _failed(f"cannot write the buffer {self.path}", error) from None
+            raise store_error(f"cannot write the buffer {self.path}", error) from None
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            raise _failed(f"cannot read the buffer {self.path}", error) from None
-
-    def _rows(self, query: str, values: dict[str, int]) -> sqlite3.Cursor:
-        cursor = self._db.cursor()
-        cursor.row_factory = sqlite3.Row
-        return cursor.execute(query, values)
+            raise store_error(f"cannot read the buffer {self.path}", error) from None
 
     @contextlib.contextmanager
     def _intact(self, what: str) -> Iterator[None]:
@@ -250,20 +296,40 @@ class Store:
         return StoreError(f"the buffer {self.path} is damaged at {what}: {why}")
 
 
-def _failed(what: str, error: Exception) -> StoreError:
-    """Final, but where another process only held the file for long."""
-    held = getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-    return StoreError(f"{what}: {error}", final=not held)
+def _episode_row(group_id: int, e: Episode) -> Row:
+    return (
+        e.id,
+        group_id,
+        e.worker,
+        e.account,
+        sum(e.generated.values()),
+        msgspec.json.encode(e.generated).decode(),
+        msgspec.json.encode(e.kept).decode(),
+        e.settled,
+        e.final,
+        e.withheld,
+        e.loss_from,
+        e.reason,
+        msgspec.json.encode(e.outcome).decode() if e.outcome else None,
+    )
 
 
-def _lots(rows: Sequence[Row], values: int) -> Iterator[list[Row]]:
-    """Parts for one statement each, of at most so many `values`."""
-    lot, size = list[Row](), 0
+def _read_episode(row: sqlite3.Row) -> Episode:
+    """From all columns, and `REWARD`."""
+    flags = {name: bool(row[name]) for name in ("settled", "final")}
+    counts = {name: msgspec.json.decode(row[name], type=Counts) for name in ("generated", "kept")}
+    outcome = msgspec.json.decode(row["outcome"], type=Outcome) if row["outcome"] else None
+    return msgspec.convert({**dict(row), **flags, **counts, "outcome": outcome}, Episode)
+
+
+def _chunks(rows: Sequence[Row], values: int) -> Iterator[list[Row]]:
+    """The rows of one statement each, of at most so many `values`."""
+    chunk, size = list[Row](), 0
     for row in rows:
-        lot.append(row)
-        size += sum(value.nbytes for value in row if isinstance(value, memoryview))
-        if (len(lot) + 1) * len(row) > values or size >= BYTES_AT_ONCE:
-            yield lot
-            lot, size = [], 0
-    if lot:
-        yield lot
+        chunk.append(row)
+        size += sum(len(value) for value in row if isinstance(value, bytes))
+        if (len(chunk) + 1) * len(row) > values or size >= BYTES_AT_ONCE:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk

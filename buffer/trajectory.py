@@ -1,17 +1,17 @@
-"""What one episode left behind: the tokens, who sampled them, and what they earned.
+"""A trajectory: the tokens of one episode, the policy versions that sampled them, and their reward.
 
 Invariants, checked by `Trajectory.check` before anything is accepted into the buffer:
 - All arrays have one length T; `loss_mask` is true exactly at the tokens that the policy sampled.
 - `turns` and `version_spans` are sorted, do not overlap and lie within T; the spans cover every sampled token and no other.
 - `behavior_logprobs` is finite, at most 0 at sampled tokens, and 0 elsewhere.
-- What a trajectory is made of refers to nothing that could refer back, so the collector of cycles need not look at it (`gc=False`):
-  a long one has hundreds of turns and spans.
+- Turns and spans form no reference cycles, so the garbage collector does not track them (`gc=False`): there may be hundreds.
 - A token is sampled in exactly one trajectory. An agent that rewrites its history opens a new *branch*: another trajectory
   of the same member, whose earlier turns are context (`loss_mask` false).
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
@@ -22,15 +22,19 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from ..errors import WireError
+from ..rpc.wire import FORMAT
 
 LENGTH_LIMIT = 1 << 22
-"""Tokens in one trajectory. Four million is beyond any context served today and keeps a forged header from allocating memory."""
+"""Tokens in one trajectory. Beyond any context served today; keeps a forged header from allocating memory."""
+
+TOKEN_BYTES = 9
+"""Bytes of arrays per token: an id (int32), a log-prob (float32), and whether it was sampled."""
 
 NAME_LIMIT = 1000
-"""Characters of a name that the environment gives."""
+"""Characters of a task's or environment's name."""
 
 DETAIL_LIMIT = 4000
-"""Characters of what is told of a failure: the end of a traceback is beyond use."""
+"""Characters of a failure's detail."""
 
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
@@ -38,8 +42,8 @@ Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens `[start, end)` were sampled by the weights of policy version `version`, as the engine reported it.
 
-    `kv_version` is the oldest version whose cached keys and values they attended to, where that is not `version`: the weights
-    were swapped under a request that kept its cache, and the tokens come from a mixed policy. Staleness counts `version`.
+    `kv_version` is the oldest version whose cached keys and values they attended to, where that is not `version`: the weights were
+    swapped under a request that kept its KV cache, so the tokens come from a mixed policy. Staleness counts `version`.
     """
 
     start: int
@@ -49,7 +53,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def mixed(self) -> bool:
-        """Whether keys and values of other weights took part."""
+        """Whether keys and values of another version were attended to."""
         return self.kv_version is not None and self.kv_version != self.version
 
 
@@ -70,11 +74,11 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """How the episode ended. A failure is never a reward: what a failed episode earned counts for nothing. Where failures are
-    trained on, its reward is the penalty that the environment declared.
+    """How the episode ended. A failure is never a reward: the reward of a failed episode is ignored. Where failures are trained on,
+    it is the penalty that the environment declares.
 
-    `finished`: the environment said so. `truncated`: the token or turn limit came first; the reward so far counts.
-    `failed`: `reason` names whose fault it was (`tool`, `environment`, `engine`, `policy`, `timeout`).
+    `finished`: the environment ended it. `truncated`: the token or turn limit came first; the reward so far counts.
+    `failed`: `reason` names the cause (`tool`, `environment`, `engine`, `policy`, `timeout`).
     """
 
     kind: Literal["finished", "truncated", "failed"]
@@ -90,26 +94,23 @@ FINISHED = Outcome("finished")
 TRUNCATED = Outcome("truncated")
 
 
-class Trajectory(msgspec.Struct, frozen=True):
-    """One branch of one episode, T tokens long.
+class TrajectoryHeader(msgspec.Struct, frozen=True):
+    """Everything about one branch of one episode but its arrays.
 
     Attributes:
         id: `group.attempt.member.branch`; unique over the life of a run.
-        group_id: the task group, in the order in which groups were granted.
+        group_id: the task group, numbered in the order of first leases.
         member: which of the group's episodes.
         branch: which branch of the episode, 0 for the first.
-        task_id: the environment's own name for the task.
+        task_id: the environment's name for the task.
         env: the environment's name.
-        token_ids: int32[T].
-        loss_mask: bool[T], true where the policy sampled the token.
-        behavior_logprobs: float32[T], nats, 0 where masked.
         version_spans: policy versions of the sampled tokens.
         turns: completions in order.
         reward: the episode's return (the same on all its branches).
         turn_rewards: reward after each turn of the episode.
         outcome: how it ended.
         timings: seconds by name (`environment`, `total`).
-        metrics: numbers that the environment reported.
+        metrics: numbers that the environment reports.
     """
 
     id: Annotated[str, Meta(max_length=84)]
@@ -118,9 +119,6 @@ class Trajectory(msgspec.Struct, frozen=True):
     branch: Number
     task_id: str
     env: str
-    token_ids: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
-    behavior_logprobs: NDArray[np.float32]
     version_spans: tuple[VersionSpan, ...]
     turns: tuple[Turn, ...]
     reward: float
@@ -128,9 +126,6 @@ class Trajectory(msgspec.Struct, frozen=True):
     outcome: Outcome
     timings: dict[str, float] = {}
     metrics: dict[str, float] = {}
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
 
     @property
     def episode(self) -> str:
@@ -140,7 +135,11 @@ class Trajectory(msgspec.Struct, frozen=True):
     @property
     def sampled(self) -> int:
         """Tokens that the policy sampled."""
-        return int(self.loss_mask.sum())
+        return sum(span.end - span.start for span in self.version_spans)
+
+    def __len__(self) -> int:
+        """T, its tokens."""
+        raise NotImplementedError
 
     def versions(self) -> NDArray[np.int32]:
         """int32[T]: the policy version of each sampled token, -1 elsewhere."""
@@ -150,11 +149,39 @@ class Trajectory(msgspec.Struct, frozen=True):
         return out
 
     def mixed(self) -> NDArray[np.bool_]:
-        """bool[T]: sampled tokens for which keys and values of another version took part (`VersionSpan.mixed`)."""
+        """bool[T]: sampled tokens of a mixed policy (`VersionSpan.mixed`)."""
         out = np.zeros(len(self), dtype=np.bool_)
         for span in self.version_spans:
             out[span.start : span.end] = span.mixed
         return out
+
+
+class BatchRow(TrajectoryHeader, frozen=True, kw_only=True):
+    """A trajectory of a batch without its arrays, which `BufferClient.fetch_rows` fetches by its id."""
+
+    length: int = 0
+    prompt: int = 0
+    """Hash of the tokens before the first sampled one."""
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
+    """One branch of one episode, T tokens long.
+
+    Attributes:
+        token_ids: int32[T].
+        loss_mask: bool[T], true where the policy sampled the token.
+        behavior_logprobs: float32[T], nats, 0 where masked.
+    """
+
+    token_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    behavior_logprobs: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
 
     def check(self) -> None:
         """Raises WireError where an invariant of this module does not hold."""
@@ -173,13 +200,13 @@ class Trajectory(msgspec.Struct, frozen=True):
         logprobs = self.behavior_logprobs
         require(logprobs.dtype == np.float32 and logprobs.shape == (n,), "behavior_logprobs must be float32[T]")
         require(self.token_ids.min() >= 0, "token ids must not be negative")
-        require(logprobs.min() > -np.inf, "behavior_logprobs must be finite")  # the least of numbers with NaN is NaN
+        require(logprobs.min() > -np.inf, "behavior_logprobs must be finite")  # the minimum with a NaN is NaN
         require(logprobs.max() <= 1e-4, "behavior_logprobs must not be positive")
         require(not ((logprobs != 0) > self.loss_mask).any(), "behavior_logprobs must be 0 where nothing was sampled")
         require(all(map(math.isfinite, (self.reward, *self.turn_rewards))), "rewards must be finite")
         at = 0
         for turn in self.turns:
-            if not at <= turn.start <= turn.end <= n:  # no `require`: its message would be made for every turn
+            if not at <= turn.start <= turn.end <= n:  # no `require`: it would format its message for every turn
                 raise WireError(f"trajectory {self.id!r}: bad turn {turn}")
             at = turn.end
         at = 0
@@ -190,7 +217,76 @@ class Trajectory(msgspec.Struct, frozen=True):
                 raise WireError(f"trajectory {self.id!r}: bad version span {span}")
             covered[span.start : span.end] = True
             at = span.end
-        require(np.array_equal(covered, self.loss_mask), "version spans must cover exactly the sampled tokens")
+        require(covered.tobytes() == self.loss_mask.tobytes(), "version spans must cover exactly the sampled tokens")
+
+
+class EncodedRow(msgspec.Struct, frozen=True):
+    """A `BatchRow` on the wire: the header as its worker encoded it, and what the arrays add to it."""
+
+    header: bytes
+    length: int
+    prompt: int
+
+    def decode(self) -> BatchRow:
+        """Raises WireError."""
+        return BatchRow(*_decode_header(self.header), length=self.length, prompt=self.prompt)
+
+
+class EncodedTrajectory(msgspec.Struct, frozen=True):
+    """A trajectory as its worker encoded it: these bytes are delivered, stored, and sent to the learner.
+
+    Attributes:
+        header: the format byte of `rpc.wire`, and msgpack of a `TrajectoryHeader`.
+        arrays: uint8[9 T]: token ids, log-probs, loss mask.
+    """
+
+    header: bytes
+    arrays: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> EncodedTrajectory:
+        fields = msgspec.structs.astuple(trajectory)[: len(TrajectoryHeader.__struct_fields__)]
+        header = FORMAT + msgspec.msgpack.encode(TrajectoryHeader(*fields))
+        arrays = trajectory.token_ids, trajectory.behavior_logprobs, trajectory.loss_mask
+        return cls(header, np.frombuffer(b"".join(np.ascontiguousarray(one).data for one in arrays), dtype=np.uint8))
+
+    def decode(self) -> Trajectory:
+        """Arrays are views of the bytes. Raises WireError; the invariants of this module are not checked."""
+        tokens, odd = divmod(len(self.arrays), TOKEN_BYTES)
+        if odd:
+            raise WireError(f"{len(self.arrays)} bytes of arrays are not {TOKEN_BYTES} for each token")
+        arrays = self.arrays
+        return Trajectory(
+            *_decode_header(self.header),
+            token_ids=arrays[: 4 * tokens].view(np.int32),
+            behavior_logprobs=arrays[4 * tokens : 8 * tokens].view(np.float32),
+            loss_mask=arrays[8 * tokens :].view(np.bool_),
+        )
+
+    @property
+    def row(self) -> EncodedRow:
+        """Without its arrays."""
+        tokens = len(self.arrays) // TOKEN_BYTES
+        prompt = self.arrays[: 4 * int(self.arrays[8 * tokens :].argmax())]
+        digest = hashlib.blake2b(prompt.data, digest_size=7).digest()  # 56 bits: numpy and msgpack take it as int64
+        return EncodedRow(self.header, tokens, int.from_bytes(digest, "big"))
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + self.arrays.nbytes
+
+
+_header_decoder = msgspec.msgpack.Decoder(TrajectoryHeader)
+
+
+def _decode_header(header: bytes) -> tuple[Any, ...]:
+    """The values of a `TrajectoryHeader`. Raises WireError."""
+    if header[:1] != FORMAT:
+        raise WireError(f"unknown format {header[:1].hex()!r} of a trajectory; this side knows {FORMAT.hex()}")
+    try:
+        return msgspec.structs.astuple(_header_decoder.decode(memoryview(header)[1:]))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not a trajectory: {error}") from None
 
 
 def sampled_of(episode_id: str, branches: Sequence[Trajectory]) -> dict[int, int]:

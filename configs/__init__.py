@@ -1,17 +1,11 @@
 """The typed schema of a run, how it is read, and the presets (`*.yaml` in this folder)."""
 
-from .checks import check
-from .fields import FieldDoc, count_fields, describe
-from .loading import dump, load, presets
-from .schema import Config
-
-__all__ = [
-    "Config",
-    "FieldDoc",
-    "check",
-    "count_fields",
-    "describe",
-    "dump",
-    "load",
-    "presets",
-]
+from .checks import check as check
+from .fields import FieldDoc as FieldDoc
+from .fields import describe as describe
+from .fields import describe_schema as describe_schema
+from .loading import dump as dump
+from .loading import load as load
+from .loading import presets as presets
+from .schema import Config as Config
+from .sft import SftConfig as SftConfig

@@ -1,4 +1,4 @@
-"""What the step optimises: the kinds of advantages, losses, corrections and aggregation, each with its own few fields."""
+"""What the step optimizes: the kinds of advantages, losses, corrections and aggregation, each with its own few fields."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Rloo(Section, frozen=True, tag_field="kind", tag="rloo"):
 
 
 class ReinforcePP(Section, frozen=True, tag_field="kind", tag="reinforce_pp"):
-    """REINFORCE++: normalised over the batch, no baseline by task (Hu et al. 2025, arXiv:2501.03262)."""
+    """REINFORCE++: normalized over the batch, no baseline by task (Hu et al. 2025, arXiv:2501.03262)."""
 
 
 class ReinforcePPBaseline(Section, frozen=True, tag_field="kind", tag="reinforce_pp_baseline"):
-    """REINFORCE++ with the group's mean as baseline, normalised over the batch (Hu et al. 2025, arXiv:2501.03262)."""
+    """REINFORCE++ with the group's mean as baseline, normalized over the batch (Hu et al. 2025, arXiv:2501.03262)."""
 
 
 class Opo(Section, frozen=True, tag_field="kind", tag="opo"):
@@ -53,17 +53,16 @@ class TurnLevel(Section, frozen=True, tag_field="kind", tag="turn_level"):
 
 class Gae(Section, frozen=True, tag_field="kind", tag="gae"):
     """Generalized advantage estimation by token, with a critic (Schulman et al. 2016, arXiv:1506.02438). The critic begins as the
-    policy with a head that says 0."""
+    policy with a head of zeros."""
 
     gamma: Fraction = 1.0
     """Discount per sampled token."""
-    lam: Fraction = 0.95
-    """How far the policy's advantages look ahead: 0 is one token, 1 to the end of the episode."""
-    lam_by_length: bool = False
-    """In place of `lam`, 1 - 1 / (0.05 x sampled tokens of the episode), as VAPO has it (Yue et al. 2025, arXiv:2504.05118)."""
+    lam: Fraction | Literal["by_length"] = 0.95
+    """How far the policy's advantages look ahead: 0 is one token, 1 to the end of the episode. `by_length` is 1 - 1 / (0.05 x
+    sampled tokens of the episode), the length-adaptive form of VAPO (Yue et al. 2025, arXiv:2504.05118)."""
     critic_lam: Fraction = 1.0
-    """The same for what the critic learns; 1 is the return itself."""
-    critic_lr: AboveZero = 1e-5
+    """Lambda of the critic's targets; 1 is the return itself."""
+    lr: AboveZero = 1e-5
     """Learning rate of the critic."""
     critic_warmup: NonNegative = 0
     """Learner steps at the beginning in which the critic learns and the policy does not change."""
@@ -72,53 +71,53 @@ class Gae(Section, frozen=True, tag_field="kind", tag="gae"):
 
 
 class Prime(Section, frozen=True, tag_field="kind", tag="prime"):
-    """PRIME (Cui et al. 2025, arXiv:2502.01456): besides what an episode earned, implicit process rewards by token, of a second
-    policy that is trained to tell episodes that earned more than 0 from others."""
+    """PRIME (Cui et al. 2025, arXiv:2502.01456): the outcome reward, and implicit process rewards by token of a second
+    policy, which learns to separate episodes that earned more than 0 from others."""
 
     beta: AboveZero = 0.05
     """Process reward of a token: beta x log(that policy / reference)."""
     gamma: Fraction = 1.0
     """Discount per sampled token of process rewards."""
-    reward_lr: AboveZero = 1e-6
-    """Learning rate of the policy that gives process rewards."""
+    lr: AboveZero = 1e-6
+    """Learning rate of the implicit reward model."""
 
 
-class DecoupledPpo(Section, frozen=True, tag_field="kind", tag="decoupled_ppo"):
-    """Decoupled PPO (Hilton et al. 2021, arXiv:2110.00641): clip around the proximal policy, weigh by the behaviour policy."""
-
-    clip_low: AboveZero = 0.2
-    """The ratio to the proximal policy is clipped at 1 - clip_low."""
-    clip_high: AboveZero = 0.28
-    """The ratio to the proximal policy is clipped at 1 + clip_high."""
-
-
-class Ppo(Section, frozen=True, tag_field="kind", tag="ppo"):
-    """PPO (Schulman et al. 2017, arXiv:1707.06347): clip around the behaviour policy."""
+class Clipped(Section, frozen=True):
+    """A loss that clips a ratio of the current policy."""
 
     clip_low: AboveZero = 0.2
-    """The ratio to the behaviour policy is clipped at 1 - clip_low."""
+    """The loss clips its ratio at 1 - clip_low."""
     clip_high: AboveZero = 0.2
-    """The ratio to the behaviour policy is clipped at 1 + clip_high."""
+    """The loss clips its ratio at 1 + clip_high."""
+
+
+class DecoupledPpo(Clipped, frozen=True, tag_field="kind", tag="decoupled_ppo"):
+    """Decoupled PPO (Hilton et al. 2021, arXiv:2110.00641): clip around the proximal policy, weigh by the behavior policy."""
+
+    clip_high: AboveZero = 0.28
+
+
+class Ppo(Clipped, frozen=True, tag_field="kind", tag="ppo"):
+    """PPO (Schulman et al. 2017, arXiv:1707.06347): clip around the behavior policy."""
 
 
 class DualClipPpo(Ppo, frozen=True, tag_field="kind", tag="dual_clip_ppo"):
-    """PPO whose ratio is bounded by 3 too where the advantage is negative (Ye et al. 2020, arXiv:1912.09729)."""
+    """PPO whose ratio is at most 3 where the advantage is negative, too (Ye et al. 2020, arXiv:1912.09729)."""
 
 
-class Gspo(Section, frozen=True, tag_field="kind", tag="gspo"):
-    """GSPO (Zheng et al. 2025, arXiv:2507.18071): one ratio for a whole sequence, the geometric mean of its tokens'."""
+class Gspo(Clipped, frozen=True, tag_field="kind", tag="gspo"):
+    """GSPO (Zheng et al. 2025, arXiv:2507.18071): one ratio to the proximal policy for a whole sequence, the geometric mean of its
+    tokens'."""
 
     clip_low: AboveZero = 3e-4
-    """The sequence's ratio to the proximal policy is clipped at 1 - clip_low."""
     clip_high: AboveZero = 4e-4
-    """The sequence's ratio to the proximal policy is clipped at 1 + clip_high."""
 
 
 class Cispo(Section, frozen=True, tag_field="kind", tag="cispo"):
     """CISPO (MiniMax 2025, arXiv:2506.13585): the weight of a token is clipped, its gradient never lost."""
 
     clip_high: AboveZero = 4.0
-    """The weight, the ratio to the behaviour policy, is at most 1 + clip_high."""
+    """The weight, the ratio to the behavior policy, is at most 1 + clip_high."""
 
 
 class Sapo(Section, frozen=True, tag_field="kind", tag="sapo"):
@@ -136,19 +135,15 @@ class Sppo(Section, frozen=True, tag_field="kind", tag="sppo"):
 Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 
 
-class ClipCov(Section, frozen=True, tag_field="kind", tag="clip_cov"):
-    """Clip-Cov (Cui et al. 2025, arXiv:2505.22617): some tokens whose log-prob and advantage rise together carry no gradient."""
+class ClipCov(Clipped, frozen=True, tag_field="kind", tag="clip_cov"):
+    """Clip-Cov (Cui et al. 2025, arXiv:2505.22617): some tokens whose log-prob and advantage both rise carry no gradient."""
 
     share: Share = 2e-4
     """Share of the step's tokens that are so chosen; at least one token."""
-    clip_low: AboveZero = 0.2
-    """The ratio to the proximal policy is clipped at 1 - clip_low."""
-    clip_high: AboveZero = 0.2
-    """The ratio to the proximal policy is clipped at 1 + clip_high."""
 
 
 class KlCov(Section, frozen=True, tag_field="kind", tag="kl_cov"):
-    """KL-Cov (Cui et al. 2025, arXiv:2505.22617): tokens whose log-prob and advantage rise together most are held near the
+    """KL-Cov (Cui et al. 2025, arXiv:2505.22617): tokens whose log-prob and advantage covary most are held near the
     proximal policy. From a batch's second optimizer step on: set `minibatches` to 2 or more."""
 
     share: Share = 2e-3
@@ -168,55 +163,56 @@ Level = Literal["token", "sequence", "geometric"]
 
 
 class AutoCorrection(Section, frozen=True, tag_field="kind", tag="auto"):
-    """What the loss needs: `truncated` around the proximal policy, `none` around the behaviour policy."""
+    """What the loss needs: `truncated` around the proximal policy, `none` around the behavior policy."""
 
 
 class NoCorrection(Section, frozen=True, tag_field="kind", tag="none"):
-    """Tokens count as if the policy at the start of the batch had sampled them."""
-
-    biased: bool = False
-    """Accept the bias of tokens of older policies: for ablations that show what it does."""
+    """Tokens count as if the policy at the start of the batch had sampled them; refused where that biases the gradient."""
 
 
-class Truncated(Section, frozen=True, tag_field="kind", tag="truncated"):
-    """Weighed by proximal / behaviour up to a cap; at level `token` that is TIS (Yao et al. 2025)."""
+class Uncorrected(NoCorrection, frozen=True, tag_field="kind", tag="uncorrected"):
+    """As `none`, and accepts the bias of tokens of older policies: for ablations that show its effect."""
+
+
+class Weighed(Section, frozen=True):
+    """Tokens weighed by proximal / behavior."""
 
     level: Level = "token"
     """Of what the weight is: of a token, of its whole sequence, or the geometric mean over the sequence."""
     high: AboveZero = 2.0
-    """The weight is at most this."""
+    """The weight is at most this; with `masked` and `rejected` the largest that counts, above 1."""
 
 
-class Masked(Section, frozen=True, tag_field="kind", tag="masked"):
-    """Weighed by proximal / behaviour; tokens whose weight is out of bounds carry no loss (IcePop, arXiv:2510.18855)."""
+class Bounded(Weighed, frozen=True):
+    """Weights that count only between two bounds."""
 
-    level: Level = "token"
-    """Of what the weight is: of a token, of its whole sequence, or the geometric mean over the sequence."""
     low: AboveZero = 0.5
     """Smallest weight that counts; below 1."""
+
+
+class Truncated(Weighed, frozen=True, tag_field="kind", tag="truncated"):
+    """Weighed by proximal / behavior up to a cap; at level `token` that is TIS (Yao et al. 2025)."""
+
+
+class Masked(Bounded, frozen=True, tag_field="kind", tag="masked"):
+    """Weighed by proximal / behavior; tokens whose weight is out of bounds carry no loss (IcePop, arXiv:2510.18855)."""
+
     high: AboveZero = 5.0
-    """Largest weight that counts; above 1."""
 
 
-class Rejected(Section, frozen=True, tag_field="kind", tag="rejected"):
-    """Weighed by proximal / behaviour; sequences with a weight out of bounds carry no loss (Liu et al. 2025)."""
+class Rejected(Bounded, frozen=True, tag_field="kind", tag="rejected"):
+    """Weighed by proximal / behavior; sequences with a weight out of bounds carry no loss (Liu et al. 2025)."""
 
     level: Level = "geometric"
-    """Of what the weight is: of a token, of its whole sequence, or the geometric mean over the sequence."""
-    low: AboveZero = 0.5
-    """Smallest weight that counts; below 1."""
-    high: AboveZero = 2.0
-    """Largest weight that counts; above 1."""
 
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
-
 
 Estimator = Literal["k1", "k2", "k3"]
 
 
 class NoKl(Section, frozen=True, tag_field="kind", tag="none"):
-    """Nothing holds the policy near another."""
+    """No KL penalty."""
 
 
 class Kl(Section, frozen=True):
@@ -238,11 +234,10 @@ class KlInReward(Kl, frozen=True, tag_field="kind", tag="reward"):
     """Taken off the reward of each token, as PPO on human preferences has it; the policy is the one that sampled."""
 
     estimator: Estimator = "k1"
-    """With r = reference / policy: `k1` is -log r, `k2` half of its square, `k3` r - 1 - log r."""
 
 
 class Algorithm(Section, frozen=True):
-    """What the step optimises."""
+    """What the step optimizes."""
 
     advantage: Grpo | Rloo | ReinforcePP | ReinforcePPBaseline | Opo | Remax | WinRate | TurnLevel | Gae | Prime = (
         field(default_factory=Grpo)
@@ -254,7 +249,9 @@ class Algorithm(Section, frozen=True):
     loss: PolicyLossKind = field(default_factory=DecoupledPpo)
     """The policy loss. `ppo`, `dual_clip_ppo` and `cispo` are around the policy that sampled and correct staleness by themselves;
     the others are around the policy at the start of the batch and need a correction."""
-    correction: AutoCorrection | NoCorrection | Truncated | Masked | Rejected = field(default_factory=AutoCorrection)
+    correction: AutoCorrection | NoCorrection | Uncorrected | Truncated | Masked | Rejected = field(
+        default_factory=AutoCorrection
+    )
     """What makes up for tokens of other policies. `auto` is what the loss needs: `truncated`, or `none` where it has its own."""
     aggregation: Aggregation = "token_mean"
     """The step's loss: mean over tokens, or mean over sequences of their means, or of their sums / `agent.max_tokens`."""
@@ -269,12 +266,12 @@ class Algorithm(Section, frozen=True):
 
 
 def needs_reference(algorithm: Algorithm) -> bool:
-    """Whether something is relative to a reference policy."""
+    """Whether the learner needs the log-probs of a reference policy."""
     return isinstance(algorithm.kl, Kl) or isinstance(algorithm.advantage, Prime)
 
 
 def needs_critic(algorithm: Algorithm) -> bool:
-    """Whether a model learns beside the policy: a critic, or what gives process rewards."""
+    """Whether the learner also trains an auxiliary model: a critic, or PRIME's implicit reward model."""
     return isinstance(algorithm.advantage, Gae | Prime)
 
 

@@ -2,55 +2,78 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
+
+from msgspec import field
 
 from .section import NonNegative, Positive, Section
 
+Option = Literal["recompute", "compile", "offload", "liger"]
 
-class Fsdp2(Section, frozen=True, tag_field="kind", tag="fsdp2"):
-    """PyTorch fully_shard over a transformers model."""
+
+class Ranks(Section, frozen=True):
+    """What every kind of backend has."""
 
     ranks: Positive = 1
     """Learner processes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the learner runs; `auto` takes CUDA where there is one."""
+    """Where the learner runs; `auto` takes CUDA where there is one, which for `megatron` needs TransformerEngine."""
     tokens_per_microbatch: Positive = 8192
     """Tokens packed into one forward pass."""
-    context_parallel: Positive = 1
-    """Ranks that share the tokens of each row, for sequences too long for one; divides `ranks` and the model's heads."""
-    recompute: bool = False
-    """Keep only what enters each layer and compute the rest again on the way back: less memory, about a third more work."""
-    compile: bool = False
-    """torch.compile every layer but its attention. The first steps of a process take minutes: for large models and long runs."""
-    offload: bool = False
-    """CUDA only: weights, gradients and optimizer state stay in the host's memory and visit the GPU layer by layer."""
-    liger: bool = False
-    """CUDA only: Liger's fused kernels (the package liger-kernel) for norms, rotations and feed-forward gates."""
+
+
+class Fsdp2(Ranks, frozen=True, tag_field="kind", tag="fsdp2"):
+    """PyTorch fully_shard over a transformers model."""
+
+    parallel: dict[Literal["context"], Positive] = field(default_factory=lambda: {"context": 1})
+    """`context`: ranks that share the tokens of each row, for sequences too long for one rank; divides `ranks` and the model's
+    heads. The other ranks are data parallel."""
+    options: tuple[Option, ...] = ()
+    """`recompute`: keep only each layer's input and recompute activations in the backward pass, for less memory and about a third
+    more work. `compile`: torch.compile every layer but its attention; the first steps of a process take minutes. `offload`, CUDA
+    only: weights, gradients and optimizer state stay in host memory and visit the GPU layer by layer. `liger`, CUDA only: fused
+    kernels of the package liger-kernel for norms, rotary embeddings and feed-forward gates."""
     lora_rank: NonNegative = 0
     """Train adapters of this rank and freeze the model (LoRA, Hu et al. 2021, arXiv:2106.09685); 0 trains all weights. Adapters
     want a learning rate about ten times higher."""
 
+    @property
+    def context_parallel(self) -> int:
+        return self.parallel.get("context", 1)
 
-class Megatron(Section, frozen=True, tag_field="kind", tag="megatron"):
+
+MegatronAxis = Literal["tensor", "pipeline", "virtual", "context", "expert"]
+
+
+class Megatron(Ranks, frozen=True, tag_field="kind", tag="megatron"):
     """Megatron-core, for Qwen3, Qwen3-MoE and Llama: a model split over ranks by tensors, layers, context and experts. What is left
     of the ranks is data parallel, with the optimizer's state sharded over it."""
 
-    ranks: Positive = 1
-    """Learner processes."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the learner runs; `auto` takes CUDA where there is one, which needs TransformerEngine."""
-    tokens_per_microbatch: Positive = 8192
-    """Tokens packed into one forward pass."""
-    tensor_parallel: Positive = 1
-    """Ranks that every matrix is split over; above 1 norms and residuals are split by tokens over them, too (sequence parallel)."""
-    pipeline_parallel: Positive = 1
-    """Stages that the layers are split over."""
-    virtual_stages: Positive = 1
-    """Parts of its layers that each stage holds in turn; more of them leave it idle for less of a step and send more."""
-    context_parallel: Positive = 1
-    """Ranks that every sequence is split over."""
-    expert_parallel: Positive = 1
-    """Ranks that the experts of a mixture are split over, among those of a stage."""
+    parallel: dict[MegatronAxis, Positive] = field(default_factory=lambda: dict.fromkeys(get_args(MegatronAxis), 1))
+    """How many ranks split the model, by axis. `tensor`: ranks that split every matrix; above 1 they also split norms and
+    residuals by tokens (sequence parallel). `pipeline`: stages that split the layers. `virtual`: interleaved parts of each stage;
+    more of them leave a stage idle for less of a step and send more. `context`: ranks that split every sequence. `expert`: ranks
+    of a stage that split the experts of a mixture."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.parallel.get("tensor", 1)
+
+    @property
+    def pipeline_parallel(self) -> int:
+        return self.parallel.get("pipeline", 1)
+
+    @property
+    def virtual_stages(self) -> int:
+        return self.parallel.get("virtual", 1)
+
+    @property
+    def context_parallel(self) -> int:
+        return self.parallel.get("context", 1)
+
+    @property
+    def expert_parallel(self) -> int:
+        return self.parallel.get("expert", 1)
 
 
 def copy_ranks(backend: Fsdp2 | Megatron) -> int:

@@ -1,7 +1,7 @@
 """Combinations of keys that are each allowed and together impossible: the run would break, so it is not started.
 
 Invariants:
-- Only what would break a run is refused. What is merely slow is the report's to say, what needs the machine is `doctor`'s.
+- Only what would break a run is refused. The report advises on what is slow; `slipstream doctor` checks the machine.
 - No process is started, no file is read, nothing heavier than the schema is imported.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import get_args, get_type_hints
 
 from ..errors import ConfigError
 from .algorithm import (
@@ -22,12 +21,14 @@ from .algorithm import (
     NoCorrection,
     Rejected,
     Truncated,
+    Uncorrected,
     needs_critic,
     needs_reference,
 )
 from .backends import Fsdp2, Megatron, copy_ranks
 from .reward import FIELDS, Judge, ModelReward, fields_of
-from .schema import NO_FAULTS, Agent, Config, Fake, Fault, Mixture, PythonEnv, ReasoningGym, parse_memory, parse_size
+from .schema import Agent, Config, Mixture, PythonEnv, ReasoningGym, parse_memory, parse_size
+from .sft import SftConfig
 
 BF16_NOISE = 0.05
 """Nats by which log-probs of equal bfloat16 weights differ between implementations, at least now and then."""
@@ -43,50 +44,44 @@ def check(config: Config) -> None:
         raise ConfigError(problem)
 
 
-def meaningless(fault: Fault) -> str | None:
-    """What is wrong with a fault that cannot happen, and what can happen in its place; None when it can."""
-    if (fault.at, fault.do) not in NO_FAULTS:
-        return None
-    deeds = get_args(get_type_hints(Fault)["do"])
-    allowed = ", ".join(do for do in deeds if (fault.at, do) not in NO_FAULTS)
-    return f"do={fault.do} means nothing at={fault.at}; allowed there are {allowed}"
-
-
 def _problems(config: Config) -> Iterator[str]:
-    yield from _episode(config)
-    yield from _batch(config)
-    yield from _correction(config)
-    yield from _kl(config)
-    yield from _optimizer(config)
-    yield from _backend(config)
-    yield from _layout(config)
-    yield from _placed(config)
-    yield from _reward(config)
+    for find in (_values, _episode, _batch, _correction, _backend, _aux_models, _reward):
+        yield from find(config)
+
+
+def _values(config: Config) -> Iterator[str]:
+    """Values that no combination allows, and pairs of keys of two sections."""
+    parse_size("buffer.keep", config.buffer.keep)
+    parse_memory(config.rollout.engine.memory)
+    paths = {"run.dir": config.run.dir, "model.path": config.model.path}
+    if isinstance(config.reward, ModelReward):
+        paths["reward.path"] = config.reward.path
+    if isinstance(config, SftConfig):
+        paths["sft.out"] = config.sft.out
+    for key, path in paths.items():
+        if not path.strip():
+            yield f"{key}: must not be empty"
+    if len(set(config.run.trackers)) < len(config.run.trackers):
+        yield f"run.trackers: {', '.join(config.run.trackers)} names a tracker twice"
+    if 1.0 in config.learner.optimizer.betas:
+        yield "learner.optimizer.betas: 1 never forgets and divides by zero; allowed are 0 up to, but not, 1"
+    kl = config.learner.algorithm.kl
+    if isinstance(kl, KlInLoss) and kl.estimator == "k1":
+        yield (
+            "learner.algorithm.kl.estimator=k1 with kl.kind=loss: its gradient is 0 on average and holds the policy nowhere; "
+            "allowed there are k2 and k3"
+        )
     if config.model.dtype == "bfloat16" and config.weightsync.canary_tolerance < BF16_NOISE:
         yield (
             f"weightsync.canary_tolerance={config.weightsync.canary_tolerance:g} with model.dtype=bfloat16 would refuse "
             "pushes that arrived: learner and engine differ by up to 0.1 nats there; "
             f"allowed is {BF16_NOISE:g} and more, 0.2 is usual"
         )
-    if config.launch.hosts == "many" and config.launch.kind != "ray":
-        yield "launch.hosts=many needs launch.kind=ray; the local launcher knows one host"
     if config.weightsync.transport == "shared" and config.launch.hosts == "many":
         yield (
-            "weightsync.transport=shared is one copy in the memory of one host, and launch.hosts=many spreads replicas over many; "
+            "weightsync.transport=shared is one copy in one host's memory, and launch.kind=ray_cluster spreads replicas over many; "
             "allowed there are broadcast, disk and delta"
         )
-    parse_size("buffer.keep", config.buffer.keep)
-    parse_size("weightsync.bucket", config.weightsync.bucket)
-    parse_memory(config.rollout.engine.memory)
-    if isinstance(config.rollout.engine, Fake):
-        for number, fault in enumerate(config.rollout.engine.faults):
-            if problem := meaningless(fault):
-                yield f"rollout.engine.faults[{number}]: {problem}"
-    for key, text in (("run.dir", config.run.dir), ("model.path", config.model.path), ("sft.out", config.sft.out)):
-        if not text.strip():
-            yield f"{key}: must not be empty"
-    if len(set(config.monitor.trackers)) < len(config.monitor.trackers):
-        yield f"monitor.trackers: {', '.join(config.monitor.trackers)} names a tracker twice"
 
 
 def _episode(config: Config) -> Iterator[str]:
@@ -144,7 +139,7 @@ def _batch(config: Config) -> Iterator[str]:
     waits = "buffer.max_staleness=0" if buffer.max_staleness == 0 else "buffer.on_deadline=wait"
     longest, keys = rollout.episode_s, f"rollout.episode_s={rollout.episode_s:g}"
     if isinstance(config.reward, ModelReward):  # asked when the episode is over
-        longest, keys = longest + config.reward.request_s, f"{keys} + reward.request_s={config.reward.request_s:g}"
+        longest, keys = longest + config.score_s, f"{keys} + {config.score_s:g} for a score"
     if (buffer.max_staleness == 0 or buffer.on_deadline == "wait") and config.learner.batch_s < longest:
         yield (
             f"with {waits} the learner waits for the slowest episode, but learner.batch_s={config.learner.batch_s:g} is less "
@@ -157,13 +152,13 @@ def _correction(config: Config) -> Iterator[str]:
     loss, correction = algorithm.loss, algorithm.correction
     key, kind = "learner.algorithm.correction", loss.__struct_config__.tag
     own = ", ".join(str(section.__struct_config__.tag) for section in SELF_CORRECTING)
-    refused = isinstance(correction, NoCorrection) and not correction.biased
+    refused = isinstance(correction, NoCorrection) and not isinstance(correction, Uncorrected)
     if refused and staleness > 0 and not isinstance(loss, SELF_CORRECTING):
         yield (
             f"{key}.kind=none with buffer.max_staleness={staleness}: learner.algorithm.loss.kind={kind} would take tokens of "
             f"older policies for the learner's own; set {key}.kind to auto, truncated, masked or rejected, or "
             f"learner.algorithm.loss.kind to one that corrects by itself ({own}), or buffer.max_staleness=0; "
-            f"an ablation sets {key}.biased=true"
+            f"an ablation sets {key}.kind=uncorrected"
         )
     if isinstance(correction, Truncated) and isinstance(loss, SELF_CORRECTING):
         yield (
@@ -177,24 +172,12 @@ def _correction(config: Config) -> Iterator[str]:
         )
 
 
-def _kl(config: Config) -> Iterator[str]:
-    kl = config.learner.algorithm.kl
-    if isinstance(kl, KlInLoss) and kl.estimator == "k1":
-        yield (
-            "learner.algorithm.kl.estimator=k1 with kl.kind=loss: its gradient is 0 on average and holds the policy nowhere; "
-            "allowed there are k2 and k3"
-        )
-
-
 def _reward(config: Config) -> Iterator[str]:
     reward = config.reward
     if not isinstance(reward, ModelReward):
         return
-    parse_memory(reward.memory, "reward.memory")
-    if not reward.path.strip():
-        yield "reward.path: must not be empty"
     if reward.weight == 0:
-        yield "reward.weight: 0 asks a model for nothing; allowed are other numbers, or reward.kind=environment"
+        yield "reward.weights.model: 0 asks a model for nothing; allowed are other numbers, or reward.kind=environment"
     if not isinstance(reward, Judge):
         return
     named = fields_of(reward.template)
@@ -205,74 +188,59 @@ def _reward(config: Config) -> Iterator[str]:
         yield "reward.template: the judge is not shown what the policy said; name {answer} or {conversation}"
 
 
-def _optimizer(config: Config) -> Iterator[str]:
-    optimizer = config.learner.optimizer
-    for name, beta in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
-        if beta == 1.0:
-            yield f"learner.optimizer.{name}: 1 never forgets and divides by zero; allowed are 0 up to, but not, 1"
-
-
 def _backend(config: Config) -> Iterator[str]:
-    backend = config.learner.backend
-    if isinstance(backend, Fsdp2) and backend.ranks % backend.context_parallel:
-        yield (
-            f"learner.backend.context_parallel={backend.context_parallel} does not divide learner.backend.ranks={backend.ranks}: "
-            "some ranks would have no row to share; allowed are divisors of ranks"
-        )
-    if isinstance(backend, Fsdp2) and backend.offload and backend.device == "cpu":
-        yield (
-            "learner.backend.offload=true keeps what a GPU does not need right now in the host's memory; "
-            "allowed with learner.backend.device=cpu is false"
-        )
-    if isinstance(backend, Fsdp2) and backend.liger and backend.device == "cpu":
-        yield "learner.backend.liger=true takes kernels for CUDA; allowed with learner.backend.device=cpu is false"
-
-
-def _layout(config: Config) -> Iterator[str]:
     backend, key = config.learner.backend, "learner.backend"
-    if not isinstance(backend, Megatron):
-        return
     split = copy_ranks(backend)
+    if isinstance(backend, Fsdp2):
+        if backend.ranks % split:
+            yield (
+                f"{key}.parallel.context={split} does not divide {key}.ranks={backend.ranks}: "
+                "some ranks would have no row to share; allowed are divisors of ranks"
+            )
+        if backend.device == "cpu":
+            for option in {"offload", "liger"}.intersection(backend.options):
+                yield f"{key}.options=[{option}] is for GPUs; {key}.device=cpu allows recompute and compile"
+        return
+    stage = backend.ranks // backend.pipeline_parallel
     if backend.ranks % split:
         yield (
-            f"{key}.ranks={backend.ranks}: {key}.tensor_parallel={backend.tensor_parallel}, pipeline_parallel="
-            f"{backend.pipeline_parallel} and context_parallel={backend.context_parallel} split one copy of the model over {split} "
+            f"{key}.ranks={backend.ranks}: {key}.parallel with tensor={backend.tensor_parallel}, pipeline="
+            f"{backend.pipeline_parallel} and context={backend.context_parallel} splits one copy of the model over {split} "
             f"ranks; allowed are multiples of {split}"
         )
-    elif backend.ranks // backend.pipeline_parallel % backend.expert_parallel:
-        stage = backend.ranks // backend.pipeline_parallel
+    elif stage % backend.expert_parallel:
         yield (
-            f"{key}.expert_parallel={backend.expert_parallel}: a stage of the pipeline has {stage} ranks; "
+            f"{key}.parallel.expert={backend.expert_parallel}: a stage of the pipeline has {stage} ranks; "
             f"allowed are divisors of {stage}"
         )
     if backend.virtual_stages > 1 and backend.pipeline_parallel == 1:
         yield (
-            f"{key}.virtual_stages={backend.virtual_stages} with {key}.pipeline_parallel=1: there are no stages; allowed is 1, "
-            "or a pipeline_parallel of 2 and more"
+            f"{key}.parallel.virtual={backend.virtual_stages} with {key}.parallel.pipeline=1: there are no stages; allowed is 1, "
+            "or a pipeline of 2 and more"
         )
 
 
-def _placed(config: Config) -> Iterator[str]:
-    """Models beside the policy in processes of their own."""
+def _aux_models(config: Config) -> Iterator[str]:
+    """Auxiliary models in processes of their own."""
     learner = config.learner
-    algorithm, beside, key = learner.algorithm, learner.beside, "learner.algorithm"
-    if beside["reference"] and not needs_reference(algorithm):
+    algorithm, processes, key = learner.algorithm, learner.aux_models, "learner.algorithm"
+    if processes["reference"] and not needs_reference(algorithm):
         yield (
-            f"learner.beside.reference={beside['reference']}: this algorithm has no reference policy; allowed are 0, or "
+            f"learner.aux_models.reference={processes['reference']}: this algorithm has no reference policy; allowed are 0, or "
             f"{key}.kl.kind of loss or reward, or {key}.advantage.kind=prime"
         )
-    if beside["critic"] and not needs_critic(algorithm):
+    if processes["critic"] and not needs_critic(algorithm):
         yield (
-            f"learner.beside.critic={beside['critic']}: no model learns beside the policy in this algorithm; allowed are 0, or "
+            f"learner.aux_models.critic={processes['critic']}: no auxiliary model learns in this algorithm; allowed are 0, or "
             f"{key}.advantage.kind of gae or prime"
         )
     unit = copy_ranks(learner.backend)
     if isinstance(learner.backend, Megatron):
         unit = math.lcm(unit, learner.backend.pipeline_parallel * learner.backend.expert_parallel)
-    for kind, ranks in beside.items():
+    for kind, ranks in processes.items():
         whole = kind == "critic" and isinstance(algorithm.advantage, Gae)  # it is not split as the policy is
         if ranks > 1 and ranks % unit and not whole:
             yield (
-                f"learner.beside.{kind}={ranks}: learner.backend splits a model, and with it this one, over {unit} ranks; "
+                f"learner.aux_models.{kind}={ranks}: learner.backend splits a model, and with it this one, over {unit} ranks; "
                 f"allowed are 0, 1, which holds it whole, and multiples of {unit}"
             )

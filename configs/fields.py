@@ -1,4 +1,4 @@
-"""What the schema says of itself: the type and the docstring of every key, found by reflection and never written twice.
+"""The documentation of the schema: the type and the docstring of every key, found by reflection and never written twice.
 
 Invariants:
 - A key is documented where it is declared: the string under a field in `MODULES` is its documentation.
@@ -15,23 +15,27 @@ from typing import Any
 
 import msgspec
 from msgspec import inspect as reflect
+from msgspec import structs
 
-from . import algorithm, backends, reward, schema
+from . import algorithm, backends, reward, schema, sft
 from .schema import Config
 
 
 class FieldDoc(msgspec.Struct, frozen=True):
-    """One key that can be written: its full dotted name, what it takes, what it is now, and what it means."""
+    """One key that can be written: its full dotted name, what it takes, what it is now, and what it means. `kinds` are those of
+    its section that have it, where others have not."""
 
     key: str
     type: str
     value: str
     doc: str
+    kinds: tuple[str, ...] = ()
 
 
-def root() -> reflect.StructType:
+@functools.cache
+def root(schema: type[Config] = Config) -> reflect.StructType:
     """The type of a whole config."""
-    kind = reflect.type_info(Config)
+    kind = reflect.type_info(schema)
     assert isinstance(kind, reflect.StructType)
     return kind
 
@@ -43,7 +47,7 @@ def variants(kind: reflect.Type) -> tuple[reflect.StructType, ...]:
 
 
 def default_tag(field: reflect.Field) -> Any:
-    """The `kind` that a section has when nothing is said, None for a section without kinds."""
+    """The `kind` of a section by default, None for a section without kinds."""
     config = getattr(field.default_factory, "__struct_config__", None)
     return None if config is None else config.tag
 
@@ -54,7 +58,7 @@ def type_text(kind: reflect.Type) -> str:
         case reflect.IntType() | reflect.FloatType():
             noun = "an integer" if isinstance(kind, reflect.IntType) else "a number"
             bounds = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
-            limits = " and ".join(f"{sign} {limit:g}" for sign, limit in bounds if limit is not None)
+            limits = " and ".join(f"{sign} {limit:.12g}" for sign, limit in bounds if limit is not None)
             return f"{noun} {limits}".strip()
         case reflect.BoolType():
             return "true or false"
@@ -64,6 +68,10 @@ def type_text(kind: reflect.Type) -> str:
             return "one of " + ", ".join(str(v) for v in values)
         case reflect.VarTupleType(item_type=reflect.LiteralType(values=values)):
             return f"a list of {', '.join(str(v) for v in values)}; for example [{values[0]}]"
+        case reflect.TupleType(item_types=items):
+            return f"a list of {len(items)}, each {type_text(items[0])}"
+        case reflect.UnionType(types=types) if not variants(kind):
+            return " or ".join(type_text(member) for member in types)
         case reflect.DictType(key_type=names, value_type=below) if variants(below):
             keys = ", ".join(map(str, names.values)) if isinstance(names, reflect.LiteralType) else "names"
             return f"a mapping of {keys} to {type_text(below).removeprefix('a ').replace('section', 'sections', 1)}"
@@ -71,15 +79,13 @@ def type_text(kind: reflect.Type) -> str:
             return f"a mapping of {', '.join(map(str, values))} to {type_text(below)}"
         case reflect.DictType():
             return "a mapping of names to values"
-        case reflect.VarTupleType(item_type=reflect.StructType(fields=fields)):
-            return f"a list of sections with the keys {', '.join(f.name for f in fields)}"
         case _:
             sections = variants(kind)
             keys = ", ".join(f.name for f in sections[0].fields) if len(sections) == 1 else "kind, and that kind's keys"
             return f"a section with the keys {keys}"
 
 
-MODULES = (schema, algorithm, backends, reward)
+MODULES = (schema, algorithm, backends, reward, sft)
 """Where sections are declared."""
 
 
@@ -127,26 +133,46 @@ def _describe(section: msgspec.Struct, prefix: str) -> Iterator[FieldDoc]:
         yield from _describe(value, key + ".")
 
 
+@functools.cache
+def describe_schema() -> tuple[FieldDoc, ...]:
+    """Every key of every kind with its default, the default kind first; one that is the same in several kinds is listed once."""
+    return tuple(_describe_kinds(root(), "", None, ()))
+
+
+def _describe_kinds(kind: reflect.Type, prefix: str, default: Any, above: tuple[type, ...]) -> Iterator[FieldDoc]:
+    """The keys below `prefix`; `above` are the sections around, which are not entered again."""
+    sections = sorted(variants(kind), key=lambda section: section.tag != default)
+    docs = {section.cls: {f.name: _field_doc(section, f, prefix) for f in section.fields} for section in sections}
+    for section in sections:
+        for field in section.fields:
+            doc, below = docs[section.cls][field.name], variants(field.type)
+            same = [other for other in sections if docs[other.cls].get(field.name) == doc]
+            if same[0] is not section:
+                continue
+            if not below or below[0].tag is not None:
+                kinds = () if len(same) == len(sections) else tuple(str(other.tag) for other in same)
+                only = f"; of {section.tag_field} {', '.join(kinds)}" if kinds else ""
+                yield structs.replace(doc, type=doc.type + only, kinds=kinds)
+            inside = (*above, section.cls)
+            if isinstance(field.type, reflect.DictType):
+                yield from _describe_kinds(field.type.value_type, f"{prefix}{field.name}.NAME.", None, inside)
+            elif below and below[0].cls not in above:
+                yield from _describe_kinds(field.type, f"{prefix}{field.name}.", default_tag(field), inside)
+
+
+def _field_doc(section: reflect.StructType, field: reflect.Field, prefix: str) -> FieldDoc:
+    """The documentation of a field; of a section with kinds that of its key `kind`."""
+    key, below, doc = prefix + field.name, variants(field.type), docs_of(section.cls)[field.name]
+    if below and below[0].tag is not None:
+        tags = ", ".join(str(section.tag) for section in below)
+        return FieldDoc(f"{key}.{below[0].tag_field}", f"one of {tags}", str(default_tag(field)), doc)
+    default = field.default_factory() if field.default is msgspec.NODEFAULT and not field.required else field.default
+    return FieldDoc(key, type_text(field.type), "(required)" if field.required else _value_text(default), doc)
+
+
 def _fields(section: msgspec.Struct) -> tuple[reflect.Field, ...]:
     return variants(reflect.type_info(type(section)))[0].fields
 
 
 def _value_text(value: object) -> str:
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
-
-
-def count_fields() -> int:
-    """Keys in the whole schema: every field of every section of every kind, sections and `kind` keys included; a key that
-    several kinds share, and a section that may stand in several places, counts once."""
-    seen = set[type]()
-
-    def count(kind: reflect.Type) -> int:
-        kind = kind.item_type if isinstance(kind, reflect.VarTupleType) else kind
-        kind = kind.value_type if isinstance(kind, reflect.DictType) else kind
-        sections = [section for section in variants(kind) if section.cls not in seen]
-        seen.update(section.cls for section in sections)
-        tags = int(any(s.tag is not None for s in sections))
-        keys = {field.encode_name: field.type for section in reversed(sections) for field in section.fields}
-        return tags + sum(1 + count(field) for field in keys.values())
-
-    return count(root())
+    return value if isinstance(value, str) and value and "\n" not in value else msgspec.json.encode(value).decode()

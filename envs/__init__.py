@@ -1,19 +1,18 @@
-"""What a policy acts on: the environment contract, tools, and adapters to known libraries."""
+"""Environments: the contract, tools, and adapters to known libraries."""
 
 from .base import JSON, Environment, Message, Observation, StepResult, Task, TaskSource, ToolCall, ToolSpec
-from .calls import in_thread
-from .registry import Part, parts_of, require_penalties, task_source
+from .registry import EnvPart, parts_of, require_penalties, task_source
 from .simple import SimpleEnv, Split
-from .tools import CALCULATOR, InvalidCall, Tool, call_tool
+from .tools import CALCULATOR, InvalidCall, Tool, call_tool, in_thread
 
 __all__ = [
     "CALCULATOR",
     "JSON",
+    "EnvPart",
     "Environment",
     "InvalidCall",
     "Message",
     "Observation",
-    "Part",
     "SimpleEnv",
     "Split",
     "StepResult",

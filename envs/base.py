@@ -1,10 +1,10 @@
-"""The environment contract: what a policy acts on.
+"""The environment contract.
 
 Invariants:
 - One instance serves one episode: `reset`, then `step` until `done`, then `close`, whatever happened in between.
 - An environment sees messages and rewards, never tokens, versions or sockets.
-- An environment that cannot go on raises; a wrong answer is a reward. The two are never mixed.
-- Its coroutines share an event loop with hundreds of others: what blocks or computes for long goes through `in_thread`.
+- An environment that cannot continue raises; a wrong answer is a reward. The two are never mixed.
+- Its coroutines share an event loop with hundreds of others: blocking or long computations run through `in_thread`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 JSON = dict[str, Any]
-"""A JSON object that is not ours to type: a tool's JSON schema, its arguments, a task's payload."""
+"""A JSON object without a fixed type: a tool's JSON schema, its arguments, a task's payload."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A call the assistant made: a tool's name and its arguments."""
+    """A tool call of the assistant: the tool's name and its arguments."""
 
     name: str
     arguments: JSON
@@ -29,7 +29,7 @@ class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One chat message. `tool_calls` only on `assistant`; `tool_call_id` and `name` only on `tool`.
 
-    `malformed` says what was wrong with an assistant message that could not be parsed into tool calls ("" when fine).
+    `malformed` is why an assistant message could not be parsed into tool calls; "" when it could.
     """
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -41,7 +41,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ToolSpec(msgspec.Struct, frozen=True):
-    """What the policy is told of a tool; `parameters` is a JSON schema."""
+    """The description of a tool for the policy; `parameters` is a JSON schema."""
 
     name: str
     description: str
@@ -49,14 +49,14 @@ class ToolSpec(msgspec.Struct, frozen=True):
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One thing to do. `payload` is the environment's own; it must be JSON."""
+    """One task. `payload` is defined by the environment and must be JSON."""
 
     id: str
     payload: JSON = {}
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """What `reset` shows the policy: the opening messages and the tools on offer."""
+    """What `reset` returns: the opening messages and the available tools."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -65,7 +65,7 @@ class Observation(msgspec.Struct, frozen=True):
 class StepResult(msgspec.Struct, frozen=True):
     """What follows an assistant message: new messages, and the reward of this step.
 
-    `done` ends the episode; with `truncated` it ends by a limit of the environment's, not by what the policy did.
+    `done` ends the episode; with `truncated` it ends by a limit of the environment, not by an action of the policy.
     """
 
     messages: tuple[Message, ...] = ()
@@ -83,28 +83,28 @@ class Environment(Protocol):
         ...
 
     async def step(self, message: Message) -> StepResult:
-        """Take the assistant's message."""
+        """Process the assistant's message."""
         ...
 
     async def close(self) -> None:
-        """Release what the episode held; called exactly once, also after a failure."""
+        """Release the episode's resources; called exactly once, also after a failure."""
         ...
 
 
 class TaskSource(Protocol):
-    """A named, endless, deterministic supply of tasks, and of environments to try them in.
+    """A named, endless, deterministic supply of tasks, and a factory of environments for them.
 
-    `task(i)` must return the same task for the same `i` in every process. Training takes indices from 0 upwards;
-    evaluation takes them from a disjoint source that was made with `split="eval"`.
+    `task(i)` must return the same task for the same `i` in every process. Training uses indices from 0 upwards; evaluation uses
+    those of a disjoint source, created with `split="eval"`.
 
-    A source may declare `penalty`, a finite number: the reward that a failed episode is trained with where the config asks for it
+    A source may declare `penalty`, a finite number: the reward of a failed episode where the config trains on failures
     (`rollout.failures.REASON.then=train`). Without one, or with None, failed episodes of this environment are never trained on.
     """
 
     name: str
 
     def task(self, index: int) -> Task:
-        """The `index`-th task, `index >= 0`. Called in a thread, never in two at once."""
+        """The `index`-th task, `index >= 0`. Called in a thread, one call at a time."""
         ...
 
     def make(self) -> Environment:
@@ -112,8 +112,6 @@ class TaskSource(Protocol):
         ...
 
     def demonstration(self, task: Task, rng: random.Random) -> tuple[Observation, tuple[Message, ...]] | None:
-        """The opening and a whole conversation after it (assistant and tool messages) to imitate in a supervised warm-up.
-
-        None when this source has none.
-        """
+        """An opening and the whole conversation after it (assistant and tool messages) to imitate in a supervised warm-up; None
+        when this source has no demonstrations."""
         ...

@@ -1,4 +1,4 @@
-"""From the config's `env` section to a task source. Everything wrong with it is said here, before anything starts."""
+"""From the config's `env` section to task sources; every error in it is reported here, before anything starts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import msgspec
 
 from ..configs.schema import Failure, Mixture, PythonEnv, Reason, ReasoningGym
-from ..errors import ConfigError
+from ..errors import ConfigError, describe
 from .base import TaskSource
 from .simple import Split
 
 
-class Part(msgspec.Struct, frozen=True):
+class EnvPart(msgspec.Struct, frozen=True):
     """One environment of a run.
 
     Attributes:
-        name: what trajectories and reports call it.
-        share: its part of every batch, in the unit of the others' shares.
+        name: its name in trajectories and reports.
+        share: its weight in every batch, relative to the other environments' shares.
         source: its tasks.
-        penalty: reward that its failed episodes are trained with; None where it declares none.
+        penalty: reward of its failed episodes where they are trained on; None where it declares none.
     """
 
     name: str
@@ -31,19 +31,19 @@ class Part(msgspec.Struct, frozen=True):
     penalty: float | None
 
 
-def parts_of(config: ReasoningGym | PythonEnv | Mixture, split: Split, seed: int) -> tuple[Part, ...]:
-    """The environments of a run, in the order in which leases number them.
+def parts_of(config: ReasoningGym | PythonEnv | Mixture, split: Split, seed: int) -> tuple[EnvPart, ...]:
+    """The environments of a run; `Lease.env` is an index into them.
 
     Raises:
-        ConfigError: as `task_source`, naming the part; or a penalty that is no finite number.
+        ConfigError: as `task_source`, naming the part; or a penalty that is not a finite number.
     """
     if isinstance(config, Mixture):
         return tuple(_part(f"env.parts.{name}", name, part, split, seed) for name, part in config.parts.items())
     return (_part("env", "", config, split, seed),)
 
 
-def require_penalties(parts: Sequence[Part], failures: Mapping[Reason, Failure]) -> None:
-    """Raises ConfigError where failures are to be trained on and an environment does not say what they are worth."""
+def require_penalties(parts: Sequence[EnvPart], failures: Mapping[Reason, Failure]) -> None:
+    """Raises ConfigError where failures are to be trained on and an environment declares no penalty."""
     for reason, failure in failures.items():
         for part in parts:
             if failure.then == "train" and part.penalty is None:
@@ -54,14 +54,14 @@ def require_penalties(parts: Sequence[Part], failures: Mapping[Reason, Failure])
 
 
 def task_source(config: ReasoningGym | PythonEnv, split: Split, seed: int, key: str = "env") -> TaskSource:
-    """The tasks of `split`; sources of different splits or seeds share no random seed. `key` is where the config names it.
+    """The tasks of `split`; sources of different splits or seeds share no random seed. `key` is the config section of `config`.
 
     Raises:
-        ConfigError: an unknown family, parameter, module or name, or a factory that refuses its arguments.
+        ConfigError: an unknown family, parameter, module or name, or a factory that rejects its arguments.
     """
     if isinstance(config, ReasoningGym):
-        # Imported here: reasoning-gym takes over a second to import, and engines and learners need none of it.
-        from .reasoning import ReasoningGymSource
+        # Imported here: importing reasoning-gym takes over a second, and engines and learners do not need it.
+        from .reasoning_gym import ReasoningGymSource
 
         return ReasoningGymSource(config, split, seed, key)
     factory = load_target(f"{key}.factory", config.factory)
@@ -69,7 +69,7 @@ def task_source(config: ReasoningGym | PythonEnv, split: Split, seed: int, key: 
         source = factory(split=split, seed=seed, **config.arguments)
     except TypeError as error:
         raise ConfigError(f"{key}.arguments: {config.factory} does not take {config.arguments}: {error}") from error
-    except Exception as error:  # whatever the user's own code raises
+    except Exception as error:  # the factory is user code
         raise ConfigError(f"{key}.factory: {config.factory} raised {type(error).__name__}: {error}") from error
     missing = [name for name in ("name", "task", "make", "demonstration") if not hasattr(source, name)]
     if missing:
@@ -80,12 +80,12 @@ def task_source(config: ReasoningGym | PythonEnv, split: Split, seed: int, key: 
     return source
 
 
-def _part(key: str, name: str, config: ReasoningGym | PythonEnv, split: Split, seed: int) -> Part:
+def _part(key: str, name: str, config: ReasoningGym | PythonEnv, split: Split, seed: int) -> EnvPart:
     source = task_source(config, split, seed, key)
     penalty = getattr(source, "penalty", None)
     if penalty is not None and not (isinstance(penalty, int | float) and math.isfinite(penalty)):
         raise ConfigError(f"{key}: {source.name} declares the penalty {penalty!r}; it must be a finite number, or None")
-    return Part(name or source.name, config.share, source, None if penalty is None else float(penalty))
+    return EnvPart(name or source.name, config.share, source, None if penalty is None else float(penalty))
 
 
 def load_target(key: str, target: str) -> Any:
@@ -95,8 +95,8 @@ def load_target(key: str, target: str) -> Any:
         raise ConfigError(f"{key}: {target!r} is not of the form package.module:Name")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"{key}: cannot import {module_name!r} of {target!r}: {error}") from error
+    except (Exception, SystemExit) as error:  # the module is user code
+        raise ConfigError(f"{key}: cannot import {module_name!r} of {target!r}: {describe(error)}") from error
     found = getattr(module, name, None)
     if not callable(found):
         public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))

@@ -1,4 +1,4 @@
-"""The ten-line way to an environment: one class that is both the task source and the episode.
+"""An environment in ten lines: one class that is both the task source and the episode.
 
     class Guess(SimpleEnv):
         def task(self, index):
@@ -11,12 +11,12 @@
         async def step(self, message):
             return StepResult(reward=float(message.content == str(self.secret)), done=True)
 
-Named in a config as `env: {kind: python, factory: "my_package.my_module:Guess"}`.
+Selected in a config by `env: {kind: python, factory: "my_package.my_module:Guess"}`.
 
 Invariants:
-- `make` gives each episode a shallow copy; what belongs to one episode is set in `reset`.
+- `make` returns a shallow copy for each episode; `reset` sets the state of one episode.
 - `rng(index)` differs between splits and seeds, and is the same in every process.
-- `reset`, `step` and `close` must not block: `await in_thread(function, ...)` for what does.
+- `reset`, `step` and `close` must not block: use `await in_thread(function, ...)` for blocking calls.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Split = Literal["train", "eval"]
 
 
 class SimpleEnv(ABC):
-    """Base of environments whose tasks, openings and steps fit into one class; satisfies TaskSource and Environment."""
+    """Base of environments that are one class; implements TaskSource and Environment."""
 
     penalty: float | None = None
-    """Reward of a failed episode, where the config asks to train on it (`rollout.failures.REASON.then=train`); None forbids that.
-    A subclass, or an instance, may set one: worse than the worst that an episode can earn, so that failing never pays."""
+    """Reward of a failed episode where the config trains on failures (`rollout.failures.REASON.then=train`); None forbids that. Set
+    it below the lowest return of an episode, so that failing never pays."""
 
     def __init__(self, *, split: Split, seed: int, **arguments: Any) -> None:
-        """`arguments` are the config's own, kept as attribute `arguments`; a subclass may name them instead."""
+        """`arguments` come from the config and are kept in the attribute `arguments`; a subclass may name them instead."""
         self.name = type(self).__name__
         self.split = split
         self.seed = seed
@@ -63,12 +63,12 @@ class SimpleEnv(ABC):
 
     @abstractmethod
     async def step(self, message: Message) -> StepResult:
-        """Take the assistant's message."""
+        """Process the assistant's message."""
 
     async def close(self) -> None:
-        """Release what the episode held. Nothing, unless a subclass says otherwise."""
+        """Release the episode's resources."""
         return None
 
     def demonstration(self, task: Task, rng: random.Random) -> tuple[Observation, tuple[Message, ...]] | None:
-        """A conversation to imitate in a supervised warm-up; None, unless a subclass has one."""
+        """A conversation to imitate in a supervised warm-up; None for no demonstrations."""
         return None

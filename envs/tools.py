@@ -1,43 +1,90 @@
-"""Tools: what a policy is told of them, and the functions behind them.
+"""Tools: their specification for the policy, and the functions behind them; and how an environment runs what blocks.
 
 Invariants:
-- A call that the policy got wrong raises `InvalidCall` and is told to the policy as the tool's result.
-- A tool that itself fails, or does not answer in time, raises a plain ToolError; that is never told to the policy and never
-  becomes a reward.
-- A tool runs beside the event loop: as a coroutine, or else in a thread.
-- The calculator cannot hang or eat memory: length, depth and the size of every number are bounded before it computes.
+- `in_thread` returns control to the event loop at once: hundreds of episodes share it.
+- When its caller is cancelled, a function is interrupted at its next Python instruction; one that runs none, because it sleeps or
+  is C code, is abandoned. It does not keep the process alive, and its result is dropped.
+- A wrong call of the policy raises `InvalidCall`; the policy receives its message as the tool's result.
+- A tool that fails, or exceeds its deadline, raises a plain ToolError; the policy never sees it, and it never becomes a reward.
+- A tool does not block the event loop: it runs as a coroutine, or else in a thread.
+- The calculator cannot hang or exhaust memory: length, depth and the size of every number are bounded before it computes.
 """
 
 from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
+import contextvars
+import functools
 import inspect
 import operator
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
-from ..errors import DeadlineExceeded, ToolError, within
+from ..common import tasks
+from ..errors import DeadlineExceeded, ToolError, describe, with_deadline
 from .base import JSON, Message, ToolCall, ToolSpec
-from .calls import current_calls, in_thread
+
+T = TypeVar("T")
 
 MAX_EXPRESSION = 200
-"""Characters in one expression: beyond any arithmetic task, and shallow enough for the parser's recursion."""
+"""Characters in one expression: more than any arithmetic task needs, and shallow enough for the recursive parser."""
 
 MAX_BITS = 256
 """Bits of the largest integer (77 digits): a result must not flood the policy's context."""
 
+TOOL_S = 60.0
+"""Longest tool call outside a run."""
+
+
+class ToolCallTracker:
+    """The tool calls of one episode: `tool_s` is the longest call in seconds, `tool` the name of the running tool or ""."""
+
+    def __init__(self, tool_s: float = TOOL_S) -> None:
+        self.tool_s = tool_s
+        self.tool = ""
+
+
+_TRACKER: contextvars.ContextVar[ToolCallTracker] = contextvars.ContextVar("tool calls")
+
+
+def current_tracker() -> ToolCallTracker:
+    """The tracker of the episode that runs in this context; a new one outside a run."""
+    return _TRACKER.get(None) or ToolCallTracker()
+
+
+@contextlib.contextmanager
+def track_tool_calls(tracker: ToolCallTracker) -> Iterator[None]:
+    """Make `tracker` the current one in this context, and in tasks and threads that start in it."""
+    token = _TRACKER.set(tracker)
+    try:
+        yield
+    finally:
+        _TRACKER.reset(token)
+
+
+async def in_thread(function: Callable[..., T], *arguments: object) -> T:
+    """`function(*arguments)` in a thread of its own; raises what it raises. For everything that blocks or computes for long:
+    verifiers, task generators, clients that are not asynchronous.
+
+    When the caller is cancelled, or its deadline passes, the function is interrupted. Threads share the interpreter's lock: a
+    function that holds it for minutes, such as a pathological regular expression, belongs in a process.
+    """
+    work = functools.partial(contextvars.copy_context().run, function, *arguments)
+    return await tasks.in_thread(work, getattr(function, "__qualname__", type(function).__name__), interrupt=True)
+
 
 class InvalidCall(ToolError):
-    """The policy called the tool wrongly; the message is one line that tells it how."""
+    """The policy called the tool wrongly; the message is one line that says how to call it."""
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A tool on offer: its description, and the function, or coroutine function, from arguments to the text the policy reads.
+    """A tool: its specification, and the function or coroutine function from arguments to the text that the policy reads.
 
-    `run` raises InvalidCall where the arguments are wrong. A plain function is called in a thread, and may block.
+    `run` raises InvalidCall for wrong arguments. A plain function is called in a thread, and may block.
     """
 
     spec: ToolSpec
@@ -45,51 +92,40 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 async def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> tuple[Message, bool]:
-    """The `tool` message that answers `call`, and whether the call was a valid one.
+    """The `tool` message that answers `call`, and whether the call was valid.
 
     Raises:
-        ToolError: the tool itself failed, or did not answer within `rollout.tool_s`.
+        ToolError: the tool failed, or did not return within `rollout.tool_s`.
     """
-    calls = current_calls()
+    tracker = current_tracker()
     try:
         if call.name not in tools:
             raise InvalidCall(f"there is no tool {call.name!r}; use {', '.join(sorted(tools)) or 'none'}")
-        calls.tool = call.name  # stays where the caller's own deadline passes first
-        content, valid = await _answer(tools[call.name], call.arguments, calls.tool_s), True
+        tracker.tool = call.name  # stays set when the caller's own deadline passes first
+        content, valid = await _run(tools[call.name], call.arguments, tracker.tool_s), True
     except InvalidCall as error:
         content, valid = f"error: {error}", False
-    calls.tool = ""
+    tracker.tool = ""
     return Message("tool", content, tool_call_id=call.id, name=call.name), valid
 
 
-async def _answer(tool: Tool, arguments: JSON, seconds: float) -> str:
+async def _run(tool: Tool, arguments: JSON, seconds: float) -> str:
     run, name = tool.run, tool.spec.name
     work = run(arguments) if inspect.iscoroutinefunction(run) else in_thread(run, arguments)
-    hint = "look at the tool, or raise rollout.tool_s"
+    hint = "look at the tool, or raise rollout.episode_s, a tenth of which a call may take"
     try:
-        content = await within(seconds, work, who="an episode", waits_for=f"the tool {name!r}", hint=hint)
+        content = await with_deadline(seconds, work, who="an episode", waits_for=f"the tool {name!r}", hint=hint)
     except ToolError:
         raise
     except DeadlineExceeded as error:
         raise ToolError(str(error)) from error
     except BaseException as error:
-        if isinstance(error, asyncio.CancelledError) and cancelled():
+        if isinstance(error, asyncio.CancelledError) and tasks.being_cancelled():
             raise
-        raise ToolError(f"the tool {name!r} failed: {line(error)}") from error
+        raise ToolError(f"the tool {name!r} failed: {describe(error)}") from error
     if not isinstance(content, str):
         raise ToolError(f"the tool {name!r} returned {type(content).__name__}, not text")
     return content
-
-
-def cancelled() -> bool:
-    """Whether somebody cancelled the task that runs now. A CancelledError in one that nobody did is the user's code's own."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def line(error: BaseException) -> str:
-    """An exception's name, and what it says if it says something."""
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def calculate(expression: str) -> str:
@@ -118,7 +154,7 @@ def _divide(a: int | float, b: int | float) -> int | float:
 
 
 def _power(a: int | float, b: int | float) -> Any:
-    """Bounded before it is computed: |a| ** b of integers has at most bits(a) * b bits."""
+    """Bounded before it is computed: for integers |a| ** b has at most bits(a) * b bits."""
     if isinstance(a, int) and isinstance(b, int) and a.bit_length() * b > 2 * MAX_BITS:
         raise OverflowError
     return a**b
@@ -169,4 +205,4 @@ CALCULATOR = Tool(
     ),
     _run_calculator,
 )
-"""Exact arithmetic. Its description is short because every episode's prompt carries it."""
+"""Exact arithmetic. The description is short because it is part of every prompt."""

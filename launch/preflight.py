@@ -1,8 +1,8 @@
-"""Everything that can be known to be wrong before a process starts, as named checks: `train` runs them, `doctor` shows them.
+"""Named checks before any process starts: `train` runs them, `doctor` shows them.
 
 Invariants:
-- A check either returns one line of what it found or raises ConfigError with one line of what is wrong.
-- No check starts a process, loads weights or leaves a file; the environment's own first reset may do what it does.
+- A check returns one line that says what it found, or raises ConfigError with one line that says what is wrong.
+- No check starts a process, loads weights or leaves a file, except for what the environment does in its first reset.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
@@ -21,32 +22,64 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from .. import __version__
 from ..configs import Config, check
 from ..configs.algorithm import Kl
 from ..configs.backends import Megatron
 from ..configs.checks import BUILT_IN_AGENTS
 from ..configs.reward import ModelReward
 from ..configs.schema import parse_memory
-from ..errors import ConfigError, within
-from .processes import claim_ports
-from .resources import BESIDE, local_placement, met_apart, ranks_by_kind, ranks_of
+from ..errors import ConfigError, EnvError, with_deadline
+from .launchers.local import claim_ports
+from .resources import AUX_MODEL_KINDS, local_placement, needs_rendezvous_port, ranks_by_kind, ranks_of
+from .reward_check import check_reward_model
 
 if TYPE_CHECKING:
-    from ..envs import Observation, Part
+    from ..envs import EnvPart, Observation
     from ..learner.model import ModelShape
 
 Check = Callable[[Config], str]
 
 SUPPORTED = ((3, 11), (3, 12))
-"""Python versions that the engines have wheels for."""
+"""Python versions for which the engines have wheels."""
+
+NOT_NEEDED = ("benchmarks", "build", "chaos", "runs", "tests")
+"""Folders beside the product's that a run does not need."""
 
 PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "uvloop", "aiohttp", "renderers", "reasoning-gym")
 
 
 def preflight(config: Config) -> None:
     """Raises ConfigError for the first check that fails."""
-    for one in CHECKS.values():
-        one(config)
+    for name in CHECKS:
+        run_check(name, config)
+
+
+def run_check(name: str, config: Config) -> str:
+    """What one check finds. Raises ConfigError where it fails, also where a package it needs cannot be imported."""
+    try:
+        return CHECKS[name](config)
+    except ImportError as error:
+        raise ConfigError(f"{name}: {error}; the installation is broken, run `make install` again") from error
+
+
+def installation(config: Config) -> str:
+    """Every module of ours that another module imports is there."""
+    root = Path(__file__).parent.parent
+    files, wanted = 0, re.compile(r"^ *from (\.+)([\w.]*) import", re.MULTILINE)
+    for path in root.glob("[a-z]*/**/*.py"):
+        folders = path.parent.relative_to(root).parts
+        if folders[0] in NOT_NEEDED:
+            continue
+        files += 1
+        for dots, module in wanted.findall(path.read_text(encoding="utf-8")):
+            target = (*folders[: len(folders) + 1 - len(dots)], *filter(None, module.split(".")))
+            if not root.joinpath(*target).is_dir() and not root.joinpath(*target).with_suffix(".py").is_file():
+                missing, importer = ".".join(("slipstream", *target)), path.relative_to(root)
+                raise ConfigError(
+                    f"installation: {missing} is missing, which {importer} imports; install Slipstream again"
+                )
+    return f"slipstream {__version__}, {files} modules in {root}"
 
 
 def combinations(config: Config) -> str:
@@ -63,7 +96,7 @@ def python(config: Config) -> str:
 
 def packages(config: Config) -> str:
     found = []
-    for name in (*PACKAGES, *(["ray"] if config.launch.kind == "ray" else [])):
+    for name in (*PACKAGES, *(["ray"] if config.launch.kind != "local" else [])):
         try:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
@@ -72,20 +105,14 @@ def packages(config: Config) -> str:
 
 
 def engine(config: Config) -> str:
-    from ..rollout import servers
+    from ..rollout.engines import registry as servers
 
     chosen = config.rollout.engine
     kind, on_cpu = servers.kind_of(chosen), servers.serves_on_cpu(config)
     servers.command(config, servers.LOOPBACK, 0, seed=config.seed)
     if kind == "vllm" and on_cpu and shutil.which("lscpu") is None:
         raise ConfigError("rollout.engine.kind: vllm on CPU needs the program `lscpu` on the PATH (package util-linux)")
-    return f"{kind} on {'CPU' if on_cpu else 'GPU'}, {chosen.replicas} replicas"
-
-
-def reward(config: Config) -> str:
-    from .reward_fit import check_reward
-
-    return check_reward(config)
+    return f"{kind} on {'CPU' if on_cpu else 'GPU'}, replicas: {chosen.replicas}"
 
 
 def devices(config: Config) -> str:
@@ -104,22 +131,23 @@ def devices(config: Config) -> str:
 
 
 def placed_by_ray(config: Config) -> bool:
-    """Whether processes go to a cluster that is there already: what this host has says little about theirs."""
-    return config.launch.kind == "ray" and "RAY_ADDRESS" in os.environ
+    """Whether roles run on an existing Ray cluster, whose hosts may differ from this one."""
+    return config.launch.kind != "local" and "RAY_ADDRESS" in os.environ
 
 
 def memory(config: Config) -> str:
-    from ..rollout import reward_server, servers
+    from ..rollout import reward_server
+    from ..rollout.engines import registry as servers
 
     free, chosen, model = psutil.virtual_memory().available, config.rollout.engine, config.reward
-    wanted: dict[str, float] = {}  # bytes; a share is refused elsewhere
+    needed: dict[str, float] = {}  # bytes
     if servers.serves_on_cpu(config):
         size = parse_memory(chosen.memory)
-        wanted[f"rollout.engine.memory: {chosen.memory} for {chosen.replicas} replicas"] = size * chosen.replicas
+        needed[f"rollout.engine.memory: {chosen.memory} for {chosen.replicas} replicas"] = size * chosen.replicas
     if isinstance(model, ModelReward) and reward_server.serves_on_cpu():
-        wanted[f"reward.memory: {model.memory}"] = parse_memory(model.memory, "reward.memory")
-    if sum(wanted.values()) > free:
-        raise ConfigError(f"{' and '.join(wanted)} is more than the {free >> 20} MiB that are free")
+        needed[f"{chosen.memory} for the reward server"] = parse_memory(chosen.memory)
+    if sum(needed.values()) > free:
+        raise ConfigError(f"{' and '.join(needed)} is more than the {free >> 20} MiB that are free")
     return f"{free >> 20} MiB free"
 
 
@@ -128,7 +156,7 @@ def model(config: Config) -> str:
 
     path, kl = config.model.path, config.learner.algorithm.kl
     check_model(path)
-    fits(config, read_shape(path))
+    check_model_fits(config, read_shape(path))
     size = vocabulary_size(path)
     if isinstance(kl, Kl) and kl.reference:
         key = "learner.algorithm.kl.reference"
@@ -142,11 +170,11 @@ def model(config: Config) -> str:
 
 
 def learner(config: Config) -> str:
+    from ..learner.distributed import choose_device
     from ..learner.fsdp2 import liger
-    from ..learner.fsdp2.context_parallel import check_heads
+    from ..learner.fsdp2.parallelism import check_heads
     from ..learner.megatron import fit
     from ..learner.model import read_config
-    from ..learner.ranks import choose_device
 
     chosen, kl = config.learner.backend, config.learner.algorithm.kl
     if isinstance(chosen, Megatron):
@@ -158,12 +186,14 @@ def learner(config: Config) -> str:
             fit.check_layout(chosen, model)
         else:
             check_heads(model, chosen.context_parallel)
-            if chosen.liger and not placed_by_ray(config):
+            if "liger" in chosen.options and not placed_by_ray(config):
                 liger.check(choose_device(chosen.device), model)
     placed = [
-        f", {kind} on {ranks} of its own" for kind, ranks in ranks_by_kind(config).items() if kind in BESIDE and ranks
+        f", ranks of {kind}: {ranks}"
+        for kind, ranks in ranks_by_kind(config).items()
+        if kind in AUX_MODEL_KINDS and ranks
     ]
-    return f"{chosen.__struct_config__.tag}, {chosen.ranks} ranks{''.join(placed)}"
+    return f"{chosen.__struct_config__.tag}, ranks: {chosen.ranks}{''.join(placed)}"
 
 
 def agent(config: Config) -> str:
@@ -176,34 +206,38 @@ def agent(config: Config) -> str:
 
 
 def environment(config: Config) -> str:
-    from ..envs import parts_of, require_penalties
+    from ..envs import Task, parts_of, require_penalties
 
     parts = parts_of(config.env, "train", config.seed)
     require_penalties(parts, config.rollout.failures)
     for part in parts:
         try:
-            part.source.task(0)
+            task: object = part.source.task(0)
         except Exception as error:  # whatever the user's own code raises
             raise ConfigError(f"env: {part.name} raised {type(error).__name__} for task 0: {error}") from error
+        if not isinstance(task, Task) or not isinstance(task.id, str):
+            raise ConfigError(
+                f"env: {part.name} returned {task!r:.100} for task 0; return Task(id, payload), the id a text"
+            )
     whole = sum(part.share for part in parts)
     return ", ".join(f"{p.name} {p.share / whole:.0%}" if len(parts) > 1 else p.name for p in parts)
 
 
 def prompt(config: Config) -> str:
-    """The first prompt of every environment leaves room for an answer."""
+    """The first prompt of every environment is shorter than `agent.max_tokens`."""
     from ..agents import load_renderer
-    from ..agents.format import to_chat, to_tools
+    from ..agents.session import to_chat, to_tools
     from ..envs import parts_of
     from ..learner.model import load_tokenizer
 
     if config.agent.kind not in BUILT_IN_AGENTS:
-        return f"known to {config.agent.kind} alone"
+        return f"only {config.agent.kind} knows it"
     if config.launch.hosts == "many":
-        return "not looked at: the environments live on other hosts"
+        return "not checked: the environments run on other hosts"
     try:
         parts = parts_of(config.env, "train", config.seed)
     except ConfigError:
-        return "not known; see environment"
+        return "unknown; see environment"
     renderer = load_renderer(config.agent.renderer, load_tokenizer(config.model.path), thinking=config.agent.thinking)
     room, longest = config.agent.max_tokens, 0
     for part in parts:
@@ -219,58 +253,70 @@ def prompt(config: Config) -> str:
     return f"{longest} of {room} tokens"
 
 
-async def _opening(part: Part, step_s: float) -> Observation:
-    """What the first episode of an environment begins with."""
-    env, hint = part.source.make(), "look at the environment, or raise rollout.step_s"
+async def _opening(part: EnvPart, step_s: float) -> Observation:
+    """The first observation of task 0."""
+    from ..envs import Observation
+    from ..rollout.env_guard import checked
+
+    env, hint = (
+        part.source.make(),
+        "check the environment, or raise rollout.episode_s, a fifth of which a step may take",
+    )
     try:
         work = env.reset(part.source.task(0))
-        return await within(step_s, work, who=part.name, waits_for="the reset of task 0", hint=hint)
-    except Exception as error:  # whatever the user's own code raises
+        opening = await with_deadline(step_s, work, who=part.name, waits_for="the reset of task 0", hint=hint)
+        opening = checked(opening, Observation)
+    except EnvError as error:
+        raise ConfigError(f"env: {part.name}: the reset of task 0: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's own code raises
         raise ConfigError(f"env: {part.name} raised {type(error).__name__} in the reset of task 0: {error}") from error
     finally:
-        with contextlib.suppress(Exception):  # told by every episode that ends so
-            await within(step_s, env.close(), who=part.name, waits_for="its environment to close", hint=hint)
+        with contextlib.suppress(Exception):  # episodes report it
+            await with_deadline(step_s, env.close(), who=part.name, waits_for="its environment to close", hint=hint)
+    if not opening.messages or opening.messages[-1].role == "assistant":
+        raise ConfigError(f"env: {part.name}: the reset of task 0 returned no message for the policy to answer")
+    return opening
 
 
 def trackers(config: Config) -> str:
     from ..monitor.trackers import check_trackers
 
-    check_trackers(config.monitor.trackers)
-    return ", ".join(config.monitor.trackers) or "none"
+    check_trackers(config.run.trackers)
+    return ", ".join(config.run.trackers) or "none"
 
 
 def ports(config: Config) -> str:
     if not config.launch.port:
         return "free ones are picked"
     if placed_by_ray(config):
-        return "looked at where Ray places the roles"
-    from .member import role_names
+        return "checked on the hosts where Ray places the roles"
+    from .supervisor.processes import role_names
 
-    claimed = claim_ports(config.launch.port, len(role_names(config)) + len(met_apart(config)))
+    claimed = claim_ports(config.launch.port, len(role_names(config)) + len(needs_rendezvous_port(config)))
     return f"{claimed[0]} to {claimed[-1]} are free"
 
 
 def folder(config: Config) -> str:
-    place = writable("run.dir", config.run.dir)
-    return f"{config.run.dir}, {shutil.disk_usage(place).free >> 30} GiB free"
+    existing = writable("run.dir", config.run.dir)
+    return f"{config.run.dir}, {shutil.disk_usage(existing).free >> 30} GiB free"
 
 
 def writable(key: str, path: str) -> Path:
-    """The nearest existing parent of a folder that is to be made. Raises ConfigError naming `key`."""
+    """The nearest existing parent of a folder that will be created. Raises ConfigError naming `key`."""
     try:
-        place = Path(path).resolve()
-        while not place.exists():
-            place = place.parent
-        if not place.is_dir():
-            raise NotADirectoryError(f"{place} is a file")
-        with tempfile.TemporaryFile(dir=place):
-            return place
+        parent = Path(path).resolve()
+        while not parent.exists():
+            parent = parent.parent
+        if not parent.is_dir():
+            raise NotADirectoryError(f"{parent} is a file")
+        with tempfile.TemporaryFile(dir=parent):
+            return parent
     except OSError as error:
-        raise ConfigError(f"{key}: {path} cannot be made or written: {error}") from None
+        raise ConfigError(f"{key}: {path} cannot be created or written: {error}") from None
 
 
-def fits(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError where the engine would refuse to serve a model of this shape as configured."""
+def check_model_fits(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError where the engine would refuse to serve a model of this shape."""
     engine, tokens = config.rollout.engine, config.agent.max_tokens
     if tokens > shape.positions:
         raise ConfigError(
@@ -293,6 +339,7 @@ def fits(config: Config, shape: ModelShape) -> None:
 
 
 CHECKS: dict[str, Check] = {
+    "installation": installation,
     "config": combinations,
     "python": python,
     "packages": packages,
@@ -304,7 +351,7 @@ CHECKS: dict[str, Check] = {
     "agent": agent,
     "prompt": prompt,
     "engine": engine,
-    "reward": reward,
+    "reward": check_reward_model,
     "devices": devices,
     "memory": memory,
     "trackers": trackers,

@@ -1,11 +1,11 @@
-"""Who gets which GPU, how many threads, and how weights travel between them.
+"""GPUs and threads of each role, and the backend of the collectives that transfer weights.
 
 Invariants:
-- Processes that wait must not spin (`OMP_WAIT_POLICY=PASSIVE`), and together ask for about as many threads as there are cores:
-  on two cores, two processes of two spinning threads slow each other down a hundredfold.
-- Each rank of the learner, or of a model placed beside it, sees one GPU and each replica as many of its own as it has ranks, when
-  there are enough; NCCL carries the weights. A replica that comes later gets GPUs that nobody else has, or does not come.
-- With fewer they share, and gloo carries the weights: NCCL does not connect two processes on one GPU.
+- Waiting threads must not spin (`OMP_WAIT_POLICY=PASSIVE`), and all processes together use about as many threads as there are
+  cores: on two cores, two processes of two spinning threads slow each other down a hundredfold.
+- With enough GPUs each rank of the learner or of a placed auxiliary model has one, each replica one per rank of its own, and NCCL
+  transfers the weights. A replica that is added later gets GPUs that are free, or is refused.
+- With fewer GPUs roles share them, and gloo transfers the weights: NCCL does not connect two processes on one GPU.
 """
 
 from __future__ import annotations
@@ -18,45 +18,45 @@ import msgspec
 
 from ..configs import Config
 from ..configs.reward import ModelReward
-from ..configs.schema import NOBODY_BESIDE, Servers, Sglang, Vllm
+from ..configs.schema import NO_AUX_PROCESSES, Servers, Sglang, Vllm
 from ..errors import ConfigError
 
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 
-BESIDE = tuple(NOBODY_BESIDE)
-"""Kinds of roles that hold a model beside the policy, where it is placed."""
+AUX_MODEL_KINDS = tuple(NO_AUX_PROCESSES)
+"""Kinds of roles of placed auxiliary models."""
 
-RANKED = ("learner", "sft", *BESIDE)
+RANKED = ("learner", "sft", *AUX_MODEL_KINDS)
 """Kinds of roles whose processes are the ranks of one model."""
 
 PUSHING = ("learner", "engine")
-"""Kinds of roles between which weights travel; it does not matter who shares a GPU with the others."""
+"""Kinds of roles between which weights are transferred; the others may share GPUs."""
 
 
-class Placement(msgspec.Struct, frozen=True):
-    """GPU numbers by role, none for roles that need none, and what collectives between learner and replicas run on."""
+class GpuAssignment(msgspec.Struct, frozen=True):
+    """GPU numbers by role, none for roles that need none, and the backend of collectives between learner and replicas."""
 
     gpus: dict[str, tuple[int, ...]]
     backend: Literal["gloo", "nccl"]
 
 
 def ranks_by_kind(config: Config) -> dict[str, int]:
-    """How many processes of a run hold the policy, and each model beside it that is placed."""
-    return {"learner": config.learner.backend.ranks, **config.learner.beside}
+    """Number of ranks of the policy and of each placed auxiliary model."""
+    return {"learner": config.learner.backend.ranks, **config.learner.aux_models}
 
 
-def met_apart(config: Config) -> tuple[str, ...]:
-    """Kinds of roles that listen at their own addresses, and whose ranks meet each other at one more port of the first of them."""
-    return tuple(kind for kind, ranks in ranks_by_kind(config).items() if kind in BESIDE and ranks > 1)
+def needs_rendezvous_port(config: Config) -> tuple[str, ...]:
+    """Kinds of roles that listen on their own port, and whose ranks need one more port for their rendezvous."""
+    return tuple(kind for kind, ranks in ranks_by_kind(config).items() if kind in AUX_MODEL_KINDS and ranks > 1)
 
 
 def ranks_of(engine: Servers) -> int:
-    """Processes that one replica is split over; each wants a GPU of its own."""
+    """Ranks of one replica; each needs a GPU."""
     return engine.tensor_parallel if isinstance(engine, Vllm | Sglang) else 1
 
 
 def needed_gpus(config: Config, *, engines: bool, learners: bool, reward: bool = False) -> dict[str, int]:
-    """How many GPUs each role wants, where `engines`, `learners` and the `reward` model use any."""
+    """Number of GPUs that each role needs, where `engines`, `learners` and the `reward` model use any."""
 
     def ranks(*kinds: str) -> dict[str, int]:
         return {f"{kind}-{i}": 1 for kind in kinds if learners for i in range(ranks_by_kind(config)[kind])}
@@ -66,19 +66,19 @@ def needed_gpus(config: Config, *, engines: bool, learners: bool, reward: bool =
         wanted |= {f"engine-{i}": ranks_of(config.rollout.engine) for i in range(config.rollout.engine.replicas)}
     if reward:
         wanted["reward"] = 1
-    return wanted | ranks(*BESIDE)
+    return wanted | ranks(*AUX_MODEL_KINDS)
 
 
-def place(wanted: Mapping[str, int], available: int) -> Placement:
-    """Give out GPUs 0 to `available - 1`: to each role its own while they last, else in turn.
+def assign_gpus(wanted: Mapping[str, int], available: int) -> GpuAssignment:
+    """Assign GPUs 0 to `available - 1`: different ones to each role while there are enough, else round-robin.
 
     Raises:
-        ConfigError: one role wants more GPUs than there are.
+        ConfigError: one role needs more GPUs than there are.
     """
     for kind in RANKED:
         ranks = sum(role.startswith(f"{kind}-") for role in wanted)
         if ranks > available:
-            key = f"learner.beside.{kind}" if kind in BESIDE else "learner.backend.ranks"
+            key = f"learner.aux_models.{kind}" if kind in AUX_MODEL_KINDS else "learner.backend.ranks"
             raise ConfigError(f"{key}: {ranks} ranks need a GPU each, NCCL does not share one; torch sees {available}")
     largest = max(wanted.values(), default=0)
     if largest > available:
@@ -92,14 +92,14 @@ def place(wanted: Mapping[str, int], available: int) -> Placement:
         following += count
     both = any(role.startswith("engine") for role in wanted) and any(role.startswith("learner") for role in wanted)
     pushing = [gpu for role, its in gpus.items() if role.startswith(PUSHING) for gpu in its]
-    return Placement(gpus, "nccl" if both and len(set(pushing)) == len(pushing) else "gloo")
+    return GpuAssignment(gpus, "nccl" if both and len(set(pushing)) == len(pushing) else "gloo")
 
 
-def spare(taken: Mapping[str, tuple[int, ...]], count: int, available: int) -> tuple[int, ...]:
-    """`count` of the GPUs 0 to `available - 1` that no role has.
+def free_gpus(taken: Mapping[str, tuple[int, ...]], count: int, available: int) -> tuple[int, ...]:
+    """`count` of the GPUs 0 to `available - 1` that are free.
 
     Raises:
-        ConfigError: there are not so many.
+        ConfigError: fewer are free.
     """
     used = {gpu for gpus in taken.values() for gpu in gpus}
     free = [gpu for gpu in range(available) if gpu not in used]
@@ -112,10 +112,11 @@ def spare(taken: Mapping[str, tuple[int, ...]], count: int, available: int) -> t
 
 
 def gpus_of(config: Config) -> dict[str, int]:
-    """GPUs wanted by role on this machine, as it is installed."""
+    """GPUs needed by role with the packages that are installed on this machine."""
     import torch
 
-    from ..rollout import reward_server, servers
+    from ..rollout import reward_server
+    from ..rollout.engines import registry as servers
 
     device = config.learner.backend.device
     learners = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -123,20 +124,20 @@ def gpus_of(config: Config) -> dict[str, int]:
     return needed_gpus(config, engines=not servers.serves_on_cpu(config), learners=learners, reward=reward)
 
 
-def local_placement(config: Config) -> Placement:
-    """Who gets which GPU of this machine."""
+def local_placement(config: Config) -> GpuAssignment:
+    """The assignment of this machine's GPUs."""
     import torch
 
-    return place(gpus_of(config), torch.cuda.device_count())
+    return assign_gpus(gpus_of(config), torch.cuda.device_count())
 
 
 def role_environment(config: Config, role: str, gpus: tuple[int, ...] = ()) -> dict[str, str]:
-    """Environment variables for a role. What the user has set already wins, but for the GPUs."""
+    """Environment variables of a role. Those that the user has set win, except CUDA_VISIBLE_DEVICES."""
     cores = os.cpu_count() or 1
     threads = 1
     if role.startswith("sft"):
         threads = max(1, cores // config.learner.backend.ranks)
-    elif role.startswith(RANKED):  # which may all compute at the same time
+    elif role.startswith(RANKED):  # which may compute at the same time
         threads = max(1, (cores - config.rollout.engine.replicas) // sum(ranks_by_kind(config).values()))
     wanted = {
         "OMP_NUM_THREADS": str(threads),
@@ -150,6 +151,6 @@ def role_environment(config: Config, role: str, gpus: tuple[int, ...] = ()) -> d
 
 
 def wait_passively() -> None:
-    """For this process itself; call before torch is imported."""
+    """Make the threads of this process wait without spinning. Call before torch is imported."""
     for name, value in PASSIVE.items():
         os.environ.setdefault(name, value)

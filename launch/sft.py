@@ -1,14 +1,14 @@
-"""`slipstream sft`: from conversations, or demonstrations of the environment, to a model that imitates them.
+"""Supervised fine-tuning on conversations or on demonstrations of the environment.
 
-    file or environment ──rendered here──> tokens ──one rank────> trained here
+    file or environment ──rendered here──> tokens ──one rank────> trained in this process
                                                   └─several─────> trained by the roles `sft-0`, `sft-1`, ...
 
 Invariants:
 - Everything that can be refused is refused before the first process starts and before a file is written.
-- All ranks train on the tokens that were rendered here.
-- Nothing is worth keeping before the end: a rank that ends early ends them all, none is started again, a stop takes effect at once.
-- All is written in one hidden folder beside `sft.out`. The model gets that name when it is whole, `RECORD` in it, and nobody writes
-  any more. Then the hidden folder is gone, as it is after a stop or an error; only logs stay, where the error names one.
+- All ranks train on the tokens rendered in this process.
+- There is no checkpoint: a rank that ends early ends the others, no rank is restarted, and a stop takes effect at once.
+- All files are written into one hidden folder next to `sft.out`. The complete model, with its `RESULT_FILE`, is then renamed to
+  `sft.out`. The hidden folder is deleted in every case; only logs are kept where an error names one.
 """
 
 from __future__ import annotations
@@ -28,77 +28,81 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from ..configs import Config
-from ..durable import flush
+from ..common.fsio import write_atomic
+from ..configs import Config, SftConfig
+from ..configs.sft import Sft
 from ..errors import ConfigError, Interrupted, LearnerError, RoleDied
-from ..monitor.metrics import Row
-from .job import Job
+from ..monitor.terminal import View
 from .preflight import preflight, writable
 from .resources import gpus_of
-from .run import anchored, make_supervisor, unscored
+from .run import make_supervisor, with_absolute_paths, without_reward_model
+from .run_context import RunContext
 
 if TYPE_CHECKING:
     from ..learner.sft import Example, SftResult
-    from .wiring import Shown
+    from .supervisor.factory import Shown
 
 log = logging.getLogger(__name__)
 
-RECORD = "sft.json"
-"""In the model's folder: an `SftResult`, what came of it."""
+RESULT_FILE = "sft.json"
+"""In the model's folder: an `SftResult`."""
 
-MODEL = "model"
-"""In the hidden folder: what becomes `sft.out`."""
+MODEL_FOLDER = "model"
+"""In the hidden folder: becomes `sft.out`."""
 
-TOKENS = "tokens.npz"
-"""In the hidden folder: what several ranks train on."""
+TOKENS_FILE = "tokens.npz"
+"""In the hidden folder: the tokens that several ranks train on."""
 
-LOGS = "logs"
-"""In the hidden folder: what several ranks and whoever watches them had to say."""
+SECTION_FILE = "section.json"
+"""In the hidden folder: the section `sft` of the config, for several ranks."""
 
-SAY_EVERY = 20
-"""Steps between lines."""
+LOGS_FOLDER = "logs"
+"""In the hidden folder: the logs of several ranks and of their supervisor."""
 
-Say = Callable[[str], None]
+STEPS_PER_LINE = 20
+"""Steps between two printed lines."""
+
+PrintLine = Callable[[str], None]
 
 
-def fine_tune(config: Config, say: Say) -> SftResult:
-    """Write `sft.out`, a Hugging Face folder; what came of it.
+def fine_tune(config: SftConfig, print_line: PrintLine) -> SftResult:
+    """Write `sft.out`, a Hugging Face folder; returns the losses.
 
     Raises:
-        ConfigError: something is wrong with the config, the conversations or this machine; nothing was started.
-        LearnerError: a step cannot be taken, or something cannot be written.
+        ConfigError: the config, a conversation or this machine is unsuitable; no process was started.
+        LearnerError: a step failed, or a file cannot be written.
         RoleDied: one of several ranks ended early.
-        Interrupted: SIGINT or SIGTERM came.
+        Interrupted: on SIGINT or SIGTERM.
     """
     out = Path(config.sft.out).resolve()
     if out.exists():
         raise ConfigError(f"sft.out: {config.sft.out} exists; remove it or name another folder")
     writable("sft.out", config.sft.out)
-    config = unscored(config)
+    config = without_reward_model(config)
     preflight(config)
     from ..learner.sft import SftResult
 
-    say(f"rendering {config.sft.messages or f'{config.sft.demonstrations} demonstrations'}")
+    print_line(f"rendering {config.sft.messages or f'{config.sft.demonstrations} demonstrations'}")
     examples = make_examples(config)
-    with _stoppable(out), _working(out) as work:
+    with _interruptible(out), _work_folder(out) as work:
         if config.learner.backend.ranks == 1:
-            train(config, examples, work, say)
+            train(config, examples, work, print_line)
         else:
-            _supervise(config, examples, work, say)
-        with _writing(out):
-            (work / MODEL).rename(out)
-    return msgspec.json.decode((out / RECORD).read_bytes(), type=SftResult)
+            _supervise(config, examples, work, print_line)
+        with _disk_errors(out):
+            (work / MODEL_FOLDER).rename(out)
+    return msgspec.json.decode((out / RESULT_FILE).read_bytes(), type=SftResult)
 
 
-def make_examples(config: Config) -> list[Example]:
-    """What `sft.messages` holds, else what the environment demonstrates.
+def make_examples(config: SftConfig) -> list[Example]:
+    """The conversations of `sft.messages`, otherwise demonstrations of the environment, as tokens.
 
     Raises:
-        ConfigError: the line of the file or the environment's task that cannot be used, or there is nothing to imitate.
+        ConfigError: a line of the file or a task of the environment cannot be used, or there is no demonstration.
     """
     from ..agents import load_renderer, render_demonstration
     from ..learner.model import load_tokenizer
-    from .wiring import make_demonstrations
+    from .supervisor.factory import make_demonstrations
 
     agent = config.agent
     renderer = load_renderer(agent.renderer, load_tokenizer(config.model.path), thinking=agent.thinking)
@@ -106,8 +110,8 @@ def make_examples(config: Config) -> list[Example]:
     for where, opening, messages in _read(config.sft.messages) if config.sft.messages else make_demonstrations(config):
         try:
             rendered = render_demonstration(renderer, opening, messages)
-        except Exception as error:  # formats refuse what they cannot say each in its own way
-            raise ConfigError(f"{where}: cannot be said in the chat format {agent.renderer}: {error}") from error
+        except Exception as error:  # each chat format has its own errors
+            raise ConfigError(f"{where}: cannot be rendered in the chat format {agent.renderer}: {error}") from error
         if len(rendered.token_ids) > agent.max_tokens:
             raise ConfigError(
                 f"{where}: has {len(rendered.token_ids)} tokens, more than agent.max_tokens={agent.max_tokens}; shorten it, or "
@@ -124,64 +128,69 @@ def _read(path: str) -> Iterator[Shown]:
         yield f"sft.messages: {path}:{conversation.number}", conversation.opening, conversation.messages
 
 
-def train(config: Config, examples: list[Example], work: Path, say: Say) -> None:
-    """One rank: train, and write the model in `work` together with the others."""
+def train(config: SftConfig, examples: list[Example], work: Path, print_line: PrintLine) -> None:
+    """Train as one rank and write the model into `work`, with the other ranks."""
     from ..learner.sft import HeldOut, SftProgress, run_sft
-    from .wiring import make_backend
+    from .supervisor.factory import make_backend
 
     def report(news: SftProgress | HeldOut) -> None:
         if isinstance(news, HeldOut):
-            say(f"sft epoch {news.epoch}/{config.sft.epochs}  held out {news.loss:.3f} over {news.tokens} tokens")
-        elif news.step % SAY_EVERY == 0 or news.step == news.steps:
-            say(f"sft step {news.step}/{news.steps}  loss {news.loss:.3f}  {news.tokens_per_s:.0f} tokens/s")
+            print_line(
+                f"sft epoch {news.epoch}/{config.sft.epochs}  held out {news.loss:.3f} over {news.tokens} tokens"
+            )
+        elif news.step % STEPS_PER_LINE == 0 or news.step == news.steps:
+            print_line(f"sft step {news.step}/{news.steps}  loss {news.loss:.3f}  {news.tokens_per_s:.0f} tokens/s")
 
     backend = make_backend(config, temperature=1.0)
     try:
         budget = config.learner.backend.tokens_per_microbatch
         result = run_sft(backend, examples, config.sft, tokens_per_microbatch=budget, seed=config.seed, report=report)
-        backend.export(work / MODEL)
+        backend.export(work / MODEL_FOLDER)
         if backend.rank == 0:
-            record = work / MODEL / RECORD
-            with _writing(record):
-                record.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
-                flush(record)
+            record = work / MODEL_FOLDER / RESULT_FILE
+            with _disk_errors(record):
+                write_atomic(record, msgspec.json.format(msgspec.json.encode(result)) + b"\n", durable=True)
     finally:
         backend.close()
 
 
-def ranks_part(job: Job, say: Say) -> None:
-    """What each of several ranks does."""
-    with np.load(job.dir / TOKENS) as held:
+def run_rank(job: RunContext, print_line: PrintLine) -> None:
+    """The work of one of several ranks."""
+    with np.load(job.dir / TOKENS_FILE) as held:
         token_ids, trained = (np.split(held[name], held["ends"][:-1]) for name in ("token_ids", "trained"))
-    train(job.config, list(zip(token_ids, trained, strict=True)), job.dir, say)
+    section = msgspec.json.decode((job.dir / SECTION_FILE).read_bytes(), type=Sft)
+    config = SftConfig(**structs.asdict(job.config), sft=section)
+    train(config, list(zip(token_ids, trained, strict=True)), job.dir, print_line)
 
 
-def _supervise(config: Config, examples: list[Example], work: Path, say: Say) -> None:
-    """Start the ranks, see them through, and leave none behind."""
-    config = structs.replace(anchored(config), launch=structs.replace(config.launch, restarts=0))
+def _supervise(config: SftConfig, examples: list[Example], work: Path, print_line: PrintLine) -> None:
+    """Start the ranks, wait until they are done, and stop them."""
+    config = structs.replace(with_absolute_paths(config), launch=structs.replace(config.launch, restarts=0))
     gpus = {f"sft-{role.partition('-')[2]}": n for role, n in gpus_of(config).items() if role.startswith("learner")}
-    with _writing(work / TOKENS):
-        (work / LOGS).mkdir()
+    with _disk_errors(work / TOKENS_FILE):
+        (work / LOGS_FOLDER).mkdir()
         np.savez(
-            work / TOKENS,
+            work / TOKENS_FILE,
             token_ids=np.fromiter(chain.from_iterable(ids for ids, _ in examples), dtype=np.int32),
             trained=np.fromiter(chain.from_iterable(mask for _, mask in examples), dtype=np.bool_),
             ends=np.cumsum([len(ids) for ids, _ in examples]),
         )
-    asyncio.run(make_supervisor(config, work, _Lines(say), gpus).fine_tune())
+        (work / SECTION_FILE).write_bytes(msgspec.json.encode(config.sft))
+    run = {name: value for name, value in structs.asdict(config).items() if name != "sft"}
+    asyncio.run(make_supervisor(Config(**run), work, _RankOutput(print_line), gpus).fine_tune())
 
 
 @contextlib.contextmanager
-def _working(out: Path) -> Iterator[Path]:
-    """A hidden folder beside `out`, which all ranks can write, wherever they run."""
-    with _writing(out):
+def _work_folder(out: Path) -> Iterator[Path]:
+    """A hidden folder next to `out`, which is deleted at the end."""
+    with _disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         yield work
-    except RoleDied:  # it names a log
+    except RoleDied:  # the error names a log
         for path in work.iterdir():
-            if path.name != LOGS:
+            if path.name != LOGS_FOLDER:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         raise
     except BaseException:
@@ -191,47 +200,35 @@ def _working(out: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _stoppable(out: Path) -> Iterator[None]:
-    """SIGTERM is like SIGINT: what is being done ends where it is, and is cleared away. Raises Interrupted then."""
+def _interruptible(out: Path) -> Iterator[None]:
+    """Raises Interrupted on SIGTERM and on SIGINT."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
-        came = f"the model was whole, and is in {out}" if out.exists() else "no model was written"
-        raise Interrupted(f"interrupted; {came}") from None
+        written = f"the model is complete, in {out}" if out.exists() else "no model was written"
+        raise Interrupted(f"interrupted; {written}") from None
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Raises LearnerError where the disk refuses."""
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Turns errors of the disk into LearnerError."""
     try:
         yield
     except OSError as error:
         raise LearnerError(
-            f"{path} could not be written: {error.strerror or error}; look at the disk", final=False
+            f"{path} could not be written: {error.strerror or error}; check the disk", final=False
         ) from error
 
 
-class _Lines:
-    """A `View` of what the ranks say."""
+class _RankOutput(View):
+    """Prints the events of the ranks."""
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
-
-    def step(self, row: Row) -> None:
-        return None
-
-    def status(self, role: str, text: str) -> None:
-        return None
+    def __init__(self, print_line: PrintLine) -> None:
+        self._print_line = print_line
 
     def event(self, text: str) -> None:
         log.info("%s", text)
-        self._say(text.removeprefix("sft-0: "))
-
-    def __enter__(self) -> _Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
+        self._print_line(text.removeprefix("sft-0: "))

@@ -1,13 +1,12 @@
-"""The learner backend contract, and the rows that travel through it.
+"""The learner backend contract: what it does with micro-batches (rows, `packing.py`).
 
 Invariants:
-- Rows are packed without padding: one flat axis of N tokens, cut into sequences by `cu_seqlens`.
-- Position n of the per-token arrays speaks of token n itself: its log-prob is computed from the logits at n - 1 of the same
-  sequence; the first token of a sequence is never trained on.
-- Log-probs and entropies exist at trained tokens only and are 0 elsewhere: the rest is context and costs no vocabulary.
+- Position n of a per-token array belongs to token n: its log-prob is computed from the logits at n - 1 of the same sequence. The
+  first token of a sequence is never trained on.
+- Log-probs and entropies exist at trained tokens only and are 0 elsewhere. Logits of context are never computed.
 - A loss is a sum over trained tokens; the backend divides it by the *global* count of trained tokens, so that neither
-  micro-batches nor ranks change what a step does. Other means are sums of scaled tokens (`algorithms/aggregation.py`).
-- The learning rate comes with each step: schedules are pure functions of the step (`schedule.py`), not state to be saved.
+  micro-batches nor ranks change what a step does. Other means scale the tokens (`algorithms/policy_loss.py`).
+- The caller gives each step its learning rate: schedules are pure functions of the step (`step.py`) and have no state.
 """
 
 from __future__ import annotations
@@ -23,38 +22,7 @@ import torch
 
 from ..errors import LearnerError
 from .checkpoint import CheckpointState
-
-
-class PackedRow(msgspec.Struct, frozen=True):
-    """One micro-batch: S sequences, N tokens in all.
-
-    Attributes:
-        token_ids: int64[N].
-        position_ids: int64[N], restarting at 0 with each sequence.
-        cu_seqlens: S + 1 offsets, from 0 to N.
-        trained: bool[N], tokens that carry loss; false at the first token of each sequence.
-        behavior_logprobs: float32[N], of the policy that sampled them, 0 where not trained.
-        proximal_logprobs: float32[N], of the policy at the start of this step, 0 where not trained; NaN where still unknown.
-        advantages: float32[N], 0 where not trained.
-        lags: int32[N], learner version minus the version that sampled the token, -1 where not trained.
-        mixed: bool[N], trained tokens whose sampling used keys and values of older weights too: no version gives their log-prob.
-        earned: bool[N], trained tokens of episodes whose reward is above 0.
-        reference_logprobs: float32[N], of the reference policy, 0 where not trained; None where there is none.
-        returns: float32[N], what a critic learns to say, 0 where not trained; None where there is none.
-    """
-
-    token_ids: torch.Tensor
-    position_ids: torch.Tensor
-    cu_seqlens: tuple[int, ...]
-    trained: torch.Tensor
-    behavior_logprobs: torch.Tensor
-    proximal_logprobs: torch.Tensor
-    advantages: torch.Tensor
-    lags: torch.Tensor
-    mixed: torch.Tensor
-    earned: torch.Tensor
-    reference_logprobs: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
+from .packing import MicroBatch
 
 
 class LossOutput(msgspec.Struct, frozen=True):
@@ -64,20 +32,20 @@ class LossOutput(msgspec.Struct, frozen=True):
     sums: dict[str, torch.Tensor]
 
 
-PolicyLoss = Callable[[torch.Tensor, torch.Tensor, PackedRow], LossOutput]
-"""(log-probs float32[N], entropy float32[N], row) -> LossOutput. Called on rows without a trained token too, and must then
-return 0 and the same names."""
+PolicyLoss = Callable[[torch.Tensor, torch.Tensor, MicroBatch], LossOutput]
+"""(log-probs float32[N], entropy float32[N], row) -> LossOutput. It is called on rows without a trained token too, and then
+returns 0 under the same names."""
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """`Backend.gather`."""
 
-BatchLoss = Callable[[Sequence[PackedRow], Gather], PolicyLoss]
-"""Collective. (this rank's rows of one step, gather) -> the loss on each of them. What depends on the whole step, such as a mean
-over sequences, is found out here, before the first gradient. Here proximal log-probs may still be NaN, where the step's own forward
-pass gives them (`step.py`); rows that the loss is called on have them."""
+BatchLoss = Callable[[Sequence[MicroBatch], Gather], PolicyLoss]
+"""Collective. (this rank's rows of one step, gather) -> the loss on each of them. It computes what depends on the whole step, such
+as a mean over sequences, before the first gradient. Proximal log-probs may still be NaN here, where the step's own forward pass
+gives them (`step.py`); rows that the loss is called on have them."""
 
 
-class StepResult(msgspec.Struct, frozen=True):
+class BackendStepResult(msgspec.Struct, frozen=True):
     """One optimizer step: `means` are the loss's sums over all data ranks divided by the global count of trained tokens."""
 
     loss: float
@@ -102,18 +70,18 @@ def require_finite(loss: float, grad_norm: float) -> None:
 
 
 class Scorer(Protocol):
-    """A model that is asked and never stepped, such as a reference policy: it has neither optimizer nor checkpoints."""
+    """A model that is scored with and never stepped, such as a reference policy: it has neither optimizer nor checkpoints."""
 
-    def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
+    def logprobs(self, rows: Sequence[MicroBatch], temperature: float | None = None) -> list[torch.Tensor]:
         """Collective. float32[N] per row on CPU, without gradient, 0 where not trained (ranks may have unequal counts).
 
-        Of ranks with one data rank the first one's rows count; the others get as many back as they gave. `temperature` replaces the
-        one that the policy is trained at.
+        Among ranks that share a data rank, the rows of the first are scored; each rank gets back as many as it gave. `temperature`
+        replaces the one that the policy is trained at.
         """
         ...
 
     def close(self) -> None:
-        """Free the model and leave the process group; nothing can be called afterwards."""
+        """Free the model and leave the process group. No other method may be called afterwards."""
         ...
 
 
@@ -121,11 +89,11 @@ class Backend(Scorer, Protocol):
     """Holds the policy, its optimizer and its sharding. Methods marked *collective* are called by every rank together.
 
     Attributes:
-        rank: this process among all `world_size`; 0 is the one that speaks for the learner.
-        data_rank: which of the `data_size` parts of a batch this rank takes. Several ranks may hold one copy of the model among
-            them, or share the work on their rows: they have one data rank and take the same rows.
+        rank: this process among all `world_size`; rank 0 talks to the buffer and the replicas.
+        data_rank: which of the `data_size` parts of a batch this rank takes. Ranks that share one copy of the model, or the work on
+            their rows, have one data rank and take the same rows.
         device: where this rank computes.
-        shares_prefixes: whether sequences of a row that begin alike cost what they have in common once (`prefixes.py`).
+        shares_prefixes: whether a common prefix of sequences of a row is computed once (`packing.py`).
     """
 
     rank: int
@@ -140,10 +108,10 @@ class Backend(Scorer, Protocol):
         ...
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective. float64[n, C] of each data rank, one below the other in their order, on CPU (n may differ and be 0)."""
+        """Collective. float64[n, C] of each data rank, concatenated in their order, on CPU (n may differ and be 0)."""
         ...
 
-    def step(self, rows: Sequence[PackedRow], loss: PolicyLoss, lr: float) -> StepResult:
+    def step(self, rows: Sequence[MicroBatch], loss: PolicyLoss, lr: float) -> BackendStepResult:
         """Collective. Forward, backward, clip, one optimizer step over this rank's rows (ranks may have unequal counts).
 
         Raises:
@@ -154,15 +122,15 @@ class Backend(Scorer, Protocol):
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Collective. Hugging Face name and full tensor in the serving dtype, one at a time, in a fixed order.
 
-        Tied tensors appear once. Each tensor is the caller's own. Every rank must exhaust the iterator. Where adapters are
-        trained, the adapters alone (`weightsync/adapters.py`).
+        Tied tensors appear once. The caller owns each tensor. Every rank must exhaust the iterator. Where adapters are trained,
+        only the adapters (`weightsync/adapters.py`).
         """
         ...
 
     def save(self, directory: Path, state: CheckpointState) -> Future[None]:
-        """Collective. Begin to write sharded weights, optimizer and `state` as they are now; the next step may be taken meanwhile.
+        """Collective. Begin to write sharded weights, optimizer and `state` as they are now; the next step may begin meanwhile.
 
-        The directory appears whole or not at all. The future is done when it is there, and fails with a LearnerError.
+        The directory appears complete or not at all. The future is done when it exists, and fails with a LearnerError.
         """
         ...
 
@@ -171,5 +139,5 @@ class Backend(Scorer, Protocol):
         ...
 
     def export(self, directory: Path) -> None:
-        """Collective. A Hugging Face folder in the serving dtype, tokenizer included; whole or not at all."""
+        """Collective. A Hugging Face folder in the serving dtype, tokenizer included; complete or not at all."""
         ...

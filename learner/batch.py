@@ -1,303 +1,347 @@
-"""From task groups to the rows that a rank trains on.
+"""A batch as flat columns: all sequences side by side on one token axis.
 
-    groups ──advantage per token──> sequences ──minibatches──> ──split over ranks──> ──packed──> rows
+    groups ──flatten──> TrainBatch ──aux models, estimators──> ──trainable──> sequences that carry loss ──> `packing.py`
 
 Invariants:
-- What a failed episode is penalised with counts in advantages like any reward, and in no statistic of rewards.
-- A sampled token is trained exactly when its policy version is at least `oldest_version` and its episode is not withheld; others
-  stay as context without loss.
-- What was played greedily is a baseline, and no sample of the policy: it is in no statistic of episodes.
-- Everything is deterministic, and each rank computes the same whole before it takes its part.
+- `offsets` cut the token axis into sequences. A sequence is one branch of one episode.
+- `loss_mask` is false at the first token of a sequence, which no logit predicts.
+- Everything is deterministic. Each rank computes the same columns from the headers of the batch before it takes its part.
+- `token_ids` and `behavior_logprobs` are 0 in sequences whose rows this rank has not fetched (`with_rows`).
+- A member's reward counts once, however many branches it has. Its turns are those of its branches, one branch after the other.
+- A failed episode is here only where the worker was configured to train on it. Its reward is the penalty that its environment
+  declared, given after its last turn. Earlier rewards of it count for nothing.
+- Shaping (`estimators.overlong`) adds to the reward that an estimator sees, after the last turn. Statistics, and the buffer's
+  dynamic sampling and filter, have the reward without it. Failures are not shaped.
+- No reward that is not a finite number reaches an estimator.
+- A sampled token carries loss exactly when its staleness is within the bound and its episode is not masked; others are context.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ..buffer.ledger import Withheld
-from ..buffer.trajectory import Trajectory
+from ..buffer.trajectory import BatchRow, Trajectory, TrajectoryHeader
 from ..errors import LearnerError
-from . import packing, prefixes
-from .algorithms.episodes import Advantage, TokenAdvantage
-from .algorithms.overlong import Shaping
-from .backend import PackedRow
-from .credit import UNSHAPED, Group, credit
-from .scores import NO_SCORES, Scores
 
-NOBODY: Mapping[str, Withheld] = {}
-"""All episodes are trained on."""
+Group = tuple[TrajectoryHeader, ...]
+"""All branches of all members of one task group."""
+
+Shaping = Callable[[NDArray[np.int64]], NDArray[np.float64]]
+"""Lengths of episodes in tokens of their longest branch, int64[E], to what is added to their rewards, float64[E]."""
+
+ALL_TRAINED: Mapping[str, Withheld] = {}
 
 
-class TrainSequence(msgspec.Struct, frozen=True):
-    """One branch, cut after its last trained token; T tokens, at least one of them trained.
+class TrainBatch(msgspec.Struct, frozen=True):
+    """S sequences of N tokens in all, which have K turns and belong to E episodes.
+
+    `flatten` and the estimators fill every column. Credit is computed from all of them; the step reads the columns by token and
+    by sequence only.
 
     Attributes:
-        token_ids: int32[T].
-        trained: bool[T].
-        behavior_logprobs: float32[T], 0 where not trained.
-        lags: int32[T], learner version minus the token's, -1 where not trained.
-        mixed: bool[T], trained tokens of a mixed policy (`VersionSpan.mixed`).
-        advantages: float32[T], 0 where not trained.
-        earned: whether its episode's reward is above 0.
-        reference_logprobs: float32[T], of the reference policy, 0 where not trained; None where there is none.
-        returns: float32[T], what the critic should say, 0 where not trained; None where there is none.
+        token_ids: int32[N].
+        loss_mask: bool[N], tokens that carry loss.
+        sampled: bool[N], tokens that the policy sampled.
+        behavior_logprobs: float32[N], of the policy that sampled them, 0 elsewhere.
+        staleness: int32[N], learner version minus the version that sampled the token, -1 elsewhere.
+        mixed: bool[N], tokens sampled from a mixed policy (`VersionSpan.mixed`).
+        advantages: float64[N]; rounded to float32 when they are packed.
+        turn: int32[N], the turn that the token belongs to, -1 outside of all turns.
+        reference_logprobs: float32[N], of the reference policy; None where there is none.
+        values: float32[N], outputs of the trained aux model: a critic's values, a process reward model's
+            log(policy / reference); None where there is none.
+        penalties: float32[N], taken off the rewards; None for no penalty.
+        returns: float32[N], the critic's targets; None where there is no critic.
+        offsets: int64[S + 1], where sequences begin and end on the token axis.
+        positive: bool[S], whether the reward of the sequence's episode is above 0.
+        episode: int64[S], the sequence's episode.
+        ids: S trajectory ids.
+        prompts: int64[S], hashes of the tokens before the first sampled one; None where all token ids are here.
+        episode_ids: E names, for messages.
+        groups: int64[E], the task group, counted from 0 without gaps.
+        rewards: float64[E], the return; of a failure that is trained on, its penalty.
+        lengths: int64[E], sampled tokens of all branches.
+        turns: int64[E], completions; their sum is K.
+        steps: int64[E], environment steps that have a reward; their sum is R.
+        step_rewards: float64[R], the reward after each step, episode by episode.
+        greedy: bool[E], baselines that were played at temperature 0.
+        masked: bool[E], episodes that carry no loss and are compared with.
     """
 
     token_ids: NDArray[np.int32]
-    trained: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
+    sampled: NDArray[np.bool_]
     behavior_logprobs: NDArray[np.float32]
-    lags: NDArray[np.int32]
+    staleness: NDArray[np.int32]
     mixed: NDArray[np.bool_]
-    advantages: NDArray[np.float32]
-    earned: bool = False
+    advantages: NDArray[np.float64]
+    turn: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    positive: NDArray[np.bool_]
+    episode: NDArray[np.int64]
+    ids: tuple[str, ...]
+    episode_ids: tuple[str, ...]
+    groups: NDArray[np.int64]
+    rewards: NDArray[np.float64]
+    lengths: NDArray[np.int64]
+    turns: NDArray[np.int64]
+    steps: NDArray[np.int64]
+    step_rewards: NDArray[np.float64]
+    greedy: NDArray[np.bool_]
+    masked: NDArray[np.bool_]
+    prompts: NDArray[np.int64] | None = None
     reference_logprobs: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
+    penalties: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
 
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
 
-class BatchSummary(msgspec.Struct, frozen=True):
-    """What `StepMetrics` says about a batch; names and units are its own."""
+    def __iter__(self) -> Iterator[TrainBatch]:
+        """Each sequence as a batch of its own."""
+        return (self.select([i]) for i in range(len(self)))
 
-    reward_mean: float
-    reward_std: float
-    staleness_mean: float
-    staleness_max: int
-    staleness_tokens: dict[str, int]
-    tokens_trained: int
-    tokens_withheld: int
-    mixed_tokens: int
-    episodes: int
-    episode_tokens_mean: float
-    turns_mean: float
-    environment: dict[str, float]
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """int64[S]: tokens of each sequence."""
+        return np.diff(self.offsets)
 
+    @property
+    def episode_of_token(self) -> NDArray[np.int64]:
+        """int64[N]."""
+        return np.repeat(self.episode, self.sizes)
 
-def to_sequences(
-    groups: Sequence[Group],
-    advantage: Advantage | TokenAdvantage,
-    version: int,
-    oldest_version: int,
-    withheld: Mapping[str, Withheld] = NOBODY,
-    *,
-    scores: Scores = NO_SCORES,
-    shape: Shaping = UNSHAPED,
-) -> list[TrainSequence]:
-    """The branches that have a trained token, in the order of `groups`.
-
-    Args:
-        version: the learner's policy version now.
-        oldest_version: the oldest policy version whose tokens may be trained on.
-        withheld: ids of episodes that the others are compared with and that carry no loss themselves, and why.
-        scores: what other models say of the batch's tokens.
-        shape: see `credit`.
-
-    Raises:
-        LearnerError: there are no advantages (see `credit`), or a sampled token lies outside its trajectory's turns.
-    """
-    earned = credit(groups, advantage, scores, shape, baselines={e for e, why in withheld.items() if why == "baseline"})
-    wanted = [trajectory for group in groups for trajectory in group if trajectory.episode not in withheld]
-    cut = [
-        _cut(
-            t,
-            earned.advantages[t.id],
-            version,
-            oldest_version,
-            reference=None if scores.reference is None else scores.reference[t.id],
-            returns=None if earned.returns is None else earned.returns[t.id],
+    def select(self, indices: Sequence[int], sizes: NDArray[np.int64] | None = None) -> TrainBatch:
+        """The sequences `indices`, each cut after its first `sizes` tokens if given. Columns by episode stay whole."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        sizes = self.sizes[chosen] if sizes is None else sizes
+        starts = self.offsets[chosen]
+        offsets = _offsets(sizes)
+        tokens = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
+        columns = {name: getattr(self, name) for name in TOKEN_COLUMNS}
+        return msgspec.structs.replace(
+            self,
+            offsets=offsets,
+            positive=self.positive[chosen],
+            episode=self.episode[chosen],
+            ids=tuple(self.ids[i] for i in chosen),
+            prompts=None if self.prompts is None else self.prompts[chosen],
+            **{name: None if column is None else column[tokens] for name, column in columns.items()},
         )
-        for t in wanted
-    ]
-    return [sequence for sequence in cut if sequence is not None]
 
 
-def summarize(
-    groups: Sequence[Group], sequences: Sequence[TrainSequence], withheld: Mapping[str, Withheld] = NOBODY
-) -> BatchSummary:
-    """Statistics of a batch: `groups` and the `sequences` that `to_sequences` made of them."""
-    everything = sum(trajectory.sampled for group in groups for trajectory in group)
-    groups = [tuple(t for t in group if withheld.get(t.episode) != "baseline") for group in groups]
-    branches = [trajectory for group in groups for trajectory in group]
-    members = {trajectory.episode: trajectory for trajectory in branches}
-    rewards = np.array([t.reward for t in members.values() if t.outcome.trainable], dtype=np.float64)
-    lags = Counter[int]()
-    for sequence in sequences:
-        values, counts = np.unique(sequence.lags[sequence.trained], return_counts=True)
-        lags.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-    trained, episodes = lags.total(), max(1, len(members))
-    sampled = sum(branch.sampled for branch in branches)
-    turns = sum(bool(branch.loss_mask[turn.start : turn.end].any()) for branch in branches for turn in branch.turns)
-    return BatchSummary(
-        reward_mean=float(rewards.mean()) if len(rewards) else 0.0,
-        reward_std=float(rewards.std()) if len(rewards) else 0.0,
-        staleness_mean=sum(lag * count for lag, count in lags.items()) / max(1, trained),
-        staleness_max=max(lags, default=0),
-        staleness_tokens={str(lag): lags[lag] for lag in sorted(lags)},
-        tokens_trained=trained,
-        tokens_withheld=everything - trained,
-        mixed_tokens=sum(int(sequence.mixed.sum()) for sequence in sequences),
-        episodes=len(members),
-        episode_tokens_mean=sampled / episodes,
-        turns_mean=turns / episodes,
-        environment=_environment(groups),
-    )
+TOKEN_COLUMNS = (
+    *("token_ids", "loss_mask", "sampled", "behavior_logprobs", "staleness", "mixed", "advantages", "turn"),
+    *("reference_logprobs", "values", "penalties", "returns"),
+)
+"""Columns of `TrainBatch` with one entry per token."""
 
 
-def minibatches(sequences: Sequence[TrainSequence], count: int) -> list[list[TrainSequence]]:
-    """At most `count` parts of nearly equal work, none empty: one optimizer step each."""
-    parts = packing.split([packing.cost(len(s.token_ids)) for s in sequences], count)
-    return [[sequences[i] for i in sorted(part)] for part in parts if part]
-
-
-def rank_rows(
-    sequences: Sequence[TrainSequence], rank: int, world_size: int, budget: int, *, shares_prefixes: bool = False
-) -> list[PackedRow]:
-    """The rows of `rank`, each of at most `budget` tokens or a single longer sequence; may be empty.
-
-    Args:
-        shares_prefixes: `Backend.shares_prefixes`; what is shared then counts once.
-    """
-    heads = [_head(i, s) for i, s in enumerate(sequences)] if shares_prefixes else None
-    rows = packing.share([len(s.token_ids) for s in sequences], world_size, budget, heads)[rank]
-    return [to_row([sequences[i] for i in row]) for row in rows]
-
-
-def _head(index: int, sequence: TrainSequence) -> packing.Head:
-    """What comes before its first trained token, where that is worth sharing; else nothing that any other has."""
-    size = int(sequence.trained.argmax())
-    shared = prefixes.pays(size, len(sequence.token_ids))
-    return (sequence.token_ids[:size].tobytes(), size) if shared else (index, 0)
-
-
-def to_row(sequences: Sequence[TrainSequence]) -> PackedRow:
-    """Sequences side by side. Proximal log-probs are NaN at trained tokens until `with_proximal`, which may come as late as in the
-    step's own forward pass; what is computed from them before is NaN, too."""
-    lengths = [len(s.token_ids) for s in sequences]
-    trained = np.concatenate([s.trained for s in sequences])
-    return PackedRow(
-        token_ids=torch.from_numpy(np.concatenate([s.token_ids for s in sequences]).astype(np.int64)),
-        position_ids=torch.from_numpy(np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])),
-        cu_seqlens=(0, *np.cumsum(lengths).tolist()),
-        trained=torch.from_numpy(trained),
-        behavior_logprobs=torch.from_numpy(np.concatenate([s.behavior_logprobs for s in sequences])),
-        proximal_logprobs=torch.from_numpy(np.where(trained, np.float32("nan"), np.float32(0))),
-        advantages=torch.from_numpy(np.concatenate([s.advantages for s in sequences])),
-        lags=torch.from_numpy(np.concatenate([s.lags for s in sequences])),
-        mixed=torch.from_numpy(np.concatenate([s.mixed for s in sequences])),
-        earned=torch.from_numpy(np.concatenate([s.trained & s.earned for s in sequences])),
-        reference_logprobs=_tensor(joined([s.reference_logprobs for s in sequences])),
-        returns=_tensor(joined([s.returns for s in sequences])),
-    )
-
-
-def joined(arrays: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
-    """What all sequences of a batch have, or none of them has, one behind the other."""
-    there = [array for array in arrays if array is not None]
-    return np.concatenate(there) if there else None
-
-
-def _tensor(array: NDArray[np.float32] | None) -> torch.Tensor | None:
-    return None if array is None else torch.from_numpy(array)
-
-
-def with_proximal(row: PackedRow, logprobs: torch.Tensor) -> PackedRow:
-    """`row` with the log-probs of the policy as it was before the batch's first step: as `Backend.logprobs` gave them, or
-    as that step's own forward pass did (`step.py`)."""
-    return msgspec.structs.replace(row, proximal_logprobs=torch.where(row.trained, logprobs, 0.0))
+def make_batch(
+    token_ids: NDArray[np.int32], loss_mask: NDArray[np.bool_], sizes: NDArray[np.int64], **columns: Any
+) -> TrainBatch:
+    """A batch of these tokens, cut by `sizes` int64[S]. Columns that are not given are those of a batch sampled just now by the
+    policy itself, with advantage 1 wherever there is loss and no episodes."""
+    none, zeros = np.zeros(0), np.zeros(len(token_ids), dtype=np.float32)
+    defaults = {
+        "sampled": loss_mask,
+        "behavior_logprobs": zeros,
+        "staleness": np.where(loss_mask, 0, -1).astype(np.int32),
+        "mixed": np.zeros(len(token_ids), dtype=np.bool_),
+        "advantages": loss_mask.astype(np.float64),
+        "turn": np.full(len(token_ids), -1, dtype=np.int32),
+        "positive": np.zeros(len(sizes), dtype=np.bool_),
+        "episode": np.arange(len(sizes)),
+        "ids": ("",) * len(sizes),
+        "episode_ids": (),
+        **{name: none.astype(np.int64) for name in ("groups", "lengths", "turns", "steps")},
+        **{name: none for name in ("rewards", "step_rewards")},
+        **{name: none.astype(np.bool_) for name in ("greedy", "masked")},
+    }
+    return TrainBatch(token_ids=token_ids, loss_mask=loss_mask, offsets=_offsets(sizes), **{**defaults, **columns})
 
 
 def supervised(
-    token_ids: Sequence[int] | NDArray[np.int32], trained: Sequence[bool] | NDArray[np.bool_]
-) -> TrainSequence:
-    """A sequence whose marked tokens are to be made likely; its first token never is."""
-    mask = np.array(trained, dtype=np.bool_)
-    mask[0] = False
-    return TrainSequence(
-        token_ids=np.array(token_ids, dtype=np.int32),
-        trained=mask,
-        behavior_logprobs=np.zeros(len(mask), dtype=np.float32),
-        lags=np.where(mask, 0, -1).astype(np.int32),
-        mixed=np.zeros(len(mask), dtype=np.bool_),
-        advantages=mask.astype(np.float32),
-    )
+    examples: Sequence[tuple[Sequence[int] | NDArray[np.int32], Sequence[bool] | NDArray[np.bool_]]],
+) -> TrainBatch:
+    """Sequences of (token ids, mask), whose masked tokens are to be made likely; the first token of each never is."""
+    sizes = np.array([len(token_ids) for token_ids, _ in examples], dtype=np.int64)
+    loss_mask = concatenate([mask for _, mask in examples], np.bool_)
+    loss_mask[_offsets(sizes)[:-1]] = False
+    return make_batch(concatenate([token_ids for token_ids, _ in examples], np.int32), loss_mask, sizes)
 
 
-def scoring_row(sequences: Sequence[Sequence[int]]) -> PackedRow:
-    """A row for `Backend.logprobs` over every token but the first of each sequence."""
-    return to_row([supervised(ids, np.ones(len(ids), dtype=np.bool_)) for ids in sequences])
+def concatenate(arrays: Sequence[Any], dtype: Any) -> NDArray[Any]:
+    """One array of `dtype`, new and perhaps empty, of `arrays` side by side."""
+    return np.concatenate([np.zeros(0, dtype=dtype), *(np.asarray(array, dtype=dtype) for array in arrays)])
 
 
-def fresh_rows(trajectories: Sequence[Trajectory], version: int, budget: int) -> list[PackedRow]:
-    """Rows that score exactly the tokens that `version` sampled; none where there are no such tokens."""
-    cut = [_cut(t, np.zeros(len(t)), version, oldest_version=version) for t in trajectories]
-    sequences = [sequence for sequence in cut if sequence is not None]
-    return rank_rows(sequences, rank=0, world_size=1, budget=budget)
+def _offsets(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
-def mismatch(rows: Sequence[PackedRow]) -> tuple[float, int]:
-    """Largest |learner - engine| log-prob in nats over this rank's tokens of lag 0, 0 where there are none; their number.
-
-    Tokens of a mixed policy are left out: the engine computed them from other keys and values, and rightly differs.
-    """
-    gaps = [(r.proximal_logprobs - r.behavior_logprobs)[r.trained & (r.lags == 0) & ~r.mixed].abs() for r in rows]
-    return max((float(gap.max()) for gap in gaps if len(gap)), default=0.0), sum(len(gap) for gap in gaps)
+# --- from trajectories
 
 
-def _environment(groups: Sequence[Group]) -> dict[str, float]:
-    """What environments reported: mean by name over episodes, each counted by its first branch. Where the batch is of several
-    environments, also by environment, their rewards included."""
-    first = {trajectory.episode: trajectory for group in reversed(groups) for trajectory in reversed(group)}
-    episodes = [trajectory for trajectory in first.values() if trajectory.outcome.trainable]
-    several = len({trajectory.env for trajectory in episodes}) > 1
-    values: dict[str, list[float]] = {}
-    for episode in episodes:
-        for name, value in episode.metrics.items():
-            values.setdefault(name, []).append(value)
-        if several:
-            for name, value in {"reward": episode.reward, **episode.metrics}.items():
-                values.setdefault(f"{episode.env}/{name}", []).append(value)
-    return {name: sum(found) / len(found) for name, found in sorted(values.items())}
-
-
-def _cut(
-    trajectory: Trajectory,
-    advantages: NDArray[np.float64],
+def flatten(
+    groups: Sequence[Group],
     version: int,
-    oldest_version: int,
     *,
-    reference: NDArray[np.float32] | None = None,
-    returns: NDArray[np.float64] | None = None,
-) -> TrainSequence | None:
-    """`trajectory` up to its last trained token, None where it has none; the arrays are those of its tokens."""
-    versions = trajectory.versions()
-    trained = trajectory.loss_mask & (versions >= oldest_version)
-    trained[0] = False
-    places = np.flatnonzero(trained)
-    if not len(places):
-        return None
-    # What follows the last trained token has no influence on the loss and need not be computed.
-    end = int(places[-1]) + 1
-    trained = trained[:end]
-    if np.isnan(advantages[:end][trained]).any():
-        raise LearnerError(
-            f"trajectory {trajectory.id!r}: tokens that were sampled in none of its turns have no advantage"
-        )
+    withheld: Mapping[str, Withheld] = ALL_TRAINED,
+    shape: Shaping | None = None,
+) -> TrainBatch:
+    """All branches of `groups`, episode by episode, without advantages; every sampled token that a logit predicts has loss.
 
-    def where_trained(values: NDArray[np.floating]) -> NDArray[np.float32]:
-        return np.where(trained, values[:end], 0).astype(np.float32)
+    Args:
+        version: the learner's policy version.
+        withheld: ids of episodes that the others are compared with and that carry no loss, and why.
+        shape: what is added to the rewards of episodes; None for nothing.
 
-    return TrainSequence(
-        token_ids=trajectory.token_ids[:end],
-        trained=trained,
-        behavior_logprobs=where_trained(trajectory.behavior_logprobs),
-        lags=np.where(trained, version - versions[:end], -1).astype(np.int32),
-        mixed=trained & trajectory.mixed()[:end],
-        advantages=where_trained(advantages),
-        earned=trajectory.outcome.trainable and trajectory.reward > 0,
-        reference_logprobs=None if reference is None else where_trained(reference),
-        returns=None if returns is None else where_trained(returns),
+    Raises:
+        LearnerError: a group is empty, a reward is not finite, a failed episode carries rewards from before it failed, or the
+            branches of one disagree about its reward.
+    """
+    by_group = [_episodes(number, group) for number, group in enumerate(groups)]
+    episodes = list(chain.from_iterable(by_group))
+    branches = list(chain.from_iterable(episodes))
+    firsts = [episode[0] for episode in episodes]
+    ids = tuple(first.episode for first in firsts)
+    turns = [sum(len(branch.turns) for branch in episode) for episode in episodes]
+    contexts = np.array([max(map(len, episode)) for episode in episodes], dtype=np.int64)
+    extra = (np.zeros(len(episodes)) if shape is None else shape(contexts)).tolist()
+    steps = [_step_rewards(*one) for one in zip(firsts, turns, extra, strict=True)]
+    return msgspec.structs.replace(
+        by_token(branches, version),
+        episode=np.repeat(np.arange(len(episodes)), [len(episode) for episode in episodes]),
+        episode_ids=ids,
+        groups=np.repeat(np.arange(len(by_group)), [len(group) for group in by_group]),
+        rewards=np.array([t.reward + more * t.outcome.trainable for t, more in zip(firsts, extra, strict=True)]),
+        lengths=np.array([sum(branch.sampled for branch in episode) for episode in episodes], dtype=np.int64),
+        turns=np.array(turns, dtype=np.int64),
+        steps=np.array([len(rewards) for rewards in steps], dtype=np.int64),
+        step_rewards=concatenate(steps, np.float64),
+        greedy=np.array([withheld.get(name) == "baseline" for name in ids], dtype=np.bool_),
+        masked=np.array([name in withheld for name in ids], dtype=np.bool_),
     )
+
+
+def _episodes(number: int, group: Group) -> list[list[TrajectoryHeader]]:
+    """The members of a group, each as its branches in the order in which they were opened."""
+    if not group:
+        raise LearnerError(f"group number {number} of the batch is empty: there is nothing to compare and to train on")
+    members: dict[int, list[TrajectoryHeader]] = {}
+    for trajectory in group:
+        if not all(map(math.isfinite, (trajectory.reward, *trajectory.turn_rewards))):
+            raise LearnerError(
+                f"trajectory {trajectory.id!r}: its reward {trajectory.reward}, or one of its turns', is not finite"
+            )
+        if not trajectory.outcome.trainable and trajectory.turn_rewards:
+            raise LearnerError(
+                f"trajectory {trajectory.id!r} failed and carries rewards; a failure is trained with its penalty or not at all"
+            )
+        member = members.setdefault(trajectory.member, [])
+        if member and member[0].reward != trajectory.reward:
+            raise LearnerError(
+                f"trajectory {trajectory.id!r}: its reward differs from that of the episode's other branches"
+            )
+        member.append(trajectory)
+    return [sorted(member, key=lambda t: t.branch) for member in members.values()]
+
+
+def _step_rewards(first: TrajectoryHeader, turns: int, extra: float) -> NDArray[np.float64]:
+    """The reward after each step of an episode, by its first branch; of a failure its penalty after the last of its `turns`."""
+    failed = not first.outcome.trainable
+    rewards = np.zeros(turns) if failed else np.array(first.turn_rewards, dtype=np.float64)
+    rewards[len(rewards) - 1 :] += first.reward if failed else extra
+    return rewards
+
+
+def by_token(branches: Sequence[TrajectoryHeader], version: int) -> TrainBatch:
+    """The columns of `branches` by token and by sequence; advantages are 0."""
+    sizes = np.array([len(branch) for branch in branches], dtype=np.int64)
+    starts, total = np.cumsum(sizes) - sizes, int(sizes.sum())
+    sampled, mixed = np.zeros(total, dtype=np.bool_), np.zeros(total, dtype=np.bool_)
+    staleness, turn, turns = np.full(total, -1, dtype=np.int32), np.full(total, -1, dtype=np.int32), 0
+    for start, branch in zip(starts.tolist(), branches, strict=True):
+        for span in branch.version_spans:
+            tokens = slice(start + span.start, start + span.end)
+            sampled[tokens], mixed[tokens], staleness[tokens] = True, span.mixed, version - span.version
+        for number, one in enumerate(branch.turns, start=turns):
+            turn[start + one.start : start + one.end] = number
+        turns += len(branch.turns)
+    loss_mask = sampled.copy()
+    loss_mask[starts] = False
+    prompts = [branch.prompt for branch in branches if isinstance(branch, BatchRow)]
+    batch = make_batch(
+        np.zeros(total, dtype=np.int32),
+        loss_mask,
+        sizes,
+        sampled=sampled,
+        staleness=staleness,
+        mixed=mixed,
+        advantages=np.zeros(total),
+        turn=turn,
+        positive=np.array([b.outcome.trainable and b.reward > 0 for b in branches], dtype=np.bool_),
+        ids=tuple(branch.id for branch in branches),
+        prompts=np.array(prompts, dtype=np.int64) if prompts else None,
+    )
+    return with_rows(batch, [branch for branch in branches if isinstance(branch, Trajectory)])
+
+
+def with_rows(batch: TrainBatch, rows: Iterable[Trajectory]) -> TrainBatch:
+    """`batch` with the token ids and log-probs of those of its sequences that are among `rows`."""
+    number = {name: i for i, name in enumerate(batch.ids)}
+    token_ids, logprobs = batch.token_ids.copy(), batch.behavior_logprobs.copy()
+    for row in rows:
+        if (i := number.get(row.id)) is not None:
+            start, end = batch.offsets[i : i + 2].tolist()
+            token_ids[start:end] = row.token_ids[: end - start]
+            logprobs[start:end] = row.behavior_logprobs[: end - start]
+    logprobs[batch.staleness < 0] = 0.0  # not sampled, or not trained
+    return msgspec.structs.replace(batch, token_ids=token_ids, behavior_logprobs=logprobs)
+
+
+def trainable(batch: TrainBatch, max_staleness: int) -> TrainBatch:
+    """The sequences that have a token to train, in their order, each cut after its last one. Columns by token are 0 elsewhere.
+
+    Raises:
+        LearnerError: a sampled token lies outside its trajectory's turns, and no estimator judged it.
+    """
+    masked = batch.masked[batch.episode_of_token] if len(batch.masked) else False
+    mask = batch.loss_mask & (batch.staleness <= max_staleness) & ~np.asarray(masked)
+    at = np.flatnonzero(mask)
+    sequence = np.repeat(np.arange(len(batch)), batch.sizes)
+    unjudged = at[np.isnan(batch.advantages[at])]
+    if len(unjudged):
+        name = batch.ids[sequence[unjudged[0]]]
+        raise LearnerError(f"trajectory {name!r}: tokens that were sampled in none of its turns have no advantage")
+    # Tokens after the last trained one have no influence on the loss and need not be computed.
+    ends = np.zeros(len(batch), dtype=np.int64)
+    np.maximum.at(ends, sequence[at], at + 1 - batch.offsets[sequence[at]])
+    kept = np.flatnonzero(ends)
+
+    def where_trained(column: NDArray[Any] | None) -> NDArray[Any] | None:
+        return None if column is None else np.where(mask, column, column.dtype.type(0))
+
+    columns = {
+        name: where_trained(getattr(batch, name)) for name in ("reference_logprobs", "values", "penalties", "returns")
+    }
+    narrowed = msgspec.structs.replace(
+        batch,
+        loss_mask=mask,
+        behavior_logprobs=where_trained(batch.behavior_logprobs),
+        staleness=np.where(mask, batch.staleness, np.int32(-1)),
+        mixed=batch.mixed & mask,
+        advantages=where_trained(batch.advantages),
+        **columns,
+    )
+    return narrowed.select(kept.tolist(), ends[kept])

@@ -1,10 +1,10 @@
-"""Checkpoints of any backend: folders that appear whole or not at all, and the Hugging Face folder that is exported.
+"""Checkpoints of any backend: folders that appear complete or not at all, and the exported Hugging Face folder.
 
     save ──copy──> training goes on
-             └──> a thread writes ──flush──rename──> the future is done: only now may anybody rely on the checkpoint
+             └──> a thread writes ──flush──rename──> the future is done: the checkpoint is complete
 
     root/step-00000010/       weights that are trained and their AdamW state, in the backend's own format
-                   state.json which step and version they are
+                   state.json their step and version
 
 Invariants:
 - Everything is written and flushed into a hidden sibling, then renamed; a folder named `step-*` is complete.
@@ -28,9 +28,9 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
-from ..durable import flush
+from ..common.fsio import apply_umask, replace_directory
 from ..errors import CheckpointError, LearnerError
-from .lost import is_lost
+from .distributed import is_peer_failure
 from .model import load_tokenizer
 
 STATE_FILE = "state.json"
@@ -44,11 +44,10 @@ READING = (
     pickle.UnpicklingError,  # torch's metadata
     CheckpointException,
 )
-"""What missing and damaged files are told by."""
-
+"""Errors that mean missing or damaged files."""
 
 CLOSE_S = 5.0
-"""For a write that is under way when the learner ends: whoever waited for it has done so already, or has given up."""
+"""Longest wait at the learner's end for a write that is under way."""
 
 
 class CheckpointState(msgspec.Struct, frozen=True):
@@ -59,22 +58,16 @@ class CheckpointState(msgspec.Struct, frozen=True):
 
 
 class Saver:
-    """Collective. Writes checkpoints beside training, in a thread of its own.
-
-    Args:
-        group: all ranks, for that thread alone.
-    """
+    """Collective. Writes checkpoints in a thread of its own while training goes on. `group` holds all ranks and is used
+    by that thread only."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._thread: threading.Thread | None = None
 
     def begin(self, directory: Path, state: CheckpointState, write: Callable[[Path], None]) -> Future[None]:
-        """Collective. Have `write`, as in `appear`, write what nobody changes any more, and add `state`. The future is done when it
-        is all there.
-
-        The future raises LearnerError where any rank could not write, or was lost; then `directory` is as it was before.
-        """
+        """Collective. Call `write`, as in `write_directory`, on data that no longer changes, and add `state`. The future is
+        done when all is on disk. It raises LearnerError where a rank could not write or was lost; `directory` is then unchanged."""
         written = Future[None]()
 
         def write_all(folder: Path) -> None:
@@ -84,8 +77,8 @@ class Saver:
 
         def work() -> None:
             try:
-                appear(directory, write_all, self.group)
-            except BaseException as error:  # whatever it is, the loop that waits for the future raises it
+                write_directory(directory, write_all, self.group)
+            except BaseException as error:  # the loop that waits for the future raises it
                 written.set_exception(error)
             else:
                 written.set_result(None)
@@ -96,7 +89,7 @@ class Saver:
         return written
 
     def close(self) -> None:
-        """Return when what was begun is written or has failed, or after `CLOSE_S`."""
+        """Return when the write that was begun has ended, or after `CLOSE_S`."""
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
@@ -123,12 +116,12 @@ def read_state(directory: Path) -> CheckpointState:
 
 
 def unreadable(directory: Path, error: BaseException) -> LearnerError:
-    """What to raise where a checkpoint could not be read: final, unless a disk or a rank that may come back was to blame."""
-    causes = [told[0] for told in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    told = f"checkpoint {directory} cannot be loaded: {_reason(error)}; resume from another"
-    if any(isinstance(cause, OSError) or is_lost(cause) for cause in causes):
-        return LearnerError(told, final=False)
-    return CheckpointError(told)
+    """The error for a checkpoint that could not be read: final, unless the cause is a disk or rank that may recover."""
+    causes = [failure[0] for failure in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    message = f"checkpoint {directory} cannot be loaded: {_reason(error)}; resume from another"
+    if any(isinstance(cause, OSError) or is_peer_failure(cause) for cause in causes):
+        return LearnerError(message, final=False)
+    return CheckpointError(message)
 
 
 def _reason(error: BaseException) -> str:
@@ -149,42 +142,28 @@ def export(directory: Path, model: PreTrainedModel, weights: Iterator[tuple[str,
             if model.generation_config is not None:
                 model.generation_config.save_pretrained(folder)
             load_tokenizer(source).save_pretrained(folder)
+            apply_umask(folder)
 
-    appear(directory, write)
+    write_directory(directory, write)
 
 
-def appear(directory: Path, write: Callable[[Path], None], group: dist.ProcessGroup | None = None) -> None:
-    """Collective over `group`. Let every rank `write` into a hidden folder, flush it, then give it its name in one rename.
-
-    Raises:
-        LearnerError: a rank could not write, or was lost; then `directory` is as it was before.
-    """
+def write_directory(directory: Path, write: Callable[[Path], None], group: dist.ProcessGroup | None = None) -> None:
+    """Collective over `group`. Every rank calls `write` on a hidden folder; it is flushed, then renamed to `directory`.
+    Raises LearnerError where a rank could not write, or was lost; `directory` is then unchanged."""
+    hidden = directory.with_name(f".{directory.name}.partial")
+    first = dist.get_rank() == 0
     try:
-        _appear(directory, write, group)
+        if first:
+            shutil.rmtree(hidden, ignore_errors=True)
+            hidden.mkdir(parents=True)
+        dist.barrier(group)
+        write(hidden)
+        dist.barrier(group)
+        if first:
+            replace_directory(directory, hidden)
+        dist.barrier(group)
     except (OSError, RuntimeError, CheckpointException, SafetensorError) as error:
         raise LearnerError(
             f"{directory} could not be written: {_reason(error)}; look at the disk and at the other ranks' logs",
             final=False,
         ) from error
-
-
-def _appear(directory: Path, write: Callable[[Path], None], group: dist.ProcessGroup | None) -> None:
-    hidden = directory.with_name(f".{directory.name}.partial")
-    replaced = directory.with_name(f".{directory.name}.replaced")
-    first = dist.get_rank() == 0
-    if first:
-        for leftover in (hidden, replaced):
-            shutil.rmtree(leftover, ignore_errors=True)
-        hidden.mkdir(parents=True)
-    dist.barrier(group)
-    write(hidden)
-    dist.barrier(group)
-    if first:
-        for path in [*hidden.rglob("*"), hidden]:
-            flush(path)
-        if directory.exists():
-            directory.rename(replaced)
-        hidden.rename(directory)
-        flush(directory.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-    dist.barrier(group)

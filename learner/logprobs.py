@@ -9,102 +9,97 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 CPU_CHUNK, GPU_CHUNK = 1 << 18, 1 << 24
-"""Float32 numbers in flight: 1 MiB, which stays in a core's cache, and 64 MiB, several rows even of the largest vocabularies, which
-keep a GPU busy."""
+"""Float32 numbers of a chunk: 1 MiB stays in a core's cache; 64 MiB are several rows of the largest vocabularies."""
 
 LOWEST = torch.finfo(torch.float32).min
 """In place of the -inf of a token that a model forbids: exp(-inf) * -inf is NaN, its share of an entropy is 0."""
 
 
 def token_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of `targets` and entropy, in nats, under softmax(logits / temperature). Both can be differentiated.
 
     Args:
-        logits: [K, V], any float dtype.
-        targets: int64[K].
+        logits: [K, V], any float dtype; [K, V / R] where the vocabulary is split over the R ranks of `group`, in their order.
+        targets: int64[K], ids in the whole vocabulary.
+        group: makes the call collective: every rank gets the results, and differentiates them by its own logits.
 
     Returns:
         float32[K], float32[K].
     """
-    return _TokenLogprobs.apply(logits, targets, temperature)  # pyright: ignore[reportReturnType]
+    split = group if group is not None and group.size() > 1 else None
+    return _TokenLogprobs.apply(logits, targets, temperature, split)  # pyright: ignore[reportReturnType]
 
 
 class _TokenLogprobs(torch.autograd.Function):
     """With z = logits / T, p = softmax(z), H = -sum p log p:
 
     d log p_y / dz = onehot(y) - p        dH / dz = -p (log p + H)
+
+    Given the normalizer and H, a rank of a split vocabulary needs its own logits only. Megatron's own
+    `vocab_parallel_cross_entropy` gives no entropy and overwrites its logits.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float, group: dist.ProcessGroup | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        width = logits.shape[-1]
+        local = targets
+        if group is not None:  # -1 where another rank has the target
+            local = targets - group.rank() * width
+            local = local.where((local >= 0) & (local < width), -1)
         chosen = logits.new_empty(len(logits), dtype=torch.float32)
         entropy, normalizer = torch.empty_like(chosen), torch.empty_like(chosen)
-        for part in chunks(logits):
+        for part in _chunks(logits):
             z = (logits[part].float() / temperature).clamp_(min=LOWEST)
+            target = logits[part].gather(-1, local[part, None].clamp(min=0)).squeeze(-1).float() / temperature
+            target = target.where(local[part] >= 0, 0.0)
             largest = z.amax(-1)
+            if group is not None:
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
             z -= largest[:, None]
             weights = z.exp()
-            total = weights.sum(-1)
+            sums = torch.stack([weights.sum(-1), weights.mul_(z).sum(-1), target])
+            if group is not None:
+                dist.all_reduce(sums, group=group)
+            total, weighted, target = sums
             log_total = total.log()
-            entropy[part] = log_total - weights.mul_(z).sum(-1) / total
+            entropy[part] = log_total - weighted / total
             normalizer[part] = largest + log_total
-            chosen[part] = (
-                logits[part].gather(-1, targets[part, None]).squeeze(-1).float() / temperature - normalizer[part]
-            )
-        ctx.save_for_backward(logits, targets, normalizer, entropy)
+            chosen[part] = target - normalizer[part]
+        ctx.save_for_backward(logits, local, normalizer, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         return chosen, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None, None, None]:
+        """`targets` are -1 where they are in another rank's part of the vocabulary."""
         grad_chosen, grad_entropy = grads
         logits, targets, normalizer, entropy = ctx.saved_tensors
-        grad_logits = logits_gradient(logits, targets, normalizer, entropy, ctx.temperature, grad_chosen, grad_entropy)
-        return grad_logits, None, None
+        grad_logits = torch.empty_like(logits)
+        owned = targets >= 0
+        scale = torch.zeros_like(normalizer) if grad_chosen is None else grad_chosen
+        for part in _chunks(logits):
+            logp = (logits[part].float() / ctx.temperature).sub_(normalizer[part, None])
+            if grad_entropy is None:
+                grad = logp.exp_().mul_(-scale[part, None])
+            else:
+                grad = logp.exp()
+                surprise = logp.clamp_(min=LOWEST).add_(entropy[part, None])
+                grad.mul_(surprise.mul_(-grad_entropy[part, None]).sub_(scale[part, None]))
+            grad.scatter_add_(-1, targets[part, None].clamp(min=0), (scale * owned)[part, None])
+            grad_logits[part] = grad.div_(ctx.temperature)
+        return grad_logits, None, None, None
 
 
-def logits_gradient(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    normalizer: torch.Tensor,
-    entropy: torch.Tensor,
-    temperature: float,
-    grad_chosen: torch.Tensor | None,
-    grad_entropy: torch.Tensor | None,
-) -> torch.Tensor:
-    """[K, V], the gradient by logits from that by the log-prob of `targets` and that by the entropy, float32[K] each.
-
-    Of a vocabulary that is split over ranks `logits` are one part; a target in another part has -1.
-
-    Args:
-        normalizer: float32[K], log of the sum of exp(logits / temperature) over the whole vocabulary.
-        entropy: float32[K].
-    """
-    grad_logits = torch.empty_like(logits)
-    owned = targets >= 0
-    scale = torch.zeros_like(normalizer) if grad_chosen is None else grad_chosen
-    for part in chunks(logits):
-        logp = (logits[part].float() / temperature).sub_(normalizer[part, None])
-        if grad_entropy is None:
-            grad = logp.exp_().mul_(-scale[part, None])
-        else:
-            grad = logp.exp()
-            surprise = logp.clamp_(min=LOWEST).add_(entropy[part, None])
-            grad.mul_(surprise.mul_(-grad_entropy[part, None]).sub_(scale[part, None]))
-        grad.scatter_add_(-1, targets[part, None].clamp(min=0), (scale * owned)[part, None])
-        grad_logits[part] = grad.div_(temperature)
-    return grad_logits
-
-
-def chunks(logits: torch.Tensor) -> list[slice]:
-    """Rows that are brought to float32 at a time."""
+def _chunks(logits: torch.Tensor) -> list[slice]:
+    """Rows that are converted to float32 at a time."""
     elements = CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK
     rows = max(1, elements // logits.shape[-1])
     return [slice(start, start + rows) for start in range(0, len(logits), rows)]

@@ -1,61 +1,47 @@
-"""The training loop: take a batch, step, commit, publish, again.
+"""The training loop: take, step, commit, publish.
 
-    buffer ──take(v)──> scores ──> credit, sequences ──> step ──> commit(v) ──> publish(v + 1) ──> served(v + 1)
-                                                                    └── every so often: checkpoint
+    buffer ──take(v)──> aux models, advantages ──> step ──> commit(v) ──> publish(v + 1)
+                                                             └── every so often: checkpoint
 
     who waits          for what                                        until
     every rank         the batch of version v                          learner.batch_s, then DeadlineExceeded
-    rank 0             models beside the policy that are placed        learner.batch_s, then LearnerError
-    rank 0             replicas that came (back)                       never: they are brought the weights meanwhile
-    rank 0             replicas that take the new weights              weightsync.push_s each; the late are left out
+    rank 0             aux models in ranks of their own                learner.batch_s, then LearnerError
+    rank 0             replicas that joined or came back               never: they are updated in a task of its own
+    rank 0             replicas that take the new weights              rollout.episode_s / 5 each; the late are left out
     every rank         the other ranks, in each collective             the backend's timeout, then LearnerError
-    every rank         the checkpoint before, at the next and the end  learner.batch_s, then DeadlineExceeded
+    every rank         the previous checkpoint, at the next, at the end  learner.batch_s, then DeadlineExceeded
 
 Invariants:
-- All ranks run this same loop over the same batches: `take` gives every rank the same batch until it is committed.
+- All ranks run this same loop over the same batches: `take` gives every rank the same headers until the batch is committed. Each
+  plans the same steps from them, and fetches the rows that it works on.
 - The commit comes after the optimizer step and before the weights are gathered, so no rank asks for a batch too early.
 - Only rank 0 commits, publishes, reports and prunes.
-- A stop is agreed on between two steps; it leaves a checkpoint of the last commit.
-- Checkpoints are written one at a time, while training goes on. The buffer is told of one when it is whole on disk, and
-  not before: from then on its commits are final.
+- The ranks agree on a stop between two steps. A stop leaves a checkpoint of the last commit.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
-import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from ..buffer.client import BufferClient
-from ..buffer.messages import Batch
+from ..buffer.messages import BatchPlan
+from ..buffer.trajectory import Trajectory
 from ..configs.schema import Learner
-from ..errors import CheckpointError, ConfigError, DeadlineExceeded, within
-from ..weightsync.plan import PushReport
+from ..errors import DeadlineExceeded
 from ..weightsync.publisher import Publisher
-from . import checkpoint
-from .algorithms import advantage_of, overlong
+from .algorithms import advantage_of, returns_of
+from .algorithms.estimators import assign_advantages, overlong
+from .aux_models.aux_models import AuxModels
 from .backend import Backend
-from .batch import (
-    scoring_row,
-    summarize,
-    to_sequences,
-)
+from .batch import TrainBatch, flatten, trainable, with_rows
 from .checkpoint import CheckpointState
-from .companions import Companions
-from .meter import StepMeter
-from .metrics import StepMetrics
-from .model import MODEL_KEY
-from .step import Stepper
-
-log = logging.getLogger(__name__)
-
-LOOK_S = 1.0
-"""Between looks at the buffer until the first group is being played."""
+from .checkpointing import Checkpointer
+from .metrics import AuxModelsResult, PolicyStepResult, StepMetrics, StepTimer, summarize
+from .replica_updates import ReplicaUpdates
+from .step import PolicyStepper
 
 FRESH = 8
 """Trajectories scored per step only to compare learner and engine; a few percent of a batch."""
@@ -69,12 +55,12 @@ class TrainingLoop:
         backend: this rank's part of the model.
         buffer: where batches come from.
         publisher: on rank 0 how weights leave; None on the others.
-        joined: set on rank 0 whenever a replica answers that serves nothing yet.
-        checkpoints: folder that checkpoints live in.
+        joined: set on rank 0 whenever a replica answers that serves no version yet.
+        checkpoints: folder of the checkpoints.
         canary_ids: the fixed prompt of every push.
         report: receives each step's metrics, on rank 0.
         longest: tokens of the longest possible episode, `agent.max_tokens`.
-        companions: this rank's part of the models beside the policy.
+        aux_models: this rank's part of the aux models.
     """
 
     def __init__(
@@ -88,245 +74,107 @@ class TrainingLoop:
         canary_ids: Sequence[int],
         report: Callable[[StepMetrics], None],
         longest: int,
-        companions: Companions | None = None,
+        aux_models: AuxModels | None = None,
     ) -> None:
-        self._config = config
-        self._companions = companions or Companions(config)
-        self._backend = backend
-        self._buffer = buffer
-        self._publisher = publisher
-        self._joined = joined
-        self._checkpoints = checkpoints
-        self._canary = tuple(canary_ids)
-        self._report = report
-        self._advantage = advantage_of(config.algorithm)
-        self._shape = overlong.shaping(config.algorithm.overlong, longest)
-        self._stepper = Stepper(config, backend, longest)
-        self._served: int | None = None
-        self._catching: asyncio.Task[None] | None = None
-        self._retry: asyncio.TimerHandle | None = None
-        self._saving: asyncio.Task[None] | None = None
+        self._config, self._backend, self._buffer, self._report = config, backend, buffer, report
+        self._aux_models = aux_models or AuxModels(config)
+        self._advantage, self._returns = advantage_of(config.algorithm), returns_of(config.algorithm)
+        self._shape = overlong(config.algorithm.overlong, longest)
+        self._stepper = PolicyStepper(config, backend, longest)
+        self._updates = ReplicaUpdates(backend, buffer, publisher, joined, canary_ids)
+        self._checkpoints = Checkpointer(config, backend, self._aux_models, buffer, checkpoints)
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> CheckpointState:
         """Train from the newest checkpoint to `learner.steps`, or until `stop`. Returns what the last checkpoint holds."""
         try:
             return await self._train(stop, on_ready)
         finally:
-            await self._leave()
+            await self._updates.close()
+            await self._checkpoints.close()
 
     async def _train(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> CheckpointState:
-        state = await self._recover()
-        await self._publish(state.version)
-        await self._until_played(on_ready, stop)
-        meter = StepMeter(await self._buffer.stats())
+        state = await self._checkpoints.recover(self._updates.score_canary)
+        await self._updates.publish(state.version)
+        await self._updates.first_rollout(on_ready, stop)
+        timer = StepTimer(await self._buffer.stats())
         while state.step < self._config.steps:
-            batch = await self._next_batch(state, stop)
-            if batch is None:
+            taken = await self._take(state, stop)
+            if taken is None:
                 break
-            meter.took(batch)
-            sequences = to_sequences(
-                batch.groups,
-                self._advantage,
-                state.version,
-                batch.oldest_version,
-                batch.withheld,
-                scores=await self._companions.score(batch.groups),
-                shape=self._shape,
-            )
-            fresh = await self._buffer.fresh(state.version, FRESH) if self._backend.rank == 0 else ()
-            learnt = self._companions.learn(sequences)
-            done, beside = self._stepper.step(sequences, fresh, state), await learnt()
-            if self._backend.rank == 0:
-                await self._buffer.commit(state.version)
-            meter.stepped(await self._buffer.stats())
-            state = CheckpointState(step=state.step + 1, version=state.version + 1)
-            push = await self._publish(state.version)
-            if self._saving is not None and self._saving.done():
-                await self._saved_whole()
-            if state.step % self._config.checkpoint.every == 0:
-                await self._save(state)
+            timer.took(taken)
+            batch, result, aux_result = await self._step(taken, state)
+            state = await self._commit(state)
+            timer.stepped(await self._buffer.stats())
+            push = await self._updates.publish(state.version)
+            await self._checkpoints.after_step(state)
             if push is not None:
-                self._report(meter.row(state, summarize(batch.groups, sequences, batch.withheld), done, beside, push))
-        await self._save_last(state)
+                summary = summarize(taken.groups, batch, taken.withheld)
+                self._report(timer.row(state, summary, result, aux_result, push))
+        await self._checkpoints.save_last(state)
         return state
 
-    async def serve(self, stop: asyncio.Event) -> None:
-        """After the last step, until `stop`: a replica that comes, or comes back, still gets its weights."""
-        stopped = asyncio.create_task(stop.wait(), name="stop")
-        if self._publisher is not None:
-            self._joined.set()  # somebody may have been left out when training ended
-        try:
-            while not stopped.done():
-                await self._meanwhile({stopped})
-        finally:
-            stopped.cancel()
-            await self._leave()
-
-    async def _until_played(self, on_ready: Callable[[], None], stop: asyncio.Event) -> None:
-        """Return when the first group is being played. What comes before, an evaluation for example, takes the time it takes
-        and counts neither as waiting nor towards `batch_s`."""
-        announced = False
-        stopped = asyncio.create_task(stop.wait(), name="stop")
-        try:
-            while not stopped.done():
-                if not announced and (self._publisher is None or self._served is not None):
-                    announced = True
-                    on_ready()
-                stats = await self._buffer.stats()
-                if stats.leased_groups or stats.ready_groups:
-                    return
-                await self._meanwhile({stopped}, LOOK_S)
-        finally:
-            stopped.cancel()
-
-    async def _meanwhile(self, waits: Collection[asyncio.Task[Any]], seconds: float | None = None) -> None:
-        """Return when one of `waits` is done, after `seconds`, or when there is news of replicas that came (back): they are brought
-        the weights in a task of its own, which goes on while `waits` are dealt with."""
-        if self._catching is not None and self._catching.done():
-            catching, self._catching = self._catching, None
-            catching.result()
-        if self._catching is None and self._joined.is_set() and self._publisher is not None:
-            self._joined.clear()
-            self._catching = asyncio.create_task(self._catch_up(self._publisher), name="catch up")
-        news = self._catching or asyncio.create_task(self._joined.wait(), name="joined")
-        try:
-            await asyncio.wait({*waits, news}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if news is not self._catching:
-                news.cancel()
-
-    async def _catch_up(self, publisher: Publisher) -> None:
-        await self._serve(await publisher.catch_up())
-
-    async def _leave(self) -> None:
-        """Nobody is brought anything any more."""
-        if self._retry is not None:
-            self._retry.cancel()
-        for task in (self._catching, self._saving):
-            if task is not None:
-                task.cancel()
-                await asyncio.wait({task})
-        self._catching = self._saving = None
-
-    async def _recover(self) -> CheckpointState:
-        """Load the newest checkpoint, if any, and have the buffer roll back what it does not contain.
-
-        Raises:
-            CheckpointError: it is damaged, of another model, or computes no numbers.
-            ConfigError: there is none, and the model at `model.path` computes no numbers.
-        """
-        whole = [path for path in checkpoint.checkpoints(self._checkpoints) if self._companions.saved_with(path)]
-        state = self._saved = CheckpointState(step=0, version=0)
-        if whole:
-            state = self._saved = self._backend.load(whole[-1])
-            await self._companions.load(whole[-1])
-        if not self._scored_canary().isfinite().all():
-            told = "gives log-probs that are not finite: its weights are damaged"
-            if whole:
-                raise CheckpointError(f"checkpoint {whole[-1]} {told}; resume from another")
-            raise ConfigError(f"{MODEL_KEY}: the model there {told}; name another")
-        version = await self._buffer.recover(state.version) if self._backend.rank == 0 else 0
-        version = int(self._backend.maximum(version))
-        if version != state.version:
-            log.warning(
-                "commits after version %d were lost; their weights live on as version %d", state.version, version
-            )
-        return CheckpointState(step=state.step, version=version)
-
-    async def _next_batch(self, state: CheckpointState, stop: asyncio.Event) -> Batch | None:
-        """The batch of `state.version`, None when any rank was asked to stop. Meanwhile replicas that came back catch up.
-
-        Raises:
-            DeadlineExceeded: no batch within `batch_s`; what was learnt until then is in a checkpoint.
-        """
-        take = asyncio.create_task(self._buffer.take(state.version, self._config.batch_s), name="batch")
+    async def _take(self, state: CheckpointState, stop: asyncio.Event) -> BatchPlan | None:
+        """Collective. The batch of `state.version`, None when any rank was asked to stop; replicas are updated meanwhile. Raises
+        DeadlineExceeded without a batch in `learner.batch_s`, after a checkpoint of all that was learned."""
+        take = asyncio.create_task(self._buffer.take_plan(state.version, self._config.batch_s), name="batch")
         stopped = asyncio.create_task(stop.wait(), name="stop")
         try:
             while not (take.done() or stopped.done()):
-                await self._meanwhile({take, stopped})
+                await self._updates.wait_any({take, stopped})
             late = take.done() and isinstance(take.exception(), DeadlineExceeded)
             if self._backend.maximum(late):
-                await self._save_last(state)
-                stats = await self._buffer.stats()
-                hint = f"{stats.ready_groups} groups are ready, {stats.leased_groups} are being played; see the workers' logs"
-                if stats.refilled_groups:
-                    hint += (
-                        f"; {stats.refilled_groups} groups of this run were discarded because all their rewards were equal "
-                        "(buffer.dynamic_sampling)"
-                    )
-                raise DeadlineExceeded(
-                    "the learner", f"the batch of version {state.version}", self._config.batch_s, hint
-                )
+                await self._checkpoints.save_last(state)
+                raise await self._late_batch(state.version)
             return None if self._backend.maximum(stopped.done()) else await take
         finally:
             take.cancel()
             stopped.cancel()
 
-    async def _publish(self, version: int) -> PushReport | None:
-        """Send this rank's part of the weights on their way; on rank 0, see them served."""
-        scored = self._scored_canary()
-        if self._publisher is None:
-            collections.deque(self._backend.named_weights(), maxlen=0)
-            return None
-        weights = self._backend.named_weights()
-        push = await self._publisher.publish(version, weights, self._canary, scored.tolist())
-        if self._catching is not None:  # broken off by the push, unless it had ended before
-            catching, self._catching = self._catching, None
-            await catching
-        await self._serve(push)
-        return push
+    async def _step(
+        self, taken: BatchPlan, state: CheckpointState
+    ) -> tuple[TrainBatch, PolicyStepResult, AuxModelsResult]:
+        """Compute advantages, then step the policy and the trained aux model. This rank fetches the rows that it works on."""
+        rows: dict[str, Trajectory] = {}
+        flat = flatten(taken.groups, state.version, withheld=taken.withheld, shape=self._shape)
+        if self._aux_models.models:
+            flat = await self._fetch(state.version, flat, self._aux_models.scored_rows(flat), rows)
+            flat = await self._aux_models.score(flat)
+        credited = assign_advantages(flat, self._advantage, self._returns)
+        batch = trainable(credited, max_staleness=state.version - taken.oldest_version)
+        plan = self._stepper.plan(batch)
+        wanted = {*chain.from_iterable(chain.from_iterable(plan))}
+        if self._aux_models.models:
+            wanted.update(self._aux_models.trained_rows(batch))
+        batch = await self._fetch(state.version, batch, wanted, rows)
+        fresh = await self._buffer.fresh(state.version, FRESH) if self._backend.rank == 0 else ()
+        aux_result = self._aux_models.learn(batch) if self._aux_models.models else None
+        result = self._stepper.step(batch, plan, fresh, state)
+        return batch, result, await aux_result() if aux_result else AuxModelsResult()
 
-    def _scored_canary(self) -> torch.Tensor:
-        """Collective. What the policy says of the fixed prompt, but for its first token."""
-        return self._backend.logprobs([scoring_row([self._canary])], temperature=1.0)[0][1:]
+    async def _fetch(
+        self, version: int, batch: TrainBatch, wanted: Collection[int], rows: dict[str, Trajectory]
+    ) -> TrainBatch:
+        """`batch` with the tokens of its sequences `wanted`. Those that are not among `rows` are fetched and added to these."""
+        missing = [name for name in (batch.ids[i] for i in sorted(wanted)) if name not in rows]
+        if missing:
+            rows |= {row.id: row for row in await self._buffer.fetch_rows(version, missing)}
+        return with_rows(batch, rows.values()) if wanted else batch
 
-    async def _serve(self, push: PushReport | None) -> None:
-        """Tell the buffer what the engines serve now, and see to it that those who do not are tried again."""
-        assert self._publisher is not None
-        retry_in = self._publisher.retry_in()
-        if self._retry is not None:
-            self._retry.cancel()
-        if retry_in is not None:
-            self._retry = asyncio.get_running_loop().call_later(retry_in, self._joined.set)
-        if push is None:
-            return
-        for name, why in push.failed.items():
-            log.warning("%s did not take version %d: %s", name, push.version, why)
-        if push.pushed:
-            self._served = push.version
-            await self._buffer.served(push.version)
-
-    async def _save(self, state: CheckpointState) -> None:
-        """Begin to checkpoint `state`, when the checkpoint before it is whole."""
-        await self._saved_whole()
-        writing = [
-            *self._companions.save(self._checkpoints, state),
-            asyncio.wrap_future(self._backend.save(checkpoint.path_of(self._checkpoints, state.step), state)),
-        ]
-        self._saved = state
-        self._saving = asyncio.create_task(self._when_written(writing), name="checkpoint")
-
-    async def _save_last(self, state: CheckpointState) -> None:
-        """See to it that a whole checkpoint of `state` is there."""
-        if self._saved != state:
-            await self._save(state)
-        await self._saved_whole()
-
-    async def _saved_whole(self) -> None:
-        """Return when the checkpoint that was begun, if any, is whole and the buffer knows; raise what went wrong with it."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            await saving
-
-    async def _when_written(self, writing: Sequence[Awaitable[None]]) -> None:
-        """Commits that every kept checkpoint contains can no longer be rolled back."""
-        hint = "the disk is too slow, or another rank or a placed model is gone; see learner.batch_s and their logs"
-        whole = asyncio.gather(*writing)
-        await within(
-            self._config.batch_s, whole, who="the learner", waits_for="its checkpoint to be written", hint=hint
-        )
+    async def _commit(self, state: CheckpointState) -> CheckpointState:
         if self._backend.rank == 0:
-            checkpoint.prune(self._checkpoints, self._config.checkpoint.keep)
-            self._companions.prune(self._checkpoints, self._config.checkpoint.keep)
-            oldest = checkpoint.checkpoints(self._checkpoints)[0]
-            await self._buffer.checkpointed(checkpoint.read_state(oldest).version)
+            await self._buffer.commit(state.version)
+        return CheckpointState(step=state.step + 1, version=state.version + 1)
+
+    async def _late_batch(self, version: int) -> DeadlineExceeded:
+        stats = await self._buffer.stats()
+        hint = f"{stats.ready_groups} groups are ready, {stats.leased_groups} are being played; see the workers' logs"
+        if stats.refilled_groups:
+            hint += (
+                f"; {stats.refilled_groups} groups of this run were discarded because all their rewards were equal "
+                "(buffer.dynamic_sampling)"
+            )
+        return DeadlineExceeded("the learner", f"the batch of version {version}", self._config.batch_s, hint)
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """After the last step, until `stop`: a replica that joins, or comes back, still gets its weights."""
+        await self._updates.serve(stop)

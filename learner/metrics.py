@@ -1,17 +1,27 @@
-"""One row of `metrics.jsonl`: what one learner step did and what it cost. Names are kept; scripts rely on them."""
+"""One row of `metrics.jsonl`: the results and costs of one learner step. Field names are stable; scripts rely on them."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
+
 import msgspec
+import numpy as np
+
+from ..buffer.ledger import Withheld
+from ..buffer.messages import BatchPlan, Stats
+from ..buffer.trajectory import TrajectoryHeader
+from ..weightsync.plan import PushReport
+from .algorithms.policy_loss import BY_STALENESS, effective_sample_size
+from .backend import BackendStepResult
+from .batch import ALL_TRAINED, Group, TrainBatch
+from .checkpoint import CheckpointState
 
 
-class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured between the end of the previous step and the end of this one, unless said otherwise.
+class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of `StepMetrics` about the batch.
 
     Attributes:
-        step: optimizer batches contained in the weights, from 1.
-        version: the policy version that this step made.
-        time: seconds since the epoch, at the end of the step.
         reward_mean: mean return of the batch's episodes.
         reward_std: its standard deviation over episodes.
         staleness_mean: learner version minus sampling version, mean over trained tokens.
@@ -20,56 +30,12 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         tokens_trained: tokens that carried loss in this step.
         tokens_withheld: sampled tokens of this batch that were too old, or of episodes without loss (`buffer.ledger.Withheld`).
         mixed_tokens: trained tokens sampled by new weights from keys and values of older ones too (`rollout.partial=keep_kv`).
-        tokens_discarded: tokens discarded for any reason since the previous step.
-        groups_refilled: groups discarded since the previous step because all their rewards were equal (`buffer.dynamic_sampling`).
-        messages_dropped: messages to the buffer that were no request, since its process started.
-        peers_refused: attempts to connect to the buffer without the run's keys, since its process started.
         episodes: episodes in the batch.
         episode_tokens_mean: sampled tokens per episode.
         turns_mean: completions per episode.
         environment: what the environment reported (`StepResult.metrics`), mean by name over the episodes that reported it.
-        rollout_tokens_per_s: tokens generated per second since the previous step.
-        overlap_tokens_per_s: tokens generated per second while the learner was stepping.
-        learner_tokens_per_s: tokens (context included) per second of stepping.
-        learner_idle: share of the time in which the learner waited for a batch, 0 to 1.
-        rollout_idle: share of the episode slots that stood empty for want of a lease, 0 to 1.
-        slots: episodes that all workers together would play at once, mean; follows how busy the servers are.
-        replicas: inference servers that took the push and serve its version.
-        replicas_failed: those that did not, for the moment.
-        wait_s: seconds waited for the batch.
-        step_s: seconds from the batch to its commit: what the models beside the policy say of it, credit, proximal log-probs,
-            forward, backward and optimizer, and their own steps.
-        push_s: seconds of the weight push, all told.
-        pause_ms: longest pause of a replica in the push.
-        transfer_ms: time the bytes took.
-        canary: largest canary difference after the push, nats.
-        mismatch_max: largest difference in nats between the learner's and the engine's log-prob of a token sampled at the
-            learner's own version: tokens of staleness 0 in the batch, and in a few trajectories that were delivered while
-            the learner looked at the batch; 0 when there were none. Tokens of a mixed policy do not count. In the batch the
-            learner's are the proximal log-probs, of the step's own forward pass or of a scoring pass before it (`step.py`).
-        mismatch_tokens: how many tokens that maximum is over, all ranks together.
-        loss: the policy loss.
-        ess: effective sample size of the importance weights over tokens, as a share, 0 to 1.
-        kl: mean over trained tokens of the k3 estimate of KL(behaviour || current), nats (Schulman 2020).
-        kl_reference: mean over trained tokens of the k3 estimate of KL(current || reference), nats; 0 where there is no reference.
-        value_loss: half the mean squared error of the critic before its step; 0 where there is no critic.
-        explained_variance: 1 - the mean squared error / the variance of the returns; 0 where there is no critic.
-        reward_model_loss: cross-entropy of outcomes under the process reward model before its step, nats; 0 where there is none.
-        reward_model_accuracy: share of trained tokens whose sequence it judged rightly; 0 where there is none.
-        entropy: mean entropy of the policy at trained tokens, nats.
-        clip_fraction: share of trained tokens where the loss's own clip was at work.
-        dropped_fraction: share of trained tokens that the correction left no loss (`learner.algorithm.correction`).
-        ess_by_staleness: `ess` among the trained tokens of each staleness (`{"0": 0.99, "1": 0.9}`).
-        kl_by_staleness: `kl`, likewise.
-        clip_fraction_by_staleness: `clip_fraction`, likewise.
-        weight_by_staleness: share of all importance weight that tokens of this staleness hold; sums to 1.
-        grad_norm: before clipping.
-        lr: learning rate used.
     """
 
-    step: int
-    version: int
-    time: float
     reward_mean: float
     reward_std: float
     staleness_mean: float
@@ -78,14 +44,69 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_trained: int
     tokens_withheld: int
     mixed_tokens: int
-    tokens_discarded: int
-    groups_refilled: int = 0
-    messages_dropped: int
-    peers_refused: int
     episodes: int
     episode_tokens_mean: float
     turns_mean: float
     environment: dict[str, float]
+
+
+class StepMetrics(BatchSummary, frozen=True, kw_only=True):
+    """Measured between the end of the previous step and the end of this one, unless stated otherwise.
+
+    Attributes:
+        step: optimizer batches contained in the weights, from 1.
+        version: the policy version that this step made.
+        time: seconds since the epoch, at the end of the step.
+        tokens_discarded: tokens discarded for any reason since the previous step.
+        groups_refilled: groups discarded since the previous step because all their rewards were equal (`buffer.dynamic_sampling`).
+        messages_dropped: malformed messages to the buffer, since its process started.
+        peers_refused: attempts to connect to the buffer without the run's keys, since its process started.
+        rollout_tokens_per_s: tokens generated per second since the previous step.
+        overlap_tokens_per_s: tokens generated per second while the learner was stepping.
+        learner_tokens_per_s: tokens (context included) per second of stepping.
+        learner_idle: share of the time in which the learner waited for a batch, 0 to 1.
+        rollout_idle: share of the episode slots that were empty because no lease was granted, 0 to 1.
+        slots: episodes that all workers would play in sum at once, mean; follows how busy the servers are.
+        replicas: inference servers that took the push and serve its version.
+        replicas_failed: replicas that did not.
+        wait_s: seconds waited for the batch.
+        step_s: seconds from the batch to its commit: rows, aux models and their steps, advantages, proximal log-probs, forward,
+            backward and optimizer.
+        push_s: seconds of the whole weight push.
+        pause_ms: longest pause of a replica in the push.
+        transfer_ms: time of the transfer.
+        canary: largest canary difference after the push, nats.
+        mismatch_max: largest difference in nats between the learner's and the engine's log-prob of a token sampled at the
+            learner's own version: tokens of staleness 0 in the batch, and in a few trajectories that were delivered since
+            the batch was taken; 0 when there were none. Tokens of a mixed policy do not count. In the batch the
+            learner's are the proximal log-probs, of the step's own forward pass or of a scoring pass before it (`step.py`).
+        mismatch_tokens: how many tokens that maximum is over, all ranks together.
+        loss: the policy loss.
+        ess: effective sample size of the importance weights over tokens, as a share, 0 to 1.
+        kl: mean over trained tokens of the k3 estimate of KL(behavior || current), nats (Schulman 2020).
+        kl_reference: mean over trained tokens of the k3 estimate of KL(current || reference), nats; 0 where there is no reference.
+        value_loss: half the mean squared error of the critic before its step; 0 where there is no critic.
+        explained_variance: 1 - the mean squared error / the variance of the returns; 0 where there is no critic.
+        reward_model_loss: cross-entropy of outcomes under the process reward model before its step, nats; 0 where there is none.
+        reward_model_accuracy: share of trained tokens whose sequence it classified correctly; 0 where there is none.
+        entropy: mean entropy of the policy at trained tokens, nats.
+        clip_fraction: share of trained tokens where the loss's own clip was active.
+        dropped_fraction: share of trained tokens whose loss the correction dropped (`learner.algorithm.correction`).
+        ess_by_staleness: `ess` among the trained tokens of each staleness (`{"0": 0.99, "1": 0.9}`).
+        kl_by_staleness: `kl`, likewise.
+        clip_fraction_by_staleness: `clip_fraction`, likewise.
+        weight_by_staleness: share of all importance weight on tokens of this staleness; sums to 1.
+        grad_norm: before clipping.
+        lr: learning rate used.
+    """
+
+    step: int
+    version: int
+    time: float
+    tokens_discarded: int
+    groups_refilled: int = 0
+    messages_dropped: int
+    peers_refused: int
     rollout_tokens_per_s: float
     overlap_tokens_per_s: float
     learner_tokens_per_s: float
@@ -119,3 +140,183 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     weight_by_staleness: dict[str, float] = {}
     grad_norm: float
     lr: float
+
+
+class AuxModelsResult(msgspec.Struct, frozen=True):
+    """The steps of the trained aux model on one batch; names and units are those of `StepMetrics`."""
+
+    value_loss: float = 0.0
+    explained_variance: float = 0.0
+    reward_model_loss: float = 0.0
+    reward_model_accuracy: float = 0.0
+
+
+class PolicyStepResult(msgspec.Struct, frozen=True):
+    """The optimizer steps of one batch, one per minibatch.
+
+    Attributes:
+        lr: their learning rate.
+        mismatch: largest learner-engine difference in nats, over all ranks.
+        compared: the number of compared tokens; only rank 0 has fresh ones.
+    """
+
+    results: tuple[BackendStepResult, ...]
+    lr: float
+    mismatch: float
+    compared: int
+
+    def mean(self, name: str) -> float:
+        """A loss statistic, mean over the batch's trained tokens."""
+        return sum(r.means[name] * r.tokens for r in self.results) / sum(r.tokens for r in self.results)
+
+    def by_staleness(self) -> dict[str, dict[str, float]]:
+        """The fields `*_by_staleness` of `StepMetrics`, over the batch's trained tokens."""
+        names = {name for result in self.results for name in result.means if "/" in name}
+        totals = {n: sum(r.means.get(n, 0.0) * r.tokens for r in self.results) for n in names}
+        weight = sum(total for name, total in totals.items() if name.startswith("importance/"))
+        ess, kl, clipped, weights = (dict[str, float]() for _ in range(4))
+        for staleness in sorted(int(name.removeprefix("tokens/")) for name in names if name.startswith("tokens/")):
+            tokens = totals[f"tokens/{staleness}"]
+            if tokens > 0:
+                means = {name: totals[f"{name}/{staleness}"] / tokens for name in BY_STALENESS}
+                ess[str(staleness)] = effective_sample_size(means)
+                kl[str(staleness)] = means["kl"]
+                clipped[str(staleness)] = means["clip_fraction"]
+                weights[str(staleness)] = means["importance"] * tokens / weight
+        return {
+            "ess_by_staleness": ess,
+            "kl_by_staleness": kl,
+            "clip_fraction_by_staleness": clipped,
+            "weight_by_staleness": weights,
+        }
+
+
+def mean_over(results: Sequence[BackendStepResult]) -> dict[str, float]:
+    """Means of the sums that several steps reported, over their trained tokens."""
+    tokens = sum(result.tokens for result in results)
+    return {name: sum(r.means[name] * r.tokens for r in results) / tokens for name in results[0].means}
+
+
+def summarize(
+    groups: Sequence[Group], trained: TrainBatch, withheld: Mapping[str, Withheld] = ALL_TRAINED
+) -> BatchSummary:
+    """Statistics of `groups` and of `trained`, the sequences of them that carry loss."""
+    everything = sum(trajectory.sampled for group in groups for trajectory in group)
+    groups = [tuple(t for t in group if withheld.get(t.episode) != "baseline") for group in groups]
+    branches = [trajectory for group in groups for trajectory in group]
+    members = {trajectory.episode: trajectory for trajectory in branches}
+    rewards = np.array([t.reward for t in members.values() if t.outcome.trainable], dtype=np.float64)
+    values, counts = np.unique(trained.staleness[trained.loss_mask], return_counts=True)
+    staleness = dict(zip(values.tolist(), counts.tolist(), strict=True))
+    tokens, episodes = sum(staleness.values()), max(1, len(members))
+    sampled = sum(branch.sampled for branch in branches)
+    turns = sum(map(_sampled_turns, branches))
+    return BatchSummary(
+        reward_mean=float(rewards.mean()) if len(rewards) else 0.0,
+        reward_std=float(rewards.std()) if len(rewards) else 0.0,
+        staleness_mean=sum(age * count for age, count in staleness.items()) / max(1, tokens),
+        staleness_max=max(staleness, default=0),
+        staleness_tokens={str(age): count for age, count in staleness.items()},
+        tokens_trained=tokens,
+        tokens_withheld=everything - tokens,
+        mixed_tokens=int(trained.mixed.sum()),
+        episodes=len(members),
+        episode_tokens_mean=sampled / episodes,
+        turns_mean=turns / episodes,
+        environment=_environment(groups),
+    )
+
+
+def _sampled_turns(branch: TrajectoryHeader) -> int:
+    """Turns of which this branch has sampled tokens; those of earlier branches are context."""
+    sampled = branch.versions() >= 0
+    return sum(bool(sampled[turn.start : turn.end].any()) for turn in branch.turns)
+
+
+def _environment(groups: Sequence[Group]) -> dict[str, float]:
+    """Means of the environments' metrics over episodes, each counted by its first branch. In a batch of several environments also
+    by environment, rewards included."""
+    first = {trajectory.episode: trajectory for group in reversed(groups) for trajectory in reversed(group)}
+    episodes = [trajectory for trajectory in first.values() if trajectory.outcome.trainable]
+    several = len({trajectory.env for trajectory in episodes}) > 1
+    values: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.metrics.items():
+            values.setdefault(name, []).append(value)
+        if several:
+            for name, value in {"reward": episode.reward, **episode.metrics}.items():
+                values.setdefault(f"{episode.env}/{name}", []).append(value)
+    return {name: sum(found) / len(found) for name, found in sorted(values.items())}
+
+
+class StepTimer:
+    """Call `took`, `stepped` and `row` in this order, once per step. `stats` are the buffer's when the loop begins."""
+
+    def __init__(self, stats: Stats) -> None:
+        self._ended = time.perf_counter()
+        self._before = stats
+
+    def took(self, batch: BatchPlan) -> None:
+        """Mark that the batch has arrived."""
+        self._took = time.perf_counter()
+        self._at_take = batch.stats
+        self._context = sum(len(trajectory) for group in batch.groups for trajectory in group)
+
+    def stepped(self, stats: Stats) -> None:
+        """Mark that the step is committed; `stats` are the buffer's now."""
+        self._stepped = time.perf_counter()
+        self._after = stats
+
+    def row(
+        self,
+        state: CheckpointState,
+        batch: BatchSummary,
+        done: PolicyStepResult,
+        aux_result: AuxModelsResult,
+        push: PushReport,
+    ) -> StepMetrics:
+        """The metrics of the step that made `state`, after its weights are pushed."""
+        now = time.perf_counter()
+        total_s, step_s, wait_s = now - self._ended, self._stepped - self._took, self._took - self._ended
+        before, after = self._before, self._after
+        slot_s = after.slot_s - before.slot_s
+        results = done.results
+        metrics = StepMetrics(
+            **msgspec.structs.asdict(batch),
+            step=state.step,
+            version=state.version,
+            time=time.time(),
+            tokens_discarded=sum(after.ledger.discarded.values()) - sum(before.ledger.discarded.values()),
+            groups_refilled=after.refilled_groups - before.refilled_groups,
+            messages_dropped=after.dropped,
+            peers_refused=after.refused,
+            rollout_tokens_per_s=(after.ledger.generated - before.ledger.generated) / total_s,
+            overlap_tokens_per_s=(after.ledger.generated - self._at_take.ledger.generated) / step_s,
+            learner_tokens_per_s=self._context / step_s,
+            learner_idle=wait_s / total_s,
+            rollout_idle=(after.idle_slot_s - before.idle_slot_s) / slot_s if slot_s > 0 else 0.0,
+            slots=slot_s / total_s,
+            replicas=len(push.pushed),
+            replicas_failed=len(push.failed),
+            wait_s=wait_s,
+            step_s=step_s,
+            push_s=now - self._stepped,
+            pause_ms=push.pause_ms,
+            transfer_ms=push.transfer_ms,
+            canary=push.canary,
+            mismatch_max=done.mismatch,
+            mismatch_tokens=done.compared,
+            loss=sum(r.loss for r in results) / len(results),
+            ess=effective_sample_size({n: done.mean(n) for n in ("importance", "importance_square")}),
+            kl=done.mean("kl"),
+            entropy=done.mean("entropy"),
+            clip_fraction=done.mean("clip_fraction"),
+            dropped_fraction=done.mean("dropped"),
+            kl_reference=done.mean("kl_reference") if "kl_reference" in results[0].means else 0.0,
+            **done.by_staleness(),
+            **msgspec.structs.asdict(aux_result),
+            grad_norm=max(r.grad_norm for r in results),
+            lr=done.lr,
+        )
+        self._ended, self._before = now, after
+        return metrics

@@ -1,8 +1,8 @@
 """Finding, checking and loading the policy.
 
 Invariants:
-- `check_model` reads config and tokenizer only, never a weight, so that a wrong path is told before anything starts.
-- Local files come first: a folder is never looked up on the hub, a hub name only where its files are not here yet.
+- `check_model` reads config and tokenizer only, never a weight, so that a wrong path is reported before anything starts.
+- Local files come first: a folder is never looked up on the hub, a hub name only where its files are not cached.
 - Master weights are float32, whatever the folder holds.
 """
 
@@ -26,31 +26,32 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from ..common.kv_cache import kv_bytes_per_token
 from ..errors import ConfigError
 
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""Other kinds (recurrent, linear, chunked) would carry state from one packed sequence into the next."""
+"""Other kinds (recurrent, linear, chunked) would leak state from one packed sequence into the next."""
 
 FILES = {"model": ("*.safetensors",), "tokenizer": ("tokenizer.json", "*.model", "vocab.*")}
-"""A folder holds one of each. Without the second, transformers makes an empty tokenizer of the family and says nothing."""
+"""A folder holds one of each. Without the second, transformers silently makes an empty tokenizer of the family."""
 
 MODEL_KEY = "model.path"
 """Where the config names the policy."""
 
 HUB_S = 10.0
-"""Seconds for the hub to say whether it knows a name."""
+"""Seconds for the hub to answer whether a name exists."""
 
 LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)
-"""What the loaders raise for missing, malformed, foreign and ill-fitting files."""
+"""Errors of the loaders for missing, malformed, foreign and mismatched files."""
 
 
 class ModelShape(msgspec.Struct, frozen=True):
-    """What decides whether an engine can serve a model as configured.
+    """The sizes that decide whether an engine can serve a model as configured.
 
     Attributes:
-        positions: longest context it was made for, in tokens.
+        positions: longest context of the model, in tokens.
         heads: query heads.
-        kv_numbers: numbers that the KV cache keeps per token, over all layers.
+        kv_numbers: entries of the KV cache per token, over all layers.
     """
 
     positions: int
@@ -66,23 +67,15 @@ def read_config(path: str) -> PretrainedConfig:
 def read_shape(path: str) -> ModelShape:
     """The shape of a decoder, from its config. Raises ConfigError where there is none."""
     config: Any = read_config(path)
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return ModelShape(config.max_position_embeddings, heads, 2 * config.num_hidden_layers * kv_heads * head_dim)
+    return ModelShape(config.max_position_embeddings, config.num_attention_heads, kv_bytes_per_token(config, 1))
 
 
 def check_model(path: str, key: str = MODEL_KEY) -> None:
-    """See that `path`, which the config has at `key`, names a causal LM which can be trained here, without reading its weights.
-
-    Raises:
-        ConfigError: as `check_files`; or it is not of text alone, or has layers that cannot be packed.
-    """
+    """Check that `path`, the value of config key `key`, is a causal LM that can be trained here, without reading its weights.
+    Raises ConfigError as `check_files`, and where it is not a text-only model, or has layers that cannot be packed."""
     config = check_files(path, key)
     if config.get_text_config(decoder=True) is not config:
-        raise ConfigError(
-            f"{key}: {path!r} is a {config.model_type}, of several parts; allowed are decoders of text alone"
-        )
+        raise ConfigError(f"{key}: {path!r} is a {config.model_type}, of several parts; allowed are text-only decoders")
     kinds = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS
     if kinds:
         raise ConfigError(
@@ -91,10 +84,10 @@ def check_model(path: str, key: str = MODEL_KEY) -> None:
 
 
 def check_files(path: str, key: str) -> PretrainedConfig:
-    """See that `path` holds a whole model of whatever kind with its tokenizer; its config.
+    """Check that `path` holds a complete model of any kind with its tokenizer. Returns its config.
 
     Raises:
-        ConfigError: no such folder, no config, no weights file or half of one, no tokenizer, or a tokenizer larger than the
+        ConfigError: no such folder, no config, no weights file or a truncated one, no tokenizer, or a tokenizer larger than the
             vocabulary.
     """
     config = _load(AutoConfig, path, "config", key)
@@ -134,11 +127,8 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 def load_model(path: str, attention: str) -> PreTrainedModel:
-    """The causal LM of a folder or hub name: float32, on CPU, without dropout, attending by implementation `attention`.
-
-    Raises:
-        ConfigError: there is none, its weights do not fit its config, or it cannot attend by `attention`.
-    """
+    """The causal LM of a folder or hub name: float32, on CPU, without dropout, attending by implementation `attention`. Raises
+    ConfigError where there is none, its weights do not fit its config, or it cannot attend by `attention`."""
     model: PreTrainedModel = _load(
         AutoModelForCausalLM, path, "causal language model", dtype=torch.float32, attn_implementation=attention
     )
@@ -150,7 +140,7 @@ def load_critic(path: str, attention: str) -> PreTrainedModel:
     model: Any = _load(
         AutoModelForTokenClassification,
         path,
-        "language model that can judge tokens",
+        "language model that can score tokens",
         dtype=torch.float32,
         attn_implementation=attention,
         num_labels=1,
@@ -168,10 +158,10 @@ def _load(loader: Any, path: str, what: str, key: str = MODEL_KEY, **options: An
         if folder:
             raise ConfigError(f"{key}: folder {path!r} holds no usable {what}: {_first_line(error)}") from error
     try:
-        # One question with a deadline first: the loaders themselves repeat a vain one for half a minute.
+        # One request with a deadline first: the loaders retry a failed one for half a minute.
         HfApi().model_info(path, timeout=HUB_S)
         return loader.from_pretrained(path, **options)
-    # Everything: the hub client lets its HTTP library's errors through, and which library that is changes.
+    # All errors: the hub client raises those of its HTTP library, and the library changes between releases.
     except Exception as error:
         raise ConfigError(
             f"{key}: {path!r} is no folder here, and the hub gave no {what} of that name: {_first_line(error)}"

@@ -1,9 +1,12 @@
-"""Which sequences go together: pure, deterministic functions on lengths and costs.
+"""From a batch to micro-batches: which sequences go together, and their tensors.
+
+    TrainBatch ──minibatches──> TrainBatch ──split over ranks, packed──> MicroBatch
 
 Invariants:
-- Every index appears exactly once in the answer; the same input gives the same answer on every rank.
-- A micro-batch stays within the token budget, unless it is a single sequence that alone is longer.
-- Where sequences that begin alike are computed together (`prefixes.py`), they go together, and what they share counts once.
+- Rows are packed without padding: one flat axis of N tokens, cut into sequences by `cu_seqlens`.
+- Every sequence appears exactly once; the same batch gives the same micro-batches on every rank.
+- A micro-batch stays within the token budget, unless it is a single longer sequence.
+- Sequences with a common prefix go together where the backend computes it once (`shares_prefixes`). The prefix then counts once.
 """
 
 from __future__ import annotations
@@ -11,9 +14,210 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Sequence
 from itertools import chain
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ..buffer.trajectory import Trajectory
+from ..errors import LearnerError
+from .batch import TrainBatch, by_token, make_batch, supervised, trainable
+from .distributed import gather_rows
 
 ATTENTION_EVEN_LENGTH = 24_576
 """Tokens at which attention costs as much as the matrices: about 12 x hidden size, here for a hidden size of 2048."""
+
+
+BUNDLES = 4
+"""Least number of bundles per rank, of several ranks: with fewer, the ranks' work would differ much."""
+
+Head = tuple[Hashable, int]
+"""A key for the prefix of a sequence, and the tokens of that prefix; sequences with equal heads share them."""
+
+LEAST = 16
+"""Shortest prefix that is worth a copy of its keys and values, in tokens."""
+
+LEAST_SHARE = 4
+"""A shared prefix is at least one in so many tokens of its sequence. After a shared prefix, attention computes the whole square of
+the remaining tokens, not half of it: for a long remainder that costs more than the prefix."""
+
+
+class MicroBatch(msgspec.Struct, frozen=True):
+    """One micro-batch: S sequences, N tokens in all.
+
+    Attributes:
+        token_ids: int64[N].
+        position_ids: int64[N], restarting at 0 with each sequence.
+        cu_seqlens: S + 1 offsets, from 0 to N.
+        loss_mask: bool[N], tokens that carry loss; false at the first token of each sequence.
+        behavior_logprobs: float32[N], of the policy that sampled them, 0 where not trained.
+        proximal_logprobs: float32[N], of the policy at the start of this step, 0 where not trained; NaN where still unknown.
+        advantages: float32[N], 0 where not trained.
+        staleness: int32[N], learner version minus the version that sampled the token, -1 where not trained.
+        mixed: bool[N], trained tokens sampled from keys and values of older weights too: no version reproduces their log-prob.
+        positive: bool[N], trained tokens of episodes whose reward is above 0.
+        reference_logprobs: float32[N], of the reference policy, 0 where not trained; None where there is none.
+        returns: float32[N], a critic's targets, 0 where not trained; None where there is none.
+    """
+
+    token_ids: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seqlens: tuple[int, ...]
+    loss_mask: torch.Tensor
+    behavior_logprobs: torch.Tensor
+    proximal_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    staleness: torch.Tensor
+    mixed: torch.Tensor
+    positive: torch.Tensor
+    reference_logprobs: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same with its tensors on `device`."""
+        tensors = {k: v.to(device) for k, v in msgspec.structs.asdict(self).items() if isinstance(v, torch.Tensor)}
+        return msgspec.structs.replace(self, **tensors)
+
+
+def minibatches(batch: TrainBatch, count: int) -> list[TrainBatch]:
+    """At most `count` parts of nearly equal work, none empty: one optimizer step each."""
+    parts = split([cost(size) for size in batch.sizes.tolist()], count)
+    return [batch.select(sorted(part)) for part in parts if part]
+
+
+def plan_steps(
+    batch: TrainBatch, count: int, rank: int, world_size: int, budget: int, *, shares_prefixes: bool
+) -> list[list[list[int]]]:
+    """Of each of at most `count` optimizer steps the micro-batches of `rank`, as indices of the sequences of `batch`.
+
+    It needs no token ids and no log-probs: `microbatches` of each of `minibatches` are the same.
+    """
+    found = []
+    for part in split([cost(size) for size in batch.sizes.tolist()], count):
+        if part:
+            chosen = sorted(part)
+            shares = _shares(batch.select(chosen), world_size, budget, shares_prefixes)
+            found.append([[chosen[i] for i in row] for row in shares[rank]])
+    return found
+
+
+def microbatches(
+    batch: TrainBatch, rank: int, world_size: int, budget: int, *, shares_prefixes: bool = False
+) -> list[MicroBatch]:
+    """The micro-batches of `rank`, each of at most `budget` tokens or a single longer sequence; may be empty. With
+    `shares_prefixes` (see `Backend`) a shared prefix counts once."""
+    return [to_microbatch(batch.select(row)) for row in _shares(batch, world_size, budget, shares_prefixes)[rank]]
+
+
+def _shares(batch: TrainBatch, world_size: int, budget: int, shares_prefixes: bool) -> list[list[list[int]]]:
+    return share(batch.sizes.tolist(), world_size, budget, _heads(batch) if shares_prefixes else None)
+
+
+def _heads(batch: TrainBatch) -> list[Head]:
+    """Of each sequence its prefix before the first token with loss, where sharing it is faster; else a unique key.
+
+    Without the token ids a prefix is known by its hash, and only where it ends at the first sampled token.
+    """
+    heads: list[Head] = []
+    for i, (start, end) in enumerate(zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True)):
+        size = int(batch.loss_mask[start:end].argmax())
+        if not sharing_pays(size, end - start):
+            heads.append((i, 0))
+        elif batch.prompts is None:
+            heads.append((batch.token_ids[start : start + size].tobytes(), size))
+        else:
+            whole = size == int(batch.sampled[start:end].argmax())
+            heads.append((int(batch.prompts[i]), size) if whole else (("own", i), 0))
+    return heads
+
+
+def to_microbatch(batch: TrainBatch) -> MicroBatch:
+    """All sequences of `batch` as tensors. Proximal log-probs are NaN at tokens with loss until `with_proximal`, which may come as
+    late as in the step's own forward pass. Values that are computed from them before are NaN too."""
+    starts = np.repeat(batch.offsets[:-1], batch.sizes)
+    return MicroBatch(
+        token_ids=torch.from_numpy(batch.token_ids.astype(np.int64)),
+        position_ids=torch.from_numpy(np.arange(len(starts)) - starts),
+        cu_seqlens=tuple(batch.offsets.tolist()),
+        loss_mask=_tensor(batch.loss_mask),
+        behavior_logprobs=_tensor(batch.behavior_logprobs),
+        proximal_logprobs=torch.from_numpy(np.where(batch.loss_mask, np.float32("nan"), np.float32(0))),
+        advantages=torch.from_numpy(batch.advantages.astype(np.float32)),
+        staleness=_tensor(batch.staleness),
+        mixed=_tensor(batch.mixed),
+        positive=torch.from_numpy(batch.loss_mask & np.repeat(batch.positive, batch.sizes)),
+        reference_logprobs=None if batch.reference_logprobs is None else _tensor(batch.reference_logprobs),
+        returns=None if batch.returns is None else _tensor(batch.returns),
+    )
+
+
+def _tensor(array: NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def scoring_microbatch(sequences: Sequence[Sequence[int]]) -> MicroBatch:
+    """A micro-batch for `Backend.logprobs` over every token but the first of each sequence."""
+    return to_microbatch(supervised([(ids, [True] * len(ids)) for ids in sequences]))
+
+
+def with_proximal(microbatch: MicroBatch, logprobs: torch.Tensor) -> MicroBatch:
+    """`microbatch` with the log-probs of the policy as it was before the batch's first step: as `Backend.logprobs` gave them, or
+    as that step's own forward pass did (`step.py`)."""
+    return msgspec.structs.replace(microbatch, proximal_logprobs=torch.where(microbatch.loss_mask, logprobs, 0.0))
+
+
+def mismatch(microbatches: Sequence[MicroBatch]) -> tuple[float, int]:
+    """Largest |learner - engine| log-prob in nats over this rank's tokens of staleness 0, 0 where there are none; their number.
+
+    Tokens of a mixed policy are left out: the engine computed them from other keys and values, and rightly differs.
+    """
+    gaps = [
+        (m.proximal_logprobs - m.behavior_logprobs)[m.loss_mask & (m.staleness == 0) & ~m.mixed].abs()
+        for m in microbatches
+    ]
+    return max((float(gap.max()) for gap in gaps if len(gap)), default=0.0), sum(len(gap) for gap in gaps)
+
+
+def comparable_tokens(batch: TrainBatch) -> int:
+    """The tokens that `mismatch` is over, whichever rank computes their log-probs: in a pipeline only the last stage does."""
+    return int((batch.loss_mask & (batch.staleness == 0) & ~batch.mixed).sum())
+
+
+def fresh_microbatches(trajectories: Sequence[Trajectory], version: int, budget: int) -> list[MicroBatch]:
+    """Micro-batches that score exactly the tokens that `version` sampled; none where there are no such tokens."""
+    return microbatches(trainable(by_token(trajectories, version), 0), rank=0, world_size=1, budget=budget)
+
+
+def check_rows(rows: Sequence[MicroBatch]) -> None:
+    """Raises LearnerError where a row trains a token that nothing predicts."""
+    for row in rows:
+        if bool(row.loss_mask[list(row.cu_seqlens[:-1])].any()):
+            raise LearnerError("a packed row trains the first token of a sequence, which nothing predicts")
+
+
+def microbatches_of_first(
+    microbatches: Sequence[MicroBatch], device: torch.device, group: dist.ProcessGroup
+) -> Sequence[MicroBatch]:
+    """Collective over `group`. The micro-batches of its first rank on all of them: tokens, cuts and loss mask only."""
+    if group.size() == 1:
+        return microbatches
+    columns = [
+        torch.stack([torch.full_like(m.token_ids, index), m.token_ids, m.position_ids, m.loss_mask.long()], 1)
+        for index, m in enumerate(microbatches if group.rank() == 0 else ())
+    ]
+    table = gather_rows(torch.cat([torch.empty(0, 4, dtype=torch.float64), *columns]), device, group).long()
+    found = []
+    for index in range(int(table[:, 0].max()) + 1 if len(table) else 0):
+        _, token_ids, position_ids, loss_mask = table[table[:, 0] == index].numpy().T
+        sizes = np.diff(np.append(np.flatnonzero(position_ids == 0), len(position_ids)))
+        found.append(to_microbatch(make_batch(token_ids.astype(np.int32), loss_mask.astype(np.bool_), sizes)))
+    return found
+
+
+# --- which sequences go together: pure functions of lengths
 
 
 def cost(length: int) -> float:
@@ -22,11 +226,8 @@ def cost(length: int) -> float:
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Micro-batches of at most `budget` tokens by first-fit decreasing (at most 11/9 of the optimum, Johnson 1973).
-
-    Returns:
-        Lists of indices into `lengths`.
-    """
+    """Micro-batches of at most `budget` tokens by first-fit decreasing (at most 11/9 of the optimum, Johnson 1973), as
+    indices into `lengths`."""
     rows: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -40,21 +241,11 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return rows
 
 
-BUNDLES = 4
-"""Bundles per rank that there are at least, of several ranks: with fewer, some would have much more to do than others."""
-
-Head = tuple[Hashable, int]
-"""What a sequence begins with, and how many tokens that is; sequences with equal heads share them."""
-
-
 def share(
     lengths: Sequence[int], parts: int, budget: int, heads: Sequence[Head] | None = None
 ) -> list[list[list[int]]]:
-    """For each of `parts` ranks its micro-batches of at most `budget` tokens, as indices into `lengths`; all cost much the same.
-
-    Args:
-        heads: of each sequence, where equal ones are computed once in a micro-batch.
-    """
+    """For each of `parts` ranks its micro-batches of at most `budget` tokens, as indices into `lengths`, of nearly equal cost.
+    Equal `heads` are computed once in a micro-batch."""
     heads = heads or [(i, 0) for i in range(len(lengths))]
     bundles = bundle(lengths, heads, budget if parts == 1 else min(budget, sum(lengths) // (BUNDLES * parts)))
     sizes = [sum(lengths[i] for i in one) - heads[one[0]][1] * (len(one) - 1) for one in bundles]
@@ -87,10 +278,15 @@ def split(costs: Sequence[float], parts: int) -> list[list[int]]:
 
     No list costs more than 4/3 of the best possible maximum; lists are empty where there are fewer items than parts.
     """
-    answer: list[list[int]] = [[] for _ in range(parts)]
+    shares: list[list[int]] = [[] for _ in range(parts)]
     loads = [(0.0, part) for part in range(parts)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         load, part = heapq.heappop(loads)
-        answer[part].append(index)
+        shares[part].append(index)
         heapq.heappush(loads, (load + costs[index], part))
-    return answer
+    return shares
+
+
+def sharing_pays(size: int, length: int) -> bool:
+    """Whether it is faster for a sequence of `length` tokens to share the first `size` of them."""
+    return size >= LEAST and size * LEAST_SHARE >= length

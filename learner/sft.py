@@ -2,8 +2,7 @@
 
 Invariants:
 - Every rank calls `run_sft` with the same sequences and seed, and takes its part of each step.
-- An epoch shows each sequence once, but those that are held out, which are never trained on; steps hold about `tokens_per_step`
-  tokens, packed.
+- An epoch visits each sequence once, except those held out. A step has about `tokens_per_step` packed tokens.
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..configs.schema import Sft
+from ..configs.sft import Sft
 from ..errors import ConfigError
-from .backend import Backend, LossOutput, PackedRow
-from .batch import TrainSequence, rank_rows, supervised
-from .schedule import warm_up_cosine
+from .backend import Backend, LossOutput
+from .batch import TrainBatch, supervised
+from .packing import MicroBatch, microbatches
+from .step import warm_up_cosine
 
 WARMUP_SHARE = 0.05
-"""Share of the steps over which the learning rate rises; AdamW's second moment needs a few dozen steps to mean anything."""
+"""Share of the steps over which the learning rate rises; AdamW's second moment needs a few dozen steps to settle."""
 
 FINAL_SHARE = 0.1
 """Share of the steps, at the end, over which the reported loss is averaged."""
@@ -44,7 +44,7 @@ class SftProgress(msgspec.Struct, frozen=True):
 
 
 class HeldOut(msgspec.Struct, frozen=True):
-    """After `epoch` passes over the others: mean loss on the sequences that are held out, nats per token, over `tokens` of them."""
+    """After `epoch` passes over the others: mean loss on the held-out sequences, nats per token, over their `tokens`."""
 
     epoch: int
     loss: float
@@ -52,7 +52,7 @@ class HeldOut(msgspec.Struct, frozen=True):
 
 
 class SftResult(msgspec.Struct, frozen=True):
-    """What came of it.
+    """The outcome of a fine-tuning.
 
     Attributes:
         sequences: how many were trained on.
@@ -67,9 +67,9 @@ class SftResult(msgspec.Struct, frozen=True):
     held_out: tuple[HeldOut, ...]
 
 
-def negative_log_likelihood(logprobs: torch.Tensor, entropy: torch.Tensor, row: PackedRow) -> LossOutput:
+def negative_log_likelihood(logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch) -> LossOutput:
     """A `PolicyLoss`: - sum of log p over trained tokens."""
-    return LossOutput(loss_sum=-logprobs[row.trained].sum(), sums={"entropy": entropy[row.trained].detach().sum()})
+    return LossOutput(loss_sum=-logprobs[row.loss_mask].sum(), sums={"entropy": entropy[row.loss_mask].detach().sum()})
 
 
 def run_sft(
@@ -91,9 +91,9 @@ def run_sft(
     Raises:
         ConfigError: no sequence has a token to train on.
     """
-    examples = [supervised(token_ids, mask) for token_ids, mask in sequences]
-    examples = [example for example in examples if example.trained.any()]
-    if not examples:
+    examples = supervised(sequences)
+    examples = examples.select([i for i, one in enumerate(examples) if one.loss_mask.any()])
+    if not len(examples):
         raise ConfigError(f"sft: none of {len(sequences)} conversations has a token to train on")
     generator = np.random.default_rng(seed)
     examples, held = _split(examples, config.held_out, generator)
@@ -104,7 +104,7 @@ def run_sft(
     found: list[HeldOut] = []
 
     def evaluate(epoch: int) -> None:
-        if held:
+        if len(held):
             found.append(_evaluated(backend, held, tokens_per_microbatch, epoch))
             report(found[-1])
 
@@ -113,51 +113,42 @@ def run_sft(
         for batch in batches:
             began = time.perf_counter()
             lr = warm_up_cosine(config.lr, len(losses), warmup, steps)
-            rows = rank_rows(batch, backend.data_rank, backend.data_size, tokens_per_microbatch)
+            rows = microbatches(batch, backend.data_rank, backend.data_size, tokens_per_microbatch)
             result = backend.step(rows, negative_log_likelihood, lr)
             losses.append(result.loss)
-            speed = _tokens(batch) / (time.perf_counter() - began)
+            speed = len(batch.token_ids) / (time.perf_counter() - began)
             report(SftProgress(step=len(losses), steps=steps, loss=result.loss, lr=lr, tokens_per_s=speed))
         evaluate(epoch)
     last = losses[-max(1, round(FINAL_SHARE * len(losses))) :]
     return SftResult(
-        sequences=len(examples), tokens=_tokens(examples), loss=sum(last) / len(last), held_out=tuple(found)
+        sequences=len(examples), tokens=len(examples.token_ids), loss=sum(last) / len(last), held_out=tuple(found)
     )
 
 
-def _split(
-    examples: list[TrainSequence], share: float, generator: np.random.Generator
-) -> tuple[list[TrainSequence], list[TrainSequence]]:
-    """What to train on, at least one, and what is held out: a random `share`, at least one of two and more where there is any."""
+def _split(examples: TrainBatch, share: float, generator: np.random.Generator) -> tuple[TrainBatch, TrainBatch]:
+    """The sequences to train on, at least one, and those held out: a random `share`, at least one of two or more if not 0."""
     count = min(math.ceil(share * len(examples)), len(examples) - 1)
     chosen = set(generator.permutation(len(examples))[:count].tolist()) if count else set[int]()
-    return [e for i, e in enumerate(examples) if i not in chosen], [examples[i] for i in sorted(chosen)]
+    return examples.select([i for i in range(len(examples)) if i not in chosen]), examples.select(sorted(chosen))
 
 
-def _evaluated(backend: Backend, held: Sequence[TrainSequence], budget: int, epoch: int) -> HeldOut:
+def _evaluated(backend: Backend, held: TrainBatch, budget: int, epoch: int) -> HeldOut:
     """Collective. The loss on `held`, each rank on its part."""
-    rows = rank_rows(held, backend.data_rank, backend.data_size, budget)
+    rows = microbatches(held, backend.data_rank, backend.data_size, budget)
     scored = backend.logprobs(rows)
-    pairs = [(-one[row.trained].double().sum(), row.trained.sum()) for one, row in zip(scored, rows, strict=True)]
+    pairs = [(-one[row.loss_mask].double().sum(), row.loss_mask.sum()) for one, row in zip(scored, rows, strict=True)]
     loss, tokens = backend.gather(torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)).sum(0).tolist()
     return HeldOut(epoch=epoch, loss=loss / tokens, tokens=int(tokens))
 
 
-def _epoch(
-    examples: Sequence[TrainSequence], tokens_per_step: int, generator: np.random.Generator
-) -> list[list[TrainSequence]]:
+def _epoch(examples: TrainBatch, tokens_per_step: int, generator: np.random.Generator) -> list[TrainBatch]:
     """A shuffled pass in steps of at most `tokens_per_step` tokens, or one longer sequence."""
-    steps: list[list[TrainSequence]] = []
-    room = 0
-    for index in generator.permutation(len(examples)):
-        length = len(examples[index].token_ids)
-        if length > room:
+    steps: list[list[int]] = []
+    room, sizes = 0, examples.sizes.tolist()
+    for index in generator.permutation(len(examples)).tolist():
+        if sizes[index] > room:
             steps.append([])
             room = tokens_per_step
-        steps[-1].append(examples[index])
-        room -= length
-    return steps
-
-
-def _tokens(sequences: Sequence[TrainSequence]) -> int:
-    return sum(len(sequence.token_ids) for sequence in sequences)
+        steps[-1].append(index)
+        room -= sizes[index]
+    return [examples.select(step) for step in steps]

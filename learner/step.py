@@ -1,15 +1,16 @@
 """The policy's optimizer steps of one batch.
 
-    sequences ──minibatches──> rows ──proximal log-probs──> loss ──> step of the policy
+    TrainBatch ──minibatches──> MicroBatch ──proximal log-probs──> loss ──> step of the policy
 
 Invariants:
-- All steps of a batch are against the proximal policy that it began with.
-- With one step per batch that is the policy which is stepped, and its log-probs are those of the step's own forward pass: nothing
-  is computed twice. Losses that choose tokens before the step are the exception.
+- The proximal policy of all steps of a batch is the policy at the start of the batch.
+- With one step per batch, the step's own forward pass gives the proximal log-probs: nothing is computed twice. Losses that choose
+  tokens before the step are the exception.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,21 +20,26 @@ from ..configs.algorithm import Gae
 from ..configs.schema import Learner
 from ..errors import LearnerError
 from .algorithms import chooses_tokens, loss_of
-from .backend import Backend, LossOutput, PackedRow, PolicyLoss, StepResult
-from .batch import TrainSequence, fresh_rows, minibatches, mismatch, rank_rows, with_proximal
+from .backend import Backend, BackendStepResult, LossOutput, PolicyLoss
+from .batch import TrainBatch
 from .checkpoint import CheckpointState
-from .meter import StepDone
-from .schedule import warm_up
+from .metrics import PolicyStepResult
+from .packing import (
+    MicroBatch,
+    comparable_tokens,
+    fresh_microbatches,
+    mismatch,
+    plan_steps,
+    to_microbatch,
+    with_proximal,
+)
+
+FLOOR = 0.1
+"""Share of the peak at which the cosine of the learning rate ends."""
 
 
-class Stepper:
-    """One rank's.
-
-    Args:
-        config: the learner's section.
-        backend: this rank's part of the policy.
-        longest: tokens of the longest possible episode, `agent.max_tokens`.
-    """
+class PolicyStepper:
+    """One rank's policy steps. `longest` is that of `TrainingLoop`."""
 
     def __init__(self, config: Learner, backend: Backend, longest: int) -> None:
         advantage = config.algorithm.advantage
@@ -43,58 +49,78 @@ class Stepper:
         self._loss = loss_of(config.algorithm, longest)
         self._one_pass = config.algorithm.minibatches == 1 and not chooses_tokens(config.algorithm)
 
-    def step(self, sequences: Sequence[TrainSequence], fresh: Sequence[Trajectory], state: CheckpointState) -> StepDone:
-        """Collective. Step the policy on `sequences`, which are the same on all ranks.
+    def plan(self, batch: TrainBatch) -> list[list[list[int]]]:
+        """Of each optimizer step this rank's micro-batches, as indices of the sequences of `batch`; see `plan_steps`."""
+        backend, config = self._backend, self._config
+        local = backend.data_rank, backend.data_size, config.backend.tokens_per_microbatch
+        return plan_steps(batch, config.algorithm.minibatches, *local, shares_prefixes=backend.shares_prefixes)
+
+    def step(
+        self,
+        batch: TrainBatch,
+        plan: Sequence[Sequence[Sequence[int]]],
+        fresh: Sequence[Trajectory],
+        state: CheckpointState,
+    ) -> PolicyStepResult:
+        """Collective. Step the policy on `batch`, of which this rank has the rows of its `plan`.
 
         Args:
-            fresh: trajectories that the engines sampled just now: they and the learner must agree about their tokens, of which
-                a batch may hold none.
+            fresh: trajectories that the engines sampled just now, on which engine and learner are compared; the batch may have no
+                token of the current version.
 
         Raises:
-            LearnerError: there is no token to train, or the step failed (`Backend.step`); the weights are as before.
+            LearnerError: there is no token to train, or the step failed (`Backend.step`); the weights are unchanged.
         """
         backend, config = self._backend, self._config
-        if not sequences:
+        if not len(batch):
             raise LearnerError(
                 f"the batch of step {state.step + 1} holds no token that may be trained; see buffer.max_staleness"
             )
         step = state.step - self._critic_warmup
         lr = warm_up(config.optimizer.lr, step, config.optimizer.warmup_steps) if step >= 0 else 0.0
-        budget = config.backend.tokens_per_microbatch
-        parts = minibatches(sequences, config.algorithm.minibatches)
-        mine, shared = (backend.data_rank, backend.data_size, budget), backend.shares_prefixes
-        rows = [rank_rows(part, *mine, shares_prefixes=shared) for part in parts]
-        probe = self._scored(fresh_rows(fresh, state.version, budget))
+        rows = [[to_microbatch(batch.select(row)) for row in step_rows] for step_rows in plan]
+        probe = self._scored(fresh_microbatches(fresh, state.version, config.backend.tokens_per_microbatch))
         if self._one_pass:
-            seen: list[PackedRow] = []
+            seen: list[MicroBatch] = []
             results = [self._one_pass_step(part, lr, seen) for part in rows]
         else:
             rows = [self._scored(part) for part in rows]
             seen = [row for part in rows for row in part]
             results = [backend.step(part, self._loss(part, backend.gather), lr) for part in rows]
         gap, _ = mismatch([*probe, *seen])
-        return StepDone(
+        return PolicyStepResult(
             results=tuple(results),
             lr=lr,
             mismatch=backend.maximum(gap),
-            compared=_comparable(sequences) + mismatch(probe)[1],
+            compared=comparable_tokens(batch) + mismatch(probe)[1],
         )
 
-    def _scored(self, rows: Sequence[PackedRow]) -> list[PackedRow]:
+    def _scored(self, rows: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Collective. `rows` with the proximal log-probs that the policy gives now."""
         return [with_proximal(r, p) for r, p in zip(rows, self._backend.logprobs(rows), strict=True)]
 
-    def _one_pass_step(self, rows: Sequence[PackedRow], lr: float, seen: list[PackedRow]) -> StepResult:
+    def _one_pass_step(self, rows: Sequence[MicroBatch], lr: float, seen: list[MicroBatch]) -> BackendStepResult:
         """Collective. A step whose forward pass gives the proximal log-probs; rows that this rank computed go to `seen`."""
         loss: PolicyLoss = self._loss(rows, self._backend.gather)
 
-        def on_policy(logprobs: torch.Tensor, entropy: torch.Tensor, row: PackedRow) -> LossOutput:
+        def on_policy(logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch) -> LossOutput:
             seen.append(with_proximal(row, logprobs.detach()))
             return loss(logprobs, entropy, seen[-1])
 
         return self._backend.step(rows, on_policy, lr)
 
 
-def _comparable(sequences: Sequence[TrainSequence]) -> int:
-    """The tokens that `mismatch` is over, whichever rank sees their log-probs: of a pipeline only the last stage does."""
-    return sum(int((s.trained & (s.lags == 0) & ~s.mixed).sum()) for s in sequences)
+# --- learning rates: pure functions of the step, so that a resumed run needs no scheduler state
+
+
+def warm_up(peak: float, step: int, warmup_steps: int) -> float:
+    """Rate of optimizer step `step` (from 0): linear over `warmup_steps`, then `peak`."""
+    return peak * min(1.0, (step + 1) / max(1, warmup_steps))
+
+
+def warm_up_cosine(peak: float, step: int, warmup_steps: int, steps: int) -> float:
+    """As `warm_up`, then half a cosine down to a tenth of `peak` at the last of `steps` (Loshchilov & Hutter 2017)."""
+    if step < warmup_steps:
+        return warm_up(peak, step, warmup_steps)
+    progress = min(1.0, (step - warmup_steps + 1) / max(1, steps - warmup_steps))
+    return peak * (FLOOR + (1.0 - FLOOR) * 0.5 * (1.0 + math.cos(math.pi * progress)))

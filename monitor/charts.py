@@ -1,9 +1,9 @@
-"""The charts of a run: matplotlib figures, saved as PNG or as SVG whose colours follow the page's light or dark theme.
+"""The charts of a run: matplotlib figures, saved as PNG or as SVG whose colors follow the page's light or dark theme.
 
 Invariants:
-- No global state: figures are made without pyplot, styles only inside `_styled`.
-- Every colour is one of `COLOURS`; in an SVG each becomes the CSS variable of the same name.
-- A chart of no data is not drawn: the function returns None and the report says what is missing.
+- No global state: figures are made without pyplot, styles apply only inside `_styled`.
+- Every color is one of `COLOURS`; in an SVG each becomes the CSS variable of the same name.
+- Without data a function returns None, and the report says what is missing.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from .metrics import Row
-from .summary import Evaluation, column, elapsed, smooth, staleness_tokens
+from .series import EvaluationRecord, column, elapsed, smooth, staleness_tokens
 from .text import count, duration, share
 
-COLOURS = {
+COLORS = {
     "ink": "#1c2128",
     "muted": "#6b7480",
     "grid": "#e3e6ea",
@@ -36,32 +36,32 @@ COLOURS = {
     "green": "#1f8a4c",
     "red": "#c2332f",
 }
-"""The light theme; a name is also the CSS variable that carries it in the report."""
+"""The light theme; each name is also a CSS variable of the report."""
 
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
     "svg.fonttype": "none",
     "svg.hashsalt": "slipstream",
-    "text.color": COLOURS["ink"],
-    "axes.edgecolor": COLOURS["grid"],
+    "text.color": COLORS["ink"],
+    "axes.edgecolor": COLORS["grid"],
     "axes.facecolor": "none",
-    "axes.labelcolor": COLOURS["muted"],
+    "axes.labelcolor": COLORS["muted"],
     "axes.labelsize": 8.5,
     "axes.titlesize": 9.5,
     "axes.titlelocation": "left",
-    "axes.titlecolor": COLOURS["ink"],
+    "axes.titlecolor": COLORS["ink"],
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.spines.left": False,
-    "grid.color": COLOURS["grid"],
+    "grid.color": COLORS["grid"],
     "grid.linewidth": 0.7,
-    "xtick.color": COLOURS["grid"],
-    "ytick.color": COLOURS["grid"],
-    "xtick.labelcolor": COLOURS["muted"],
-    "ytick.labelcolor": COLOURS["muted"],
+    "xtick.color": COLORS["grid"],
+    "ytick.color": COLORS["grid"],
+    "xtick.labelcolor": COLORS["muted"],
+    "ytick.labelcolor": COLORS["muted"],
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
     "ytick.major.size": 0,
@@ -72,7 +72,7 @@ _STYLE: dict[Any, Any] = {
 }
 
 MAXIMA = ("mismatch_max", "canary")
-"""Metrics that are a worst case: drawn as they are, never smoothed."""
+"""Metrics that are maxima: never smoothed."""
 
 Draw = Callable[[Axes], None]
 
@@ -80,11 +80,11 @@ Draw = Callable[[Axes], None]
 def save_png(figure: Figure, path: Path) -> None:
     """Write the figure on the light theme's background."""
     with matplotlib.rc_context(_STYLE):
-        figure.savefig(path, format="png", dpi=160, facecolor=COLOURS["surface"])
+        figure.savefig(path, format="png", dpi=160, facecolor=COLORS["surface"])
 
 
 def to_svg(figure: Figure) -> str:
-    """The `<svg>` element, transparent, text as text, colours as CSS variables."""
+    """The `<svg>` element, transparent, text as text, colors as CSS variables."""
     text = io.StringIO()
     with matplotlib.rc_context(_STYLE):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
@@ -94,33 +94,31 @@ def to_svg(figure: Figure) -> str:
     svg = re.sub(r"(font: [^;\"]*?px) [^;\"]*", r"\1 var(--font)", svg)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
-    for name, colour in COLOURS.items():
-        svg = svg.replace(colour, f"var(--{name})")
+    for name, color in COLORS.items():
+        svg = svg.replace(color, f"var(--{name})")
     return svg
 
 
-def reward(rows: Sequence[Row], evaluations: Sequence[Evaluation]) -> Figure:
+def reward(rows: Sequence[Row], evaluations: Sequence[EvaluationRecord]) -> Figure:
     """Reward per step with its standard error, a smoothed line, and the first and last evaluation as levels."""
 
     def draw(axes: Axes) -> None:
         steps, values = column(rows, "step"), column(rows, "reward_mean")
         if len(rows):
             error = column(rows, "reward_std") / np.sqrt(np.maximum(column(rows, "episodes"), 1))
-            axes.fill_between(steps, values - error, values + error, color=COLOURS["blue"], alpha=0.13, linewidth=0)
+            axes.fill_between(steps, values - error, values + error, color=COLORS["blue"], alpha=0.13, linewidth=0)
             marker = "o" if len(rows) <= 80 else ""
             label = "training batch ± standard error"
-            axes.plot(
-                steps, values, color=COLOURS["blue"], alpha=0.5, linewidth=0.9, marker=marker, ms=2.5, label=label
-            )
-            axes.plot(steps, smooth(values), color=COLOURS["blue"], linewidth=2.4, label="smoothed")
+            axes.plot(steps, values, color=COLORS["blue"], alpha=0.5, linewidth=0.9, marker=marker, ms=2.5, label=label)
+            axes.plot(steps, smooth(values), color=COLORS["blue"], linewidth=2.4, label="smoothed")
             _wall_time(axes, steps, elapsed(rows))
         else:
-            axes.text(0.5, 0.5, "no step was finished", transform=axes.transAxes, ha="center", color=COLOURS["muted"])
+            axes.text(0.5, 0.5, "no step was finished", transform=axes.transAxes, ha="center", color=COLORS["muted"])
             axes.set_xticks([])
         styles = (("muted", (0, (4, 3))), ("green", "-"))
-        for evaluation, (colour, dash) in zip(_ends(evaluations), styles, strict=False):
+        for evaluation, (color, dash) in zip(_first_and_last(evaluations), styles, strict=False):
             label = f"{evaluation.label}: {evaluation.reward_mean:.3f} ± {evaluation.reward_stderr:.3f}"
-            axes.axhline(evaluation.reward_mean, color=COLOURS[colour], linestyle=dash, linewidth=1.5, label=label)
+            axes.axhline(evaluation.reward_mean, color=COLORS[color], linestyle=dash, linewidth=1.5, label=label)
         axes.set_ylabel("mean reward")
         axes.margins(x=0.015)
         if axes.get_legend_handles_labels()[0]:
@@ -130,7 +128,7 @@ def reward(rows: Sequence[Row], evaluations: Sequence[Evaluation]) -> Figure:
 
 
 def staleness(rows: Sequence[Row], bound: int | None) -> Figure | None:
-    """Share of the trained tokens by staleness, with the bound behind which there must be none."""
+    """Share of the trained tokens by staleness, and the bound."""
     tokens = staleness_tokens(rows)
     total = sum(tokens.values())
     if not total:
@@ -140,18 +138,18 @@ def staleness(rows: Sequence[Row], bound: int | None) -> Figure | None:
         last = max([*tokens, bound or 0])
         shares = [tokens.get(s, 0) / total for s in range(last + 1)]
         past = [bound is not None and s > bound for s in range(last + 1)]
-        colours = [COLOURS["red" if over else "blue"] for over in past]
-        bars = axes.bar(range(last + 1), shares, width=0.72, color=colours)
-        axes.bar_label(bars, [share(part) for part in shares], padding=2, fontsize=8.5, color=COLOURS["ink"])
+        colors = [COLORS["red" if over else "blue"] for over in past]
+        bars = axes.bar(range(last + 1), shares, width=0.72, color=colors)
+        axes.bar_label(bars, [share(part) for part in shares], padding=2, fontsize=8.5, color=COLORS["ink"])
         if bound is not None:
-            axes.axvline(bound + 0.5, color=COLOURS["red"], linewidth=1.6)
+            axes.axvline(bound + 0.5, color=COLORS["red"], linewidth=1.6)
             where = {"xy": (bound + 0.5, 1.0), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
             axes.annotate(
                 f"max_staleness = {bound}",
                 xytext=(-5, -3),
                 ha="right",
                 va="top",
-                color=COLOURS["red"],
+                color=COLORS["red"],
                 fontsize=8.5,
                 **where,
             )
@@ -169,17 +167,17 @@ def staleness(rows: Sequence[Row], bound: int | None) -> Figure | None:
 def lines(
     rows: Sequence[Row], series: Sequence[tuple[str, str, str]], unit: str, *, trend: bool = True
 ) -> Figure | None:
-    """Metrics over the steps; `series` are (metric, label, colour). `unit` is `%` for shares, else the axis label.
+    """Metrics over the steps; `series` are (metric, label, color). `unit` is `%` for shares, else the axis label.
 
-    Without `trend` the values are drawn as they are: a maximum must not be smoothed away.
+    Without `trend` the values are not smoothed: a maximum must stay visible.
     """
-    drawn = [(column(rows, name), label, colour) for name, label, colour in series]
+    drawn = [(column(rows, name), label, color) for name, label, color in series]
     if not any(np.isfinite(values).any() for values, _, _ in drawn):
         return None
 
     def draw(axes: Axes) -> None:
-        for values, label, colour in drawn:
-            _line(axes, rows, values, label, colour, trend=trend)
+        for values, label, color in drawn:
+            _line(axes, rows, values, label, color, trend=trend)
         axes.set_ylim(bottom=0)
         if unit == "%":
             axes.set_ylim(0, 1)
@@ -196,7 +194,7 @@ def lines(
 
 
 def step_time(rows: Sequence[Row]) -> Figure | None:
-    """Seconds of every step, stacked: waiting for the batch, stepping, pushing weights."""
+    """Seconds of every step, stacked: waiting for a batch, stepping, pushing weights."""
     parts = [np.nan_to_num(column(rows, name)) for name in ("wait_s", "step_s", "push_s")]
     if not len(rows) or not sum(part.sum() for part in parts):
         return None
@@ -205,10 +203,8 @@ def step_time(rows: Sequence[Row]) -> Figure | None:
         steps, bottom = column(rows, "step"), np.zeros(len(rows))
         edges = np.append(steps, steps[-1] + 1) - 0.5
         labels = (("waiting for a batch", "orange"), ("step", "blue"), ("push", "green"))
-        for part, (label, colour) in zip(parts, labels, strict=True):
-            axes.stairs(
-                bottom + part, edges, baseline=bottom, fill=True, color=COLOURS[colour], label=label, linewidth=0
-            )
+        for part, (label, color) in zip(parts, labels, strict=True):
+            axes.stairs(bottom + part, edges, baseline=bottom, fill=True, color=COLORS[color], label=label, linewidth=0)
             bottom = bottom + part
         axes.set_ylim(bottom=0)
         if len(rows) < 8:
@@ -244,21 +240,21 @@ def small_multiples(rows: Sequence[Row], titles: dict[str, str]) -> Figure | Non
 
 
 def _styled(size: tuple[float, float], draws: Sequence[Draw], wide: int = 1) -> Figure:
-    """A figure of `size` inches with one axes per drawing, `wide` of them in a row."""
+    """A figure of `size` inches with one axes per drawing, `wide` axes in a row."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(hspace=0.06, wspace=0.03))
-        for place, draw in enumerate(draws, start=1):
-            axes = figure.add_subplot(-(-len(draws) // wide), wide, place)
+        for position, draw in enumerate(draws, start=1):
+            axes = figure.add_subplot(-(-len(draws) // wide), wide, position)
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             draw(axes)
         return figure
 
 
 def _line(
-    axes: Axes, rows: Sequence[Row], values: NDArray[np.float64], label: str | None, colour: str, *, trend: bool
+    axes: Axes, rows: Sequence[Row], values: NDArray[np.float64], label: str | None, color: str, *, trend: bool
 ) -> None:
-    """The values, faintly under their trend where one is wanted; few steps are dots."""
-    steps, ink = column(rows, "step"), COLOURS[colour]
+    """The values, faint below their smoothed curve with `trend`; few steps are dots."""
+    steps, ink = column(rows, "step"), COLORS[color]
     if len(rows) < 8:
         axes.plot(steps, values, marker="o", ms=3, label=label, color=ink)
         axes.set_xticks(steps)
@@ -269,12 +265,12 @@ def _line(
         axes.plot(steps, values, label=label, color=ink)
 
 
-def _ends(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+def _first_and_last(evaluations: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:
     return [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else list(evaluations)
 
 
 def _wall_time(axes: Axes, steps: NDArray[np.float64], seconds: NDArray[np.float64]) -> None:
-    """A second axis on top: the wall time at the steps that the lower axis names."""
+    """A second axis on top: the wall time at the ticks of the lower axis."""
     wanted = MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]).tick_values(steps[0], steps[-1])
     ticks = [tick for tick in wanted if steps[0] <= tick <= steps[-1]]
     axes.set_xticks(ticks)

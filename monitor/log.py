@@ -1,9 +1,10 @@
-"""Logging: one line per record, named after the role. A role process logs to stderr, which its launcher sends to a file; the
-supervisor, whose stderr is a person's terminal, also to a file of its own.
+"""Logging: one line per record, named after the role. A role logs to stderr, which its launcher sends to a file; the supervisor,
+whose stderr is the user's terminal, also logs to a file.
 
 Invariants:
-- Ours is logged from SLIPSTREAM_LOG (default INFO) upwards, everybody else's from WARNING upwards.
-- The stream is looked up at each record, so that the live view can catch it and draw around it.
+- Records of `slipstream` are logged from SLIPSTREAM_LOG (default INFO) upwards, those of other packages from WARNING upwards.
+- `sys.stderr` is looked up for every record, so that the live view can catch records and draw around them.
+- A traceback is logged once per handler; its repetitions are single lines, and most of them are dropped.
 """
 
 from __future__ import annotations
@@ -12,34 +13,79 @@ import contextlib
 import logging
 import os
 import sys
+import traceback
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
+DISTINCT_TRACEBACKS = 1000
+"""Distinct tracebacks that a handler remembers; it forgets all of them when there are more."""
 
-class _CurrentStderr(logging.Handler):
-    """Writes to whatever `sys.stderr` is now."""
+
+class _Handler(logging.Handler):
+    """Logs a traceback once. Its repetitions are lines without it, at powers of two, with their number: 2nd, 4th, 8th, ...
+
+    Two tracebacks are equal where the types of the errors and the lines of code are; messages may differ.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._tracebacks: Counter[tuple[object, ...]] = Counter()
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        if error is None:
+            return bool(super().handle(record))
+        key = (record.name, record.msg, *_lines_of(error))
+        if len(self._tracebacks) >= DISTINCT_TRACEBACKS and key not in self._tracebacks:
+            self._tracebacks.clear()
+        self._tracebacks[key] += 1
+        times = self._tracebacks[key]
+        if times & (times - 1):
+            return False
+        if times > 1:
+            message = f"{record.getMessage()} (traceback as above, {times} times so far): {error!r}"
+            given = {"msg": message, "args": (), "exc_info": None, "exc_text": None}
+            record = logging.makeLogRecord(record.__dict__ | given)
+        return bool(super().handle(record))
+
+
+def _lines_of(error: BaseException | None) -> Iterator[object]:
+    """The type and the lines of code of an error and of its causes."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield type(error)
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            yield frame.f_code.co_filename, line
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+class _CurrentStderr(_Handler):
+    """Writes to the present `sys.stderr`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
-        except (OSError, ValueError):  # the stream is gone or the record is malformed; logging's own way to say so
+        except (OSError, ValueError):  # the stream is closed or the record is malformed
             self.handleError(record)
 
 
-class _File(logging.FileHandler):
-    """Writes to a file. One that cannot be written, on a full disk for example, changes nothing: there is still the terminal."""
+class _File(_Handler, logging.FileHandler):
+    """Writes to a file. Errors, for example of a full disk, are ignored: stderr has the warnings too."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         return
 
 
 def setup_logging(role: str) -> None:
-    """Configure this process: replaces the handlers of the root logger. Call once, first thing in a process.
+    """Configure this process: replaces the handlers of the root logger. Call it once, first in a process.
 
     Raises:
         ConfigError: SLIPSTREAM_LOG is not a level.
@@ -47,8 +93,7 @@ def setup_logging(role: str) -> None:
     level = os.environ.get("SLIPSTREAM_LOG", "INFO").upper()
     if level not in LEVELS:
         raise ConfigError(f"SLIPSTREAM_LOG: {level!r} is not a level; allowed: {', '.join(LEVELS)}")
-    handler = _CurrentStderr()
-    handler.setFormatter(_formatter(role))
+    handler = _prepared(_CurrentStderr(), role)
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("slipstream").setLevel(level)
     logging.captureWarnings(True)
@@ -56,15 +101,14 @@ def setup_logging(role: str) -> None:
 
 @contextlib.contextmanager
 def logged_to(path: Path, role: str) -> Iterator[None]:
-    """While it lasts, what is ours is appended to the file `path`, from INFO upwards; warnings still reach stderr."""
+    """Append records of `slipstream` to the file `path`, from INFO upwards, until the context ends; stderr still gets warnings."""
     ours = logging.getLogger("slipstream")
     handlers: list[logging.Handler] = []
-    if not ours.hasHandlers():  # then Python's last resort has written them, which ends with the first handler
+    if not ours.hasHandlers():  # without this one Python's handler of last resort would stop writing warnings
         handlers.append(_CurrentStderr(logging.WARNING))
     path.parent.mkdir(parents=True, exist_ok=True)
-    handlers.append(_File(path))
+    handlers.append(_prepared(_File(path), role))
     handlers[-1].setLevel(logging.INFO)
-    handlers[-1].setFormatter(_formatter(role))
     level = ours.level
     ours.setLevel(min(level or logging.INFO, logging.INFO))
     for handler in handlers:
@@ -78,5 +122,6 @@ def logged_to(path: Path, role: str) -> Iterator[None]:
         ours.setLevel(level)
 
 
-def _formatter(role: str) -> logging.Formatter:
-    return logging.Formatter(f"%(asctime)s %(levelname)-7s [{role}] %(name)s: %(message)s", "%H:%M:%S")
+def _prepared(handler: logging.Handler, role: str) -> logging.Handler:
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)-7s [{role}] %(name)s: %(message)s", "%H:%M:%S"))
+    return handler

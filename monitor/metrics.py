@@ -1,10 +1,9 @@
 """`metrics.jsonl`: one JSON object per learner step, appended and flushed, readable after any crash.
 
 Invariants:
-- A line is written whole in one write; a line without its newline was torn by a crash and is dropped, and the log says so.
-- JSON has no NaN and no infinity: such a number is written as `null`, which means "not a number at this step", and the log
-  names the key. A chart shows a gap there.
-- A learner that recovered from a checkpoint repeats steps; of two rows for one step the later one counts.
+- A line is one write. A last line without a newline was torn by a crash; it is dropped, and the log reports it.
+- NaN and infinity are written as `null`, because JSON has neither; the log names the key, and charts have a gap.
+- A learner that resumes from a checkpoint repeats steps; of two rows for one step the later one counts.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from ..errors import StoreError
 log = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
-"""One line of the file: numbers by name, `staleness_tokens` a mapping to numbers. Names are those of the learner's metrics."""
+"""One line of the file: metric -> number; `staleness_tokens` is a mapping to numbers."""
 
 
 class MetricsWriter:
-    """Appends rows to one file. Continues a file that an earlier process left, without its torn last line."""
+    """Appends rows to a file, which an earlier process may have begun."""
 
     def __init__(self, path: Path) -> None:
         """Raises StoreError where the file cannot be opened."""
@@ -35,19 +34,19 @@ class MetricsWriter:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab")
-            kept = _whole_lines(path)
-            if kept < self._file.tell():
+            size = _complete_size(path)
+            if size < self._file.tell():
                 log.warning("%s: the last line was torn by a crash and is dropped", path)
-                self._file.truncate(kept)
+                self._file.truncate(size)
         except OSError as error:
             raise StoreError(f"{path}: metrics cannot be written there: {error}") from error
 
     def append(self, row: Row | msgspec.Struct) -> None:
         """Write one row and flush it to the operating system."""
         values = msgspec.to_builtins(row)
-        bad = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
-        if bad:
-            log.warning("step %s: not a finite number, written as null: %s", values.get("step"), ", ".join(bad))
+        invalid = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
+        if invalid:
+            log.warning("step %s: not a finite number, written as null: %s", values.get("step"), ", ".join(invalid))
         self._file.write(self._encoder.encode(values) + b"\n")
         self._file.flush()
 
@@ -64,17 +63,17 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Rows by step, in the order of the steps; empty where there is no file.
+    """Rows in the order of their steps; empty where there is no file.
 
     Raises:
-        StoreError: a line that is whole is no JSON object with a step; naming the line.
+        StoreError: a complete line is not a JSON object with a step; names the line.
     """
     if not path.is_file():
         return []
     content = path.read_bytes()
     lines = content.split(b"\n")
     if lines.pop():
-        log.warning("%s: the last line is torn and is left out", path)
+        log.warning("%s: the last line is torn and is ignored", path)
     rows: dict[int, Row] = {}
     for number, line in enumerate(lines, start=1):
         try:
@@ -86,7 +85,7 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """The numbers of a row by flat name, for trackers: `{"staleness_tokens": {"0": 3}}` gives `staleness_tokens/0`."""
+    """The finite numbers of a row by flat name, for trackers: `{"staleness_tokens": {"0": 3}}` gives `staleness_tokens/0`."""
     flat: dict[str, float] = {}
     for key, value in row.items():
         nested = value if isinstance(value, Mapping) else {"": value}
@@ -96,6 +95,6 @@ def scalars(row: Row) -> dict[str, float]:
     return flat
 
 
-def _whole_lines(path: Path) -> int:
+def _complete_size(path: Path) -> int:
     """Bytes up to and including the last newline."""
     return path.read_bytes().rfind(b"\n") + 1

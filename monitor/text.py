@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: `12.3k`, `4 min 05 s`, `12 %`, and a curve in one line of text."""
+"""Numbers as text: `12.3k`, `4 min 05 s`, `12 %`, and a curve in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def count(number: float | None) -> str:
 
 
 def share(number: float | None) -> str:
-    """0.123 as `12 %`; what is little and not nothing as `<1 %`."""
+    """0.123 as `12 %`; above zero and below a half percent as `<1 %`."""
     if number is None:
         return MISSING
     return "<1 %" if 0 < number < 0.005 else f"{100 * number:.0f} %"

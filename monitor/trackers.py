@@ -1,9 +1,9 @@
-"""TensorBoard and Weights & Biases behind one small protocol; `metrics.jsonl` is always written besides.
+"""TensorBoard and Weights & Biases behind one protocol; `metrics.jsonl` is written in addition.
 
 Invariants:
-- A missing package is found by `check_trackers`, before anything starts.
-- Nothing here needs a network: wandb obeys WANDB_MODE, and where that is not set and nobody is logged in, it records offline.
-- A run that is resumed continues the same wandb run: its id is kept in the run folder.
+- `check_trackers` finds a missing package before a process starts.
+- No network is needed: without WANDB_MODE and without a wandb key, wandb records offline.
+- A resumed run continues the same wandb run, whose id is in the run folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Where numbers go, step by step."""
+    """Receives the metrics of every step."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` at `step`; steps do not decrease."""
@@ -71,7 +71,7 @@ class Wandb:
             project="slipstream",
             name=folder.resolve().name,
             id=identity.read_text().strip(),
-            resume=None if mode == "offline" else "allow",  # offline runs of one id are joined by `wandb sync --append`
+            resume=None if mode == "offline" else "allow",  # `wandb sync --append` joins offline runs of one id
             dir=str(folder),
             mode=mode,
             config=msgspec.to_builtins(config),
@@ -92,25 +92,25 @@ _TRACKERS: dict[str, tuple[str, Callable[[Path, Config], Tracker]]] = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises ConfigError where a tracker is unknown or its package is not installed."""
+    """Raises ConfigError where a tracker is unknown or its package is missing."""
     for name in names:
         if name not in _TRACKERS:
-            raise ConfigError(f"monitor.trackers: {name!r} is unknown; allowed: {', '.join(_TRACKERS)}")
+            raise ConfigError(f"run.trackers: {name!r} is unknown; allowed: {', '.join(_TRACKERS)}")
         package, _ = _TRACKERS[name]
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"monitor.trackers: {name} needs the package {package}; pip install 'slipstream-rl[trackers]', or remove it"
+                f"run.trackers: {name} needs the package {package}; run pip install -e .[trackers], or remove it"
             )
 
 
 def open_trackers(names: Sequence[str], folder: Path, config: Config) -> list[Tracker]:
-    """Start the named trackers in the run folder. Raises ConfigError as `check_trackers` does."""
+    """Open the named trackers in the run folder. Raises ConfigError as `check_trackers`."""
     check_trackers(names)
     return [_TRACKERS[name][1](folder, config) for name in names]
 
 
 def _logged_in(base_url: str) -> bool:
-    """Whether wandb would find a key without asking: in the environment or in the user's netrc."""
+    """Whether wandb has a key: in the environment or in the user's netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(base_url).hostname or ""

@@ -13,16 +13,15 @@ import msgspec
 from ..buffer.admission import Admission
 from ..buffer.messages import Lease
 from ..errors import EvaluationError
-from .blocking import LoopGuard
-from .episode import EpisodeResult
-from .worker import Player
+from .loop_watchdog import EventLoopWatchdog
+from .player import EpisodePlayer, EpisodeResult
 
 
-class Score(msgspec.Struct, frozen=True):
-    """What the episodes of one environment earned.
+class EvaluationScore(msgspec.Struct, frozen=True):
+    """The rewards of a set of episodes.
 
     Attributes:
-        tasks: episodes that ended without a failure; the mean is over them.
+        tasks: episodes that did not fail; the mean is over these.
         reward_mean: mean return; None where all failed.
         reward_stderr: its standard error; None where all failed.
         outcomes: episodes by outcome, `failed_*` included.
@@ -34,51 +33,45 @@ class Score(msgspec.Struct, frozen=True):
     outcomes: dict[str, int]
 
 
-class Evaluation(msgspec.Struct, frozen=True):
-    """One line of `evaluations.json`.
+class EvaluationResult(EvaluationScore, frozen=True, kw_only=True):
+    """One entry of `evaluations.json`.
 
     Attributes:
-        label: what was evaluated (`warm start`, `final`).
+        label: when in the run it was made (`warm start`, `final`).
         version: policy version.
-        tasks: episodes that ended without a failure; the mean is over them.
-        reward_mean: mean return.
-        reward_stderr: its standard error.
-        outcomes: episodes by outcome, `failed_*` included.
-        seconds: how long it took.
-        environments: of a mixture, the same by environment.
+        seconds: wall time.
+        environments: of a mixture, the scores by environment.
     """
 
     label: str
     version: int
-    tasks: int
     reward_mean: float
     reward_stderr: float
-    outcomes: dict[str, int]
     seconds: float
-    environments: dict[str, Score] = {}
+    environments: dict[str, EvaluationScore] = {}
 
 
-async def evaluate(player: Player, label: str, tasks: int) -> Evaluation:
-    """Play `tasks` tasks once each, of each environment its share from its first on, at a time as many as the servers decode at
-    once.
+async def evaluate(player: EpisodePlayer, label: str, tasks: int) -> EvaluationResult:
+    """Play `tasks` tasks once each: of each environment its share, from its first task on; as many at a time as the servers decode
+    at once.
 
     Raises:
         EvaluationError: all episodes failed.
     """
     started = time.perf_counter()
-    free = asyncio.Semaphore(player.decodes)
+    slots = asyncio.Semaphore(player.concurrency)
     counts = Admission(0, tasks, tuple(part.share for part in player.parts)).quotas([0] * len(player.parts))
     chosen = [(env, task) for env, count in enumerate(counts) for task in range(count)]
 
-    async def one(number: int) -> EpisodeResult:
+    async def play(number: int) -> EpisodeResult:
         env, task = chosen[number]
-        async with free:
+        async with slots:
             return await player.play(Lease(number, 0, (0,), 0, 0, env, task), 0)
 
-    async with LoopGuard():
-        results = await asyncio.gather(*(one(i) for i in range(tasks)))
-    whole = _score(results)
-    if whole.reward_mean is None or whole.reward_stderr is None:
+    async with EventLoopWatchdog():
+        results = await asyncio.gather(*(play(i) for i in range(tasks)))
+    total = _score(results)
+    if total.reward_mean is None or total.reward_stderr is None:
         outcome = results[0].outcome
         raise EvaluationError(f"{label}: all {tasks} episodes failed, the first by {outcome.reason}: {outcome.detail}")
     scores = {
@@ -86,33 +79,30 @@ async def evaluate(player: Player, label: str, tasks: int) -> Evaluation:
         for env, part in enumerate(player.parts)
     }
     versions = [t.version_spans[-1].version for r in results for t in r.trajectories if t.version_spans]
-    return Evaluation(
+    return EvaluationResult(
+        **msgspec.structs.asdict(total),
         label=label,
         version=max(versions, default=0),
-        tasks=whole.tasks,
-        reward_mean=whole.reward_mean,
-        reward_stderr=whole.reward_stderr,
-        outcomes=whole.outcomes,
         seconds=time.perf_counter() - started,
         environments=scores if len(scores) > 1 else {},
     )
 
 
-def by_environment(evaluation: Evaluation) -> str:
-    """How each part of a mixture did, in parentheses; "" where there is but one environment."""
-    told = [
+def by_environment(evaluation: EvaluationResult) -> str:
+    """The mean of each environment of a mixture, in parentheses; "" for a single environment."""
+    means = [
         f"{name} {'failed' if score.reward_mean is None else f'{score.reward_mean:.3f}'}"
         for name, score in evaluation.environments.items()
     ]
-    return f" ({', '.join(told)})" if told else ""
+    return f" ({', '.join(means)})" if means else ""
 
 
-def _score(results: Sequence[EpisodeResult]) -> Score:
+def _score(results: Sequence[EpisodeResult]) -> EvaluationScore:
     rewards = [r.reward for r in results if r.outcome.trainable]
     n = len(rewards)
     outcomes = Counter(f"failed_{r.outcome.reason}" if r.outcome.kind == "failed" else r.outcome.kind for r in results)
     if not n:
-        return Score(0, None, None, dict(outcomes))
+        return EvaluationScore(0, None, None, dict(outcomes))
     mean = sum(rewards) / n
     variance = sum((r - mean) ** 2 for r in rewards) / (n - 1) if n > 1 else 0.0
-    return Score(n, mean, math.sqrt(variance / n), dict(outcomes))
+    return EvaluationScore(n, mean, math.sqrt(variance / n), dict(outcomes))

@@ -1,23 +1,23 @@
-"""The router: takes requests of many episodes to the replicas of a fleet that changes under it.
+"""The router: sends the requests of many episodes to the replicas of a fleet that changes meanwhile.
 
-    episodes ──generate──> Routing (who goes where, pure) ──> one engine client per incarnation of a replica
+    episodes ──generate──> RoutingTable (which replica, pure) ──> one engine client per incarnation of a replica
                               ^        ^
-              fleet feed ─────┘        └── completions, failures, probes of suspect replicas
+             fleet updates ───┘        └── completions, failures, probes of failed replicas
 
-    who waits            for what                                       until
-    a request            a replica with room and a recent version       rollout.request_s, its retries included
-    a probe              a replica that failed a request                it computes again, is fenced, restarted or gone
-    a retired replica    its last completions to end or break           GRACE_S, then they continue elsewhere
+    waiter               waits for                                      until
+    a request            a replica with a slot and a recent version     rollout.episode_s / 5, its retries included
+    a probe              a replica that failed a request                it computes again, is fenced, restarted or removed
+    a removed replica    its last completions                           GRACE_S, then they continue elsewhere
 
 Invariants:
-- Nobody looks again and again: a waiting request is woken by the fleet, by a completion that made room, or by a probe.
-- A request that loses its replica continues elsewhere from the tokens it has: they go back to the session as a completion that
-  ended by `abort`, and the session asks for the rest. Without any token it is tried again right here. The same goes for one
-  whose replica was fenced, or let its deadline pass.
-- A replica that failed or fell silent gets nothing before it has computed something: a server may say that it is well while the
-  process that computes hangs.
-- A request that a server refuses is its caller's fault, and no other replica is asked.
-- A request whose caller was cancelled is no longer on any server when the caller hears of it.
+- No polling: a waiting request is woken by a fleet update, by a completion that freed a slot, or by a probe.
+- A request that loses its replica continues elsewhere from the tokens it has: they return to the session as a completion that ended
+  by `abort`, and the session requests the remainder. Without any token the router retries. The same holds for a request whose
+  replica was fenced or exceeded its deadline.
+- A replica that failed or stopped responding gets no requests before it has computed something: a server may report health while
+  its compute process hangs.
+- A request that a server rejects is the caller's error; no other replica is tried.
+- When a cancelled caller gets control back, its request no longer runs on any server.
 """
 
 from __future__ import annotations
@@ -30,74 +30,85 @@ from collections.abc import Callable, Sequence
 
 from ..agents.base import Completion
 from ..configs.schema import Partial
-from ..errors import DeadlineExceeded, EngineError, within
-from ..weightsync.fleet import Fleet, Seat
-from .engine import Broken, Engine, Growing, Pressure, Refused, Sampling
-from .routing import Ask, Grant, Routing
+from ..errors import DeadlineExceeded, EngineError, with_deadline
+from ..weightsync.fleet import Fleet, ReplicaInfo
+from .engines.base import Engine, EngineFailure, EngineLoad, PartialCompletion, RequestRejected, SamplingParams
+from .routing import Assignment, RouteRequest, RoutingTable
 
 log = logging.getLogger(__name__)
 
 AHEAD = 4
-"""Requests of one worker on a replica beyond those that it decodes at once, so that a place that falls free is filled without a
-round trip."""
+"""Requests of one worker on a replica beyond those that it decodes at once, so that a free slot is filled without a round trip."""
 
 PROBE_S = 0.25
-"""Pause before the second probe in a row of one replica; the first is made at once, and each further pause is twice as long."""
+"""Pause before the second probe in a row of one replica; the first runs at once, and each further pause doubles."""
 
 BACKOFF_S = 8.0
-"""Longest pause between two probes; and how long a replica must have been well for its next failure to count as its first."""
+"""Longest pause between two probes; and how long a replica must have been healthy for its next failure to count as its first."""
 
 PROBE_IDS = (0, 0)
-"""What a probe has scored: any prompt will do."""
+"""Prompt that a probe scores: any will do."""
 
 GRACE_S = 0.4
-"""How long the requests of a replica that left the fleet, or was fenced, may take to end or break by themselves. A process that
-ends breaks its connections at once; only a host that vanished says nothing. Then they go on elsewhere with what has arrived."""
+"""How long the requests of a removed or fenced replica may take to end or fail. A process that exits breaks its connections at
+once; only a host that vanished sends nothing. Then the requests continue elsewhere with the tokens that have arrived."""
 
-PRESSURE_S = 2.0
-"""Longest wait for a replica to say how busy it is; a sample that is older says nothing."""
+LOAD_S = 2.0
+"""Longest wait for a replica to report its load; an older sample means nothing."""
 
-MakeEngine = Callable[[Seat], Engine]
-"""A new client of the replica in this seat; the router closes it."""
+MakeEngine = Callable[[ReplicaInfo], Engine]
+"""Creates a client of a replica; the router closes it."""
 
 
-class Link:
-    """The client of one incarnation of one replica. `gone` is set when it is too late for its answers."""
+class ReplicaConnection:
+    """The client of one incarnation of one replica. `idle` is set while it has no request in flight."""
 
-    def __init__(self, seat: Seat, engine: Engine) -> None:
-        self.seat = seat
+    def __init__(self, info: ReplicaInfo, engine: Engine) -> None:
+        self.info = info
         self.engine = engine
-        self.calls: set[asyncio.Task[Completion]] = set()
-        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.in_flight = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
         self.probe: asyncio.Task[None] | None = None
         self.probes = 0
-        self.well_at = 0.0
+        self.healthy_since = 0.0
 
-    def same(self, seat: Seat) -> bool:
-        """Whether `seat` is still this process, and has not been fenced."""
-        return (self.seat.incarnation, self.seat.url) == (seat.incarnation, seat.url) and seat.state != "starting"
+    def is_same(self, info: ReplicaInfo) -> bool:
+        """Whether `info` describes this process, and it has not been fenced."""
+        return (self.info.incarnation, self.info.url) == (info.incarnation, info.url) and info.state != "starting"
+
+    async def generate(self, request: InflightRequest, version: int) -> Completion:
+        self.in_flight += 1
+        self.idle.clear()
+        try:
+            ids, sampling = request.route.token_ids, request.sampling
+            return await self.engine.generate(ids, sampling, version=version, growing=request.growing)
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self.idle.set()
 
 
-class Flight:
-    """A request on its way: the replica that has it, and what has arrived from there."""
+class InflightRequest:
+    """A request: its sampling, the replica that has it, and the tokens that have arrived from there."""
 
-    def __init__(self, ask: Ask, sampling: Sampling) -> None:
-        self.ask = ask
+    def __init__(self, route: RouteRequest, sampling: SamplingParams) -> None:
+        self.route = route
         self.sampling = sampling
-        self.link: Link | None = None
-        self.growing = Growing()
+        self.connection: ReplicaConnection | None = None
+        self.growing = PartialCompletion()
 
 
 class Router:
-    """Spreads requests over the fleet. Use as an async context manager, and give it every new fleet by `update`.
+    """Spreads requests over the fleet. Use as an async context manager, and pass every new fleet to `update`.
 
     Args:
-        make_engine: makes the client of a seat; called in the event loop when a seat serves for the first time.
-        max_concurrent: sequences that a replica decodes at once. It gets at most `AHEAD` requests more, from each worker: routers
-            of several workers know nothing of each other, and what is too much together queues in the server.
+        make_engine: creates the client of a replica; called in the event loop when the replica serves for the first time.
+        max_concurrent: sequences that a replica decodes at once. It gets at most `AHEAD` requests more from each worker: the
+            routers of several workers share no state, and the excess queues in the server.
         request_s: longest wait for one completion, retries on other replicas included.
-        start_s: longest wait in one probe for a replica to answer.
-        partial: what a push does to requests under way. Only with `abort_resume` is one that was cut short no sign of trouble.
+        start_s: longest wait of one probe for a replica to answer.
+        partial: what a push does to requests in flight. Only with `abort_resume` an aborted request is no sign of a failure.
     """
 
     def __init__(
@@ -108,9 +119,9 @@ class Router:
         self._request_s = request_s
         self._start_s = start_s
         self._partial: Partial = partial
-        self._routing = Routing(max_concurrent + AHEAD)
-        self._links: dict[str, Link] = {}
-        self._granted: dict[int, asyncio.Future[tuple[Grant, Link]]] = {}
+        self._routing = RoutingTable(max_concurrent + AHEAD)
+        self._connections: dict[str, ReplicaConnection] = {}
+        self._assigned: dict[int, asyncio.Future[tuple[Assignment, ReplicaConnection]]] = {}
         self._numbers = itertools.count()
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -126,226 +137,200 @@ class Router:
     # --- the fleet ------------------------------------------------------------------------------------------------
 
     def update(self, fleet: Fleet) -> None:
-        """The fleet is now this. Call in the event loop, with every snapshot of the feed in its order; returns at once."""
+        """Take over a new fleet state. Call in the event loop, with every snapshot in order; returns at once."""
         if self._closed:
             return
-        seats = {seat.name: seat for seat in fleet.seats}
-        for name, link in list(self._links.items()):
-            if name in seats and link.same(seats[name]):
-                link.seat = seats[name]
+        infos = {info.name: info for info in fleet.replicas}
+        for name, connection in list(self._connections.items()):
+            if name in infos and connection.is_same(infos[name]):
+                connection.info = infos[name]
             else:
-                self._retire(self._links.pop(name))
-        for name, seat in seats.items():
-            if seat.state == "serving" and name not in self._links:
-                self._links[name] = Link(seat, self._make_engine(seat))
-        self._routing.follow(fleet)
-        self._send()
+                self._retire(self._connections.pop(name))
+        for name, info in infos.items():
+            if info.state == "serving" and name not in self._connections:
+                self._connections[name] = ReplicaConnection(info, self._make_engine(info))
+        self._routing.update(fleet)
+        self._dispatch()
 
     @property
     def serving(self) -> int:
         """Replicas that take requests."""
-        return sum(place.serving for place in self._routing.places.values())
+        return sum(replica.serving for replica in self._routing.replicas.values())
 
     @property
     def waiting(self) -> int:
-        """Requests that wait here because no replica has room for them."""
+        """Requests that wait here because no replica has a free slot for them."""
         return self._routing.waiting
 
-    async def pressure(self) -> list[Pressure]:
-        """How busy each serving replica is that says so in time; one that cannot be reached is probed."""
-        links = [link for name, link in self._links.items() if self._routing.places[name].serving]
-        samples = await asyncio.gather(*(self._sample(link) for link in links))
+    async def engine_loads(self) -> list[EngineLoad]:
+        """The load of each serving replica that reports it in time; one that cannot be reached is probed."""
+        serving = [c for name, c in self._connections.items() if self._routing.replicas[name].serving]
+        samples = await asyncio.gather(*(self._sample(connection) for connection in serving))
         return [sample for sample in samples if sample is not None]
 
-    async def _sample(self, link: Link) -> Pressure | None:
+    async def _sample(self, connection: ReplicaConnection) -> EngineLoad | None:
         try:
-            async with asyncio.timeout(PRESSURE_S):
-                return await link.engine.pressure()
+            async with asyncio.timeout(LOAD_S):
+                return await connection.engine.get_load()
         except (TimeoutError, DeadlineExceeded):
-            return None  # a machine that is busy is slow to say so
+            return None  # a busy machine may be late, which is no failure
         except EngineError as error:
-            self._distrust(link, error)
+            self._mark_failed(connection, error)
             return None
 
-    def _retire(self, link: Link) -> None:
-        if link.probe is not None:
-            link.probe.cancel()
-        task = asyncio.create_task(self._close(link), name=f"closing {link.engine.name}")
+    def _retire(self, connection: ReplicaConnection) -> None:
+        if connection.probe is not None:
+            connection.probe.cancel()
+        task = asyncio.create_task(self._close(connection), name=f"closing {connection.engine.name}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _close(self, link: Link) -> None:
-        if link.calls:
-            await asyncio.wait(link.calls, timeout=GRACE_S)
-        link.gone.set_result(None)
-        if link.calls:
-            await asyncio.wait(link.calls)  # each was cancelled by its request, which does not wait for it
-        if link.probe is not None:
-            await asyncio.wait({link.probe})
+    async def _close(self, connection: ReplicaConnection) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                await connection.idle.wait()
+        if connection.probe is not None:
+            await asyncio.wait({connection.probe})
         with contextlib.suppress(EngineError):
-            await link.engine.close()
+            await connection.engine.close()  # what is still in flight ends with EngineFailure
 
-    # --- the requests ---------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------------
 
-    def forget(self, episode_id: str) -> None:
-        """The episode is over; nothing sticks to its replica any more."""
-        self._routing.forget(episode_id)
+    def end_episode(self, episode_id: str) -> None:
+        """The episode is over: drop the pin on its replica."""
+        self._routing.end_episode(episode_id)
 
     async def generate(
         self,
         episode_id: str,
         token_ids: Sequence[int],
-        sampling: Sampling,
+        sampling: SamplingParams,
         oldest_version: int,
         *,
-        lost: Callable[[Completion], None] = lambda completion: None,
+        on_cancelled: Callable[[Completion], None] = lambda completion: None,
     ) -> Completion:
         """One completion, or the beginning of one (`abort`, one token or more), from a replica at `oldest_version` or later.
 
-        `lost` is given what had arrived when the caller was cancelled: it will never see it.
+        When the caller is cancelled, `on_cancelled` receives the tokens that had arrived.
 
         Raises:
-            DeadlineExceeded: not one token came within `request_s`.
-            Refused: a server does not take such a request.
-            PolicyError: no engine would take such a request.
+            DeadlineExceeded: not one token arrived within `request_s`.
+            RequestRejected: a server rejects the request.
+            PolicyError: no engine would accept the request.
         """
-        ask = Ask(next(self._numbers), episode_id, tuple(token_ids), sampling.max_tokens, oldest_version)
-        flight = Flight(ask, sampling)
+        route = RouteRequest(next(self._numbers), episode_id, tuple(token_ids), sampling.max_tokens, oldest_version)
+        request = InflightRequest(route, sampling)
         try:
-            return await within(
+            return await with_deadline(
                 self._request_s,
-                self._generate(flight),
+                self._generate(request),
                 who=f"episode {episode_id}",
                 waits_for=f"a completion at version {oldest_version} or later",
-                hint=lambda: f"replicas: {self._describe()}; see their logs, or raise rollout.request_s",
+                hint=lambda: (
+                    f"replicas: {self._describe()}; see their logs, or raise rollout.episode_s (a request may take a fifth)"
+                ),
             )
         except DeadlineExceeded as error:
-            if flight.link is not None:
-                self._distrust(flight.link, error)
-            if not flight.growing.partial.token_ids:
+            if request.connection is not None:
+                self._mark_failed(request.connection, error)
+            if not request.growing.partial.token_ids:
                 raise
-            return flight.growing.partial
+            return request.growing.partial
         except asyncio.CancelledError:
-            lost(flight.growing.partial)
+            on_cancelled(request.growing.partial)
             raise
 
-    async def _generate(self, flight: Flight) -> Completion:
+    async def _generate(self, request: InflightRequest) -> Completion:
         while True:
-            flight.link, flight.growing = None, Growing()
-            grant, link = await self._grant(flight.ask)
-            flight.link = link
+            request.connection, request.growing = None, PartialCompletion()
+            assignment, connection = await self._acquire(request.route)
+            request.connection = connection
             try:
-                completion = await self._call(link, flight, grant.version)
-                self._account(link, flight.ask, completion)
-            except Refused:
+                completion = await connection.generate(request, assignment.version)
+                self._record(connection, request.route, completion)
+            except RequestRejected:
                 raise
-            except Broken as error:
-                self._distrust(link, error)
+            except EngineFailure as error:
+                self._mark_failed(connection, error)
                 completion = error.partial
             except DeadlineExceeded as error:
-                self._distrust(link, error)
-                completion = flight.growing.partial
-            except EngineError as error:  # nothing that came with an impossible answer is to be trusted
-                self._distrust(link, error)
+                self._mark_failed(connection, error)
+                completion = request.growing.partial
+            except EngineError as error:  # an impossible answer: nothing of it can be trusted
+                self._mark_failed(connection, error)
                 continue
             finally:
-                self._routing.leave(flight.ask.number)
-                self._send()
+                self._routing.remove(request.route.number)
+                self._dispatch()
             if completion.token_ids or completion.finish_reason != "abort":
                 return completion
 
-    async def _grant(self, request: Ask) -> tuple[Grant, Link]:
-        """Wait for a replica."""
-        granted = asyncio.get_running_loop().create_future()
-        self._granted[request.number] = granted
-        self._routing.ask(request)
-        self._send()
+    async def _acquire(self, route: RouteRequest) -> tuple[Assignment, ReplicaConnection]:
+        assigned = asyncio.get_running_loop().create_future()
+        self._assigned[route.number] = assigned
+        self._routing.enqueue(route)
+        self._dispatch()
         try:
-            return await granted
+            return await assigned
         except asyncio.CancelledError:
-            self._routing.leave(request.number)  # also when it was granted and nobody came to fetch it
-            self._send()
+            self._routing.remove(route.number)  # also when a replica was assigned and this task had not run yet
+            self._dispatch()
             raise
         finally:
-            self._granted.pop(request.number, None)
+            self._assigned.pop(route.number, None)
 
-    def _send(self) -> None:
-        """Grant what can be granted."""
-        for grant in self._routing.grants():
-            granted = self._granted.pop(grant.number)
-            if not granted.done():
-                granted.set_result((grant, self._links[grant.replica]))
+    def _dispatch(self) -> None:
+        """Assign every request that can start, and wake its task."""
+        for assignment in self._routing.assign():
+            assigned = self._assigned.pop(assignment.number)
+            if not assigned.done():
+                assigned.set_result((assignment, self._connections[assignment.replica]))
 
-    async def _call(self, link: Link, flight: Flight, version: int) -> Completion:
-        """Have `link` generate; Broken when it left the fleet or was fenced."""
-        call = asyncio.create_task(
-            link.engine.generate(flight.ask.token_ids, flight.sampling, version=version, growing=flight.growing)
-        )
-        link.calls.add(call)
-        call.add_done_callback(link.calls.discard)
-        call.add_done_callback(_look)
-        try:
-            await asyncio.wait({call, link.gone}, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            call.cancel()
-            await asyncio.wait({call})
-            raise
-        if call.done():
-            return call.result()
-        call.cancel()
-        raise Broken(f"{link.engine.name} left the fleet", flight.growing.partial)
-
-    def _account(self, link: Link, request: Ask, completion: Completion) -> None:
-        """Remember what `completion` tells about its replica."""
-        cut = completion.finish_reason == "abort"
+    def _record(self, connection: ReplicaConnection, route: RouteRequest, completion: Completion) -> None:
+        """Update the routing by what `completion` shows of its replica."""
+        aborted = completion.finish_reason == "abort"
         version = completion.version_spans[-1].version if completion.version_spans else None
-        self._routing.finished(request.number, completion.token_ids, version, cut=cut)
-        if cut and (self._partial != "abort_resume" or not completion.token_ids):
-            self._distrust(link, "it cut a request short")
+        self._routing.complete(route.number, completion.token_ids, version, aborted=aborted)
+        if aborted and (self._partial != "abort_resume" or not completion.token_ids):
+            self._mark_failed(connection, "it aborted a request")
 
     # --- replicas that failed -------------------------------------------------------------------------------------
 
-    def _distrust(self, link: Link, why: object) -> None:
-        """Send nothing there until a probe finds it well; a replica that is on its way out is nobody's worry."""
-        name = link.seat.name
-        if self._links.get(name) is not link or link.seat.state == "draining":
+    def _mark_failed(self, connection: ReplicaConnection, why: object) -> None:
+        """Send no request there until a probe passes. Failures of a replica that is draining or was removed are ignored."""
+        name = connection.info.name
+        if self._connections.get(name) is not connection or connection.info.state == "draining":
             return
-        self._routing.suspect(name)
-        if link.probe is None or link.probe.done():
+        self._routing.mark_failed(name)
+        if connection.probe is None or connection.probe.done():
             log.warning("%s failed: %s", name, why)
-            if asyncio.get_running_loop().time() > link.well_at + BACKOFF_S:
-                link.probes = 0
-            link.probe = asyncio.create_task(self._probe(link), name=f"probe of {name}")
+            if asyncio.get_running_loop().time() > connection.healthy_since + BACKOFF_S:
+                connection.probes = 0
+            connection.probe = asyncio.create_task(self._probe(connection), name=f"probe of {name}")
 
-    async def _probe(self, link: Link) -> None:
+    async def _probe(self, connection: ReplicaConnection) -> None:
+        """Return once the replica has computed scores at the version that the fleet state names."""
         while True:
-            if link.probes:
-                await asyncio.sleep(min(BACKOFF_S, PROBE_S * 2 ** (link.probes - 1)))
-            link.probes += 1
+            if connection.probes:
+                await asyncio.sleep(min(BACKOFF_S, PROBE_S * 2 ** (connection.probes - 1)))
+            connection.probes += 1
             try:
-                await link.engine.wait_ready(self._start_s)
-                version = await link.engine.version()
-                well = version is not None and (link.seat.version is None or version >= link.seat.version)
-                if well:
-                    await link.engine.score(PROBE_IDS)
+                await connection.engine.wait_ready(self._start_s)
+                version, expected = await connection.engine.version(), connection.info.version
+                if version is None or (expected is not None and version < expected):
+                    continue
+                await connection.engine.score(PROBE_IDS)
             except (EngineError, DeadlineExceeded) as error:
-                log.warning("%s is away: %s", link.seat.name, error)
+                log.warning("%s is away: %s", connection.info.name, error)
                 continue
-            if well:
-                link.well_at = asyncio.get_running_loop().time()
-                self._routing.recovered(link.seat.name)
-                self._send()
-                return
+            connection.healthy_since = asyncio.get_running_loop().time()
+            self._routing.mark_healthy(connection.info.name)
+            self._dispatch()
+            return
 
     def _describe(self) -> str:
         states = [
-            f"{name} {'fails' if p.suspect else p.seat.state} at version {p.seat.version} with {len(p.tokens)} requests"
-            for name, p in self._routing.places.items()
+            f"{name} {'fails' if r.failed else r.info.state} at version {r.info.version} with {len(r.tokens)} requests"
+            for name, r in self._routing.replicas.items()
         ]
         return f"{', '.join(states) or 'none'}; {self.waiting} requests wait"
-
-
-def _look(call: asyncio.Task[Completion]) -> None:
-    """Take note of an error that nobody waits for any more."""
-    if not call.cancelled():
-        call.exception()

@@ -1,19 +1,51 @@
 """Fixtures that several test files share."""
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
-from slipstream.tests import tiny
-from slipstream.tests.conformance.kinds import Kind
+from hypothesis import settings
+from slipstream.tests import forkserver, tiers, tiny
+from slipstream.tests.cache import open_cache
 from transformers import PreTrainedModel
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+
+CACHE = pytest.StashKey[Path | None]()
 
 
+settings.register_profile("default", max_examples=20, deadline=None)
+settings.register_profile("full", max_examples=100, deadline=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Commands of this package are forked from a process that has imported it, unless `SLIPSTREAM_TESTS_EXECUTE` is set."""
+    if not os.environ.get("SLIPSTREAM_TESTS_EXECUTE"):
+        forkserver.install()
+    if not config.getoption("--hypothesis-profile"):
+        settings.load_profile("default" if config.option.markexpr == "not full" else "full")
+    config.stash[CACHE] = open_cache()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if cache := config.stash.get(CACHE, None):
+        shutil.rmtree(cache, ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes test (`-n`), one takes a whole file, or all tests of a kind of server, which it starts once."""
+    """Name the tier of each test; long groups begin first."""
     for item in items:
-        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        kind = parameters.get("kind")
-        item.add_marker(pytest.mark.xdist_group(kind.name if isinstance(kind, Kind) else item.path.stem))
+        if tiers.is_full(item):
+            item.add_marker("full")
+    items.sort(key=tiers.order)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """What one process takes as a whole where several test (`-n`)."""
+    return tiers.GroupScheduling(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def address() -> str:
-    """A ZeroMQ address that nobody listens at."""
+    """A ZeroMQ address at which no process listens."""
     return f"tcp://127.0.0.1:{tiny.free_port()}"
 
 

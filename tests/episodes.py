@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 import numpy as np
-from slipstream.buffer.trajectory import FINISHED, Trajectory, Turn, VersionSpan
+from slipstream.buffer.trajectory import FINISHED, BatchRow, EncodedTrajectory, Trajectory, Turn, VersionSpan
 from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task
 
 SAMPLED = 3
@@ -39,6 +39,11 @@ def trajectory_of(episode_id: str, kept: Mapping[int, int]) -> Trajectory:
         spans.append(VersionSpan(at, at + tokens, version))
         at += tokens
     return msgspec.structs.replace(trajectory(episode_id, sampled=at - 1), version_spans=tuple(spans))
+
+
+def row_of(one: Trajectory) -> BatchRow:
+    """As a learner takes it: without its arrays."""
+    return EncodedTrajectory.of(one).row.decode()
 
 
 class Once(SimpleEnv):

@@ -16,9 +16,11 @@ from slipstream.configs.algorithm import Algorithm, DecoupledPpo, Truncated
 from slipstream.configs.schema import Optimizer
 from slipstream.errors import LearnerError
 from slipstream.learner.algorithms import loss_of
-from slipstream.learner.backend import Backend, PackedRow, PolicyLoss
-from slipstream.learner.batch import TrainSequence, rank_rows, with_proximal
+from slipstream.learner.backend import Backend, PolicyLoss
+from slipstream.learner.batch import TrainBatch
 from slipstream.learner.fsdp2 import lora
+from slipstream.learner.packing import MicroBatch, microbatches, with_proximal
+from slipstream.tests.columns import joined, sequence
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -35,7 +37,7 @@ from transformers.core_model_loading import revert_weight_conversion
 VOCABULARY, STEPS, TEMPERATURE = 96, 3, 0.7
 LENGTHS = (7, 33, 2, 20, 12)
 # AdamW turns rounding noise in the smallest gradients into up to 1 % of a step: 1e-6 at this rate.
-OPTIMIZER = Optimizer(lr=1e-4, weight_decay=0.1, beta1=0.9, beta2=0.95, clip_norm=0.5)
+OPTIMIZER = Optimizer(lr=1e-4, weight_decay=0.1, betas=(0.9, 0.95), clip_norm=0.5)
 PPO, CAP = DecoupledPpo(), Truncated().high
 LOSS = loss_of(Algorithm(), longest=64)([], lambda values: values)
 BF16_NOISE = 1.25
@@ -71,7 +73,7 @@ def make_model(folder: Path, *, tied: bool, moe: bool = False, layers: int = 2) 
     return str(folder)
 
 
-def make_batch(step: int) -> tuple[list[TrainSequence], list[np.ndarray]]:
+def make_batch(step: int) -> tuple[list[TrainBatch], list[np.ndarray]]:
     """Five sequences and the proximal log-probs of their tokens."""
     rng = np.random.default_rng(step)
     sequences, proximal = [], []
@@ -81,11 +83,11 @@ def make_batch(step: int) -> tuple[list[TrainSequence], list[np.ndarray]]:
         behavior = np.where(trained, -rng.exponential(3.0, n), 0).astype(np.float32)
         proximal.append(np.where(trained, behavior + 0.3 * rng.normal(size=n), 0).astype(np.float32))
         sequences.append(
-            TrainSequence(
+            sequence(
                 token_ids=rng.integers(0, VOCABULARY, n).astype(np.int32),
-                trained=trained,
+                loss_mask=trained,
                 behavior_logprobs=behavior,
-                lags=np.where(trained, 0, -1).astype(np.int32),
+                staleness=np.where(trained, 0, -1).astype(np.int32),
                 mixed=np.zeros(n, dtype=np.bool_),
                 advantages=np.where(trained, rng.normal(), 0).astype(np.float32),
             )
@@ -97,7 +99,7 @@ def make_rows(step: int, rank: int, world_size: int, budget: int):
     """This rank's rows; the proximal log-probs find their tokens by sequence length, which is unique here."""
     sequences, proximal = make_batch(step)
     by_length = {len(values): torch.from_numpy(values) for values in proximal}
-    rows = rank_rows(sequences, rank, world_size, budget)
+    rows = microbatches(joined(sequences), rank, world_size, budget)
     return [with_proximal(r, torch.cat([by_length[n] for n in np.diff(r.cu_seqlens)])) for r in rows]
 
 
@@ -118,23 +120,23 @@ def plain_loop(
     matrices = [p for p in parameters.values() if p.ndim > 1 and p.requires_grad]
     vectors = [p for p in parameters.values() if p.ndim == 1 and p.requires_grad]
     groups = [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2))
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas)
     numbers = torch.zeros(STEPS, 2)
     for step in range(STEPS):
         sequences, proximals = make_batch(step)
-        tokens = sum(int(s.trained.sum()) for s in sequences)
-        for sequence, proximal in zip(sequences, proximals, strict=True):
-            ids = torch.from_numpy(sequence.token_ids).long()
+        tokens = sum(int(s.loss_mask.sum()) for s in sequences)
+        for one, proximal in zip(sequences, proximals, strict=True):
+            ids = torch.from_numpy(one.token_ids).long()
             computing = {name: parameter.to(dtype) for name, parameter in parameters.items()}
             output = torch.func.functional_call(model, computing, (ids[None],), {"use_cache": False})
             logp = (output.logits[0, :-1].float() / TEMPERATURE).log_softmax(-1)
             current = logp[range(len(ids) - 1), ids[1:]]
-            q, b = torch.from_numpy(proximal)[1:], torch.from_numpy(sequence.behavior_logprobs)[1:]
-            ratio, a = (current - q).exp(), torch.from_numpy(sequence.advantages)[1:]
+            q, b = torch.from_numpy(proximal)[1:], torch.from_numpy(one.behavior_logprobs)[1:]
+            ratio, a = (current - q).exp(), torch.from_numpy(one.advantages)[1:]
             surrogate = torch.minimum(ratio * a, ratio.clamp(1 - PPO.clip_low, 1 + PPO.clip_high) * a)
             loss = -(torch.minimum((q - b).exp(), torch.tensor(CAP)) * surrogate)
-            divisor = len(sequences) * int(sequence.trained.sum()) if sequence_mean else tokens
-            mean = loss[torch.from_numpy(sequence.trained)[1:]].sum() / divisor
+            divisor = len(sequences) * int(one.loss_mask.sum()) if sequence_mean else tokens
+            mean = loss[torch.from_numpy(one.loss_mask)[1:]].sum() / divisor
             mean.backward()
             numbers[step, 0] += mean.detach()
         numbers[step, 1] = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm)
@@ -173,7 +175,7 @@ def assert_bfloat16_noise(
     torch.testing.assert_close(found["numbers"], exact["numbers"], atol=0, rtol=0.03)
 
 
-def assert_refused(backend: Backend, loss: PolicyLoss, rows: Sequence[PackedRow], match: str) -> None:
+def assert_refused(backend: Backend, loss: PolicyLoss, rows: Sequence[MicroBatch], match: str) -> None:
     """A step that must not be taken is named, and no weight moved."""
     before = dict(backend.named_weights())
     with pytest.raises(LearnerError, match=match):

@@ -12,14 +12,15 @@ from slipstream.agents import Session, load_agent, load_renderer
 from slipstream.agents.base import Generate
 from slipstream.buffer.client import BufferClient
 from slipstream.configs import load
-from slipstream.envs.registry import Part
+from slipstream.envs.registry import EnvPart
 from slipstream.learner.model import load_tokenizer, vocabulary_size
-from slipstream.rollout.engine import Pressure
+from slipstream.rollout.engines.base import EngineLoad
+from slipstream.rollout.player import EpisodePlayer
 from slipstream.rollout.router import Router
-from slipstream.rollout.worker import Player, Worker
+from slipstream.rollout.worker import Worker
 from slipstream.tests.episodes import Once
 from slipstream.tests.scripted import ScriptedEngine
-from slipstream.weightsync.fleet import Fleet, Seat
+from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
 GROUP = 2
 SLOTS = 4
@@ -40,14 +41,14 @@ async def follow(client: BufferClient, router: Router, engine: ScriptedEngine) -
     """The engine serves what the learner made last."""
     for revision in itertools.count(1):
         engine.serves = (await client.stats()).version
-        router.update(Fleet(revision, (Seat("a", "http://a", 0, "serving", engine.serves),)))
+        router.update(Fleet(revision, (ReplicaInfo("a", "http://a", 0, "serving", engine.serves),)))
         await asyncio.sleep(ANSWER_S / 2)
 
 
 async def work(address: str, name: str, policy: str) -> None:
     made: list[ScriptedEngine] = []
 
-    def make_engine(seat: Seat) -> ScriptedEngine:
+    def make_engine(seat: ReplicaInfo) -> ScriptedEngine:
         made.append(ScriptedEngine(seat))
         return made[-1]
 
@@ -60,10 +61,10 @@ async def work(address: str, name: str, policy: str) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with Router(make_engine, max_concurrent=SLOTS, request_s=60.0, start_s=60.0, partial="recompute") as router:
-        router.update(Fleet(0, (Seat("a", "http://a", 0, "serving", 0),)))
-        made[0].busy = Pressure(1, 0, 0.9)
-        parts = (Part("once", 1.0, Once(split="train", seed=0), None),)
-        player = Player(config, load_agent("single_turn"), parts, router, make_session, (), 1.0)
+        router.update(Fleet(0, (ReplicaInfo("a", "http://a", 0, "serving", 0),)))
+        made[0].busy = EngineLoad(1, 0, 0.9)
+        parts = (EnvPart("once", 1.0, Once(split="train", seed=0), None),)
+        player = EpisodePlayer(config, load_agent("single_turn"), parts, router, make_session, (), 1.0)
         async with BufferClient(address, name) as client:
             others = asyncio.gather(answer(made[0]), follow(client, router, made[0]))
             await Worker(player, client, GROUP, 1).run(stop)

@@ -1,6 +1,6 @@
-"""Three steps of a policy with all models beside it, wherever these are; and the processes that hold them where they are placed.
+"""Three steps of a policy with all aux models, local or remote; and the processes that hold the remote ones.
 
-A rank of the learner runs this file as a script, see tests/ranks.py; ranks of placed models are the roles that a run has.
+A rank of the learner runs this file as a script, see tests/ranks.py; ranks of remote models are the roles that a run has.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 from slipstream.configs import Config, load
-from slipstream.launch.job import Cluster
-from slipstream.launch.job import Job as RoleJob
-from slipstream.launch.wiring import make_backend, make_companions
-from slipstream.learner.algorithms import advantage_of
+from slipstream.launch.run_context import Addresses
+from slipstream.launch.run_context import RunContext as RoleJob
+from slipstream.launch.supervisor.factory import make_aux_models, make_backend
+from slipstream.learner.algorithms import advantage_of, returns_of
+from slipstream.learner.algorithms.estimators import assign_advantages
+from slipstream.learner.aux_models.aux_models import AuxModels
 from slipstream.learner.backend import Backend
-from slipstream.learner.batch import to_sequences
+from slipstream.learner.batch import Group, trainable
 from slipstream.learner.checkpoint import CheckpointState
-from slipstream.learner.companions import Companions
-from slipstream.learner.credit import Group
-from slipstream.learner.meter import CompanionsDone
-from slipstream.learner.step import Stepper
-from slipstream.tests.ranks import quiet_ports
+from slipstream.learner.metrics import AuxModelsResult
+from slipstream.learner.step import PolicyStepper
+from slipstream.tests.columns import by_id, flat
+from slipstream.tests.ranks import reserved_ports
 from slipstream.tests.test_learner_credit import branches
 
 STEPS, LONGEST, DEADLINE_S = 3, 64, 120.0
@@ -39,18 +40,18 @@ GROUPS: list[Group] = [
 ]
 
 GAE = (
-    "learner.algorithm.advantage={kind: gae, critic_lr: 2e-5, lam_by_length: true}",
+    "learner.algorithm.advantage={kind: gae, lr: 2e-5, lam: by_length}",
     "learner.algorithm.kl.kind=reward",
 )
 PRIME = (
-    "learner.algorithm.advantage={kind: prime, reward_lr: 2e-5}",
+    "learner.algorithm.advantage={kind: prime, lr: 2e-5}",
     "learner.algorithm.kl={kind: loss, coefficient: 0.5}",
 )
 
 
 class Job(msgspec.Struct):
-    """Steps by a rank of the learner of the config `keys`, with the models beside it `placed` at addresses; weights and what was
-    said go to `out`."""
+    """Steps by a rank of the learner of the config `keys`, with its remote aux models `placed` at addresses; weights and
+    outputs go to `out`."""
 
     keys: tuple[str, ...]
     placed: dict[str, tuple[str, ...]]
@@ -58,7 +59,7 @@ class Job(msgspec.Struct):
 
     @property
     def checkpoints(self) -> Path:
-        """Folder for those of what is beside it."""
+        """Folder for those of its aux models."""
         return Path(f"{self.out}.checkpoints")
 
 
@@ -75,39 +76,40 @@ def config_of(folder: Path, *keys: str) -> Config:
 
 
 async def train(
-    config: Config, policy: Backend, companions: Companions, folder: Path
-) -> tuple[dict[str, torch.Tensor], CompanionsDone]:
-    """Three steps; what is beside them is saved to `folder` after the second one, while the third is taken. Returns weights and
-    what was said, by names, and how the last steps beside the policy went."""
-    stepper = Stepper(config.learner, policy, LONGEST)
-    advantage, found, writing, beside = advantage_of(config.learner.algorithm), dict[str, torch.Tensor](), [], None
+    config: Config, policy: Backend, aux_models: AuxModels, folder: Path
+) -> tuple[dict[str, torch.Tensor], AuxModelsResult]:
+    """Three steps; the trained aux model is saved to `folder` after the second one, while the third is taken. Returns weights and
+    outputs by name, and the result of the aux model's last steps."""
+    stepper = PolicyStepper(config.learner, policy, LONGEST)
+    algorithm, found, writing, aux_result = config.learner.algorithm, dict[str, torch.Tensor](), [], None
     for step in range(STEPS):
-        scores = await companions.score(GROUPS)
-        for what, said in (("reference", scores.reference), ("told", scores.told), ("penalties", scores.penalties)):
-            found |= {f"{what} {step} {name}": torch.tensor(values) for name, values in (said or {}).items()}
-        sequences = to_sequences(GROUPS, advantage, 5, 5, scores=scores)
-        learnt = companions.learn(sequences)
-        stepper.step(sequences, (), CheckpointState(step=step, version=5))
-        beside = await learnt()
+        scored = await aux_models.score(flat(GROUPS))
+        columns = {"reference": scored.reference_logprobs, "values": scored.values, "penalties": scored.penalties}
+        for what, column in columns.items():
+            found |= {f"{what} {step} {i}": torch.tensor(one) for i, one in (by_id(scored, column) or {}).items()}
+        sequences = trainable(assign_advantages(scored, advantage_of(algorithm), returns_of(algorithm)), 0)
+        learned = aux_models.learn(sequences)
+        stepper.step(sequences, stepper.plan(sequences), (), CheckpointState(step=step, version=5))
+        aux_result = await learned()
         if step == 1:
             writing = [
-                asyncio.ensure_future(one) for one in companions.save(folder, CheckpointState(step=2, version=2))
+                asyncio.ensure_future(one) for one in aux_models.save(folder, CheckpointState(step=2, version=2))
             ]
     await asyncio.gather(*writing)
-    assert beside is not None
-    return found | {name: tensor.clone() for name, tensor in policy.named_weights()}, beside
+    assert aux_result is not None
+    return found | {name: tensor.clone() for name, tensor in policy.named_weights()}, aux_result
 
 
 @contextlib.contextmanager
 def placed(config: Config, folder: Path) -> Iterator[dict[str, tuple[str, ...]]]:
-    """The addresses of real roles: each rank of each model that `config` places. Their logs go to `folder`."""
+    """The addresses of real roles: each rank of each model that `config` makes remote. Their logs go to `folder`."""
     folder.mkdir()
-    ranks = config.learner.beside
-    ports = {kind: quiet_ports(count + 1) for kind, count in ranks.items()}
-    beside = {kind: tuple(f"tcp://127.0.0.1:{port}" for port in ports[kind][1:]) for kind in ranks}
+    ranks = config.learner.aux_models
+    ports = {kind: reserved_ports(count + 1) for kind, count in ranks.items()}
+    addresses = {kind: tuple(f"tcp://127.0.0.1:{port}" for port in ports[kind][1:]) for kind in ranks}
     job = RoleJob(
         config,
-        Cluster(supervisor="tcp://127.0.0.1:9", fleet="", buffer="", learner_host="127.0.0.1", beside=beside),
+        Addresses(supervisor="tcp://127.0.0.1:9", fleet="", buffer="", learner_host="127.0.0.1", aux_models=addresses),
         run_dir=str(folder),
         backend="gloo",
         started_in=str(folder),
@@ -118,7 +120,7 @@ def placed(config: Config, folder: Path) -> Iterator[dict[str, tuple[str, ...]]]
             for rank in range(count):
                 meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[kind][0]), "WORLD_SIZE": str(count)}
                 stack.callback(_end, _start(f"{kind}-{rank}", job, meeting | {"RANK": str(rank)} if count > 1 else {}))
-        yield beside
+        yield addresses
 
 
 def _start(role: str, job: RoleJob, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -138,11 +140,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 async def run_rank(job: Job, config: Config, policy: Backend) -> None:
     """Do `job` as one of several ranks of the learner."""
-    companions = make_companions(config, policy, job.placed)
-    found, beside = await train(config, policy, companions, job.checkpoints)
-    companions.close()
+    aux_models = make_aux_models(config, policy, job.placed)
+    found, aux_result = await train(config, policy, aux_models, job.checkpoints)
+    aux_models.close()
     if policy.rank == 0:
-        save_file(found | {"beside": torch.tensor(msgspec.structs.astuple(beside))}, job.out)
+        save_file(found | {"aux": torch.tensor(msgspec.structs.astuple(aux_result))}, job.out)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from slipstream.buffer import wire
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.algorithm import DecoupledPpo, Truncated
 from slipstream.configs.schema import Agent, Optimizer, PythonEnv
 from slipstream.envs import task_source
-from slipstream.launch.init_model import Shape, init_model
-from slipstream.tests.runs import arrays_at, query, slipstream
+from slipstream.launch.init_model import TinyModelShape, init_model
+from slipstream.tests.runs import query, slipstream, stored_trajectory
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 EPSILON = 1e-4
@@ -27,7 +26,7 @@ EPSILON = 1e-4
 
 PPO, CAP = DecoupledPpo(), Truncated().high
 
-SHAPE = Shape(hidden=64, heads=2, kv_heads=2, intermediate=128, vocabulary=512)
+SHAPE = TinyModelShape(hidden=64, heads=2, kv_heads=2, intermediate=128, vocabulary=512)
 """A tenth of a million parameters."""
 
 GROUPS, MEMBERS = 2, 4
@@ -100,8 +99,11 @@ def run_system(
     """A whole run on real parts: `slipstream train` with environment `Crossing`, batches of 2 groups of `MEMBERS`."""
     settings = {
         "learner.steps": steps,
-        "learner.checkpoint.every": steps,
-        **{f"learner.optimizer.{key}": value for key, value in msgspec.to_builtins(optimizer).items()},
+        "learner.checkpoint_every": steps,
+        **{
+            f"learner.optimizer.{key}": list(value) if isinstance(value, tuple) else value
+            for key, value in msgspec.to_builtins(optimizer).items()
+        },
         "buffer.groups_per_batch": GROUPS,
         "buffer.group_size": MEMBERS,
         "env.kind": "python",
@@ -122,16 +124,14 @@ def run_system(
 def batches(run_dir: Path) -> list[Batch]:
     """The committed batches in the order of their versions."""
     sql = (
-        "SELECT commits.version - 1, groups.id, withheld, loss_from, header, loss_mask, arrays"
+        "SELECT commits.version - 1, groups.id, withheld, loss_from, header, arrays, trajectories.length"
         " FROM commits JOIN groups ON trained_at = commits.version JOIN episodes ON episodes.group_id = groups.id"
         " JOIN trajectories ON episode_id = episodes.id"
         " WHERE NOT rolled_back AND account = 'trained'"
     )
     found: dict[int, dict[int, list[Sample]]] = {}
-    for version, group, withheld, loss_from, header, loss_mask, place in query(run_dir, sql):
-        token_ids, logprobs = arrays_at(run_dir, place, len(loss_mask))
-        trajectory = wire.decode(Trajectory, [header, token_ids, loss_mask, logprobs])
-        sample = Sample(trajectory, withheld, loss_from)
+    for version, group, withheld, loss_from, header, position, tokens in query(run_dir, sql):
+        sample = Sample(stored_trajectory(run_dir, header, position, tokens), withheld, loss_from)
         found.setdefault(version, {}).setdefault(group, []).append(sample)
     for groups in found.values():
         for samples in groups.values():
@@ -168,7 +168,7 @@ def train(folder: Path, data: Sequence[Batch], bound: int, optimizer: Optimizer 
     vectors = [p for p in model.parameters() if p.ndim == 1]
     adamw = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        betas=(optimizer.beta1, optimizer.beta2),
+        betas=optimizer.betas,
     )
     trained = Trained([_copy(model)], [], [])
     for step, batch in enumerate(data):

@@ -24,8 +24,7 @@ from slipstream.learner.checkpoint import CheckpointState
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.tests.equality import LOSS, OPTIMIZER, SEQUENCE_MEAN, STEPS, TEMPERATURE, make_batch, make_rows
 from slipstream.tests.tiny import one_gpu
-from slipstream.weightsync.adapters import are_adapters, merge
-from slipstream.weightsync.fit import base_weights
+from slipstream.weightsync.weight_check import are_adapters, base_weights, merge
 
 DEADLINE_S = 200
 CPU = Fsdp2(device="cpu")
@@ -62,7 +61,7 @@ def run(job: Job, backend: Fsdp2Backend) -> None:
         rows = make_rows(step, backend.data_rank, backend.data_size, job.budget)
         loss = SEQUENCE_MEAN(rows, backend.gather) if job.sequence_mean else LOSS
         result = backend.step(rows, loss, OPTIMIZER.lr)
-        assert result.tokens == sum(s.trained.sum() for s in make_batch(step)[0])
+        assert result.tokens == sum(s.loss_mask.sum() for s in make_batch(step)[0])
         assert result.grad_norm > OPTIMIZER.clip_norm
         numbers.append([result.loss, result.grad_norm])
         if job.save and step == 1:  # the third step is taken while it is written
@@ -94,10 +93,11 @@ def run_in_turn(jobs: Sequence[Job]) -> Fsdp2Backend:
     return backend
 
 
-def quiet_ports(count: int) -> list[int]:
-    """Ports below those that the kernel gives to connections: nobody takes one by chance before its job has its turn."""
+def reserved_ports(count: int) -> list[int]:
+    """Successive free ports below those that the kernel gives to connections: no other process takes one by chance."""
     while True:
-        ports = random.sample(range(20_000, 32_000), count)
+        first = random.randrange(20_000, 32_000)
+        ports = list(range(first, first + count))
         with contextlib.ExitStack() as stack:
             try:
                 for port in ports:
@@ -115,7 +115,7 @@ def run_on_two_ranks(root: Path, script: str, jobs: Sequence[msgspec.Struct], *a
         "OMP_WAIT_POLICY": "PASSIVE",
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "PORTS": ",".join(map(str, quiet_ports(len(jobs)))),
+        "PORTS": ",".join(map(str, reserved_ports(len(jobs)))),
     }
     payload = json.dumps([msgspec.to_builtins(job) for job in jobs])
     command = [sys.executable, script, payload, *arguments]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from slipstream.buffer.admission import Admission
+from slipstream.buffer.admission import Admission, Filter, OnDeadline, ReplayConfig, ReplayCounters
 from slipstream.buffer.messages import Lease
 from slipstream.buffer.replay import Replay
-from slipstream.buffer.rules import Clock, Filter, OnDeadline, Rules
 from slipstream.buffer.trajectory import FINISHED, Outcome
 
 LEASE_S = 10.0
@@ -24,31 +23,31 @@ def replay_of(
     min_members: int | None = None,
     shares: tuple[float, ...] = (1.0,),
     retries: dict[str, int] | None = None,
-    clock: Clock | None = None,
+    clock: ReplayCounters | None = None,
     dynamic_sampling: bool = False,
     filter: Filter = "none",
     greedy: bool = False,
 ) -> Replay:
     least = min_members or group_size
-    rules = Rules(group_size, least, policy, LEASE_S, retries or {}, dynamic_sampling, filter, greedy)
+    rules = ReplayConfig(group_size, least, policy, LEASE_S, retries or {}, dynamic_sampling, filter, greedy)
     replay = Replay(Admission(staleness, per_batch, shares), rules, clock)
-    replay.serve(replay.version)
+    replay.mark_served(replay.version)
     return replay
 
 
 def lease_of(replay: Replay, worker: str = "a", now: float = 0.0, wish: str = "") -> Lease:
-    lease = replay.grant(worker, now, wish)
+    lease = replay.leases.grant(worker, now, wish)
     assert lease is not None
     return lease
 
 
 def play(replay: Replay, lease: Lease, versions: dict[int, int] | None = None) -> list[bool]:
     tokens = versions or {lease.version: 3}
-    return [replay.deliver(lease.episode(member), FINISHED, tokens, tokens) for member in lease.members]
+    return [replay.leases.deliver(lease.episode(member), FINISHED, tokens, tokens) for member in lease.members]
 
 
 def fail(replay: Replay, episode: str, reason: str = "tool", tokens: int = 0) -> bool:
-    return replay.deliver(episode, failed(reason), {0: tokens} if tokens else {}, {})
+    return replay.leases.deliver(episode, failed(reason), {0: tokens} if tokens else {}, {})
 
 
 def step(replay: Replay) -> None:
@@ -58,4 +57,4 @@ def step(replay: Replay) -> None:
 
 
 def state(replay: Replay, group: int = 0) -> str:
-    return replay.groups[group].state
+    return replay.table.groups[group].state

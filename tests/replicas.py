@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from slipstream.errors import EngineError, WeightSyncError
 from slipstream.weightsync.plan import GroupPlan, TransferPlan
-from slipstream.weightsync.staging import Staging
+from slipstream.weightsync.staging import WeightStaging
 
 CANARY = [(7 * i * i + 3) % 32 for i in range(12)]
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ class LocalReplica:
         self.paused = False
         self.served: int | None = None
         self.load: Callable[[dict[str, torch.Tensor]], object] = self.model.load_state_dict
-        self.stagings = [Staging(rank, CPU, self._check) for rank in range(ranks)]
+        self.stagings = [WeightStaging(rank, CPU, self._check) for rank in range(ranks)]
 
     def _check(self, plan: TransferPlan) -> None:
         if set(plan.names) != set(self.model.state_dict()):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 from slipstream.configs import Config, load
-from slipstream.rollout import reward_server, servers
+from slipstream.rollout import reward_server
+from slipstream.rollout.engines import registry as servers
 from slipstream.tests import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
@@ -87,7 +88,8 @@ def judge(folder: Path, policy: Path) -> Path:
 def asking(kind: str, model: Path, *overrides: str) -> Config:
     """The config of a run whose episodes `model` scores."""
     return load(
-        "quickstart", [f"reward.kind={kind}", f"reward.path={model}", "reward.memory=32MiB", "seed=5", *overrides]
+        "quickstart",
+        [f"reward.kind={kind}", f"reward.path={model}", "rollout.engine.memory=32MiB", "seed=5", *overrides],
     )
 
 

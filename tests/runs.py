@@ -12,23 +12,26 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import psutil
+from slipstream.buffer.trajectory import EncodedTrajectory, Trajectory
 from slipstream.configs import load
 from slipstream.envs import task_source
 from slipstream.launch.init_model import init_model
-from slipstream.launch.keeper import Keeper
-from slipstream.launch.probe import Probe
-from slipstream.launch.processes import LocalLauncher
-from slipstream.launch.replicas import Replicas
-from slipstream.monitor.live import LineView
-from slipstream.rollout.vllm import VllmEngine
-from slipstream.weightsync.fleet import FleetBoard
+from slipstream.launch.launchers.local import LocalLauncher
+from slipstream.launch.supervisor.processes import ProcessManager
+from slipstream.launch.supervisor.replicas import ReplicaManager
+from slipstream.monitor.terminal import LineView
+from slipstream.rollout.engines.vllm.client import VllmEngine
+from slipstream.rpc.pubsub import StatePublisher
+from slipstream.tests.cache import cached
+from slipstream.weightsync.fleet import Fleet
 
 SMALL = (
     "buffer.groups_per_batch=2",
     "buffer.group_size=4",
     "agent.max_tokens_per_turn=24",
-    "learner.checkpoint.every=2",
+    "learner.checkpoint_every=2",
     "evaluation.tasks=0",
     "rollout.engine.memory=32MiB",
 )
@@ -40,10 +43,12 @@ WAIT_S = 240.0
 
 def tiny_policy(folder: Path) -> Path:
     """A random model with a tokenizer that fits the quickstart's environment."""
+
+    def make(folder: Path) -> None:
+        init_model(folder, sources=[task_source(config.env, "train", 0)], agent=config.agent, seed=0)
+
     config = load("quickstart")
-    source = task_source(config.env, "train", 0)
-    init_model(folder, sources=[source], agent=config.agent, seed=0)
-    return folder
+    return cached(folder, f"tiny_policy {config}", make)
 
 
 def slipstream(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -123,11 +128,13 @@ def query(run_dir: Path, sql: str) -> Sequence[tuple]:
         return db.execute(sql).fetchall()
 
 
-def arrays_at(run_dir: Path, place: int, tokens: int) -> tuple[bytes, bytes]:
-    """Token ids and log-probs of a trajectory, without the code that wrote them."""
-    start, path = max((s, path) for path in (run_dir / "buffer.arrays").iterdir() if (s := int(path.name, 16)) <= place)
-    found = path.read_bytes()[place - start :][: 8 * tokens]
-    return found[: 4 * tokens], found[4 * tokens :]
+def stored_trajectory(run_dir: Path, header: bytes, position: int, tokens: int) -> Trajectory:
+    """A row of `trajectories` with its arrays (`position` and `tokens` are its columns `arrays` and `length`), read without the
+    code that wrote them."""
+    starts = {int(path.name, 16): path for path in (run_dir / "buffer.arrays").iterdir()}
+    start = max(start for start in starts if start <= position)
+    arrays = starts[start].read_bytes()[position - start :][: 9 * tokens]
+    return EncodedTrajectory(header, np.frombuffer(arrays, dtype=np.uint8)).decode()
 
 
 def leftovers(run_dir: Path) -> list[str]:
@@ -168,16 +175,18 @@ def check_accounts(run_dir: Path) -> None:
     assert all(committed == kept for committed, kept in query(run_dir, sizes))
 
 
-def bare_replicas(keeper: Keeper, launcher: LocalLauncher, board: FleetBoard, probe: Probe, view: LineView) -> Replicas:
-    """A run's replicas without the run: on no GPU, in the environment of whoever starts them."""
-    return Replicas(
-        keeper,
+def bare_replicas(
+    processes: ProcessManager, launcher: LocalLauncher, fleets: StatePublisher[Fleet], view: LineView
+) -> ReplicaManager:
+    """A run's replicas without the run: on no GPU, in the environment of this process."""
+    return ReplicaManager(
+        processes,
         launcher,
-        board,
-        probe,
+        fleets.publish,
         view,
-        environment=lambda name, spot: {},
-        make_engine=lambda seat: VllmEngine(seat.name, seat.url, vocab_size=10, max_model_len=10),
+        environment=lambda name, placement: {},
+        make_engine=lambda info: VllmEngine(info.name, info.url, vocab_size=10, max_model_len=10),
+        probe_path="/health",
         gpus=0,
         pushed=True,
     )

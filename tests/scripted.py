@@ -1,4 +1,4 @@
-"""An engine that does what a test tells it, for faults that no real server has on demand. It proves nothing about servers."""
+"""An engine whose answers a test scripts, for faults that no real server has on demand. It proves nothing about servers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from slipstream.agents.base import Completion, FinishReason
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.configs.schema import Partial
-from slipstream.rollout.engine import NOTHING, Broken, Growing, Pressure, Sampling
-from slipstream.weightsync.fleet import Seat
+from slipstream.rollout.engines.base import EMPTY, EngineFailure, EngineLoad, PartialCompletion, SamplingParams
+from slipstream.weightsync.fleet import ReplicaInfo
 from slipstream.weightsync.plan import GroupPlan, TransferPlan
 
 
 async def settle() -> None:
-    """Let every task run until it waits for something that nobody here has done yet."""
+    """Let every task run until it waits for an event that the test has not caused yet."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -22,19 +22,19 @@ async def settle() -> None:
 class Call:
     """A request at an engine, to be answered by the test."""
 
-    def __init__(self, token_ids: Sequence[int], sampling: Sampling, version: int | None) -> None:
+    def __init__(self, token_ids: Sequence[int], sampling: SamplingParams, version: int | None) -> None:
         self.token_ids = tuple(token_ids)
         self.sampling = sampling
         self.version = version
         self.cancelled = False
-        self.grown = NOTHING
+        self.grown = EMPTY
         self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
     def say(self, *tokens: int, version: int = 0, reason: FinishReason = "stop") -> None:
         self.answer.set_result(said(*tokens, version=version, reason=reason))
 
     def grow(self, *tokens: int, version: int = 0) -> None:
-        """So much of the answer has arrived."""
+        """These tokens of the answer have arrived."""
         self.grown = said(*tokens, version=version, reason="abort")
 
     def fail(self, error: Exception) -> None:
@@ -53,7 +53,7 @@ class ScriptedEngine:
     stages = True
     scores_paused = False
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: ReplicaInfo) -> None:
         self.name = seat.name
         self.seat = seat
         self.calls: asyncio.Queue[Call] = asyncio.Queue()
@@ -66,15 +66,15 @@ class ScriptedEngine:
         self.probes = 0
         self.probed = asyncio.Event()
         self.closed = asyncio.Event()
-        self.busy: Pressure | Exception = Pressure(0, 0, 0.0)
+        self.busy: EngineLoad | Exception = EngineLoad(0, 0, 0.0)
 
     async def generate(
         self,
         token_ids: Sequence[int],
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         version: int | None = None,
-        growing: Growing | None = None,
+        growing: PartialCompletion | None = None,
     ) -> Completion:
         call = Call(token_ids, sampling, version)
         if growing is not None:
@@ -90,12 +90,12 @@ class ScriptedEngine:
             self.open.remove(call)
 
     def die(self, partial: Callable[[Call], Completion] = lambda call: said(reason="abort")) -> None:
-        """Break every connection, and answer nobody."""
+        """Break every connection, and answer no probe."""
         self.up.clear()
         for call in self.open:
-            call.fail(Broken(f"{self.name} is gone", partial(call)))
+            call.fail(EngineFailure(f"{self.name} is gone", partial(call)))
 
-    async def pressure(self) -> Pressure:
+    async def get_load(self) -> EngineLoad:
         if isinstance(self.busy, Exception):
             raise self.busy
         return self.busy
@@ -109,6 +109,10 @@ class ScriptedEngine:
         return self.serves
 
     async def close(self) -> None:
+        for call in self.open:
+            if not call.answer.done():
+                call.cancelled = True
+                call.fail(EngineFailure(f"the client of {self.name} was closed", call.grown))
         self.closed.set()
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -30,18 +30,17 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from slipstream.buffer import wire
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task
 from slipstream.tests.runs import (
     SMALL,
     Background,
-    arrays_at,
     ledger,
     leftovers,
     metrics,
     query,
     slipstream,
+    stored_trajectory,
     tiny_policy,
 )
 from transformers import AutoModelForCausalLM
@@ -95,7 +94,7 @@ def main() -> int:
             "agent.max_tokens=768",
             "agent.max_tokens_per_turn=96",
         ),
-        *("learner.steps=1000000", "launch.restarts=0", "weightsync.transport=disk", "monitor.live=false"),
+        *("learner.steps=1000000", "launch.restarts=0", "weightsync.transport=disk"),
         *(f"rollout.engine.kind={options.engine}", f"rollout.engine.replicas={options.replicas}"),
         *options.overrides,
     )
@@ -250,13 +249,8 @@ def _spans(run: Path, history: Path, policy: Path, told: dict[str, object]) -> l
 
 
 def _trajectories(run: Path) -> list[Trajectory]:
-    found = []
-    for header, loss_mask, place in query(
-        run, "SELECT header, loss_mask, arrays FROM trajectories WHERE arrays NOTNULL"
-    ):
-        token_ids, logprobs = arrays_at(run, place, len(loss_mask))
-        found.append(wire.decode(Trajectory, [header, token_ids, loss_mask, logprobs]))
-    return found
+    rows = query(run, "SELECT header, arrays, length FROM trajectories WHERE arrays NOTNULL")
+    return [stored_trajectory(run, *row) for row in rows]
 
 
 if __name__ == "__main__":

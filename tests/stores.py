@@ -8,13 +8,12 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from slipstream.buffer.admission import Admission
-from slipstream.buffer.group import Changed, Group
+from slipstream.buffer.admission import Admission, ReplayConfig
+from slipstream.buffer.group_table import Changed, Group
 from slipstream.buffer.replay import Replay
-from slipstream.buffer.rows import Change, CommitRow
-from slipstream.buffer.rules import Rules
-from slipstream.buffer.store import Store, arrays_of
-from slipstream.buffer.trajectory import FINISHED
+from slipstream.buffer.segments import segments_path
+from slipstream.buffer.store import CommitRow, NewTrajectory, Store, WriteBatch
+from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Trajectory
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory_of
 
@@ -22,6 +21,11 @@ from slipstream.tests.episodes import trajectory_of
 def entire(*groups: Group) -> list[Changed]:
     """To save all their episodes."""
     return [(group, list(group.episodes.values())) for group in groups]
+
+
+def new_trajectory(episode_id: str, trajectory: Trajectory) -> NewTrajectory:
+    """As its delivery brings it."""
+    return NewTrajectory(episode_id, trajectory, EncodedTrajectory.of(trajectory))
 
 
 @contextlib.contextmanager
@@ -41,7 +45,7 @@ def sql(path: Path, statement: str, *values: object) -> list[tuple[object, ...]]
 
 def segments(path: Path) -> list[Path]:
     """Files of arrays, the oldest first."""
-    return sorted(arrays_of(path).iterdir())
+    return sorted(segments_path(path).iterdir())
 
 
 def in_child(work: Callable[[], object]) -> str:
@@ -65,26 +69,26 @@ def in_child(work: Callable[[], object]) -> str:
 
 def play(path: Path, groups: int, *, tokens: int = 50, checkpointed: bool = True) -> Replay:
     """A run of `groups` steps over groups of two; then one group with a member delivered and one that runs."""
-    replay = Replay(Admission(0, 1), Rules(2, 2, "withhold", 5.0))
-    replay.serve(0)
+    replay = Replay(Admission(0, 1), ReplayConfig(2, 2, "withhold", 5.0))
+    replay.mark_served(0)
     with opened(path) as store:
         for n in range(groups + 1):
-            lease = replay.grant("a", 0.0)
+            lease = replay.leases.grant("a", 0.0)
             assert lease is not None
             sent = []
             for member in lease.members[: 1 if n == groups else 2]:
                 kept = {replay.version: tokens + n}
-                assert replay.deliver(lease.episode(member), FINISHED, {replay.version: tokens + n + 1}, kept)
-                sent.append((lease.episode(member), trajectory_of(lease.episode(member), kept)))
-            replay.progress("a", {lease.episode(1): {replay.version: tokens + n + 1}}, 0.0)
-            store.save(Change.of(replay.clock(), replay.drain(), sent))
+                assert replay.leases.deliver(lease.episode(member), FINISHED, {replay.version: tokens + n + 1}, kept)
+                sent.append(new_trajectory(lease.episode(member), trajectory_of(lease.episode(member), kept)))
+            replay.leases.progress("a", {lease.episode(1): {replay.version: tokens + n + 1}}, 0.0)
+            store.save(WriteBatch.of(replay.counters(), replay.table.drain(), sent))
             if n < groups:
                 assert replay.take(n) is not None
                 replay.commit(n)
-                replay.serve(n + 1)
-                store.save(Change.of(replay.clock(), replay.drain(), commits=[CommitRow(n + 1, 0.0, 1)]))
+                replay.mark_served(n + 1)
+                store.save(WriteBatch.of(replay.counters(), replay.table.drain(), commits=[CommitRow(n + 1, 0.0, 1)]))
         if checkpointed:
-            replay.checkpoint(replay.version)
-        store.save(Change.of(replay.clock(), []))
-    replay.forget()
+            replay.mark_checkpointed(replay.version)
+        store.save(WriteBatch.of(replay.counters(), []))
+    replay.prune()
     return replay

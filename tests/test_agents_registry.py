@@ -1,11 +1,11 @@
 import pytest
 from slipstream.agents import load_agent, load_renderer
 from slipstream.agents.builtin import single_turn, tool_calling
-from slipstream.agents.format import to_chat, to_tools
+from slipstream.agents.session import to_chat, to_tools
 from slipstream.configs.schema import Agent, ReasoningGym
 from slipstream.envs import Message, Observation, StepResult, Task, task_source
 from slipstream.errors import ConfigError
-from slipstream.launch.init_model import Shape, init_model
+from slipstream.launch.init_model import TinyModelShape, init_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -89,7 +89,7 @@ def test_the_tiny_model_is_an_ordinary_folder(tmp_path):
     prompt = renderer.render_ids(to_chat(opening.messages), tools=to_tools(opening.tools), add_generation_prompt=True)
     assert len(prompt) < 100
     with pytest.raises(ConfigError, match="is not empty"):
-        init_model(tmp_path / "a", sources=[source], agent=Agent(), shape=Shape(layers=1))
+        init_model(tmp_path / "a", sources=[source], agent=Agent(), shape=TinyModelShape(layers=1))
     with pytest.raises(ConfigError, match=r"agent.renderer: No renderer config registered for name='qwen'"):
         load_renderer("qwen", tokenizer, thinking=False)
     with pytest.raises(ConfigError, match=r"agent.renderer: 'glm-5' does not fit the tokenizer"):

@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.agents import (
-    Completion,
-    ContextExhausted,
-    Session,
-    load_agent,
-    load_renderer,
-    render_demonstration,
-)
+from slipstream.agents import Completion, ContextExhausted, Session, load_agent, load_renderer, render_demonstration
 from slipstream.buffer.trajectory import FINISHED, Turn, VersionSpan
 from slipstream.configs.schema import Agent, ReasoningGym
 from slipstream.envs import CALCULATOR, Message, Observation, task_source
@@ -45,7 +38,7 @@ def renderer(request, tokenizer):
 
 
 class Script:
-    """An engine that says what it is told, in parts: (token ids, version, finish reason)."""
+    """An engine that returns scripted parts: (token ids, version, finish reason)."""
 
     def __init__(self, *parts):
         self.parts = list(parts)
@@ -201,7 +194,7 @@ async def test_partial_rollouts_over_many_versions_lose_no_token(seed):
         assert all(prompt[: len(history)] == history for prompt in prompts)
         assert all(completion.token_ids[: len(part)] == part for part in asked)
         repeated = sum(a == b for a, b in itertools.pairwise(asked))
-        assert sleep.await_count == repeated  # whoever gets nothing does not ask again at once
+        assert sleep.await_count == repeated  # an empty part is followed by a pause
         sampled.append((len(history), len(history) + len(new)))
         history += (*completion.token_ids, 1501)
     (made,) = trajectories(played)
@@ -214,7 +207,7 @@ async def test_partial_rollouts_over_many_versions_lose_no_token(seed):
 
 
 async def test_an_engine_that_ends_before_the_first_token_is_wrong(renderer):
-    with pytest.raises(EngineError, match="answered no token and said stop"):
+    with pytest.raises(EngineError, match="returned no token but `stop`"):
         await session(renderer, Script(([], 0, "stop"))).chat(OPENING)
 
 
@@ -253,7 +246,7 @@ async def test_a_reply_that_was_cut_short_is_closed_without_loss(renderer, token
         ("<think>\nhm", "thinking was not closed"),
     ],
 )
-async def test_malformed_messages_say_what_is_wrong(renderer, tokenizer, text, complaint):
+async def test_malformed_messages_name_the_fault(renderer, tokenizer, text, complaint):
     reply = await session(renderer, Script(say(tokenizer, text))).chat(OPENING, TOOLS)
     assert complaint in reply.malformed
 
@@ -279,7 +272,7 @@ async def test_impossible_requests_and_answers_are_named(renderer, tokenizer):
         await session(renderer, Script()).chat([])
     with pytest.raises(PolicyError, match="needs a message to answer"):
         await session(renderer, Script()).chat([*OPENING, Message("assistant", "x")])
-    with pytest.raises(EngineError, match="answered 3 tokens where 2 were asked"):
+    with pytest.raises(EngineError, match="returned 3 tokens where 2 were requested"):
         await session(renderer, Script(([1, 2, 3], 0, "stop")), max_tokens_per_turn=2).chat(OPENING)
 
 
@@ -312,7 +305,7 @@ def test_a_demonstration_must_be_the_assistants(renderer):
             render_demonstration(renderer, Observation(tuple(OPENING)), messages)
 
 
-def test_the_chat_template_says_what_the_renderer_says(tokenizer, source):
+def test_the_chat_template_equals_the_renderer(tokenizer, source):
     """Servers that render with the template of the folder show the policy the same tokens."""
     direct = load_renderer("qwen3", tokenizer, thinking=False)
     rng = random.Random(0)

@@ -15,8 +15,8 @@ import torch
 from slipstream.benchmarks import learner, learning, learning_plot
 from slipstream.benchmarks.learner_batch import (
     PROMPT,
-    Held,
     Job,
+    MemoryUse,
     Shape,
     fill_of,
     make_batch,
@@ -28,12 +28,11 @@ from slipstream.benchmarks.learner_processes import NO_TRL, stepping
 from slipstream.benchmarks.learner_steps import Bare, Full, Padded, Unshared
 from slipstream.benchmarks.learning_arms import PRESET, TASK, TRAINING, TRL, Arm, Point, Run, arms
 from slipstream.configs import load
-from slipstream.configs.algorithm import Algorithm, NoCorrection
+from slipstream.configs.algorithm import Algorithm, Uncorrected
 from slipstream.errors import ConfigError, LearnerError
-from slipstream.launch import cli
-from slipstream.learner.algorithms import advantage_of
-from slipstream.learner.batch import to_sequences
+from slipstream.launch.cli import main as cli
 from slipstream.tests import tiny
+from slipstream.tests.columns import to_train_batch
 
 BATCH = Shape(groups=2, group_size=2, longest=48)
 
@@ -60,9 +59,9 @@ def test_a_batch_is_what_the_learner_trains_on() -> None:
         for trajectory in group:
             trajectory.check()
         assert len({tuple(t.token_ids[:PROMPT].tolist()) for t in group}) == 1
-        assert {t.reward for t in group} == {0.0, 1.0}  # somebody to compare with: the loss is not zero
-    sequences = to_sequences(groups, advantage_of(Algorithm()), 0, 0)
-    assert sum(len(s.token_ids) for s in sequences) == tokens_of(make_batch(BATCH, 400))
+        assert {t.reward for t in group} == {0.0, 1.0}  # unequal rewards: the loss is not zero
+    sequences = to_train_batch(groups, Algorithm(), 0, 0)
+    assert len(sequences.token_ids) == tokens_of(make_batch(BATCH, 400))
 
 
 # --- the contenders -------------------------------------------------------------------------------------------------
@@ -161,9 +160,9 @@ def test_ratios_are_of_rates_by_round() -> None:
         "trl": [8.0, 8.0],
     }
     held = {
-        "full": [Held(1 << 20, 4 << 20)],
-        "bare": [Held(1 << 20, 2 << 20)],
-        "two ranks": [Held(0, 1 << 20), Held(0, 2 << 20)],
+        "full": [MemoryUse(1 << 20, 4 << 20)],
+        "bare": [MemoryUse(1 << 20, 2 << 20)],
+        "two ranks": [MemoryUse(0, 1 << 20), MemoryUse(0, 2 << 20)],
     }
     long = {"full": [1.0, 2.0], "unshared": [4.0, 4.0]}
     step, padding, ranks, trl, memory, prompt = learner.results(learner.Measured(100, 0.3, seconds, held, long), "1M")
@@ -201,7 +200,7 @@ def test_arms_differ_in_staleness_and_correction_only() -> None:
     assert [config.buffer.max_staleness for config in configs.values()] == [0, 4, 4]
     algorithms = [config.learner.algorithm for config in configs.values()]
     assert algorithms[0] == algorithms[1]
-    assert algorithms[2] == msgspec.structs.replace(algorithms[0], correction=NoCorrection(biased=True))
+    assert algorithms[2] == msgspec.structs.replace(algorithms[0], correction=Uncorrected())
 
 
 def test_rewards_are_compared_with_trl_and_with_synchronous_training() -> None:

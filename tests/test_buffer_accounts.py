@@ -7,16 +7,16 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from slipstream.buffer.accounts import accounts_of, ledgers_of
-from slipstream.buffer.group import Episode, Group
-from slipstream.buffer.ledger import Books, Counts, Ledger, Withheld, total_of
-from slipstream.buffer.rows import Change
-from slipstream.buffer.rules import Clock
-from slipstream.buffer.store import Store
-from slipstream.buffer.trajectory import FINISHED
+from slipstream.buffer.admission import ReplayCounters
+from slipstream.buffer.group_table import Episode, Group
+from slipstream.buffer.ledger import Counts, Ledger, VersionLedgers, Withheld, total_of
+from slipstream.buffer.ledger_report import ledger_report, ledgers_by_version
+from slipstream.buffer.segments import segments_path
+from slipstream.buffer.store import Store, WriteBatch
+from slipstream.buffer.trajectory import FINISHED, TOKEN_BYTES
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory_of
-from slipstream.tests.stores import entire
+from slipstream.tests.stores import entire, new_trajectory
 
 
 def sql(path: Path, statement: str) -> None:
@@ -31,8 +31,8 @@ def file_of(path: Path, *episodes: Episode) -> Path:
         group = int(e.id.split(".")[0])
         groups.setdefault(group, Group(group, episodes={})).episodes[e.id] = e
     store = Store(path)
-    sent = [(e.id, trajectory_of(e.id, e.kept)) for e in episodes if e.kept]
-    store.save(Change.of(Clock(next_group=len(groups)), entire(*groups.values()), sent))
+    sent = [new_trajectory(e.id, trajectory_of(e.id, e.kept)) for e in episodes if e.kept]
+    store.save(WriteBatch.of(ReplayCounters(next_group=len(groups)), entire(*groups.values()), sent))
     store.close()
     return path
 
@@ -72,8 +72,8 @@ EPISODES = (
 
 
 def test_every_token_is_in_one_account_of_its_version(tmp_path: Path) -> None:
-    accounts = accounts_of(file_of(tmp_path / "buffer.sqlite", *EPISODES))
-    assert accounts.closes
+    accounts = ledger_report(file_of(tmp_path / "buffer.sqlite", *EPISODES))
+    assert accounts.balances
     assert accounts.by_version == {
         0: Ledger(generated=5, withheld={"stale": 4, "filtered": 1}),
         1: Ledger(
@@ -87,11 +87,11 @@ def test_every_token_is_in_one_account_of_its_version(tmp_path: Path) -> None:
         2: Ledger(generated=56, in_flight=6, ready=8, discarded={"failed_tool": 40, "stale": 2}),
     }
     assert accounts.total == total_of(accounts.by_version.values())
-    assert ledgers_of(tmp_path / "buffer.sqlite") == accounts.by_version
+    assert ledgers_by_version(tmp_path / "buffer.sqlite") == accounts.by_version
 
 
 def test_lengths_are_counted_in_powers_of_two_and_their_skew_is_told(tmp_path: Path) -> None:
-    accounts = accounts_of(file_of(tmp_path / "buffer.sqlite", *EPISODES))
+    accounts = ledger_report(file_of(tmp_path / "buffer.sqlite", *EPISODES))
     assert {length: ledger.generated for length, ledger in accounts.by_length.items()} == {
         2: 2,
         4: 16,
@@ -107,24 +107,24 @@ def test_lengths_are_counted_in_powers_of_two_and_their_skew_is_told(tmp_path: P
 
 
 def test_a_run_that_generated_nothing_has_empty_accounts(tmp_path: Path) -> None:
-    accounts = accounts_of(file_of(tmp_path / "buffer.sqlite"))
+    accounts = ledger_report(file_of(tmp_path / "buffer.sqlite"))
     assert (accounts.total, accounts.by_version, accounts.by_length) == (Ledger(), {}, {})
-    assert (accounts.generated_length, accounts.trained_length, accounts.closes) == (0.0, None, True)
+    assert (accounts.generated_length, accounts.trained_length, accounts.balances) == (0.0, None, True)
 
 
 def test_the_running_books_are_told_the_same(tmp_path: Path) -> None:
-    books = Books()
+    books = VersionLedgers()
     for e in EPISODES:
-        books.generated(e.generated)
-        for account, counts in e.placed():
+        books.add_generated(e.generated)
+        for account, counts in e.accounts():
             books.add(account, counts)
     assert books.gap() == ""
-    assert books.by_version == ledgers_of(file_of(tmp_path / "buffer.sqlite", *EPISODES))
-    assert Books(books.by_version).total == books.total
+    assert books.by_version == ledgers_by_version(file_of(tmp_path / "buffer.sqlite", *EPISODES))
+    assert VersionLedgers(books.by_version).total == books.total
 
 
 def test_what_is_told_as_json_is_the_total_and_the_rest_by_name(tmp_path: Path) -> None:
-    told = accounts_of(file_of(tmp_path / "buffer.sqlite", *EPISODES)).told()
+    told = ledger_report(file_of(tmp_path / "buffer.sqlite", *EPISODES)).to_builtins()
     assert (told["generated"], told["trained"], told["closes"], told["miscounted"]) == (195, 7, True, 0)
     assert told["withheld"] == {"stale": 4, "late": 100, "baseline": 4, "filtered": 6}
     assert told["discarded"] == {"unused": 5, "failed_tool": 40, "stale": 2}
@@ -134,7 +134,7 @@ def test_what_is_told_as_json_is_the_total_and_the_rest_by_name(tmp_path: Path) 
 @pytest.mark.parametrize(
     "statement",
     [
-        "UPDATE trajectories SET loss_mask = zeroblob(12) WHERE id = '1.0.0.0'",
+        "UPDATE trajectories SET length = length - 1 WHERE id = '1.0.0.0'",
         "DELETE FROM trajectories WHERE id = '2.0.0.0'",
         """UPDATE episodes SET kept = '{"0":5,"1":6}' WHERE id = '2.0.0'""",  # of 4 of version 0
         """UPDATE episodes SET kept = '{"1":8,"7":3}' WHERE id = '1.0.0'""",  # of a version that it has nothing of
@@ -145,42 +145,60 @@ def test_what_is_told_as_json_is_the_total_and_the_rest_by_name(tmp_path: Path) 
 )
 def test_a_row_that_contradicts_the_accounts_is_counted(tmp_path: Path, statement: str) -> None:
     path = file_of(tmp_path / "buffer.sqlite", *EPISODES)
-    assert accounts_of(path).miscounted == 0
+    assert ledger_report(path).miscounted == 0
     sql(path, statement)
-    accounts = accounts_of(path)
+    accounts = ledger_report(path)
     assert accounts.miscounted == 1
-    assert not accounts.closes
-    assert accounts.told()["closes"] is False
+    assert not accounts.balances
+    assert accounts.to_builtins()["closes"] is False
+
+
+def test_a_loss_mask_that_contradicts_the_accounts_is_counted(tmp_path: Path) -> None:
+    path = file_of(tmp_path / "buffer.sqlite", *EPISODES)
+    (segment,) = segments_path(path).iterdir()
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        position, length = db.execute("SELECT arrays, length FROM trajectories WHERE id = '1.0.0.0'").fetchone()
+    with segment.open("r+b") as file:
+        file.seek(position + (TOKEN_BYTES - 1) * length)
+        file.write(bytes(length))
+    assert ledger_report(path).miscounted == 1
+    segment.unlink()  # bytes that are gone contradict nothing
+    assert ledger_report(path).balances
 
 
 def test_arrays_that_were_dropped_contradict_nothing(tmp_path: Path) -> None:
     path = file_of(tmp_path / "buffer.sqlite", *EPISODES)
-    sql(path, "UPDATE trajectories SET arrays = NULL, loss_mask = NULL WHERE id = '2.0.0.0'")
-    assert accounts_of(path).closes
+    sql(path, "UPDATE trajectories SET arrays = NULL WHERE id = '2.0.0.0'")
+    assert ledger_report(path).balances
 
 
 def test_the_accounts_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "a #1 50%?.sqlite"  # characters that mean something in an address
     store = Store(path)
     assert path.exists()
-    store.save(Change.of(Clock(next_group=1), entire(Group(0, episodes={"0.0.0": in_flight("0.0.0", {0: 4})}))))
-    assert accounts_of(path).total == Ledger(generated=4, in_flight=4)
     store.save(
-        Change.of(Clock(next_group=1), entire(Group(0, episodes={"0.0.0": discarded("0.0.0", {0: 6}, "failed_tool")})))
+        WriteBatch.of(ReplayCounters(next_group=1), entire(Group(0, episodes={"0.0.0": in_flight("0.0.0", {0: 4})})))
     )
-    assert accounts_of(path).total == Ledger(generated=6, discarded={"failed_tool": 6})
+    assert ledger_report(path).total == Ledger(generated=4, in_flight=4)
+    store.save(
+        WriteBatch.of(
+            ReplayCounters(next_group=1),
+            entire(Group(0, episodes={"0.0.0": discarded("0.0.0", {0: 6}, "failed_tool")})),
+        )
+    )
+    assert ledger_report(path).total == Ledger(generated=6, discarded={"failed_tool": 6})
 
 
 def test_a_reader_changes_nothing(tmp_path: Path) -> None:
     path = file_of(tmp_path / "buffer.sqlite", *EPISODES)
     before = path.read_bytes()
-    accounts_of(path)
+    ledger_report(path)
     assert path.read_bytes() == before
 
 
 def test_a_file_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
-    for reading in (accounts_of, ledgers_of):
+    for reading in (ledger_report, ledgers_by_version):
         with pytest.raises(StoreError, match="there is no buffer at"):
             reading(path)
     assert not path.exists()
@@ -191,9 +209,9 @@ def test_a_database_without_the_tables_is_refused(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute("CREATE TABLE other (x)")
     with pytest.raises(StoreError, match="has schema 0, this program knows") as error:
-        accounts_of(path)
+        ledger_report(path)
     with contextlib.closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA user_version = 6")
+        db.execute("PRAGMA user_version = 8")
     with pytest.raises(StoreError, match=r"cannot read the buffer .*: no such table") as error:
-        accounts_of(path)
+        ledger_report(path)
     assert str(path) in str(error.value)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from slipstream.buffer.admission import OnDeadline, ReplayCounters
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.messages import Lease
 from slipstream.buffer.replay import Replay
-from slipstream.buffer.rules import Clock, OnDeadline
 from slipstream.buffer.trajectory import FINISHED
 from slipstream.errors import StateError
 from slipstream.tests.replays import failed, lease_of, play, replay_of, state, step
@@ -16,11 +16,11 @@ from slipstream.tests.replays import failed, lease_of, play, replay_of, state, s
 
 def stale(policy: OnDeadline) -> tuple[Replay, Lease]:
     """A lease of version 0 that goes on at version 1, with no staleness allowed: a rollback without a batch."""
-    replay = replay_of(staleness=0, policy=policy, clock=Clock(version=1, served=1, recovered_from=None))
-    replay.serve(0)
-    replay.version = 0
+    replay = replay_of(staleness=0, policy=policy, clock=ReplayCounters(version=1, served=1, recovered_from=None))
+    replay.mark_served(0)
+    replay._counters.version = 0
     lease = lease_of(replay)
-    replay.version = 1
+    replay._counters.version = 1
     return replay, lease
 
 
@@ -28,49 +28,52 @@ def test_withhold_trains_what_is_fresh_and_withholds_the_rest() -> None:
     replay, lease = stale("withhold")
     play(replay, lease, {0: 3, 1: 2})
     step(replay)
-    assert replay.books.total == Ledger(generated=10, trained=4, withheld={"stale": 6})
-    assert replay.books.by_version == {0: Ledger(generated=6, withheld={"stale": 6}), 1: Ledger(generated=4, trained=4)}
+    assert replay.table.ledgers.total == Ledger(generated=10, trained=4, withheld={"stale": 6})
+    assert replay.table.ledgers.by_version == {
+        0: Ledger(generated=6, withheld={"stale": 6}),
+        1: Ledger(generated=4, trained=4),
+    }
 
 
 def test_drop_discards_a_group_with_any_stale_token() -> None:
     replay, lease = stale("drop")
     play(replay, lease, {0: 3, 1: 2})
     assert replay.take(1) is None
-    assert replay.books.total == Ledger(generated=10, discarded={"stale": 10})
+    assert replay.table.ledgers.total == Ledger(generated=10, discarded={"stale": 10})
 
 
 def test_drop_gives_up_groups_that_run_past_the_bound() -> None:
     replay, _ = stale("drop")
-    replay.progress("a", {"0.0.0": {0: 3}}, 0.0)
+    replay.leases.progress("a", {"0.0.0": {0: 3}}, 0.0)
     assert replay.take(1) is None
     assert state(replay) == "discarded"
-    assert replay.progress("a", {"0.0.0": {0: 3}}, 0.0) == ["0.0.0"]
-    assert not replay.deliver("0.0.0", FINISHED, {0: 4}, {0: 4})
-    assert replay.books.total == Ledger(generated=4, discarded={"stale": 4})
+    assert replay.leases.progress("a", {"0.0.0": {0: 3}}, 0.0) == ["0.0.0"]
+    assert not replay.leases.deliver("0.0.0", FINISHED, {0: 4}, {0: 4})
+    assert replay.table.ledgers.total == Ledger(generated=4, discarded={"stale": 4})
 
 
 @pytest.mark.parametrize("policy", ["withhold", "drop"])
 def test_a_late_member_makes_no_group_stale(policy: OnDeadline) -> None:
     replay = replay_of(staleness=1, group_size=3, min_members=2, policy=policy)
-    replay.version = 2
-    replay.serve(1)
+    replay._counters.version = 2
+    replay.mark_served(1)
     lease_of(replay)
     for member in (0, 1):
-        assert replay.deliver(f"0.0.{member}", FINISHED, {1: 3}, {1: 3})
-    assert replay.deliver("0.0.2", FINISHED, {0: 3}, {0: 3})
+        assert replay.leases.deliver(f"0.0.{member}", FINISHED, {1: 3}, {1: 3})
+    assert replay.leases.deliver("0.0.2", FINISHED, {0: 3}, {0: 3})
     step(replay)
-    assert replay.books.total == Ledger(generated=9, trained=6, withheld={"late": 3})
+    assert replay.table.ledgers.total == Ledger(generated=9, trained=6, withheld={"late": 3})
 
 
 def test_a_group_that_only_late_members_keep_fresh_is_stale() -> None:
     replay = replay_of(staleness=0, group_size=3, min_members=2)
     lease_of(replay)
     for member in (0, 1):
-        assert replay.deliver(f"0.0.{member}", FINISHED, {0: 3}, {0: 3})
-    replay.version = 1
-    assert replay.deliver("0.0.2", FINISHED, {1: 3}, {1: 3})
+        assert replay.leases.deliver(f"0.0.{member}", FINISHED, {0: 3}, {0: 3})
+    replay._counters.version = 1
+    assert replay.leases.deliver("0.0.2", FINISHED, {1: 3}, {1: 3})
     assert replay.take(1) is None
-    assert replay.books.total == Ledger(generated=9, discarded={"stale": 9})
+    assert replay.table.ledgers.total == Ledger(generated=9, discarded={"stale": 9})
 
 
 def test_wait_holds_the_batch_back_for_a_group_at_its_last_chance() -> None:
@@ -78,7 +81,7 @@ def test_wait_holds_the_batch_back_for_a_group_at_its_last_chance() -> None:
     slow, quick = lease_of(replay), lease_of(replay)
     play(replay, quick)
     step(replay)
-    replay.serve(1)
+    replay.mark_served(1)
     play(replay, lease_of(replay))
     assert replay.take(1) is None  # group 0, of version 0, would be too old at version 2
     play(replay, slow)
@@ -114,7 +117,7 @@ def test_fresh_tokens_are_those_of_the_asked_version_outside_of_batches() -> Non
     first, second, third = (lease_of(replay) for _ in range(3))
     play(replay, first)
     play(replay, second)
-    replay.deliver(third.episode(0), FINISHED, {0: 1}, {0: 1})
+    replay.leases.deliver(third.episode(0), FINISHED, {0: 1}, {0: 1})
     assert [e.id for e in replay.fresh(0)] == ["2.0.0", "1.0.0", "1.0.1", "0.0.0", "0.0.1"]
     assert replay.take(0) is not None
     assert [e.id for e in replay.fresh(0)] == ["2.0.0", "1.0.0", "1.0.1"]
@@ -127,10 +130,10 @@ def test_a_commit_needs_its_batch_and_may_be_repeated() -> None:
         replay.commit(0)
     play(replay, lease_of(replay))
     step(replay)
-    replay.drain()
+    replay.table.drain()
     replay.commit(0)
     assert replay.version == 1
-    assert replay.drain() == []
+    assert replay.table.drain() == []
     with pytest.raises(StateError, match="without a batch"):
         replay.commit(1)
 
@@ -140,9 +143,9 @@ def test_a_ledger_that_does_not_close_stops_the_commit_before_it_changes_anythin
         replay = replay_of()
         play(replay, lease_of(replay))
         replay.take(0)
-        (replay.books.total if broken is None else replay.books.by_version[broken]).generated += 1
+        (replay.table.ledgers.total if broken is None else replay.table.ledgers.by_version[broken]).generated += 1
         for _ in range(2):  # it is not forgotten by being told
-            with pytest.raises(StateError, match=f"the ledger does not close: {match}"):
+            with pytest.raises(StateError, match=f"the ledger does not balance: {match}"):
                 replay.commit(0)
         assert replay.version == 0
         assert state(replay) == "batched"
@@ -156,11 +159,11 @@ def test_recovery_rolls_back_to_ready_under_a_new_version() -> None:
     for _ in range(3):
         play(replay, lease_of(replay))
         step(replay)
-    assert replay.trained == [3]
+    assert replay.counters().trained == [3]
     assert replay.recover(1) == 4
-    assert replay.trained == [1]
-    assert [g.state for g in replay.groups.values()] == ["trained", "ready", "ready"]
-    assert replay.books.total == Ledger(generated=18, trained=6, ready=12)
+    assert replay.counters().trained == [1]
+    assert [g.state for g in replay.table.groups.values()] == ["trained", "ready", "ready"]
+    assert replay.table.ledgers.total == Ledger(generated=18, trained=6, ready=12)
     assert replay.recover(1) == 4
     assert replay.recover(4) == 4
     with pytest.raises(StateError, match="without a batch"):
@@ -178,17 +181,17 @@ def test_recovery_while_a_batch_is_out_gives_the_batch_back() -> None:
     assert replay.recover(0) == 0
     assert state(replay) == "ready"
     step(replay)
-    assert replay.books.total == Ledger(generated=6, trained=6)
+    assert replay.table.ledgers.total == Ledger(generated=6, trained=6)
 
 
 def test_late_members_stay_late_through_a_rollback() -> None:
     replay = replay_of(staleness=4, group_size=3, min_members=2)
     play(replay, lease_of(replay))
     step(replay)
-    assert replay.books.total == Ledger(generated=9, trained=6, withheld={"late": 3})
+    assert replay.table.ledgers.total == Ledger(generated=9, trained=6, withheld={"late": 3})
     replay.recover(0)
     step(replay)
-    assert replay.books.total == Ledger(generated=9, trained=6, withheld={"late": 3})
+    assert replay.table.ledgers.total == Ledger(generated=9, trained=6, withheld={"late": 3})
 
 
 def test_what_a_checkpoint_holds_is_not_rolled_back() -> None:
@@ -197,9 +200,9 @@ def test_what_a_checkpoint_holds_is_not_rolled_back() -> None:
         play(replay, lease_of(replay))
         step(replay)
     with pytest.raises(StateError, match="a checkpoint of version 3; the buffer is at version 2"):
-        replay.checkpoint(3)
-    replay.checkpoint(1)
-    replay.checkpoint(0)
+        replay.mark_checkpointed(3)
+    replay.mark_checkpointed(1)
+    replay.mark_checkpointed(0)
     with pytest.raises(
         StateError, match="weights of version 0 cannot be resumed from: commits up to 1 are in a checkpoint"
     ):
@@ -211,43 +214,41 @@ def test_forgotten_groups_stay_counted_and_late_reports_about_them_are_ignored()
     replay = replay_of()
     play(replay, lease_of(replay))
     step(replay)
-    replay.checkpoint(1)
-    replay.serve(1)
-    replay.forget()
-    assert 0 in replay.groups  # not drained
-    replay.drain()
-    replay.serve(0)
-    replay.forget()
-    assert 0 in replay.groups  # not served: it is outstanding still
-    replay.serve(1)
-    replay.checkpointed = 0
-    replay.forget()
-    assert 0 in replay.groups  # no checkpoint contains it
-    replay.checkpoint(1)
-    replay.forget()
-    assert replay.groups == {}
-    assert replay.progress("a", {"0.0.0": {0: 99}}, 0.0) == ["0.0.0"]
-    assert not replay.deliver("0.0.0", FINISHED, {0: 3}, {0: 3})
-    assert replay.books.total == Ledger(generated=6, trained=6)
+    replay.mark_checkpointed(1)
+    replay.prune()
+    assert 0 in replay.table.groups  # not drained
+    replay.table.drain()
+    replay.prune()
+    assert 0 in replay.table.groups  # not served: it is outstanding still
+    replay.mark_served(1)
+    replay._counters.checkpointed = 0
+    replay.prune()
+    assert 0 in replay.table.groups  # no checkpoint contains it
+    replay.mark_checkpointed(1)
+    replay.prune()
+    assert replay.table.groups == {}
+    assert replay.leases.progress("a", {"0.0.0": {0: 99}}, 0.0) == ["0.0.0"]
+    assert not replay.leases.deliver("0.0.0", FINISHED, {0: 3}, {0: 3})
+    assert replay.table.ledgers.total == Ledger(generated=6, trained=6)
 
 
 def test_a_group_is_remembered_while_somebody_may_report_about_it() -> None:
     replay = replay_of(group_size=3, min_members=2)
     lease = lease_of(replay)
     for member in (0, 1):
-        assert replay.deliver(lease.episode(member), FINISHED, {0: 3}, {0: 3})
+        assert replay.leases.deliver(lease.episode(member), FINISHED, {0: 3}, {0: 3})
     step(replay)
-    replay.checkpoint(1)
-    replay.serve(1)
-    replay.drain()
-    replay.forget()
-    assert list(replay.groups) == [0]
-    replay.deliver(lease.episode(2), failed("unwanted"), {0: 2}, {})
-    replay.drain()
-    replay.forget()
-    assert replay.groups == {}
+    replay.mark_checkpointed(1)
+    replay.mark_served(1)
+    replay.table.drain()
+    replay.prune()
+    assert list(replay.table.groups) == [0]
+    replay.leases.deliver(lease.episode(2), failed("unwanted"), {0: 2}, {})
+    replay.table.drain()
+    replay.prune()
+    assert replay.table.groups == {}
 
 
 def test_a_version_that_was_not_made_cannot_be_served() -> None:
     with pytest.raises(StateError, match="version 1 cannot be served"):
-        replay_of().serve(1)
+        replay_of().mark_served(1)

@@ -21,17 +21,16 @@ import msgspec
 import pytest
 from slipstream.buffer import retention
 from slipstream.buffer import store as store_module
-from slipstream.buffer.accounts import accounts_of, ledgers_of
-from slipstream.buffer.admission import Admission
-from slipstream.buffer.ledger import Books, Ledger
+from slipstream.buffer.admission import Admission, ReplayConfig
+from slipstream.buffer.ledger import Ledger, VersionLedgers
+from slipstream.buffer.ledger_report import ledger_report, ledgers_by_version
 from slipstream.buffer.replay import Replay
-from slipstream.buffer.rows import Change, CommitRow
-from slipstream.buffer.rules import Rules
-from slipstream.buffer.store import Store
-from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
+from slipstream.buffer.store import CommitRow, NewTrajectory, Store, WriteBatch
+from slipstream.buffer.trajectory import FINISHED, Outcome
 from slipstream.tests.episodes import trajectory_of
+from slipstream.tests.stores import new_trajectory
 
-TABLES = ("clock", "groups", "episodes", "trajectories", "commits", "archive")
+TABLES = ("counters", "groups", "episodes", "trajectories", "commits", "archive")
 
 Dump = dict[str, list[tuple[object, ...]]]
 
@@ -42,35 +41,40 @@ class Buffer:
     def __init__(self, path: Path) -> None:
         self.store = Store(path)
         clock, groups = self.store.load()
-        rules = Rules(3, 2, "withhold", 5.0, {"engine": 1}, dynamic_sampling=True)
-        self.replay = Replay(Admission(2, 1, (2.0, 1.0)), rules, clock, groups, Books(ledgers_of(path)))
+        rules = ReplayConfig(3, 2, "withhold", 5.0, {"engine": 1}, dynamic_sampling=True)
+        self.replay = Replay(
+            Admission(2, 1, (2.0, 1.0)), rules, clock, groups, VersionLedgers(ledgers_by_version(path))
+        )
+        self.replay.mark_served(clock.served)  # as the fleet does
 
     def save(
         self,
-        arrived: list[tuple[str, Trajectory]] | None = None,
+        arrived: list[NewTrajectory] | None = None,
         commits: list[CommitRow] | None = None,
         rolled_back_to: int | None = None,
     ) -> None:
         self.store.save(
-            Change.of(self.replay.clock(), self.replay.drain(), arrived or [], commits or [], rolled_back_to)
+            WriteBatch.of(
+                self.replay.counters(), self.replay.table.drain(), arrived or [], commits or [], rolled_back_to
+            )
         )
-        self.replay.forget()
+        self.replay.prune()
 
     def lease(self, wish: str) -> None:
-        assert self.replay.granted(wish) or self.replay.grant("a", 0.0, wish)
+        assert self.replay.leases.granted(wish) or self.replay.leases.grant("a", 0.0, wish)
         self.save()
 
     def report(self, episode: str, version: int, tokens: int) -> None:
-        self.replay.progress("a", {episode: {version: tokens}}, 0.0)
+        self.replay.leases.progress("a", {episode: {version: tokens}}, 0.0)
         self.save()
 
     def deliver(self, episode: str, version: int, outcome: Outcome = FINISHED, reward: float | None = None) -> None:
         """Unless told otherwise, each member earns something else."""
         kept = {version: 5} if outcome.trainable else {}
         reward = float(episode[-1]) if reward is None else reward
-        accepted = self.replay.deliver(episode, outcome, {version: 7}, kept, reward)
+        accepted = self.replay.leases.deliver(episode, outcome, {version: 7}, kept, reward)
         sent = msgspec.structs.replace(trajectory_of(episode, kept), reward=reward) if accepted else None
-        self.save([(episode, sent)] if sent else [])
+        self.save([new_trajectory(episode, sent)] if sent else [])
 
     def take(self) -> None:
         assert self.replay.take(self.replay.version) is not None
@@ -82,11 +86,11 @@ class Buffer:
         self.save(commits=[CommitRow(version + 1, 0.0, 1)] if made else [])
 
     def serve(self, version: int) -> None:
-        self.replay.serve(version)
+        self.replay.mark_served(version)
         self.save()
 
     def checkpoint(self, version: int) -> None:
-        self.replay.checkpoint(version)
+        self.replay.mark_checkpointed(version)
         self.save()
 
     def recover(self, kept: int) -> None:
@@ -95,7 +99,7 @@ class Buffer:
 
     def shrink(self) -> None:
         served = -1 if self.replay.served is None else self.replay.served
-        self.store.shrink(0, min(self.replay.checkpointed, served))
+        self.store.shrink(0, min(self.replay.counters().checkpointed, served))
 
 
 Message = Callable[[Buffer], None]
@@ -152,7 +156,7 @@ def dump(path: Path) -> Dump:
 def shrunk(path: Path) -> Dump:
     """What is left when all that may go is gone; how far `shrink` came before a kill is then the same."""
     store = Store(path)
-    while store.shrink(0, over=4):
+    while store.shrink(0, settled=4):
         pass
     store.close()
     return dump(path)
@@ -228,8 +232,8 @@ def test_a_kill_at_any_statement_leaves_the_last_save_or_the_one_in_progress(
     path = memory / "unharmed.sqlite"
     with traced(statements.append):
         run(path, acknowledge=lambda: states.append(dump(path)))
-    assert accounts_of(path).closes
-    assert accounts_of(path).total == Ledger(
+    assert ledger_report(path).balances
+    assert ledger_report(path).total == Ledger(
         generated=85,
         in_flight=1,
         trained=20,
@@ -256,7 +260,7 @@ def test_a_kill_at_any_statement_leaves_the_last_save_or_the_one_in_progress(
         stored = acknowledged - (states[acknowledged - 1] == found) if acknowledged else 0
         assert found == states[stored], f"killed before {statements[number - 1]!r} after {acknowledged} answers"
         seen.add((acknowledged, stored))
-        assert accounts_of(path).closes
+        assert ledger_report(path).balances
         run(path, start=max(0, acknowledged - 1))  # what was not acknowledged is sent again
         assert shrunk(path) == end
         path.unlink()
@@ -284,7 +288,7 @@ def test_a_kill_at_any_moment_leaves_the_last_save_or_the_one_in_progress(tmp_pa
         store.close()
         assert clock.version in (said, said + 1)  # saved, killed before it could say so
         assert clock.next_group == clock.version
-        assert accounts_of(path).total == Ledger(generated=10 * clock.version, trained=10 * clock.version)
+        assert ledger_report(path).total == Ledger(generated=10 * clock.version, trained=10 * clock.version)
         assert [version for version, *_ in dump(path)["commits"]] == sorted(range(1, clock.version + 1), key=repr)
 
 
@@ -292,19 +296,21 @@ def forever(path: Path, say: int) -> None:
     """One step after the other, a save each; then its version is written to the descriptor `say`."""
     store = Store(path)
     clock, groups = store.load()
-    replay = Replay(Admission(0, 1), Rules(2, 2, "withhold", 5.0), clock, groups, Books(ledgers_of(path)))
-    replay.serve(replay.version)
+    replay = Replay(
+        Admission(0, 1), ReplayConfig(2, 2, "withhold", 5.0), clock, groups, VersionLedgers(ledgers_by_version(path))
+    )
+    replay.mark_served(replay.version)
     while True:
-        lease = replay.grant("a", 0.0)
+        lease = replay.leases.grant("a", 0.0)
         assert lease is not None
         sent = []
         for e in map(lease.episode, lease.members):
-            replay.deliver(e, FINISHED, {replay.version: 5}, {replay.version: 5})
-            sent.append((e, trajectory_of(e, {replay.version: 5})))
+            replay.leases.deliver(e, FINISHED, {replay.version: 5}, {replay.version: 5})
+            sent.append(new_trajectory(e, trajectory_of(e, {replay.version: 5})))
         replay.take(replay.version)
         replay.commit(replay.version)
-        replay.serve(replay.version)
-        replay.checkpoint(replay.version)
-        store.save(Change.of(replay.clock(), replay.drain(), sent, [CommitRow(replay.version, 0.0, 1)]))
-        replay.forget()
+        replay.mark_served(replay.version)
+        replay.mark_checkpointed(replay.version)
+        store.save(WriteBatch.of(replay.counters(), replay.table.drain(), sent, [CommitRow(replay.version, 0.0, 1)]))
+        replay.prune()
         os.write(say, b"%d\n" % replay.version)

@@ -14,15 +14,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from slipstream.buffer import store as store_module
-from slipstream.buffer.accounts import accounts_of, ledgers_of
-from slipstream.buffer.group import Episode, Group
+from slipstream.buffer.admission import ReplayCounters
+from slipstream.buffer.group_table import Episode, Group
 from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.rows import Change
-from slipstream.buffer.rules import Clock
-from slipstream.buffer.store import Store
+from slipstream.buffer.ledger_report import ledger_report, ledgers_by_version
+from slipstream.buffer.store import Store, WriteBatch
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory_of
-from slipstream.tests.stores import entire, in_child, opened, play, segments, sql
+from slipstream.tests.stores import entire, in_child, new_trajectory, opened, play, segments, sql
 
 NOBODY = 65534
 
@@ -40,7 +39,7 @@ def test_another_schema_is_refused_and_left_alone(tmp_path: Path, version: int) 
     path = tmp_path / "buffer.sqlite"
     Store(path).close()
     sql(path, f"PRAGMA user_version = {version}")
-    for opening in (Store, accounts_of):
+    for opening in (Store, ledger_report):
         with pytest.raises(StoreError, match=f"has schema {version}, this program knows") as error:
             opening(path)
         one_line(error, path)
@@ -50,7 +49,7 @@ def test_another_schema_is_refused_and_left_alone(tmp_path: Path, version: int) 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("not a database at all\n" * 200)
-    for opening in (Store, accounts_of):
+    for opening in (Store, ledger_report):
         with pytest.raises(StoreError, match="not a database") as error:
             opening(path)
         one_line(error, path)
@@ -67,16 +66,16 @@ def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_another_writer_that_holds_the_file_is_an_error_not_a_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.store.BUSY_S", 0.05)
+    monkeypatch.setattr("slipstream.buffer.schema.BUSY_S", 0.05)
     path = tmp_path / "buffer.sqlite"
     store = Store(path)
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(StoreError, match="locked") as error:
-        store.save(Change.of(Clock(version=1), []))
+        store.save(WriteBatch.of(ReplayCounters(version=1), []))
     one_line(error, path)
     other.execute("ROLLBACK")
-    store.save(Change.of(Clock(version=1), []))
+    store.save(WriteBatch.of(ReplayCounters(version=1), []))
 
 
 @pytest.fixture
@@ -102,7 +101,7 @@ def test_a_read_only_folder_is_named(elsewhere: Path, there: bool) -> None:
             os.setgroups([])
             os.setuid(NOBODY)
         with opened(path) as store:
-            return store.save(Change.of(Clock(version=1), []))
+            return store.save(WriteBatch.of(ReplayCounters(version=1), []))
 
     said = in_child(work)
     assert said.startswith("StoreError: cannot ")
@@ -132,10 +131,10 @@ def fill(path: Path) -> tuple[int, str]:
                 sent = trajectory_of(e, {0: 5000})
                 episode = Episode(e, account="ready", generated={0: 5000}, kept={0: 5000}, settled=True)
                 store.save(
-                    Change.of(
-                        Clock(next_group=saved + 1),
+                    WriteBatch.of(
+                        ReplayCounters(next_group=saved + 1),
                         entire(Group(saved, state="ready", episodes={e: episode})),
-                        [(e, sent)],
+                        [new_trajectory(e, sent)],
                     )
                 )
                 saved += 1
@@ -151,9 +150,9 @@ def whole(path: Path, saved: int) -> None:
         clock, groups = store.load()
         assert clock.next_group == len(groups) == saved
         assert [t.sampled for g in groups for t in store.trajectories(g.id)] == [5000] * saved
-        store.save(Change.of(Clock(next_group=saved), []))  # there is room again
-    accounts = accounts_of(path)
-    assert accounts.closes
+        store.save(WriteBatch.of(ReplayCounters(next_group=saved), []))  # there is room again
+    accounts = ledger_report(path)
+    assert accounts.balances
     assert accounts.total == Ledger(generated=5000 * saved, ready=5000 * saved)
     assert sql(path, "PRAGMA integrity_check") == [("ok",)]
 
@@ -164,7 +163,7 @@ def test_a_full_database_is_named_and_what_was_accepted_stays(tmp_path: Path, mo
         small_disk_by_pages(patched, 60)
         saved, said = fill(path)
     assert said == f"cannot write the buffer {path}: database or disk is full"
-    assert 10 < saved < 40
+    assert 10 < saved < 1000
     whole(path, saved)
 
 
@@ -197,7 +196,7 @@ def read_all(path: Path) -> None:
     """What the service reads when it starts, and for a batch."""
     with opened(path) as store:
         _, groups = store.load()
-        ledgers_of(path)
+        ledgers_by_version(path)
         for group in groups:
             store.trajectories(group.id)
 
@@ -223,11 +222,11 @@ def read_all(path: Path) -> None:
         ("trajectory 0.0.0.0", "UPDATE trajectories SET arrays = 1 << 61 WHERE id = '0.0.0.0'", ()),
         ("trajectory 0.0.0.0", "UPDATE trajectories SET arrays = ~(1 << 63) WHERE id = '0.0.0.0'", ()),
         ("trajectory 0.0.0.0", "UPDATE trajectories SET arrays = NULL WHERE id = '0.0.0.0'", ()),
-        ("trajectory 0.0.0.0", "UPDATE trajectories SET loss_mask = NULL WHERE id = '0.0.0.0'", ()),
+        ("trajectory 0.0.0.0", "UPDATE trajectories SET length = 'x' WHERE id = '0.0.0.0'", ()),
         ("trajectory 0.0.0.0", "UPDATE trajectories SET arrays = -8 WHERE id = '0.0.0.0'", ()),
         ("trajectory 0.0.0.0", "UPDATE trajectories SET arrays = arrays + 4 WHERE id = '0.0.0.0'", ()),
-        ("trajectory 0.0.0.0", "UPDATE trajectories SET loss_mask = zeroblob(51) WHERE id = '0.0.0.0'", ()),
-        ("trajectory 0.0.0.0", "UPDATE trajectories SET loss_mask = ? WHERE id = '0.0.0.0'", (b"\x07" * 51,)),
+        ("trajectory 0.0.0.0", "UPDATE trajectories SET length = length + 1 WHERE id = '0.0.0.0'", ()),
+        ("trajectory 0.0.0.0", "UPDATE trajectories SET length = ? WHERE id = '0.0.0.0'", (1 << 40,)),
         ("episode 1.0.1", "UPDATE episodes SET generated = '{' WHERE id = '1.0.1'", ()),
         ("episode 1.0.1", "UPDATE episodes SET generated = '{\"0\": \"many\"}' WHERE id = '1.0.1'", ()),
         ("episode 1.0.1", "UPDATE episodes SET kept = '[1, 2]' WHERE id = '1.0.1'", ()),
@@ -238,10 +237,10 @@ def read_all(path: Path) -> None:
         ("episode 1.0.1", "UPDATE episodes SET loss_from = 'x' WHERE id = '1.0.1'", ()),
         ("group 1", "UPDATE groups SET state = 'gone' WHERE id = 1", ()),
         ("group 1", "UPDATE groups SET attempt = 1.5 WHERE id = 1", ()),
-        ("the clock", "UPDATE clock SET value = '{'", ()),
-        ("the clock", 'UPDATE clock SET value = \'{"version": "three"}\'', ()),
-        ("the clock", 'UPDATE clock SET value = \'{"version": 2, "next_group": 2}\'', ()),
-        ("the clock", "DELETE FROM clock", ()),
+        ("the counters", "UPDATE counters SET value = '{'", ()),
+        ("the counters", 'UPDATE counters SET value = \'{"version": "three"}\'', ()),
+        ("the counters", 'UPDATE counters SET value = \'{"version": 2, "next_group": 2}\'', ()),
+        ("the counters", "DELETE FROM counters", ()),
     ],
 )
 def test_a_damaged_row_is_named(tmp_path: Path, what: str, statement: str, values: tuple[object, ...]) -> None:
@@ -274,7 +273,7 @@ def test_damaged_arrays_are_named_and_their_place_is_not_used_again(
     one_line(error, path)
     sent = trajectory_of("2.0.1", {2: 5})
     with opened(path) as store:
-        store.save(Change.of(store.load()[0], [], [("2.0.1", sent)]))
+        store.save(WriteBatch.of(store.load()[0], [], [new_trajectory("2.0.1", sent)]))
     with file.open("r+b" if file.exists() else "wb") as again:  # from a copy that somebody had
         again.write(whole)
     read_all(path)
@@ -287,7 +286,7 @@ def test_a_damaged_row_that_nobody_loads_any_more_is_named_too(tmp_path: Path, c
     path = tmp_path / "buffer.sqlite"
     play(path, 2)
     sql(path, f"UPDATE episodes SET {column} = '{{' WHERE id = '1.0.1'")
-    for reading in (ledgers_of, accounts_of):
+    for reading in (ledgers_by_version, ledger_report):
         with pytest.raises(StoreError, match=r"damaged at episode 1\.0\.1: ") as error:
             reading(path)
         one_line(error, path)

@@ -14,16 +14,17 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.buffer.accounts import accounts_of
+from slipstream.buffer.admission import Filter
 from slipstream.buffer.client import BufferClient
-from slipstream.buffer.filtration import left_out
-from slipstream.buffer.group import Episode, Group
+from slipstream.buffer.group_table import Episode, Group
 from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.ledger_report import ledger_report
 from slipstream.buffer.replay import Replay
-from slipstream.buffer.rules import Filter
+from slipstream.buffer.sample_filter import dropped
 from slipstream.buffer.trajectory import FINISHED
 from slipstream.configs.schema import Buffer
 from slipstream.tests.episodes import SAMPLED, trajectory
+from slipstream.tests.fleets import mark_served
 from slipstream.tests.replays import failed, lease_of, replay_of, state, step
 from slipstream.tests.test_buffer_dynamic_sampling import earn
 from slipstream.tests.test_buffer_service import SOON, serving
@@ -37,12 +38,12 @@ def group_of(rewards: Sequence[float], number: int = 0, order: Sequence[int] | N
 
 
 def kept(group: Group, rule: Filter) -> list[int]:
-    out = {e.member for e in left_out(group, rule)}
+    out = {e.member for e in dropped(group, rule)}
     return sorted(e.member for e in group.episodes.values() if e.member not in out)
 
 
 def filtered(replay: Replay, group: int = 0) -> list[int]:
-    return [e.member for e in replay.groups[group].episodes.values() if e.withheld == "filtered"]
+    return [e.member for e in replay.table.groups[group].episodes.values() if e.withheld == "filtered"]
 
 
 rewards = st.lists(st.integers(-8, 8).map(lambda quarters: quarters / 4), min_size=1, max_size=9)
@@ -79,7 +80,7 @@ def test_only_those_that_could_carry_loss_are_ranked() -> None:
     group = group_of([9.0, 1.0, 0.5, 0.0, -9.0])
     group.episodes["0.0.0"].withheld = "baseline"
     group.episodes["0.0.4"].account = "discarded"
-    assert {e.member for e in left_out(group, "best_worst")} == {2}
+    assert {e.member for e in dropped(group, "best_worst")} == {2}
 
 
 @pytest.mark.parametrize(
@@ -90,20 +91,22 @@ def test_who_is_left_out_counts_as_filtered_once_the_others_are_trained(rule: Fi
     lease = lease_of(replay)
     earn(replay, lease, [0.0, 1.0, 0.5])
     assert filtered(replay) == []  # the last one may still earn more
-    assert replay.deliver(lease.episode(3), FINISHED, {0: 3}, {0: 3}, 0.25)
+    assert replay.leases.deliver(lease.episode(3), FINISHED, {0: 3}, {0: 3}, 0.25)
     assert len(filtered(replay)) == 2 if out is None else filtered(replay) == out
-    assert replay.books.total == Ledger(generated=12, ready=12)
+    assert replay.table.ledgers.total == Ledger(generated=12, ready=12)
     step(replay)
     left = 3 * len(filtered(replay))
-    assert replay.books.total == Ledger(generated=12, trained=12 - left, withheld={"filtered": left} if left else {})
+    assert replay.table.ledgers.total == Ledger(
+        generated=12, trained=12 - left, withheld={"filtered": left} if left else {}
+    )
 
 
 def test_a_penalty_has_a_rank_and_a_dropped_failure_has_none() -> None:
     replay = replay_of(group_size=4, filter="best_worst")
     lease = lease_of(replay)
     earn(replay, lease, [0.0, 1.0])
-    assert replay.deliver(lease.episode(2), failed("tool"), {0: 3}, {0: 3}, -1.0)
-    replay.deliver(lease.episode(3), failed("tool"), {0: 3}, {})
+    assert replay.leases.deliver(lease.episode(2), failed("tool"), {0: 3}, {0: 3}, -1.0)
+    replay.leases.deliver(lease.episode(3), failed("tool"), {0: 3}, {})
     assert filtered(replay) == [0]
 
 
@@ -111,9 +114,9 @@ def test_late_members_are_not_chosen_from_and_choose_nobody() -> None:
     replay = replay_of(group_size=4, min_members=3, filter="best")
     lease = lease_of(replay)
     earn(replay, lease, [0.0, 1.0, 0.5])
-    assert replay.deliver(lease.episode(3), FINISHED, {0: 3}, {0: 3}, 2.0)
+    assert replay.leases.deliver(lease.episode(3), FINISHED, {0: 3}, {0: 3}, 2.0)
     step(replay)
-    assert replay.books.total == Ledger(generated=12, trained=3, withheld={"filtered": 6, "late": 3})
+    assert replay.table.ledgers.total == Ledger(generated=12, trained=3, withheld={"filtered": 6, "late": 3})
 
 
 def test_a_choice_is_kept_through_a_rollback() -> None:
@@ -122,22 +125,22 @@ def test_a_choice_is_kept_through_a_rollback() -> None:
     chosen = filtered(replay)
     step(replay)
     replay.recover(0)
-    assert replay.books.total == Ledger(generated=9, ready=9)
+    assert replay.table.ledgers.total == Ledger(generated=9, ready=9)
     step(replay)
     assert filtered(replay) == chosen
-    assert replay.books.total == Ledger(generated=9, trained=6, withheld={"filtered": 3})
+    assert replay.table.ledgers.total == Ledger(generated=9, trained=6, withheld={"filtered": 3})
 
 
 def test_a_group_of_which_only_filtered_episodes_are_young_enough_is_discarded() -> None:
     replay = replay_of(staleness=1, filter="best")
-    replay.version = 2
-    replay.serve(1)
+    replay._counters.version = 2
+    replay.mark_served(1)
     lease = lease_of(replay)
-    replay.deliver(lease.episode(0), FINISHED, {0: 3}, {0: 3}, 1.0)
-    replay.deliver(lease.episode(1), FINISHED, {1: 3}, {1: 3}, 0.0)
+    replay.leases.deliver(lease.episode(0), FINISHED, {0: 3}, {0: 3}, 1.0)
+    replay.leases.deliver(lease.episode(1), FINISHED, {1: 3}, {1: 3}, 0.0)
     assert replay.take(2) is None
     assert state(replay) == "discarded"
-    assert replay.books.total.discarded == {"stale": 6}
+    assert replay.table.ledgers.total.discarded == {"stale": 6}
 
 
 async def test_the_choice_is_in_the_store_and_told_with_the_batch(tmp_path: Path, address: str) -> None:
@@ -150,7 +153,7 @@ async def test_the_choice_is_in_the_store_and_told_with_the_batch(tmp_path: Path
 
     async with asyncio.timeout(SOON):
         async with serving(path, address, config), BufferClient(address, "w") as client:
-            await client.served(0)
+            mark_served(client, 0)
             await client.lease()
             await deliver(client, 0, 0.25)
             await deliver(client, 2, 0.5)
@@ -164,6 +167,6 @@ async def test_the_choice_is_in_the_store_and_told_with_the_batch(tmp_path: Path
             await client.commit(0)
             stats = await client.stats()
     assert stats.ledger == Ledger(generated=9, trained=6, withheld={"filtered": 3})
-    accounts = accounts_of(path)
-    assert accounts.closes
+    accounts = ledger_report(path)
+    assert accounts.balances
     assert accounts.total == stats.ledger

@@ -18,14 +18,16 @@ import zmq
 import zmq.asyncio
 from slipstream.buffer import client as client_module
 from slipstream.buffer import messages as m
-from slipstream.buffer import wire
-from slipstream.buffer.accounts import accounts_of
 from slipstream.buffer.client import BufferClient, R
-from slipstream.buffer.messages import Batch
-from slipstream.buffer.trajectory import FINISHED, Outcome
+from slipstream.buffer.ledger_report import ledger_report
+from slipstream.buffer.messages import TrajectoryBatch
+from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Outcome
 from slipstream.errors import StateError
+from slipstream.rpc import wire
+from slipstream.rpc.wire import RpcRefusal
 from slipstream.tests import hostile
 from slipstream.tests.episodes import SAMPLED, trajectory
+from slipstream.tests.fleets import mark_served, publishing_fleet
 from slipstream.tests.hostile import KINDS, PAST, Frames, frames_of
 
 FRAMES = int(os.environ.get("SLIPSTREAM_HOSTILE_MESSAGES", "3000"))
@@ -42,10 +44,11 @@ import asyncio, sys
 from pathlib import Path
 from slipstream.buffer.service import BufferService
 from slipstream.configs.schema import Buffer
+from slipstream.tests.fleets import serve_following
 
 config = Buffer(max_staleness=8, groups_per_batch=2, group_size=2, lease_s=60.0)
 service = BufferService(config, Path(sys.argv[1]), sys.argv[2])
-asyncio.run(service.serve(lambda: print("ready", flush=True)))
+asyncio.run(serve_following(service, sys.argv[2], lambda: print("ready", flush=True)))
 """
 
 
@@ -63,7 +66,8 @@ async def service(path: Path, address: str) -> AsyncIterator[asyncio.subprocess.
     assert process.stdout is not None
     assert await process.stdout.readline() == b"ready\n"
     try:
-        yield process
+        async with publishing_fleet(address):
+            yield process
         assert process.returncode is None, "the service has ended"
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -72,20 +76,22 @@ async def service(path: Path, address: str) -> AsyncIterator[asyncio.subprocess.
 
 
 class Overheard(BufferClient):
-    """Its requests are heard by somebody else, too."""
+    """A third party captures its requests, too."""
 
-    def __init__(self, address: str, name: str, heard: collections.deque[Frames]) -> None:
+    def __init__(self, address: str, name: str, captured: collections.deque[Frames]) -> None:
         super().__init__(address, name)
-        self._heard = heard
+        self._captured = captured
 
-    async def _send(self, request: m.Request, expected: type[R], seconds: float) -> R:
-        if not isinstance(request, m.WantStats):  # that one anybody may ask
-            self._heard.append(frames_of(m.Envelope(len(self._heard), request)))
-        return await super()._send(request, expected, seconds)
+    async def _request(
+        self, request: m.Request, reply_type: type[R], deadline_s: float | None = None, waits_for: str = ""
+    ) -> R:
+        if not isinstance(request, m.RequestStats):  # that one anybody may ask
+            self._captured.append(frames_of(m.Envelope(1 + len(self._captured), request)))
+        return await super()._request(request, reply_type, deadline_s, waits_for)
 
 
 async def work(client: BufferClient) -> None:
-    await client.hello()
+    await client.register()
     while True:
         lease = await client.lease()
         for member in lease.members:
@@ -94,14 +100,14 @@ async def work(client: BufferClient) -> None:
             await client.deliver(episode, sampled, FINISHED, (trajectory(episode, version=lease.version),))
 
 
-async def learn(client: BufferClient, batches: list[Batch], until: asyncio.Event) -> None:
+async def learn(client: BufferClient, batches: list[TrajectoryBatch], until: asyncio.Event) -> None:
     version = await client.recover(0)
-    await client.served(version)
+    mark_served(client, version)
     while not until.is_set():
         batches.append(await client.take(version, SOON))
         await client.commit(version)
         version += 1
-        await client.served(version)
+        mark_served(client, version)
         await client.checkpointed(version)
 
 
@@ -118,20 +124,20 @@ class Mallory:
         self.past = 0
         self.accepted: list[m.Reply] = []
 
-    async def say(self, frames: Frames) -> None:
+    async def send(self, frames: Frames) -> None:
         await self.socket.send_multipart(frames)
 
     async def stats(self) -> m.Stats:
-        """The buffer's, after all that was said before."""
-        await self.say(frames_of(m.Envelope(LAST, m.WantStats())))
+        """The buffer's, after all that was sent before."""
+        await self.send(frames_of(m.Envelope(LAST, m.RequestStats())))
         while True:
             envelope = wire.decode(m.ReplyEnvelope, await self.socket.recv_multipart())
             match reply := envelope.message:
                 case m.StatsReply(stats) if envelope.number == LAST:
                     return stats
-                case m.Refused():
+                case RpcRefusal():
                     self.refused += 1
-                case m.Done() | m.Unwanted() if envelope.number == PAST:
+                case m.Ack() | m.CancelledEpisodes() if envelope.number == PAST:
                     self.past += 1
                 case _:
                     self.accepted.append(reply)
@@ -139,34 +145,34 @@ class Mallory:
 
 async def test_hostile_messages_change_nothing_and_keep_nobody_from_work(tmp_path: Path, address: str) -> None:
     path, rng = tmp_path / "buffer.sqlite", random.Random(0)
-    heard: collections.deque[Frames] = collections.deque(maxlen=500)
-    batches: list[Batch] = []
+    captured: collections.deque[Frames] = collections.deque(maxlen=500)
+    batches: list[TrajectoryBatch] = []
     over = asyncio.Event()
     context = zmq.asyncio.Context()
     async with service(path, address) as process, contextlib.AsyncExitStack() as stack:
-        learner = await stack.enter_async_context(Overheard(address, "learner-0", heard))
-        workers = [await stack.enter_async_context(Overheard(address, f"worker-{i}", heard)) for i in range(2)]
-        holder = await stack.enter_async_context(Overheard(address, "worker-2", heard))
+        learner = await stack.enter_async_context(Overheard(address, "learner-0", captured))
+        workers = [await stack.enter_async_context(Overheard(address, f"worker-{i}", captured)) for i in range(2)]
+        holder = await stack.enter_async_context(Overheard(address, "worker-2", captured))
         mallory = Mallory(context, address)
         async with asyncio.timeout(SOON + FRAMES / 100), asyncio.TaskGroup() as tasks:
             working = [tasks.create_task(work(worker)) for worker in workers]
             learning = tasks.create_task(learn(learner, batches, over))
             while len(batches) < 5:
                 await mallory.stats()
-            held = await holder.lease()  # its episodes run all the time, so that they can be spoken of
+            held = await holder.lease()  # its episodes run all the time, so that forged requests can name them
             running = {held.episode(member): {held.version: 1} for member in held.members}
             before = psutil.Process(process.pid).memory_info().rss
-            said = 0
-            while said < FRAMES:
+            sent = 0
+            while sent < FRAMES:
                 for number in range(AT_ONCE):
                     if number % 10 == 0:
                         assert await holder.progress(running, 1.0, 0.0) == ()
-                    await mallory.say(KINDS[said % len(KINDS)](rng, heard))
-                    said += 1
+                    await mallory.send(KINDS[sent % len(KINDS)](rng, captured))
+                    sent += 1
                 stats = await mallory.stats()
-                assert stats.ledger.closes
+                assert stats.ledger.balances
                 assert mallory.accepted == []
-                assert stats.dropped + mallory.refused + mallory.past == said  # every one is counted or answered
+                assert stats.dropped + mallory.refused + mallory.past == sent  # every one is counted or answered
             grown = psutil.Process(process.pid).memory_info().rss - before
             steps = len(batches)
             while len(batches) < steps + 3:
@@ -179,7 +185,7 @@ async def test_hostile_messages_change_nothing_and_keep_nobody_from_work(tmp_pat
             for task in working:
                 task.cancel()
         for worker in workers:
-            await worker.goodbye()
+            await worker.deregister()
         stats = await learner.stats()
         assert grown < GROWTH
         assert stats.dropped > FRAMES / 3
@@ -194,13 +200,13 @@ async def test_hostile_messages_change_nothing_and_keep_nobody_from_work(tmp_pat
         assert stats.ledger.trained + sum(stats.ledger.withheld.values()) == len(trained) * SAMPLED
         mallory.socket.close()
         context.term()
-        told = (
-            f"{said} messages: {stats.dropped} dropped, {mallory.refused} refused, {mallory.past} of what is over; "
+        reported = (
+            f"{sent} messages: {stats.dropped} dropped, {mallory.refused} refused, {mallory.past} of what is over; "
             f"{len(batches)} steps, {grown >> 20} MiB more"
         )
-        logging.getLogger(__name__).warning(told)
-    accounts = accounts_of(path)
-    assert accounts.closes
+        logging.getLogger(__name__).warning(reported)
+    accounts = ledger_report(path)
+    assert accounts.balances
     assert accounts.total == stats.ledger
 
 
@@ -215,30 +221,30 @@ async def test_a_frame_above_the_limit_costs_the_connection_alone(tmp_path: Path
         for number in range(20):
             mallory = Mallory(context, address, f"mallory/{number}".encode())
             mallory.socket.setsockopt(zmq.LINGER, 1000)
-            await mallory.say([wire.FORMAT, bytes(wire.FRAME_LIMIT + 1)])
+            await mallory.send([wire.FORMAT, bytes(wire.FRAME_LIMIT + 1)])
             mallory.socket.close()
             await client.stats()
         context.term()
         assert psutil.Process(process.pid).memory_info().rss - before < GROWTH
-        await client.served(0)
+        mark_served(client, 0)
         assert (await client.lease()).group_id == 0
 
 
 async def test_whoever_takes_a_workers_name_takes_its_leases_and_no_more(tmp_path: Path, address: str) -> None:
-    """Names are no proof; but the one that is no longer the worker is told, and what it had delivered stays."""
+    """Names are no proof; but the one that is no longer the worker is reported, and what it had delivered stays."""
     context = zmq.asyncio.Context()
     async with service(tmp_path / "buffer.sqlite", address), BufferClient(address, "worker-0") as client:
         async with asyncio.timeout(SOON):
-            await client.hello()
-            await client.served(0)
+            await client.register()
+            mark_served(client, 0)
             lease = await client.lease()
             first, second = (lease.episode(member) for member in lease.members)
             await client.deliver(first, {0: SAMPLED}, FINISHED, (trajectory(first),))
             forger = Mallory(context, address, b"worker-0/forged")
-            await forger.say(frames_of(m.Envelope(1, m.Progress("worker-0", {second: {0: 1 << 40}}, 0.0, 0.0))))
+            await forger.send(frames_of(m.Envelope(1, m.ReportProgress("worker-0", {second: {0: 1 << 40}}, 0.0, 0.0))))
             assert (await forger.stats()).ledger.generated == SAMPLED
             assert forger.refused == 1  # not the newest process of that name
-            await forger.say(frames_of(m.Envelope(2, m.Hello("worker-0", "forged"))))
+            await forger.send(frames_of(m.Envelope(2, m.Register("worker-0", "forged"))))
             assert (await forger.stats()).leased_groups == 0
             with pytest.raises(StateError, match="worker-0 is another process now"):
                 await client.deliver(second, {0: SAMPLED}, FINISHED, (trajectory(second),))
@@ -249,24 +255,26 @@ async def test_whoever_takes_a_workers_name_takes_its_leases_and_no_more(tmp_pat
 
 
 def any_request(rng: random.Random, now: int) -> tuple[str, m.Request]:
-    """A well-formed request that nobody in his right mind would send, and who sends it; `now` is the buffer's version."""
+    """A well-formed request that no correct client would send, and its sender; `now` is the buffer's version."""
     episode = f"{rng.randint(0, 9)}.{rng.randint(0, 1)}.{rng.randint(0, 2)}"
     worker, version = rng.choice("ab"), max(0, now + rng.choice([-2, -1, 0, 0, 0, 1]))
     counts = {version: rng.choice([0, 1, SAMPLED, 1 << 40])}
     outcome = rng.choice([FINISHED, Outcome("failed", "tool"), Outcome("failed")])
     kind = rng.choice(m.Request.__args__)
-    if kind is m.Deliver:
-        trajectories = (trajectory(episode, rng.randint(0, 1), version),) * rng.randint(0, 2)
-        return worker, m.Deliver(worker, episode, counts, outcome, trajectories)
-    if kind is m.Progress:
-        return worker, m.Progress(worker, {episode: counts}, 1.0, 0.5)
-    if kind is m.Hello:
-        return worker, m.Hello(worker, "1")
-    if kind in (m.WantLease, m.Goodbye):
+    if kind is m.DeliverEpisode:
+        trajectories = (EncodedTrajectory.of(trajectory(episode, rng.randint(0, 1), version)),) * rng.randint(0, 2)
+        return worker, m.DeliverEpisode(worker, episode, counts, outcome, trajectories)
+    if kind is m.ReportProgress:
+        return worker, m.ReportProgress(worker, {episode: counts}, 1.0, 0.5)
+    if kind is m.Register:
+        return worker, m.Register(worker, "1")
+    if kind in (m.RequestLease, m.Deregister):
         return worker, kind(worker)
-    if kind is m.WantFresh:
-        return "learner", m.WantFresh(version, rng.choice([0, 1, 1 << 16]))
-    return "learner", m.WantStats() if kind is m.WantStats else kind(version)
+    if kind is m.RequestFresh:
+        return "learner", m.RequestFresh(version, rng.choice([0, 1, 1 << 16]))
+    if kind is m.FetchRows:
+        return "learner", m.FetchRows(version, (f"{episode}.0",) * rng.randint(0, 2))
+    return "learner", m.RequestStats() if kind is m.RequestStats else kind(version)
 
 
 async def test_no_order_of_requests_ends_the_service_or_opens_the_ledger(tmp_path: Path, address: str) -> None:
@@ -282,35 +290,50 @@ async def test_no_order_of_requests_ends_the_service_or_opens_the_ledger(tmp_pat
     async with (
         service(path, address),
         BufferClient(address, "worker-0") as worker,
-        BufferClient(address, "looker") as looker,
+        BufferClient(address, "observer") as observer,
         asyncio.timeout(SOON),
     ):
-        mad = {name: Mallory(context, address, f"{name}/1".encode()) for name in ("a", "b", "learner")}
+        fuzzers = {name: Mallory(context, address, f"{name}/1".encode()) for name in ("a", "b", "learner")}
         working = asyncio.create_task(persist(worker))
         for number in range(1500):
             name, request = any_request(rng, version)
-            await mad[name].say(frames_of(m.Envelope(number, request)))
+            await fuzzers[name].send(frames_of(m.Envelope(number, request)))
             if number % 5 == 0:
-                for one in mad.values():
+                for one in fuzzers.values():
                     await one.stats()
-                stats = await looker.stats()
+                stats = await observer.stats()
                 version = stats.version
-                assert stats.ledger.closes
+                mark_served(observer, version)
+                assert stats.ledger.balances
                 assert stats.dropped == 0
         working.cancel()
-        await worker.goodbye()
-        kinds = {type(reply) for one in mad.values() for reply in one.accepted}
-        assert kinds == {m.Done, m.Granted, m.Unwanted, m.Recovered, m.Batch, m.Fresh, m.StatsReply}
+        await worker.deregister()
+        kinds = {type(reply) for one in fuzzers.values() for reply in one.accepted}
+        assert kinds == {
+            m.Ack,
+            m.LeaseReply,
+            m.CancelledEpisodes,
+            m.RecoverReply,
+            m.BatchReply,
+            m.TrajectoriesReply,
+            m.StatsReply,
+        }
         assert version > 1
-        stats = await looker.stats()
-        for one in mad.values():
+        stats = await observer.stats()
+        for one in fuzzers.values():
             one.socket.close()
         context.term()
-    assert accounts_of(path).closes
-    assert accounts_of(path).total == stats.ledger
+    assert ledger_report(path).balances
+    assert ledger_report(path).total == stats.ledger
 
 
 def test_every_kind_of_hostile_message_is_made() -> None:
-    heard = [frames_of(m.Envelope(1, m.Deliver("w", "0.0.0", {0: 3}, FINISHED, (trajectory("0.0.0"),))))]
+    captured = [
+        frames_of(
+            m.Envelope(
+                1, m.DeliverEpisode("w", "0.0.0", {0: 3}, FINISHED, (EncodedTrajectory.of(trajectory("0.0.0")),))
+            )
+        )
+    ]
     for kind in KINDS:
-        assert len({tuple(kind(random.Random(seed), heard)) for seed in range(20)}) > (kind is not hostile.replayed)
+        assert len({tuple(kind(random.Random(seed), captured)) for seed in range(20)}) > (kind is not hostile.replayed)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from slipstream.buffer.admission import Admission
+from slipstream.buffer.admission import Admission, ReplayConfig, ReplayCounters
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.replay import Replay
-from slipstream.buffer.rules import Clock, Rules
 from slipstream.buffer.trajectory import FINISHED
 from slipstream.errors import StateError
 from slipstream.tests.replays import LEASE_S, fail, failed, lease_of, play, replay_of, state, step
@@ -17,18 +16,18 @@ from slipstream.tests.replays import LEASE_S, fail, failed, lease_of, play, repl
 
 
 def test_nothing_is_granted_before_the_engines_serve() -> None:
-    assert Replay(Admission(2, 2), Rules(2, 2, "withhold", LEASE_S)).grant("a", 0.0) is None
+    assert Replay(Admission(2, 2), ReplayConfig(2, 2, "withhold", LEASE_S)).leases.grant("a", 0.0) is None
 
 
 def test_admission_counts_what_is_served_not_what_is_committed() -> None:
     replay = replay_of(staleness=0, per_batch=2)
     for lease in (lease_of(replay), lease_of(replay)):
         play(replay, lease)
-    assert replay.grant("a", 0.0) is None
+    assert replay.leases.grant("a", 0.0) is None
     step(replay)
-    assert replay.outstanding() == [2]
-    assert replay.grant("a", 0.0) is None
-    replay.serve(1)
+    assert replay.leases.outstanding() == [2]
+    assert replay.leases.grant("a", 0.0) is None
+    replay.mark_served(1)
     assert lease_of(replay).version == 1
 
 
@@ -38,33 +37,33 @@ def test_nothing_starts_on_weights_whose_tokens_could_not_be_trained_on() -> Non
     step(replay)
     assert replay.recover(0) == 2
     assert replay.take(2) is None  # its tokens are of version 0: discarded
-    assert replay.books.total.discarded == {"stale": 6}
-    assert replay.outstanding() == [0]
-    assert replay.grant("a", 0.0) is None  # the engines still serve 0
-    replay.serve(2)
+    assert replay.table.ledgers.total.discarded == {"stale": 6}
+    assert replay.leases.outstanding() == [0]
+    assert replay.leases.grant("a", 0.0) is None  # the engines still serve 0
+    replay.mark_served(2)
     assert lease_of(replay).group_id == 1
 
 
 def test_an_environment_that_is_slow_keeps_its_place() -> None:
     replay = replay_of(staleness=1, per_batch=4, shares=(3.0, 1.0))
     leases = [lease_of(replay) for _ in range(8)]
-    assert replay.grant("a", 0.0) is None
+    assert replay.leases.grant("a", 0.0) is None
     assert [lease.env for lease in leases].count(1) == 2
     assert [[lease.task for lease in leases if lease.env == env] for env in (0, 1)] == [[*range(6)], [0, 1]]
     for lease in leases:
         if lease.env == 0:
             play(replay, lease)
     assert replay.take(0) is None  # six groups are ready, none of them of environment 1
-    assert replay.grant("a", 0.0) is None
+    assert replay.leases.grant("a", 0.0) is None
     play(replay, next(lease for lease in leases if lease.env == 1))
     assert sorted(group.env for group in replay.take(0) or []) == [0, 0, 0, 1]
 
 
 def test_a_buffer_of_other_environments_is_refused() -> None:
     with pytest.raises(StateError, match="of a run with 1 environments, this one has 2"):
-        replay_of(shares=(1.0, 1.0), clock=Clock(cursors=(3,), trained=(2,)))
+        replay_of(shares=(1.0, 1.0), clock=ReplayCounters(cursors=[3], trained=[2]))
     with pytest.raises(StateError, match="of a run with 1 environments, this one has 2"):
-        replay_of(shares=(1.0, 1.0), clock=Clock(cursors=(3, 1), trained=(2,)))
+        replay_of(shares=(1.0, 1.0), clock=ReplayCounters(cursors=[3, 1], trained=[2]))
 
 
 # --- leases ---------------------------------------------------------------------------------------------------------
@@ -73,37 +72,37 @@ def test_a_buffer_of_other_environments_is_refused() -> None:
 def test_a_wish_is_granted_once() -> None:
     replay = replay_of(staleness=3)
     lease = lease_of(replay, wish="x")
-    assert replay.granted("x") == lease
-    assert replay.granted("y") is None
+    assert replay.leases.granted("x") == lease
+    assert replay.leases.granted("y") is None
     fail(replay, "0.0.0")
-    assert replay.granted("x") == lease
-    replay.release("a", "worker_lost")
-    assert replay.granted("x") is None
+    assert replay.leases.granted("x") == lease
+    replay.leases.release("a", "worker_lost")
+    assert replay.leases.granted("x") is None
     again = lease_of(replay, "b", wish="y")
-    assert (replay.granted("x"), replay.granted("y")) == (None, again)
+    assert (replay.leases.granted("x"), replay.leases.granted("y")) == (None, again)
 
 
 def test_a_lost_group_is_leased_before_a_new_one_begins() -> None:
     replay = replay_of(staleness=0, per_batch=3)
     leases = [lease_of(replay, worker) for worker in "abc"]
-    replay.release("b", "worker_lost")
-    assert [g.id for g in replay.expire(11.0)] == [0, 2]
+    replay.leases.release("b", "worker_lost")
+    assert [g.id for g in replay.leases.expire(11.0)] == [0, 2]
     replay.recover(0)
     again = [lease_of(replay, now=11.0) for _ in leases]
     assert [(lease.group_id, lease.attempt) for lease in again] == [(0, 1), (1, 1), (2, 1)]
-    assert replay.grant("a", 11.0) is None
+    assert replay.leases.grant("a", 11.0) is None
 
 
 def test_only_missing_members_are_granted_again() -> None:
     replay = replay_of(group_size=3)
     lease = lease_of(replay)
-    assert replay.deliver("0.0.1", FINISHED, {0: 4}, {0: 4})
-    replay.progress("a", {"0.0.0": {0: 2}, "0.0.2": {0: 1}}, 0.0)
-    replay.release("a", "worker_lost")
+    assert replay.leases.deliver("0.0.1", FINISHED, {0: 4}, {0: 4})
+    replay.leases.progress("a", {"0.0.0": {0: 2}, "0.0.2": {0: 1}}, 0.0)
+    replay.leases.release("a", "worker_lost")
     again = lease_of(replay, "b")
     assert (again.group_id, again.attempt, again.members) == (0, 1, (0, 2))
     assert lease.attempt == 0
-    assert replay.books.total == Ledger(generated=7, ready=4, discarded={"worker_lost": 3})
+    assert replay.table.ledgers.total == Ledger(generated=7, ready=4, discarded={"worker_lost": 3})
     assert play(replay, again) == [True, True]
     assert state(replay) == "ready"
 
@@ -111,47 +110,47 @@ def test_only_missing_members_are_granted_again() -> None:
 def test_a_silent_worker_that_comes_back_is_counted_but_not_kept() -> None:
     replay = replay_of()
     lease_of(replay, "a", now=0.0)
-    assert [g.id for g in replay.expire(LEASE_S + 1)] == [0]
+    assert [g.id for g in replay.leases.expire(LEASE_S + 1)] == [0]
     again = lease_of(replay, "b", now=11.0)
-    assert replay.progress("a", {"0.0.0": {0: 5}}, 12.0) == ["0.0.0"]
-    assert replay.groups[0].deadline == 11.0 + LEASE_S  # another's lease is not renewed
-    assert not replay.deliver("0.0.0", FINISHED, {0: 6}, {0: 6})
-    assert replay.books.total == Ledger(generated=6, discarded={"worker_lost": 6})
+    assert replay.leases.progress("a", {"0.0.0": {0: 5}}, 12.0) == ["0.0.0"]
+    assert replay.table.groups[0].deadline == 11.0 + LEASE_S  # another's lease is not renewed
+    assert not replay.leases.deliver("0.0.0", FINISHED, {0: 6}, {0: 6})
+    assert replay.table.ledgers.total == Ledger(generated=6, discarded={"worker_lost": 6})
     assert play(replay, again) == [True, True]
-    assert replay.books.gap() == ""
+    assert replay.table.ledgers.gap() == ""
 
 
 def test_reports_of_a_process_that_is_gone_change_nothing() -> None:
     replay = replay_of()
     lease_of(replay, "a")
-    replay.progress("a", {"0.0.0": {0: 5}}, 0.0)
-    replay.release("a", "worker_stopped")
-    assert replay.progress("a", {"0.0.0": {0: 9}}, 0.0) == ["0.0.0"]
-    assert not replay.deliver("0.0.0", FINISHED, {0: 9}, {0: 9})
-    assert replay.books.total == Ledger(generated=5, discarded={"worker_stopped": 5})
+    replay.leases.progress("a", {"0.0.0": {0: 5}}, 0.0)
+    replay.leases.release("a", "worker_stopped")
+    assert replay.leases.progress("a", {"0.0.0": {0: 9}}, 0.0) == ["0.0.0"]
+    assert not replay.leases.deliver("0.0.0", FINISHED, {0: 9}, {0: 9})
+    assert replay.table.ledgers.total == Ledger(generated=5, discarded={"worker_stopped": 5})
 
 
 def test_a_silent_worker_whose_process_turns_out_to_be_gone_is_waited_for_no_more() -> None:
     replay = replay_of()
     lease_of(replay, "a", now=0.0)
-    replay.expire(LEASE_S + 1)
+    replay.leases.expire(LEASE_S + 1)
     again = lease_of(replay, "b", now=11.0)
-    replay.release("a", "worker_lost")
-    assert [e.id for e in replay.groups[0].episodes.values() if e.settled] == ["0.0.0", "0.0.1"]
+    replay.leases.release("a", "worker_lost")
+    assert [e.id for e in replay.table.groups[0].episodes.values() if e.settled] == ["0.0.0", "0.0.1"]
     assert state(replay) == "leased"
-    assert replay.progress("a", {"0.0.0": {0: 5}}, 12.0) == ["0.0.0"]
-    assert replay.books.total == Ledger()
+    assert replay.leases.progress("a", {"0.0.0": {0: 5}}, 12.0) == ["0.0.0"]
+    assert replay.table.ledgers.total == Ledger()
     assert play(replay, again) == [True, True]
 
 
 def test_progress_renews_a_lease_and_totals_never_fall() -> None:
     replay = replay_of()
     lease_of(replay, "a", now=0.0)
-    assert replay.progress("a", {"0.0.0": {0: 5}}, 9.0) == []
-    replay.progress("a", {"0.0.0": {0: 3}}, 9.0)
-    replay.progress("b", {"0.0.1": {0: 1}}, 19.0)  # not its lease
-    assert replay.expire(19.0) == []
-    assert replay.books.total == Ledger(generated=6, in_flight=6)
+    assert replay.leases.progress("a", {"0.0.0": {0: 5}}, 9.0) == []
+    replay.leases.progress("a", {"0.0.0": {0: 3}}, 9.0)
+    replay.leases.progress("b", {"0.0.1": {0: 1}}, 19.0)  # not its lease
+    assert replay.leases.expire(19.0) == []
+    assert replay.table.ledgers.total == Ledger(generated=6, in_flight=6)
     for generated, kept, match in (
         ({0: 3}, {0: 3}, "5 tokens of version 0 were reported, 3 delivered"),
         ({0: 7}, {0: 8}, "7 tokens of version 0 were generated, 8 are in its trajectories"),
@@ -159,14 +158,14 @@ def test_progress_renews_a_lease_and_totals_never_fall() -> None:
         ({0: 7}, {0: 7, 1: 1}, "0 tokens of version 1 were generated, 1 are in its trajectories"),
     ):
         with pytest.raises(StateError, match=match):
-            replay.deliver("0.0.0", FINISHED, generated, kept)
+            replay.leases.deliver("0.0.0", FINISHED, generated, kept)
     with pytest.raises(StateError, match="has tokens of version 1, the buffer is at version 0"):
-        replay.progress("a", {"0.0.0": {0: 9, 1: 1}}, 0.0)
-    assert replay.books.total == Ledger(generated=6, in_flight=6)
-    assert replay.deliver("0.0.0", FINISHED, {0: 7}, {0: 7})
-    assert replay.books.total == Ledger(generated=8, in_flight=1, ready=7)
-    assert [g.id for g in replay.expire(19.1)] == [0]
-    assert replay.expire(math.inf) == []
+        replay.leases.progress("a", {"0.0.0": {0: 9, 1: 1}}, 0.0)
+    assert replay.table.ledgers.total == Ledger(generated=6, in_flight=6)
+    assert replay.leases.deliver("0.0.0", FINISHED, {0: 7}, {0: 7})
+    assert replay.table.ledgers.total == Ledger(generated=8, in_flight=1, ready=7)
+    assert [g.id for g in replay.leases.expire(19.1)] == [0]
+    assert replay.leases.expire(math.inf) == []
 
 
 @pytest.mark.parametrize(
@@ -175,12 +174,12 @@ def test_progress_renews_a_lease_and_totals_never_fall() -> None:
 def test_an_episode_that_was_never_leased_is_refused(episode: str) -> None:
     replay = replay_of()
     lease_of(replay)
-    before = replay.books.total.copy()
+    before = replay.table.ledgers.total.copy()
     with pytest.raises(StateError, match="was never leased"):
-        replay.deliver(episode, FINISHED, {0: 1}, {0: 1})
+        replay.leases.deliver(episode, FINISHED, {0: 1}, {0: 1})
     with pytest.raises(StateError, match="was never leased"):
-        replay.progress("a", {episode: {0: 1}}, 0.0)
-    assert replay.books.total == before
+        replay.leases.progress("a", {episode: {0: 1}}, 0.0)
+    assert replay.table.ledgers.total == before
 
 
 # --- what came of an episode ----------------------------------------------------------------------------------------
@@ -190,10 +189,10 @@ def test_failures_are_members_without_a_reward() -> None:
     replay = replay_of(group_size=3)
     lease_of(replay)
     assert not fail(replay, "0.0.0", tokens=4)
-    assert not replay.deliver("0.0.1", FINISHED, {}, {})
-    assert replay.deliver("0.0.2", FINISHED, {0: 2}, {0: 2}) is False  # alone: there is no baseline
+    assert not replay.leases.deliver("0.0.1", FINISHED, {}, {})
+    assert replay.leases.deliver("0.0.2", FINISHED, {0: 2}, {0: 2}) is False  # alone: there is no baseline
     assert state(replay) == "discarded"
-    assert replay.books.total == Ledger(generated=6, discarded={"failed_tool": 4, "too_few_members": 2})
+    assert replay.table.ledgers.total == Ledger(generated=6, discarded={"failed_tool": 4, "too_few_members": 2})
     assert lease_of(replay).group_id == 1
 
 
@@ -204,17 +203,17 @@ def test_a_failure_is_tried_again_as_often_as_its_reason_allows() -> None:
         assert (lease.group_id, lease.attempt) == (0, attempt)
         assert lease.members == ((0, 1) if attempt == 0 else (0,))
         if attempt == 0:
-            assert replay.deliver("0.0.1", FINISHED, {0: 3}, {0: 3})
+            assert replay.leases.deliver("0.0.1", FINISHED, {0: 3}, {0: 3})
         fail(replay, lease.episode(0), "engine", tokens=1)
     assert state(replay) == "discarded"
-    assert replay.books.total == Ledger(generated=6, discarded={"failed_engine": 3, "too_few_members": 3})
+    assert replay.table.ledgers.total == Ledger(generated=6, discarded={"failed_engine": 3, "too_few_members": 3})
 
 
 def test_each_reason_has_retries_of_its_own() -> None:
     replay = replay_of(retries={"engine": 1, "tool": 1})
     lease_of(replay)
     fail(replay, "0.0.0", "engine")
-    assert replay.deliver("0.0.1", FINISHED, {0: 3}, {0: 3})
+    assert replay.leases.deliver("0.0.1", FINISHED, {0: 3}, {0: 3})
     assert lease_of(replay).members == (0,)
     fail(replay, "0.1.0", "tool")
     lease_of(replay)
@@ -226,34 +225,34 @@ def test_a_lost_lease_is_no_failure_of_its_members() -> None:
     replay = replay_of(retries={"engine": 1})
     for worker in "abc":
         lease_of(replay, worker)
-        replay.release(worker, "worker_lost")
+        replay.leases.release(worker, "worker_lost")
     assert lease_of(replay).attempt == 3
     fail(replay, "0.3.0", "engine")
-    assert replay.deliver("0.3.1", FINISHED, {0: 3}, {0: 3})
+    assert replay.leases.deliver("0.3.1", FINISHED, {0: 3}, {0: 3})
     assert lease_of(replay).members == (0,)
 
 
 def test_a_failed_episode_with_trajectories_trains_with_its_penalty() -> None:
     replay = replay_of(retries={"policy": 1})
     lease_of(replay)
-    assert not replay.deliver("0.0.0", failed("policy"), {0: 4}, {0: 4})  # a retry is left
-    assert replay.deliver("0.0.1", FINISHED, {0: 3}, {0: 3})
+    assert not replay.leases.deliver("0.0.0", failed("policy"), {0: 4}, {0: 4})  # a retry is left
+    assert replay.leases.deliver("0.0.1", FINISHED, {0: 3}, {0: 3})
     lease_of(replay)
-    assert replay.deliver("0.1.0", failed("policy"), {0: 5}, {0: 5})
+    assert replay.leases.deliver("0.1.0", failed("policy"), {0: 5}, {0: 5})
     step(replay)
-    assert replay.books.total == Ledger(generated=12, trained=8, discarded={"failed_policy": 4})
+    assert replay.table.ledgers.total == Ledger(generated=12, trained=8, discarded={"failed_policy": 4})
 
 
 def test_tokens_that_no_trajectory_holds_are_unused() -> None:
     replay = replay_of()
     lease_of(replay)
-    assert replay.deliver("0.0.0", FINISHED, {0: 9}, {0: 4})
-    assert replay.books.total == Ledger(generated=9, ready=4, discarded={"unused": 5})
-    assert replay.deliver("0.0.1", FINISHED, {0: 3}, {0: 3})
+    assert replay.leases.deliver("0.0.0", FINISHED, {0: 9}, {0: 4})
+    assert replay.table.ledgers.total == Ledger(generated=9, ready=4, discarded={"unused": 5})
+    assert replay.leases.deliver("0.0.1", FINISHED, {0: 3}, {0: 3})
     step(replay)
-    assert replay.books.total == Ledger(generated=12, trained=7, discarded={"unused": 5})
+    assert replay.table.ledgers.total == Ledger(generated=12, trained=7, discarded={"unused": 5})
     assert replay.recover(0) == 2
-    assert replay.books.total == Ledger(generated=12, ready=7, discarded={"unused": 5})
+    assert replay.table.ledgers.total == Ledger(generated=12, ready=7, discarded={"unused": 5})
 
 
 # --- k of n ---------------------------------------------------------------------------------------------------------
@@ -262,39 +261,43 @@ def test_tokens_that_no_trajectory_holds_are_unused() -> None:
 def test_a_group_is_complete_with_some_of_its_members_and_late_ones_carry_no_loss() -> None:
     replay = replay_of(group_size=4, min_members=2)
     lease_of(replay)
-    replay.progress("a", {"0.0.3": {0: 7}}, 0.0)
+    replay.leases.progress("a", {"0.0.3": {0: 7}}, 0.0)
     for member in (0, 1):
-        assert replay.deliver(f"0.0.{member}", FINISHED, {0: 3}, {0: 3})
+        assert replay.leases.deliver(f"0.0.{member}", FINISHED, {0: 3}, {0: 3})
     assert state(replay) == "ready"
-    assert replay.deliver("0.0.2", FINISHED, {0: 5}, {0: 5})
-    assert [e.id for e in replay.groups[0].episodes.values() if e.withheld] == ["0.0.2"]
+    assert replay.leases.deliver("0.0.2", FINISHED, {0: 5}, {0: 5})
+    assert [e.id for e in replay.table.groups[0].episodes.values() if e.withheld] == ["0.0.2"]
     step(replay)
-    assert replay.books.total == Ledger(generated=18, trained=6, withheld={"late": 5}, discarded={"straggler": 7})
-    assert replay.progress("a", {"0.0.3": {0: 9}}, 1.0) == ["0.0.3"]
-    assert not replay.deliver("0.0.3", failed("unwanted"), {0: 10}, {})
-    assert replay.books.total == Ledger(generated=21, trained=6, withheld={"late": 5}, discarded={"straggler": 10})
+    assert replay.table.ledgers.total == Ledger(
+        generated=18, trained=6, withheld={"late": 5}, discarded={"straggler": 7}
+    )
+    assert replay.leases.progress("a", {"0.0.3": {0: 9}}, 1.0) == ["0.0.3"]
+    assert not replay.leases.deliver("0.0.3", failed("unwanted"), {0: 10}, {})
+    assert replay.table.ledgers.total == Ledger(
+        generated=21, trained=6, withheld={"late": 5}, discarded={"straggler": 10}
+    )
 
 
 def test_a_late_failure_is_not_tried_again() -> None:
     replay = replay_of(group_size=3, min_members=2, retries={"tool": 5})
     lease_of(replay)
     for member in (0, 1):
-        assert replay.deliver(f"0.0.{member}", FINISHED, {0: 3}, {0: 3})
+        assert replay.leases.deliver(f"0.0.{member}", FINISHED, {0: 3}, {0: 3})
     fail(replay, "0.0.2", tokens=1)
     assert state(replay) == "ready"
-    assert replay.books.total == Ledger(generated=7, ready=6, discarded={"failed_tool": 1})
+    assert replay.table.ledgers.total == Ledger(generated=7, ready=6, discarded={"failed_tool": 1})
 
 
 def test_late_members_keep_their_lease_and_lose_it_as_others_do() -> None:
     replay = replay_of(group_size=3, min_members=2)
     lease_of(replay)
     for member in (0, 1):
-        assert replay.deliver(f"0.0.{member}", FINISHED, {0: 3}, {0: 3})
-    assert replay.progress("a", {"0.0.2": {0: 1}}, 5.0) == []
-    assert replay.expire(14.0) == []
-    assert [g.id for g in replay.expire(16.0)] == [0]
+        assert replay.leases.deliver(f"0.0.{member}", FINISHED, {0: 3}, {0: 3})
+    assert replay.leases.progress("a", {"0.0.2": {0: 1}}, 5.0) == []
+    assert replay.leases.expire(14.0) == []
+    assert [g.id for g in replay.leases.expire(16.0)] == [0]
     assert state(replay) == "ready"
-    assert replay.books.total == Ledger(generated=7, ready=6, discarded={"worker_lost": 1})
+    assert replay.table.ledgers.total == Ledger(generated=7, ready=6, discarded={"worker_lost": 1})
 
 
 def test_with_fewer_members_left_than_wanted_a_group_is_complete_with_all_of_them() -> None:
@@ -302,7 +305,7 @@ def test_with_fewer_members_left_than_wanted_a_group_is_complete_with_all_of_the
     lease_of(replay)
     for member in (0, 1):
         fail(replay, f"0.0.{member}")
-    assert replay.deliver("0.0.2", FINISHED, {0: 3}, {0: 3})
+    assert replay.leases.deliver("0.0.2", FINISHED, {0: 3}, {0: 3})
     assert state(replay) == "leased"
-    assert replay.deliver("0.0.3", FINISHED, {0: 3}, {0: 3})
+    assert replay.leases.deliver("0.0.3", FINISHED, {0: 3}, {0: 3})
     assert state(replay) == "ready"

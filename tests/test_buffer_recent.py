@@ -7,44 +7,47 @@ from pathlib import Path
 
 import pytest
 from slipstream.buffer import client as client_module
-from slipstream.buffer import recent as recent_module
+from slipstream.buffer import request_handler
 from slipstream.buffer.client import BufferClient
-from slipstream.buffer.recent import Recent
-from slipstream.buffer.service import BufferService
-from slipstream.buffer.trajectory import FINISHED
+from slipstream.buffer.request_handler import TrajectoryCache
+from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory
 from slipstream.configs.schema import Buffer
 from slipstream.tests.episodes import SAMPLED, trajectory
+from slipstream.tests.fleets import buffer_service, mark_served
 
 SOON = 20.0
 
 
-def test_it_holds_what_it_was_given_until_nobody_wants_it() -> None:
-    recent, one = Recent(), trajectory("0.0.0")
-    recent.add("0.0.0", (one,))
-    recent.add("1.0.0", (trajectory("1.0.0"),))
-    assert recent.get("0.0.0") == (one,)
-    recent.keep(lambda episode: episode == "1.0.0")
-    assert recent.get("0.0.0") is None
-    assert recent.get("1.0.0") is not None
+def encoded(episode: str) -> EncodedTrajectory:
+    return EncodedTrajectory.of(trajectory(episode))
+
+
+def test_the_cache_holds_an_episode_until_it_is_removed() -> None:
+    cache, one = TrajectoryCache(), (encoded("0.0.0"),)
+    cache.add("0.0.0", one)
+    cache.add("1.0.0", (encoded("1.0.0"),))
+    assert cache.get("0.0.0") is one
+    cache.retain(lambda episode: episode == "1.0.0")
+    assert cache.get("0.0.0") is None
+    assert cache.get("1.0.0") is not None
 
 
 def test_beyond_its_limit_it_takes_no_more_until_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = trajectory("0.0.0")
-    monkeypatch.setattr(recent_module, "LIMIT", 2 * recent_module._size((one,)))
-    recent = Recent()
+    monkeypatch.setattr(request_handler, "CACHE_BYTES", 2 * encoded("0.0.0").nbytes)
+    cache = TrajectoryCache()
     for number in range(3):
-        recent.add(f"{number}.0.0", (trajectory(f"{number}.0.0"),))
-    assert [recent.get(f"{n}.0.0") is not None for n in range(3)] == [True, True, False]
-    recent.keep(lambda episode: episode != "0.0.0")
-    recent.add("3.0.0", (trajectory("3.0.0"),))
-    assert recent.get("3.0.0") is not None
+        cache.add(f"{number}.0.0", (encoded(f"{number}.0.0"),))
+    assert [cache.get(f"{n}.0.0") is not None for n in range(3)] == [True, True, False]
+    cache.retain(lambda episode: episode != "0.0.0")
+    cache.add("3.0.0", (encoded("3.0.0"),))
+    assert cache.get("3.0.0") is not None
 
 
 async def test_leases_are_shared_by_turns_and_never_more_than_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setattr(client_module, "RESEND_S", 0.1)
-    service = BufferService(
+    service = buffer_service(
         Buffer(max_staleness=4, groups_per_batch=1, group_size=2, lease_s=60.0), tmp_path / "b.sqlite", address
     )
     serving = asyncio.create_task(service.serve())
@@ -55,12 +58,12 @@ async def test_leases_are_shared_by_turns_and_never_more_than_wanted(
         BufferClient(address, "b") as b,
     ):
         version = await learner.recover(0)
-        await a.hello()
-        await b.hello()
+        await a.register()
+        await b.register()
         wishes = asyncio.create_task(a.leases(4)), asyncio.create_task(b.leases(4))
         await a.stats()  # both wishes wait: nothing is served yet, and repeated ones change nothing
         await asyncio.sleep(0.3)
-        await learner.served(version)
+        mark_served(learner, version)
         first, second = await asyncio.gather(*wishes)
         granted = [lease.group_id for lease in (*first, *second)]
         assert sorted(granted) == [0, 1, 2, 3, 4]  # all that admission allows, each once
@@ -76,7 +79,7 @@ async def test_leases_are_shared_by_turns_and_never_more_than_wanted(
         assert [t.id for group in batch.groups for t in group] == ["0.0.0.0", "0.0.1.0"]
         assert not more.done()
         await learner.commit(version)
-        await learner.served(version + 1)
+        mark_served(learner, version + 1)
         assert [lease.group_id for lease in await more] == [5]
     service.stop()
     await serving

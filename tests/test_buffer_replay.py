@@ -27,19 +27,18 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from slipstream.buffer.accounts import accounts_of, ledgers_of
-from slipstream.buffer.admission import Admission
-from slipstream.buffer.group import Group, GroupState
-from slipstream.buffer.ledger import Books, Ledger
+from slipstream.buffer.admission import Admission, Filter, OnDeadline, ReplayConfig
+from slipstream.buffer.group_table import Group, GroupState
+from slipstream.buffer.ledger import Ledger, VersionLedgers
+from slipstream.buffer.ledger_report import ledger_report, ledgers_by_version
 from slipstream.buffer.messages import Lease
 from slipstream.buffer.replay import Replay
-from slipstream.buffer.rows import Change, CommitRow
-from slipstream.buffer.rules import Filter, OnDeadline, Rules
-from slipstream.buffer.store import Store
-from slipstream.buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory
+from slipstream.buffer.store import CommitRow, NewTrajectory, Store, WriteBatch
+from slipstream.buffer.trajectory import FINISHED, TRUNCATED, Outcome
 from slipstream.errors import StateError
 from slipstream.tests import replay_model
 from slipstream.tests.episodes import trajectory_of
+from slipstream.tests.stores import new_trajectory
 
 EXAMPLES = int(os.environ.get("SLIPSTREAM_EXAMPLES", "40"))
 LEASE_S = 10.0
@@ -48,7 +47,7 @@ MEMORY = Path("/dev/shm")  # hundreds of small databases: where there is one, a 
 OUTCOMES = [FINISHED, FINISHED, FINISHED, TRUNCATED, *(Outcome("failed", r) for r in ("tool", "engine", "policy"))]
 
 TOO_OLD = """
-SELECT count(*) FROM placed JOIN groups ON id = group_id WHERE account = 'trained' AND version < trained_at - 1 - ?
+SELECT count(*) FROM accounts JOIN groups ON id = group_id WHERE account = 'trained' AND version < trained_at - 1 - ?
 """
 
 
@@ -95,7 +94,7 @@ class Runs(RuleBasedStateMachine):
         filter: Filter,
         greedy: bool,
     ) -> None:
-        rules = Rules(*members, policy, LEASE_S, retries, dynamic, filter, greedy)
+        rules = ReplayConfig(*members, policy, LEASE_S, retries, dynamic, filter, greedy)
         self.given = Admission(staleness, per_batch, shares), rules
         self.world = replay_model.Model(
             replay_model.Rules(staleness, per_batch, *members, policy, shares, retries, dynamic, filter, greedy),
@@ -110,7 +109,7 @@ class Runs(RuleBasedStateMachine):
         self.alive = [0]  # versions that weights of the present line of training had
         self.archived: set[int] = set()
         self.stored: dict[int, Group] = {}
-        self.arrived: list[tuple[str, Trajectory]] = []
+        self.arrived: list[NewTrajectory] = []
         self.commits: list[CommitRow] = []
         self.store_changes()
 
@@ -118,14 +117,14 @@ class Runs(RuleBasedStateMachine):
         if hasattr(self, "replay"):
             self.a_batch_always_comes()
             self.the_buffer_says_what_happened()
-            assert accounts_of(self.path).closes
+            assert ledger_report(self.path).balances
             self.db.close()
             self.store.close()
         shutil.rmtree(self.folder)
 
     def store_changes(self, rolled_back_to: int | None = None) -> None:
-        changed = self.replay.drain()
-        self.store.save(Change.of(self.replay.clock(), changed, self.arrived, self.commits, rolled_back_to))
+        changed = self.replay.table.drain()
+        self.store.save(WriteBatch.of(self.replay.counters(), changed, self.arrived, self.commits, rolled_back_to))
         self.stored.update((group.id, copy.deepcopy(group)) for group, _ in changed)
         self.arrived, self.commits = [], []
 
@@ -142,9 +141,9 @@ class Runs(RuleBasedStateMachine):
         self.wishes += 1
         wish = f"wish {self.wishes}"
         expected = self.world.next_lease()
-        lease = self.replay.grant(worker, self.now, wish)
+        lease = self.replay.leases.grant(worker, self.now, wish)
         assert (None if lease is None else (lease.group_id, lease.env)) == expected
-        assert self.replay.granted(wish) == lease  # a client that got no answer
+        assert self.replay.leases.granted(wish) == lease  # a client that got no answer
         if lease is None:
             return None
         self.playing |= set(self.world.leased(lease.group_id, lease.env, worker, self.now + LEASE_S))
@@ -176,7 +175,7 @@ class Runs(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS))
     def reports(self, worker: str) -> None:
         mine = sorted(e for e in self.playing if self.world.episodes[e].worker == worker)
-        unwanted = self.replay.progress(worker, {e: dict(self.world.episodes[e].tokens) for e in mine}, self.now)
+        unwanted = self.replay.leases.progress(worker, {e: dict(self.world.episodes[e].tokens) for e in mine}, self.now)
         assert unwanted == self.world.reported(worker, mine, self.now + LEASE_S)
         self.store_changes()
 
@@ -226,9 +225,10 @@ class Runs(RuleBasedStateMachine):
         kept = Counter(e.tokens)
         kept.subtract(dict.fromkeys(list(kept)[:1], unused))
         kept = +kept if outcome.trainable or penalty else Counter[int]()
-        accepted = self.replay.deliver(episode, outcome, dict(e.tokens), dict(kept), reward)
+        accepted = self.replay.leases.deliver(episode, outcome, dict(e.tokens), dict(kept), reward)
         if accepted:
-            self.arrived.append((episode, msgspec.structs.replace(trajectory_of(episode, kept), reward=reward)))
+            sent = msgspec.structs.replace(trajectory_of(episode, kept), reward=reward)
+            self.arrived.append(new_trajectory(episode, sent))
         self.playing.remove(episode)
         assert accepted == self.world.delivered(episode, kept, outcome.reason, reward)
         self.store_changes()
@@ -238,13 +238,13 @@ class Runs(RuleBasedStateMachine):
     def delivers_twice(self, data: st.DataObject) -> None:
         episode = self.some(data, {name for name, e in self.world.episodes.items() if e.settled})
         tokens = dict(self.world.episodes[episode].tokens)
-        assert not self.replay.deliver(episode, FINISHED, tokens, tokens)
-        assert self.replay.progress(WORKERS[0], {episode: {0: 10**6}}, self.now) == [episode]
-        assert self.replay.drain() == []
+        assert not self.replay.leases.deliver(episode, FINISHED, tokens, tokens)
+        assert self.replay.leases.progress(WORKERS[0], {episode: {0: 10**6}}, self.now) == [episode]
+        assert self.replay.table.drain() == []
 
     @rule(worker=st.sampled_from(WORKERS), reason=st.sampled_from(["worker_lost", "worker_stopped"]))
     def dies(self, worker: str, reason: str) -> None:
-        self.replay.release(worker, reason)
+        self.replay.leases.release(worker, reason)
         self.world.left(worker, reason)
         self.playing = {e for e in self.playing if self.world.episodes[e].worker != worker}
         self.store_changes()
@@ -252,7 +252,7 @@ class Runs(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 5.0, 10.0, 11.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        assert sorted(g.id for g in self.replay.expire(self.now)) == self.world.expired(self.now)
+        assert sorted(g.id for g in self.replay.leases.expire(self.now)) == self.world.expired(self.now)
         self.store_changes()
 
     # --- learner --------------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class Runs(RuleBasedStateMachine):
         self.store_changes()
         self.alive.append(version + 1)
         self.replay.commit(version)  # a client that got no answer
-        assert self.replay.drain() == []
+        assert self.replay.table.drain() == []
 
     @rule(slow=st.integers(0, 2), times=st.integers(1, 4))
     def steps(self, slow: int, times: int) -> None:
@@ -297,13 +297,13 @@ class Runs(RuleBasedStateMachine):
     @rule(behind=st.integers(0, 1))
     def serves(self, behind: int) -> None:
         self.world.served = max(self.world.version - behind, self.world.served or 0)
-        self.replay.serve(self.world.served)
+        self.replay.mark_served(self.world.served)
         self.store_changes()
 
     @rule(data=st.data())
     def checkpoints(self, data: st.DataObject) -> None:
         version = data.draw(st.sampled_from([v for v in self.alive if v >= self.world.checkpointed]))
-        self.replay.checkpoint(version)
+        self.replay.mark_checkpointed(version)
         self.world.checkpointed = version
         self.store_changes()
 
@@ -323,8 +323,8 @@ class Runs(RuleBasedStateMachine):
         requests: list[Callable[[], object]] = [
             lambda: replay.take(version + 1),
             lambda: replay.commit(version + 1),
-            lambda: replay.serve(version + 1),
-            lambda: replay.checkpoint(version + 1),
+            lambda: replay.mark_served(version + 1),
+            lambda: replay.mark_checkpointed(version + 1),
             lambda: replay.recover(version + 1),
             lambda: replay.recover(self.world.checkpointed - 1),
         ]
@@ -334,16 +334,18 @@ class Runs(RuleBasedStateMachine):
             episode = self.some(data, self.playing)
             tokens = dict(self.world.episodes[episode].tokens)
             requests += [
-                lambda: replay.progress("a", {episode: {version + 1: 1}}, self.now),
-                lambda: replay.deliver(episode, FINISHED, {version + 1: 1}, {}),
-                lambda: replay.deliver(episode, FINISHED, tokens, {v: n + 1 for v, n in tokens.items()} or {0: 1}),
+                lambda: replay.leases.progress("a", {episode: {version + 1: 1}}, self.now),
+                lambda: replay.leases.deliver(episode, FINISHED, {version + 1: 1}, {}),
+                lambda: replay.leases.deliver(
+                    episode, FINISHED, tokens, {v: n + 1 for v, n in tokens.items()} or {0: 1}
+                ),
             ]
-            if stored := dict(replay.groups[self.world.episodes[episode].group].episodes[episode].generated):
-                requests.append(lambda: replay.deliver(episode, FINISHED, dict.fromkeys(stored, 0), {}))
+            if stored := dict(replay.table.groups[self.world.episodes[episode].group].episodes[episode].generated):
+                requests.append(lambda: replay.leases.deliver(episode, FINISHED, dict.fromkeys(stored, 0), {}))
         for request in requests:
             with pytest.raises(StateError):
                 request()
-        assert replay.drain() == []
+        assert replay.table.drain() == []
 
     @rule(version=st.integers(0, 8))
     def looks_at_fresh_tokens(self, version: int) -> None:
@@ -357,8 +359,8 @@ class Runs(RuleBasedStateMachine):
 
     @rule()
     def forgets(self) -> None:
-        self.replay.forget()
-        for group in set(self.stored) - set(self.replay.groups):
+        self.replay.prune()
+        for group in set(self.stored) - set(self.replay.table.groups):
             team, served = self.world.teams[group], -1 if self.world.served is None else self.world.served
             assert team.over or (team.made or 10**9) <= min(self.world.checkpointed, served)
             assert all(e.settled for e in self.world.of(group))
@@ -366,14 +368,14 @@ class Runs(RuleBasedStateMachine):
     @rule()
     def shrinks(self) -> None:
         """Down to nothing: what may go goes, in memory and in the file."""
-        self.replay.forget()
+        self.replay.prune()
         served = -1 if self.world.served is None else self.world.served
         while self.store.shrink(0, min(self.world.checkpointed, served)):
-            assert counts_of(ledgers_of(self.path)) == self.world.ledger()
+            assert counts_of(ledgers_by_version(self.path)) == self.world.ledger()
         left = {group for (group,) in self.db.execute("SELECT id FROM groups")}
-        assert left == set(self.replay.groups)
+        assert left == set(self.replay.table.groups)
         self.archived = set(self.world.teams) - left
-        for group in self.replay.groups.values():
+        for group in self.replay.table.groups.values():
             held = Counter(t.episode for t in self.store.trajectories(group.id))
             assert {e.id for e in (*group.in_account("ready"), *group.in_account("trained"))} <= set(held)
 
@@ -381,15 +383,19 @@ class Runs(RuleBasedStateMachine):
     def restarts(self) -> None:
         """After a crash or in good order: memory is gone."""
         before = self.replay
-        before.forget()
+        before.prune()
         self.store.close()
         self.store = Store(self.path)
         clock, groups = self.store.load()
-        assert list(map(without_deadline, groups)) == list(map(without_deadline, before.of(*get_args(GroupState))))
-        assert clock == before.clock()
+        assert list(map(without_deadline, groups)) == list(
+            map(without_deadline, before.table.in_state(*get_args(GroupState)))
+        )
+        assert clock == before.counters()
         for group in groups:
             group.deadline = self.now + LEASE_S
-        self.replay = Replay(*self.given, clock, groups, Books(ledgers_of(self.path)))
+        self.replay = Replay(*self.given, clock, groups, VersionLedgers(ledgers_by_version(self.path)))
+        assert self.replay.leases.grant("a", self.now) is None  # the fleet is not known yet
+        self.replay.mark_served(self.world.served)
         for team in self.world.teams.values():
             team.lease = (team.lease[0], self.now + LEASE_S) if team.lease else None
 
@@ -399,15 +405,15 @@ class Runs(RuleBasedStateMachine):
         intact = copy.deepcopy(self.replay)
         match what:
             case "lease":
-                self.replay.grant("a", self.now, "lost")
+                self.replay.leases.grant("a", self.now, "lost")
             case "report" if self.playing:
-                self.replay.progress("a", {self.some(data, self.playing): {0: 10**6}}, self.now)
+                self.replay.leases.progress("a", {self.some(data, self.playing): {0: 10**6}}, self.now)
             case "deliver" if self.playing:
                 episode = self.some(data, self.playing)
                 tokens = dict(self.world.episodes[episode].tokens)
-                self.replay.deliver(episode, FINISHED, tokens, tokens, 0.0)
+                self.replay.leases.deliver(episode, FINISHED, tokens, tokens, 0.0)
             case "leave":
-                self.replay.release("a", "worker_lost")
+                self.replay.leases.release("a", "worker_lost")
             case "take":
                 self.replay.take(self.world.version)
             case "commit" if self.world.inside("batched"):
@@ -437,13 +443,13 @@ class Runs(RuleBasedStateMachine):
             return
         world, replay = self.world, self.replay
         expected = world.ledger()
-        assert counts_of(replay.books.by_version) == expected
-        assert replay.books.gap() == ""
-        assert counts_of(ledgers_of(self.path)) == expected
+        assert counts_of(replay.table.ledgers.by_version) == expected
+        assert replay.table.ledgers.gap() == ""
+        assert counts_of(ledgers_by_version(self.path)) == expected
         assert (replay.version, replay.served) == (world.version, world.served)
-        assert replay.refilled == world.refilled
-        assert replay.outstanding() == world.outstanding()
-        for group in replay.groups.values():
+        assert replay.counters().refilled == world.refilled
+        assert replay.leases.outstanding() == world.outstanding()
+        for group in replay.table.groups.values():
             assert without_deadline(group) == without_deadline(self.stored[group.id]), "a change was not drained"
         rows = self.db.execute("SELECT id, env, task, state, attempt, trained_at FROM groups ORDER BY id").fetchall()
         assert rows == [

@@ -16,17 +16,17 @@ import zmq
 import zmq.asyncio
 from slipstream.buffer import client as client_module
 from slipstream.buffer import messages as m
-from slipstream.buffer import wire
-from slipstream.buffer.accounts import accounts_of
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.messages import Batch, Lease
-from slipstream.buffer.service import BufferService
+from slipstream.buffer.ledger_report import ledger_report
+from slipstream.buffer.messages import Lease, TrajectoryBatch
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
 from slipstream.configs.schema import Buffer
 from slipstream.errors import DeadlineExceeded, StateError, StoreError
+from slipstream.rpc import wire
 from slipstream.tests.episodes import SAMPLED, trajectory
+from slipstream.tests.fleets import buffer_service, mark_served, publishing_fleet
 from slipstream.tests.stores import segments, sql
 
 SOON = 20.0
@@ -58,7 +58,7 @@ async def serving(
 ) -> AsyncIterator[asyncio.Task[None]]:
     """A service in this process; it is cut off at the end, as by a kill between two rounds."""
     ready = asyncio.Event()
-    service = BufferService(config, path, address, shares=shares, retries=retries, greedy=greedy)
+    service = buffer_service(config, path, address, shares=shares, retries=retries, greedy=greedy)
     task = asyncio.create_task(service.serve(ready.set))
     await asyncio.wait([task, asyncio.ensure_future(ready.wait())], timeout=SOON, return_when=asyncio.FIRST_COMPLETED)
     try:
@@ -80,25 +80,25 @@ async def play(client: BufferClient, lease: Lease) -> None:
 
 
 async def work(client: BufferClient, delivered: Callable[[], None] = lambda: None) -> None:
-    await client.hello()
+    await client.register()
     while True:
         await play(client, await client.lease())
         delivered()
 
 
-async def learn(client: BufferClient, steps: int) -> list[Batch]:
+async def learn(client: BufferClient, steps: int) -> list[TrajectoryBatch]:
     version = await client.recover(0)
-    await client.served(version)
+    mark_served(client, version)
     batches = []
     for _ in range(steps):
         batches.append(await client.take(version, SOON))
         await client.commit(version)
         version += 1
-        await client.served(version)
+        mark_served(client, version)
     return batches
 
 
-def trained_ids(batches: list[Batch]) -> list[str]:
+def trained_ids(batches: list[TrajectoryBatch]) -> list[str]:
     return [t.id for batch in batches for group in batch.groups for t in group]
 
 
@@ -117,7 +117,7 @@ async def test_several_workers_feed_one_learner(path: Path, address: str) -> Non
             for task in working:
                 task.cancel()
         for player in players:
-            await player.goodbye()  # nothing of theirs is on its way any more
+            await player.deregister()  # nothing of theirs is on its way any more
         assert [batch.version for batch in batches] == list(range(6))
         assert [batch.oldest_version for batch in batches] == [0, 0, 0, 1, 2, 3]
         ids = trained_ids(batches)
@@ -125,13 +125,46 @@ async def test_several_workers_feed_one_learner(path: Path, address: str) -> Non
         for batch in batches:
             assert all(s.version >= batch.oldest_version for g in batch.groups for t in g for s in t.version_spans)
             assert all([t.member for t in group] == [0, 1, 2] for group in batch.groups)
-            assert batch.stats.ledger.closes
+            assert batch.stats.ledger.balances
         stats = await learner.stats()
         assert stats.version == 6
-        assert stats.ledger.closes
+        assert stats.ledger.balances
         assert stats.ledger.trained + sum(stats.ledger.withheld.values()) == len(ids) * SAMPLED
         assert stats.slot_s == 4 * stats.idle_slot_s > 0
-        assert accounts_of(path).total == stats.ledger
+        assert ledger_report(path).total == stats.ledger
+
+
+async def test_a_rank_fetches_the_rows_that_it_trains_on(path: Path, address: str) -> None:
+    async with (
+        BufferClient(address, "rank-0") as first,
+        BufferClient(address, "rank-1") as second,
+        BufferClient(address, "worker") as worker,
+        asyncio.timeout(SOON),
+    ):
+        async with serving(path, address):
+            mark_served(first, await first.recover(0))
+            await play(worker, await worker.lease())
+            with pytest.raises(StateError, match="no batch of version 0 is taken; the buffer is at version 0"):
+                await second.fetch_rows(0, ["0.0.0.0"])
+            plan = await first.take_plan(0, SOON)
+            assert [(row.id, len(row), row.sampled) for row in plan.groups[0]] == [
+                ("0.0.0.0", 1 + SAMPLED, SAMPLED),
+                ("0.0.1.0", 1 + SAMPLED, SAMPLED),
+            ]
+            (row,) = await second.fetch_rows(0, ["0.0.1.0"])
+            with pytest.raises(StateError, match="worker is no rank"):
+                await worker.fetch_rows(0, ["0.0.0.0"])
+        async with serving(path, address):  # a restart of the buffer changes nothing
+            again = await second.fetch_rows(0, ["0.0.1.0", "0.0.0.0"])
+            assert [one.id for one in again] == ["0.0.1.0", "0.0.0.0"]
+            assert again[0].token_ids.tolist() == row.token_ids.tolist() == list(range(1 + SAMPLED))
+            with pytest.raises(StateError, match=r"the batch of version 0 holds no trajectory '1\.0\.0\.0'"):
+                await second.fetch_rows(0, ["0.0.0.0", "1.0.0.0"])
+            with pytest.raises(StateError, match="requested twice at once"):
+                await second.fetch_rows(0, ["0.0.0.0", "0.0.0.0"])
+            await first.commit(0)
+            with pytest.raises(StateError, match="no batch of version 0 is taken; the buffer is at version 1"):
+                await second.fetch_rows(0, ["0.0.0.0"])
 
 
 async def test_two_ranks_get_the_same_batch_until_it_is_committed(path: Path, address: str) -> None:
@@ -144,7 +177,7 @@ async def test_two_ranks_get_the_same_batch_until_it_is_committed(path: Path, ad
     ):
         await first.recover(0)
         early = asyncio.create_task(first.take(0, SOON))
-        await first.served(0)
+        mark_served(first, 0)
         await play(worker, await worker.lease())
         ready = await early
         await play(worker, await worker.lease())
@@ -154,7 +187,7 @@ async def test_two_ranks_get_the_same_batch_until_it_is_committed(path: Path, ad
         await first.commit(0)
         await first.commit(0)  # a repeated request changes nothing
         assert (await first.stats()).version == 1
-        with pytest.raises(StateError, match="refused Take of rank-1: a batch was asked for version 0"):
+        with pytest.raises(StateError, match="refused TakeBatch of rank-1: a batch was asked for version 0"):
             await second.take(0, SOON)
 
 
@@ -166,7 +199,7 @@ async def test_fresh_shows_what_waits_at_a_version_and_leaves_it_there(path: Pat
         asyncio.timeout(SOON),
     ):
         await learner.recover(0)
-        await learner.served(0)
+        mark_served(learner, 0)
         await play(worker, await worker.lease())
         shown = await learner.fresh(0, 10)
         assert len(shown) == len(await learner.fresh(0, 10)) > 1
@@ -179,7 +212,7 @@ async def test_fresh_shows_what_waits_at_a_version_and_leaves_it_there(path: Pat
 
 async def test_all_branches_of_an_episode_are_kept(path: Path, address: str) -> None:
     async with serving(path, address), BufferClient(address, "w") as client, asyncio.timeout(SOON):
-        await client.served(0)
+        mark_served(client, 0)
         (a, b) = episodes(await client.lease())
         await client.deliver(a, {0: 2 * SAMPLED}, FINISHED, (trajectory(a, 1), trajectory(a, 0)))
         await client.deliver(b, {0: SAMPLED}, FINISHED, (trajectory(b),))
@@ -200,7 +233,7 @@ async def deliver(client: BufferClient, lease: Lease, *members: int, sampled: in
 
 async def test_late_members_are_in_the_batch_by_name_and_stragglers_are_told_to_stop(path: Path, address: str) -> None:
     async with serving(path, address, SOME), BufferClient(address, "w") as client, asyncio.timeout(SOON):
-        await client.served(0)
+        mark_served(client, 0)
         lease = await client.lease()
         running = {lease.episode(3): {0: 2}}
         await deliver(client, lease, 1, 2)
@@ -215,7 +248,7 @@ async def test_late_members_are_in_the_batch_by_name_and_stragglers_are_told_to_
         await client.commit(0)
         ledger = (await client.stats()).ledger
         assert ledger == Ledger(generated=13, trained=6, withheld={"late": 3}, discarded={"unused": 1, "straggler": 3})
-        assert accounts_of(path).total == ledger
+        assert ledger_report(path).total == ledger
 
 
 async def test_progress_names_the_episodes_that_nobody_waits_for(path: Path, address: str) -> None:
@@ -226,7 +259,7 @@ async def test_progress_names_the_episodes_that_nobody_waits_for(path: Path, add
         BufferClient(address, "b") as other,
         asyncio.timeout(SOON),
     ):
-        await other.served(0)
+        mark_served(other, 0)
         lost = await slow.lease()
         again = await other.lease()
         while again.group_id != lost.group_id:
@@ -234,9 +267,9 @@ async def test_progress_names_the_episodes_that_nobody_waits_for(path: Path, add
         kept = await slow.lease()
         counts = {key: {0: 1} for key in [*episodes(lost), *episodes(kept)]}
         assert set(await slow.progress(counts, 0.0, 0.0)) == set(episodes(lost))
-        with pytest.raises(StateError, match=f"{again.episode(0)} is played by b, not by a"):
+        with pytest.raises(StateError, match=f"{again.episode(0)} is leased to b, not to a"):
             await slow.progress({again.episode(0): {0: 1}}, 0.0, 0.0)
-        with pytest.raises(StateError, match="played by b, not by a"):
+        with pytest.raises(StateError, match="leased to b, not to a"):
             await deliver(slow, again, 0)
         with pytest.raises(StateError, match="never leased"):
             await slow.progress({"7.0.0": {0: 1}}, 0.0, 0.0)
@@ -249,7 +282,7 @@ async def test_a_failed_member_is_granted_again_while_its_budget_lasts(path: Pat
         BufferClient(address, "w") as client,
         asyncio.timeout(SOON),
     ):
-        await client.served(0)
+        mark_served(client, 0)
         lease = await client.lease()
         await client.deliver(lease.episode(0), {0: 1}, Outcome("failed", "engine", "x" * 10_000), ())
         await deliver(client, lease, 1)
@@ -263,7 +296,7 @@ async def test_a_failed_member_is_granted_again_while_its_budget_lasts(path: Pat
 async def test_a_failure_that_comes_with_its_trajectory_is_kept(path: Path, address: str) -> None:
     failed = Outcome("failed", "tool", "it fell over")
     async with serving(path, address), BufferClient(address, "w") as client, asyncio.timeout(SOON):
-        await client.served(0)
+        mark_served(client, 0)
         lease = await client.lease()
         punished = msgspec.structs.replace(trajectory(lease.episode(0)), reward=-1.0, outcome=failed)
         await client.deliver(lease.episode(0), {0: SAMPLED}, failed, (punished,))
@@ -276,14 +309,15 @@ async def test_a_failure_that_comes_with_its_trajectory_is_kept(path: Path, addr
 
 async def test_a_buffer_of_other_environments_is_refused_by_name(path: Path, address: str) -> None:
     async with serving(path, address), BufferClient(address, "w") as client, asyncio.timeout(SOON):
-        await client.served(0)
+        mark_served(client, 0)
+        await client.stats()
     with pytest.raises(StateError, match="of a run with 1 environments, this one has 2"):
-        BufferService(PATIENT, path, address, shares=(1.0, 1.0))
+        buffer_service(PATIENT, path, address, shares=(1.0, 1.0))
 
 
 async def test_leases_name_the_environment_and_its_task(path: Path, address: str) -> None:
     async with serving(path, address, shares=(1.0, 1.0)), BufferClient(address, "w") as client, asyncio.timeout(SOON):
-        await client.served(0)
+        mark_served(client, 0)
         assert sorted((lease.env, lease.task) for lease in [await client.lease(), await client.lease()]) == [
             (0, 0),
             (1, 0),
@@ -297,18 +331,18 @@ async def test_workers_wait_while_nobody_takes_a_batch(path: Path, address: str)
     """Admission ends the leases; wishes that are repeated add nothing, and what waits is in the file."""
     config = Buffer(max_staleness=3, groups_per_batch=4, group_size=2, lease_s=60.0)
     long = 500_000
-    small = "from slipstream.buffer import recent, service as s\ns.ROUND_BYTES = recent.LIMIT = 4 << 20\n"
+    small = "from slipstream.buffer import request_handler, service as s\ns.ROUND_BYTES = request_handler.CACHE_BYTES = 4 << 20\n"
     process = await start_process(path, address, config, small + PROCESS)
     try:
-        async with asyncio.timeout(3 * SOON), contextlib.AsyncExitStack() as stack:
+        async with asyncio.timeout(3 * SOON), publishing_fleet(address), contextlib.AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(BufferClient(address, f"worker-{i}")) for i in range(4)]
             learner = await stack.enter_async_context(BufferClient(address, "learner"))
-            await learner.served(await learner.recover(0))
+            mark_served(learner, await learner.recover(0))
             granted = 0
 
             async def fill(client: BufferClient) -> None:
                 nonlocal granted
-                await client.hello()
+                await client.register()
                 while True:
                     lease = await client.lease()
                     granted += 1
@@ -327,7 +361,7 @@ async def test_workers_wait_while_nobody_takes_a_batch(path: Path, address: str)
             assert grown < 32 * 9 * long / 2  # of what is in the file
             await learner.take(0, SOON)
             await learner.commit(0)
-            await learner.served(1)
+            mark_served(learner, 1)
             while granted < 20:
                 await learner.stats()
             for task in filling:
@@ -344,7 +378,7 @@ async def test_workers_wait_while_nobody_takes_a_batch(path: Path, address: str)
 async def test_a_silent_worker_loses_its_lease_to_one_that_waits(path: Path, address: str) -> None:
     config = msgspec.structs.replace(PATIENT, max_staleness=0, lease_s=0.4)
     async with serving(path, address, config), BufferClient(address, "b") as patient, asyncio.timeout(SOON):
-        await patient.served(0)
+        mark_served(patient, 0)
         async with BufferClient(address, "a") as silent:
             lost = await silent.lease()
             await silent.progress({episodes(lost)[0]: {0: 2}}, 0.0, 0.0)
@@ -362,7 +396,7 @@ async def test_a_silent_worker_loses_its_lease_to_one_that_waits(path: Path, add
 async def test_progress_keeps_a_lease_longer_than_its_deadline(path: Path, address: str) -> None:
     config = msgspec.structs.replace(PATIENT, lease_s=0.4)
     async with serving(path, address, config), BufferClient(address, "a") as client, asyncio.timeout(SOON):
-        await client.served(0)
+        mark_served(client, 0)
         lease = await client.lease()
         end = asyncio.get_running_loop().time() + 1.2
         while asyncio.get_running_loop().time() < end:
@@ -374,16 +408,16 @@ async def test_progress_keeps_a_lease_longer_than_its_deadline(path: Path, addre
 async def test_a_new_process_of_a_worker_frees_the_groups_and_wishes_of_the_old(path: Path, address: str) -> None:
     async with serving(path, address), asyncio.timeout(SOON):
         async with BufferClient(address, "a") as old:
-            await old.hello()
-            await old.served(0)
+            await old.register()
+            mark_served(old, 0)
             leases = [await old.lease(), await old.lease()]
-            await old.hello()  # a repeated request changes nothing
+            await old.register()  # a repeated request changes nothing
             assert (await old.stats()).leased_groups == 2
             wish = asyncio.create_task(old.lease())
             await old.stats()  # the wish is there: requests of one client keep their order
             wish.cancel()
         async with BufferClient(address, "a") as new:
-            await new.hello()
+            await new.register()
             assert (await new.stats()).leased_groups == 0
             again = [await new.lease(), await new.lease()]
             assert [(lease.group_id, lease.attempt) for lease in again] == [(0, 1), (1, 1)]
@@ -392,17 +426,17 @@ async def test_a_new_process_of_a_worker_frees_the_groups_and_wishes_of_the_old(
             await new.recover(0)
             await new.take(0, SOON)
             await new.commit(0)
-            await new.served(1)
+            mark_served(new, 1)
             assert (await new.lease()).group_id == 2  # not granted to the dead one
 
 
 async def test_goodbye_gives_groups_back(path: Path, address: str) -> None:
     async with serving(path, address), BufferClient(address, "b") as other, asyncio.timeout(SOON):
-        await other.served(0)
+        mark_served(other, 0)
         async with BufferClient(address, "a") as leaving:
             (first, _) = episodes(await leaving.lease())
             await leaving.progress({first: {0: 5}}, 1.0, 0.0)
-            await leaving.goodbye()
+            await leaving.deregister()
         assert (await other.lease()).attempt == 1
         assert (await other.stats()).ledger == Ledger(generated=5, discarded={"worker_stopped": 5})
 
@@ -410,7 +444,7 @@ async def test_goodbye_gives_groups_back(path: Path, address: str) -> None:
 async def test_leases_asked_for_at_once_are_all_granted(path: Path, address: str) -> None:
     async with serving(path, address), BufferClient(address, "a") as client, asyncio.timeout(SOON):
         wishes = [asyncio.create_task(client.lease()) for _ in range(2)]
-        await client.served(0)
+        mark_served(client, 0)
         assert sorted(lease.group_id for lease in await asyncio.gather(*wishes)) == [0, 1]
 
 
@@ -437,17 +471,17 @@ async def ask(dealer: zmq.asyncio.Socket, number: int, request: m.Request) -> m.
 
 
 async def test_a_repeated_wish_gets_the_same_lease_also_after_a_restart(path: Path, address: str) -> None:
-    wish = m.WantLease("a")
+    wish = m.RequestLease("a")
     async with asyncio.timeout(SOON):
         async with serving(path, address), raw(address, b"a/1") as dealer:
-            assert await ask(dealer, 1, m.Served(0)) == m.Done()
+            mark_served(address, 0)
             lease = await ask(dealer, 2, wish)
-            assert isinstance(lease, m.Granted)
+            assert isinstance(lease, m.LeaseReply)
             assert await ask(dealer, 2, wish) == lease
         async with serving(path, address), raw(address, b"a/1") as dealer:
             assert await ask(dealer, 2, wish) == lease
             other = await ask(dealer, 3, wish)
-            assert isinstance(other, m.Granted)
+            assert isinstance(other, m.LeaseReply)
             assert other.lease.group_id == 1
 
 
@@ -456,7 +490,7 @@ async def test_a_repeated_wish_gets_the_same_lease_also_after_a_restart(path: Pa
 
 async def test_forged_deliveries_are_refused_and_change_nothing(path: Path, address: str) -> None:
     async with serving(path, address), BufferClient(address, "w") as client, asyncio.timeout(SOON):
-        await client.served(0)
+        mark_served(client, 0)
         await client.lease()
         good = trajectory("0.0.0")
         change = msgspec.structs.replace
@@ -492,13 +526,12 @@ async def test_a_learner_out_of_step_is_refused(path: Path, address: str) -> Non
         for wrong, says in (
             (client.commit(0), "without a batch"),
             (client.take(3, SOON), "asked for version 3"),
-            (client.served(1), "cannot be served"),
             (client.recover(2), "another run's"),
             (client.checkpointed(1), "a checkpoint of version 1"),
         ):
             with pytest.raises(StateError, match=says):
                 await wrong
-        await client.served(0)
+        mark_served(client, 0)
         await play(client, await client.lease())
         await client.take(0, SOON)
         await client.commit(0)
@@ -506,6 +539,58 @@ async def test_a_learner_out_of_step_is_refused(path: Path, address: str) -> Non
         with pytest.raises(StateError, match="weights of version 0 cannot be resumed from"):
             await client.recover(0)
         assert (await client.stats()).ledger == Ledger(generated=6, trained=6)
+
+
+async def waits(wish: asyncio.Task[Lease]) -> bool:
+    await asyncio.wait({wish}, timeout=0.3)
+    return not wish.done()
+
+
+async def test_nothing_is_leased_at_a_version_that_no_replica_serves(path: Path, address: str) -> None:
+    async with asyncio.timeout(SOON), BufferClient(address, "w") as client:
+        async with serving(path, address):
+            wish = asyncio.create_task(client.lease())
+            assert await waits(wish)  # the fleet is not known
+            mark_served(client, 1)
+            assert await waits(wish)  # the buffer knows no such version
+            mark_served(client, 0)
+            await play(client, await wish)
+            mark_served(client, None)
+            wish = asyncio.create_task(client.lease())
+            assert await waits(wish)  # all replicas are lost
+            mark_served(client, 0)
+            assert (await wish).group_id == 1
+            mark_served(client, None)
+        async with serving(path, address):
+            wish = asyncio.create_task(client.lease())
+            assert await waits(wish)  # what was served before the restart does not count
+            await client.take(0, SOON)
+            await client.commit(0)
+            mark_served(client, 1)
+            assert (await wish).version == 1
+
+
+async def test_a_late_subscriber_learns_the_version_and_a_new_supervisor_starts_from_nothing(
+    path: Path, address: str
+) -> None:
+    async with asyncio.timeout(SOON), BufferClient(address, "w") as client:
+        async with publishing_fleet(address):
+            mark_served(client, 0)
+            for _ in range(2):  # the second process subscribes after the last change
+                process = await start_process(path, address)
+                assert (await client.lease()).version == 0
+                process.kill()
+                await process.wait()
+        async with publishing_fleet(address):
+            process = await start_process(path, address)
+            try:
+                wish = asyncio.create_task(client.lease())
+                assert await waits(wish)
+                mark_served(client, 0)
+                assert (await wish).version == 0
+            finally:
+                process.kill()
+                await process.wait()
 
 
 async def test_a_process_that_was_replaced_is_refused(path: Path, address: str) -> None:
@@ -518,18 +603,18 @@ async def test_a_process_that_was_replaced_is_refused(path: Path, address: str) 
         BufferClient(address, "worker-1") as other,
         asyncio.timeout(SOON),
     ):
-        await stuck.served(await stuck.recover(0))
-        await old.hello()
+        mark_served(stuck, await stuck.recover(0))
+        await old.register()
         await play(old, await old.lease())
-        await new.hello()
-        for late in (old.lease(), old.progress({}, 0.0, 0.0), old.goodbye()):
+        await new.register()
+        for late in (old.lease(), old.progress({}, 0.0, 0.0), old.deregister()):
             with pytest.raises(StateError, match="worker-0 is another process now"):
                 await late
         await learner.recover(0)
         await learner.take(0, SOON)
         with pytest.raises(StateError, match="learner-0 is another process now"):
             await stuck.commit(0)
-        for wrong in (other.commit(0), other.served(0), other.checkpointed(0), other.recover(0)):
+        for wrong in (other.commit(0), other.checkpointed(0), other.recover(0)):
             with pytest.raises(StateError, match="worker-1 is not the learner of this run, learner-0 is"):
                 await wrong
         with pytest.raises(StateError, match="worker-1 is no rank of this run's learner"):
@@ -540,21 +625,20 @@ async def test_a_process_that_was_replaced_is_refused(path: Path, address: str) 
 
 async def test_requests_that_come_again_late_change_nothing(path: Path, address: str) -> None:
     async with serving(path, address), raw(address, b"learner/1") as dealer, asyncio.timeout(SOON):
-        assert await ask(dealer, 1, m.Recover(0)) == m.Recovered(0)
-        assert await ask(dealer, 2, m.Served(0)) == m.Done()
+        assert await ask(dealer, 1, m.Recover(0)) == m.RecoverReply(0)
+        mark_served(address, 0)
         async with BufferClient(address, "w") as client:
             await play(client, await client.lease())
             await play(client, await client.lease())
         for version in range(2):
-            assert isinstance(await ask(dealer, 10 + version, m.Take(version)), m.Batch)
-            assert await ask(dealer, 20 + version, m.Commit(version)) == m.Done()
-            assert await ask(dealer, 30 + version, m.Served(version + 1)) == m.Done()
-        before = await ask(dealer, 40, m.WantStats())
-        assert await ask(dealer, 1, m.Recover(0)) == m.Recovered(0)
+            assert isinstance(await ask(dealer, 10 + version, m.TakeBatch(version)), m.BatchReply)
+            assert await ask(dealer, 20 + version, m.CommitBatch(version)) == m.Ack()
+            mark_served(address, version + 1)
+        before = await ask(dealer, 40, m.RequestStats())
+        assert await ask(dealer, 1, m.Recover(0)) == m.RecoverReply(0)
         for version in range(2):
-            assert await ask(dealer, 20 + version, m.Commit(version)) == m.Done()
-            assert await ask(dealer, 30 + version, m.Served(version)) == m.Done()
-        assert await ask(dealer, 41, m.WantStats()) == before
+            assert await ask(dealer, 20 + version, m.CommitBatch(version)) == m.Ack()
+        assert await ask(dealer, 41, m.RequestStats()) == before
         async with BufferClient(address, "v") as client:
             assert (await client.lease()).version == 2
 
@@ -563,16 +647,16 @@ async def test_a_wish_has_one_answer_also_when_its_lease_is_lost(path: Path, add
     """A worker that was stopped asks again before it reads; another lease would be nobody's."""
     config = msgspec.structs.replace(PATIENT, lease_s=0.2)
     async with serving(path, address, config), raw(address, b"a/1") as dealer, asyncio.timeout(SOON):
-        assert await ask(dealer, 1, m.Served(0)) == m.Done()
-        lost = await ask(dealer, 2, m.WantLease("a"))
-        assert isinstance(lost, m.Granted)
+        mark_served(address, 0)
+        lost = await ask(dealer, 2, m.RequestLease("a"))
+        assert isinstance(lost, m.LeaseReply)
         async with BufferClient(address, "b") as other:
             while (await other.lease()).attempt == 0:
                 pass
-            assert await ask(dealer, 2, m.WantLease("a")) == lost
-            assert await ask(dealer, 3, m.Progress("a", {lost.lease.episode(0): {}}, 0.0, 0.0)) == m.Unwanted(
-                ("0.0.0",)
-            )
+            assert await ask(dealer, 2, m.RequestLease("a")) == lost
+            assert await ask(
+                dealer, 3, m.ReportProgress("a", {lost.lease.episode(0): {}}, 0.0, 0.0)
+            ) == m.CancelledEpisodes(("0.0.0",))
 
 
 # --- deadlines ---------------------------------------------------------------------------------------------------------
@@ -580,28 +664,31 @@ async def test_a_wish_has_one_answer_also_when_its_lease_is_lost(path: Path, add
 
 async def test_waits_end_with_a_named_deadline(path: Path, address: str) -> None:
     async with serving(path, address), BufferClient(address, "learner") as client:
-        with pytest.raises(DeadlineExceeded, match=r"learner waited 0.2 s for the buffer's answer to Take") as caught:
+        with pytest.raises(
+            DeadlineExceeded, match=r"learner waited 0.2 s for the buffer's answer to TakeBatch"
+        ) as caught:
             await client.take(0, 0.2)
         assert address in str(caught.value)
-        await client.served(0)
+        mark_served(client, 0)
         assert (await client.stats()).ready_groups == 0
     async with BufferClient(address, "w", deadline_s=0.2) as client:
-        with pytest.raises(DeadlineExceeded, match="answer to Hello"):
-            await client.hello()
+        with pytest.raises(DeadlineExceeded, match="answer to Register"):
+            await client.register()
 
 
 async def test_an_address_in_use_is_an_error_that_names_it(path: Path, address: str, tmp_path: Path) -> None:
     async with serving(path, address):
         with pytest.raises(StoreError, match=f"cannot listen at {address}"):
-            await BufferService(PATIENT, tmp_path / "other.sqlite", address).serve()
+            await buffer_service(PATIENT, tmp_path / "other.sqlite", address).serve()
 
 
 async def test_stop_ends_the_service_after_its_round(path: Path, address: str) -> None:
-    service = BufferService(msgspec.structs.replace(PATIENT, lease_s=0.4), path, address)
+    service = buffer_service(msgspec.structs.replace(PATIENT, lease_s=0.4), path, address)
     async with asyncio.timeout(SOON), asyncio.TaskGroup() as tasks:
         tasks.create_task(service.serve())
         async with BufferClient(address, "w") as client:
-            await client.served(0)
+            mark_served(client, 0)
+            await client.stats()
         service.stop()
     assert Store(path).load()[0].served == 0
 
@@ -613,7 +700,7 @@ async def ends_in_a_delivery(
     service: asyncio.Task[None], client: BufferClient, path: Path, *, says: str
 ) -> asyncio.Task[None]:
     """While another process holds the file, a delivery ends the service; the delivery, which is not acknowledged."""
-    await client.served(0)
+    mark_served(client, 0)
     (first, _) = episodes(await client.lease())
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as thief:
         thief.execute("BEGIN IMMEDIATE")
@@ -627,7 +714,7 @@ async def ends_in_a_delivery(
 async def test_a_failed_write_ends_the_service_and_nothing_is_acknowledged(
     path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.store.BUSY_S", 0.05)
+    monkeypatch.setattr("slipstream.buffer.schema.BUSY_S", 0.05)
     async with BufferClient(address, "w") as client, asyncio.timeout(SOON):
         async with serving(path, address) as service:
             delivery = await ends_in_a_delivery(service, client, path, says="locked")
@@ -656,9 +743,9 @@ async def test_a_full_disk_ends_the_service_and_what_was_acknowledged_stays(path
     )
     config = msgspec.structs.replace(PATIENT, max_staleness=99)
     acknowledged = set()
-    async with BufferClient(address, "w") as client, asyncio.timeout(SOON):
+    async with publishing_fleet(address), BufferClient(address, "w") as client, asyncio.timeout(SOON):
         process = await start_process(path, address, config, program)
-        await client.served(0)
+        mark_served(client, 0)
         lease, sampled = await client.lease(), 20_000
         delivering = asyncio.create_task(asyncio.sleep(0))
         while process.returncode is None:
@@ -678,7 +765,7 @@ async def test_a_full_disk_ends_the_service_and_what_was_acknowledged_stays(path
         assert not delivering.done()
         with sqlite3.connect(path) as db:
             assert {row[0] for row in db.execute("SELECT id FROM trajectories")} == acknowledged
-        assert accounts_of(path).closes
+        assert ledger_report(path).balances
         process = await start_process(path, address, config)  # there is room again
         try:
             await delivering
@@ -691,7 +778,7 @@ async def test_a_full_disk_ends_the_service_and_what_was_acknowledged_stays(path
 async def test_a_damaged_row_ends_the_service_by_its_name_and_the_rest_stays(path: Path, address: str) -> None:
     async with BufferClient(address, "w") as client, asyncio.timeout(SOON):
         async with serving(path, address):
-            await client.served(0)
+            mark_served(client, 0)
             await play(client, await client.lease())
         ((place,),) = sql(path, "SELECT arrays FROM trajectories WHERE id = '0.0.1.0'")
         assert isinstance(place, int)
@@ -713,7 +800,7 @@ async def test_a_recovery_survives_a_restart(path: Path, address: str, max_stale
     config = msgspec.structs.replace(PATIENT, max_staleness=max_staleness)
     async with BufferClient(address, "learner") as client, asyncio.timeout(SOON):
         async with serving(path, address, config):
-            await client.served(0)
+            mark_served(client, 0)
             for version in range(3):
                 await play(client, await client.lease())
                 await client.take(version, SOON)
@@ -725,11 +812,11 @@ async def test_a_recovery_survives_a_restart(path: Path, address: str, max_stale
             assert await client.recover(1) == 4
             assert (await client.stats()).ledger == Ledger(generated=18, trained=6, ready=12)
             assert (await client.stats()).ready_groups == 2
-            await client.served(4)
+            mark_served(client, 4)
             if max_staleness == 3:  # tokens of version 0 are past the bound at version 4: accounted for, not trained on
                 with pytest.raises(DeadlineExceeded):
                     await client.take(4, 0.2)
-                assert accounts_of(path).total == Ledger(generated=18, trained=6, discarded={"stale": 12})
+                assert ledger_report(path).total == Ledger(generated=18, trained=6, discarded={"stale": 12})
                 return
             assert trained_ids([await client.take(4, SOON)]) == ["1.0.0.0", "1.0.1.0"]
             await client.commit(4)
@@ -740,7 +827,7 @@ async def test_a_recovery_survives_a_restart(path: Path, address: str, max_stale
             # At version 5 the last group of version 0 is too old; the new one takes its place.
             assert trained_ids([await client.take(5, SOON)]) == ["3.0.0.0", "3.0.1.0"]
             await client.commit(5)
-            assert accounts_of(path).total == Ledger(generated=24, trained=18, discarded={"stale": 6})
+            assert ledger_report(path).total == Ledger(generated=24, trained=18, discarded={"stale": 6})
 
 
 PROCESS = """
@@ -748,10 +835,11 @@ import asyncio, msgspec, sys
 from pathlib import Path
 from slipstream.buffer.service import BufferService
 from slipstream.configs.schema import Buffer
+from slipstream.tests.fleets import serve_following
 
 config = msgspec.json.decode(sys.argv[3], type=Buffer)
 service = BufferService(config, Path(sys.argv[1]), sys.argv[2])
-asyncio.run(service.serve(lambda: print("ready", flush=True)))
+asyncio.run(serve_following(service, sys.argv[2], lambda: print("ready", flush=True)))
 """
 
 
@@ -799,12 +887,13 @@ async def test_a_killed_service_is_not_noticed_and_nothing_is_lost_or_doubled(pa
     try:
         async with (
             asyncio.timeout(60.0),
+            publishing_fleet(address),
             BufferClient(address, "learner") as learner,
             BufferClient(address, "holder") as holder,
             BufferClient(address, "a") as a,
             BufferClient(address, "b") as b,
         ):
-            await learner.served(await learner.recover(0))
+            mark_served(learner, await learner.recover(0))
             held = await holder.lease()  # lives through every restart
             async with asyncio.TaskGroup() as tasks:
                 killing = tasks.create_task(killer())
@@ -817,15 +906,15 @@ async def test_a_killed_service_is_not_noticed_and_nothing_is_lost_or_doubled(pa
                 for task in working:
                     task.cancel()
             for client in (a, b):
-                await client.goodbye()  # nothing of theirs is on its way any more
+                await client.deregister()  # nothing of theirs is on its way any more
             ids = trained_ids(batches)
             assert len(ids) == len(set(ids)) == 6 * 2 * 2
             stats = await learner.stats()
             assert stats.version == 6
-            assert stats.ledger.closes
+            assert stats.ledger.balances
             assert stats.ledger.trained + sum(stats.ledger.withheld.values()) == len(ids) * SAMPLED
             assert set(stats.ledger.discarded) <= {"worker_stopped"}  # no lease was lost
-            assert accounts_of(path).total == stats.ledger
+            assert ledger_report(path).total == stats.ledger
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

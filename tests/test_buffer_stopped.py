@@ -11,11 +11,11 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from slipstream.buffer.accounts import accounts_of
 from slipstream.buffer.client import BufferClient
-from slipstream.buffer.service import BufferService
+from slipstream.buffer.ledger_report import ledger_report
 from slipstream.configs.schema import Buffer
 from slipstream.tests import lone_worker
+from slipstream.tests.fleets import buffer_service, mark_served
 from slipstream.tests.runs import tiny_policy
 
 STOPPED_S = float(os.environ.get("SLIPSTREAM_STOPPED_S", "3"))
@@ -50,14 +50,14 @@ async def train(learner: BufferClient, steps: int, version: int) -> int:
         await learner.take(version, SOON)
         await learner.commit(version)
         version += 1
-        await learner.served(version)
+        mark_served(learner, version)
     return version
 
 
 async def test_a_stopped_worker_costs_its_own_leases_alone(tmp_path: Path, address: str) -> None:
     path, policy = tmp_path / "buffer.sqlite", tiny_policy(tmp_path / "policy")
     config = Buffer(max_staleness=20, groups_per_batch=2, group_size=lone_worker.GROUP, lease_s=LEASE_S)
-    service = BufferService(config, path, address)
+    service = buffer_service(config, path, address)
     serving = asyncio.create_task(service.serve())
     async with (
         asyncio.timeout(STOPPED_S + 4 * SOON),
@@ -66,7 +66,7 @@ async def test_a_stopped_worker_costs_its_own_leases_alone(tmp_path: Path, addre
         worker(address, "worker-1", policy) as other,
     ):
         version = await learner.recover(0)
-        await learner.served(version)
+        mark_served(learner, version)
         version = await train(learner, 5, version)
         while not episodes(path, "worker-0", "account = 'in_flight'"):
             version = await train(learner, 1, version)
@@ -92,7 +92,7 @@ async def test_a_stopped_worker_costs_its_own_leases_alone(tmp_path: Path, addre
             again = f"SELECT count(*) FROM groups WHERE state <> 'trained' AND id IN ({groups})"
             assert db.execute(again).fetchone() == (0,)  # others trained what it lost
         assert not episodes(path, "worker-1", "reason = 'worker_lost'")
-        assert (await learner.stats()).ledger.closes
+        assert (await learner.stats()).ledger.balances
     service.stop()
     await serving
-    assert accounts_of(path).closes
+    assert ledger_report(path).balances

@@ -12,16 +12,15 @@ import msgspec
 import numpy as np
 import pytest
 from slipstream.buffer import retention
-from slipstream.buffer.accounts import Accounts, accounts_of
-from slipstream.buffer.group import Episode, Group
+from slipstream.buffer.admission import ReplayCounters
+from slipstream.buffer.group_table import Episode, Group
+from slipstream.buffer.ledger_report import LedgerReport, ledger_report
 from slipstream.buffer.replay import Replay
-from slipstream.buffer.rows import Change, CommitRow
-from slipstream.buffer.rules import Clock
-from slipstream.buffer.store import Store
+from slipstream.buffer.store import CommitRow, Store, WriteBatch
 from slipstream.buffer.trajectory import Outcome, Trajectory, VersionSpan
 from slipstream.errors import StoreError
 from slipstream.tests.episodes import trajectory, trajectory_of
-from slipstream.tests.stores import entire, opened, play, segments, sql
+from slipstream.tests.stores import entire, new_trajectory, opened, play, segments, sql
 
 
 def group_of(*episodes: str, group: int = 0) -> Group:
@@ -31,7 +30,13 @@ def group_of(*episodes: str, group: int = 0) -> Group:
 def test_every_trajectory_is_as_it_was_sent(tmp_path: Path) -> None:
     sent: list[Trajectory] = [trajectory_of("0.0.0", {0: 3, 2: 4}), trajectory_of("0.0.1", {1: 200})]
     with opened(tmp_path / "buffer.sqlite") as store:
-        store.save(Change.of(Clock(next_group=1), entire(group_of("0.0.0", "0.0.1")), [(t.episode, t) for t in sent]))
+        store.save(
+            WriteBatch.of(
+                ReplayCounters(next_group=1),
+                entire(group_of("0.0.0", "0.0.1")),
+                [new_trajectory(t.episode, t) for t in sent],
+            )
+        )
         for ours, theirs in zip(sent, store.trajectories(0), strict=True):
             for name in ("token_ids", "loss_mask", "behavior_logprobs"):
                 assert np.array_equal(getattr(ours, name), getattr(theirs, name))
@@ -44,16 +49,22 @@ def test_every_trajectory_is_as_it_was_sent(tmp_path: Path) -> None:
 def test_trajectories_come_back_by_member_and_branch(tmp_path: Path) -> None:
     store = Store(tmp_path / "buffer.sqlite")
     sent = [trajectory("0.0.1", 1), trajectory("0.0.1", 0), trajectory("0.0.0", 0, sampled=5)]
-    store.save(Change.of(Clock(next_group=1), entire(group_of("0.0.0", "0.0.1")), [(t.episode, t) for t in sent]))
+    store.save(
+        WriteBatch.of(
+            ReplayCounters(next_group=1),
+            entire(group_of("0.0.0", "0.0.1")),
+            [new_trajectory(t.episode, t) for t in sent],
+        )
+    )
     got = store.trajectories(0)
     assert [t.id for t in got] == ["0.0.0.0", "0.0.1.0", "0.0.1.1"]
     assert got[0].token_ids.tolist() == list(range(6))
-    assert [t.id for t in store.episode("0.0.1")] == ["0.0.1.0", "0.0.1.1"]
+    assert [one.decode().id for one in store.episode("0.0.1")] == ["0.0.1.0", "0.0.1.1"]
     assert store.trajectories(1) == store.episode("0.0.2") == []
     with pytest.raises(StoreError, match="UNIQUE"):  # written once
-        store.save(Change.of(Clock(), [], [("0.0.0", sent[2])]))
-    store.save(Change.of(Clock(next_group=1), [], [("0.0.0", trajectory("0.0.0", 1))]))
-    assert [t.id for t in store.episode("0.0.0")] == ["0.0.0.0", "0.0.0.1"]
+        store.save(WriteBatch.of(ReplayCounters(), [], [new_trajectory("0.0.0", sent[2])]))
+    store.save(WriteBatch.of(ReplayCounters(next_group=1), [], [new_trajectory("0.0.0", trajectory("0.0.0", 1))]))
+    assert [one.decode().id for one in store.episode("0.0.0")] == ["0.0.0.0", "0.0.0.1"]
 
 
 def test_a_save_of_many_rows_needs_no_large_statement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +74,11 @@ def test_a_save_of_many_rows_needs_no_large_statement(tmp_path: Path, monkeypatc
     with opened(tmp_path / "buffer.sqlite") as store:
         statements: list[str] = []
         store._db.set_trace_callback(statements.append)
-        store.save(Change.of(Clock(next_group=1), entire(group), [(e, trajectory(e)) for e in group.episodes]))
+        store.save(
+            WriteBatch.of(
+                ReplayCounters(next_group=1), entire(group), [new_trajectory(e, trajectory(e)) for e in group.episodes]
+            )
+        )
         assert [g.episodes for g in store.load()[1]] == [group.episodes]
         assert len(store.trajectories(0)) == 20
     verbs = [s.split(" VALUES")[0] for s in statements if " VALUES" in s]
@@ -75,7 +90,7 @@ def test_which_kv_took_part_comes_back(tmp_path: Path) -> None:
     store = Store(tmp_path / "buffer.sqlite")
     spans = (VersionSpan(1, 2, 4), VersionSpan(2, 3, 4, 1), VersionSpan(3, 4, 5, 5))
     sent = msgspec.structs.replace(trajectory("0.0.0"), version_spans=spans)
-    store.save(Change.of(Clock(next_group=1), entire(group_of("0.0.0")), [("0.0.0", sent)]))
+    store.save(WriteBatch.of(ReplayCounters(next_group=1), entire(group_of("0.0.0")), [new_trajectory("0.0.0", sent)]))
     (got,) = store.trajectories(0)
     assert got.version_spans == spans
     assert got.mixed().tolist() == [False, False, True, False]
@@ -85,50 +100,54 @@ def test_groups_episodes_and_the_clock_come_back(tmp_path: Path) -> None:
     outcome = Outcome("failed", "tool", "fell over: ä \0 \n")
     episode = Episode("4.1.0", "a", "discarded", {0: 3, 7: 2}, {7: 1}, True, True, "late", 6, "failed_tool", outcome)
     group = Group(4, 1, 9, "discarded", 1, "wish", 6, episodes={"4.0.0": Episode("4.0.0"), "4.1.0": episode})
-    clock = Clock(8, 7, 5, 6, 3, (4, 9), (3, 1))
+    clock = ReplayCounters(8, 7, 5, 6, 3, [4, 9], [3, 1])
     with opened(tmp_path / "buffer.sqlite") as store:
-        assert store.load() == (Clock(), [])
-        store.save(Change.of(clock, entire(group)))
+        assert store.load() == (ReplayCounters(), [])
+        store.save(WriteBatch.of(clock, entire(group)))
     with opened(tmp_path / "buffer.sqlite") as store:
         assert store.load() == (clock, [group])
 
 
 def test_a_save_is_whole_or_not_at_all(tmp_path: Path) -> None:
     store = Store(tmp_path / "buffer.sqlite")
-    store.save(Change.of(Clock(), [], commits=[CommitRow(1, 0.0, 1)]))
+    store.save(WriteBatch.of(ReplayCounters(), [], commits=[CommitRow(1, 0.0, 1)]))
     with pytest.raises(StoreError, match="UNIQUE"):
-        store.save(Change.of(Clock(version=9, next_group=1), entire(group_of("0.0.0")), commits=[CommitRow(1, 0.0, 1)]))
-    assert store.load() == (Clock(), [])
+        store.save(
+            WriteBatch.of(
+                ReplayCounters(version=9, next_group=1), entire(group_of("0.0.0")), commits=[CommitRow(1, 0.0, 1)]
+            )
+        )
+    assert store.load() == (ReplayCounters(), [])
     huge = Group(0, episodes={"0.0.0": Episode("0.0.0", generated={0: 1 << 62, 1: 1 << 62})})
     with pytest.raises(StoreError, match="too large"):
-        store.save(Change.of(Clock(version=9, next_group=1), entire(huge)))
-    assert store.load() == (Clock(), [])
-    store.save(Change.of(Clock(version=2), []))
+        store.save(WriteBatch.of(ReplayCounters(version=9, next_group=1), entire(huge)))
+    assert store.load() == (ReplayCounters(), [])
+    store.save(WriteBatch.of(ReplayCounters(version=2), []))
     assert store.load()[0].version == 2
 
 
 def test_a_group_that_is_checkpointed_but_not_served_is_outstanding_after_a_restart(tmp_path: Path) -> None:
     store = Store(tmp_path / "buffer.sqlite")
     groups = [Group(i, state="trained", trained_at=i + 1, episodes={}) for i in range(3)]
-    store.save(Change.of(Clock(version=3, served=1, next_group=3, checkpointed=3), entire(*groups)))
+    store.save(WriteBatch.of(ReplayCounters(version=3, served=1, next_group=3, checkpointed=3), entire(*groups)))
     assert [g.id for g in store.load()[1]] == [1, 2]
-    store.save(Change.of(Clock(version=3, served=None, next_group=3, checkpointed=3), []))
+    store.save(WriteBatch.of(ReplayCounters(version=3, served=None, next_group=3, checkpointed=3), []))
     assert [g.id for g in store.load()[1]] == [0, 1, 2]
 
 
 def test_a_settled_group_comes_back_while_somebody_may_report_about_it(tmp_path: Path) -> None:
     store = Store(tmp_path / "buffer.sqlite")
     groups = [Group(i, state="discarded", episodes={f"{i}.0.0": Episode(f"{i}.0.0", settled=i == 0)}) for i in range(2)]
-    store.save(Change.of(Clock(next_group=2), entire(*groups)))
+    store.save(WriteBatch.of(ReplayCounters(next_group=2), entire(*groups)))
     assert [g.id for g in store.load()[1]] == [1]
 
 
 def test_a_rollback_marks_the_commits_that_no_longer_count(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
     store = Store(path)
-    store.save(Change.of(Clock(), [], commits=[CommitRow(1, 0.0, 2), CommitRow(2, 0.0, 2)]))
-    store.save(Change.of(Clock(), [], commits=[CommitRow(3, 0.0, 2)], rolled_back_to=1))
-    store.save(Change.of(Clock(), [], commits=[CommitRow(5, 0.0, 2)]))
+    store.save(WriteBatch.of(ReplayCounters(), [], commits=[CommitRow(1, 0.0, 2), CommitRow(2, 0.0, 2)]))
+    store.save(WriteBatch.of(ReplayCounters(), [], commits=[CommitRow(3, 0.0, 2)], rolled_back_to=1))
+    store.save(WriteBatch.of(ReplayCounters(), [], commits=[CommitRow(5, 0.0, 2)]))
     rows = sql(path, "SELECT version, rolled_back FROM commits ORDER BY version")
     assert rows == [(1, 0), (2, 1), (3, 1), (5, 0)]
 
@@ -150,7 +169,7 @@ def size(path: Path) -> int:
     return sum(file.stat().st_size for file in (path, *segments(path)))
 
 
-def lengths(accounts: Accounts) -> tuple[float, float]:
+def lengths(accounts: LedgerReport) -> tuple[float, float]:
     return round(accounts.generated_length, 9), round(accounts.trained_length or 0.0, 9)
 
 
@@ -167,8 +186,8 @@ def test_arrays_go_first_the_oldest_before_others_then_rows(tmp_path: Path, monk
     monkeypatch.setattr("slipstream.buffer.retention.ARRAYS", at_once(2, "ARRAYS"))
     monkeypatch.setattr("slipstream.buffer.retention.ROWS", at_once(2, "ROWS"))
     replay = play(path, 5)
-    before = accounts_of(path)
-    assert before.closes
+    before = ledger_report(path)
+    assert before.balances
     held, rows = [], []
     with opened(path) as store:
         more, loaded = True, store.load()
@@ -178,8 +197,8 @@ def test_arrays_go_first_the_oldest_before_others_then_rows(tmp_path: Path, monk
                 sql(path, "SELECT count(DISTINCT group_id), min(group_id) FROM trajectories WHERE arrays NOTNULL")[0]
             )
             rows.append(sql(path, "SELECT count(*), min(id) FROM groups")[0])
-            after = accounts_of(path)
-            assert after.closes
+            after = ledger_report(path)
+            assert after.balances
             assert (after.total, after.by_version, after.by_length) == (
                 before.total,
                 before.by_version,
@@ -203,7 +222,7 @@ def test_arrays_that_no_row_names_are_gone_when_their_segment_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are of a save that was killed between arrays and rows."""
-    monkeypatch.setattr("slipstream.buffer.arrays.SEGMENT_BYTES", 1)  # one for each save
+    monkeypatch.setattr("slipstream.buffer.segments.SEGMENT_BYTES", 1)  # one for each save
     path = tmp_path / "buffer.sqlite"
     play(path, 3)
     *_, last = before = segments(path)
@@ -211,12 +230,12 @@ def test_arrays_that_no_row_names_are_gone_when_their_segment_is(
         file.write(b"never named")
     late = [trajectory_of("3.0.1", {3: 5}), trajectory_of("3.0.1", {3: 7})]
     with opened(path) as store:
-        store.save(Change.of(store.load()[0], [], [("3.0.1", late[0])]))
+        store.save(WriteBatch.of(store.load()[0], [], [new_trajectory("3.0.1", late[0])]))
         assert [t.sampled for t in store.trajectories(3)] == [53, 5]
     sql(path, "DELETE FROM trajectories WHERE group_id = 3")
     with opened(path) as store:
         assert segments(path) == before[:-1]
-        store.save(Change.of(store.load()[0], [], [("3.0.1", late[1])]))
+        store.save(WriteBatch.of(store.load()[0], [], [new_trajectory("3.0.1", late[1])]))
         assert [t.sampled for t in store.trajectories(2)] == [52, 52]
         assert [t.sampled for t in store.trajectories(3)] == [7]
 
@@ -224,12 +243,12 @@ def test_arrays_that_no_row_names_are_gone_when_their_segment_is(
 def test_only_what_no_recovery_needs_goes(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
     play(path, 5, checkpointed=False)
-    before = accounts_of(path)
+    before = ledger_report(path)
     assert shrunk(path, 0, 2) > 1  # served and in a checkpoint: versions 1 and 2, made of groups 0 and 1
     assert sql(path, "SELECT id FROM groups") == [(2,), (3,), (4,), (5,)]
     assert sql(path, "SELECT count(*) FROM trajectories WHERE arrays IS NULL") == [(0,)]
     assert shrunk(path, 0, -1) == 1
-    assert accounts_of(path).by_version == before.by_version
+    assert ledger_report(path).by_version == before.by_version
 
 
 def test_a_straggler_that_may_still_report_keeps_its_group(tmp_path: Path) -> None:
@@ -244,7 +263,7 @@ def test_a_straggler_that_may_still_report_keeps_its_group(tmp_path: Path) -> No
 def test_the_files_really_become_smaller_and_stay_below_their_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.arrays.SEGMENT_BYTES", 1 << 19)
+    monkeypatch.setattr("slipstream.buffer.segments.SEGMENT_BYTES", 1 << 19)
     path = tmp_path / "buffer.sqlite"
     replay = play(path, 40, tokens=20_000)
     full = size(path)
@@ -267,8 +286,9 @@ def test_a_shrunk_file_goes_on(tmp_path: Path) -> None:
     shrunk(path, 0, replay.version)
     with opened(path) as store:
         clock, groups = store.load()
-        again = Replay(replay.admission, replay.rules, clock, groups)
-        again.release("a", "worker_lost")
-        lease = again.grant("b", 0.0)
+        again = Replay(replay.admission, replay.config, clock, groups)
+        again.mark_served(again.version)
+        again.leases.release("a", "worker_lost")
+        lease = again.leases.grant("b", 0.0)
         assert lease is not None
         assert (lease.group_id, lease.attempt, lease.members, lease.task) == (3, 1, (1,), 3)

@@ -8,10 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.buffer import messages as m
-from slipstream.buffer import wire
 from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory, Turn, VersionSpan
+from slipstream.buffer.trajectory import (
+    FINISHED,
+    TRUNCATED,
+    EncodedTrajectory,
+    Outcome,
+    Trajectory,
+    TrajectoryHeader,
+    Turn,
+    VersionSpan,
+)
 from slipstream.errors import WireError
+from slipstream.rpc import wire
+from slipstream.rpc.wire import RpcRefusal
 
 
 @st.composite
@@ -52,7 +62,8 @@ def trajectories(draw: st.DrawFn, branch: int = 0) -> Trajectory:
 
 
 def deliver(*branches: Trajectory) -> m.Envelope:
-    return m.Envelope(7, m.Deliver("w", "3.1.2", {5: sum(t.sampled for t in branches)}, FINISHED, branches))
+    encoded = tuple(map(EncodedTrajectory.of, branches))
+    return m.Envelope(7, m.DeliverEpisode("w", "3.1.2", {5: sum(t.sampled for t in branches)}, FINISHED, encoded))
 
 
 EXAMPLE = Trajectory(
@@ -91,26 +102,36 @@ def same(a: Trajectory, b: Trajectory) -> bool:
 def test_a_delivery_survives_the_wire(branches: tuple[Trajectory, ...]) -> None:
     sent = deliver(*branches)
     frames = wire.encode(sent)
-    assert len(frames) == 1 + 3 * len(branches)
+    assert len(frames) == 1 + len(branches)
     for ours in (frames, as_bytes(frames)):
         got = wire.decode(m.Envelope, ours)
-        assert isinstance(got.message, m.Deliver)
+        assert isinstance(got.message, m.DeliverEpisode)
         assert got.number == 7
         assert got.message.generated == {5: sum(t.sampled for t in branches)}
-        assert all(same(a, b) for a, b in zip(branches, got.message.trajectories, strict=True))
-        for trajectory in got.message.trajectories:
+        trajectories = [encoded.decode() for encoded in got.message.trajectories]
+        assert all(same(a, b) for a, b in zip(branches, trajectories, strict=True))
+        for trajectory in trajectories:
             trajectory.check()
 
 
 def test_a_batch_survives_the_wire() -> None:
     stats = m.Stats(3, Ledger(generated=9, ready=3, withheld={"late": 1}, discarded={"stale": 5}), 1, 2, 3.5, 0.5)
-    sent = m.ReplyEnvelope(1, m.Batch(3, 2, ((EXAMPLE,), (EXAMPLE, EXAMPLE)), {"3.1.2": "late"}, stats))
+    example = EncodedTrajectory.of(EXAMPLE)
+    row = example.row
+    sent = m.ReplyEnvelope(1, m.BatchReply(3, 2, ((row,), (row, row)), {"3.1.2": "late"}, stats))
     got = wire.decode(m.ReplyEnvelope, wire.encode(sent)).message
-    assert isinstance(got, m.Batch)
+    assert isinstance(got, m.BatchReply)
     assert got.stats == stats
     assert got.withheld == {"3.1.2": "late"}
     assert [len(group) for group in got.groups] == [1, 2]
-    assert all(same(t, EXAMPLE) for group in got.groups for t in group)
+    for row in (row.decode() for group in got.groups for row in group):
+        assert len(row) == len(EXAMPLE)
+        assert all(getattr(row, name) == getattr(EXAMPLE, name) for name in TrajectoryHeader.__struct_fields__)
+        assert row.versions().tolist() == EXAMPLE.versions().tolist()
+    sent = m.ReplyEnvelope(2, m.TrajectoriesReply((example, example)))
+    got = wire.decode(m.ReplyEnvelope, wire.encode(sent)).message
+    assert isinstance(got, m.TrajectoriesReply)
+    assert all(same(one.decode(), EXAMPLE) for one in got.trajectories)
 
 
 def test_arrays_are_read_only_views_of_their_frames() -> None:
@@ -132,8 +153,8 @@ def test_a_strided_array_is_sent_as_its_values() -> None:
         (lambda f: [], "no frame"),
         (lambda f: [b""], "format"),
         (lambda f: [b"\x00" + f[0][1:], *f[1:]], "format '00'"),
-        (lambda f: [b"\x01" + f[0][1:], *f[1:]], "format '01'; this side speaks 02"),  # without VersionSpan.kv_version
-        (lambda f: [b"\x03" + f[0][1:], *f[1:]], "format '03'"),
+        (lambda f: [b"\x01" + f[0][1:], *f[1:]], "format '01'; this side speaks 04"),  # without VersionSpan.kv_version
+        (lambda f: [b"\x05" + f[0][1:], *f[1:]], "format '05'"),
         (lambda f: [f[0][:1], *f[1:]], "truncated"),
         (lambda f: [f[0][:-1], *f[1:]], "truncated"),
         (lambda f: [f[0] + b"\x00", *f[1:]], "trailing"),
@@ -147,7 +168,7 @@ def test_a_strided_array_is_sent_as_its_values() -> None:
 )
 def test_a_frame_that_does_not_fit_is_refused_in_one_line(change, says: str) -> None:
     with pytest.raises(WireError, match=says) as caught:
-        wire.decode(m.Envelope, change(as_bytes(wire.encode(deliver(EXAMPLE)))))
+        wire.decode(Trajectory, change(as_bytes(wire.encode(EXAMPLE))))
     assert "\n" not in str(caught.value)
 
 
@@ -168,13 +189,13 @@ def test_an_array_frame_is_used_once() -> None:
 
 
 def progress(generated: object) -> dict[str, object]:
-    return {"type": "Progress", "worker": "w", "generated": generated, "slot_s": 0.0, "idle_slot_s": 0.0}
+    return {"type": "ReportProgress", "worker": "w", "generated": generated, "slot_s": 0.0, "idle_slot_s": 0.0}
 
 
 def failed(reason: str, detail: str = "") -> dict[str, object]:
     outcome = {"kind": "failed", "reason": reason, "detail": detail}
     return {
-        "type": "Deliver",
+        "type": "DeliverEpisode",
         "worker": "w",
         "episode_id": "0.0.0",
         "generated": {},
@@ -194,24 +215,24 @@ def test_what_the_hostile_headers_are_made_of_is_accepted() -> None:
         b"\xdd\xff\xff\xff\xff",  # an array of four billion elements
         b"\xdf\xff\xff\xff\xff",  # a map
         b"\xc6\xff\xff\xff\xff",  # four billion bytes
-        b"\x92\x01\x82\xa4type\xa9WantStats\xa1x" + b"\x91" * 200_000,  # deeper than the stack
+        b"\x92\x01\x82\xa4type\xacRequestStats\xa1x" + b"\x91" * 200_000,  # deeper than the stack
         b"\x92\x01\x81\xa4type\xa4Nope",
-        b"\x92\x01\x81\xa4type\xa5Hello",
-        b"\x92\x01\x83\xa4type\xa5Hello\xa6worker\xa2\xff\xff\xabincarnation\xa1x",  # not UTF-8
-        msgspec.msgpack.encode([1, {"type": "Progress", "worker": "w", "generated": {"0.0.0": {0: 2**63}}}]),
+        b"\x92\x01\x81\xa4type\xa8Register",
+        b"\x92\x01\x83\xa4type\xa8Register\xa6worker\xa2\xff\xff\xabincarnation\xa1x",  # not UTF-8
+        msgspec.msgpack.encode([1, {"type": "ReportProgress", "worker": "w", "generated": {"0.0.0": {0: 2**63}}}]),
         msgspec.msgpack.encode(
-            [1, {"type": "Progress", "worker": "w", "generated": {}, "slot_s": float("nan"), "idle_slot_s": 0.0}]
+            [1, {"type": "ReportProgress", "worker": "w", "generated": {}, "slot_s": float("nan"), "idle_slot_s": 0.0}]
         ),
         msgspec.msgpack.encode([1, {"type": "Recover", "version": -1}]),
-        msgspec.msgpack.encode([1, {"type": "Served", "version": 1 << 31}]),
-        msgspec.msgpack.encode([1, {"type": "Done"}]),
-        msgspec.msgpack.encode([-1, {"type": "WantStats"}]),
-        msgspec.msgpack.encode([1 << 63, {"type": "WantStats"}]),
-        msgspec.msgpack.encode([1, {"type": "Goodbye", "worker": "w" * 101}]),
-        msgspec.msgpack.encode([1, {"type": "Goodbye", "worker": ""}]),
-        msgspec.msgpack.encode([1, {"type": "WantFresh", "version": 0, "limit": -1}]),
+        msgspec.msgpack.encode([1, {"type": "CommitBatch", "version": 1 << 31}]),
+        msgspec.msgpack.encode([1, {"type": "Ack"}]),
+        msgspec.msgpack.encode([-1, {"type": "RequestStats"}]),
+        msgspec.msgpack.encode([1 << 63, {"type": "RequestStats"}]),
+        msgspec.msgpack.encode([1, {"type": "Deregister", "worker": "w" * 101}]),
+        msgspec.msgpack.encode([1, {"type": "Deregister", "worker": ""}]),
+        msgspec.msgpack.encode([1, {"type": "RequestFresh", "version": 0, "limit": -1}]),
         msgspec.msgpack.encode(
-            [1, {"type": "Progress", "worker": "w", "generated": {}, "slot_s": float("inf"), "idle_slot_s": 0.0}]
+            [1, {"type": "ReportProgress", "worker": "w", "generated": {}, "slot_s": float("inf"), "idle_slot_s": 0.0}]
         ),
         msgspec.msgpack.encode([1, progress({"9" * 65: {}})]),
         msgspec.msgpack.encode([1, progress({"0.0.0": {-1: 1}})]),
@@ -259,7 +280,8 @@ def test_a_damaged_delivery_is_refused_or_still_valid(data: st.DataObject) -> No
                 frames[0], frames[at] = frames[at], frames[0]
     try:
         message = wire.decode(m.Envelope, frames).message
-        for trajectory in message.trajectories if isinstance(message, m.Deliver) else ():
+        for encoded in message.trajectories if isinstance(message, m.DeliverEpisode) else ():
+            trajectory = encoded.decode()
             trajectory.check()
             assert (trajectory.versions() >= 0).tolist() == trajectory.loss_mask.tolist()
     except WireError:
@@ -268,9 +290,9 @@ def test_a_damaged_delivery_is_refused_or_still_valid(data: st.DataObject) -> No
 
 def test_what_cannot_be_encoded_raises() -> None:
     with pytest.raises(NotImplementedError, match="cannot encode"):
-        wire.encode(m.Refused(error=object()))  # pyright: ignore[reportArgumentType]
+        wire.encode(RpcRefusal(reason=object()))  # pyright: ignore[reportArgumentType]
 
 
 def test_outcomes_survive_the_wire() -> None:
-    sent = m.Envelope(1, m.Deliver("w", "0.0.0", {0: 3}, Outcome("failed", "tool", "it fell over\n"), ()))
+    sent = m.Envelope(1, m.DeliverEpisode("w", "0.0.0", {0: 3}, Outcome("failed", "tool", "it fell over\n"), ()))
     assert wire.decode(m.Envelope, wire.encode(sent)) == sent

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from slipstream.configs import Config, check, dump, load, presets
+from slipstream.configs import Config, SftConfig, check, describe, dump, load, presets
+from slipstream.configs.renamed import RENAMED
 from slipstream.configs.schema import FAILURES, Failure, shares_of
 from slipstream.errors import ConfigError
 
@@ -38,10 +39,10 @@ def test_an_empty_file_is_the_default_config(tmp_path):
 
 
 def test_numbers_and_text_are_read_by_yaml_1_2(tmp_path):
-    text = "learner: {optimizer: {lr: 1e-6}}\nrun: {dir: 2026-01-01}\nmodel: {path: no}\nsft: {out: 007}\n"
+    text = "learner: {optimizer: {lr: 1e-6}}\nrun: {dir: 2026-01-01}\nmodel: {path: no}\nagent: {renderer: 007}\n"
     config = load(write(tmp_path, text))
     assert config.learner.optimizer.lr == 1e-6
-    assert (config.run.dir, config.model.path, config.sft.out) == ("2026-01-01", "no", "007")
+    assert (config.run.dir, config.model.path, config.agent.renderer) == ("2026-01-01", "no", "007")
 
 
 @pytest.mark.parametrize("text", ["1e-6", "true", "007", "12", "no", "~", "a: b", "0.85", ""])
@@ -58,13 +59,13 @@ def test_overrides_are_applied_over_the_file():
         [
             "buffer.max_staleness=5",
             "learner.optimizer.lr=1e-4",
-            "monitor.trackers=[wandb]",
+            "run.trackers=[wandb]",
             "env.parameters.max_terms=9",
         ],
     )
     assert config.buffer.max_staleness == 5
     assert config.learner.optimizer.lr == 1e-4
-    assert config.monitor.trackers == ("wandb",)
+    assert config.run.trackers == ("wandb",)
     assert config.env.parameters["max_terms"] == 9
 
 
@@ -160,7 +161,7 @@ def test_failures_that_are_not_named_keep_their_policies(tmp_path):
         ("learner: {optimizer: {lr: 0}}", ["learner.optimizer.lr: 0", "a number > 0"]),
         ("learner: {optimizer: {lr: .inf}}", ["learner.optimizer.lr: inf", "not a finite number"]),
         ("model: {dtype: fp8}", ["model.dtype: 'fp8'", "one of bfloat16, float32"]),
-        ("monitor: {trackers: [mlflow]}", ["monitor.trackers: ['mlflow']", "a list of tensorboard, wandb"]),
+        ("run: {trackers: [mlflow]}", ["run.trackers: ['mlflow']", "a list of tensorboard, wandb"]),
         ("rollout: {engine: {memory: 0.85}}", ["rollout.engine.memory: 0.85 is not text; write it in quotes"]),
         ("learner:", ["learner: None", "a section with the keys steps"]),
         ("buffer: 3", ["buffer: 3", "a section"]),
@@ -173,7 +174,7 @@ def test_failures_that_are_not_named_keep_their_policies(tmp_path):
         ("learner: {algorithm: {loss: {kind: kl_cov, share: 0}}}", ["loss.share: 0", "a number > 0 and <= 1"]),
         (
             "learner: {algorithm: {correction: {kind: tis}}}",
-            ["correction.kind: 'tis'", "auto, none, truncated, masked, rejected"],
+            ["correction.kind: 'tis'", "auto, none, uncorrected, truncated, masked, rejected"],
         ),
         (
             "learner: {algorithm: {correction: {kind: masked, level: turn}}}",
@@ -185,7 +186,11 @@ def test_failures_that_are_not_named_keep_their_policies(tmp_path):
         ),
         (
             "learner: {algorithm: {correction: {kind: truncated, biased: true}}}",
-            ["correction.biased: no such key", "level, high"],
+            [
+                "correction.biased: no such key",
+                "it is now learner.algorithm.correction.kind=uncorrected",
+                "level, high",
+            ],
         ),
         (
             "learner: {algorithm: {correction: {high: 3}}}",
@@ -220,52 +225,30 @@ def test_a_bad_file_is_one_line_naming_key_value_and_what_is_allowed(text, expec
         (".=1", ["key.sub=value"]),
         ("seed.deeper=1", ["seed.deeper", "seed has no keys below it"]),
         ("env.parameters={a: ", ["env.parameters", "not valid YAML"]),
-        ("env.kind=pyton", ["env.kind: 'pyton'", "python"]),
+        ("env.kind=pyton", ["env.kind: 'pyton' is unknown; did you mean python?", "python"]),
+        ("learner.algorithm.advantage.kind=GAE", ["'GAE' is unknown; did you mean gae? allowed: grpo, "]),
+        (
+            "learner.algorithm.advantage=gae",
+            ["'gae' is not allowed", "did you mean learner.algorithm.advantage.kind=gae?"],
+        ),
         ("env=[1]", ["env: [1]", "a section"]),
-        ("learner.beside.critc=2", ["learner.beside.critc: no such key; did you mean learner.beside.critic?"]),
-        ("learner.beside={reference: 1, critic: -1}", ["learner.beside.critic: -1", "expected an integer >= 0"]),
-        ("learner.beside=2", ["learner.beside: 2", "expected a mapping of critic, reference to an integer >= 0"]),
-        ("monitor.trackers=[wandb, mlflow]", ["monitor.trackers: ['wandb', 'mlflow']", "a list of tensorboard, wandb"]),
+        (
+            "learner.aux_models.critc=2",
+            ["learner.aux_models.critc: no such key; did you mean learner.aux_models.critic?"],
+        ),
+        (
+            "learner.aux_models={reference: 1, critic: -1}",
+            ["learner.aux_models.critic: -1", "expected an integer >= 0"],
+        ),
+        (
+            "learner.aux_models=2",
+            ["learner.aux_models: 2", "expected a mapping of critic, reference to an integer >= 0"],
+        ),
+        ("run.trackers=[wandb, mlflow]", ["run.trackers: ['wandb', 'mlflow']", "a list of tensorboard, wandb"]),
     ],
 )
 def test_a_bad_override_is_one_line(override, expected):
     message = refusal("quickstart", override)
-    for part in expected:
-        assert part in message
-
-
-FAULT = "{at: token, do: die}"
-
-
-@pytest.mark.parametrize(
-    ("faults", "expected"),
-    [
-        ("[{at: tokn, do: die}]", ["faults[0].at: 'tokn' is not allowed; expected one of ", ", token"]),
-        (f"[{FAULT}, {{at: token, do: dye}}]", ["faults[1].do: 'dye' is not allowed", "die, "]),
-        (
-            "[{at: token, do: die, nht: 3}]",
-            [
-                "faults[0].nht: no such key",
-                "did you mean rollout.engine.faults[0].nth?",
-                "at, do, nth, seconds, replica",
-            ],
-        ),
-        (f"[{FAULT}, {{at: token}}]", ["faults[1].do: must be set"]),
-        ("[{at: token, do: delay, nth: 0}]", ["faults[0].nth: 0", "an integer >= 1"]),
-        ("[{at: token, do: delay, seconds: .inf}]", ["faults[0].seconds: inf", "not a finite number"]),
-        ("[{at: token, do: die, replica: -5}]", ["faults[0].replica: -5", "an integer >= -1"]),
-        ("[die]", ["faults[0]: 'die'", "a section with the keys at, do"]),
-        (FAULT, ["faults: {'at': 'token', 'do': 'die'}", "a list of sections with the keys at, do"]),
-        (
-            f"[{FAULT}, {{at: token, do: refuse}}]",
-            ["faults[1]: do=refuse means nothing at=token", "die, freeze, delay, lie"],
-        ),
-        ("[{at: health, do: lie}]", ["faults[0]: do=lie means nothing at=health", "die, freeze, refuse, delay"]),
-    ],
-)
-def test_a_bad_section_in_a_list_is_named_with_its_place(faults, expected):
-    message = refusal("quickstart", "rollout.engine.kind=fake", f"rollout.engine.faults={faults}")
-    assert message.startswith("rollout.engine.faults")
     for part in expected:
         assert part in message
 
@@ -295,7 +278,7 @@ def test_a_missing_file_names_the_presets():
                 "auto, truncated, masked or rejected",
                 "(ppo, dual_clip_ppo, cispo)",
                 "buffer.max_staleness=0",
-                "learner.algorithm.correction.biased=true",
+                "learner.algorithm.correction.kind=uncorrected",
             ],
         ),
         (["learner.algorithm.correction.kind=none", "learner.algorithm.loss.kind=kl_cov"], ["loss.kind=kl_cov would"]),
@@ -308,38 +291,42 @@ def test_a_missing_file_names_the_presets():
             ["learner.algorithm.correction.low=1.5", "correction.high=1.2", "low below 1 and a high above 1"],
         ),
         (["learner.algorithm.correction={kind: rejected, high: 1}"], ["correction.low=0.5", "correction.high=1 "]),
-        (["weightsync.bucket=64MB"], ["weightsync.bucket", "64MB", "MiB"]),
+        (["buffer.keep=64MB"], ["buffer.keep", "64MB", "MiB"]),
         (["rollout.engine.memory=1.5"], ["rollout.engine.memory", "1.5", "0.85"]),
         (["rollout.engine.memory=lots"], ["rollout.engine.memory", "lots"]),
         (["buffer.max_staleness=0", "learner.batch_s=10"], ["buffer.max_staleness=0", "learner.batch_s=10", "600"]),
         (["buffer.on_deadline=wait", "learner.batch_s=10"], ["buffer.on_deadline=wait", "learner.batch_s=10"]),
-        (["learner.optimizer.beta2=1"], ["learner.optimizer.beta2"]),
+        (["learner.optimizer.betas=[0.9, 1]"], ["learner.optimizer.betas"]),
         (
-            ["learner.backend.context_parallel=2"],
-            ["learner.backend.context_parallel=2", "learner.backend.ranks=1", "divisors of ranks"],
+            ["learner.backend.parallel.context=2"],
+            ["learner.backend.parallel.context=2", "learner.backend.ranks=1", "divisors of ranks"],
         ),
         (
-            ["learner.backend.offload=true", "learner.backend.device=cpu"],
-            ["learner.backend.offload=true", "learner.backend.device=cpu is false"],
+            ["learner.backend.options=[offload]", "learner.backend.device=cpu"],
+            ["learner.backend.options=[offload]", "learner.backend.device=cpu allows recompute and compile"],
         ),
         (
-            ["learner.beside.reference=1"],
-            ["learner.beside.reference=1: this algorithm has no reference policy", "kl.kind of loss or reward"],
+            ["learner.aux_models.reference=1"],
+            ["learner.aux_models.reference=1: this algorithm has no reference policy", "kl.kind of loss or reward"],
         ),
         (
-            ["learner.beside.critic=1", "learner.algorithm.kl.kind=loss"],
-            ["learner.beside.critic=1: no model learns", "allowed are 0, or", "advantage.kind of gae or prime"],
+            ["learner.aux_models.critic=1", "learner.algorithm.kl.kind=loss"],
+            [
+                "learner.aux_models.critic=1: no auxiliary model learns",
+                "allowed are 0, or",
+                "advantage.kind of gae or prime",
+            ],
         ),
         (
             [
-                "learner.beside.critic=3",
+                "learner.aux_models.critic=3",
                 "learner.algorithm.advantage.kind=prime",
-                "learner.backend={kind: megatron, ranks: 4, tensor_parallel: 2, pipeline_parallel: 2}",
+                "learner.backend={kind: megatron, ranks: 4, parallel: {tensor: 2, pipeline: 2}}",
             ],
-            ["learner.beside.critic=3", "over 4 ranks", "0, 1, which holds it whole, and multiples of 4"],
+            ["learner.aux_models.critic=3", "over 4 ranks", "0, 1, which holds it whole, and multiples of 4"],
         ),
         (["run.dir="], ["run.dir"]),
-        (["monitor.trackers=[wandb, wandb]"], ["monitor.trackers", "twice"]),
+        (["run.trackers=[wandb, wandb]"], ["run.trackers", "twice"]),
     ],
 )
 def test_impossible_combinations_name_their_keys(overrides, expected):
@@ -353,20 +340,20 @@ def test_impossible_combinations_name_their_keys(overrides, expected):
     [
         ["env.calculator=false"],
         ["env.calculator=false", "agent.kind=single_turn"],
-        ["rollout.sampling.top_p=0.9"],
+        ["rollout.top_p=0.9"],
         ["learner.backend.device=cuda"],
-        ["learner.backend.device=cuda", "learner.backend.offload=true"],
-        ["learner.backend.ranks=4", "learner.backend.context_parallel=2", "learner.backend.lora_rank=8"],
+        ["learner.backend.device=cuda", "learner.backend.options=[offload]"],
+        ["learner.backend.ranks=4", "learner.backend.parallel.context=2", "learner.backend.lora_rank=8"],
         [
-            "learner.beside={reference: 1, critic: 3}",
+            "learner.aux_models={reference: 1, critic: 3}",
             "learner.algorithm={advantage: {kind: gae}, kl: {kind: loss}}",
-            "learner.backend.context_parallel=2",
+            "learner.backend.parallel.context=2",
             "learner.backend.ranks=2",
         ],
         ["rollout.workers=64"],
         ["learner.batch_s=10"],
         ["learner.algorithm.correction.kind=none", "buffer.max_staleness=0"],
-        ["learner.algorithm.correction.kind=none", "learner.algorithm.correction.biased=true"],
+        ["learner.algorithm.correction.kind=uncorrected"],
         *[
             [f"learner.algorithm.loss.kind={kind}"]
             for kind in ("ppo", "gspo", "cispo", "sapo", "sppo", "clip_cov", "kl_cov")
@@ -378,3 +365,109 @@ def test_impossible_combinations_name_their_keys(overrides, expected):
 )
 def test_what_is_only_slow_or_the_machines_matter_is_allowed(overrides):
     check(load("quickstart", overrides))
+
+
+# --- what a change of kind keeps, files that extend others, anchors, paths, old keys -------------------------------
+
+
+def noticed(source: str, *overrides: str) -> tuple[Config, list[str]]:
+    lines: list[str] = []
+    return load(source, overrides, notice=lines.append), lines
+
+
+def test_another_kind_keeps_what_means_the_same_in_it():
+    config, lines = noticed("qwen3-0.6b", "rollout.engine.kind=transformers", "rollout.engine.max_concurrent=32")
+    engine = config.rollout.engine
+    assert (engine.memory, engine.start_s, engine.max_concurrent) == ("0.85", 300, 32)
+    assert lines == ["rollout.engine.kind=transformers: dropped tensor_parallel=1, which belonged to kind vllm"]
+
+
+def test_another_kind_drops_a_setting_whose_default_differs_and_says_so():
+    """A clip range of the token ratio is no clip range of a whole sequence's."""
+    config, lines = noticed("dapo", "learner.algorithm.loss.kind=gspo")
+    assert (config.learner.algorithm.loss.clip_low, config.learner.algorithm.loss.clip_high) == (3e-4, 4e-4)
+    assert lines == [
+        "learner.algorithm.loss.kind=gspo: dropped clip_low=0.2, clip_high=0.28, which belonged to kind decoupled_ppo"
+    ]
+
+
+def test_the_same_kind_and_one_with_nothing_in_common_say_nothing():
+    assert noticed("qwen3-0.6b", "rollout.engine.kind=vllm")[1] == []
+    assert noticed("quickstart", "env.kind=python", "env.factory=my.envs:Make")[1] == []
+    assert noticed("quickstart", "env={kind: python, factory: 'my.envs:Make'}")[1] == []
+
+
+def test_a_file_extends_a_preset_or_a_file_next_to_it(tmp_path):
+    (tmp_path / "base.yaml").write_text("extends: quickstart\nlearner: {steps: 7}\nenv: {parameters: {max_terms: 3}}\n")
+    config = load(write(tmp_path, "extends: base.yaml\nbuffer: {max_staleness: 5}\n"), ["learner.optimizer.lr=1e-5"])
+    assert (config.learner.steps, config.buffer.max_staleness, config.buffer.groups_per_batch) == (7, 5, 8)
+    assert config.env.parameters == {"max_terms": 3}  # a value is replaced, a section is merged
+    assert (config.env.family, config.learner.optimizer.lr) == ("chain_sum", 1e-5)
+    assert load(write(tmp_path, dump(config))) == config
+
+
+def test_a_file_that_extends_may_change_a_kind(tmp_path):
+    config, lines = noticed(write(tmp_path, "extends: dapo\nlearner: {algorithm: {loss: {kind: cispo}}}\n"))
+    assert config.learner.algorithm.loss.clip_high == 4.0
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("extends: nowhere", ["config.yaml: extends: nowhere", "presets: ", "quickstart"]),
+        ("extends: config.yaml", ["config.yaml", "extends itself"]),
+        ("extends: 3", ["extends: 3 is not text"]),
+        ("extends: quickstart\nbufer: {}", ["bufer: no such key"]),
+    ],
+)
+def test_what_cannot_be_extended_is_one_line(text, expected, tmp_path):
+    message = refusal(write(tmp_path, text))
+    for part in expected:
+        assert part in message
+
+
+def test_keys_at_the_top_that_begin_with_x_hold_anchors(tmp_path):
+    text = "x-small: &small {max_terms: 2, min_terms: 2}\nenv: {parameters: {<<: *small, max_digits: 3}}\n"
+    assert load(write(tmp_path, text)).env.parameters == {"max_terms": 2, "min_terms": 2, "max_digits": 3}
+    assert "x-small: no such key" in refusal(write(tmp_path, "env: {x-small: 1}")).replace("env.", "")
+
+
+def test_paths_take_home_and_variables(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    config = load("quickstart", ["run.dir=$SCRATCH/runs/a", "model.path=~/models/b"])
+    assert (config.run.dir, config.model.path) == ("/scratch/runs/a", f"{tmp_path}/models/b")
+    assert load(write(tmp_path, "run: {dir: '${SCRATCH}/x'}")).run.dir == "/scratch/x"
+    monkeypatch.delenv("SCRATCH")
+    assert refusal("quickstart", "run.dir=$SCRATCH/x").startswith(
+        "run.dir: '$SCRATCH/x' names $SCRATCH, which is not set"
+    )
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_key_is_refused_and_the_new_one_named(old):
+    new = RENAMED[old]
+    assert new in refusal("quickstart", f"{old}=1")
+    # What replaces it exists, or is no key at all.
+    known = {doc.key for preset in presets() for doc in describe(load(preset))}
+    assert old not in known
+
+
+def test_an_old_key_in_a_file_is_refused_and_the_new_one_named(tmp_path):
+    message = refusal(write(tmp_path, "learner: {beside: {critic: 1}}"))
+    assert message.startswith("learner.beside: no such key; it is now learner.aux_models; allowed in learner: ")
+    assert "slipstream sft" in refusal(write(tmp_path, "sft: {out: x}"))
+
+
+def test_a_key_of_several_kinds_names_them_all():
+    message = refusal("quickstart", "learner.algorithm.advantage.gamma=0.9")
+    assert "it belongs to learner.algorithm.advantage.kind=turn_level, gae or prime, which must be set too" in message
+
+
+def test_fine_tuning_adds_its_section_to_a_runs_config(tmp_path):
+    config = load("quickstart", ["sft.epochs=3", "sft.out=here"], SftConfig)
+    assert (config.sft.epochs, config.sft.out, config.learner) == (3, "here", load("quickstart").learner)
+    assert load(write(tmp_path, "extends: quickstart\nsft: {lr: 1e-4}"), (), SftConfig).sft.lr == 1e-4
+    with pytest.raises(ConfigError, match=r"sft\.out: must not be empty"):
+        load("quickstart", ["sft.out="], SftConfig)

@@ -12,15 +12,15 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from slipstream import curve
 from slipstream.buffer.client import BufferClient
-from slipstream.buffer.service import BufferService
 from slipstream.configs.schema import Buffer
-from slipstream.curve import Guard, Keys, join, make_keys
 from slipstream.errors import DeadlineExceeded
-from slipstream.weightsync.fleet import Fleet, FleetBoard, FleetFeed, Seat
-from slipstream.weightsync.plan import Receipt
-from slipstream.weightsync.receipts import Receipts, send_receipt
+from slipstream.rpc import security as curve
+from slipstream.rpc.pubsub import StatePublisher, StateSubscriber
+from slipstream.rpc.security import CurveServer, Keys, configure_client, make_keys
+from slipstream.tests.fleets import buffer_service, mark_served
+from slipstream.weightsync.fleet import Fleet, ReplicaInfo
+from slipstream.weightsync.plan import AckCollector, WeightAck, send_ack
 
 SOON = 20.0
 OURS = make_keys()
@@ -36,7 +36,7 @@ CONFIG = Buffer(max_staleness=1, groups_per_batch=1, group_size=2, lease_s=60.0)
 @contextlib.asynccontextmanager
 async def serving(path: Path, address: str, keys: Keys | None) -> AsyncIterator[None]:
     ready = asyncio.Event()
-    task = asyncio.create_task(BufferService(CONFIG, path, address, keys=keys).serve(ready.set))
+    task = asyncio.create_task(buffer_service(CONFIG, path, address, keys=keys).serve(ready.set))
     await ready.wait()
     try:
         yield
@@ -51,16 +51,14 @@ async def test_the_buffer_serves_who_has_the_keys_and_counts_who_has_not(tmp_pat
         serving(tmp_path / "buffer.sqlite", address, OURS),
         BufferClient(address, "worker-0", keys=OURS) as client,
     ):
-        await client.hello()
-        await client.served(0)
+        await client.register()
+        mark_served(client, 0)
         refused = (await client.stats()).refused
         assert refused == 0
         for keys in STRANGERS.values():
             async with BufferClient(address, "mallory", keys=keys, deadline_s=0.3) as stranger:
                 with pytest.raises(DeadlineExceeded):
                     await stranger.stats()
-                with pytest.raises(DeadlineExceeded):
-                    await stranger.served(0)
             before, refused = refused, (await client.stats()).refused
             assert refused > before
         assert (await client.lease()).group_id == 0
@@ -76,10 +74,10 @@ async def test_the_keys_of_a_process_are_in_its_environment(
     assert curve.own_keys() == OURS
     async with asyncio.timeout(SOON), serving(tmp_path / "buffer.sqlite", address, None):
         async with BufferClient(address, "worker-0") as client:
-            await client.hello()
+            await client.register()
         async with BufferClient(address, "mallory", keys=OTHERS, deadline_s=0.3) as stranger:
             with pytest.raises(DeadlineExceeded):
-                await stranger.hello()
+                await stranger.register()
 
 
 def test_keys_show_nothing_when_they_are_printed() -> None:
@@ -87,13 +85,13 @@ def test_keys_show_nothing_when_they_are_printed() -> None:
 
 
 async def test_the_fleet_is_shown_to_who_has_the_keys() -> None:
-    board = FleetBoard("127.0.0.1", OURS)
+    board = StatePublisher("tcp://127.0.0.1:*", Fleet(), OURS)
     serving = asyncio.create_task(board.serve())
-    board.show(Fleet(1, (Seat("engine-0", "http://a"),)))
-    async with asyncio.timeout(SOON), FleetFeed(board.address, OURS) as feed:
+    board.publish(Fleet(1, (ReplicaInfo("engine-0", "http://a"),)))
+    async with asyncio.timeout(SOON), StateSubscriber(board.address, Fleet(), OURS) as feed:
         assert (await feed.changed(0)).revision == 1
         for keys in STRANGERS.values():
-            async with FleetFeed(board.address, keys) as stranger:
+            async with StateSubscriber(board.address, Fleet(), keys) as stranger:
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.3):
                         await stranger.changed(0)
@@ -102,18 +100,18 @@ async def test_the_fleet_is_shown_to_who_has_the_keys() -> None:
     await board.close()
 
 
-async def test_a_receipt_counts_from_who_has_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.weightsync.receipts.LINGER_MS", 300)
+async def test_a_ack_counts_from_who_has_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.weightsync.plan.LINGER_MS", 300)
 
     async def send(keys: Keys | None, rank: int) -> None:
         monkeypatch.delenv(curve.VARIABLE, raising=False)
         for name, value in keys.environment().items() if keys else ():
             monkeypatch.setenv(name, value)
-        await asyncio.to_thread(send_receipt, receipts.address, Receipt(expected.receiver, rank, 1, 0.5))
+        await asyncio.to_thread(send_ack, acks.address, WeightAck(expected.receiver, rank, 1))
 
     monkeypatch.setenv(curve.VARIABLE, OURS.environment()[curve.VARIABLE])
-    receipts = Receipts("127.0.0.1")
-    with receipts.expect("engine-0", 1, 2) as expected:
+    acks = AckCollector("127.0.0.1")
+    with acks.expect("engine-0", 1, 2) as expected:
         await send(OURS, 0)
         for keys in STRANGERS.values():
             await send(keys, 1)
@@ -122,8 +120,8 @@ async def test_a_receipt_counts_from_who_has_the_keys(monkeypatch: pytest.Monkey
                 await expected.complete()
         await send(OURS, 1)
         async with asyncio.timeout(SOON):
-            assert await expected.complete() == 0.5
-    receipts.close()
+            await expected.complete()
+    acks.close()
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -135,9 +133,9 @@ KNOCKS = 1500
 
 async def test_strangers_who_knock_while_the_loop_is_busy_hold_up_nobody(address: str) -> None:
     context, others = zmq.asyncio.Context(), zmq.Context()
-    guard = Guard(context, OURS)
+    guard = CurveServer(context, OURS)
     pull = context.socket(zmq.PULL)
-    guard.protect(pull)
+    guard.configure(pull)
     pull.bind(address)
     host, port = address.removeprefix("tcp://").split(":")
     for _ in range(KNOCKS):  # here, so that the loop does not turn
@@ -146,7 +144,7 @@ async def test_strangers_who_knock_while_the_loop_is_busy_hold_up_nobody(address
             while stranger.recv(1024):
                 pass
     ours = others.socket(zmq.PUSH)
-    join(ours, OURS)
+    configure_client(ours, OURS)
     ours.connect(address)
     ours.send(b"well?")
     async with asyncio.timeout(SOON):

@@ -1,4 +1,4 @@
-"""What blocks runs beside the event loop, and is broken off when nobody waits for it."""
+"""Blocking functions run in a thread, and are interrupted when their caller is cancelled."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_a_function_sees_the_context_of_its_caller() -> None:
     assert await in_thread(word.get) == "mine"
 
 
-async def test_a_function_that_nobody_waits_for_is_broken_off() -> None:
+async def test_a_function_whose_caller_is_cancelled_is_interrupted() -> None:
     began, ended = threading.Event(), threading.Event()
 
     def forever() -> None:
@@ -61,7 +61,7 @@ async def test_a_function_that_nobody_waits_for_is_broken_off() -> None:
     assert await in_thread(ended.wait, SOON)
 
 
-async def test_a_function_that_heeds_nothing_is_left_behind() -> None:
+async def test_a_function_that_runs_no_python_is_abandoned() -> None:
     released = threading.Event()
     began = time.monotonic()
     with pytest.raises(TimeoutError):
@@ -72,7 +72,7 @@ async def test_a_function_that_heeds_nothing_is_left_behind() -> None:
     released.set()
 
 
-async def test_functions_that_end_as_they_are_given_up_harm_nobody() -> None:
+async def test_functions_that_end_while_they_are_cancelled_raise_nothing_elsewhere() -> None:
     """The race between the end of a function and its breaking off, many times."""
     threads = threading.active_count()
     for number in range(300):

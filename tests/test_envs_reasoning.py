@@ -48,7 +48,7 @@ async def test_wrong_and_missing_answers_earn_nothing():
         assert (end.done, end.reward) == (True, 0.0)
 
 
-async def test_what_the_policy_gets_wrong_is_told_and_the_episode_goes_on():
+async def test_errors_of_the_policy_become_messages_and_the_episode_continues():
     source, env, _ = await opened()
     malformed = await env.step(Message("assistant", "", malformed="a tool call could not be read (invalid json)"))
     assert malformed.messages == (Message("user", "error: a tool call could not be read (invalid json)"),)

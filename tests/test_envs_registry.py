@@ -1,16 +1,7 @@
 import msgspec
 import pytest
 from slipstream.configs.schema import FAILURES, Failure, Mixture, PythonEnv, ReasoningGym
-from slipstream.envs import (
-    Message,
-    Observation,
-    SimpleEnv,
-    StepResult,
-    Task,
-    parts_of,
-    require_penalties,
-    task_source,
-)
+from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task, parts_of, require_penalties, task_source
 from slipstream.errors import ConfigError
 
 
@@ -87,7 +78,7 @@ def test_what_is_wrong_with_a_part_names_the_part():
             parts_of(Mixture(parts={"a": here("Guess", highest=3), "b": part}), "train", 0)
 
 
-def test_failures_are_trained_on_only_where_every_environment_says_what_they_are_worth():
+def test_failures_are_trained_on_only_where_every_environment_declares_a_penalty():
     free, priced = here("Guess", highest=3), here("Priced", highest=3)
     train = FAILURES | {"tool": Failure(then="train")}
     require_penalties(parts_of(priced, "train", 0), train)

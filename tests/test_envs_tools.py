@@ -67,7 +67,7 @@ def test_no_expression_hangs_or_raises_anything_else(expression):
     assert time.perf_counter() - began < 1.0
 
 
-async def test_a_wrong_call_is_told_to_the_policy():
+async def test_the_policy_receives_the_error_of_a_wrong_call():
     message, valid = await call_tool(TOOLS, ToolCall("calculator", {"expression": "1 / 0"}, id="c1"))
     assert (message.role, message.content, message.tool_call_id, valid) == (
         "tool",
@@ -82,7 +82,7 @@ async def test_a_wrong_call_is_told_to_the_policy():
         assert "the calculator takes" in (await call_tool(TOOLS, ToolCall("calculator", arguments)))[0].content
 
 
-async def test_a_tool_that_fails_is_not_told_to_the_policy():
+async def test_the_policy_never_receives_the_error_of_a_failed_tool():
     def broken(arguments):
         raise ToolError("the sandbox is gone")
 

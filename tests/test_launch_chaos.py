@@ -12,21 +12,22 @@ from pathlib import Path
 import msgspec
 import pytest
 from slipstream.buffer.store import Store
+from slipstream.chaos import audit as chaos_audit
+from slipstream.chaos import audit_checks, audit_log
+from slipstream.chaos.audit import audit
+from slipstream.chaos.plan import SUPERVISOR, make_plan
 from slipstream.configs import load
 from slipstream.errors import ConfigError
-from slipstream.launch import chaos_audit, journal
-from slipstream.launch.chaos_audit import audit
-from slipstream.launch.chaos_plan import SUPERVISOR, make_plan
 from slipstream.tests.runs import leftovers, metrics, query, slipstream, tiny_policy
 
-FEW = ("rollout.engine.replicas=1", "rollout.workers=1", "learner.backend.ranks=1", "learner.checkpoint.every=2")
+FEW = ("rollout.engine.replicas=1", "rollout.workers=1", "learner.backend.ranks=1", "learner.checkpoint_every=2")
 KILLS, SEED = 4, 3
 """Kills of the learner, the supervisor, a worker and the buffer, and a learner that is stopped for longer than a lease."""
 
 
 @pytest.fixture(scope="module")
-def tormented(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
-    """A run folder, and what the command said of it."""
+def chaos_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """A run folder, and the report of the command."""
     root = tmp_path_factory.mktemp("chaos")
     policy = tiny_policy(root / "policy")
     arguments = (
@@ -42,15 +43,15 @@ def tormented(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     return root / "run", json.loads(done.stdout)
 
 
-def test_a_small_chaos_leaves_nothing_to_complain_of(tormented: tuple[Path, dict]) -> None:
-    run, told = tormented
-    assert told["problems"] == []
-    assert told["struck"] == {"kill": KILLS, "stop": 1}
-    assert told["resumes"] == 1
+def test_a_small_chaos_leaves_nothing_to_complain_of(chaos_run: tuple[Path, dict]) -> None:
+    run, report = chaos_run
+    assert report["problems"] == []
+    assert report["faults"] == {"kill": KILLS, "stop": 1}
+    assert report["resumes"] == 1
     assert leftovers(run) == []
-    assert len(told["plan"]) == KILLS + 1
-    assert all(check["examined"] > 0 for check in told["checks"])
-    assert 0 < told["steps"] <= len(metrics(run))
+    assert len(report["plan"]) == KILLS + 1
+    assert all(check["examined"] > 0 for check in report["checks"])
+    assert 0 < report["steps"] <= len(metrics(run))
 
 
 def test_the_same_seed_makes_the_same_plan() -> None:
@@ -75,13 +76,13 @@ def test_the_processes_that_vllm_computes_in_are_hit_too() -> None:
 
 
 def test_the_audit_shares_no_code_with_the_buffer() -> None:
-    for module in (chaos_audit, journal):
+    for module in (chaos_audit, audit_checks, audit_log):
         tree = ast.parse(Path(module.__file__).read_text())
         imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level}
-        assert imported <= {"", "configs", "errors"}, module
+        assert imported <= {"", "configs", "errors", "audit_checks", "audit_log"}, module
 
 
-def test_what_cannot_be_tormented_is_refused(tmp_path: Path) -> None:
+def test_runs_that_chaos_cannot_reach_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for arguments, why in (
         ((f"run.dir={tmp_path}",), "is not empty"),
@@ -124,16 +125,23 @@ def stale(db: sqlite3.Connection, run: Path) -> None:
 
 
 def one_bit_of_a_mask(db: sqlite3.Connection, run: Path) -> None:
-    ((trajectory, mask),) = db.execute("SELECT id, loss_mask FROM trajectories LIMIT 1")
-    db.execute("UPDATE trajectories SET loss_mask = ? WHERE id = ?", (bytes([1 - mask[0]]) + mask[1:], trajectory))
+    ((position, length),) = db.execute("SELECT arrays, length FROM trajectories WHERE arrays IS NOT NULL LIMIT 1")
+    segments = {int(path.name, 16): path for path in (run / "buffer.arrays").iterdir()}
+    start = max(start for start in segments if start <= position)
+    with segments[start].open("r+b") as file:
+        mask = position - start + 8 * length
+        file.seek(mask)
+        (old,) = file.read(1)
+        file.seek(mask)
+        file.write(bytes([1 - old]))
 
 
 def taken_again(db: sqlite3.Connection, run: Path) -> None:
     """The learner's own last batch holds, beside what it held, an episode of its first."""
-    (path,) = sorted((run / "journal").glob("learner-0.*.jsonl"), key=lambda path: path.stat().st_mtime)[-1:]
+    (path,) = sorted((run / "audit").glob("learner-0.*.jsonl"), key=lambda path: path.stat().st_mtime)[-1:]
     lines = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
-    made = {line["version"] for line in lines if line["type"] == "Committed"}
-    took = [line for line in lines if line["type"] == "Took" and line["version"] in made]
+    made = {line["version"] for line in lines if line["type"] == "CommitFinished"}
+    took = [line for line in lines if line["type"] == "BatchTaken" and line["version"] in made]
     took[-1]["episodes"] |= dict(list(took[0]["episodes"].items())[:1])
     path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
@@ -150,7 +158,7 @@ PLANTED: dict[str, tuple[Plant, str]] = {
         "every task",
     ),
     "a task is issued again": (sql("UPDATE groups SET task = 1 WHERE id = 2"), "every task"),
-    "a task is skipped": (sql("UPDATE clock SET value = json_set(value, '$.cursors[0]', 100000)"), "every task"),
+    "a task is skipped": (sql("UPDATE counters SET value = json_set(value, '$.cursors[0]', 100000)"), "every task"),
     "a member is kept twice": (
         sql(
             "CREATE TEMP TABLE copy AS SELECT * FROM episodes WHERE id = " + ONE,
@@ -190,8 +198,8 @@ def copied(run: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("what", PLANTED)
-def test_the_audit_finds(what: str, tormented: tuple[Path, dict], tmp_path: Path) -> None:
-    run = copied(tormented[0], tmp_path)
+def test_the_audit_finds(what: str, chaos_run: tuple[Path, dict], tmp_path: Path) -> None:
+    run = copied(chaos_run[0], tmp_path)
     assert not any(check.wrong for check in audit(run))
     plant, name = PLANTED[what]
     with sqlite3.connect(run / "buffer.sqlite") as db:
@@ -202,8 +210,8 @@ def test_the_audit_finds(what: str, tormented: tuple[Path, dict], tmp_path: Path
     assert check.problems
 
 
-def test_groups_that_were_archived_are_held_against_the_archive(tormented: tuple[Path, dict], tmp_path: Path) -> None:
-    run = copied(tormented[0], tmp_path)
+def test_groups_that_were_archived_are_held_against_the_archive(chaos_run: tuple[Path, dict], tmp_path: Path) -> None:
+    run = copied(chaos_run[0], tmp_path)
     store = Store(run / "buffer.sqlite")
     clock, _ = store.load()
     over = min(clock.checkpointed, clock.served or 0)
@@ -220,9 +228,9 @@ def test_groups_that_were_archived_are_held_against_the_archive(tormented: tuple
     assert "acknowledged tokens of archived groups" in check.problems[0]
 
 
-def test_a_torn_last_line_of_a_journal_is_left_out(tormented: tuple[Path, dict], tmp_path: Path) -> None:
-    run = copied(tormented[0], tmp_path)
-    path = next((run / "journal").glob("worker-0.*"))
-    path.write_bytes(path.read_bytes() + b'{"type":"Acknow')
+def test_a_torn_last_line_of_an_audit_log_is_ignored(chaos_run: tuple[Path, dict], tmp_path: Path) -> None:
+    run = copied(chaos_run[0], tmp_path)
+    path = next((run / "audit").glob("worker-0.*"))
+    path.write_bytes(path.read_bytes() + b'{"type":"Delivery')
     assert not any(check.wrong for check in audit(run))
     assert query(run, "SELECT count(*) FROM episodes")[0][0] > 0

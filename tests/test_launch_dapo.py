@@ -15,7 +15,7 @@ COINS = (
     "import random\n"
     "from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task\n\n\n"
     "class Env(SimpleEnv):\n"
-    '    """Even tasks are solved by everybody, odd ones by chance."""\n\n'
+    '    """Every policy solves even tasks; odd ones are solved by chance."""\n\n'
     "    def __init__(self, *, split, seed, hopeless=False):\n"
     "        super().__init__(split=split, seed=seed)\n        self.hopeless = hopeless\n\n"
     "    def task(self, index):\n        return Task(str(index), {'easy': index % 2 == 0 or self.hopeless})\n\n"

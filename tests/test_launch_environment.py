@@ -6,9 +6,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from slipstream.configs import load
+from slipstream.configs import SftConfig, load
 from slipstream.errors import ConfigError
-from slipstream.launch.cli import main
+from slipstream.launch.cli.main import main
 from slipstream.launch.preflight import preflight
 from slipstream.launch.sft import make_examples
 from slipstream.learner.model import load_tokenizer
@@ -17,13 +17,13 @@ from slipstream.tests.runs import tiny_policy
 CUSTOM = """
 import asyncio
 import time
-from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task
+from slipstream.envs import CALCULATOR, Message, Observation, SimpleEnv, StepResult, Task
 
 class Long(SimpleEnv):
     closed = []
 
     def task(self, index):
-        return Task(f"long-{index}")
+        return {"id": "long"} if self.arguments.get("does") == "makes no task" else Task(f"long-{index}")
 
     async def reset(self, task):
         match self.arguments.get("does"):
@@ -31,6 +31,14 @@ class Long(SimpleEnv):
                 await asyncio.Event().wait()
             case "fails":
                 raise RuntimeError("no sandbox")
+            case "returns text":
+                return "Say a number."
+            case "returns one message":
+                return Observation(Message("user", "Say a number."))
+            case "returns a tool":
+                return Observation((Message("user", "Say a number."),), (CALCULATOR,))
+            case "returns no message":
+                return Observation(())
         return Observation((Message("user", "0123456789 " * self.arguments.get("words", 1)),))
 
     async def step(self, message):
@@ -61,6 +69,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _custom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "custom_long.py").write_text(CUSTOM)
+    (tmp_path / "custom_broken.py").write_text("class Env(")
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -78,9 +87,21 @@ TINY = ("agent.max_tokens=16", "agent.max_tokens_per_turn=8")
         (TINY, ("agent.max_tokens: 16 leaves no room", "task 0 of chain_sum has ")),
         ((*LONG, "env.arguments={does: fails}"), ("Long raised RuntimeError in the reset of task 0: no sandbox",)),
         (
-            (*LONG, "env.arguments={does: hangs}", "rollout.step_s=0.2"),
-            ("Long waited 0.2 s for the reset of task 0", "rollout.step_s"),
+            (*LONG, "env.arguments={does: hangs}", "rollout.episode_s=0.2"),
+            ("Long waited 0.2 s for the reset of task 0", "rollout.episode_s"),
         ),
+        ((*LONG, "env.arguments={does: makes no task}"), ("Long returned {'id': 'long'} for task 0", "return Task(")),
+        (
+            (*LONG, "env.arguments={does: returns text}"),
+            ("Long: the reset of task 0", "no valid Observation", "got `str`"),
+        ),
+        (
+            (*LONG, "env.arguments={does: returns one message}"),
+            ("no valid Observation", "Expected `array`", "$.messages", "Say a number."),
+        ),
+        ((*LONG, "env.arguments={does: returns a tool}"), ("no valid Observation", "function")),
+        ((*LONG, "env.arguments={does: returns no message}"), ("returned no message for the policy to answer",)),
+        (("env.kind=python", "env.factory=custom_broken:Env"), ("env.factory: cannot import", "SyntaxError", "line 1")),
         ((*MIXTURE, "env.parts.long.arguments={words: 40}"), ("task 0 of long has",)),
         ((*MIXTURE, "env.parts.sums.family=chain_sums"), ("env.parts.sums.family: 'chain_sums'",)),
         (
@@ -114,11 +135,11 @@ def test_doctor_shows_a_mixture_and_the_longest_prompt(policy: Path, capsys: pyt
 def test_a_prompt_of_an_agent_of_ones_own_is_its_own_matter(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = ("agent.kind=custom_long:play", *TINY)
     assert main(["doctor", "quickstart", f"model.path={policy}", *mine]) == 0
-    assert "known to custom_long:play alone" in capsys.readouterr().out
+    assert "only custom_long:play knows it" in capsys.readouterr().out
 
 
 def test_a_mixture_is_warmed_up_on_by_the_shares_of_those_that_demonstrate(policy: Path) -> None:
-    config = load("quickstart", [f"model.path={policy}", "sft.demonstrations=40", *MIXTURE])
+    config = load("quickstart", [f"model.path={policy}", "sft.demonstrations=40", *MIXTURE], SftConfig)
     tokenizer = load_tokenizer(str(policy))
     texts = [tokenizer.decode(ids) for ids, _ in make_examples(config)]
     kinds = Counter("spelling" if "Spell this word backward" in text else "sums" for text in texts)

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.ledger_report import LedgerReport
 from slipstream.configs import Config, describe, dump, load
 from slipstream.configs.schema import PythonEnv
-from slipstream.launch.cli import main
+from slipstream.launch.cli.ledger import print_report
+from slipstream.launch.cli.main import main
+from slipstream.launch.run_lock import run_lock
 from slipstream.tests.runs import tiny_policy
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +60,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("rollout.engine.tensor_parallel=5", ("rollout.engine.tensor_parallel", "5", "6 attention heads")),
         ("model.dtype=bfloat16", ("model.dtype", "weightsync.canary_tolerance", "0.2")),
         ("seed=-1", ("seed", "-1")),
-        ("launch.hosts=many", ("launch.hosts", "launch.kind=ray")),
+        ("launch.hosts=many", ("launch.hosts", "launch.kind=ray_cluster")),
         ("weightsync.transport=pigeon", ("weightsync.transport", "pigeon", "broadcast")),
         ("rollout.partial=whole", ("rollout.partial", "whole", "recompute")),
         ("rollout.episodes_per_worker=8", ("rollout.episodes_per_worker",)),
@@ -72,24 +83,12 @@ def test_a_bad_key_is_one_line(
     ("overrides", "names"),
     [
         (
-            ("launch.kind=ray", "launch.hosts=many", "weightsync.transport=shared"),
-            ("weightsync.transport=shared", "launch.hosts=many", "disk"),
+            ("launch.kind=ray_cluster", "weightsync.transport=shared"),
+            ("weightsync.transport=shared", "launch.kind=ray_cluster", "disk"),
         ),
         (
             ("rollout.engine.kind=transformers", "rollout.engine.tensor_parallel=2"),
             ("rollout.engine.tensor_parallel", "max_concurrent"),
-        ),
-        (
-            ("rollout.engine.kind=sglang", "rollout.engine.python=/nowhere/python"),
-            ("rollout.engine.python", "/nowhere/python"),
-        ),
-        (
-            ("rollout.engine.kind=fake", "rollout.engine.faults=[{at: lunch, do: die}]"),
-            ("rollout.engine.faults", "lunch"),
-        ),
-        (
-            ("rollout.engine.kind=fake", "rollout.engine.faults=[{at: token, do: refuse}]"),
-            ("rollout.engine.faults[0]", "do=refuse", "at=token"),
         ),
         (
             ("rollout.engine.kind=fake", "rollout.engine.memory=0.85"),
@@ -103,6 +102,33 @@ def test_keys_that_do_not_go_together_are_one_line(
     run = tmp_path / "run"
     line = refused(capsys, "train", "quickstart", f"model.path={policy}", f"run.dir={run}", *overrides)
     for name in names:
+        assert name in line
+    assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable", "value", "names"),
+    [
+        ("sglang", "SLIPSTREAM_SGLANG_PYTHON", "/nowhere/python", ("/nowhere/python",)),
+        ("fake", "SLIPSTREAM_FAULTS", "[{at: lunch, do: die}]", ("lunch",)),
+        ("fake", "SLIPSTREAM_FAULTS", "[{at: token, do: refuse}]", ("do=refuse", "at=token")),
+    ],
+)
+def test_a_wrong_environment_variable_is_one_line_that_names_it(
+    kind: str,
+    variable: str,
+    value: str,
+    names: tuple[str, ...],
+    policy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(variable, value)
+    run = tmp_path / "run"
+    given = (f"model.path={policy}", f"run.dir={run}", f"rollout.engine.kind={kind}")
+    line = refused(capsys, "train", "quickstart", *given)
+    for name in (variable, *names):
         assert name in line
     assert not run.exists()
 
@@ -187,6 +213,15 @@ def test_a_busy_port(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert str(port) in line
 
 
+def test_the_folder_of_a_run_that_is_active(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with run_lock(tmp_path):
+        line = refused(capsys, "train", "quickstart", f"model.path={policy}", f"run.dir={tmp_path}")
+        assert "active" in line
+        assert "not empty" not in line
+        (tmp_path / "config.yaml").write_text(dump(load("quickstart", [f"model.path={policy}"])))
+        assert "active" in refused(capsys, "resume", str(tmp_path))
+
+
 def test_a_folder_that_holds_a_run_already(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     line = refused(capsys, "train", "quickstart", f"model.path={policy}", f"run.dir={tmp_path}")
@@ -216,7 +251,7 @@ def test_replicas_of_a_run_that_is_none(
 def test_doctor_names_what_is_wrong_and_goes_on(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "quickstart", f"model.path={policy}"]) == 0
     assert "WRONG" not in capsys.readouterr().out
-    assert main(["doctor", "quickstart", f"model.path={policy}", "env.family=nonsense"]) == 2
+    assert main(["doctor", f"model.path={policy}", "env.family=nonsense"]) == 2  # CONFIG may be left out
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("WRONG")] == ["environment"]
     assert len(lines) >= 10
@@ -227,14 +262,122 @@ def test_train_help_shows_every_field(capsys: pytest.CaptureFixture[str]) -> Non
         main(["train", "--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    keys = [field.key for field in (*describe(Config()), *describe(Config(env=PythonEnv(factory="a:B"))))]
-    assert {"env.family", "env.factory"} <= set(keys)
+    keys = {field.key for field in (*describe(Config()), *describe(Config(env=PythonEnv(factory="a:B"))))}
+    keys |= {"env.family", "env.factory", "env.parts.NAME.family", "rollout.engine.tensor_parallel"}
+    keys |= {"reward.path", "reward.template", "learner.backend.parallel", "learner.algorithm.advantage.lam"}
+    keys |= {"learner.algorithm.loss.eta", "learner.algorithm.kl.coefficient", "rollout.failures.NAME.retries"}
     for key in keys:
-        assert f"{key} = " in text
-    assert "No token older than this many policy versions is trained on." in text
+        assert f"\n{key} = " in text
+    assert "of kind vllm, sglang)" in text
+    assert "No token older than this many policy versions is trained on." in " ".join(text.split())
+    docs = [line for line in text.partition("seed = 0")[2].splitlines()[1:] if " = " not in line]
+    assert all(line.startswith("    ") and len(line) <= 80 for line in docs if line)
 
 
 def test_a_run_folder_whose_name_is_too_long(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "train", "quickstart", f"model.path={policy}", f"run.dir={tmp_path / ('x' * 300)}")
     assert "run.dir" in line
     assert "too long" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown", "hidden"),
+    [
+        (("--help",), ("slipstream init-model", "slipstream train quickstart"), ("plugin entry point", "folders")),
+        (("eval", "--help"), ("CONFIG|RUN", "run folder"), ()),
+        (("init-model", "--help"), ("random Qwen3 model of about a million", "default: quickstart"), ()),
+    ],
+)
+def test_help_is_for_users(
+    arguments: tuple[str, ...], shown: tuple[str, ...], hidden: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(part in text for part in shown)
+    assert not any(part in text for part in hidden)
+
+
+def test_train_without_arguments_asks_for_the_config_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train"])
+    assert "required: CONFIG\n" in capsys.readouterr().err
+
+
+def test_overrides_do_not_leak_into_the_next_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "quickstart", "--yaml", "learner.steps=7"]) == 0
+    assert "steps: 7" in capsys.readouterr().out
+    assert main(["config", "quickstart", "--yaml"]) == 0
+    assert "steps: 7" not in capsys.readouterr().out
+
+
+def test_doctor_sees_a_package_of_ours_that_is_missing(tmp_path: Path) -> None:
+    """As in a wheel that leaves a folder out."""
+    package = tmp_path / "slipstream"
+    rooms = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
+    for room in rooms:
+        shutil.copytree(room, package / room.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ROOT.glob("*.py"):
+        shutil.copy(file, package)
+
+    def doctor() -> tuple[int, str]:
+        command = [sys.executable, "-m", "slipstream.launch.cli", "doctor", "quickstart"]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert "Traceback" not in done.stderr
+        return done.returncode, next(line for line in done.stdout.splitlines() if " installation " in line)
+
+    assert doctor()[1].startswith("ok")
+    shutil.rmtree(package / "learner" / "aux_models")
+    status, line = doctor()
+    assert status == 2
+    assert line.startswith("WRONG")
+    assert "slipstream.learner.aux_models" in line
+
+
+def test_a_dependency_that_cannot_be_imported_is_one_line(
+    policy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "slipstream.monitor.trackers", None)
+    assert main(["doctor", "quickstart", f"model.path={policy}"]) == 2
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("WRONG"))
+    assert "trackers" in line
+
+
+def test_a_weights_file_has_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        policy = tiny_policy(tmp_path / "policy")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in policy.iterdir()} == {0o644}
+
+
+def test_a_ledger_is_whole_at_80_columns() -> None:
+    reasons = {"attempt_replaced": 12, "failed_environment": 3456, "no_signal": 789, "past_the_deadline": 1}
+    total = Ledger(123456, 1000, 2000, 3000, withheld={"stale": 4, "late": 5}, discarded=reasons)
+    report = LedgerReport(total, {1: total}, {64: total}, 60.0, 61.0, 0)
+    console = Console(file=io.StringIO(), width=80)
+    print_report(report, "length", console)
+    text = console.file.getvalue()
+    assert "…" not in text
+    for word in ("generated", "flight", "environment", "deadline", "123,456", "64 to 127", "mean episode length"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("train", "quickstart", "run.dir={tmp}/run"), "checks the config, then trains in {tmp}/run"),
+        (("eval", "quickstart"), "checks the config, then evaluates {tmp}/none"),
+        (("sft", "quickstart", "sft.out={tmp}/out"), "checks the config, then fine-tunes {tmp}/none"),
+    ],
+)
+def test_the_first_line_comes_before_the_checks(
+    arguments: tuple[str, ...], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (argument.format(tmp=tmp_path) for argument in (*arguments, "model.path={tmp}/none"))
+    assert main(list(given)) == 2
+    assert line.format(tmp=tmp_path) in capsys.readouterr().out.splitlines()[0]

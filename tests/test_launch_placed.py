@@ -5,18 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from slipstream.chaos.plan import make_plan
 from slipstream.configs import load
 from slipstream.errors import ConfigError
 from slipstream.launch import preflight
-from slipstream.launch.chaos_plan import make_plan
-from slipstream.launch.member import role_names
-from slipstream.launch.processes import LocalLauncher, free_ports
-from slipstream.launch.resources import needed_gpus, place, role_environment
+from slipstream.launch.launchers.local import LocalLauncher
+from slipstream.launch.resources import assign_gpus, needed_gpus, role_environment
+from slipstream.launch.supervisor.processes import role_names
+from slipstream.tests.ranks import reserved_ports
 from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, metrics, slipstream, tiny_policy
 
-BESIDE = (
-    "learner.algorithm={advantage: {kind: gae, critic_lr: 1e-3}, kl: {kind: loss}}",
-    "learner.beside={reference: 1, critic: 2}",
+PLACED = (
+    "learner.algorithm={advantage: {kind: gae, lr: 1e-3}, kl: {kind: loss}}",
+    "learner.aux_models={reference: 1, critic: 2}",
 )
 
 
@@ -25,10 +26,10 @@ def test_a_critic_that_is_killed_and_one_that_is_put_elsewhere(tmp_path: Path) -
     keys = (
         "rollout.engine.kind=transformers",
         "learner.steps=24",
-        "learner.checkpoint.every=10",
+        "learner.checkpoint_every=10",
         "learner.algorithm.overlong=250",  # so that something is earned
     )
-    with Background("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *BESIDE, *keys) as going:
+    with Background("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *PLACED, *keys) as going:
         going.until_step(1)
         going.until(
             lambda: "the learner's next request" in slipstream("waits", str(run), "--json").stdout, "idle roles"
@@ -54,45 +55,45 @@ def test_a_critic_that_is_killed_and_one_that_is_put_elsewhere(tmp_path: Path) -
     check_accounts(run)
     beside = run / "checkpoints" / "beside"
     assert sorted(path.name for path in beside.iterdir()) == ["step-00000020", "step-00000024"]
-    slipstream("resume", str(run), "learner.steps=26", "learner.beside={critic: 0, reference: 0}")
+    slipstream("resume", str(run), "learner.steps=26", "learner.aux_models={critic: 0, reference: 0}")
     assert [row["step"] for row in metrics(run)][-2:] == [25, 26]
     check_accounts(run)
     assert leftovers(run) == []
 
 
 def test_they_are_roles_with_gpus_ports_and_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, config = load("qwen3-0.6b"), load("qwen3-0.6b", [*BESIDE, "rollout.engine.replicas=1"])
+    plain, config = load("qwen3-0.6b"), load("qwen3-0.6b", [*PLACED, "rollout.engine.replicas=1"])
     assert [name for name in role_names(config) if name not in role_names(plain)] == [
         "reference-0",
         "critic-0",
         "critic-1",
     ]
     wanted = needed_gpus(config, engines=True, learners=True)
-    assert place(wanted, 5).gpus == {
+    assert assign_gpus(wanted, 5).gpus == {
         "learner-0": (0,),
         "engine-0": (1,),
         "reference-0": (2,),
         "critic-0": (3,),
         "critic-1": (4,),
     }
-    shared = place(wanted, 2)  # the ranks of one model do not share, others may, and weights need not pass them
+    shared = assign_gpus(wanted, 2)  # the ranks of one model do not share, others may, and weights need not pass them
     assert {shared.gpus["critic-0"], shared.gpus["critic-1"]} == {(0,), (1,)}
     assert shared.backend == "nccl"
-    with pytest.raises(ConfigError, match=r"learner\.beside\.critic: 2 ranks need a GPU each"):
-        place(wanted, 1)
+    with pytest.raises(ConfigError, match=r"learner\.aux_models\.critic: 2 ranks need a GPU each"):
+        assign_gpus(wanted, 1)
     monkeypatch.setattr("os.cpu_count", lambda: 9)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert {role_environment(config, role)["OMP_NUM_THREADS"] for role in ("learner-0", "critic-1")} == {"2"}
     assert role_environment(config, "sft-0")["OMP_NUM_THREADS"] == "9"
-    plan = make_plan(load("chaos", [*BESIDE]), 100, 0)
+    plan = make_plan(load("chaos", [*PLACED]), 100, 0)
     assert {"reference-0", "critic-0", "critic-1"} <= {fault.victim for fault in plan}
 
 
-async def test_ranks_meet_at_a_port_that_nobody_else_was_given(tmp_path: Path) -> None:
-    first = free_ports(1)[0]
+async def test_ranks_meet_at_a_port_that_no_other_role_has(tmp_path: Path) -> None:
+    first = reserved_ports(12)[0]
     launcher = LocalLauncher(tmp_path, first)
     spots = await launcher.place({"critic-0": 0, "critic-1": 0})
     assert [spot.port for spot in spots.values()] == [first, first + 1]
-    assert await launcher.another_port("critic-0") == first + 2
-    config = load("quickstart", [*BESIDE, f"launch.port={first}"])
+    assert await launcher.reserve_port("critic-0") == first + 2
+    config = load("quickstart", [*PLACED, f"launch.port={first}"])
     assert preflight.ports(config) == f"{first} to {first + len(role_names(config))} are free"

@@ -1,4 +1,4 @@
-"""Places that are lost: the Ray launcher on a real cluster of several nodes, all of this machine."""
+"""Placements that are lost: the Ray launcher on a real cluster of several nodes, all of this machine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 from slipstream.errors import DeadlineExceeded, RoleDied
-from slipstream.launch import ray_launcher
-from slipstream.launch.ray_launcher import RayLauncher, RayProcess
+from slipstream.launch.launchers import ray as ray_launcher
+from slipstream.launch.launchers.ray import RayLauncher, RayProcess
 
 WAIT_S = 60.0
 
-ROLE = "from slipstream.launch.processes import die_with_parent; die_with_parent(); import time; time.sleep(600)"
-"""What runs at the places: nothing, as long as its place lives."""
+ROLE = "from slipstream.common.process import set_parent_death_signal; set_parent_death_signal(); import time; time.sleep(600)"
+"""What a role runs: it sleeps for as long as its actor lives."""
 
 QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200, "health_check_failure_threshold": 5}
 """Ray sees within a second that a node is lost."""
@@ -49,27 +49,29 @@ async def start(launcher: RayLauncher, role: str) -> RayProcess:
     return process
 
 
-async def test_places_that_are_lost(cluster: Cluster, launcher: RayLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_placements_that_are_lost(
+    cluster: Cluster, launcher: RayLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with asyncio.timeout(4 * WAIT_S):
         first = cluster.add_node(num_cpus=1)
-        spot = (await launcher.place({"engine-0": 0}))["engine-0"]
+        placement = (await launcher.place({"engine-0": 0}))["engine-0"]
         process = await start(launcher, "engine-0")
 
-        # The place alone: another comes in its stead.
+        # The actor ends: another one takes its bundle.
         os.kill(psutil.Process(process.pid).ppid(), signal.SIGKILL)
         assert await process.wait() == -9
         process = await start(launcher, "engine-0")
 
-        # A place that is stuck, and its node: ending it is a matter of seconds all the same.
+        # The actor is stopped: ending its process takes seconds all the same.
         monkeypatch.setattr(ray_launcher, "END_S", 1.0)
-        place = psutil.Process(process.pid).parent()
-        assert place is not None
-        place.suspend()
+        actor = psutil.Process(process.pid).parent()
+        assert actor is not None
+        actor.suspend()
         await process.terminate()
         await process.kill()
         assert await process.wait() == -9
 
-        # The node: the role goes on at another.
+        # The node is lost: the role continues on another.
         process = await start(launcher, "engine-0")
         cluster.add_node(num_cpus=1)
         await asyncio.to_thread(cluster.remove_node, first, allow_graceful=False)
@@ -78,10 +80,10 @@ async def test_places_that_are_lost(cluster: Cluster, launcher: RayLauncher, mon
         await process.terminate()
         assert await process.wait() == -signal.SIGTERM
 
-        # It leaves; whoever comes next takes its place. To leave twice changes nothing.
+        # It leaves: the next role takes its bundle. A second release changes nothing.
         await launcher.release("engine-0")
         await launcher.release("engine-0")
-        assert (await launcher.place({"engine-1": 0}))["engine-1"].host == spot.host
+        assert (await launcher.place({"engine-1": 0}))["engine-1"].host == placement.host
         await start(launcher, "engine-1")
 
 
@@ -97,32 +99,33 @@ async def test_a_node_that_is_lost_for_good(
         other = await start(launcher, "engine-1")
         await asyncio.to_thread(cluster.remove_node, lost, allow_graceful=False)
         assert await process.wait() == -9
-        monkeypatch.setattr(ray_launcher, "PLACE_S", 3.0)
-        monkeypatch.setattr(ray_launcher, "END_S", 1.0)
-        with pytest.raises(RoleDied, match=r"the place of engine-0 at .* is lost, and Ray has no other"):
-            await start(launcher, "engine-0")
-        with pytest.raises(RoleDied, match="is lost, and Ray has no other"):  # named each time
-            await start(launcher, "engine-0")
-        await launcher.release("engine-0")
-        assert psutil.pid_exists(other.pid)
-        # What it left lies nowhere and is not for the next, who is told that there is no room.
-        with pytest.raises(DeadlineExceeded, match="room for 1 roles"):
-            await launcher.place({"engine-2": 0})
+        with monkeypatch.context() as hurried:
+            hurried.setattr(ray_launcher, "PLACE_S", 3.0)
+            hurried.setattr(ray_launcher, "END_S", 1.0)
+            with pytest.raises(RoleDied, match=r"the placement of engine-0 at .* is lost, and Ray has no other"):
+                await start(launcher, "engine-0")
+            with pytest.raises(RoleDied, match="is lost, and Ray has no other"):  # named each time
+                await start(launcher, "engine-0")
+            await launcher.release("engine-0")
+            assert psutil.pid_exists(other.pid)
+            # Its bundle is on no node and is not reused: the next role is refused, because there is no room.
+            with pytest.raises(DeadlineExceeded, match="room for 1 roles"):
+                await launcher.place({"engine-2": 0})
         await launcher.release("engine-1")
-        await launcher.place({"engine-3": 0})
+        await launcher.place({"engine-3": 0})  # a new actor imports Ray and torch: more than 3 s on a busy machine
         await start(launcher, "engine-3")
 
 
-async def test_only_who_listens_nowhere_goes_on_at_another_host(cluster: Cluster, launcher: RayLauncher) -> None:
+async def test_only_a_role_that_does_not_listen_moves_to_another_host(cluster: Cluster, launcher: RayLauncher) -> None:
     async with asyncio.timeout(4 * WAIT_S):
         lost = cluster.add_node(num_cpus=2)
-        spots = await launcher.place({"engine-0": 0, "worker-0": 0})
+        placements = await launcher.place({"engine-0": 0, "worker-0": 0})
         engine, worker = await start(launcher, "engine-0"), await start(launcher, "worker-0")
         cluster.add_node(num_cpus=2, node_ip_address="127.0.0.2")
         await asyncio.to_thread(cluster.remove_node, lost, allow_graceful=False)
         assert await asyncio.gather(engine.wait(), worker.wait()) == [-9, -9]
         await start(launcher, "worker-0")
         with pytest.raises(
-            RoleDied, match=rf"another at 127\.0\.0\.2, but the others know it at {spots['engine-0'].host}"
+            RoleDied, match=rf"another at 127\.0\.0\.2, but the others know it at {placements['engine-0'].host}"
         ):
             await start(launcher, "engine-0")

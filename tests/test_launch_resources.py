@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from slipstream.configs import load
 from slipstream.errors import ConfigError
-from slipstream.launch.processes import LocalLauncher, Spot, free_ports
-from slipstream.launch.resources import Placement, needed_gpus, place, ranks_of, role_environment, spare
+from slipstream.launch.launchers.local import LocalLauncher, Placement
+from slipstream.launch.resources import GpuAssignment, assign_gpus, free_gpus, needed_gpus, ranks_of, role_environment
+from slipstream.tests.ranks import reserved_ports
 
 
 def test_a_gpu_each_while_there_are_enough() -> None:
@@ -16,7 +17,7 @@ def test_a_gpu_each_while_there_are_enough() -> None:
         "qwen3-0.6b", ["learner.backend.ranks=2", "rollout.engine.replicas=2", "rollout.engine.tensor_parallel=2"]
     )
     wanted = needed_gpus(config, engines=True, learners=True)
-    placement = place(wanted, 8)
+    placement = assign_gpus(wanted, 8)
     used = [gpu for gpus in placement.gpus.values() for gpu in gpus]
     assert sorted(used) == list(range(6))
     assert placement.gpus["engine-1"] == (4, 5)
@@ -24,15 +25,17 @@ def test_a_gpu_each_while_there_are_enough() -> None:
 
 
 def test_one_gpu_is_shared_and_weights_go_through_the_host() -> None:
-    placement = place(needed_gpus(load("qwen3-0.6b"), engines=True, learners=True), 1)
+    placement = assign_gpus(needed_gpus(load("qwen3-0.6b"), engines=True, learners=True), 1)
     assert set(placement.gpus.values()) == {(0,)}
     assert placement.backend == "gloo"
 
 
-def test_only_who_shares_with_those_that_push_keeps_weights_from_nccl() -> None:
-    assert place({"learner-0": 1, "reward": 1, "engine-0": 1}, 2).backend == "gloo"  # learner and engine share one
-    assert place({"learner-0": 1, "engine-0": 1, "reward": 1}, 2).backend == "nccl"
-    assert place({"learner-0": 1, "reward": 1, "engine-0": 1}, 3).backend == "nccl"
+def test_a_gpu_shared_by_learner_and_engine_rules_out_nccl() -> None:
+    assert (
+        assign_gpus({"learner-0": 1, "reward": 1, "engine-0": 1}, 2).backend == "gloo"
+    )  # learner and engine share one
+    assert assign_gpus({"learner-0": 1, "engine-0": 1, "reward": 1}, 2).backend == "nccl"
+    assert assign_gpus({"learner-0": 1, "reward": 1, "engine-0": 1}, 3).backend == "nccl"
 
 
 @pytest.mark.parametrize(
@@ -45,31 +48,31 @@ def test_only_kinds_that_split_a_model_want_more_than_one_gpu(kind: str, more: t
     assert needed_gpus(config, engines=True, learners=False) == {"engine-0": ranks}
 
 
-def test_a_late_replica_gets_what_nobody_has_or_does_not_come() -> None:
+def test_a_late_replica_gets_free_gpus_or_is_refused() -> None:
     taken = {"learner-0": (0,), "engine-0": (1, 2), "engine-1": (5,)}
-    assert spare(taken, 2, 8) == (3, 4)
-    assert spare(taken, 0, 0) == ()
+    assert free_gpus(taken, 2, 8) == (3, 4)
+    assert free_gpus(taken, 0, 0) == ()
     del taken["engine-0"]  # one that left makes room
-    assert spare(taken, 3, 6) == (1, 2, 3)
+    assert free_gpus(taken, 3, 6) == (1, 2, 3)
     with pytest.raises(ConfigError, match=r"another replica wants 4 GPUs of its own, and 3 of 4 are free"):
-        spare(taken, 4, 4)
+        free_gpus(taken, 4, 4)
 
 
-async def test_late_roles_get_the_ports_and_gpus_that_follow(tmp_path: Path) -> None:
-    first = free_ports(1)[0]
-    launcher = LocalLauncher(tmp_path, first, Placement({"learner-0": (0,), "engine-0": (1,)}, "nccl"), 3)
+async def test_late_roles_get_the_next_ports_and_gpus(tmp_path: Path) -> None:
+    first = reserved_ports(5)[0]
+    launcher = LocalLauncher(tmp_path, first, GpuAssignment({"learner-0": (0,), "engine-0": (1,)}, "nccl"), 3)
     spots = await launcher.place({"learner-0": 1, "engine-0": 1, "buffer": 0})
     assert [spot.port for spot in spots.values()] == [first, first + 1, first + 2]
     assert [spot.gpus for spot in spots.values()] == [(0,), (1,), ()]
-    assert await launcher.place({"engine-1": 1}) == {"engine-1": Spot("127.0.0.1", first + 3, (2,))}
+    assert await launcher.place({"engine-1": 1}) == {"engine-1": Placement("127.0.0.1", first + 3, (2,))}
     with pytest.raises(ConfigError, match="0 of 3 are free"):
         await launcher.place({"engine-2": 1})
     await launcher.release("engine-0")
-    assert (await launcher.place({"engine-3": 1}))["engine-3"] == Spot("127.0.0.1", first + 4, (1,))
+    assert (await launcher.place({"engine-3": 1}))["engine-3"] == Placement("127.0.0.1", first + 4, (1,))
 
 
-def test_without_gpus_nobody_asks_for_one() -> None:
-    placement = place(needed_gpus(load("quickstart"), engines=False, learners=False), 0)
+def test_without_gpus_no_role_asks_for_one() -> None:
+    placement = assign_gpus(needed_gpus(load("quickstart"), engines=False, learners=False), 0)
     assert placement.gpus == {}
     assert placement.backend == "gloo"
 
@@ -77,7 +80,7 @@ def test_without_gpus_nobody_asks_for_one() -> None:
 def test_a_replica_that_does_not_fit_is_named() -> None:
     config = load("qwen3-0.6b", ["rollout.engine.tensor_parallel=4"])
     with pytest.raises(ConfigError, match=r"rollout\.engine\.tensor_parallel: a process wants 4 GPUs, torch sees 2"):
-        place(needed_gpus(config, engines=True, learners=True), 2)
+        assign_gpus(needed_gpus(config, engines=True, learners=True), 2)
 
 
 def test_what_the_user_has_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:

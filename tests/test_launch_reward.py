@@ -12,12 +12,12 @@ import pytest
 from slipstream.configs import Config, dump, load
 from slipstream.configs.reward import Judge
 from slipstream.errors import ConfigError
-from slipstream.launch.cli import main
-from slipstream.launch.member import role_names
+from slipstream.launch.cli.main import main
 from slipstream.launch.preflight import CHECKS, memory
-from slipstream.launch.resources import gpus_of, needed_gpus, place
-from slipstream.launch.reward_fit import check_reward
+from slipstream.launch.resources import assign_gpus, gpus_of, needed_gpus
+from slipstream.launch.reward_check import check_reward_model
 from slipstream.launch.run import resume
+from slipstream.launch.supervisor.processes import role_names
 from slipstream.tests import rewards
 from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, metrics, query, tiny_policy
 
@@ -38,9 +38,7 @@ def test_a_run_whose_reward_server_is_killed(policy: Path, classifier: Path, tmp
     model = (
         "reward.kind=classifier",
         f"reward.path={classifier}",
-        "reward.memory=32MiB",
-        "reward.weight=0.5",
-        "reward.environment=2.0",
+        "reward.weights={model: 0.5, environment: 2.0}",
     )
     with Background("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *own, *model) as going:
         going.until_step(3)
@@ -70,46 +68,43 @@ def test_it_is_a_role_with_a_gpu_of_its_own() -> None:
     config = load("qwen3-0.6b", ["reward.kind=judge", "reward.path=j"])
     assert [name for name in role_names(config) if name not in role_names(plain)] == ["reward"]
     wanted = needed_gpus(config, engines=True, learners=True, reward=True)
-    assert place(wanted, 3).gpus["reward"] == (2,)
-    assert place(wanted, 2).gpus["reward"] == (0,)  # shared, and weights need not pass it
-    assert place(wanted, 2).backend == "nccl"
+    assert assign_gpus(wanted, 3).gpus["reward"] == (2,)
+    assert assign_gpus(wanted, 2).gpus["reward"] == (0,)  # shared, and weights need not pass it
+    assert assign_gpus(wanted, 2).backend == "nccl"
 
 
 @pytest.mark.parametrize("preset", ["quickstart", "qwen3-0.6b"])
 def test_a_score_is_waited_for_longer_than_its_server_takes_to_start(preset: str) -> None:
     config = load(preset, ["reward.kind=judge", "reward.path=j"])
     assert isinstance(config.reward, Judge)
-    assert config.reward.request_s > config.rollout.engine.start_s
+    assert config.score_s > config.rollout.engine.start_s
 
 
-def test_its_memory_counts_beside_that_of_the_engines() -> None:
+def test_its_memory_is_added_to_that_of_the_engines() -> None:
     free = psutil.virtual_memory().available
     half = f"rollout.engine.memory={int(free * 0.6) >> 20}MiB"
     memory(load("quickstart", [half]))
-    memory(load("quickstart", [half, "reward.kind=judge", "reward.path=j"]))
-    with pytest.raises(ConfigError, match=r"rollout\.engine\.memory: .* and reward\.memory: .* free") as caught:
-        memory(
-            load("quickstart", [half, "reward.kind=judge", "reward.path=j", f"reward.memory={half.partition('=')[2]}"])
-        )
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.memory: .* for the reward server .* free") as caught:
+        memory(load("quickstart", [half, "reward.kind=judge", "reward.path=j"]))
     assert "\n" not in str(caught.value)
 
 
-def test_what_asks_no_model_does_not_look_for_it(
+def test_commands_without_a_reward_model_do_not_check_it(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a judge that was moved, a command that does not need it is not told: it gets as far as the last check."""
     assert [*CHECKS][-1] == "trackers"
     missing = ("reward.kind=judge", f"reward.path={tmp_path / 'moved'}", f"model.path={policy}")
     monkeypatch.setitem(CHECKS, "trackers", _reached)
-    for command in ("eval", "sft"):
-        assert main([command, "quickstart", *missing, f"sft.out={tmp_path / 'out'}"]) == 2
+    for command in (("eval", "quickstart"), ("sft", "quickstart", f"sft.out={tmp_path / 'out'}")):
+        assert main([*command, *missing]) == 2
         assert capsys.readouterr().err == "slipstream: reached\n"
     assert main(["train", "quickstart", *missing, f"run.dir={tmp_path / 'run'}"]) == 2
     assert "reward.path" in capsys.readouterr().err
 
 
 def _reached(config: Config) -> str:
-    """The last check: nobody goes on and starts a process. GPUs are asked for as the config says by then."""
+    """The last check: no process is started after it. GPUs are requested as the final config says."""
     gpus_of(config)
     raise ConfigError("reached")
 
@@ -125,21 +120,21 @@ def resumed(run: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_a_resumed_run_keeps_what_its_rewards_mean_and_no_more(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_reward_section_and_may_change_the_rest(tmp_path: Path) -> None:
     template = resumed(tmp_path, "reward.template={answer}")
-    assert template.startswith("reward.template: a run keeps what it began with ('Judge an answer")
-    assert "'{answer}' is not allowed" in template
+    assert template.startswith('reward.template: a run keeps what it began with ("Judge an answer')
+    assert "{answer} is not allowed" in template
     assert len(template) < 250
     assert "\n" not in template
-    assert resumed(tmp_path, "reward.weight=2").startswith(
-        "reward.weight: a run keeps what it began with (1.0), 2.0 is"
+    assert resumed(tmp_path, "reward.weights.model=2").startswith(
+        'reward.weights: a run keeps what it began with ({"model":1.0,"environment":0.0})'
     )
     assert resumed(tmp_path, "reward.kind=environment").startswith("reward.kind: ")
     # It gets as far as the checks, where its model is not found.
-    assert resumed(tmp_path, "reward.memory=1GiB", "reward.request_s=7").startswith("model.path: 'gone'")
+    assert resumed(tmp_path, "rollout.engine.memory=1GiB", "rollout.episode_s=7").startswith("model.path: 'gone'")
 
 
-def test_a_resumed_run_neither_begins_nor_ends_to_have_greedy_episodes(tmp_path: Path) -> None:
+def test_a_resumed_run_can_neither_start_nor_stop_greedy_episodes(tmp_path: Path) -> None:
     line = resumed(tmp_path, "learner.algorithm.advantage.kind=remax")
     assert line.startswith("learner.algorithm.advantage.kind: from grpo to remax is not allowed")
     assert "\n" not in line
@@ -150,7 +145,7 @@ def check(policy: Path, kind: str, path: Path, *overrides: str) -> str:
     """What the check says, refused or not."""
     config = load("quickstart", [f"model.path={policy}", f"reward.kind={kind}", f"reward.path={path}", *overrides])
     try:
-        return check_reward(config)
+        return check_reward_model(config)
     except ConfigError as error:
         return str(error)
 
@@ -164,7 +159,7 @@ def test_models_that_cannot_score_are_one_line(policy: Path, classifier: Path, t
         "ForCausalLM": check(policy, "judge", classifier),
         "512 positions": check(policy, "classifier", classifier, "agent.max_tokens=513"),
         'payload["reference"]': check(policy, "judge", policy, "reward.template={answer} {reference}"),
-        "write a size such as 128MiB": check(policy, "classifier", classifier, "reward.memory=0.5"),
+        "write a size such as 128MiB": check(policy, "classifier", classifier, "rollout.engine.memory=0.5"),
     }
     labels = tmp_path / "labels"
     shutil.copytree(classifier, labels)

@@ -18,12 +18,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from slipstream.agents import load_renderer, render_demonstration
-from slipstream.configs import Config, load
+from slipstream.configs import SftConfig, load
 from slipstream.envs import Message, Observation, parts_of
 from slipstream.errors import ConfigError, PolicyError
-from slipstream.launch.cli import main
+from slipstream.launch.cli.main import main
 from slipstream.launch.init_model import init_model
-from slipstream.launch.sft import RECORD, make_examples
+from slipstream.launch.sft import RESULT_FILE, make_examples
 from slipstream.learner import checkpoint
 from slipstream.learner.model import load_tokenizer
 from slipstream.learner.sft import SftResult
@@ -44,8 +44,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def configured(policy: Path, *overrides: str) -> Config:
-    return load("quickstart", [f"model.path={policy}", *overrides])
+def configured(policy: Path, *overrides: str) -> SftConfig:
+    return load("quickstart", [f"model.path={policy}", *overrides], SftConfig)
 
 
 def written(path: Path, *lines: object) -> Path:
@@ -173,7 +173,7 @@ SMALL = (
 LAYOUTS = {
     "one": ("learner.backend.ranks=1",),
     "two": (),
-    "tensor": ("learner.backend.kind=megatron", "learner.backend.device=cpu", "learner.backend.tensor_parallel=2"),
+    "tensor": ("learner.backend.kind=megatron", "learner.backend.device=cpu", "learner.backend.parallel.tensor=2"),
 }
 
 
@@ -195,7 +195,9 @@ def test_several_ranks_make_the_weights_of_one(tuned: Path, policy: Path, layout
     assert max(float((one[name] - start[name]).abs().max()) for name in one) > 1e-4
     for name in one:
         torch.testing.assert_close(several[name], one[name], atol=1e-6, rtol=0)
-    results = [msgspec.json.decode((tuned / name / RECORD).read_bytes(), type=SftResult) for name in ("one", layout)]
+    results = [
+        msgspec.json.decode((tuned / name / RESULT_FILE).read_bytes(), type=SftResult) for name in ("one", layout)
+    ]
     assert [(r.sequences, r.tokens) for r in results] == [(32, results[0].tokens)] * 2
     assert [h.epoch for h in results[1].held_out] == [0, 1]
     for ours, theirs in zip(results[0].held_out, results[1].held_out, strict=True):
@@ -205,7 +207,7 @@ def test_several_ranks_make_the_weights_of_one(tuned: Path, policy: Path, layout
     assert leftovers(tuned) == []
 
 
-def test_the_loss_that_is_told_is_that_of_the_model_that_is_written(tuned: Path, demonstrations: Path) -> None:
+def test_the_reported_loss_is_that_of_the_written_model(tuned: Path, demonstrations: Path) -> None:
     """In transformers, one conversation at a time."""
     config = configured(tuned / "two", f"sft.messages={demonstrations}")
     model = AutoModelForCausalLM.from_pretrained(tuned / "two", dtype=torch.float32).eval()
@@ -216,7 +218,7 @@ def test_the_loss_that_is_told_is_that_of_the_model_that_is_written(tuned: Path,
             logp = model(tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1)
         chosen = logp[range(len(ids) - 1), tokens[1:]][torch.tensor(mask)[1:]]
         sums.append((-float(chosen.sum()), len(chosen)))
-    result = msgspec.json.decode((tuned / "two" / RECORD).read_bytes(), type=SftResult)
+    result = msgspec.json.decode((tuned / "two" / RESULT_FILE).read_bytes(), type=SftResult)
     told = result.held_out[-1]
     whole = sum(tokens for _, tokens in sums)
     assert 0 < told.tokens < whole / 3
@@ -285,7 +287,7 @@ def test_one_rank_that_is_stopped_while_it_writes_leaves_nothing_and_can_begin_a
     assert list(tmp_path.iterdir()) == []
     assert main(["sft", "quickstart", *given]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert (tmp_path / "out" / RECORD).is_file()
+    assert (tmp_path / "out" / RESULT_FILE).is_file()
 
 
 @pytest.mark.parametrize(

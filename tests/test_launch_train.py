@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from slipstream.learner.metrics import StepMetrics
+from slipstream.tests import forkserver
 from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, metrics, query, slipstream, tiny_policy
 
 BOUND = 2
@@ -24,8 +25,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_staleness(run_dir: Path, bound: int = BOUND) -> None:
-    """No trained token is older than the bound, and what is withheld had to be: counted from the stored spans, and beside them
-    from what the learner says it trained on."""
+    """No trained token is older than the bound, and what is withheld had to be: counted from the stored spans and,
+    independently, from the learner's own metrics."""
     sql = (
         "SELECT g.trained_at, e.loss_from, t.header FROM groups g JOIN episodes e ON e.group_id = g.id"
         " JOIN trajectories t ON t.episode_id = e.id WHERE g.state = 'trained' AND e.account = 'trained'"
@@ -46,9 +47,9 @@ def check_staleness(run_dir: Path, bound: int = BOUND) -> None:
 
 def test_a_run_from_start_to_report(policy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = slipstream(
-        "train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, "learner.steps=5", "evaluation.tasks=4"
-    )
+    arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL)
+    with forkserver.disabled():  # every process is started as users start it
+        done = slipstream(*arguments, "learner.steps=5", "evaluation.tasks=4")
     assert leftovers(run) == []
     rows = metrics(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
@@ -72,6 +73,32 @@ def test_a_run_from_start_to_report(policy: Path, tmp_path: Path) -> None:
     assert "final" in (run / "report.html").read_text()
     answer = slipstream("eval", str(run), "evaluation.tasks=4", "--json")
     assert json.loads(answer.stdout)["tasks"] == 4
+
+
+def test_a_run_under_nohup_goes_on_without_its_terminal_and_the_reader_of_its_output(
+    policy: Path, tmp_path: Path
+) -> None:
+    """As in `nohup slipstream train quickstart 2>&1 | head -3`, in a terminal that is then closed."""
+    run = tmp_path / "run"
+    small = (*SMALL, "rollout.engine.kind=transformers", "learner.steps=2")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what `nohup` does; a child process inherits it
+    try:
+        going = Background("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *small)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with going:
+        assert going.process.stdout is not None
+        lines = [going.process.stdout.readline() for _ in range(3)]
+        assert "checks the config, then trains" in lines[0]
+        going.process.stdout.close()
+        going.process.send_signal(signal.SIGHUP)
+        assert going.process.wait(240) == 0
+    assert [row["step"] for row in metrics(run)] == [1, 2]
+    assert (run / "report.html").is_file()
+    text = (run / "logs" / "supervisor.log").read_text()
+    assert text.count("has closed it; the command goes on without printing") == 1
+    assert "step 2/2  reward" in text
+    assert "Traceback" not in text
 
 
 def test_kills_of_worker_engine_buffer_and_learner(policy: Path, tmp_path: Path) -> None:
@@ -136,7 +163,7 @@ def test_killed_as_a_whole_then_resumed(policy: Path, tmp_path: Path) -> None:
         again.until(lambda: "buffer" in again.roles(), "its first roles")
         refused = slipstream("resume", str(run), check=False)
         assert refused.returncode == 2, refused.stderr
-        assert "in use by another slipstream command" in refused.stderr
+        assert "is active; stop it first" in refused.stderr
         output = again.output()
         assert again.process.returncode == 0, output
     assert max(row["step"] for row in metrics(run)) == reached + 3
@@ -166,7 +193,7 @@ def test_two_of_each_synchronous_and_a_replica_dies(policy: Path, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["transformers", "sglang"])
 def test_a_run_on_every_kind_of_server(kind: str, policy: Path, tmp_path: Path) -> None:
-    """Beside vLLM, which the others take. One that is not installed is an error, as in the conformance suite."""
+    """The other tests run vLLM. A server that is not installed is an error, as in the conformance suite."""
     run = tmp_path / "run"
     engine = f"rollout.engine.kind={kind}"
     slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, engine, "learner.steps=3")
@@ -180,11 +207,11 @@ def test_a_run_on_every_kind_of_server(kind: str, policy: Path, tmp_path: Path) 
     assert leftovers(run) == []
 
 
-def test_the_same_run_under_ray(policy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["transformers", "vllm"])
+def test_the_same_run_under_ray(kind: str, policy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    slipstream(
-        "train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, "learner.steps=3", "launch.kind=ray"
-    )
+    layout = ("launch.kind=ray", f"rollout.engine.kind={kind}")
+    slipstream("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *layout, "learner.steps=3")
     assert [row["step"] for row in metrics(run)] == [1, 2, 3]
     check_accounts(run)
     check_staleness(run)

@@ -19,25 +19,33 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-import zmq.asyncio
 from rich.console import Console
+from slipstream.common.waits import Wait, current_waits
 from slipstream.configs import Config, load
-from slipstream.errors import DeadlineExceeded, RoleDied, StoreError, Waiting, within
-from slipstream.launch import heart as heart_module
-from slipstream.launch.control import Control
-from slipstream.launch.folder import alone
-from slipstream.launch.heart import Beat, Heart, Signal, Stuck
-from slipstream.launch.keeper import Keeper
-from slipstream.launch.member import Member
-from slipstream.launch.probe import Probe
-from slipstream.launch.processes import LocalLauncher, Process
-from slipstream.launch.vitals import Vitals
-from slipstream.launch.watchdog import OLD_S, STALL_S, STALL_TIMES, RoleWait, Watchdog, by_age
-from slipstream.monitor.live import LineView, open_view
+from slipstream.errors import DeadlineExceeded, RoleDied, StoreError, TrackedWait, with_deadline
+from slipstream.launch.launchers.local import LocalLauncher, ProcessHandle
+from slipstream.launch.run_lock import run_lock
+from slipstream.launch.supervisor import heartbeat as heartbeat_module
+from slipstream.launch.supervisor.control import ControlServer
+from slipstream.launch.supervisor.health import (
+    OLD_S,
+    STALL_FACTOR,
+    STALL_S,
+    HealthMonitor,
+    RoleWait,
+    WaitWatchdog,
+    by_age,
+)
+from slipstream.launch.supervisor.heartbeat import Heartbeat, HeartbeatSender, RoleSignal
+from slipstream.launch.supervisor.processes import ProcessManager, RoleProcess
 from slipstream.monitor.log import logged_to
+from slipstream.monitor.terminal import LineView, open_view
+from slipstream.rpc import wire
+from slipstream.rpc.pubsub import StatePublisher
+from slipstream.rpc.server import RpcServer
+from slipstream.rpc.wire import RpcMessage
 from slipstream.tests.runs import bare_replicas, slipstream
-from slipstream.waits import Wait, oldest
-from slipstream.weightsync.fleet import FleetBoard
+from slipstream.weightsync.fleet import Fleet, ReplicaReport
 
 ROOT = Path(__file__).parent.parent
 WAIT_S = 30.0
@@ -47,50 +55,50 @@ WAIT_S = 30.0
 
 
 async def forever(who: str, waits_for: str, seconds: float = 60.0) -> None:
-    await within(seconds, asyncio.Event().wait(), who=who, waits_for=waits_for, hint="nothing")
+    await with_deadline(seconds, asyncio.Event().wait(), who=who, waits_for=waits_for, hint="nothing")
 
 
 async def test_a_wait_is_told_while_it_lasts_and_not_after() -> None:
-    assert oldest() == ()
+    assert current_waits() == ()
     task = asyncio.create_task(forever("a", "b", 7.0))
     await asyncio.sleep(0)
-    (wait,) = oldest()
+    (wait,) = current_waits()
     assert (wait.who, wait.waits_for, wait.deadline_s, wait.alike) == ("a", "b", 7.0, 1)
     assert 0.0 <= wait.age_s < 1.0
     task.cancel()
     await asyncio.wait({task})
-    assert oldest() == ()
+    assert current_waits() == ()
     with pytest.raises(DeadlineExceeded, match=r"a waited 0\.001 s for b; nothing"):
         await forever("a", "b", 0.001)
-    assert oldest() == ()
+    assert current_waits() == ()
 
     async def broken() -> None:
-        assert len(oldest()) == 1
+        assert len(current_waits()) == 1
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        await within(1.0, broken(), who="a", waits_for="b", hint="")
-    assert await within(1.0, asyncio.sleep(0, "done"), who="a", waits_for="b", hint="") == "done"
-    assert oldest() == ()
+        await with_deadline(1.0, broken(), who="a", waits_for="b", hint="")
+    assert await with_deadline(1.0, asyncio.sleep(0, "done"), who="a", waits_for="b", hint="") == "done"
+    assert current_waits() == ()
 
 
 async def test_of_many_waits_the_oldest_of_each_kind_is_told() -> None:
-    with Waiting("worker-0", "a lease"):
+    with TrackedWait("worker-0", "a lease"):
         tasks = [asyncio.create_task(forever(f"episode {i}.0.{i % 8}", f"version {i}")) for i in range(5000)]
         await asyncio.sleep(0)
-        lease, episode = oldest()
+        lease, episode = current_waits()
         assert (lease.who, lease.deadline_s) == ("worker-0", None)
         assert (episode.who, episode.waits_for, episode.alike) == ("episode 0.0.0", "version 0", 5000)
         young = msgspec.structs.replace(episode, age_s=1.2)
         assert str(young) == "episode 0.0.0 has waited 1 of 60 s for version 0 (and 4999 like it)"
         tasks[0].cancel()
         await asyncio.wait({tasks[0]})
-        assert oldest()[1].who == "episode 1.0.1"
-        assert [wait.who for wait in oldest(1)] == ["worker-0"]
+        assert current_waits()[1].who == "episode 1.0.1"
+        assert [wait.who for wait in current_waits(1)] == ["worker-0"]
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-    assert oldest() == ()
+    assert current_waits() == ()
 
 
 def test_threads_may_wait_and_look_at_the_same_time() -> None:
@@ -99,8 +107,8 @@ def test_threads_may_wait_and_look_at_the_same_time() -> None:
     def wait(number: int) -> None:
         try:
             while not stop.is_set():
-                with Waiting(f"thread {number}", "its turn"):
-                    oldest()
+                with TrackedWait(f"thread {number}", "its turn"):
+                    current_waits()
         except BaseException as error:
             failed.append(error)
 
@@ -108,12 +116,12 @@ def test_threads_may_wait_and_look_at_the_same_time() -> None:
     for thread in threads:
         thread.start()
     for _ in range(2000):
-        assert len(oldest()) <= 1
+        assert len(current_waits()) <= 1
     stop.set()
     for thread in threads:
         thread.join(WAIT_S)
     assert not failed
-    assert oldest() == ()
+    assert current_waits() == ()
 
 
 # --- what is remarkable -------------------------------------------------------------------------------------------
@@ -126,34 +134,37 @@ def row(
 
 
 def test_an_old_wait_is_told_once() -> None:
-    dog = Watchdog()
-    assert dog.look([row(OLD_S - 1, 60.0), row(119.0, 240.0), row(9999.0, None)], 0.0) == []
-    assert dog.look([row(121.0, 240.0)], 1.0) == ["worker-0: episode 3 has waited 121 of 240 s for tokens already"]
-    assert dog.look([row(130.0, 240.0, who="episode 4")], 2.0) == []  # of the same kind
-    assert len(dog.look([row(130.0, 240.0), row(130.0, 240.0, role="worker-1")], 3.0)) == 1
-    assert dog.look([row(5.0, 240.0)], 4.0) == []  # it is over
-    assert len(dog.look([row(150.0, 240.0)], 5.0)) == 1
+    dog = WaitWatchdog()
+    assert dog.check([row(OLD_S - 1, 60.0), row(119.0, 240.0), row(9999.0, None)], 0.0) == []
+    assert dog.check([row(121.0, 240.0)], 1.0) == ["worker-0: episode 3 has waited 121 of 240 s for tokens already"]
+    assert dog.check([row(130.0, 240.0, who="episode 4")], 2.0) == []  # of the same kind
+    assert len(dog.check([row(130.0, 240.0), row(130.0, 240.0, role="worker-1")], 3.0)) == 1
+    assert dog.check([row(5.0, 240.0)], 4.0) == []  # it is over
+    assert len(dog.check([row(150.0, 240.0)], 5.0)) == 1
 
 
 def test_a_run_without_steps_is_told_of_once_with_its_oldest_waits() -> None:
-    dog, waits = Watchdog(), [row(5.0, 60.0), row(80.0, None, "learner-0", "learner-0", "the buffer's answer to Take")]
-    assert dog.look(waits, 1e6) == []  # no step is due before there were some
+    dog, waits = (
+        WaitWatchdog(),
+        [row(5.0, 60.0), row(80.0, None, "learner-0", "learner-0", "the buffer's answer to Take")],
+    )
+    assert dog.check(waits, 1e6) == []  # no step is due before there were some
     for now in (100.0, 110.0, 130.0):
         dog.stepped(now)
-    assert STALL_TIMES * 20 > STALL_S
-    assert dog.look(waits, 130.0 + STALL_TIMES * 20) == []
-    (line,) = dog.look(waits, 131.0 + STALL_TIMES * 20)
+    assert STALL_FACTOR * 20 > STALL_S
+    assert dog.check(waits, 130.0 + STALL_FACTOR * 20) == []
+    (line,) = dog.check(waits, 131.0 + STALL_FACTOR * 20)
     assert line == (
         "no step for 101 s, the slowest before took 20 s; learner-0: learner-0 has waited 80 s for the buffer's answer to Take; "
         "worker-0: episode 3 has waited 5 of 60 s for tokens"
     )
-    assert dog.look(waits, 1e4) == []
+    assert dog.check(waits, 1e4) == []
     dog.stepped(1e4)
-    assert dog.look(waits, 1e4 + 5.0) == []
-    assert len(dog.look(waits, 1e4 + STALL_TIMES * 41)) == 1  # the step that hung counts for twice the slowest, 40 s
+    assert dog.check(waits, 1e4 + 5.0) == []
+    assert len(dog.check(waits, 1e4 + STALL_FACTOR * 41)) == 1  # the step that hung counts for twice the slowest, 40 s
     dog.stepped(2e4)
-    dog.rest()
-    assert dog.look(waits, 1e6) == []
+    dog.pause()
+    assert dog.check(waits, 1e6) == []
 
 
 def test_the_oldest_comes_first() -> None:
@@ -164,27 +175,30 @@ def test_the_oldest_comes_first() -> None:
 
 
 @contextlib.contextmanager
-def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Heart, zmq.Socket]]:
-    """A heart that beats ten times as fast as one, and who hears it."""
-    monkeypatch.setattr(heart_module, "BEAT_S", 0.2)
+def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HeartbeatSender, zmq.Socket]]:
+    """Heartbeats ten times as fast as usual, and the socket that receives them."""
+    monkeypatch.setattr(heartbeat_module, "BEAT_S", 0.2)
     context = zmq.Context()
-    socket = context.socket(zmq.PULL)
+    socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
     port = socket.bind_to_random_port("tcp://127.0.0.1")
     try:
-        with Heart(f"tcp://127.0.0.1:{port}", "worker-0") as heart:
+        with HeartbeatSender(f"tcp://127.0.0.1:{port}", "worker-0") as heart:
             yield heart, socket
     finally:
         socket.close(linger=0)
         context.term()
 
 
-def heard(socket: zmq.Socket, kind: type) -> Beat | Stuck:
-    """The next signal of one kind."""
+def heard(socket: zmq.Socket, *, stuck: bool = False) -> Heartbeat:
+    """The next heartbeat of an event loop that turns, or is stuck."""
     deadline = time.monotonic() + WAIT_S
-    while not isinstance(said := msgspec.json.decode(socket.recv(), type=Signal), kind):
-        assert time.monotonic() < deadline, f"no {kind.__name__} for {WAIT_S:g} s"
-    return said
+    while True:
+        request = wire.decode(RpcMessage[RoleSignal], socket.recv_multipart()[1:])
+        assert request.number == wire.ONE_WAY
+        if isinstance(request.message, Heartbeat) and bool(request.message.stuck_at) is stuck:
+            return request.message
+        assert time.monotonic() < deadline, f"no heartbeat for {WAIT_S:g} s"
 
 
 def test_a_beat_carries_the_oldest_waits_however_much_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,20 +207,36 @@ def test_a_beat_carries_the_oldest_waits_however_much_else_is_said(monkeypatch: 
 
         def chatter() -> None:
             while not over.wait(0.01):
-                heart.say("hello")
+                heart.send_message("hello")
 
         talker = threading.Thread(target=chatter)
         talker.start()
         try:
-            with Waiting("worker-0", "a lease"):
-                while not (found := heard(socket, Beat)).waits:
+            with TrackedWait("worker-0", "a lease"):
+                while not (found := heard(socket)).waits:
                     pass
         finally:
             over.set()
             talker.join(WAIT_S)
         assert [(w.who, w.waits_for) for w in found.waits] == [("worker-0", "a lease")]
-        while heard(socket, Beat).waits:
+        while heard(socket).waits:
             pass
+
+
+def test_a_heartbeat_repeats_what_a_lost_message_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with supervised(monkeypatch) as (heart, socket):
+        served = (ReplicaReport("engine-0", 0, 3),)
+        heart.ready()
+        heart.report_replicas(served)
+        for _ in range(2):
+            assert heard(socket).state == "ready"  # these two are lost
+        for _ in range(2):
+            beat = heard(socket)
+            assert (beat.state, beat.replicas) == ("ready", served)
+        heart.done()
+        while heard(socket).state != "done":
+            pass
+        assert (heard(socket).state, heard(socket).replicas) == ("done", served)
 
 
 def code_of_a_user(ended: threading.Event) -> None:
@@ -220,20 +250,19 @@ def test_an_event_loop_that_does_not_turn_is_no_life_and_says_where_it_is(monkey
         async def role() -> None:
             follows = asyncio.create_task(heart.follow_loop())
             await asyncio.sleep(0.3)
-            with Waiting("episode 7", "step"):
+            with TrackedWait("episode 7", "step"):
                 code_of_a_user(ended)
             await asyncio.sleep(0.5)
             follows.cancel()
 
         thread = threading.Thread(target=asyncio.run, args=(role(),))
         thread.start()
-        stuck = heard(socket, Stuck)
-        assert isinstance(stuck, Stuck)
-        assert "code_of_a_user" in stuck.where
-        assert f"{Path(__file__).name}:" in stuck.where
+        stuck = heard(socket, stuck=True)
+        assert "code_of_a_user" in stuck.stuck_at
+        assert f"{Path(__file__).name}:" in stuck.stuck_at
         assert stuck.waits[0].who == "episode 7"
         ended.set()
-        assert heard(socket, Beat).waits == ()
+        assert heard(socket).waits == ()
         thread.join(WAIT_S)
 
 
@@ -241,8 +270,8 @@ def test_an_event_loop_that_does_not_turn_is_no_life_and_says_where_it_is(monkey
 
 ROLE = """
 import asyncio, sys, time
-from slipstream.errors import within
-from slipstream.launch.heart import Heart
+from slipstream.errors import with_deadline
+from slipstream.launch.supervisor.heartbeat import HeartbeatSender
 
 def step_of_a_user():
     time.sleep(600)
@@ -253,9 +282,9 @@ async def role(heart):
     if sys.argv[2] == "stuck":
         await asyncio.sleep(0.1)
         step_of_a_user()
-    await within(500.0, asyncio.Event().wait(), who="episode 3.0.1", waits_for="a completion", hint="")
+    await with_deadline(500.0, asyncio.Event().wait(), who="episode 3.0.1", waits_for="a completion", hint="")
 
-with Heart(sys.argv[1], "worker-0") as heart:
+with HeartbeatSender(sys.argv[1], "worker-0") as heart:
     asyncio.run(role(heart))
 """
 
@@ -265,26 +294,25 @@ class Roles(LocalLauncher):
 
     address, does = "", "wait"
 
-    async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> Process:
+    async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> ProcessHandle:
         return await super().start(role, [sys.executable, "-c", ROLE, self.address, self.does], environment)
 
 
 class Stage:
     """A supervisor's parts around one worker."""
 
-    def __init__(self, folder: Path, config: Config, socket: zmq.asyncio.Socket) -> None:
+    def __init__(self, folder: Path, config: Config, server: RpcServer[RoleSignal]) -> None:
         self.console = Console(file=io.StringIO(), width=1000)
         view = LineView(config, self.console)
         launcher = Roles(folder, 0)
-        launcher.address = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
-        self.board = FleetBoard("127.0.0.1")
+        launcher.address = server.address
+        self.fleets = StatePublisher("tcp://127.0.0.1:*", Fleet())
         self.launcher = launcher
-        self.keeper = Keeper(config, folder, launcher, view)
-        self.probe = Probe("/health")
-        replicas = bare_replicas(self.keeper, launcher, self.board, self.probe, view)
-        self.vitals = Vitals(self.keeper, replicas, config.launch.heartbeat_s, view)
-        self.control = Control(folder, replicas, self.board.address, self.vitals.waits)
-        self.worker = self.keeper.members["worker-0"] = Member("worker-0")
+        self.processes = ProcessManager(config, folder, launcher, view)
+        replicas = bare_replicas(self.processes, launcher, self.fleets, view)
+        self.health = HealthMonitor(self.processes, replicas, config.launch.heartbeat_s, view)
+        self.control = ControlServer(folder, replicas, self.fleets.address, self.health.waits)
+        self.worker = self.processes.roles["worker-0"] = RoleProcess("worker-0")
 
     def events(self) -> str:
         assert isinstance(self.console.file, io.StringIO)
@@ -295,22 +323,20 @@ class Stage:
 async def stage(folder: Path, *overrides: str) -> AsyncIterator[Stage]:
     config = load("quickstart", [f"run.dir={folder}", "launch.restarts=0", *overrides])
     (folder / "config.yaml").write_text("")
-    context = zmq.asyncio.Context()
-    socket = context.socket(zmq.PULL)
-    there = Stage(folder, config, socket)
+    server: RpcServer[RoleSignal] = RpcServer("tcp://127.0.0.1:*", "the supervisor", RoleSignal)
+    there = Stage(folder, config, server)
     try:
-        with alone(folder):
-            async with asyncio.timeout(2 * WAIT_S), there.probe, asyncio.TaskGroup() as tasks:
-                vitals, control = there.vitals, there.control
-                kept = [tasks.create_task(w) for w in (vitals.listen(socket), vitals.pulse(), control.serve())]
+        with run_lock(folder):
+            async with asyncio.timeout(2 * WAIT_S), asyncio.TaskGroup() as tasks:
+                health, control = there.health, there.control
+                kept = [tasks.create_task(w) for w in (health.listen(server), health.watch(), control.serve())]
                 yield there
                 for task in kept:
                     task.cancel()
     finally:
         await there.launcher.close()
-        await there.board.close()
-        socket.close(linger=0)
-        context.term()
+        await there.fleets.close()
+        server.close()
 
 
 async def told(there: Stage) -> None:
@@ -321,7 +347,7 @@ async def told(there: Stage) -> None:
 
 async def test_the_command_shows_who_waits_for_what(tmp_path: Path) -> None:
     async with stage(tmp_path) as there:
-        await there.keeper.start(there.worker)
+        await there.processes.start(there.worker)
         await there.worker.ready.wait()
         await told(there)
         table = asyncio.create_task(asyncio.to_thread(slipstream, "waits", str(tmp_path), "--json"))
@@ -336,7 +362,7 @@ async def test_the_command_shows_who_waits_for_what(tmp_path: Path) -> None:
         assert found["worker-0"]["heard_s"] < 10.0
         assert found["supervisor"]["wait"]["waits_for"] == "something"
         shown = (await asyncio.to_thread(slipstream, "waits", str(tmp_path))).stdout
-        assert "episode 3.0.1" in shown
+        assert "3.0.1" in shown  # a narrow column may break the name
         assert "8 min 20 s" in shown
     ended = await asyncio.to_thread(slipstream, "waits", str(tmp_path), check=False)
     assert ended.returncode == 2
@@ -345,8 +371,8 @@ async def test_the_command_shows_who_waits_for_what(tmp_path: Path) -> None:
 
 async def test_who_is_killed_for_silence_is_named_with_its_last_wait(tmp_path: Path) -> None:
     async with stage(tmp_path, "launch.heartbeat_s=6") as there:
-        await there.keeper.start(there.worker)
-        watch = asyncio.create_task(there.keeper.watch([there.worker]))
+        await there.processes.start(there.worker)
+        watch = asyncio.create_task(there.processes.watch([there.worker]))
         await there.worker.ready.wait()
         await told(there)
         assert there.worker.process is not None
@@ -365,11 +391,11 @@ async def test_who_is_killed_for_silence_is_named_with_its_last_wait(tmp_path: P
 async def test_who_is_stuck_is_killed_and_it_is_said_where(tmp_path: Path) -> None:
     async with stage(tmp_path, "launch.heartbeat_s=6") as there:
         there.launcher.does = "stuck"
-        await there.keeper.start(there.worker)
+        await there.processes.start(there.worker)
         with pytest.raises(
             RoleDied, match=r"silent for \d+ s, its event loop stuck at .*step_of_a_user; it waited for nothing"
         ):
-            await there.keeper.watch([there.worker])
+            await there.processes.watch([there.worker])
 
 
 def test_an_event_is_in_the_log_of_the_supervisor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -381,7 +407,7 @@ def test_an_event_is_in_the_log_of_the_supervisor(tmp_path: Path, capsys: pytest
             logging.getLogger("slipstream.launch").warning("dropped a heartbeat")
         logging.getLogger("slipstream.launch").info("nobody listens any more")
         (event, dropped) = path.read_text().splitlines()
-        assert event.endswith("INFO    [supervisor] slipstream.monitor.live: no step for 75 s")
+        assert event.endswith("INFO    [supervisor] slipstream.monitor.terminal: no step for 75 s")
         assert dropped.endswith("[supervisor] slipstream.launch: dropped a heartbeat")
 
 
@@ -395,7 +421,20 @@ def test_a_store_error_is_final_unless_it_may_pass() -> None:
 
 # --- no wait without an end ---------------------------------------------------------------------------------------
 
-ROOMS = ("agents", "envs", "rollout", "buffer", "learner", "weightsync", "launch", "monitor", "configs")
+ROOMS = (
+    "agents",
+    "envs",
+    "rollout",
+    "buffer",
+    "learner",
+    "weightsync",
+    "launch",
+    "monitor",
+    "configs",
+    "rpc",
+    "common",
+    "chaos",
+)
 
 LIMITED = {
     "subprocess.run",
@@ -407,32 +446,40 @@ LIMITED = {
 """Calls that wait for ever unless they are given a `timeout`."""
 
 NEVER = {"asyncio.wait_for", "asyncio.timeout", "subprocess.call", "subprocess.check_call", "os.wait", "os.waitpid"}
-"""Calls for which there is `errors.within`, or something to await."""
+"""Calls for which there is `errors.with_deadline`, or something to await."""
 
 ALLOWED = {
-    ("buffer/client.py", "asyncio.timeout"): "its turns count what it was awake; it raises DeadlineExceeded itself",
-    ("buffer/client.py", "asyncio.wait"): "within such a turn",
-    ("rollout/blocking.py", "self._thread.join"): "the thread looks every BLOCK_S / LOOKS whether it is over",
-    ("rollout/watched.py", "asyncio.wait"): "its callers have the deadlines, and it heeds them whatever user code does",
-    ("rollout/episode.py", "asyncio.timeout"): "the episode's own deadline, an outcome and no error",
-    ("rollout/http.py", "asyncio.timeout"): "moved with every chunk; it raises DeadlineExceeded itself",
-    ("rollout/router.py", "asyncio.timeout"): "a sample that is late is left out, which is no error",
-    ("rollout/router.py", "asyncio.wait"): "within request_s; of what was cancelled, within ABORT_S",
-    ("rollout/worker.py", "asyncio.timeout"): "a goodbye that is late is not said; the leases expire",
-    ("rollout/worker.py", "asyncio.wait"): "the worker's life; an episode has episode_s",
+    ("rpc/client.py", "asyncio.timeout"): "its steps count what it was awake; it raises DeadlineExceeded itself",
+    ("rpc/client.py", "asyncio.wait"): "within such a step",
     (
-        "rollout/server/engine_thread.py",
+        "rollout/loop_watchdog.py",
+        "self._thread.join",
+    ): "the thread checks every BLOCK_S / CHECKS whether it should stop",
+    (
+        "rollout/env_guard.py",
+        "asyncio.wait",
+    ): "its callers have the deadlines, and it heeds them whatever user code does",
+    ("rollout/player.py", "asyncio.timeout"): "the episode's own deadline, an outcome and no error",
+    ("rollout/player.py", "asyncio.wait"): "of what was cancelled, within ABORT_S",
+    ("rollout/engines/http_client.py", "asyncio.timeout"): "moved with every chunk; it raises DeadlineExceeded itself",
+    (
+        "rollout/router.py",
+        "asyncio.timeout",
+    ): "a late load sample is left out; late requests of a removed replica go elsewhere",
+    ("rollout/router.py", "asyncio.wait"): "of a probe that was cancelled, within ABORT_S",
+    ("rollout/worker.py", "asyncio.timeout"): "a cancel scope; and a late goodbye is not sent, the leases expire",
+    (
+        "rollout/engines/server/engine_thread.py",
         "asyncio.to_thread self._thread.join",
     ): "the server's end; its launcher kills it",
-    ("learner/loop.py", "asyncio.wait"): "of what was cancelled; a push has push_s",
+    ("learner/checkpointing.py", "asyncio.wait"): "of what was cancelled",
+    ("learner/replica_updates.py", "asyncio.wait"): "of what was cancelled; a push has push_s",
     ("weightsync/broadcast.py", "asyncio.wait"): "each of them has what is left of push_s",
-    ("weightsync/fleet.py", "asyncio.wait"): "of what was cancelled",
+    ("rpc/pubsub.py", "asyncio.wait"): "of what was cancelled",
     ("weightsync/publisher.py", "asyncio.wait"): "catch_up has push_s; of what was cancelled",
     ("weightsync/replica.py", "asyncio.wait"): "the callers are within their share of push_s",
-    ("weightsync/transport.py", "asyncio.wait"): "the callers are within their share of push_s",
-    ("launch/cli_replicas.py", "asyncio.wait"): "within the command's deadline",
-    ("launch/roles.py", "asyncio.wait"): "the role's life; of what was cancelled, until the supervisor kills it",
-    ("launch/supervisor.py", "asyncio.wait"): "the run's life",
+    ("common/tasks.py", "asyncio.wait"): "the callers have the deadlines; of what was cancelled",
+    ("launch/supervisor/supervisor.py", "asyncio.wait"): "the run's life",
 }
 """(file, call) -> why it may."""
 
@@ -447,7 +494,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def endless(source: str) -> Iterator[tuple[int, str]]:
-    """(line, call) of the waits in a module that have no deadline, or another than that of `within`."""
+    """(line, call) of the waits in a module that have no deadline, or another than that of `with_deadline`."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
@@ -467,7 +514,7 @@ def test_no_wait_in_the_package_is_without_a_deadline_and_a_name() -> None:
         for line, call in endless(path.read_text()):
             found.setdefault((str(path.relative_to(ROOT)), call), []).append(line)
     new = {f"{file}:{lines}": call for (file, call), lines in found.items() if (file, call) not in ALLOWED}
-    assert not new, f"await through errors.within, or say in ALLOWED why not: {new}"
+    assert not new, f"await through errors.with_deadline, or say in ALLOWED why not: {new}"
     assert set(ALLOWED) <= set(found), "not needed any more"
 
 

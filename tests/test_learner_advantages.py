@@ -7,24 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.configs.algorithm import Algorithm, Grpo, Opo, ReinforcePP, ReinforcePPBaseline, Remax, Rloo, TurnLevel
 from slipstream.learner.algorithms import advantage_of
-from slipstream.learner.algorithms.episodes import Episodes
 from slipstream.tests.advantages import ALL, BY_GROUP, DR_GRPO, ORACLES, Episode, Groups, names, turn_level
+from slipstream.tests.columns import episodes_only
 
 
 def estimate(config, groups: Groups) -> np.ndarray:
-    """float64[N] of the estimator under test."""
-    everyone = [e for group in groups for e in group]
-    return advantage_of(Algorithm(advantage=config))(
-        Episodes(
-            ids=tuple(map(str, range(len(everyone)))),
-            groups=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
-            rewards=np.array([e.reward for e in everyone]),
-            lengths=np.array([e.length for e in everyone]),
-            turns=np.array([len(e.turns) for e in everyone]),
-            turn_rewards=tuple(np.array(e.turns) for e in everyone),
-            greedy=np.array([e.greedy for e in everyone]),
-        )
+    """float64[N] of the estimator under test; every turn has one token."""
+    episodes = [e for group in groups for e in group]
+    batch = episodes_only(
+        [e.turns for e in episodes],
+        np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
+        rewards=np.array([e.reward for e in episodes]),
+        lengths=np.array([e.length for e in episodes]),
+        greedy=np.array([e.greedy for e in episodes]),
     )
+    return advantage_of(Algorithm(advantage=config))(batch)
 
 
 rewards = st.one_of(st.sampled_from([0.0, 1.0, -1.0]), st.floats(-10, 10))
@@ -112,9 +109,9 @@ def test_remax_is_blind_to_the_other_samples_and_to_what_all_earn_more(groups, m
     whole, at = estimate(Remax(), groups), 0
     for group in groups:
         for e in group:
-            alone = [Episode([e.reward + more], e.length), Episode([group[0].reward + more], 1, greedy=True)]
+            pair = [Episode([e.reward + more], e.length), Episode([group[0].reward + more], 1, greedy=True)]
             np.testing.assert_allclose(
-                whole[at : at + len(e.turns)], estimate(Remax(), [alone])[0], rtol=1e-9, atol=1e-9
+                whole[at : at + len(e.turns)], estimate(Remax(), [pair])[0], rtol=1e-9, atol=1e-9
             )
             at += len(e.turns)
 

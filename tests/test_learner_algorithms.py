@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.configs.algorithm import Algorithm, DecoupledPpo, Truncated
 from slipstream.learner import logprobs
-from slipstream.learner.algorithms import effective_sample_size, loss_of
-from slipstream.learner.backend import PackedRow
+from slipstream.learner.algorithms import loss_of
+from slipstream.learner.algorithms.policy_loss import effective_sample_size
 from slipstream.learner.logprobs import token_logprobs
+from slipstream.learner.packing import MicroBatch
 
 CONFIG, CAP = DecoupledPpo(clip_low=0.2, clip_high=0.3), 2.0
 LOSS = loss_of(Algorithm(loss=CONFIG, correction=Truncated(high=CAP)), longest=64)([], lambda values: values)
@@ -23,17 +24,17 @@ def make_row(n=40, seed=0, drift=0.5, trained=None):
     proximal = behavior + drift * rng.normal(size=n)
     current = proximal + drift * rng.normal(size=n)
     trained = rng.random(n) < 0.6 if trained is None else trained
-    row = PackedRow(
+    row = MicroBatch(
         token_ids=torch.zeros(n, dtype=torch.int64),
         position_ids=torch.arange(n),
         cu_seqlens=(0, n),
-        trained=torch.from_numpy(trained),
+        loss_mask=torch.from_numpy(trained),
         behavior_logprobs=torch.from_numpy(behavior),
         proximal_logprobs=torch.from_numpy(proximal),
         advantages=torch.from_numpy(rng.normal(size=n)),
-        lags=torch.zeros(n, dtype=torch.int32),
+        staleness=torch.zeros(n, dtype=torch.int32),
         mixed=torch.zeros(n, dtype=torch.bool),
-        earned=torch.zeros(n, dtype=torch.bool),
+        positive=torch.zeros(n, dtype=torch.bool),
     )
     return row, torch.from_numpy(current)
 
@@ -43,7 +44,7 @@ def oracle(current, row):
     gradient = np.zeros(len(current))
     total, sums = 0.0, dict.fromkeys(["importance", "importance_square", "kl", "clip_fraction"], 0.0)
     for i, p in enumerate(current):
-        if not row.trained[i]:
+        if not row.loss_mask[i]:
             continue
         q, b, a = float(row.proximal_logprobs[i]), float(row.behavior_logprobs[i]), float(row.advantages[i])
         weight = min(np.exp(q - b), CAP)
@@ -72,9 +73,9 @@ def test_decoupled_ppo_equals_the_formula(seed):
     np.testing.assert_allclose(current.grad, gradient, rtol=1e-12)
     for name, value in sums.items():
         assert output.sums[name].item() == pytest.approx(value, rel=1e-12)
-    assert output.sums["entropy"].item() == pytest.approx(entropy[row.trained].sum().item())
+    assert output.sums["entropy"].item() == pytest.approx(entropy[row.loss_mask].sum().item())
     assert not any(value.requires_grad for value in output.sums.values())
-    assert 0 < sums["clip_fraction"] < row.trained.sum()
+    assert 0 < sums["clip_fraction"] < row.loss_mask.sum()
 
 
 def test_the_gradient_is_that_of_finite_differences():
@@ -94,8 +95,8 @@ def test_on_policy_it_is_the_plain_policy_gradient():
     current = row.behavior_logprobs.clone().requires_grad_()
     output = LOSS(current, torch.zeros_like(current), row)
     output.loss_sum.backward()
-    torch.testing.assert_close(current.grad, -row.advantages * row.trained)
-    tokens = int(row.trained.sum())
+    torch.testing.assert_close(current.grad, -row.advantages * row.loss_mask)
+    tokens = int(row.loss_mask.sum())
     means = {name: value.item() / tokens for name, value in output.sums.items()}
     assert effective_sample_size(means) == pytest.approx(1.0)
     assert (means["kl"], means["clip_fraction"]) == (0.0, 0.0)
@@ -103,27 +104,27 @@ def test_on_policy_it_is_the_plain_policy_gradient():
 
 @given(st.floats(-1e4, 1e4), st.integers(0, 39))
 @settings(deadline=None)
-def test_untrained_tokens_have_no_influence(value, place):
+def test_untrained_tokens_have_no_influence(value, position):
     trained = np.ones(40, dtype=bool)
-    trained[place] = False
+    trained[position] = False
     row, current = make_row(trained=trained)
     outputs = []
     for number in (0.0, value, float("nan")):
         for array in (current, row.behavior_logprobs, row.proximal_logprobs, row.advantages):
-            array[place] = number
+            array[position] = number
         probe = current.clone().requires_grad_()
         output = LOSS(probe, current, row)
         output.loss_sum.backward()
         outputs.append((output.loss_sum.item(), probe.grad.tolist(), {k: v.item() for k, v in output.sums.items()}))
     assert outputs[0] == outputs[1] == outputs[2]
-    assert outputs[0][1][place] == 0.0
+    assert outputs[0][1][position] == 0.0
 
 
 @given(st.permutations(range(40)))
 @settings(deadline=None)
 def test_the_order_of_tokens_changes_nothing(order):
     row, current = make_row()
-    arrays = ("trained", "behavior_logprobs", "proximal_logprobs", "advantages")
+    arrays = ("loss_mask", "behavior_logprobs", "proximal_logprobs", "advantages")
     shuffled = msgspec.structs.replace(row, **{name: getattr(row, name)[order] for name in arrays})
     here, there = current.clone().requires_grad_(), current[order].requires_grad_()
     LOSS(here, current, row).loss_sum.backward()

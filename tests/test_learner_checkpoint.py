@@ -131,7 +131,7 @@ def be_killed(kind: str, model: str, root: Path, moment: str) -> None:
     save_file(dict(backend.named_weights()), root / "weights")
     backend.save(path_of(root, 1), CheckpointState(step=1, version=11)).result(DEADLINE_S)
     step(backend, 1)
-    where = {"begun": (KINDS[kind].module, "dcp_save"), "written": (folders, "flush")}
+    where = {"begun": (KINDS[kind].module, "dcp_save"), "written": (folders, "replace_directory")}
     setattr(*where[moment], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     backend.save(path_of(root, 2), CheckpointState(step=2, version=12)).result(DEADLINE_S)
 

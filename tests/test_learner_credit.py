@@ -12,12 +12,11 @@ from slipstream.configs.algorithm import Algorithm, Grpo, Opo, Remax, TurnLevel
 from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Model, Optimizer
 from slipstream.errors import ConfigError, LearnerError
-from slipstream.learner import batch
-from slipstream.learner.algorithms import advantage_of, loss_of
-from slipstream.learner.credit import credit
+from slipstream.learner import packing
+from slipstream.learner.algorithms import loss_of
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
-from slipstream.learner.scores import Scores
 from slipstream.tests.advantages import ALL, DR_GRPO, GRPO, ORACLES, Episode, names
+from slipstream.tests.columns import Columns, credit, to_train_batch
 
 KINDS = ["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "remax", "win_rate", "turn_level"]
 
@@ -60,23 +59,23 @@ def branches(
 
 
 def to_sequences(config, groups, withheld=None):
-    return batch.to_sequences(groups, advantage_of(Algorithm(advantage=config)), 5, 5, withheld or {})
+    return to_train_batch(groups, Algorithm(advantage=config), 5, 5, withheld or {})
 
 
 def test_tokens_carry_the_advantage_of_their_turn_in_whichever_branch():
     group = (*branches(0, 0, [0.0, 2.0, 1.0], split=1), *branches(0, 1, [0.0, 0.0, 0.0]))
-    one, two, other = to_sequences(TurnLevel(gamma=0.5, normalize=False), [group[::-1]])[::-1]
+    other, one, two = to_sequences(TurnLevel(gamma=0.5, normalize=False), [group[::-1]])
     # Returns-to-go of the first: 0 + 0.5 * 2.5, 2 + 0.5 * 1, 1; the other's are 0, and half of each is the baseline.
     assert one.advantages.tolist() == [0, 0.625]
     assert two.advantages.tolist() == [0, 1.25, 1.25, 0, 0.5, 0.5, 0.5]
     assert other.advantages.tolist() == [0, -0.625, 0, -1.25, -1.25, 0, -0.5, -0.5, -0.5]
 
 
-def test_lengths_and_rewards_of_an_episode_are_those_of_all_its_branches_together():
+def test_lengths_and_rewards_of_an_episode_are_summed_over_its_branches():
     group = (*branches(0, 0, [0.0, 2.0], split=1), *branches(0, 1, [0.0]))  # 3 sampled tokens for reward 2, 1 for 0
     one, two, other = to_sequences(Opo(), [group])
-    assert {*one.advantages[one.trained], *two.advantages[two.trained]} == {0.5}
-    assert other.advantages[other.trained].tolist() == [-1.5]
+    assert {*one.advantages[one.loss_mask], *two.advantages[two.loss_mask]} == {0.5}
+    assert other.advantages[other.loss_mask].tolist() == [-1.5]
 
 
 @pytest.mark.parametrize("config", ALL, ids=names)
@@ -95,33 +94,31 @@ def test_withheld_episodes_are_compared_with_and_carry_no_loss(config):
 def test_what_was_played_greedily_is_the_baseline_of_remax_and_is_not_trained():
     group = (*branches(0, 0, [1.0]), *branches(0, 1, [0.5, 2.0], split=1), *branches(0, 2, [0.0]))
     one, two, last = to_sequences(Remax(), [group], {"0.0.0": "baseline"})
-    assert {*one.advantages[one.trained], *two.advantages[two.trained]} == {1.5}
-    assert last.advantages[last.trained].tolist() == [-1.0]
+    assert {*one.advantages[one.loss_mask], *two.advantages[two.loss_mask]} == {1.5}
+    assert last.advantages[last.loss_mask].tolist() == [-1.0]
     (chosen,) = to_sequences(Remax(), [group], {"0.0.0": "baseline", "0.0.1": "filtered"})
     assert chosen.advantages.tolist() == last.advantages.tolist()
 
 
 def test_a_penalty_by_token_comes_off_what_was_sampled_and_not_off_the_baseline():
     group = (*branches(0, 0, [1.0]), *branches(0, 1, [2.0]))
-    scores = Scores(penalties={t.id: np.where(t.loss_mask, np.float32(0.25), np.float32(0)) for t in group})
-    (sampled,) = batch.to_sequences(
-        [group], advantage_of(Algorithm(advantage=Remax())), 5, 5, {"0.0.0": "baseline"}, scores=scores
-    )
-    assert sampled.advantages[sampled.trained].tolist() == [0.75]
+    scores = Columns(penalties={t.id: np.where(t.loss_mask, np.float32(0.25), np.float32(0)) for t in group})
+    (sampled,) = to_train_batch([group], Algorithm(advantage=Remax()), 5, 5, {"0.0.0": "baseline"}, scores=scores)
+    assert sampled.advantages[sampled.loss_mask].tolist() == [0.75]
 
 
 @pytest.mark.parametrize("config", ALL, ids=names)
 def test_every_token_of_a_batch_carries_what_the_formula_gives_its_turn(config):
     rng = np.random.default_rng(0)
-    told = [[[float(r) for r in rng.normal(size=rng.integers(1, 4))] for _ in range(size)] for size in (4, 2, 3)]
+    rewards = [[[float(r) for r in rng.normal(size=rng.integers(1, 4))] for _ in range(size)] for size in (4, 2, 3)]
     groups = [
         tuple(t for m, r in enumerate(row) for t in branches(g, m, r, split=int(m == 1 and len(r) > 1)))
-        for g, row in enumerate(told)
+        for g, row in enumerate(rewards)
     ]
-    plain = [[Episode(r, sum(range(1, len(r) + 1)), m == 0) for m, r in enumerate(row)] for row in told]
+    plain = [[Episode(r, sum(range(1, len(r) + 1)), m == 0) for m, r in enumerate(row)] for row in rewards]
     expected = iter(ORACLES[type(config)](config, plain))
     baselines = {"0.0.0", "1.0.0", "2.0.0"}
-    found = credit(groups, advantage_of(Algorithm(advantage=config)), baselines=baselines).advantages
+    found = credit(groups, Algorithm(advantage=config), withheld=dict.fromkeys(baselines, "baseline")).advantages
     withheld = dict.fromkeys(baselines, "baseline") if isinstance(config, Remax) else {}
     wanted = [t for g in groups for t in g if t.episode not in withheld]
     rows = {t.id: s for t, s in zip(wanted, to_sequences(config, groups, withheld), strict=True)}
@@ -133,7 +130,7 @@ def test_every_token_of_a_batch_carries_what_the_formula_gives_its_turn(config):
                 assert values == pytest.approx(next(expected), abs=1e-9)
                 if trajectory.id in rows:
                     ours = rows[trajectory.id].advantages[turn.start : turn.end]
-                    assert np.array_equal(ours, values.astype(np.float32))
+                    assert np.array_equal(ours, values)
     assert next(expected, None) is None
 
 
@@ -190,7 +187,7 @@ def test_sampled_tokens_outside_all_turns_are_refused():
 
 
 def test_a_batch_without_groups_has_no_sequences():
-    assert to_sequences(GRPO, []) == []
+    assert len(to_sequences(GRPO, [])) == 0
 
 
 @pytest.fixture(scope="module")
@@ -208,15 +205,15 @@ def test_a_real_model_is_stepped_with_each_kind_by_one_line_of_config(backend, k
         (*branches(1, 0, [0.5]), *branches(1, 1, [0.0, 0.25, 1.0])),
     ]
     withheld = {"0.0.2": "baseline" if kind == "remax" else "late"}
-    sequences = batch.to_sequences(groups, advantage_of(algorithm), 5, 5, withheld)
+    sequences = to_train_batch(groups, algorithm, 5, 5, withheld)
     assert len(sequences) == 5
-    rows = batch.rank_rows(sequences, 0, 1, 16)
+    rows = packing.microbatches(sequences, 0, 1, 16)
     assert len(rows) > 1
     before = dict(backend.named_weights())
     proximal = backend.logprobs(rows)
-    rows = [batch.with_proximal(row, p) for row, p in zip(rows, proximal, strict=True)]
+    rows = [packing.with_proximal(row, p) for row, p in zip(rows, proximal, strict=True)]
     result = backend.step(rows, loss_of(algorithm, longest=64)(rows, backend.gather), 1e-3)
-    assert result.tokens == sum(int(s.trained.sum()) for s in sequences) == 13
+    assert result.tokens == int(sequences.loss_mask.sum()) == 13
     assert np.isfinite(result.loss)
     assert result.grad_norm > 0
     after = dict(backend.named_weights())
@@ -229,7 +226,7 @@ def test_presets_keep_their_estimator_and_the_two_forms_of_grpo_are_one_kind():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key", "told"),
+    ("overrides", "key", "hint"),
     [
         (
             ["kind=dr_grpo"],
@@ -243,10 +240,10 @@ def test_presets_keep_their_estimator_and_the_two_forms_of_grpo_are_one_kind():
         (["kind=grpo", "gamma=0.9"], "advantage.gamma", "normalize"),
     ],
 )
-def test_what_an_estimator_does_not_know_is_refused_in_one_line(overrides, key, told):
+def test_what_an_estimator_does_not_know_is_refused_in_one_line(overrides, key, hint):
     with pytest.raises(ConfigError) as caught:
         load("quickstart", [f"learner.algorithm.advantage.{override}" for override in overrides])
     message = str(caught.value)
     assert f"learner.algorithm.{key}" in message
-    assert told in message
+    assert hint in message
     assert "\n" not in message

@@ -13,17 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from slipstream.configs.backends import Fsdp2
-from slipstream.learner.batch import to_row
 from slipstream.learner.fsdp2 import attention
-from slipstream.learner.prefixes import tree
-from slipstream.tests.equality import (
-    LOSS,
-    assert_bfloat16_noise,
-    assert_three_steps,
-    make_model,
-    make_rows,
-    plain_loop,
-)
+from slipstream.learner.fsdp2.attention import plan_sharing as tree
+from slipstream.learner.packing import to_microbatch
+from slipstream.tests.columns import joined
+from slipstream.tests.equality import LOSS, assert_bfloat16_noise, assert_three_steps, make_model, make_rows, plain_loop
 from slipstream.tests.ranks import Job, jobs_of, open_backend, run_in_turn, run_on_one_rank, run_on_two_ranks
 from slipstream.tests.test_learner_prefixes import make_groups, make_nested
 
@@ -37,16 +31,16 @@ def held(**how: object) -> Fsdp2:
     return msgspec.structs.replace(Fsdp2(device="cuda"), **how)
 
 
-def apart(found: torch.Tensor, exact: torch.Tensor) -> float:
+def largest_difference(found: torch.Tensor, exact: torch.Tensor) -> float:
     """Norm of the difference as a share of the norm."""
     return float((found.detach().double().cpu() - exact.detach()).norm() / exact.detach().norm())
 
 
 @pytest.mark.parametrize("window", [None, 10])
-@pytest.mark.parametrize("sequences", [make_groups(0), make_nested()], ids=["apart", "nested"])
+@pytest.mark.parametrize("sequences", [make_groups(0), make_nested()], ids=["separate", "nested"])
 def test_flash_attention_and_its_gradient_are_those_of_whole_sequences(sequences, window: int | None) -> None:
     """Also where sequences continue what they share."""
-    row = to_row(sequences)
+    row = to_microbatch(joined(sequences))
     made = tree(row)
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, len(made.kept), 64) for heads in (4, 2, 2)]
@@ -58,15 +52,15 @@ def test_flash_attention_and_its_gradient_are_those_of_whole_sequences(sequences
         return output
 
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    expected = attend([x[:, :, made.where] for x in states], attention.Packed(row.cu_seqlens, cpu))
+    expected = attend([x[:, :, made.where] for x in states], attention.PackedMask(row.cu_seqlens, cpu))
     gradients = torch.autograd.grad((expected * asked.double()).sum(), states)
     there = [x.detach().to(gpu, torch.bfloat16).requires_grad_() for x in states]
-    packed = attention.Packed(made.cu_seqlens, gpu, heads=made.heads)
+    packed = attention.PackedMask(made.cu_seqlens, gpu, heads=made.heads)
     found = attend(there, packed)[:, made.where]
     assert "cuts" in vars(packed)  # which FlashAttention alone asks for
-    assert apart(found, expected) < NOISE
-    for mine, exact in zip(torch.autograd.grad((found * asked.to(gpu)).sum(), there), gradients, strict=True):
-        assert apart(mine, exact) < NOISE
+    assert largest_difference(found, expected) < NOISE
+    for actual, exact in zip(torch.autograd.grad((found * asked.to(gpu)).sum(), there), gradients, strict=True):
+        assert largest_difference(actual, exact) < NOISE
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +81,12 @@ def expected(model) -> dict[str, dict[str, torch.Tensor]]:
     ("what", "config"),
     [
         ("whole", held()),
-        ("whole", held(recompute=True)),
-        ("whole", held(offload=True)),
-        ("whole", held(offload=True, recompute=True)),
-        ("whole", held(compile=True)),
+        ("whole", held(options=("recompute",))),
+        ("whole", held(options=("offload",))),
+        ("whole", held(options=("offload", "recompute"))),
+        ("whole", held(options=("compile",))),
         ("lora", held(lora_rank=4)),
-        ("lora", held(lora_rank=4, offload=True)),
+        ("lora", held(lora_rank=4, options=("offload",))),
     ],
     ids=["whole", "recomputed", "offloaded", "both", "compiled", "lora", "lora offloaded"],
 )
@@ -103,7 +97,7 @@ def test_three_steps_in_float32_equal_a_plain_loop(model, expected, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "config",
-    [held(), held(recompute=True), held(offload=True), held(compile=True)],
+    [held(), held(options=("recompute",)), held(options=("offload",)), held(options=("compile",))],
     ids=["plain", "recomputed", "offloaded", "compiled"],
 )
 def test_bfloat16_is_as_near_to_float32_as_a_plain_bfloat16_loop(
@@ -119,13 +113,13 @@ def two(model, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("two")
     jobs = [
         Job(model, 34, str(root / "whole"), held(), save=str(root / "saved")),
-        Job(model, 34, str(root / "shared"), held(context_parallel=2)),
-        Job(model, 34, str(root / "offloaded"), held(offload=True)),
-        Job(model, 34, str(root / "resumed"), held(context_parallel=2), first=2, load=str(root / "saved")),
+        Job(model, 34, str(root / "shared"), held(parallel={"context": 2})),
+        Job(model, 34, str(root / "offloaded"), held(options=("offload",))),
+        Job(model, 34, str(root / "resumed"), held(parallel={"context": 2}), first=2, load=str(root / "saved")),
         Job(model, 34, str(root / "bf16"), held(), dtype="bfloat16"),
-        Job(model, 34, str(root / "bf16 shared"), held(context_parallel=2), dtype="bfloat16"),
-        Job(model, 34, str(root / "liger"), held(liger=True)),
-        Job(model, 34, str(root / "bf16 liger"), held(liger=True), dtype="bfloat16"),
+        Job(model, 34, str(root / "bf16 shared"), held(parallel={"context": 2}), dtype="bfloat16"),
+        Job(model, 34, str(root / "liger"), held(options=("liger",))),
+        Job(model, 34, str(root / "bf16 liger"), held(options=("liger",)), dtype="bfloat16"),
     ]
     run_on_two_ranks(root, __file__, jobs)
     return root
@@ -151,7 +145,7 @@ def test_what_is_offloaded_leaves_the_gpu(model) -> None:
         backend.close()
         return size
 
-    assert held_after_a_step(held(offload=True)) < 0.2 * held_after_a_step(held())
+    assert held_after_a_step(held(options=("offload",))) < 0.2 * held_after_a_step(held())
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from slipstream.configs.schema import Sft
+from slipstream.configs.sft import Sft
 from slipstream.errors import ConfigError, LearnerError
-from slipstream.learner.batch import scoring_row
 from slipstream.learner.checkpoint import CheckpointState, checkpoints, path_of, prune, read_state
+from slipstream.learner.packing import scoring_microbatch
 from slipstream.learner.sft import HeldOut, SftProgress, negative_log_likelihood, run_sft
 from slipstream.tests.equality import (
     LOSS,
@@ -60,7 +60,7 @@ def rank_main(jobs: list[Job], export: str) -> None:
     backend.export(Path(export))
     first = backend.rank == 0
     # Only rank 1 has rows, and as many log-probs come back as rows went in.
-    rows = [] if first else [scoring_row([[1, 2, 3]]), scoring_row([[4, 5]])]
+    rows = [] if first else [scoring_microbatch([[1, 2, 3]]), scoring_microbatch([[4, 5]])]
     assert [len(values) for values in backend.logprobs(rows)] == ([] if first else [3, 2])
     assert backend.step(rows, negative_log_likelihood, 0.0).tokens == 3
     assert backend.maximum(2.5 + backend.rank) == 3.5
@@ -69,7 +69,7 @@ def rank_main(jobs: list[Job], export: str) -> None:
     assert_refused(backend, poisoned, rows, "not finite")
     if first:
         with pytest.raises(LearnerError, match="lost the others while stepping") as error:
-            backend.step([scoring_row([[1, 2, 3]])], negative_log_likelihood, 0.0)
+            backend.step([scoring_microbatch([[1, 2, 3]])], negative_log_likelihood, 0.0)
         assert not error.value.final  # they may come back
     backend.close()
 
@@ -143,7 +143,7 @@ def backend(models):
 def test_log_probs_equal_transformers_one_sequence_at_a_time(backend, models):
     model = AutoModelForCausalLM.from_pretrained(models[True], dtype=torch.float32).eval()
     sequences = [s.token_ids.tolist() for s in make_batch(0)[0]]
-    row = scoring_row(sequences)
+    row = scoring_microbatch(sequences)
     (logprobs,), (plain,) = backend.logprobs([row]), backend.logprobs([row], temperature=1.0)
     for start, end, ids in zip(row.cu_seqlens, row.cu_seqlens[1:], sequences, strict=False):
         with torch.no_grad():
@@ -153,7 +153,7 @@ def test_log_probs_equal_transformers_one_sequence_at_a_time(backend, models):
         hot = (TEMPERATURE * logp).log_softmax(-1)[range(len(ids) - 1), ids[1:]]
         torch.testing.assert_close(plain[start + 1 : end], hot, atol=5e-6, rtol=0)
     trained = make_rows(0, 0, 1, 8192)[0]
-    assert torch.equal(backend.logprobs([trained])[0] != 0, trained.trained)
+    assert torch.equal(backend.logprobs([trained])[0] != 0, trained.loss_mask)
 
 
 def test_named_weights_are_the_state_dict_and_the_callers_own(backend, models):
@@ -189,14 +189,14 @@ def test_bad_batches_leave_the_weights_unchanged(backend):
     forgotten = [msgspec.structs.replace(r, proximal_logprobs=torch.full_like(r.advantages, torch.nan)) for r in rows]
     assert_refused(backend, LOSS, forgotten, "not finite")
     assert_refused(backend, LOSS, [], "no trained token")
-    first = [msgspec.structs.replace(r, trained=torch.ones_like(r.trained)) for r in rows]
+    first = [msgspec.structs.replace(r, loss_mask=torch.ones_like(r.loss_mask)) for r in rows]
     assert_refused(backend, LOSS, first, "first token")
 
 
 def test_an_export_loads_in_transformers_with_the_same_logits(models, tmp_path):
     backend = open_backend(models[True], "bfloat16")
     backend.step(make_rows(0, 0, 1, 8192), LOSS, 1e-2)
-    row = scoring_row([s.token_ids.tolist() for s in make_batch(0)[0]])
+    row = scoring_microbatch([s.token_ids.tolist() for s in make_batch(0)[0]])
     (logprobs,) = backend.logprobs([row])
     dtypes = {tensor.dtype for _, tensor in backend.named_weights()}
     backend.export(tmp_path / "exported")
@@ -283,7 +283,7 @@ def test_supervised_warm_up_learns_and_repeats_itself(models):
     assert result.held_out[-1].loss < 0.5 < 3.0 < result.held_out[0].loss
 
 
-def test_what_is_held_out_is_not_trained_on_and_told_as_it_is(models):
+def test_what_is_held_out_is_not_trained_on_and_is_reported(models):
     """Of two sequences the one is trained on, and the loss on the other is that of a plain model."""
     sequences = [([1, 2, 3, 4], [False, True, True, True]), ([9, 8, 7], [False, False, True])]
     backend = open_backend(models[True])
@@ -293,7 +293,7 @@ def test_what_is_held_out_is_not_trained_on_and_told_as_it_is(models):
     (held,) = [i for i, (_, mask) in enumerate(sequences) if sum(mask) == result.held_out[0].tokens]
     assert (result.sequences, result.tokens) == (1, len(sequences[1 - held][0]))
     ids, mask = sequences[held]
-    after = backend.logprobs([scoring_row([ids])], temperature=TEMPERATURE)[0][torch.tensor(mask)]
+    after = backend.logprobs([scoring_microbatch([ids])], temperature=TEMPERATURE)[0][torch.tensor(mask)]
     assert result.held_out[-1].loss == pytest.approx(-float(after.mean()), abs=1e-6)
     assert result.held_out[-1].loss != result.held_out[0].loss
     backend.close()

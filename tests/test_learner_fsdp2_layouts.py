@@ -14,14 +14,7 @@ from safetensors.torch import load_file
 from slipstream.configs.backends import Fsdp2
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.learner.checkpoint import CheckpointState
-from slipstream.tests.equality import (
-    LOSS,
-    assert_bfloat16_noise,
-    assert_three_steps,
-    make_model,
-    make_rows,
-    plain_loop,
-)
+from slipstream.tests.equality import LOSS, assert_bfloat16_noise, assert_three_steps, make_model, make_rows, plain_loop
 from slipstream.tests.ranks import (
     DEADLINE_S,
     Job,
@@ -33,11 +26,11 @@ from slipstream.tests.ranks import (
 )
 from transformers import AutoModelForCausalLM
 
-RECOMPUTE = Fsdp2(device="cpu", recompute=True)
-SHARED = Fsdp2(device="cpu", context_parallel=2)
-SHARED_RECOMPUTE = Fsdp2(device="cpu", context_parallel=2, recompute=True)
+RECOMPUTE = Fsdp2(device="cpu", options=("recompute",))
+SHARED = Fsdp2(device="cpu", parallel={"context": 2})
+SHARED_RECOMPUTE = Fsdp2(device="cpu", parallel={"context": 2}, options=("recompute",))
 LORA = Fsdp2(device="cpu", lora_rank=4)
-SHARED_LORA = Fsdp2(device="cpu", context_parallel=2, lora_rank=4, recompute=True)
+SHARED_LORA = Fsdp2(device="cpu", parallel={"context": 2}, lora_rank=4, options=("recompute",))
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +54,8 @@ def results(model, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("results")
 
     def job(name: str, config: Fsdp2, budget: int = 34, **options) -> Job:
-        places = {key: str(root / value) for key, value in options.items() if key in ("save", "load")}
-        return Job(model, budget, str(root / name), config, **(options | places))
+        paths = {key: str(root / value) for key, value in options.items() if key in ("save", "load")}
+        return Job(model, budget, str(root / name), config, **(options | paths))
 
     run_on_one_rank(
         [
@@ -149,7 +142,7 @@ def test_compiled_layers_are_made_once_and_compute_the_same(model, expected, tmp
         return graph.forward
 
     monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **how: compile_layer(layer, backend=as_it_is, **how))
-    run_on_one_rank([Job(model, 34, str(tmp_path / "out"), Fsdp2(device="cpu", compile=True, recompute=True))])
+    run_on_one_rank([Job(model, 34, str(tmp_path / "out"), Fsdp2(device="cpu", options=("compile", "recompute")))])
     weights = load_file(tmp_path / "out")
     for key in weights.keys() - {"numbers"}:
         torch.testing.assert_close(weights[key], expected["whole"][key], atol=1e-6, rtol=0)
@@ -176,7 +169,7 @@ def test_recomputing_keeps_less(model):
         (Fsdp2(device="cpu", lora_rank=8), LORA, r"holds adapters of rank 8, and adapters of rank 4 .*lora_rank=8"),
     ],
 )
-def test_checkpoints_of_adapters_and_of_all_weights_are_told_apart(model, tmp_path, saved, loaded, why):
+def test_checkpoints_of_adapters_and_of_all_weights_are_distinguished(model, tmp_path, saved, loaded, why):
     backend = open_backend(model, config=saved)
     backend.save(tmp_path / "saved", CheckpointState(step=1, version=1)).result(DEADLINE_S)
     backend.close()
@@ -187,10 +180,10 @@ def test_checkpoints_of_adapters_and_of_all_weights_are_told_apart(model, tmp_pa
 
 
 def test_what_cannot_be_is_refused_before_ranks_meet(model):
-    with pytest.raises(ConfigError, match=r"context_parallel=4: the model has 4 heads and 2 key-value heads"):
-        open_backend(model, config=Fsdp2(device="cpu", context_parallel=4))
-    with pytest.raises(ConfigError, match=r"offload=true .* runs on the CPU"):
-        open_backend(model, config=Fsdp2(device="cpu", offload=True))
+    with pytest.raises(ConfigError, match=r"parallel\.context=4: the model has 4 heads and 2 key-value heads"):
+        open_backend(model, config=Fsdp2(device="cpu", parallel={"context": 4}))
+    with pytest.raises(ConfigError, match=r"options=\[offload\] .* runs on the CPU"):
+        open_backend(model, config=Fsdp2(device="cpu", options=("offload",)))
     open_backend(model).close()  # nothing of the others is left
 
 

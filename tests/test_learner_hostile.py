@@ -19,11 +19,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from slipstream.buffer.client import BufferClient
-from slipstream.buffer.messages import Batch
+from slipstream.buffer.messages import BatchPlan
 from slipstream.buffer.trajectory import FINISHED, Trajectory
 from slipstream.configs.algorithm import Algorithm, Grpo, Ppo
 from slipstream.configs.backends import Fsdp2
-from slipstream.configs.schema import Buffer, Checkpoint, Learner, Model
+from slipstream.configs.schema import Buffer, Learner, Model
 from slipstream.errors import (
     CheckpointError,
     ConfigError,
@@ -38,6 +38,7 @@ from slipstream.learner.loop import TrainingLoop
 from slipstream.learner.metrics import StepMetrics
 from slipstream.tests import tiny
 from slipstream.tests.episodes import trajectory
+from slipstream.tests.fleets import mark_served
 from slipstream.tests.replicas import LocalReplica
 from slipstream.tests.test_buffer_service import serving
 from slipstream.tests.test_learner_loop import Buffer as ReadyBuffer
@@ -115,6 +116,7 @@ class Bench:
             push_s=20.0,
             canary_tolerance=1e-4,
             dtype="float32",
+            on_served=lambda _, version: mark_served(buffer, version) if isinstance(buffer, BufferClient) else None,
         )
         loop = TrainingLoop(
             self.config,
@@ -151,7 +153,7 @@ class Bench:
 
 
 def learner(steps: int = 1, **sections) -> Learner:
-    return Learner(steps=steps, checkpoint=Checkpoint(every=1), **sections)
+    return Learner(steps=steps, checkpoint_every=1, **sections)
 
 
 @contextlib.asynccontextmanager
@@ -243,10 +245,10 @@ async def test_a_model_that_computes_no_numbers_ends_the_run_before_anything_is_
 @pytest.mark.parametrize(("value", "dtype"), [("nan", "float32"), ("inf", "float32"), ("3.4e38", "bfloat16")])
 async def test_a_snapshot_has_no_number_that_is_not_finite(value: str, dtype: str) -> None:
     good, ill = torch.randn(3, 4), torch.randn(3, 4)
-    await snapshot.take(1, [("good", good), ("empty", torch.empty(0))], dtype)
+    await snapshot.take_snapshot(1, [("good", good), ("empty", torch.empty(0))], dtype)
     ill[1, 2] = float(value)
     with pytest.raises(WeightSyncError, match=f"version 1 is not pushed: ill holds .* not finite in {dtype}"):
-        await snapshot.take(1, [("good", good), ("ill", ill)], dtype)
+        await snapshot.take_snapshot(1, [("good", good), ("ill", ill)], dtype)
 
 
 async def test_a_batch_without_any_advantage_is_a_step_that_changes_nothing(folders, address, tmp_path) -> None:
@@ -277,7 +279,7 @@ async def test_advantages_beyond_float32_are_named(folders, address, tmp_path) -
     assert bench.replica.served == 0
 
 
-async def test_tasks_that_nobody_fails_end_at_the_deadline_and_say_how_many(folders, address, tmp_path) -> None:
+async def test_tasks_that_no_member_fails_end_at_the_deadline_with_their_number(folders, address, tmp_path) -> None:
     config = msgspec.structs.replace(learner(), batch_s=2.0)
     bench = Bench(tmp_path, folders[0], config)
     async with playing(tmp_path, address, earning(lambda member: 1.0), dynamic_sampling=True) as client:
@@ -287,7 +289,7 @@ async def test_tasks_that_nobody_fails_end_at_the_deadline_and_say_how_many(fold
         await bench.fails(address, DeadlineExceeded, match)
         stats = await client.stats()
         assert stats.refilled_groups > 3
-        assert stats.ledger.closes
+        assert stats.ledger.balances
         assert stats.ledger.discarded == {
             "equal_rewards": stats.ledger.generated - stats.ledger.in_flight - stats.ledger.ready
         }
@@ -307,8 +309,8 @@ async def test_tasks_that_nobody_fails_end_at_the_deadline_and_say_how_many(fold
 )
 async def test_a_batch_with_nothing_to_train_on_is_named(folders, tmp_path, change, match) -> None:
     class Forging(ReadyBuffer):
-        async def take(self, version: int, deadline_s: float) -> Batch:
-            return msgspec.structs.replace(await super().take(version, deadline_s), **change)
+        async def take_plan(self, version: int, deadline_s: float) -> BatchPlan:
+            return msgspec.structs.replace(await super().take_plan(version, deadline_s), **change)
 
     bench = Bench(tmp_path, folders[0], learner())
     await bench.fails(Forging(), LearnerError, match)

@@ -59,7 +59,7 @@ def test_norms_rotations_and_gates_are_replaced_and_losses_are_not(package: Path
 
 def test_a_family_without_kernels_is_refused(package: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"liger=true: 'here' is a model of family gemma2; allowed are llama, .*qwen3_moe"
+        ConfigError, match=r"options=\[liger\]: 'here' is a model of family gemma2; allowed are llama, .*qwen3_moe"
     ):
         liger.check(CUDA, Gemma2Config(name_or_path="here"))
 
@@ -70,19 +70,22 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delitem(sys.modules, name, raising=False)
     importlib.invalidate_caches()
     with pytest.raises(
-        ConfigError, match=r"backend\.liger=true needs the package liger-kernel; `pip install liger-kernel`"
+        ConfigError, match=r"backend\.options=\[liger\] needs the package liger-kernel; `pip install liger-kernel`"
     ):
         liger.check(CUDA, Qwen3Config())
 
 
 def test_on_a_cpu_it_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"backend\.liger=true takes kernels for CUDA; allowed with .*device=cpu is false"
+        ConfigError,
+        match=r"backend\.options=\[liger\] is for GPUs; .*device=cpu allows recompute and compile",
     ):
-        check(Config(learner=Learner(backend=Fsdp2(device="cpu", liger=True))))
+        check(Config(learner=Learner(backend=Fsdp2(device="cpu", options=("liger",)))))
     path = str(tiny_policy(tmp_path / "policy"))
-    config = load("quickstart", [f"model.path={path}", "learner.backend.device=auto", "learner.backend.liger=true"])
+    config = load(
+        "quickstart", [f"model.path={path}", "learner.backend.device=auto", "learner.backend.options=[liger]"]
+    )
     if not torch.cuda.is_available():
-        for start in (lambda: preflight.learner(config), lambda: open_backend(path, config=Fsdp2(liger=True))):
-            with pytest.raises(ConfigError, match="this learner runs on the CPU; allowed here is false"):
+        for start in (lambda: preflight.learner(config), lambda: open_backend(path, config=Fsdp2(options=("liger",)))):
+            with pytest.raises(ConfigError, match="this learner runs on the CPU; leave it out"):
                 start()

@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.messages import Batch, Stats
+from slipstream.buffer.messages import BatchPlan, Stats
 from slipstream.buffer.trajectory import Trajectory
-from slipstream.configs.schema import Checkpoint, Learner
+from slipstream.configs.schema import Learner
 from slipstream.errors import DeadlineExceeded, EngineError, LearnerError
-from slipstream.learner.backend import PackedRow, PolicyLoss, StepResult
+from slipstream.learner.backend import BackendStepResult, PolicyLoss
 from slipstream.learner.checkpoint import CheckpointState
 from slipstream.learner.loop import TrainingLoop
 from slipstream.learner.metrics import StepMetrics
-from slipstream.tests.episodes import trajectory
+from slipstream.learner.packing import MicroBatch
+from slipstream.tests.episodes import row_of, trajectory
 from slipstream.tests.replicas import CANARY, LocalReplica, logprobs, make_model
 from slipstream.weightsync import publisher as publishing
 from slipstream.weightsync.plan import TransferPlan
@@ -43,7 +44,7 @@ class Model:
         self.saves: list[tuple[Path, CheckpointState, Future[None]]] = []
         self.writes_at_once = True
 
-    def logprobs(self, rows: Sequence[PackedRow], temperature: float | None = None) -> list[torch.Tensor]:
+    def logprobs(self, rows: Sequence[MicroBatch], temperature: float | None = None) -> list[torch.Tensor]:
         if temperature is None:
             return [torch.zeros(len(row.token_ids)) for row in rows]
         return [torch.tensor([0.0, *logprobs(make_model(self.seed), row.token_ids.tolist())]) for row in rows]
@@ -54,9 +55,9 @@ class Model:
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
-    def step(self, rows: Sequence[PackedRow], loss: PolicyLoss, lr: float) -> StepResult:
+    def step(self, rows: Sequence[MicroBatch], loss: PolicyLoss, lr: float) -> BackendStepResult:
         self.seed += 1
-        return StepResult(0.0, 0.0, 1, collections.defaultdict(lambda: 1.0))
+        return BackendStepResult(0.0, 0.0, 1, collections.defaultdict(lambda: 1.0))
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from make_model(self.seed).state_dict().items()
@@ -90,16 +91,21 @@ class Buffer:
     batch_in = 0.0
 
     def __init__(self) -> None:
-        self.serves: list[int] = []
         self.final: list[int] = []
 
     async def recover(self, version: int) -> int:
         return version
 
-    async def take(self, version: int, deadline_s: float) -> Batch:
+    async def take_plan(self, version: int, deadline_s: float) -> BatchPlan:
         await asyncio.sleep(self.batch_in)
-        group = tuple(trajectory(f"0.0.{member}", version=version) for member in range(2))
-        return Batch(version, 0, (group,), {}, await self.stats())
+        return BatchPlan(version, 0, (tuple(map(row_of, self.group(version))),), {}, await self.stats())
+
+    async def fetch_rows(self, version: int, ids: Sequence[str]) -> tuple[Trajectory, ...]:
+        rows = {row.id: row for row in self.group(version)}
+        return tuple(rows[name] for name in ids)
+
+    def group(self, version: int) -> list[Trajectory]:
+        return [trajectory(f"0.0.{member}", version=version) for member in range(2)]
 
     async def fresh(self, version: int, limit: int) -> tuple[Trajectory, ...]:
         return ()
@@ -108,9 +114,6 @@ class Buffer:
 
     async def checkpointed(self, version: int) -> None:
         self.final.append(version)
-
-    async def served(self, version: int) -> None:
-        self.serves.append(version)
 
     async def stats(self) -> Stats:
         return STATS
@@ -143,7 +146,7 @@ class Bench:
             dtype="float32",
         )
         self.model = Model()
-        config = Learner(steps=STEPS, checkpoint=Checkpoint(every=every, keep=1), batch_s=batch_s)
+        config = Learner(steps=STEPS, checkpoint_every=every, checkpoint_keep=1, batch_s=batch_s)
         self.loop = TrainingLoop(
             config,
             self.model,
@@ -174,7 +177,7 @@ async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_joiner_that_never_says_it_is_there_does_not_hold_up_a_step(
+async def test_a_joiner_that_never_answers_does_not_delay_a_step(
     benches: list[Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing, "GRACE_SHARE", 0.005)  # 0.3 s, once
@@ -272,19 +275,20 @@ async def test_leaving_ends_a_catch_up(benches: list[Bench], tmp_path: Path) -> 
 async def test_training_goes_on_while_a_checkpoint_is_written_and_the_buffer_hears_when_it_is_whole(
     benches: list[Bench], tmp_path: Path
 ) -> None:
-    bench = Bench(tmp_path, LocalReplica("serving"), every=2)
+    replica = LocalReplica("serving")
+    bench = Bench(tmp_path, replica, every=2)
     benches.append(bench)
     model, buffer = bench.model, bench.buffer
     model.writes_at_once = False
     running = asyncio.create_task(bench.run())
-    await until(lambda: buffer.serves[-1:] == [4])  # steps 3 and 4, with the checkpoint of step 2 on its way
+    await until(lambda: replica.served == 4)  # steps 3 and 4, with the checkpoint of step 2 on its way
     assert [state.step for _, state, _ in model.saves] == [2]
     assert buffer.final == []
     model.write(0)
     await until(lambda: len(model.saves) == 2)  # that of step 4 waited for it
     assert buffer.final == [2]
     model.write(1)
-    await until(lambda: buffer.final == [2, 4] and buffer.serves[-1] == STEPS)
+    await until(lambda: buffer.final == [2, 4] and replica.served == STEPS)
     await until(lambda: len(model.saves) == 3)
     assert not running.done()
     model.write(2)

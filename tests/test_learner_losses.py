@@ -34,10 +34,11 @@ from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Optimizer
 from slipstream.errors import LearnerError
 from slipstream.learner.algorithms import LOSSES, loss_of
-from slipstream.learner.algorithms.covariance import drawn
-from slipstream.learner.backend import PackedRow, StepResult
+from slipstream.learner.algorithms.covariance import random_tokens
+from slipstream.learner.backend import BackendStepResult
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
-from slipstream.learner.meter import StepDone
+from slipstream.learner.metrics import PolicyStepResult
+from slipstream.learner.packing import MicroBatch
 from slipstream.tests.test_learner_fsdp2 import make_model, make_rows
 
 LONGEST = 50
@@ -82,7 +83,7 @@ class Sequence(msgspec.Struct):
     """T tokens: what was sampled, and the log-probs under the three policies."""
 
     ids: np.ndarray
-    trained: np.ndarray
+    loss_mask: np.ndarray
     behavior: np.ndarray
     proximal: np.ndarray
     current: np.ndarray
@@ -119,31 +120,31 @@ def make_row(sequences):
     """The row of these sequences, and the current log-probs and entropies in it."""
     lengths = [len(s.ids) for s in sequences]
     joined = {key: torch.from_numpy(np.concatenate([getattr(s, key) for s in sequences])) for key in ARRAYS}
-    trained = torch.from_numpy(np.concatenate([s.trained for s in sequences]))
-    row = PackedRow(
+    trained = torch.from_numpy(np.concatenate([s.loss_mask for s in sequences]))
+    row = MicroBatch(
         token_ids=torch.from_numpy(np.concatenate([s.ids for s in sequences])),
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         cu_seqlens=(0, *np.cumsum(lengths).tolist()),
-        trained=trained,
+        loss_mask=trained,
         behavior_logprobs=joined["behavior"],
         proximal_logprobs=joined["proximal"],
         advantages=joined["advantages"],
-        lags=torch.where(trained, torch.cat([torch.arange(n) % 3 for n in lengths]), -1).int(),
+        staleness=torch.where(trained, torch.cat([torch.arange(n) % 3 for n in lengths]), -1).int(),
         mixed=torch.zeros_like(trained),
-        earned=trained & torch.cat([torch.full((n,), i % 2 == 0) for i, n in enumerate(lengths)]),
+        positive=trained & torch.cat([torch.full((n,), i % 2 == 0) for i, n in enumerate(lengths)]),
     )
     return row, joined["current"], joined["entropy"]
 
 
-def alone(values):
+def one_rank(values):
     """`Backend.gather` of a single rank."""
     return values
 
 
-def run(algorithm, packing, gather=alone, tokens=None):
+def run(algorithm, packing, gather=one_rank, tokens=None):
     """Loss of a step, gradients by log-prob and by entropy of each row, reported sums; as a backend does it."""
     rows = [make_row(sequences) for sequences in packing]
-    tokens = tokens or sum(int(row.trained.sum()) for row, _, _ in rows)
+    tokens = tokens or sum(int(row.loss_mask.sum()) for row, _, _ in rows)
     loss = loss_of(algorithm, LONGEST)([row for row, _, _ in rows], gather)
     total, gradients, sums = 0.0, [], {}
     for row, current, entropy in rows:
@@ -188,55 +189,57 @@ def oracle_token(config, s, t, ratio_s, chosen):
 
 
 def oracle_chosen(config, sequences):
-    """For Clip-Cov with share 1 and KL-Cov: places (sequence, token) of the tokens they treat apart."""
-    places = [(i, t) for i, s in enumerate(sequences) for t in np.flatnonzero(s.trained)]
-    logq = np.array([sequences[i].proximal[t] for i, t in places])
-    a = np.array([sequences[i].advantages[t] for i, t in places])
-    cov = dict(zip(places, (logq - logq.mean()) * (a - a.mean()), strict=True))
+    """For Clip-Cov with share 1 and KL-Cov: positions (sequence, token) of the tokens they treat differently."""
+    positions = [(i, t) for i, s in enumerate(sequences) for t in np.flatnonzero(s.loss_mask)]
+    logq = np.array([sequences[i].proximal[t] for i, t in positions])
+    a = np.array([sequences[i].advantages[t] for i, t in positions])
+    cov = dict(zip(positions, (logq - logq.mean()) * (a - a.mean()), strict=True))
     if isinstance(config, ClipCov):
-        return {place for place, c in cov.items() if 1 <= c <= 5}
+        return {position for position, c in cov.items() if 1 <= c <= 5}
     if isinstance(config, KlCov):
-        ranked = sorted(places, key=lambda place: -cov[place])
-        return {place for place in ranked[: max(1, math.floor(config.share * len(places)))] if cov[place] > 0}
+        ranked = sorted(positions, key=lambda position: -cov[position])
+        return {
+            position for position in ranked[: max(1, math.floor(config.share * len(positions)))] if cov[position] > 0
+        }
     return set()
 
 
 def oracle_correction(config, algorithm, s):
     """(weight, kept) of each trained token of one sequence."""
-    places = np.flatnonzero(s.trained)
+    positions = np.flatnonzero(s.loss_mask)
     own = isinstance(algorithm.loss, SELF_CORRECTING)
     if isinstance(config, AutoCorrection):
         config = NoCorrection() if own else Truncated(level="token", high=2.0)
     if isinstance(config, NoCorrection):
-        return {t: (1.0, True) for t in places}
-    token = {t: math.exp(s.proximal[t] - s.behavior[t]) for t in places}
+        return {t: (1.0, True) for t in positions}
+    token = {t: math.exp(s.proximal[t] - s.behavior[t]) for t in positions}
     product = math.prod(token.values())
     w = {
         "token": token,
-        "sequence": dict.fromkeys(places, product),
-        "geometric": dict.fromkeys(places, product ** (1 / max(1, len(places)))),
+        "sequence": dict.fromkeys(positions, product),
+        "geometric": dict.fromkeys(positions, product ** (1 / max(1, len(positions)))),
     }[config.level]
     if isinstance(config, Truncated):
-        return {t: (min(w[t], config.high), True) for t in places}
-    inside = {t: config.low <= w[t] <= config.high for t in places}
+        return {t: (min(w[t], config.high), True) for t in positions}
+    inside = {t: config.low <= w[t] <= config.high for t in positions}
     if isinstance(config, Rejected):
-        inside = dict.fromkeys(places, all(inside.values()))
-    return {t: (1.0 if own else w[t], inside[t]) for t in places}
+        inside = dict.fromkeys(positions, all(inside.values()))
+    return {t: (1.0 if own else w[t], inside[t]) for t in positions}
 
 
 def oracle(algorithm, sequences):
     """Loss of the step, gradients by current log-prob and by entropy of each sequence, number of tokens without loss."""
-    trained = [s for s in sequences if s.trained.any()]
-    n = sum(int(s.trained.sum()) for s in trained)
+    trained = [s for s in sequences if s.loss_mask.any()]
+    n = sum(int(s.loss_mask.sum()) for s in trained)
     chosen = oracle_chosen(algorithm.loss, sequences)
     total, gradients, dropped = 0.0, [], 0
     for i, s in enumerate(sequences):
         by_logprob, by_entropy = np.zeros(len(s.ids)), np.zeros(len(s.ids))
-        places = np.flatnonzero(s.trained)
-        ratio_s = math.exp(np.mean(s.current[places] - s.proximal[places])) if len(places) else 1.0
+        positions = np.flatnonzero(s.loss_mask)
+        ratio_s = math.exp(np.mean(s.current[positions] - s.proximal[positions])) if len(positions) else 1.0
         divisor = {
             "token_mean": n,
-            "sequence_mean": len(trained) * len(places),
+            "sequence_mean": len(trained) * len(positions),
             "fixed_length": len(trained) * LONGEST,
         }[algorithm.aggregation]
         for t, (weight, kept) in oracle_correction(algorithm.correction, algorithm, s).items():
@@ -262,10 +265,10 @@ def test_values_and_gradients_equal_the_papers_formulas(surrogate, correction, a
         total, gradients, sums = run(algorithm, [[s] for s in sequences])
         expected, slopes, dropped = oracle(algorithm, sequences)
         assert total == pytest.approx(expected, rel=1e-9, abs=1e-12)
-        for mine, theirs in zip(gradients, slopes, strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-12)
+        for actual, theirs in zip(gradients, slopes, strict=True):
+            np.testing.assert_allclose(actual, theirs, rtol=1e-9, atol=1e-12)
         assert sums["dropped"] == dropped
-        kept = sum(int(s.trained.sum()) for s in sequences) - dropped
+        kept = sum(int(s.loss_mask.sum()) for s in sequences) - dropped
         assert sums["clip_fraction"] < kept
         dropped_any, clipped_any = dropped_any + dropped, clipped_any + sums["clip_fraction"]
     # Both sides of every bound were visited.
@@ -281,22 +284,22 @@ def test_gradients_are_those_of_finite_differences(surrogate, aggregation):
     sequences = make_sequences(5, count=5, spread=0.0)
     _, gradients, _ = run(algorithm, [sequences])
     flat = np.concatenate([s.current for s in sequences])
-    for place in range(len(flat)):
+    for position in range(len(flat)):
         ends = []
         for h in (1e-6, -1e-6):
             moved = np.split(
-                flat + h * (np.arange(len(flat)) == place), np.cumsum([len(s.ids) for s in sequences])[:-1]
+                flat + h * (np.arange(len(flat)) == position), np.cumsum([len(s.ids) for s in sequences])[:-1]
             )
             shifted = [msgspec.structs.replace(s, current=c) for s, c in zip(sequences, moved, strict=True)]
             ends.append(run(algorithm, [shifted])[0])
-        assert gradients[0][0][place] == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-7)
+        assert gradients[0][0][position] == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-7)
 
 
 def test_kl_cov_holds_no_token_whose_covariance_is_negative():
     algorithm, sequences = Algorithm(loss=KlCov(share=1.0), correction=NoCorrection()), make_sequences()
     total, _, sums = run(algorithm, [sequences])
     assert total == pytest.approx(oracle(algorithm, sequences)[0], rel=1e-9)
-    assert 0 < sums["clip_fraction"] < sum(int(s.trained.sum()) for s in sequences)
+    assert 0 < sums["clip_fraction"] < sum(int(s.loss_mask.sum()) for s in sequences)
 
 
 def test_gspo_gives_each_token_its_own_advantage():
@@ -305,37 +308,37 @@ def test_gspo_gives_each_token_its_own_advantage():
     (s,) = sequences
     algorithm = Algorithm(loss=Gspo(clip_low=0.5, clip_high=0.5), correction=NoCorrection())
     _, ((gradient, _),), _ = run(algorithm, [sequences])
-    ratio = math.exp(np.mean((s.current - s.proximal)[s.trained]))
-    np.testing.assert_allclose(gradient, np.where(s.trained, -ratio * s.advantages, 0) / s.trained.sum(), rtol=1e-9)
+    ratio = math.exp(np.mean((s.current - s.proximal)[s.loss_mask]))
+    np.testing.assert_allclose(gradient, np.where(s.loss_mask, -ratio * s.advantages, 0) / s.loss_mask.sum(), rtol=1e-9)
 
 
 def squares(sequences, eta):
-    """SPPO as its paper has it, a sequence at a time: its log-ratio, and how far that is from where it is drawn to."""
+    """SPPO as its paper has it, a sequence at a time: its log-ratio, and how far that is from where it is random_tokens to."""
     for s in sequences:
-        ratio = math.fsum((s.current - s.proximal)[s.trained])
+        ratio = math.fsum((s.current - s.proximal)[s.loss_mask])
         yield s, ratio, ratio - eta * s.advantages[0]
 
 
 @pytest.mark.parametrize("eta", [0.5, 1000.0])
 def test_sppo_draws_the_log_ratio_of_a_sequence_to_eta_times_its_advantage(eta):
-    sequences = [s for s in make_sequences(spread=0.0) if s.trained.any()]
+    sequences = [s for s in make_sequences(spread=0.0) if s.loss_mask.any()]
     algorithm = Algorithm(loss=Sppo(eta=eta), correction=NoCorrection())
     total, gradients, sums = run(algorithm, [[s] for s in sequences])
-    n = sum(int(s.trained.sum()) for s in sequences)
+    n = sum(int(s.loss_mask.sum()) for s in sequences)
     assert total == pytest.approx(sum(gap**2 for *_, gap in squares(sequences, eta)) / (2 * eta * n), rel=1e-9)
     for (s, _, gap), (gradient, _) in zip(squares(sequences, eta), gradients, strict=True):
-        np.testing.assert_allclose(gradient, np.where(s.trained, gap / eta, 0) / n, rtol=1e-9)
+        np.testing.assert_allclose(gradient, np.where(s.loss_mask, gap / eta, 0) / n, rtol=1e-9)
     assert sums["clip_fraction"] == 0
 
 
 def test_sppo_begins_as_the_plain_policy_gradient_and_rests_where_it_was_drawn_to():
     start = [msgspec.structs.replace(s, proximal=s.behavior, current=s.behavior) for s in make_sequences(spread=0.0)]
-    algorithm, n = Algorithm(loss=Sppo(eta=2.0)), sum(int(s.trained.sum()) for s in start)
+    algorithm, n = Algorithm(loss=Sppo(eta=2.0)), sum(int(s.loss_mask.sum()) for s in start)
     for s, (gradient, _) in zip(start, run(algorithm, [[s] for s in start])[1], strict=True):
-        np.testing.assert_allclose(gradient, np.where(s.trained, -s.advantages, 0) / n, rtol=1e-9)
+        np.testing.assert_allclose(gradient, np.where(s.loss_mask, -s.advantages, 0) / n, rtol=1e-9)
     end = [
         msgspec.structs.replace(
-            s, current=s.behavior + np.where(s.trained, 2 * s.advantages / max(1, s.trained.sum()), 0)
+            s, current=s.behavior + np.where(s.loss_mask, 2 * s.advantages / max(1, s.loss_mask.sum()), 0)
         )
         for s in start
     ]
@@ -346,18 +349,18 @@ def test_sppo_begins_as_the_plain_policy_gradient_and_rests_where_it_was_drawn_t
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_imitation_makes_the_tokens_of_good_episodes_likelier_by_their_own_mean(aggregation):
     """Over two ranks, one of which has nothing to imitate; the policy loss is as without it."""
-    packing = [[s] for s in make_sequences()]  # each row alone is the first, and good
+    packing = [[s] for s in make_sequences()]  # each row by itself is the first, and good
     packing.append([make_sequences(1, count=1)[0], make_sequences(2, count=1)[0]])  # the second is not
     plain, imitating = (Algorithm(aggregation=aggregation, imitation=c) for c in (0.0, 0.25))
-    n = sum(int(s.trained.sum()) for row in packing for s in row)
+    n = sum(int(s.loss_mask.sum()) for row in packing for s in row)
     good = [s for row in packing for s in row[:1]]
-    tokens = sum(int(s.trained.sum()) for s in good)
+    tokens = sum(int(s.loss_mask.sum()) for s in good)
     before, without, _ = run(plain, packing)
     after, found, _ = run(imitating, packing)
-    likelihood = sum(s.current[s.trained].sum() for s in good) / tokens
+    likelihood = sum(s.current[s.loss_mask].sum() for s in good) / tokens
     assert after - before == pytest.approx(-0.25 * likelihood, rel=1e-9)
     for row, (gradient, _), (other, _) in zip(packing, found, without, strict=True):
-        expected = [np.where(s.trained & (i == 0), -0.25 / tokens, 0) for i, s in enumerate(row)]
+        expected = [np.where(s.loss_mask & (i == 0), -0.25 / tokens, 0) for i, s in enumerate(row)]
         np.testing.assert_allclose(gradient - other, np.concatenate(expected), atol=1e-12)
     assert n > tokens
 
@@ -365,8 +368,8 @@ def test_imitation_makes_the_tokens_of_good_episodes_likelier_by_their_own_mean(
 def test_with_nothing_good_there_is_nothing_to_imitate():
     sequences = make_sequences()
     row, current, entropy = make_row(sequences)
-    row = msgspec.structs.replace(row, earned=torch.zeros_like(row.earned))
-    losses = [loss_of(Algorithm(imitation=c), LONGEST)([row], alone)(current, entropy, row) for c in (0.0, 1.0)]
+    row = msgspec.structs.replace(row, positive=torch.zeros_like(row.positive))
+    losses = [loss_of(Algorithm(imitation=c), LONGEST)([row], one_rank)(current, entropy, row) for c in (0.0, 1.0)]
     assert losses[0].loss_sum == losses[1].loss_sum
 
 
@@ -380,9 +383,9 @@ def test_on_policy_it_is_the_plain_policy_gradient(surrogate, correction):
     sequences = [msgspec.structs.replace(s, proximal=s.behavior, current=s.behavior) for s in make_sequences()]
     algorithm = Algorithm(loss=surrogate, correction=correction)
     _, gradients, sums = run(algorithm, [[s] for s in sequences])
-    n = sum(int(s.trained.sum()) for s in sequences)
+    n = sum(int(s.loss_mask.sum()) for s in sequences)
     for s, (gradient, _) in zip(sequences, gradients, strict=True):
-        np.testing.assert_allclose(gradient, np.where(s.trained, -s.advantages, 0) / n, rtol=1e-9)
+        np.testing.assert_allclose(gradient, np.where(s.loss_mask, -s.advantages, 0) / n, rtol=1e-9)
     assert sums["dropped"] == 0
 
 
@@ -391,9 +394,9 @@ def test_clip_cov_on_policy_is_the_plain_policy_gradient_but_for_what_it_chose()
     surrogate = ClipCov(share=1.0)
     chosen = oracle_chosen(surrogate, sequences)
     _, gradients, sums = run(Algorithm(loss=surrogate), [[s] for s in sequences])
-    n = sum(int(s.trained.sum()) for s in sequences)
+    n = sum(int(s.loss_mask.sum()) for s in sequences)
     for i, (s, (gradient, _)) in enumerate(zip(sequences, gradients, strict=True)):
-        carries = [s.trained[t] and (i, t) not in chosen for t in range(len(s.ids))]
+        carries = [s.loss_mask[t] and (i, t) not in chosen for t in range(len(s.ids))]
         np.testing.assert_allclose(gradient, np.where(carries, -s.advantages, 0) / n, rtol=1e-9)
     assert sums["clip_fraction"] == len(chosen) > 0
 
@@ -406,11 +409,11 @@ def test_untrained_tokens_have_no_influence(surrogate, correction, aggregation):
         sequences = make_sequences(4)
         for s in sequences:
             for key in ARRAYS:
-                getattr(s, key)[~s.trained] = number
+                getattr(s, key)[~s.loss_mask] = number
         total, gradients, sums = run(algorithm, [sequences[:5], sequences[5:]])
         assert math.isfinite(total)
         outcomes.append((total, [g.tolist() for row in gradients for g in row], sums))
-        untrained = ~np.concatenate([s.trained for s in sequences[:5]])
+        untrained = ~np.concatenate([s.loss_mask for s in sequences[:5]])
         assert not gradients[0][0][untrained].any()
     assert all(outcome == outcomes[0] for outcome in outcomes)
 
@@ -429,26 +432,28 @@ def test_neither_order_nor_packing_nor_ranks_change_anything(surrogate, correcti
         assert total == pytest.approx(whole, rel=1e-9)
         assert reported == pytest.approx(sums, rel=1e-9)
         for kind in (0, 1):
-            mine = np.concatenate([g[kind] for g in gradients])
-            np.testing.assert_allclose(mine, np.concatenate([reference[i][kind] for i in order]), rtol=1e-9, atol=1e-15)
-    tokens = sum(int(s.trained.sum()) for s in sequences)
+            actual = np.concatenate([g[kind] for g in gradients])
+            np.testing.assert_allclose(
+                actual, np.concatenate([reference[i][kind] for i in order]), rtol=1e-9, atol=1e-15
+            )
+    tokens = sum(int(s.loss_mask.sum()) for s in sequences)
     parts = on_two_ranks(algorithm, [[shuffled[:2], shuffled[2:3]], [shuffled[3:]]], tokens)
     assert sum(part[0] for part in parts) == pytest.approx(whole, rel=1e-9)
-    mine = np.concatenate([g[0] for part in parts for g in part[1]])
-    np.testing.assert_allclose(mine, np.concatenate([reference[i][0] for i in order]), rtol=1e-9, atol=1e-15)
+    actual = np.concatenate([g[0] for part in parts for g in part[1]])
+    np.testing.assert_allclose(actual, np.concatenate([reference[i][0] for i in order]), rtol=1e-9, atol=1e-15)
 
 
 def on_two_ranks(algorithm, packings, tokens):
     """`run` in two threads, each with its part, that gather from each other."""
-    barrier, brought, results = threading.Barrier(2, timeout=60), [None, None], [None, None]
+    barrier, shared, results = threading.Barrier(2, timeout=60), [None, None], [None, None]
 
     def rank(index):
         def gather(values):
-            brought[index] = values
+            shared[index] = values
             barrier.wait()
-            everyone = torch.cat(brought)
+            gathered = torch.cat(shared)
             barrier.wait()
-            return everyone
+            return gathered
 
         results[index] = run(algorithm, packings[index], gather, tokens)
 
@@ -465,7 +470,7 @@ def test_a_row_without_trained_tokens_gives_zero_and_the_same_names(surrogate, c
     algorithm = Algorithm(loss=surrogate, correction=correction, aggregation=aggregation, entropy=0.1)
     sequences = make_sequences()
     (row, current, entropy), (empty, *values) = make_row(sequences), make_row(sequences[3:4])
-    loss = loss_of(algorithm, LONGEST)([row, empty], alone)
+    loss = loss_of(algorithm, LONGEST)([row, empty], one_rank)
     by_logprob, by_entropy = (value.clone().requires_grad_() for value in values)
     output = loss(by_logprob, by_entropy, empty)
     output.loss_sum.backward()
@@ -529,14 +534,14 @@ def test_a_token_that_moved_too_far_is_let_go(surrogate, sign, gap):
 
 @pytest.mark.parametrize("share", [0.01, 0.05])
 def test_clip_cov_draws_its_share_evenly_among_the_eligible(share):
-    """Over many batches every third of the eligible, by covariance, is drawn from as often."""
+    """Over many batches every third of the eligible, by covariance, is random_tokens from as often."""
     thirds, total = np.zeros(3), 0
     for seed in range(60):
         row, _, _ = make_row(make_sequences(seed, count=20))
-        q, a = row.proximal_logprobs[row.trained].numpy(), row.advantages[row.trained].numpy()
+        q, a = row.proximal_logprobs[row.loss_mask].numpy(), row.advantages[row.loss_mask].numpy()
         cov = (q - q.mean()) * (a - a.mean())
         eligible = np.flatnonzero((cov >= 1.0) & (cov <= 5.0))
-        chosen = np.flatnonzero(drawn(share, 1.0, 5.0, [row], alone)(row).numpy())
+        chosen = np.flatnonzero(random_tokens(share, 1.0, 5.0, [row], one_rank)(row).numpy())
         assert len(chosen) == min(len(eligible), max(1, math.floor(share * len(q))))
         assert set(chosen) <= set(eligible)
         ranked = eligible[np.argsort(cov[eligible])]
@@ -548,21 +553,21 @@ def test_clip_cov_draws_its_share_evenly_among_the_eligible(share):
 def test_statistics_by_staleness_are_those_of_the_tokens_of_that_staleness():
     row, current, entropy = make_row(make_sequences(2))
     algorithm = Algorithm()
-    output = loss_of(algorithm, LONGEST)([row], alone)(current, entropy, row)
-    tokens = int(row.trained.sum())
+    output = loss_of(algorithm, LONGEST)([row], one_rank)(current, entropy, row)
+    tokens = int(row.loss_mask.sum())
     means = {key: value.item() / tokens for key, value in output.sums.items()}
-    done = StepDone((StepResult(0.0, 0.0, tokens, means),), lr=0.0, mismatch=0.0, compared=0)
-    tables = msgspec.structs.asdict(done.by_staleness())
+    done = PolicyStepResult((BackendStepResult(0.0, 0.0, tokens, means),), lr=0.0, mismatch=0.0, compared=0)
+    tables = done.by_staleness()
     w = np.exp((current - row.behavior_logprobs).numpy())
     r = np.exp((current - row.proximal_logprobs).numpy())
     a = row.advantages.numpy()
     flat = ((a > 0) & (r > 1 + algorithm.loss.clip_high)) | ((a < 0) & (r < 1 - algorithm.loss.clip_low))
     for lag in range(3):
-        at = row.trained.numpy() & (row.lags.numpy() == lag)
+        at = row.loss_mask.numpy() & (row.staleness.numpy() == lag)
         assert tables["ess_by_staleness"][str(lag)] == pytest.approx(w[at].sum() ** 2 / (at.sum() * (w[at] ** 2).sum()))
         assert tables["kl_by_staleness"][str(lag)] == pytest.approx((w[at] - 1 - np.log(w[at])).mean())
         assert tables["clip_fraction_by_staleness"][str(lag)] == pytest.approx(flat[at].mean())
-        assert tables["weight_by_staleness"][str(lag)] == pytest.approx(w[at].sum() / w[row.trained.numpy()].sum())
+        assert tables["weight_by_staleness"][str(lag)] == pytest.approx(w[at].sum() / w[row.loss_mask.numpy()].sum())
     assert all(list(table) == ["0", "1", "2"] for table in tables.values())
 
 
@@ -589,7 +594,7 @@ def near_rows(backend, budget):
     moved = []
     for row, current in zip(rows, backend.logprobs(rows), strict=True):
         proximal = current + (row.proximal_logprobs - row.behavior_logprobs)
-        behavior = proximal + torch.where(row.trained, 0.2 * (row.behavior_logprobs + 3.0), 0.0)
+        behavior = proximal + torch.where(row.loss_mask, 0.2 * (row.behavior_logprobs + 3.0), 0.0)
         moved.append(msgspec.structs.replace(row, proximal_logprobs=proximal, behavior_logprobs=behavior))
     return moved
 

@@ -18,18 +18,16 @@ from slipstream.configs.backends import Megatron
 from slipstream.configs.schema import Learner, Model
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.launch import preflight
-from slipstream.learner.backend import PackedRow
-from slipstream.learner.batch import scoring_row
 from slipstream.learner.checkpoint import CheckpointState
 from slipstream.learner.logprobs import token_logprobs
-from slipstream.learner.megatron.backend import MegatronBackend
+from slipstream.learner.megatron.backend import MegatronBackend, MegatronModel
 from slipstream.learner.megatron.fit import check_family, check_layout
 from slipstream.learner.megatron.mapping import hugging, megatron, rule_of
-from slipstream.learner.megatron.model import MegatronModel
 from slipstream.learner.megatron.rows import local_row, padded_length
-from slipstream.learner.megatron.scores import split_logprobs
+from slipstream.learner.packing import MicroBatch, scoring_microbatch
 from slipstream.learner.sft import negative_log_likelihood
-from slipstream.learner.step import Stepper
+from slipstream.learner.step import PolicyStepper
+from slipstream.tests.columns import joined
 from slipstream.tests.equality import (
     LOSS,
     OPTIMIZER,
@@ -49,13 +47,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 DEADLINE_S = 200
 
 TWO = {
-    "tensor": Megatron(ranks=2, tensor_parallel=2),
-    "pipeline": Megatron(ranks=2, pipeline_parallel=2),
-    "virtual": Megatron(ranks=2, pipeline_parallel=2, virtual_stages=2),
-    "context": Megatron(ranks=2, context_parallel=2),
+    "tensor": Megatron(ranks=2, parallel={"tensor": 2}),
+    "pipeline": Megatron(ranks=2, parallel={"pipeline": 2}),
+    "virtual": Megatron(ranks=2, parallel={"pipeline": 2, "virtual": 2}),
+    "context": Megatron(ranks=2, parallel={"context": 2}),
     "data": Megatron(ranks=2),
-    "experts": Megatron(ranks=2, expert_parallel=2),
-    "tensor-experts": Megatron(ranks=2, tensor_parallel=2, expert_parallel=2),
+    "experts": Megatron(ranks=2, parallel={"expert": 2}),
+    "tensor-experts": Megatron(ranks=2, parallel={"tensor": 2, "expert": 2}),
 }
 
 BFLOAT16 = tuple(TWO) if torch.cuda.is_available() else ("tensor",)
@@ -92,7 +90,7 @@ def run(job: Job, backend: MegatronBackend) -> None:
     for step in range(job.first, job.last):
         rows = make_rows(step, backend.data_rank, backend.data_size, job.budget)
         result = backend.step(rows, LOSS, OPTIMIZER.lr)
-        assert result.tokens == sum(s.trained.sum() for s in make_batch(step)[0])
+        assert result.tokens == sum(s.loss_mask.sum() for s in make_batch(step)[0])
         assert result.means.keys() >= {"entropy", "kl"}
         numbers.append([result.loss, result.grad_norm])
         if job.save and step == 1:  # the third step is taken while it is written
@@ -108,7 +106,7 @@ def run(job: Job, backend: MegatronBackend) -> None:
 def poisoned(logprobs, entropy, row):
     """A loss that is NaN where the first data rank has a trained token."""
     output = negative_log_likelihood(logprobs, entropy, row)
-    factor = float("nan") if POISON and bool(row.trained.any()) else 1.0
+    factor = float("nan") if POISON and bool(row.loss_mask.any()) else 1.0
     return msgspec.structs.replace(output, loss_sum=output.loss_sum * factor)
 
 
@@ -133,32 +131,32 @@ def rank_main(jobs: list[Job], export: str) -> None:
             backend.export(Path(export))
         if index == len(jobs) - 1 and backend.rank == 0:  # rank 1 has left
             with pytest.raises(LearnerError, match="lost the others while stepping"):
-                backend.step([scoring_row([[1, 2, 3]])], negative_log_likelihood, 0.0)
+                backend.step([scoring_microbatch([[1, 2, 3]])], negative_log_likelihood, 0.0)
         backend.close()
 
 
 def assert_that_ranks_agree(layout: str, backend: MegatronBackend) -> None:
     """Contracts that only several ranks can break, in each layout."""
     global POISON
-    alone = layout in ("data", "experts")  # whether each rank has rows of its own
+    own_rows = layout in ("data", "experts")  # whether each rank has rows of its own
     assert (backend.rank, backend.world_size) == (dist.get_rank(), 2)
-    assert (backend.data_rank, backend.data_size) == ((backend.rank, 2) if alone else (0, 1))
+    assert (backend.data_rank, backend.data_size) == ((backend.rank, 2) if own_rows else (0, 1))
     assert backend.maximum(2.5 + backend.rank) == 3.5
     own = torch.full((2 * backend.data_rank + 1, 3), 1.0 + backend.data_rank, dtype=torch.float64)
-    assert backend.gather(own).tolist() == [[1.0] * 3, *[[2.0] * 3] * (3 if alone else 0)]
+    assert backend.gather(own).tolist() == [[1.0] * 3, *[[2.0] * 3] * (3 if own_rows else 0)]
     # Log-probs of rows that only rank 0 has: as many come back as were given, and they are right.
-    rows = [scoring_row([[1, 2, 3]]), scoring_row([[4, 5]])] if backend.rank == 0 else []
+    rows = [scoring_microbatch([[1, 2, 3]]), scoring_microbatch([[4, 5]])] if backend.rank == 0 else []
     assert [len(values) for values in backend.logprobs(rows)] == ([3, 2] if backend.rank == 0 else [])
-    both = [scoring_row([[7, 8, 9, 1], [2, 3]])]
-    (mine,) = backend.logprobs(both)
-    everyone = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(everyone, mine)
-    torch.testing.assert_close(everyone[0], everyone[1], atol=1e-6, rtol=0)
-    assert (mine == 0).tolist() == [True, False, False, False, True, False]
+    both = [scoring_microbatch([[7, 8, 9, 1], [2, 3]])]
+    (own_logprobs,) = backend.logprobs(both)
+    gathered = [torch.empty_like(own_logprobs) for _ in range(2)]
+    dist.all_gather(gathered, own_logprobs)
+    torch.testing.assert_close(gathered[0], gathered[1], atol=1e-6, rtol=0)
+    assert (own_logprobs == 0).tolist() == [True, False, False, False, True, False]
     POISON = backend.data_rank == 0
     assert_refused(backend, poisoned, both, "not finite")
     assert_refused(backend, LOSS, [], "no trained token")
-    first = [msgspec.structs.replace(row, trained=torch.ones_like(row.trained)) for row in both]
+    first = [msgspec.structs.replace(row, loss_mask=torch.ones_like(row.loss_mask)) for row in both]
     assert_refused(backend, LOSS, first, "first token")
 
 
@@ -168,7 +166,7 @@ def assert_that_a_frozen_model_scores_as_in_transformers(job: Job) -> None:
     frozen = MegatronModel(Model(path=job.model), TWO[job.layout], **settings)
     assert not hasattr(frozen, "_optimizer")
     ids = [7, 8, 9, 1, 2, 3, 40]
-    found = frozen.logprobs([scoring_row([ids])] if dist.get_rank() == 0 else [])
+    found = frozen.logprobs([scoring_microbatch([ids])] if dist.get_rank() == 0 else [])
     frozen.close()
     assert len(found) == (dist.get_rank() == 0)
     with torch.no_grad():
@@ -181,9 +179,10 @@ def assert_that_a_frozen_model_scores_as_in_transformers(job: Job) -> None:
 def assert_that_compared_tokens_are_counted_on_all_ranks(layout: str, backend: MegatronBackend) -> None:
     """Those of the batch, though of a pipeline only the last stage sees what the policy says of them."""
     config, (sequences, _) = Learner(backend=TWO[layout]), make_batch(0)
-    sequences[0] = msgspec.structs.replace(sequences[0], lags=sequences[0].lags + sequences[0].trained)
-    done = Stepper(config, backend, 64).step(sequences, (), CheckpointState(step=0, version=0))
-    assert done.compared == sum(int(s.trained.sum()) for s in sequences[1:])
+    sequences[0] = msgspec.structs.replace(sequences[0], staleness=sequences[0].staleness + sequences[0].loss_mask)
+    stepper, train_batch = PolicyStepper(config, backend, 64), joined(sequences)
+    done = stepper.step(train_batch, stepper.plan(train_batch), (), CheckpointState(step=0, version=0))
+    assert done.compared == sum(int(s.loss_mask.sum()) for s in sequences[1:])
     assert done.mismatch > 0.1
 
 
@@ -195,7 +194,7 @@ def assert_that_a_split_vocabulary_scores_the_same() -> None:
     half = slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6)
     whole, part = logits.clone().requires_grad_(), logits[:, half].clone().requires_grad_()
     expected = torch.stack(token_logprobs(whole, targets, 0.7))
-    scored = torch.stack(split_logprobs(part, targets, 0.7, dist.group.WORLD))
+    scored = torch.stack(token_logprobs(part, targets, 0.7, dist.group.WORLD))
     torch.testing.assert_close(scored, expected)
     (weights * expected).sum().backward()
     (weights * scored).sum().backward()
@@ -318,7 +317,7 @@ def test_a_llama_with_scaled_positions_scores_as_in_transformers(tmp_path):
     model.save_pretrained(path)
     backend = open_backend(path)
     sequences = [s.token_ids.tolist() for s in make_batch(0)[0]]
-    row = scoring_row(sequences)
+    row = scoring_microbatch(sequences)
     (logprobs,), (plain,) = backend.logprobs([row]), backend.logprobs([row], temperature=1.0)
     backend.close()
     for start, end, ids in zip(row.cu_seqlens, row.cu_seqlens[1:], sequences, strict=False):
@@ -375,7 +374,7 @@ def test_a_checkpoint_of_another_model_or_none_is_refused(models, tmp_path):
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
-def test_every_kind_of_weight_is_split_and_put_together_again(parts):
+def test_every_kind_of_weight_is_split_and_merged_again(parts):
     groups, width, generator = 4, 8, torch.Generator().manual_seed(0)
     shapes = {"q": (128, 16), "k": (32, 16), "v": (32, 16), "gate_proj": (24, 16), "up_proj": (24, 16)}
     for name in (
@@ -400,18 +399,18 @@ def test_every_kind_of_weight_is_split_and_put_together_again(parts):
 
 @pytest.mark.parametrize("context", [1, 2, 4])
 def test_every_trained_token_is_scored_once_and_from_the_token_before_it(context):
-    row: PackedRow = make_rows(0, 0, 1, 8192)[0]
+    row: MicroBatch = make_rows(0, 0, 1, 8192)[0]
     length = padded_length(row, 24, context) + 24 * 60  # as long as another row of the step, with fillers
     parts = [local_row(row, length, context, rank) for rank in range(context)]
     assert {part.token_ids.shape for part in parts} == {(1, length // context)}
     assert {part.cu_seqlens[-1] for part in parts} == {length}
     assert all(cut % (2 * context if context > 1 else 1) == 0 for part in parts for cut in part.cu_seqlens)
-    scored = torch.cat([part.places for part in parts])
-    assert scored.sort().values.tolist() == row.trained.nonzero().squeeze(1).tolist()
+    scored = torch.cat([part.positions for part in parts])
+    assert scored.sort().values.tolist() == row.loss_mask.nonzero().squeeze(1).tolist()
     for part in parts:
-        assert torch.equal(part.targets, row.token_ids[part.places])
-        assert torch.equal(part.token_ids[0, part.sources], row.token_ids[part.places - 1])
-        assert torch.equal(part.position_ids[0, part.sources], row.position_ids[part.places - 1])
+        assert torch.equal(part.targets, row.token_ids[part.positions])
+        assert torch.equal(part.token_ids[0, part.sources], row.token_ids[part.positions - 1])
+        assert torch.equal(part.position_ids[0, part.sources], row.position_ids[part.positions - 1])
 
 
 @pytest.mark.parametrize(
@@ -435,12 +434,12 @@ MIXTURE = Qwen3MoeConfig(num_attention_heads=4, num_key_value_heads=2, num_exper
 @pytest.mark.parametrize(
     ("layout", "model", "match"),
     [
-        (Megatron(tensor_parallel=4), DENSE, "tensor_parallel: 4 does not divide the model's 2 key-value heads"),
-        (Megatron(pipeline_parallel=3), DENSE, "3 does not divide the model's 4 layers"),
-        (Megatron(pipeline_parallel=2, virtual_stages=4), DENSE, "8 does not divide the model's 4 layers"),
-        (Megatron(expert_parallel=2), DENSE, "the model has no experts"),
-        (Megatron(expert_parallel=4), MIXTURE, "4 does not divide the model's 6 experts"),
-        (Megatron(tensor_parallel=2), MIXTURE, "a mixture of experts needs expert_parallel"),
+        (Megatron(parallel={"tensor": 4}), DENSE, "parallel.tensor: 4 does not divide the model's 2 key-value heads"),
+        (Megatron(parallel={"pipeline": 3}), DENSE, "3 does not divide the model's 4 layers"),
+        (Megatron(parallel={"pipeline": 2, "virtual": 4}), DENSE, "8 does not divide the model's 4 layers"),
+        (Megatron(parallel={"expert": 2}), DENSE, "the model has no experts"),
+        (Megatron(parallel={"expert": 4}), MIXTURE, "4 does not divide the model's 6 experts"),
+        (Megatron(parallel={"tensor": 2}), MIXTURE, "a mixture of experts needs parallel.expert"),
     ],
 )
 def test_a_model_that_cannot_be_split_so_is_refused(layout, model, match):
@@ -450,7 +449,7 @@ def test_a_model_that_cannot_be_split_so_is_refused(layout, model, match):
 
 def test_the_package_that_is_missing_or_of_another_version_is_named_before_a_start(models, monkeypatch, tmp_path):
     config = Config(model=Model(path=models["tied"]), learner=Learner(backend=Megatron()))
-    assert preflight.learner(config) == "megatron, 1 ranks"
+    assert preflight.learner(config) == "megatron, ranks: 1"
     other = tmp_path / "megatron_core-0.17.0.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Name: megatron-core\nVersion: 0.17.0\n")
@@ -465,9 +464,9 @@ def test_the_package_that_is_missing_or_of_another_version_is_named_before_a_sta
 @pytest.mark.parametrize(
     ("layout", "match"),
     [
-        (Megatron(ranks=3, tensor_parallel=2), "allowed are multiples of 2"),
-        (Megatron(ranks=4, expert_parallel=3), "expert_parallel=3: a stage of the pipeline has 4 ranks"),
-        (Megatron(virtual_stages=2), "there are no stages"),
+        (Megatron(ranks=3, parallel={"tensor": 2}), "allowed are multiples of 2"),
+        (Megatron(ranks=4, parallel={"expert": 3}), "parallel.expert=3: a stage of the pipeline has 4 ranks"),
+        (Megatron(parallel={"virtual": 2}), "there are no stages"),
     ],
 )
 def test_sizes_that_do_not_fit_the_ranks_are_refused(layout, match):

@@ -78,7 +78,7 @@ def test_a_model_of_several_parts_is_refused_whatever_fields_it_has(tmp_path):
     folder = write(tmp_path)
     text = AutoConfig.from_pretrained(folder).to_dict() | {"model_type": "gemma3_text"}
     (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}}))
-    assert "is a gemma3, of several parts; allowed are decoders of text alone" in refusal(folder)
+    assert "is a gemma3, of several parts; allowed are text-only decoders" in refusal(folder)
     assert check_files(str(folder), "model.path").model_type == "gemma3"
 
 
@@ -107,8 +107,8 @@ def test_packed_attention_equals_one_sequence_at_a_time(tmp_path, window):
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("wish", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}, {"packed": None}])
-def test_attention_that_would_be_ignored_is_an_error(wish):
+@pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}, {"packed": None}])
+def test_attention_that_would_be_ignored_is_an_error(option):
     states = torch.zeros(1, 4, 3, 8)
     with pytest.raises(LearnerError, match="cannot do"):
         attention.packed_attention(
@@ -117,5 +117,5 @@ def test_attention_that_would_be_ignored_is_an_error(wish):
             states,
             states,
             None,
-            **{"packed": attention.Packed((0, 3), states.device)} | wish,
+            **{"packed": attention.PackedMask((0, 3), states.device)} | option,
         )

@@ -9,10 +9,9 @@ from slipstream.buffer.trajectory import TRUNCATED, Outcome, Trajectory
 from slipstream.configs import load
 from slipstream.configs.algorithm import Algorithm, Grpo, TurnLevel
 from slipstream.errors import ConfigError
-from slipstream.learner import batch
-from slipstream.learner.algorithms import advantage_of
-from slipstream.learner.algorithms.overlong import shaping
-from slipstream.learner.credit import credit
+from slipstream.learner.algorithms.estimators import overlong
+from slipstream.learner.metrics import summarize
+from slipstream.tests.columns import credit, to_train_batch
 from slipstream.tests.test_learner_credit import branches
 
 MEAN = Algorithm(advantage=Grpo(normalize=False))
@@ -32,21 +31,23 @@ def test_the_punishment_is_that_of_the_paper(longest: int, zone: int) -> None:
     lengths = np.arange(1, longest + 5, max(1, longest // 200))
     lengths = np.unique([*lengths, longest - zone, longest - zone + 1, longest - 1, longest, longest + 1])
     expected = [equation_13(int(n), longest, zone) for n in lengths]
-    found = shaping(zone, longest)(lengths)
+    shape = overlong(zone, longest)
+    assert shape is not None
+    found = shape(lengths)
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
     assert found.min() == -1.0
 
 
 def test_without_a_zone_there_is_none() -> None:
-    assert shaping(0, 8)(np.array([1, 8, 9])).tolist() == [0, 0, 0]
+    assert overlong(0, 8) is None
 
 
 def advantages(
     members: list[list[Trajectory]], algorithm: Algorithm, zone: int, longest: int
 ) -> dict[str, list[float]]:
     group = tuple(t for member in members for t in member)
-    found = credit([group], advantage_of(algorithm), shape=shaping(zone, longest)).advantages
+    found = credit([group], algorithm, shape=overlong(zone, longest)).advantages
     return {t.id: [float(found[t.id][turn.start]) for turn in t.turns] for t in group}
 
 
@@ -74,11 +75,11 @@ def test_what_was_cut_off_is_punished_and_a_failure_has_its_penalty_only() -> No
     assert found == {"0.0.0.0": [0.5, 0.5], "0.0.1.0": [-0.5, -0.5]}  # 1 - 1 and -1
 
 
-def test_late_members_are_punished_too_and_statistics_know_the_reward_alone() -> None:
+def test_late_members_are_punished_too_and_statistics_have_the_plain_reward() -> None:
     groups = [(*branches(0, 0, [0.0, 1.0]), *branches(0, 1, [1.0]))]
-    sequences = batch.to_sequences(groups, advantage_of(MEAN), 5, 5, {"0.0.0": "late"}, shape=shaping(4, 6))
-    assert [set(s.advantages[s.trained].tolist()) for s in sequences] == [{0.375}]
-    summary = batch.summarize(groups, sequences)
+    sequences = to_train_batch(groups, MEAN, 5, 5, {"0.0.0": "late"}, shape=overlong(4, 6))
+    assert [set(s.advantages[s.loss_mask].tolist()) for s in sequences] == [{0.375}]
+    summary = summarize(groups, sequences)
     assert (summary.reward_mean, summary.reward_std) == (1.0, 0.0)
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.learner import packing, schedule
+from slipstream.learner import packing, step
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 
@@ -41,12 +41,12 @@ def test_a_long_sequence_costs_more_than_its_pieces():
 
 
 def test_warm_up_is_linear_then_constant():
-    assert [schedule.warm_up(8.0, step, 4) for step in range(6)] == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
-    assert schedule.warm_up(8.0, 0, 0) == 8.0
+    assert [step.warm_up(8.0, at, 4) for at in range(6)] == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
+    assert step.warm_up(8.0, 0, 0) == 8.0
 
 
 def test_cosine_falls_from_the_peak_to_a_tenth():
-    rates = [schedule.warm_up_cosine(1.0, step, 5, 100) for step in range(100)]
+    rates = [step.warm_up_cosine(1.0, at, 5, 100) for at in range(100)]
     assert rates[4] == 1.0
     assert rates[-1] == pytest.approx(0.1)
     assert all(a < b for a, b in pairwise(rates[:5]))

@@ -1,4 +1,4 @@
-"""Models beside the policy in processes of their own: what they say, learn and save is what the learner's own ranks would have."""
+"""Aux models in processes of their own: their outputs, steps and checkpoints equal those of local models."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ import torch
 import zmq
 import zmq.asyncio
 from safetensors.torch import load_file
-from slipstream import curve
-from slipstream.buffer import wire
+from slipstream.common.waits import current_waits
 from slipstream.configs import load
 from slipstream.configs.schema import Learner
-from slipstream.curve import make_keys
 from slipstream.errors import LearnerError, StateError, first_cause
-from slipstream.launch.wiring import make_backend, make_companions, make_critic
+from slipstream.launch.supervisor.factory import make_aux_models, make_backend, make_critic
+from slipstream.learner.aux_models import remote as m
+from slipstream.learner.aux_models.aux_models import TRAINED, AuxModels
+from slipstream.learner.aux_models.base import RankModel
+from slipstream.learner.aux_models.remote import RemoteModel
+from slipstream.learner.aux_models.service import AuxModelService
 from slipstream.learner.backend import Backend
-from slipstream.learner.batch import TrainSequence, supervised
-from slipstream.learner.beside import messages as m
-from slipstream.learner.beside.model import Ranked
-from slipstream.learner.beside.placed import Placed
-from slipstream.learner.beside.service import Service
+from slipstream.learner.batch import TrainBatch, supervised
 from slipstream.learner.checkpoint import CheckpointState, path_of
-from slipstream.learner.companions import TRAINED, Companions
+from slipstream.rpc import security as curve
+from slipstream.rpc import wire
+from slipstream.rpc.security import make_keys
+from slipstream.rpc.wire import RpcMessage
 from slipstream.tests import placed
+from slipstream.tests.columns import flat
 from slipstream.tests.placed import GAE, GROUPS, PRIME, config_of
 from slipstream.tests.ranks import run_on_two_ranks
-from slipstream.waits import oldest
 
 LAYOUTS = {
     "gae, 1 learner rank": (GAE, 1, "{reference: 1, critic: 2}"),
@@ -45,7 +47,7 @@ LAYOUTS = {
 
 class Trained(NamedTuple):
     found: dict[str, torch.Tensor]
-    beside: list[float]
+    aux: list[float]
     checkpoints: Path
 
 
@@ -53,11 +55,11 @@ async def trained(job: placed.Job) -> Trained:
     """On one rank of the learner, this process."""
     config = load("quickstart", job.keys)
     policy = make_backend(config, temperature=1.0)
-    companions = make_companions(config, policy, job.placed)
-    found, beside = await placed.train(config, policy, companions, job.checkpoints)
-    companions.close()
+    aux_models = make_aux_models(config, policy, job.placed)
+    found, aux = await placed.train(config, policy, aux_models, job.checkpoints)
+    aux_models.close()
     policy.close()
-    return Trained(found, list(msgspec.structs.astuple(beside)), job.checkpoints)
+    return Trained(found, list(msgspec.structs.astuple(aux)), job.checkpoints)
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +71,8 @@ def results(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> di
     for ranks in (1, 2):
         with contextlib.ExitStack() as stack:
             jobs = dict[str, placed.Job]()
-            for name, (keys, _, beside) in ((n, layout) for n, layout in LAYOUTS.items() if layout[1] == ranks):
-                keys = placed.keys_of(folders[0], *keys, f"learner.beside={beside}")
+            for name, (keys, _, aux) in ((n, layout) for n, layout in LAYOUTS.items() if layout[1] == ranks):
+                keys = placed.keys_of(folders[0], *keys, f"learner.aux_models={aux}")
                 addresses = stack.enter_context(placed.placed(load("quickstart", keys), root / name))
                 jobs[name] = placed.Job(keys, addresses, str(root / f"{name}.safetensors"))
             if ranks == 1:
@@ -79,7 +81,7 @@ def results(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> di
             run_on_two_ranks(root, placed.__file__, list(jobs.values()))
             for name, job in jobs.items():
                 found = load_file(job.out)
-                results[name] = Trained(found, found.pop("beside").tolist(), job.checkpoints)
+                results[name] = Trained(found, found.pop("aux").tolist(), job.checkpoints)
     return results
 
 
@@ -87,11 +89,11 @@ def results(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> di
 def test_placed_models_say_and_learn_what_held_ones_do(layout: str, results: dict[str, Trained]) -> None:
     found, held = results[layout], results[layout.partition(",")[0]]
     assert found.found.keys() == held.found.keys()
-    assert {name.split()[0] for name in found.found} >= {"reference", "told"}
+    assert {name.split()[0] for name in found.found} >= {"reference", "values"}
     for name, tensor in held.found.items():
         torch.testing.assert_close(found.found[name], tensor, atol=1e-6 if name.endswith("weight") else 1e-5, rtol=0)
-    assert found.beside == pytest.approx(held.beside, rel=1e-3)
-    assert any(abs(value) > 1e-3 for value in held.beside)
+    assert found.aux == pytest.approx(held.aux, rel=1e-3)
+    assert any(abs(value) > 1e-3 for value in held.aux)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -117,8 +119,8 @@ def test_a_checkpoint_of_a_placed_model_is_one_of_a_held_model(
 
 # ---------------------------------------------------------------- one rank and its learner, in this process
 
-SEQUENCES = [supervised(t.token_ids, t.loss_mask) for group in GROUPS for t in group]
-RETURNS = [msgspec.structs.replace(s, returns=np.ones(len(s.trained), dtype=np.float32)) for s in SEQUENCES]
+SEQUENCES = supervised([(t.token_ids, t.loss_mask) for group in GROUPS for t in group])
+RETURNS = msgspec.structs.replace(SEQUENCES, returns=np.ones(len(SEQUENCES.token_ids), dtype=np.float32))
 
 
 @pytest.fixture
@@ -130,13 +132,13 @@ def critic(folders: list[Path]) -> Iterator[Backend]:
 
 @contextlib.asynccontextmanager
 async def serving(
-    config: Learner, address: str, model: Ranked, trained: Backend | None
-) -> AsyncIterator[tuple[Placed, asyncio.Task[None]]]:
+    config: Learner, address: str, model: RankModel, trained: Backend | None
+) -> AsyncIterator[tuple[RemoteModel, asyncio.Task[None]]]:
     """A rank that serves, and the learner's end."""
     ready = asyncio.Event()
-    service = asyncio.create_task(Service(config, "critic-0", address, model, trained).serve(ready.set))
+    service = asyncio.create_task(AuxModelService(config, "critic-0", address, model, trained).serve(ready.set))
     await asyncio.wait_for(ready.wait(), 30)
-    placed = Placed(config, "critic", (address,))
+    placed = RemoteModel(config, "critic", (address,))
     try:
         yield placed, service
     finally:
@@ -157,31 +159,33 @@ async def test_nonsense_and_strangers_change_nothing(
     context = zmq.asyncio.Context()
     async with serving(config, address, critic, critic) as (model, _):
         stranger, member = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
-        curve.join(member)
+        curve.configure_client(member)
         for socket in (stranger, member):
             socket.connect(address)
-        good = wire.encode(m.Asked(1, m.Score(m.pack(SEQUENCES))))
+        good = wire.encode(RpcMessage(1, m.ComputeOutputs(m.pack(SEQUENCES))))
         await stranger.send_multipart(good)
-        for bad in ([b"nonsense"], [*good, b"more"], wire.encode(m.Answered(1, m.Done()))):
+        for bad in ([b"nonsense"], [*good, b"more"], wire.encode(RpcMessage(1, m.AuxModelDone()))):
             await member.send_multipart(bad)
-        said = await model.score(RETURNS)()
-        assert [len(values) for values in said] == [len(s.token_ids) for s in SEQUENCES]
+        outputs = await model.score(RETURNS)()
+        assert len(outputs) == len(SEQUENCES.token_ids)
         await member.send_multipart(good)
-        assert isinstance(wire.decode(m.Answered, await asyncio.wait_for(member.recv_multipart(), 30)).message, m.Part)
+        assert isinstance(
+            wire.decode(RpcMessage[m.Reply], await asyncio.wait_for(member.recv_multipart(), 30)).message, m.RankOutputs
+        )
         assert await stranger.poll(300) == 0
         await model.learn([RETURNS])()
-        assert any(values.any() for values in await model.score(RETURNS)())
-        (wait,) = [wait for wait in oldest() if wait.who == "critic-0"]
+        assert (await model.score(RETURNS)()).any()
+        (wait,) = [wait for wait in current_waits() if wait.who == "critic-0"]
         assert (wait.waits_for, wait.deadline_s) == ("the learner's next request", None)
     context.destroy(linger=0)
-    assert caplog.text.count("dropped a message that is no request") == 3
+    assert caplog.text.count("that is no request") == 2  # logged at 1 and 2, not at 3
 
 
 async def test_what_a_rank_cannot_do_ends_it_by_its_name(critic: Backend, folders: list[Path], address: str) -> None:
     config = config_of(folders[0], *GAE).learner
     for trained, sequences, error, why in (
         (critic, SEQUENCES, LearnerError, "these rows lack returns"),
-        (None, RETURNS, StateError, "critic-0 is never trained, and was asked to Learn"),
+        (None, RETURNS, StateError, "critic-0 is never trained, and was asked to TrainAuxModel"),
     ):
         async with serving(config, address, critic, trained) as (model, service):
             model.learn([sequences])
@@ -204,9 +208,9 @@ async def test_a_checkpoint_that_cannot_be_written_ends_the_rank_and_may_be_trie
 
 
 async def test_a_model_that_does_not_answer_is_named(address: str, folders: list[Path]) -> None:
-    model = Placed(config_of(folders[0], *GAE, "learner.batch_s=0.3").learner, "critic", (address,))
-    told = r"the learner waited 0.3 s for the critic's answer to Score; critic-0 did not answer; see logs/critic-\*.log"
-    with pytest.raises(LearnerError, match=told) as error:
+    model = RemoteModel(config_of(folders[0], *GAE, "learner.batch_s=0.3").learner, "critic", (address,))
+    message = r"the learner waited 0.3 s for the critic's answer to ComputeOutputs; critic-0 did not answer; see logs/critic-\*.log"
+    with pytest.raises(LearnerError, match=message) as error:
         await model.score(SEQUENCES)()
     assert not error.value.final  # all may meet again
     model.close()
@@ -218,35 +222,32 @@ async def test_all_that_are_placed_are_asked_before_anybody_is_waited_for(folder
     ends = {kind: context.socket(zmq.ROUTER) for kind in ("reference", "critic")}
     ports = {kind: end.bind_to_random_port("tcp://127.0.0.1") for kind, end in ends.items()}
     config = config_of(folders[0], *PRIME).learner
-    companions = Companions(
-        config, *(Placed(config, kind, (f"tcp://127.0.0.1:{port}",)) for kind, port in ports.items())
+    aux_models = AuxModels(
+        config, *(RemoteModel(config, kind, (f"tcp://127.0.0.1:{port}",)) for kind, port in ports.items())
     )
 
-    async def heard(kind: str) -> m.Request:
+    async def received(kind: str) -> m.Request:
         _, *frames = await asyncio.wait_for(ends[kind].recv_multipart(), 30)
-        return wire.decode(m.Asked, frames).request
+        return wire.decode(RpcMessage[m.Request], frames).message
 
-    scoring = asyncio.create_task(companions.score(GROUPS))
+    scoring = asyncio.create_task(aux_models.score(flat(GROUPS)))
     for kind in ends:
-        assert isinstance(await heard(kind), m.Score)
-    companions.learn(RETURNS)
-    learn = await heard("critic")
-    assert isinstance(learn, m.Learn)
+        assert isinstance(await received(kind), m.ComputeOutputs)
+    aux_models.learn(RETURNS)
+    learn = await received("critic")
+    assert isinstance(learn, m.TrainAuxModel)
     assert len(learn.parts) == config.algorithm.minibatches
     assert not scoring.done()
     scoring.cancel()
-    companions.close()
+    aux_models.close()
     context.destroy(linger=0)
 
 
 def test_what_is_packed_comes_out_as_it_was() -> None:
     rng = np.random.default_rng(0)
-    whole = [
-        msgspec.structs.replace(s, earned=i % 2 == 0, reference_logprobs=rng.random(len(s.trained), dtype=np.float32))
-        for i, s in enumerate(RETURNS)
-    ]
+    columns = {"reference_logprobs": rng.random(len(RETURNS.token_ids), dtype=np.float32)}
+    whole = msgspec.structs.replace(RETURNS, positive=np.arange(len(RETURNS)) % 2 == 0, **columns)
     for sequences in (SEQUENCES, RETURNS, whole):
-        (found,) = wire.decode(m.Learn, wire.encode(m.Learn((m.pack(sequences),)))).parts
-        for one, other in zip(m.unpack(found), sequences, strict=True):
-            for name in TrainSequence.__struct_fields__:
-                assert np.array_equal(getattr(one, name), getattr(other, name)), name
+        (found,) = wire.decode(m.TrainAuxModel, wire.encode(m.TrainAuxModel((m.pack(sequences),)))).parts
+        for name in TrainBatch.__struct_fields__:
+            assert np.array_equal(getattr(m.unpack(found), name), getattr(sequences, name)), name

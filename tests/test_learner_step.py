@@ -14,10 +14,12 @@ from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Learner, Model, Optimizer
 from slipstream.errors import LearnerError
 from slipstream.learner.algorithms import loss_of
-from slipstream.learner.batch import TrainSequence, mismatch, rank_rows, with_proximal
+from slipstream.learner.batch import TrainBatch
 from slipstream.learner.checkpoint import CheckpointState
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
-from slipstream.learner.step import Stepper
+from slipstream.learner.packing import microbatches, mismatch, with_proximal
+from slipstream.learner.step import PolicyStepper
+from slipstream.tests.columns import joined, sequence
 
 STATE = CheckpointState(step=3, version=3)
 OPTIMIZER = Optimizer(lr=1e-3)
@@ -34,7 +36,7 @@ def pair(folders: list[Path]) -> Iterator[list]:
         backend.close()
 
 
-def sequences(backend) -> list[TrainSequence]:
+def sequences(backend) -> TrainBatch:
     """Sampled by policies near the one of `backend`; some tokens by itself."""
     rng = np.random.default_rng(0)
     made = []
@@ -42,27 +44,28 @@ def sequences(backend) -> list[TrainSequence]:
         trained = rng.random(length) < 0.7
         trained[0], trained[-1] = False, True
         made.append(
-            TrainSequence(
+            sequence(
                 token_ids=rng.integers(3, 500, length).astype(np.int32),
-                trained=trained,
+                loss_mask=trained,
                 behavior_logprobs=np.zeros(length, dtype=np.float32),
-                lags=np.where(trained, rng.integers(0, 2, length), -1).astype(np.int32),
+                staleness=np.where(trained, rng.integers(0, 2, length), -1).astype(np.int32),
                 mixed=np.zeros(length, dtype=np.bool_),
                 advantages=np.where(trained, rng.normal(), 0).astype(np.float32),
             )
         )
-    (row,) = rank_rows(made, 0, 1, 1000)
+    (row,) = microbatches(joined(made), 0, 1, 1000)
     (scored,) = backend.logprobs([row])
     by_length = dict(zip(np.diff(row.cu_seqlens).tolist(), np.split(scored.numpy(), row.cu_seqlens[1:-1]), strict=True))
-    noise = [np.where(s.trained & (s.lags > 0), rng.normal(size=len(s.trained)) / 2, 0) for s in made]
-    return [
-        msgspec.structs.replace(s, behavior_logprobs=(by_length[len(s.trained)] + n).astype(np.float32))
+    noise = [np.where(s.loss_mask & (s.staleness > 0), rng.normal(size=len(s.loss_mask)) / 2, 0) for s in made]
+    scored = [
+        msgspec.structs.replace(s, behavior_logprobs=(by_length[len(s.loss_mask)] + n).astype(np.float32))
         for s, n in zip(made, noise, strict=True)
     ]
+    return joined(scored)
 
 
-def stepper(config: Learner, backend) -> Stepper:
-    return Stepper(config, backend, 64)
+def stepper(config: Learner, backend) -> PolicyStepper:
+    return PolicyStepper(config, backend, 64)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +78,9 @@ def test_one_pass_steps_like_two(pair, algorithm):
     config = Learner(optimizer=OPTIMIZER, algorithm=algorithm)
     config = msgspec.structs.replace(config, backend=msgspec.structs.replace(config.backend, tokens_per_microbatch=20))
     batch = sequences(one)
-    done = stepper(config, one).step(batch, (), STATE)
-    rows = rank_rows(batch, 0, 1, 20)
+    policy_stepper = stepper(config, one)
+    done = policy_stepper.step(batch, policy_stepper.plan(batch), (), STATE)
+    rows = microbatches(batch, 0, 1, 20)
     rows = [with_proximal(row, p) for row, p in zip(rows, two.logprobs(rows), strict=True)]
     result = two.step(rows, loss_of(algorithm, 64)(rows, two.gather), OPTIMIZER.lr)
     (found,) = done.results
@@ -102,10 +106,11 @@ def test_passes_are_counted(pair, monkeypatch):
         (Algorithm(loss=ClipCov()), [0, 1]),
     ):
         asked.clear()
-        stepper(Learner(algorithm=algorithm), backend).step(sequences(pair[1]), (), STATE)
+        policy_stepper, train_batch = stepper(Learner(algorithm=algorithm), backend), sequences(pair[1])
+        policy_stepper.step(train_batch, policy_stepper.plan(train_batch), (), STATE)
         assert asked == expected
 
 
 def test_a_batch_without_tokens_is_named(pair):
     with pytest.raises(LearnerError, match="batch of step 4 holds no token that may be trained"):
-        stepper(Learner(), pair[0]).step([], (), STATE)
+        stepper(Learner(), pair[0]).step([], [], (), STATE)

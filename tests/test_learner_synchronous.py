@@ -28,7 +28,7 @@ class Run(msgspec.Struct, frozen=True):
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("synchronous")
     policy, folder = plain.small_policy(root / "policy"), root / "run"
-    options = ("buffer.max_staleness=0", "rollout.workers=2", "learner.checkpoint.every=2")
+    options = ("buffer.max_staleness=0", "rollout.workers=2", "learner.checkpoint_every=2")
     plain.run_system(folder, policy, *options, steps=STEPS, versions=1, patience_s=0.1)
     return Run(folder, policy, plain.batches(folder), load_file(folder / "model" / "model.safetensors"))
 

@@ -5,13 +5,12 @@ import logging
 import subprocess
 import sys
 
-import msgspec
 import pytest
 from rich.console import Console
 from slipstream.configs import load
 from slipstream.errors import ConfigError
-from slipstream.monitor.live import LineView, TerminalView, open_view
-from slipstream.monitor.log import setup_logging
+from slipstream.monitor.log import logged_to, setup_logging
+from slipstream.monitor.terminal import LineView, TerminalView, open_view
 from slipstream.monitor.text import count, duration, share, sparkline
 
 CONFIG = load("quickstart", ["learner.steps=50"])
@@ -83,9 +82,9 @@ def test_many_processes_share_a_line_by_kind():
     assert "1 waits for a batch" in last
 
 
-def test_the_drawn_view_can_be_switched_off():
-    monitor = msgspec.structs.replace(CONFIG.monitor, live=False)
-    assert shown(terminal=True, config=msgspec.structs.replace(CONFIG, monitor=monitor))[1] is LineView
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    assert shown(terminal=True)[1] is LineView
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -146,3 +145,77 @@ def test_numbers_are_readable():
     assert [share(s) for s in (None, 0.0, 0.001, 0.126)] == ["–", "0 %", "<1 %", "13 %"]
     assert sparkline([0, 1, 2, 3], 3) == "▁▅█"
     assert sparkline([1.0], 5) == "▁"
+
+
+def test_at_38_columns_the_roles_are_on_the_screen():
+    console = Console(file=io.StringIO(), force_terminal=True, width=38, height=16, color_system=None)
+    with open_view(CONFIG, console) as view:
+        for role in ("buffer", "engine-0", "learner-0", "worker-0"):
+            view.status(role, f"{role} is ready [and does what it does]")
+        view.step(ROW)
+        view.event("worker-0 was restarted (1 of 3) because it ended")
+    last = console.file.getvalue()
+    last = last[last.rindex("step 12/50") :]
+    for part in ("0.531", "0.80, 2/2", "3.12k tok/s", "engine-0   engine-0 is ready", "worker-0 was restarted"):
+        assert part in last
+    assert len(last.splitlines()) <= 16
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_every_step_is_in_the_log_of_the_run(terminal, tmp_path):
+    with logged_to(tmp_path / "logs" / "supervisor.log", "supervisor"):
+        shown(terminal)
+    text = (tmp_path / "logs" / "supervisor.log").read_text()
+    assert "step 11/50  reward 0.429 (+0.000)  staleness 0.80, 2/2" in text
+    assert "step 12/50  reward 0.531 (+0.102)" in text
+
+
+def test_a_traceback_is_logged_once_and_then_counted(tmp_path):
+    log = logging.getLogger("slipstream.test")
+
+    def fail(number):
+        raise KeyError(f"row {number}")
+
+    with logged_to(tmp_path / "worker.log", "worker-0"):
+        for number in range(1000):
+            try:
+                fail(number)
+            except KeyError:
+                log.exception("episode failed")
+        try:
+            int("x")
+        except ValueError:
+            log.exception("episode failed")
+    text = (tmp_path / "worker.log").read_text()
+    assert text.count("Traceback") == 2
+    assert "KeyError: 'row 0'" in text
+    assert "ValueError" in text
+    assert "traceback as above, 512 times so far): KeyError('row 511')" in text
+    assert len(text.splitlines()) < 30
+
+
+def test_a_reader_that_closes_its_pipe_ends_nothing(tmp_path):
+    code = """
+import sys
+from pathlib import Path
+from slipstream.configs import load
+from slipstream.monitor.log import logged_to
+from slipstream.monitor.output import print_line
+from slipstream.monitor.terminal import open_view
+
+with logged_to(Path(sys.argv[1]), "supervisor"), open_view(load("quickstart")) as view:
+    for step in range(1, 20001):
+        view.step({"step": step})
+print_line("the end")
+sys.exit(3)
+"""
+    file = tmp_path / "supervisor.log"
+    command = [sys.executable, "-c", code, str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith("step 1/")
+        process.stdout.close()
+        assert process.wait(120) == 3
+        assert "Traceback" not in process.stderr.read()
+    text = file.read_text()
+    assert text.count("has closed it; the command goes on without printing") == 1
+    assert "step 20000/" in text

@@ -14,7 +14,7 @@ from slipstream.errors import StoreError
 from slipstream.learner.metrics import StepMetrics
 from slipstream.monitor.metrics import MetricsWriter
 from slipstream.monitor.report import write_report
-from slipstream.monitor.summary import elapsed, smooth
+from slipstream.monitor.series import elapsed, smooth
 
 LEDGER = {
     "generated": 1_000_000,

@@ -11,8 +11,8 @@ import pytest
 
 CHILD = """
 import os, time
-from slipstream.parent import die_with
-die_with(os.getppid())
+from slipstream.common.process import set_parent_death_signal
+set_parent_death_signal(os.getppid())
 print(os.getpid(), flush=True)
 time.sleep(600)
 """
@@ -22,7 +22,10 @@ WRAPPED = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"
 
 
-WRAPPER = f"import subprocess, sys; subprocess.run([sys.executable, '-m', 'slipstream.parent', sys.executable, '-c', {WRAPPED!r}])"
+MODULE = "slipstream.common.process"
+WRAPPER = (
+    f"import subprocess, sys; subprocess.run([sys.executable, '-m', {MODULE!r}, sys.executable, '-c', {WRAPPED!r}])"
+)
 
 
 @pytest.mark.parametrize("parent", [PARENT, WRAPPER])
@@ -37,6 +40,6 @@ def test_it_ends_with_a_parent_that_is_killed(parent: str) -> None:
 
 
 def test_it_ends_at_once_if_its_parent_has() -> None:
-    code = f"from slipstream.parent import die_with; die_with({os.getppid()}); print('alive')"
+    code = f"from slipstream.common.process import set_parent_death_signal; set_parent_death_signal({os.getppid()}); print('alive')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (1, "")

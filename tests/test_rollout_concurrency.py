@@ -1,4 +1,4 @@
-"""The cap against a queueing model of the servers: it fills them, queues little, shares fairly, and comes to rest."""
+"""The cap against a queueing model of the servers: it fills them, queues little, shares fairly, and settles."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.rollout.concurrency import Concurrency
-from slipstream.rollout.engine import Pressure
+from slipstream.rollout.engines.base import EngineLoad
 
 GROUP = 8
 TICKS = 10
 """Steps of the model per second."""
 
-IDLE = Pressure(1, 0, 0.0)
+IDLE = EngineLoad(1, 0, 0.0)
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Model:
                     self.queue.extend([(worker, 3)] * GROUP)
             self._step()
             if tick % TICKS == 0:
-                sample = Pressure(len(self.decoding), len(self.queue), len(self.decoding) * self.kv_share)
+                sample = EngineLoad(len(self.decoding), len(self.queue), len(self.decoding) * self.kv_share)
                 for worker, concurrency in enumerate(self.workers):
                     concurrency.observe([sample], 0, self.playing[worker])
                 seen.append(([c.cap for c in self.workers], sample.running, sample.waiting))
@@ -77,7 +77,7 @@ class Model:
 
 def worker(max_concurrent: int = 64, workers: int = 1) -> Concurrency:
     made = Concurrency(GROUP, max_concurrent, workers)
-    made.follow(1)
+    made.set_replicas(1)
     return made
 
 
@@ -113,7 +113,7 @@ def test_a_full_cache_limits_like_a_queue() -> None:
 @pytest.mark.parametrize("tools", [(0, 0), (0, 100)])
 def test_workers_that_share_servers_come_to_equal_caps(tools: tuple[int, int]) -> None:
     first, second = worker(workers=2), worker(workers=2)
-    first._cap = 150.0  # pyright: ignore[reportPrivateUsage]  # was alone until now
+    first._cap = 150.0  # pyright: ignore[reportPrivateUsage]  # had the servers for itself until now
     second._cap = float(GROUP)  # pyright: ignore[reportPrivateUsage]
     seen = Model(64, [first, second], tools=tools).run(600)
     for caps, _, _ in seen[300:]:
@@ -122,10 +122,10 @@ def test_workers_that_share_servers_come_to_equal_caps(tools: tuple[int, int]) -
     assert decoding >= 0.9 * 64
 
 
-def test_it_grows_back_when_the_pressure_is_gone() -> None:
+def test_it_grows_back_when_the_congestion_is_gone() -> None:
     concurrency = worker()
     for _ in range(40):
-        concurrency.observe([Pressure(64, 500, 1.0)], 500, concurrency.cap)
+        concurrency.observe([EngineLoad(64, 500, 1.0)], 500, concurrency.cap)
     assert concurrency.cap == GROUP
     for _ in range(45):
         concurrency.observe([IDLE], 0, concurrency.cap)
@@ -138,7 +138,7 @@ def test_it_grows_back_when_the_pressure_is_gone() -> None:
             st.tuples(st.just("replicas"), st.integers(0, 9)),
             st.tuples(
                 st.just("second"),
-                st.lists(st.builds(Pressure, st.integers(0, 99), st.integers(0, 999), st.floats(0, 1)), max_size=3),
+                st.lists(st.builds(EngineLoad, st.integers(0, 99), st.integers(0, 999), st.floats(0, 1)), max_size=3),
             ),
         )
     ),
@@ -151,7 +151,7 @@ def test_a_group_always_fits(events, group_size: int, max_concurrent: int, worke
     for kind, value in events:
         before = concurrency.cap
         if kind == "replicas":
-            concurrency.follow(value)
+            concurrency.set_replicas(value)
         else:
             concurrency.observe(value, 3, before)
             assert concurrency.cap >= int(0.7 * before)
@@ -162,7 +162,7 @@ def test_it_follows_the_fleet_and_back() -> None:
     concurrency = Concurrency(GROUP, 64, 2)
     assert concurrency.cap == 32
     for replicas, cap in ((2, 64), (3, 96), (2, 64), (0, 64), (2, 64), (1, 32)):
-        concurrency.follow(replicas)
+        concurrency.set_replicas(replicas)
         assert concurrency.cap == cap
 
 
@@ -170,12 +170,12 @@ def test_it_does_not_grow_while_admission_is_the_limit_nor_shrink_before_the_las
     model = Model(64, [worker()], admitted=24)
     assert {sum(caps) for caps, _, _ in model.run(100)} == {64}
     concurrency = worker()
-    crowd = [Pressure(64, 64, 0.5)]
+    crowd = [EngineLoad(64, 64, 0.5)]
     concurrency.observe(crowd, 0, 64)
     cut = concurrency.cap
     assert cut < 64
     for _ in range(20):
-        concurrency.observe(crowd, 0, 64)  # nobody ends an episode
+        concurrency.observe(crowd, 0, 64)  # no episode ends
     assert concurrency.cap == cut
     concurrency.observe(crowd, 0, cut)
     assert concurrency.cap < cut
@@ -183,7 +183,7 @@ def test_it_does_not_grow_while_admission_is_the_limit_nor_shrink_before_the_las
 
 def test_a_replica_that_is_paused_is_not_crowded() -> None:
     concurrency = worker()
-    concurrency.observe([Pressure(0, 64, 0.5)], 0, 64)
+    concurrency.observe([EngineLoad(0, 64, 0.5)], 0, 64)
     assert concurrency.cap == 64
     concurrency.observe([], 100, 64)
     assert concurrency.cap == 64

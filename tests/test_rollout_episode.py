@@ -10,18 +10,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 import uvloop
 from slipstream.agents import Completion, Session, load_agent, load_renderer
 from slipstream.agents.base import Agent, Generate
+from slipstream.buffer.messages import Lease
 from slipstream.buffer.trajectory import VersionSpan
+from slipstream.configs import load
 from slipstream.configs.reward import Classifier, Judge
+from slipstream.configs.schema import Failure, Reason
 from slipstream.envs import (
     Environment,
+    EnvPart,
     InvalidCall,
     Message,
     Observation,
-    Part,
     SimpleEnv,
     StepResult,
     Task,
@@ -31,13 +35,15 @@ from slipstream.envs import (
     call_tool,
     in_thread,
 )
-from slipstream.errors import DeadlineExceeded, EngineError, ToolError
+from slipstream.errors import ConfigError, DeadlineExceeded, EngineError, ToolError
 from slipstream.learner.model import load_tokenizer, vocabulary_size
-from slipstream.rollout import blocking, watched
-from slipstream.rollout.blocking import LoopGuard
-from slipstream.rollout.episode import EpisodeResult, play
-from slipstream.rollout.reward import Played, RewardModel, ServedReward
-from slipstream.rollout.watched import Limits
+from slipstream.rollout import env_guard, loop_watchdog
+from slipstream.rollout.engines.base import SamplingParams
+from slipstream.rollout.env_guard import EpisodeLimits
+from slipstream.rollout.loop_watchdog import EventLoopWatchdog
+from slipstream.rollout.player import EpisodePlayer, EpisodeResult
+from slipstream.rollout.reward_model import RewardModel, ScoredConversation
+from slipstream.rollout.router import Router
 from slipstream.tests import tiny
 from slipstream.tests.runs import tiny_policy
 
@@ -47,11 +53,11 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
-PATIENT = Limits(episode_s=60, step_s=60, tool_s=60)
+PATIENT = EpisodeLimits(episode_s=60, step_s=60, tool_s=60)
 
 
 class Ask(SimpleEnv):
-    """Two turns; what a test wants to go wrong is put into `broken`."""
+    """Two turns; `broken` holds the exception that a method raises, by the method's name."""
 
     def __init__(self) -> None:
         super().__init__(split="train", seed=0)
@@ -93,40 +99,60 @@ async def says(token_ids: Sequence[int], max_tokens: int) -> Completion:
     )
 
 
-async def episode(
+class Engines:
+    """Stands in for the router: samples with one function."""
+
+    def __init__(self, generate: Generate) -> None:
+        self._generate = generate
+
+    async def generate(
+        self, episode_id: str, token_ids: Sequence[int], sampling: SamplingParams, oldest_version: int, **_: object
+    ) -> Completion:
+        return await self._generate(token_ids, sampling.max_tokens)
+
+    def end_episode(self, episode_id: str) -> None:
+        pass
+
+
+def player_of(
     policy: Path,
     env: Ask,
     generate: Generate = says,
     *,
     agent: Agent | None = None,
-    limits: Limits = PATIENT,
+    limits: EpisodeLimits = PATIENT,
     max_tokens: int = 256,
-    trained_failures: Sequence[str] = (),
-    lock: asyncio.Lock | None = None,
+    trained_failures: Sequence[Reason] = (),
     model: RewardModel | None = None,
-) -> EpisodeResult:
+) -> EpisodePlayer:
     renderer = load_renderer("qwen3", load_tokenizer(str(policy)), thinking=False)
-    session = Session(
-        renderer,
-        generate,
-        vocabulary=vocabulary_size(str(policy)),
-        max_tokens_per_turn=8,
-        max_tokens=max_tokens,
-    )
-    agent = agent or load_agent("tool_calling")
-    return await play(
-        agent,
-        Part("ask", 1.0, env, env.penalty),
-        7,
-        session,
-        group_id=3,
-        attempt=1,
-        member=2,
+
+    def make_session(generate: Generate) -> Session:
+        size = vocabulary_size(str(policy))
+        return Session(renderer, generate, vocabulary=size, max_tokens_per_turn=8, max_tokens=max_tokens)
+
+    config = load("quickstart")
+    failures = {reason: Failure(then="train") for reason in trained_failures}
+    rollout = msgspec.structs.replace(config.rollout, failures=failures)
+    return EpisodePlayer(
+        msgspec.structs.replace(config, rollout=rollout),
+        agent or load_agent("tool_calling"),
+        [EnvPart("ask", 1.0, env, env.penalty)],
+        cast(Router, Engines(generate)),
+        make_session,
+        (),
+        1.0,
+        model,
         limits=limits,
-        one_at_a_time=lock or asyncio.Lock(),
-        trained_failures=trained_failures,
-        model=model,
     )
+
+
+async def episode(policy: Path, env: Ask, generate: Generate = says, **options: Any) -> EpisodeResult:
+    """Task 7 of `env`, member 2 of attempt 1 of group 3; `options` as of `player_of`."""
+    return await player_of(policy, env, generate, **options).play(LEASE, 2)
+
+
+LEASE = Lease(3, 1, (2,), 0, 0, 0, 7)
 
 
 async def test_a_finished_episode_is_one_checked_trajectory(policy: Path) -> None:
@@ -153,7 +179,7 @@ async def test_a_finished_episode_is_one_checked_trajectory(policy: Path) -> Non
         ("step", ToolError("the tool crashed"), "tool"),
     ],
 )
-async def test_what_an_environment_raises_is_its_failure(
+async def test_an_exception_of_an_environment_is_its_failure(
     where: str, error: Exception, reason: str, policy: Path
 ) -> None:
     env = Ask()
@@ -190,12 +216,12 @@ async def test_an_agent_that_raises_ends_its_episode_and_nothing_else(policy: Pa
 
 
 NO_EXCEPTIONS = [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt(), GeneratorExit()]
-"""What ends a worker, or a task without a word, when nobody catches it; not one of these is an `Exception`."""
+"""Uncaught, each of these ends a worker, or ends a task silently; none is an `Exception`."""
 
 
 @pytest.mark.parametrize("error", NO_EXCEPTIONS, ids=repr)
 @pytest.mark.parametrize("where", ["task", "reset", "step"])
-async def test_what_is_no_exception_is_the_environments_failure_too(
+async def test_a_base_exception_of_the_environment_is_its_failure(
     where: str, error: BaseException, policy: Path
 ) -> None:
     env = Ask()
@@ -207,7 +233,7 @@ async def test_what_is_no_exception_is_the_environments_failure_too(
 
 
 @pytest.mark.parametrize("error", NO_EXCEPTIONS, ids=repr)
-async def test_what_is_no_exception_is_the_agents_failure_too(error: BaseException, policy: Path) -> None:
+async def test_a_base_exception_of_the_agent_is_its_failure(error: BaseException, policy: Path) -> None:
     async def leaves(env: object, policy: object, task: Task) -> float:
         raise error
 
@@ -219,7 +245,7 @@ async def test_what_is_no_exception_is_the_agents_failure_too(error: BaseExcepti
 
 
 @pytest.mark.parametrize("error", NO_EXCEPTIONS, ids=repr)
-async def test_what_is_no_exception_changes_nothing_while_closing(error: BaseException, policy: Path) -> None:
+async def test_a_base_exception_while_closing_changes_nothing(error: BaseException, policy: Path) -> None:
     env = Ask()
     env.broken["close"] = error
     result = await episode(policy, env)
@@ -255,7 +281,33 @@ class Slow(Ask):
         return await super().step(message)
 
 
-async def test_a_step_that_the_agent_cancels_is_nobodys_fault(policy: Path) -> None:
+class Careless(Ask):
+    """Returns what is no observation or no message where `wrong` says so."""
+
+    def __init__(self, wrong: str) -> None:
+        super().__init__()
+        self.wrong = wrong
+
+    async def reset(self, task: Task) -> Observation:
+        await super().reset(task)
+        return (
+            cast(Observation, "Well?") if self.wrong == "reset" else Observation([{"role": "user", "content": "Well?"}])
+        )  # type: ignore[arg-type]
+
+    async def step(self, message: Message) -> StepResult:
+        result = await super().step(message)
+        return msgspec.structs.replace(result, messages=("And?",)) if self.wrong == "step" else result
+
+
+async def test_what_is_no_message_is_the_environments_failure(policy: Path) -> None:
+    for wrong, what in (("reset", "no valid Observation"), ("step", "Expected `object`, got `str`")):
+        outcome = (await episode(policy, Careless(wrong))).outcome
+        assert (outcome.kind, outcome.reason) == ("failed", "environment")
+        assert what in outcome.detail
+    assert (await episode(policy, Careless("nothing"))).outcome.kind == "finished"  # a list of dictionaries will do
+
+
+async def test_a_step_that_the_agent_cancels_is_no_failure(policy: Path) -> None:
     async def impatient(env: Environment, policy: object, task: Task) -> None:
         await env.reset(task)
         step = asyncio.create_task(env.step(Message("assistant", "Hm.")))
@@ -270,7 +322,7 @@ async def test_a_step_that_the_agent_cancels_is_nobodys_fault(policy: Path) -> N
     assert result.outcome.kind == "finished"
 
 
-async def test_who_cancels_an_episode_sees_a_cancellation_and_the_environment_is_closed(policy: Path) -> None:
+async def test_cancelling_an_episode_raises_cancelled_error_and_closes_the_environment(policy: Path) -> None:
     env = Slow()
     playing = asyncio.create_task(episode(policy, env))
     await env.waits.wait()
@@ -286,7 +338,7 @@ async def test_an_episode_past_its_deadline_is_a_timeout(policy: Path) -> None:
         raise AssertionError
 
     env = Ask()
-    result = await episode(policy, env, never, limits=Limits(0.05, 60, 60))
+    result = await episode(policy, env, never, limits=EpisodeLimits(0.05, 60, 60))
     assert (result.outcome.kind, result.outcome.reason) == ("failed", "timeout")
     assert env.closed == [1]
 
@@ -339,7 +391,7 @@ def misused(*_: object) -> str:
     raise InvalidCall("say please")
 
 
-IMPATIENT = Limits(episode_s=30, step_s=30, tool_s=0.1)
+IMPATIENT = EpisodeLimits(episode_s=30, step_s=30, tool_s=0.1)
 
 
 @pytest.mark.parametrize(
@@ -347,15 +399,15 @@ IMPATIENT = Limits(episode_s=30, step_s=30, tool_s=0.1)
     [
         (hangs, IMPATIENT, "waited 0.1 s for the tool 'tool'"),
         (spins, IMPATIENT, "waited 0.1 s for the tool 'tool'"),
-        (hangs, Limits(30, 0.1, 30), "waited 0.1 s for a step.*calling the tool 'tool'"),
-        (spins, Limits(30, 0.1, 30), "waited 0.1 s for a step.*calling the tool 'tool'"),
+        (hangs, EpisodeLimits(30, 0.1, 30), "waited 0.1 s for a step.*calling the tool 'tool'"),
+        (spins, EpisodeLimits(30, 0.1, 30), "waited 0.1 s for a step.*calling the tool 'tool'"),
         (crashes, PATIENT, "the tool 'tool' failed: KeyError: 'no such row'"),
         (leaves, PATIENT, "the tool 'tool' failed: SystemExit: 3"),
         (lambda _: 3, PATIENT, "the tool 'tool' returned int, not text"),
     ],
 )
 async def test_a_tool_that_fails_or_hangs_is_the_tools_failure(
-    tool: Callable[..., object], limits: Limits, says_what: str, policy: Path
+    tool: Callable[..., object], limits: EpisodeLimits, says_what: str, policy: Path
 ) -> None:
     result = await episode(policy, Uses(tool), limits=limits)
     assert (result.outcome.kind, result.outcome.reason) == ("failed", "tool")
@@ -363,13 +415,13 @@ async def test_a_tool_that_fails_or_hangs_is_the_tools_failure(
     assert result.trajectories == ()
 
 
-async def test_a_tool_that_was_called_wrongly_is_the_policys_to_mend(policy: Path) -> None:
+async def test_a_wrong_tool_call_is_returned_to_the_policy(policy: Path) -> None:
     result = await episode(policy, Uses(misused))
     assert (result.outcome.kind, result.reward) == ("finished", 1.25)
 
 
 async def test_a_tool_that_answered_is_not_to_blame_for_what_hangs_later(policy: Path) -> None:
-    result = await episode(policy, Uses(lambda _: "fine", cast(Any, spins)), limits=Limits(30, 0.2, 30))
+    result = await episode(policy, Uses(lambda _: "fine", cast(Any, spins)), limits=EpisodeLimits(30, 0.2, 30))
     assert (result.outcome.kind, result.outcome.reason) == ("failed", "environment")
     assert "waited 0.2 s for a step" in result.outcome.detail
 
@@ -387,10 +439,10 @@ async def test_an_environment_that_hangs_is_the_environments_failure(where: str,
             return await super().step(message) if where != "step" else cast(Any, await hangs())
 
     env = Hangs()
-    result = await episode(policy, env, limits=Limits(30, 0.1, 30))
+    result = await episode(policy, env, limits=EpisodeLimits(30, 0.1, 30))
     assert (result.outcome.kind, result.outcome.reason) == ("failed", "environment")
     assert "waited 0.1 s for " in result.outcome.detail
-    assert "rollout.step_s" in result.outcome.detail
+    assert "rollout.episode_s" in result.outcome.detail
     assert env.closed == [1]
 
 
@@ -414,10 +466,10 @@ def computes_stubbornly() -> float:
 
 @pytest.mark.parametrize("blocks", [sleeps, computes, computes_stubbornly])
 @pytest.mark.parametrize("whose", ["environment", "policy"])
-async def test_what_holds_up_the_event_loop_is_broken_off(
+async def test_user_code_that_blocks_the_event_loop_is_interrupted(
     blocks: Callable[[], float], whose: str, policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocking, "BLOCK_S", 0.3)
+    monkeypatch.setattr(loop_watchdog, "BLOCK_S", 0.3)
 
     class Blocks(Ask):
         async def step(self, message: Message) -> StepResult:
@@ -427,7 +479,7 @@ async def test_what_holds_up_the_event_loop_is_broken_off(
         return blocks()
 
     began = time.monotonic()
-    async with LoopGuard():
+    async with EventLoopWatchdog():
         result = await episode(policy, Blocks(), agent=agent if whose == "policy" else None)
         assert (result.outcome.kind, result.outcome.reason) == ("failed", whose)
         assert "held up the event loop for 0.3 s" in result.outcome.detail
@@ -436,23 +488,25 @@ async def test_what_holds_up_the_event_loop_is_broken_off(
     assert time.monotonic() - began < 10
 
 
-def test_it_is_broken_off_on_the_loop_that_workers_use_too(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocking, "BLOCK_S", 0.3)
+def test_it_is_interrupted_on_uvloop_too(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_watchdog, "BLOCK_S", 0.3)
 
     class Blocks(Ask):
         async def step(self, message: Message) -> StepResult:
             return StepResult(reward=sleeps())
 
     async def play_twice() -> list[str]:
-        async with LoopGuard():
+        async with EventLoopWatchdog():
             return [(await episode(policy, env)).outcome.kind for env in (Blocks(), Ask())]
 
     assert uvloop.run(play_twice()) == ["failed", "finished"]
 
 
-async def test_code_that_is_ours_or_nobodys_is_never_broken_off(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocking, "BLOCK_S", 0.1)
-    async with LoopGuard():
+async def test_code_of_the_product_or_of_a_test_is_never_interrupted(
+    policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_watchdog, "BLOCK_S", 0.1)
+    async with EventLoopWatchdog():
         time.sleep(0.4)  # noqa: ASYNC251 - of a test, which no episode called
 
         async def slow(token_ids: Sequence[int], max_tokens: int) -> Completion:
@@ -462,10 +516,10 @@ async def test_code_that_is_ours_or_nobodys_is_never_broken_off(policy: Path, mo
         assert (await episode(policy, Ask(), slow)).outcome.kind == "finished"
 
 
-async def test_an_agent_that_heeds_no_cancellation_is_left_behind(
+async def test_an_agent_that_ignores_its_cancellation_is_abandoned(
     policy: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watched, "HEED_S", 0.05)
+    monkeypatch.setattr(env_guard, "CANCEL_S", 0.05)
     released, ended = asyncio.Event(), asyncio.Event()
     seen: list[str] = []
 
@@ -483,10 +537,10 @@ async def test_an_agent_that_heeds_no_cancellation_is_left_behind(
         return 0.0
 
     env = Ask()
-    result = await episode(policy, env, agent=deaf, limits=Limits(0.05, 30, 30))
+    result = await episode(policy, env, agent=deaf, limits=EpisodeLimits(0.05, 30, 30))
     assert (result.outcome.kind, result.outcome.reason) == ("failed", "timeout")
     assert env.closed == [1]
-    assert "is left behind" in caplog.text
+    assert "is abandoned" in caplog.text
     released.set()
     await asyncio.wait_for(ended.wait(), 10)
     assert seen == ["cancelled", "ask: step: EnvError: its episode is over"]
@@ -504,7 +558,8 @@ async def test_a_failure_is_trained_with_its_penalty_and_nothing_that_was_earned
     assert (trajectory.reward, trajectory.turn_rewards, trajectory.metrics) == (-2.0, (), {})
     assert trajectory.sampled == 6
     env.penalty = None
-    assert (await episode(policy, env, trained_failures=["environment"])).trajectories == ()
+    with pytest.raises(ConfigError, match="declares none"):
+        await episode(policy, env, trained_failures=["environment"])
 
 
 @pytest.mark.parametrize("name", [3, "x" * 2000, None])
@@ -530,8 +585,8 @@ async def test_tasks_are_made_in_a_thread_and_one_at_a_time(policy: Path) -> Non
             making.release()
             return super().task(index)
 
-    env, lock = Slow(), asyncio.Lock()
-    results = await asyncio.gather(*(episode(policy, env, lock=lock) for _ in range(4)))
+    player = player_of(policy, Slow())
+    results = await asyncio.gather(*(player.play(LEASE, 2) for _ in range(4)))
     assert [r.outcome.kind for r in results] == ["finished"] * 4
     assert all(alone and "Slow.task" in thread for thread, alone in made)
 
@@ -552,14 +607,14 @@ async def test_a_failure_to_close_changes_nothing(policy: Path, caplog: pytest.L
     assert "already gone" in caplog.text
 
 
-class Scores:
-    """Gives `score` for whatever it is shown, beside half of what the environment gave, and keeps what it was shown."""
+class Scores(RewardModel):
+    """Adds `score` to half of the environment's rewards, and keeps the conversations."""
 
     def __init__(self, score: float) -> None:
         self.score = score
-        self.shown: list[Played] = []
+        self.shown: list[ScoredConversation] = []
 
-    async def rewards(self, own: Sequence[float], played: Played) -> tuple[tuple[float, ...], float]:
+    async def rewards(self, own: Sequence[float], played: ScoredConversation) -> tuple[tuple[float, ...], float]:
         self.shown.append(played)
         return (*(0.5 * reward for reward in own[:-1]), 0.5 * own[-1] + self.score), self.score
 
@@ -571,7 +626,7 @@ async def test_a_reward_model_sees_the_whole_episode_and_its_score_is_in_the_tra
     (shown,) = model.shown
     assert list(shown.token_ids) == trajectory.token_ids.tolist()
     assert [message.content for message in shown.opening] == ["Well?"]
-    assert [message.role for message in shown.said] == ["assistant", "user", "assistant"]
+    assert [message.role for message in shown.transcript] == ["assistant", "user", "assistant"]
     assert trajectory.turn_rewards == (0.25, 3.25)
     assert result.reward == trajectory.reward == 3.5
     assert trajectory.metrics["reward_model"] == 3.0
@@ -587,12 +642,12 @@ async def test_a_score_that_means_nothing_is_a_failure_and_no_reward(policy: Pat
 
 
 async def test_a_reward_server_that_is_not_there_fails_the_episode_after_its_deadline(policy: Path) -> None:
-    model = ServedReward(Classifier(path="c", request_s=0.3), f"http://127.0.0.1:{tiny.free_port()}")
+    model = RewardModel(Classifier(path="c"), f"http://127.0.0.1:{tiny.free_port()}", 0.3)
     env = Ask()
     env.penalty = -2.0
     result = await episode(policy, env, model=model)
     assert (result.outcome.reason, result.trajectories) == ("reward", ())
-    assert "reward.request_s" in result.outcome.detail
+    assert "rollout.episode_s" in result.outcome.detail
     result = await episode(policy, env, model=model, trained_failures=["reward"])
     assert [t.reward for t in result.trajectories] == [-2.0]
     assert result.trajectories[0].turn_rewards == ()
@@ -606,13 +661,18 @@ async def test_an_episode_that_failed_is_not_scored(policy: Path) -> None:
     assert (result.outcome.reason, model.shown) == ("environment", [])
 
 
-async def test_a_message_that_is_no_text_fails_its_episode_alone(policy: Path) -> None:
+async def test_what_cannot_be_shown_to_a_judge_fails_only_its_episode(policy: Path) -> None:
     class Mute(Ask):
         async def step(self, message: Message) -> StepResult:
             return StepResult((Message("user", cast(str, 5)),), 1.0, done=True)
 
-    judge = ServedReward(Judge(path="j", template="{conversation}"), f"http://127.0.0.1:{tiny.free_port()}")
-    result = await episode(policy, Mute(), model=judge)
-    assert (result.outcome.kind, result.outcome.reason) == ("failed", "reward")
-    assert "TypeError" in result.outcome.detail
+    class Secretive(Ask):
+        def task(self, index: int) -> Task:
+            return Task("secret", {"reference": object()})
+
+    judge = RewardModel(Judge(path="j", template="{conversation}"), f"http://127.0.0.1:{tiny.free_port()}", 600.0)
+    for env, reason, detail in ((Mute(), "environment", "got `int`"), (Secretive(), "reward", "TypeError")):
+        result = await episode(policy, env, model=judge)
+        assert (result.outcome.kind, result.outcome.reason) == ("failed", reason)
+        assert detail in result.outcome.detail
     await judge.close()

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from slipstream.configs.schema import NO_FAULTS, Config, Fake, Fault
 from slipstream.errors import ConfigError, DeadlineExceeded, EngineError, WeightSyncError
-from slipstream.rollout.engine import Broken, Sampling
-from slipstream.rollout.server.faults import Faults
-from slipstream.rollout.vllm import VllmEngine
+from slipstream.rollout.engines.base import EngineFailure, SamplingParams
+from slipstream.rollout.engines.fake.faults import NO_FAULTS, VARIABLE, Fault, FaultInjector, read_script
+from slipstream.rollout.engines.vllm.client import VllmEngine
 from slipstream.tests import tiny
 from slipstream.tests.conformance.kinds import KINDS
 from slipstream.tests.conformance.replica import PROMPTS, make_publisher
@@ -22,12 +21,12 @@ from slipstream.weightsync.plan import PushReport
 from transformers import PreTrainedModel
 
 (FAKE,) = (kind for kind in KINDS if kind.name == "fake")
-FOUR = Sampling(max_tokens=4, temperature=0.0)
-LONG = Sampling(max_tokens=900, temperature=0.0)
+FOUR = SamplingParams(max_tokens=4, temperature=0.0)
+LONG = SamplingParams(max_tokens=900, temperature=0.0)
 
 
 def test_a_fault_happens_the_nth_time_and_once() -> None:
-    faults = Faults([Fault(at="score", do="refuse", nth=2), Fault(at="pause", do="die", nth=1)], replica=0)
+    faults = FaultInjector([Fault(at="score", do="refuse", nth=2), Fault(at="pause", do="die", nth=1)], replica=0)
     assert faults.passing("score") is None
     assert faults.passing("generate") is None
     assert faults.passing("score") == Fault(at="score", do="refuse", nth=2)
@@ -38,15 +37,15 @@ def test_a_fault_happens_the_nth_time_and_once() -> None:
 
 def test_a_fault_of_another_replica_is_none_of_ours() -> None:
     script = [Fault(at="swap", do="die", replica=1), Fault(at="join", do="freeze")]
-    assert Faults(script, replica=0).passing("swap") is None
-    assert Faults(script, replica=1).passing("swap") == script[0]
-    assert all(Faults(script, replica=i).passing("join") == script[1] for i in range(3))
+    assert FaultInjector(script, replica=0).passing("swap") is None
+    assert FaultInjector(script, replica=1).passing("swap") == script[0]
+    assert all(FaultInjector(script, replica=i).passing("join") == script[1] for i in range(3))
 
 
 @pytest.mark.parametrize(("at", "do"), sorted(NO_FAULTS))
 def test_a_fault_that_means_nothing_is_refused(at: str, do: str) -> None:
-    with pytest.raises(ConfigError, match=rf"rollout\.engine\.faults: do={do} means nothing at={at}; allowed"):
-        Faults([msgspec.convert({"at": at, "do": do}, Fault)], replica=0)
+    with pytest.raises(ConfigError, match=rf"SLIPSTREAM_FAULTS: do={do} means nothing at={at}; allowed"):
+        FaultInjector([msgspec.convert({"at": at, "do": do}, Fault)], replica=0)
 
 
 @pytest.fixture(scope="module")
@@ -59,20 +58,40 @@ def model(folder: Path) -> PreTrainedModel:
     return tiny.load(folder)
 
 
-def script(folder: Path, *faults: Fault) -> Config:
-    config = configure(FAKE, folder)
-    assert isinstance(config.rollout.engine, Fake)
-    engine = msgspec.structs.replace(config.rollout.engine, faults=faults)
-    return msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, engine=engine))
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("[{at: tokn, do: die}]", ["'tokn'", "$[0].at"]),
+        ("[{at: token, do: die}, {at: token, do: dye}]", ["'dye'", "$[1].do"]),
+        ("[{at: token, do: die, nht: 3}]", ["unknown field `nht`", "$[0]"]),
+        ("[{at: token, do: die}, {at: token}]", ["missing required field `do`", "$[1]"]),
+        ("[{at: token, do: delay, nth: 0}]", [">= 1", "$[0].nth"]),
+        ("[{at: token, do: die, replica: -5}]", [">= -1", "$[0].replica"]),
+        ("[die]", ["$[0]"]),
+        ("{at: token, do: die}", ["array"]),
+        ("[{at: health, do: lie}]", ["do=lie means nothing at=health", "die, freeze, refuse, delay"]),
+        ("[", ["not valid YAML"]),
+    ],
+)
+def test_a_script_that_means_nothing_is_refused_by_name(
+    script: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, script)
+    with pytest.raises(ConfigError) as caught:
+        read_script()
+    assert "\n" not in str(caught.value)
+    for part in (VARIABLE, *expected):
+        assert part in str(caught.value)
 
 
 @pytest.fixture
-def serve(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
+def serve(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
     """Start a server with faults."""
     with contextlib.ExitStack() as stack:
 
         def start(*faults: Fault) -> Server:
-            server = Server(FAKE, script(folder, *faults), tmp_path / "server.log")
+            monkeypatch.setenv(VARIABLE, msgspec.json.encode(faults).decode())
+            server = Server(FAKE, configure(FAKE, folder), tmp_path / "server.log")
             stack.callback(server.close)
             return server
 
@@ -134,7 +153,7 @@ async def test_completions_and_scores_that_are_refused_late_or_false(
         assert await engine.score(ids) == pytest.approx(truth, abs=1e-4)
 
 
-async def test_orders_that_are_refused_or_confirmed_and_not_carried_out(serve: Callable[..., Server]) -> None:
+async def test_commands_that_are_refused_or_confirmed_and_not_executed(serve: Callable[..., Server]) -> None:
     server = serve(
         Fault(at="pause", do="lie"),
         Fault(at="pause", do="refuse", nth=2),
@@ -159,7 +178,7 @@ async def test_orders_that_are_refused_or_confirmed_and_not_carried_out(serve: C
         await asyncio.wait_for(waiting, 10)
 
 
-async def test_pushes_that_are_refused_or_confirmed_and_not_carried_out(
+async def test_pushes_that_are_refused_or_confirmed_and_not_executed(
     serve: Callable[..., Server], folder: Path, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     server = serve(  # a push tries twice
@@ -178,8 +197,8 @@ async def test_pushes_that_are_refused_or_confirmed_and_not_carried_out(
 
         failed = await push(1)
         assert "refused at receive 2" in failed.failed["fake"]
-        failed = await push(2)  # nothing was received, so no receipt comes
-        assert "no receipt" in failed.failed["fake"]
+        failed = await push(2)  # nothing was received, so no ack comes
+        assert "no ack" in failed.failed["fake"]
         failed = await push(3)
         assert "refused at swap 2" in failed.failed["fake"]
         assert await engine.version() == 0
@@ -189,7 +208,7 @@ async def test_pushes_that_are_refused_or_confirmed_and_not_carried_out(
         publisher.close()
 
 
-async def test_a_join_that_is_confirmed_and_not_carried_out_ends_at_the_deadline(
+async def test_a_join_that_is_confirmed_and_not_executed_ends_at_the_deadline(
     serve: Callable[..., Server], folder: Path, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     server = serve(
@@ -205,7 +224,7 @@ async def test_a_join_that_is_confirmed_and_not_carried_out_ends_at_the_deadline
         publisher.close()
 
 
-async def test_a_swap_that_is_confirmed_and_not_carried_out_is_found_by_the_canary(
+async def test_a_swap_that_is_confirmed_and_not_executed_is_found_by_the_canary(
     serve: Callable[..., Server], tmp_path: Path
 ) -> None:
     other = tiny.tiny_qwen3(tmp_path / "other", seed=1)
@@ -222,24 +241,24 @@ async def test_a_death_between_two_tokens_leaves_the_partial(serve: Callable[...
     server = serve(Fault(at="token", do="die", nth=50))
     await server.wait_ready()
     async with client(server) as engine:
-        with pytest.raises(Broken) as broken:
+        with pytest.raises(EngineFailure) as broken:
             await engine.generate(PROMPTS[0], LONG)
         assert 49 - 16 <= len(broken.value.partial.token_ids) <= 49
         assert await server.ended() == -signal.SIGKILL
 
 
-async def test_a_death_at_a_request_is_told_at_once(serve: Callable[..., Server]) -> None:
+async def test_a_death_at_a_request_is_reported_at_once(serve: Callable[..., Server]) -> None:
     server = serve(Fault(at="generate", do="die", nth=2))
     await server.wait_ready()
     async with client(server) as engine:
         await engine.generate(PROMPTS[0], FOUR)
-        with pytest.raises(Broken) as broken:
+        with pytest.raises(EngineFailure) as broken:
             await asyncio.wait_for(engine.generate(PROMPTS[0], FOUR), 5)
         assert broken.value.partial.token_ids == ()
         assert await server.ended() == -signal.SIGKILL
 
 
-async def test_a_freeze_answers_nobody_until_it_thaws(serve: Callable[..., Server]) -> None:
+async def test_a_frozen_server_answers_no_request_until_it_thaws(serve: Callable[..., Server]) -> None:
     server = serve(Fault(at="token", do="freeze", nth=20))
     await server.wait_ready()
     async with client(server, request_s=2.0) as engine:

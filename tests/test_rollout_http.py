@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 import pytest
@@ -13,15 +13,15 @@ from aiohttp import web
 from slipstream.agents.base import Completion
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.errors import DeadlineExceeded, EngineError
-from slipstream.rollout.client import HttpEngine
-from slipstream.rollout.engine import NOTHING, Broken, Growing, Refused, Sampling
-from slipstream.rollout.sglang import SglangEngine
-from slipstream.rollout.vllm import VllmEngine
+from slipstream.rollout.engines.base import EMPTY, EngineFailure, PartialCompletion, RequestRejected, SamplingParams
+from slipstream.rollout.engines.http_engine import HttpEngine
+from slipstream.rollout.engines.sglang.client import SglangEngine
+from slipstream.rollout.engines.vllm.client import VllmEngine
 from slipstream.tests import tiny
 
 SOON = 10.0
 PROMPT = [5, 6, 7]
-SAMPLING = Sampling(max_tokens=24)
+SAMPLING = SamplingParams(max_tokens=24)
 PARTIAL = Completion((7, 8, 9), (-0.07, -0.08, -0.09), (VersionSpan(0, 3, 3),), "abort")
 
 Client = type[VllmEngine] | type[SglangEngine]
@@ -85,6 +85,12 @@ async def serving(stand_in: StandIn, kind: Client) -> AsyncIterator[HttpEngine]:
         await runner.cleanup()
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """For what has no event of its own, such as a chunk that was read."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
 def aborted(stand_in: StandIn) -> bool:
     """Whether the request that it got was aborted, by the name that the server knows it by."""
     (_, request), (path, abort) = stand_in.asked
@@ -99,10 +105,38 @@ async def test_a_stream_that_falls_silent_breaks_off_with_what_it_brought(kind: 
     stand_in = StandIn(chunk(kind, [7], 1), chunk(kind, [8, 9], 3))
     async with serving(stand_in, kind) as engine:
         engine.idle_s = 0.5
-        with pytest.raises(Broken, match=r"replica0 at .* has sent nothing of .*generate for 0.5 s") as caught:
+        with pytest.raises(EngineFailure, match=r"replica0 at .* has sent nothing of .*generate for 0.5 s") as caught:
             await engine.generate(PROMPT, SAMPLING, version=3)
         assert caught.value.partial == PARTIAL
         await stand_in.left.wait()
+        assert aborted(stand_in)
+
+
+async def test_closing_a_client_ends_its_streams_at_once_with_what_they_brought_and_aborts_them(kind: Client) -> None:
+    stand_in = StandIn(chunk(kind, [7, 8, 9], 3))
+    async with serving(stand_in, kind) as engine:
+        growing = PartialCompletion()
+        generating = asyncio.create_task(engine.generate(PROMPT, SAMPLING, version=3, growing=growing))
+        await until(lambda: growing.partial.token_ids)
+        await engine.close()
+        with pytest.raises(EngineFailure, match="was closed") as caught:
+            await generating
+        assert caught.value.partial == PARTIAL
+        await stand_in.left.wait()
+        assert aborted(stand_in)
+
+
+async def test_a_second_cancellation_does_not_stop_an_abort(kind: Client) -> None:
+    stand_in = StandIn(chunk(kind, [7], 1))
+    async with serving(stand_in, kind) as engine:
+        growing = PartialCompletion()
+        generating = asyncio.create_task(engine.generate(PROMPT, SAMPLING, version=3, growing=growing))
+        await until(lambda: growing.partial.token_ids)
+        generating.cancel()
+        await asyncio.sleep(0)
+        generating.cancel()
+        await asyncio.wait({generating})
+        await engine.close()  # waits for it
         assert aborted(stand_in)
 
 
@@ -110,7 +144,7 @@ async def test_a_stream_that_goes_on_may_take_longer_than_a_silence(kind: Client
     stand_in = StandIn(*(chunk(kind, [n], n + 1) for n in range(6)), pause_s=0.2)
     async with serving(stand_in, kind) as engine:
         engine.first_s = engine.idle_s = 0.5
-        with pytest.raises(Broken) as caught:
+        with pytest.raises(EngineFailure) as caught:
             await engine.generate(PROMPT, SAMPLING, version=3)
         assert caught.value.partial.token_ids == tuple(range(6))
 
@@ -118,21 +152,21 @@ async def test_a_stream_that_goes_on_may_take_longer_than_a_silence(kind: Client
 async def test_the_first_chunk_may_take_longer_than_the_others(kind: Client) -> None:
     async with serving(StandIn(), kind) as engine:
         engine.first_s, engine.idle_s = 0.5, 0.01
-        with pytest.raises(Broken, match=r"has sent nothing of .* for 0.5 s") as caught:
+        with pytest.raises(EngineFailure, match=r"has sent nothing of .* for 0.5 s") as caught:
             await engine.generate(PROMPT, SAMPLING, version=3)
-        assert caught.value.partial == NOTHING
+        assert caught.value.partial == EMPTY
 
 
 async def test_a_short_deadline_is_the_only_one(kind: Client) -> None:
-    hasty = kind("replica0", "http://nobody", vocab_size=9, max_model_len=9, request_s=2.0)
+    hasty = kind("replica0", "http://absent", vocab_size=9, max_model_len=9, request_s=2.0)
     assert min(hasty.first_s, hasty.idle_s) > 2.0
 
 
 async def test_what_had_arrived_when_the_caller_left_or_ran_out_of_time_is_kept(kind: Client) -> None:
     stand_in = StandIn(chunk(kind, [7], 1), chunk(kind, [8, 9], 3))
     async with serving(stand_in, kind) as engine:
-        growing = Growing()
-        assert growing.partial == NOTHING
+        growing = PartialCompletion()
+        assert growing.partial == EMPTY
         request = asyncio.create_task(engine.generate(PROMPT, SAMPLING, version=3, growing=growing))
         while len(growing.partial.token_ids) < 3:  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -141,7 +175,7 @@ async def test_what_had_arrived_when_the_caller_left_or_ran_out_of_time_is_kept(
             await request
         assert growing.partial == PARTIAL
         assert aborted(stand_in)
-        engine.request_s, growing = 0.5, Growing()
+        engine.request_s, growing = 0.5, PartialCompletion()
         with pytest.raises(DeadlineExceeded):
             await engine.generate(PROMPT, SAMPLING, version=3, growing=growing)
         assert growing.partial == PARTIAL
@@ -149,10 +183,10 @@ async def test_what_had_arrived_when_the_caller_left_or_ran_out_of_time_is_kept(
 
 async def test_what_is_impossible_is_no_partial(kind: Client) -> None:
     async with serving(StandIn(chunk(kind, [999_900], 1)), kind) as engine:  # its log-prob is -9999
-        engine.request_s, growing = 0.5, Growing()
+        engine.request_s, growing = 0.5, PartialCompletion()
         with pytest.raises(DeadlineExceeded):
             await engine.generate(PROMPT, SAMPLING, version=3, growing=growing)
-        assert growing.partial == NOTHING
+        assert growing.partial == EMPTY
 
 
 @pytest.mark.parametrize(
@@ -163,7 +197,7 @@ async def test_only_an_answer_about_the_request_is_a_refusal(kind: Client, statu
     async with serving(StandIn(status=status), kind) as engine:
         with pytest.raises(EngineError, match=rf"answered {status}: top_p must be in") as caught:
             await engine.generate(PROMPT, SAMPLING, version=3)
-        assert isinstance(caught.value, Refused) == refused
+        assert isinstance(caught.value, RequestRejected) == refused
 
 
 @pytest.mark.parametrize(("code", "refused"), [(400, True), (503, False)])
@@ -172,10 +206,10 @@ async def test_a_refusal_may_come_in_the_stream(kind: Client, code: int, refused
     async with serving(StandIn(error), kind) as engine:
         with pytest.raises(EngineError, match="too long") as caught:
             await engine.generate(PROMPT, SAMPLING, version=3)
-        assert isinstance(caught.value, Refused) == refused
+        assert isinstance(caught.value, RequestRejected) == refused
 
 
-async def test_a_request_that_believes_in_no_version_shares_its_prefix_with_nobody(kind: Client) -> None:
+async def test_a_request_without_a_version_shares_no_prefix(kind: Client) -> None:
     stand_in = StandIn(status=503)
     async with serving(stand_in, kind) as engine:
         for version in (None, None, 3, 3):

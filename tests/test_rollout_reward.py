@@ -19,8 +19,17 @@ from slipstream.configs.reward import Classifier, Judge
 from slipstream.envs import Message
 from slipstream.errors import ConfigError, DeadlineExceeded, EngineError
 from slipstream.learner.model import load_tokenizer
-from slipstream.rollout.http import Server
-from slipstream.rollout.reward import Answer, Choice, Played, Said, ServedReward, fill, question, score_of
+from slipstream.rollout.engines.http_client import HttpClient
+from slipstream.rollout.reward_model import (
+    JudgeChoice,
+    JudgeMessage,
+    JudgeResponse,
+    RewardModel,
+    ScoredConversation,
+    fill_template,
+    judge_request,
+    parse_score,
+)
 from slipstream.tests import rewards, tiny
 from slipstream.tests.runs import tiny_policy
 from transformers import AutoModelForSequenceClassification
@@ -51,24 +60,24 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 
 @contextlib.asynccontextmanager
-async def asked(config: Classifier | Judge, url: str) -> AsyncIterator[ServedReward]:
+async def asked(config: Classifier | Judge, url: str, score_s: float = 600.0) -> AsyncIterator[RewardModel]:
     """A client of a server that answers."""
-    health = Server("reward", url, START_S)
-    await health.answers("/health", START_S)
+    health = HttpClient("reward", url, START_S)
+    await health.wait_for_answer("/health", START_S)
     await health.close()
-    model = ServedReward(config, url)
+    model = RewardModel(config, url, score_s)
     try:
         yield model
     finally:
         await model.close()
 
 
-def played(*token_ids: int, answer: str = "good") -> Played:
-    return Played(token_ids, (Message("user", "Q"),), (Message("assistant", answer),), "")
+def played(*token_ids: int, answer: str = "good") -> ScoredConversation:
+    return ScoredConversation(token_ids, (Message("user", "Q"),), (Message("assistant", answer),), "")
 
 
 async def test_the_score_of_a_classifier_is_that_of_transformers(servers: Servers) -> None:
-    config = Classifier(path=str(servers.classifier), weight=2.0, environment=0.5)
+    config = Classifier(path=str(servers.classifier), weights={"model": 2.0, "environment": 0.5})
     model = AutoModelForSequenceClassification.from_pretrained(servers.classifier, dtype=torch.float32).eval()
     end = load_tokenizer(str(servers.classifier)).eos_token_id
     assert isinstance(end, int)
@@ -103,7 +112,7 @@ async def test_a_judge_is_read_by_a_strict_rule(servers: Servers) -> None:
         for answer, said in (("odd", "Score: high"), ("proud", "Score: 7")):
             with pytest.raises(EngineError, match=rf"the judge ended with {said}, not with `Score: X`"):
                 await reward.rewards([], played(answer=answer))
-    short = ServedReward(msgspec.structs.replace(config, max_tokens=2), servers.judges)
+    short = RewardModel(msgspec.structs.replace(config, max_tokens=2), servers.judges, 600.0)
     with pytest.raises(EngineError, match=r"was cut off \(length\); raise reward.max_tokens"):
         await short.rewards([], played(answer="good"))
     await short.close()
@@ -127,37 +136,40 @@ async def test_a_judge_is_read_by_a_strict_rule(servers: Servers) -> None:
     ],
 )
 def test_what_counts_as_a_score(text: str, score: float | None) -> None:
-    answer = Answer([Choice(Said(text), "stop")])
+    answer = JudgeResponse([JudgeChoice(JudgeMessage(text), "stop")])
     if score is None:
         with pytest.raises(EngineError, match="the judge ended with"):
-            score_of(answer)
+            parse_score(answer)
     else:
-        assert score_of(answer) == score
+        assert parse_score(answer) == score
     with pytest.raises(EngineError, match="cut off"):
-        score_of(Answer([Choice(Said(text), "length")]))
+        parse_score(JudgeResponse([JudgeChoice(JudgeMessage(text), "length")]))
 
 
-def test_what_an_episode_says_is_no_template() -> None:
-    shown = fill('{question} {answer} {"a": 1} {reference}', {"question": "{answer}", "answer": "x", "reference": "r"})
+def test_the_text_of_an_episode_is_no_template() -> None:
+    shown = fill_template(
+        '{question} {answer} {"a": 1} {reference}', {"question": "{answer}", "answer": "x", "reference": "r"}
+    )
     assert shown == '{answer} x {"a": 1} r'
     config = Judge(path="j", template="{conversation}")
     said = (Message("assistant", "one"), Message("user", "More?"), Message("assistant", "two"))
     (message,) = msgspec.json.decode(
-        msgspec.json.encode(question(config, Played((), (Message("user", "Q"),), said, ""))["messages"])
+        msgspec.json.encode(
+            judge_request(config, ScoredConversation((), (Message("user", "Q"),), said, ""))["messages"]
+        )
     )
     assert message["content"] == "user: Q\n\nassistant: one\n\nuser: More?\n\nassistant: two"
 
 
-async def test_a_server_that_is_not_there_or_answers_nobody_is_a_named_failure() -> None:
-    config = Classifier(path="c", request_s=0.5)
-    gone = ServedReward(config, f"http://127.0.0.1:{tiny.free_port()}")
-    with pytest.raises(DeadlineExceeded, match=r"an episode waited 0\.5 s for its reward; .*reward\.request_s"):
+async def test_a_server_that_is_not_there_or_does_not_answer_is_a_named_failure() -> None:
+    gone = RewardModel(Classifier(path="c"), f"http://127.0.0.1:{tiny.free_port()}", 0.5)
+    with pytest.raises(DeadlineExceeded, match=r"an episode waited 0\.5 s for its reward; .*rollout\.episode_s"):
         await gone.rewards([], played(8))
     await gone.close()
 
 
 async def test_a_server_that_hangs_is_waited_for_no_longer_than_the_deadline(servers: Servers) -> None:
-    async with asked(Classifier(path="c", request_s=1.0), servers.classifies) as reward:
+    async with asked(Classifier(path="c"), servers.classifies, 1.0) as reward:
         first = (await reward.rewards([], played(8, 9)))[1]
         processes = _processes(servers.classifies)
         for process in processes:
@@ -191,7 +203,7 @@ async def test_a_server_that_dies_is_waited_for(servers: Servers, tmp_path: Path
     )
     assert first.stdout is not None
     first.stdout.readline()
-    reward = ServedReward(Classifier(path="c", request_s=START_S), f"http://127.0.0.1:{port}")
+    reward = RewardModel(Classifier(path="c"), f"http://127.0.0.1:{port}", START_S)
     with rewards.served(rewards.asking("classifier", servers.classifier), port, tmp_path / "log"):
         assert (await reward.rewards([], played(8, 9)))[1] < 1e6
     assert first.wait(10) == 0
@@ -202,9 +214,15 @@ async def test_a_server_that_dies_is_waited_for(servers: Servers, tmp_path: Path
     ("overrides", "message"),
     [
         (("reward.kind=classifier",), "reward"),
-        (("reward.kind=classifier", "reward.path=x", "reward.weight=0"), "reward.weight: 0 asks a model for nothing"),
+        (
+            ("reward.kind=classifier", "reward.path=x", "reward.weights.model=0"),
+            "reward.weights.model: 0 asks a model for nothing",
+        ),
         (("reward.kind=classifier", "reward.path=x", "reward.template=y"), "template"),
-        (("reward.kind=classifier", "reward.path=x", "reward.memory=much"), "reward.memory: 'much' is not a size"),
+        (
+            ("reward.kind=classifier", "reward.path=x", "rollout.engine.memory=much"),
+            "rollout.engine.memory: 'much' is not a size",
+        ),
         (
             ("reward.kind=judge", "reward.path=x", "reward.template={anwser}"),
             "{anwser} is unknown; allowed are {question}",
@@ -212,8 +230,8 @@ async def test_a_server_that_dies_is_waited_for(servers: Servers, tmp_path: Path
         (("reward.kind=judge", "reward.path=x", "reward.template={question}"), "name {answer} or {conversation}"),
         (("reward.kind=oracle",), "environment, classifier, judge"),
         (
-            ("reward.kind=classifier", "reward.path=x", "reward.request_s=50", "buffer.max_staleness=0"),
-            "less than rollout.episode_s=600 + reward.request_s=50; allowed is learner.batch_s >= 650",
+            ("reward.kind=classifier", "reward.path=x", "buffer.max_staleness=0"),
+            "less than rollout.episode_s=600 + 600 for a score; allowed is learner.batch_s >= 1200",
         ),
     ],
 )
@@ -226,7 +244,6 @@ def test_bad_input_is_one_line(overrides: tuple[str, ...], message: str) -> None
 
 def _processes(url: str) -> list[psutil.Process]:
     port = url.rpartition(":")[2]
-    (server,) = [
-        child for child in psutil.Process().children() if f"--port={port}" in child.cmdline() and child.is_running()
-    ]
+    running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    (server,) = [child for child in running if f"--port={port}" in child.cmdline()]
     return [server, *server.children(recursive=True)]

@@ -1,4 +1,4 @@
-"""The router over engines that do what a test tells them: deaths, drains, joins, pauses, cancellations."""
+"""The router over scripted engines: deaths, drains, joins, pauses, cancellations."""
 
 from __future__ import annotations
 
@@ -14,53 +14,55 @@ from slipstream.agents.base import Completion
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.errors import DeadlineExceeded, EngineError, PolicyError
 from slipstream.rollout import router as module
-from slipstream.rollout.engine import Pressure, Refused, Sampling
+from slipstream.rollout.engines.base import EngineLoad, RequestRejected, SamplingParams
 from slipstream.rollout.router import AHEAD, Router
 from slipstream.tests.scripted import Call, ScriptedEngine, said, settle
-from slipstream.weightsync.fleet import Fleet, Seat
+from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
 SOON = 10.0
 """Longer than anything here takes; a test that waits for it has found a hang."""
 
-SAMPLING = Sampling(max_tokens=8)
+SAMPLING = SamplingParams(max_tokens=8)
 
 
 class World:
-    """A router, the engines that it made, newest last by name, and the fleet that it was told of."""
+    """A router, the engines that it created, and the fleet that it follows."""
 
     def __init__(self, **options: Any) -> None:
         self.made: list[ScriptedEngine] = []
         defaults: dict[str, Any] = {"max_concurrent": 4, "request_s": SOON, "start_s": SOON, "partial": "recompute"}
         self.router = Router(self._make, **(defaults | options))
-        self.seats: dict[str, Seat] = {}
+        self.seats: dict[str, ReplicaInfo] = {}
         self.revision = 0
         self.tasks = asyncio.TaskGroup()
 
-    def _make(self, seat: Seat) -> ScriptedEngine:
+    def _make(self, seat: ReplicaInfo) -> ScriptedEngine:
         self.made.append(ScriptedEngine(seat))
         return self.made[-1]
 
     def __getitem__(self, name: str) -> ScriptedEngine:
         return next(e for e in reversed(self.made) if e.name == name)
 
-    def fleet(self, **seats: Seat | None) -> None:
-        """Change some seats; None removes one."""
+    def fleet(self, **seats: ReplicaInfo | None) -> None:
+        """Change some replicas; None removes one."""
         self.seats = {n: s for n, s in (self.seats | seats).items() if s is not None}
         self.revision += 1
         self.router.update(Fleet(self.revision, tuple(self.seats.values())))
 
     def serve(self, *names: str, version: int = 0, incarnation: int = 0) -> None:
-        self.fleet(**{n: Seat(n, f"http://{n}", incarnation, "serving", version) for n in names})
+        self.fleet(**{n: ReplicaInfo(n, f"http://{n}", incarnation, "serving", version) for n in names})
 
     def drain(self, name: str) -> None:
         seat = self.seats[name]
-        self.fleet(**{name: Seat(name, seat.url, seat.incarnation, "draining", seat.version)})
+        self.fleet(**{name: ReplicaInfo(name, seat.url, seat.incarnation, "draining", seat.version)})
 
     def fence(self, name: str) -> None:
         """A push left it out."""
-        self.fleet(**{name: Seat(name, self.seats[name].url, self.seats[name].incarnation, "starting", None, True)})
+        self.fleet(
+            **{name: ReplicaInfo(name, self.seats[name].url, self.seats[name].incarnation, "starting", None, True)}
+        )
 
-    def ask(self, episode: str, *token_ids: int, oldest: int = 0) -> asyncio.Task[Completion]:
+    def request(self, episode: str, *token_ids: int, oldest: int = 0) -> asyncio.Task[Completion]:
         return self.tasks.create_task(self.router.generate(episode, token_ids or (1, 2), SAMPLING, oldest))
 
     async def call(self, name: str) -> Call:
@@ -68,7 +70,7 @@ class World:
         return await self[name].calls.get()
 
     async def anywhere(self) -> tuple[ScriptedEngine, Call]:
-        """The next request that anybody gets."""
+        """The next request that any engine gets."""
         await settle()
         engine = next(e for e in self.made if not e.calls.empty())
         return engine, engine.calls.get_nowait()
@@ -94,10 +96,10 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_request_waits_for_a_replica_and_is_woken_by_the_fleet() -> None:
     async with world() as w:
-        waiting = w.ask("e")
+        waiting = w.request("e")
         await settle()
         assert w.router.waiting == 1
-        w.fleet(a=Seat("a", "http://a"))  # starts: nothing is sent there, not even a client is made
+        w.fleet(a=ReplicaInfo("a", "http://a"))  # starts: nothing is sent there, not even a client is made
         await settle()
         assert w.made == []
         w.serve("a", version=3)
@@ -107,23 +109,23 @@ async def test_a_request_waits_for_a_replica_and_is_woken_by_the_fleet() -> None
         assert (await waiting).token_ids == (5,)
 
 
-async def test_turns_stick_until_the_weights_change() -> None:
+async def test_turns_stay_on_their_replica_until_the_weights_change() -> None:
     async with world() as w:
         w.serve("a", "b", "c")
         history = tuple(range(50))
-        turn = w.ask("e", *history)
+        turn = w.request("e", *history)
         home, call = await w.anywhere()
         call.say(60)
         await turn
         for token in range(61, 65):
             history = (*history, token - 1)
-            turn = w.ask("e", *history)
+            turn = w.request("e", *history)
             (await w.call(home.name)).say(token)
             await turn
-        other = w.ask("other", *range(20))  # somebody works there now: less than the cache is worth
+        other = w.request("other", *range(20))  # a load on that replica that is less than the cache is worth
         w.serve("a", "b", "c", version=1)
         busy, call = await w.anywhere()
-        second = w.ask("e", *history)
+        second = w.request("e", *history)
         elsewhere, moved = await w.anywhere()
         assert elsewhere is not busy  # the cache is void: least loaded
         assert moved.version == 1
@@ -132,10 +134,10 @@ async def test_turns_stick_until_the_weights_change() -> None:
         await asyncio.gather(other, second)
 
 
-async def test_a_replica_gets_a_bounded_number_and_the_rest_in_order() -> None:
+async def test_a_replica_gets_a_bounded_number_and_the_others_in_order() -> None:
     async with world(max_concurrent=2) as w:
         w.serve("a")
-        asked = [w.ask(f"{i}", i) for i in range(2 + AHEAD + 5)]
+        asked = [w.request(f"{i}", i) for i in range(2 + AHEAD + 5)]
         await settle()
         assert len(w["a"].open) == 2 + AHEAD
         assert w.router.waiting == 5
@@ -153,10 +155,10 @@ async def test_a_replica_gets_a_bounded_number_and_the_rest_in_order() -> None:
 async def test_only_a_replica_that_has_proven_the_version_is_used() -> None:
     async with world() as w:
         w.serve("a", "b", version=1)
-        new = w.ask("new", oldest=2)
+        new = w.request("new", oldest=2)
         await settle()
         assert w.router.waiting == 1
-        old = w.ask("old", oldest=1)  # is not held up by one that nobody can serve yet
+        old = w.request("old", oldest=1)  # does not wait behind one that no replica can serve yet
         engine, call = await w.anywhere()
         call.say(4, version=2)  # swapped, but its canary has not been seen
         await old
@@ -170,10 +172,10 @@ async def test_only_a_replica_that_has_proven_the_version_is_used() -> None:
 # --- joins, drains, restarts ------------------------------------------------------------------------------------------
 
 
-async def test_a_replica_that_joins_takes_what_waits() -> None:
+async def test_a_replica_that_joins_gets_the_waiting_requests() -> None:
     async with world(max_concurrent=1) as w:
         w.serve("a")
-        asked = [w.ask(f"{i}", i) for i in range(1 + AHEAD + 2)]
+        asked = [w.request(f"{i}", i) for i in range(1 + AHEAD + 2)]
         await settle()
         assert w.router.waiting == 2
         w.serve("b")
@@ -186,13 +188,13 @@ async def test_a_replica_that_joins_takes_what_waits() -> None:
         await asyncio.gather(*asked)
 
 
-async def test_a_replica_that_drains_ends_what_it_has_and_takes_nothing_new() -> None:
+async def test_a_replica_that_drains_ends_its_requests_and_gets_no_new_ones() -> None:
     async with world() as w:
         w.serve("a")
-        first = w.ask("e")
+        first = w.request("e")
         call = await w.call("a")
         w.drain("a")
-        second = w.ask("e")
+        second = w.request("e")
         await settle()
         assert w["a"].open == [call]
         w.serve("b")
@@ -204,16 +206,16 @@ async def test_a_replica_that_drains_ends_what_it_has_and_takes_nothing_new() ->
         await w["a"].closed.wait()
 
 
-async def test_what_a_drain_cut_short_goes_on_elsewhere_and_nobody_is_probed() -> None:
+async def test_requests_that_a_drain_aborts_continue_elsewhere_without_a_probe() -> None:
     async with world() as w:
         w.serve("a")
-        first = w.ask("e")
+        first = w.request("e")
         call = await w.call("a")
         w.serve("b")
         w.drain("a")
         call.say(3, reason="abort")
         assert (await first) == said(3, reason="abort")
-        rest = w.ask("e", 1, 2, 3)
+        rest = w.request("e", 1, 2, 3)
         (await w.call("b")).say(4)
         await rest
         assert w["a"].probes == 0
@@ -223,7 +225,7 @@ async def test_a_replica_that_is_another_process_now_gets_another_client() -> No
     async with world() as w:
         w.serve("a")
         old = w["a"]
-        hanging = w.ask("e")
+        hanging = w.request("e")
         call = await w.call("a")
         started = time.monotonic()
         w.serve("a", incarnation=1)  # the host had vanished: nothing ever broke the connection
@@ -239,7 +241,7 @@ async def test_a_replica_that_is_another_process_now_gets_another_client() -> No
 async def test_the_tokens_of_a_process_that_ends_are_waited_for() -> None:
     async with world() as w:
         w.serve("a", "b")
-        asked = w.ask("e")
+        asked = w.request("e")
         engine, _ = await w.anywhere()
         w.fleet(**{engine.name: None})
         await settle()
@@ -250,7 +252,7 @@ async def test_the_tokens_of_a_process_that_ends_are_waited_for() -> None:
 async def test_what_runs_on_a_replica_that_is_fenced_goes_on_elsewhere_with_what_it_has() -> None:
     async with world() as w:
         w.serve("a")
-        long, short = w.ask("long"), w.ask("short")
+        long, short = w.request("long"), w.request("short")
         call, ends = await w.call("a"), await w.call("a")
         w.serve("b")
         call.grow(7, 8)
@@ -262,7 +264,7 @@ async def test_what_runs_on_a_replica_that_is_fenced_goes_on_elsewhere_with_what
         assert (await long) == said(7, 8, reason="abort")
         await old.closed.wait()
         assert call.cancelled
-        rest = w.ask("long", 1, 2, 7, 8)
+        rest = w.request("long", 1, 2, 7, 8)
         (await w.call("b")).say(9)
         await rest
         assert old.probes == 0
@@ -271,7 +273,7 @@ async def test_what_runs_on_a_replica_that_is_fenced_goes_on_elsewhere_with_what
 async def test_a_replica_that_failed_and_was_fenced_serves_again_when_it_has_proven_itself() -> None:
     async with world() as w:
         w.serve("a")
-        asked = w.ask("e")
+        asked = w.request("e")
         await w.call("a")
         w["a"].die()  # and no probe will find it well
         await settle()
@@ -286,7 +288,7 @@ async def test_a_replica_that_failed_and_was_fenced_serves_again_when_it_has_pro
 async def test_the_tokens_of_a_host_that_vanished_are_kept() -> None:
     async with world() as w:
         w.serve("a")
-        asked = w.ask("e")
+        asked = w.request("e")
         (await w.call("a")).grow(7, 8, 9)
         w.fleet(a=None)
         assert (await asked) == said(7, 8, 9, reason="abort")
@@ -308,7 +310,7 @@ async def test_a_death_under_load_costs_no_token_and_no_second() -> None:
 
         async def episode(number: int) -> list[int]:
             async def generate(token_ids: Sequence[int], max_tokens: int) -> Completion:
-                return await w.router.generate(f"{number}", token_ids, Sampling(max_tokens), 0)
+                return await w.router.generate(f"{number}", token_ids, SamplingParams(max_tokens), 0)
 
             session = Session(cast(Any, None), generate, vocabulary=9999, max_tokens_per_turn=30, max_tokens=99)
             completion = await session.generate([number])
@@ -336,7 +338,7 @@ async def test_a_death_under_load_costs_no_token_and_no_second() -> None:
 async def test_without_another_replica_requests_wait_for_this_one() -> None:
     async with world() as w:
         w.serve("a")
-        asked = [w.ask(f"{i}") for i in range(3)]
+        asked = [w.request(f"{i}") for i in range(3)]
         await settle()
         w["a"].die()
         await settle()
@@ -352,10 +354,12 @@ async def test_without_another_replica_requests_wait_for_this_one() -> None:
 
 
 @pytest.mark.parametrize("serves", [None, 4])
-async def test_a_process_that_lost_its_weights_is_not_used_until_the_fleet_says_so(serves: int | None) -> None:
+async def test_a_process_that_lost_its_weights_is_not_used_until_the_fleet_names_its_version(
+    serves: int | None,
+) -> None:
     async with world() as w:
         w.serve("a", version=5)
-        asked = w.ask("e")
+        asked = w.request("e")
         await w.call("a")
         w["a"].serves = serves
         w["a"].die()
@@ -388,7 +392,7 @@ async def test_a_replica_that_answers_and_fails_every_request_is_tried_ever_more
 ) -> None:
     async with world() as w:
         w.serve("a")
-        asked = w.ask("e")
+        asked = w.request("e")
         pauses = without_pauses(monkeypatch)
         for _ in range(7):
             (await w.call("a")).fail(EngineError("500"))
@@ -398,15 +402,15 @@ async def test_a_replica_that_answers_and_fails_every_request_is_tried_ever_more
     assert [p for p in pauses if p] == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
 
 
-async def test_a_replica_that_fails_some_requests_is_not_probed_hot_for_the_sake_of_the_others(
+async def test_a_replica_that_fails_some_requests_is_probed_with_backoff_although_others_succeed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with world() as w:
         w.serve("a")
-        sick = w.ask("sick", 66)
+        sick = w.request("sick", 66)
         pauses = without_pauses(monkeypatch)
         for number in range(5):
-            well = w.ask(f"well {number}", number)
+            well = w.request(f"well {number}", number)
             calls = {call.token_ids: call for call in (await w.call("a"), await w.call("a"))}
             calls[(number,)].say(1)
             await well
@@ -430,7 +434,7 @@ async def test_after_a_while_without_a_failure_the_next_one_is_probed_at_once(mo
         w.serve("a")
         monkeypatch.setattr(module.asyncio, "sleep", told)
         for _ in range(3):
-            asked = w.ask("e")
+            asked = w.request("e")
             (await w.call("a")).fail(EngineError("500"))
             (await w.call("a")).say(1)
             await asked
@@ -440,7 +444,7 @@ async def test_after_a_while_without_a_failure_the_next_one_is_probed_at_once(mo
     assert w["a"].probes == 3
 
 
-async def test_a_replica_that_never_answers_is_used_no_more_although_it_says_that_it_is_well() -> None:
+async def test_a_replica_that_hangs_is_not_used_although_it_reports_health() -> None:
     async with world(request_s=0.1) as w:
         w.serve("a", "b")
         stuck = asyncio.create_task(w.router.generate("stuck", [1, 2], SAMPLING, 0))
@@ -453,7 +457,7 @@ async def test_a_replica_that_never_answers_is_used_no_more_although_it_says_tha
         await hung.probed.wait()
         await settle()
         for number in range(20):  # the hung one has nothing to do, and yet gets nothing
-            asked = w.ask(f"{number}")
+            asked = w.request(f"{number}")
             (await w.call(other.name)).say(1)
             await asked
         assert w.router.serving == 1
@@ -465,13 +469,13 @@ async def test_a_replica_that_never_answers_is_used_no_more_although_it_says_tha
 async def test_what_had_arrived_at_the_deadline_goes_on_elsewhere() -> None:
     async with world(request_s=0.1) as w:
         w.serve("a", "b")
-        slow = w.ask("e")
+        slow = w.request("e")
         hung, call = await w.anywhere()
         hung.computes.clear()
         call.grow(7, 8)
         assert (await slow) == said(7, 8, reason="abort")
         assert call.cancelled
-        rest = w.ask("e", 1, 2, 7, 8)
+        rest = w.request("e", 1, 2, 7, 8)
         (await w.call("b" if hung.name == "a" else "a")).say(9)
         await rest
 
@@ -479,12 +483,12 @@ async def test_what_had_arrived_at_the_deadline_goes_on_elsewhere() -> None:
 async def test_what_had_arrived_at_an_engines_own_deadline_is_kept_and_what_came_with_nonsense_is_not() -> None:
     async with world() as w:
         w.serve("a")
-        late = w.ask("late")
+        late = w.request("late")
         call = await w.call("a")
         call.grow(7, 8)
         call.fail(DeadlineExceeded("a", "an answer", 1.0, "see its log"))
         assert (await late) == said(7, 8, reason="abort")
-        wrong = w.ask("wrong")
+        wrong = w.request("wrong")
         call = await w.call("a")
         call.grow(7, 8)
         call.fail(EngineError("a log-prob of nan"))
@@ -503,7 +507,7 @@ async def test_the_deadline_names_the_episode_and_how_the_replicas_are() -> None
         assert w.router.waiting == 0
 
 
-async def test_what_no_engine_would_take_is_the_callers_fault() -> None:
+async def test_a_request_that_no_engine_accepts_is_the_callers_error() -> None:
     async with world() as w:
         w.serve("a")
         asked = asyncio.create_task(w.router.generate("e", [1], SAMPLING, 0))
@@ -514,13 +518,13 @@ async def test_what_no_engine_would_take_is_the_callers_fault() -> None:
         assert w.router.serving == 1
 
 
-async def test_what_a_server_refuses_is_asked_of_nobody_else() -> None:
+async def test_a_request_that_a_server_rejects_is_sent_to_no_other_server() -> None:
     async with world() as w:
         w.serve("a", "b")
         asked = asyncio.create_task(w.router.generate("e", [1], SAMPLING, 0))
         engine, call = await w.anywhere()
-        call.fail(Refused("a answered 400: top_p must be in (0, 1]"))
-        with pytest.raises(Refused, match="top_p must be"):
+        call.fail(RequestRejected("a answered 400: top_p must be in (0, 1]"))
+        with pytest.raises(RequestRejected, match="top_p must be"):
             await asked
         assert w.router.serving == 2
         assert engine.probes == 0
@@ -533,26 +537,26 @@ async def test_what_a_server_refuses_is_asked_of_nobody_else() -> None:
 async def test_requests_that_a_pause_aborts_go_elsewhere_or_wait_for_it() -> None:
     async with world(partial="abort_resume") as w:
         w.serve("a", "b")
-        asked = w.ask("e", *range(40))
+        asked = w.request("e", *range(40))
         paused, call = await w.anywhere()
         call.say(40, 41, reason="abort")
         assert (await asked).finish_reason == "abort"
-        assert paused.probes == 0  # as it should be
+        assert paused.probes == 0  # an abort of a push is no failure
         other = w["b" if paused.name == "a" else "a"]
-        rest = w.ask("e", *range(42))
+        rest = w.request("e", *range(42))
         (await w.call(other.name)).say(50)
         await rest
         w.fleet(**{other.name: None})
-        late = w.ask("e", *range(42))
+        late = w.request("e", *range(42))
         (await w.call(paused.name)).say(51, version=1)  # queued in the paused server
         await late
 
 
-async def test_an_abort_without_a_token_is_tried_again_right_here() -> None:
+async def test_the_router_retries_an_abort_without_a_token() -> None:
     for partial in ("abort_resume", "recompute"):
         async with world(partial=partial) as w:
             w.serve("a")
-            asked = w.ask("e")
+            asked = w.request("e")
             for _ in range(4):
                 (await w.call("a")).say(reason="abort")
             (await w.call("a")).say(3)
@@ -566,8 +570,8 @@ async def test_an_abort_without_a_token_is_tried_again_right_here() -> None:
 async def test_a_caller_that_is_cancelled_leaves_nothing_behind() -> None:
     async with world(max_concurrent=1) as w:
         w.serve("a")
-        flying = [w.ask(f"{i}") for i in range(1 + AHEAD)]
-        waits, next_one = w.ask("waits"), w.ask("next")
+        flying = [w.request(f"{i}") for i in range(1 + AHEAD)]
+        waits, next_one = w.request("waits"), w.request("next")
         await settle()
         waits.cancel()
         await asyncio.wait({waits})
@@ -577,20 +581,20 @@ async def test_a_caller_that_is_cancelled_leaves_nothing_behind() -> None:
         await asyncio.wait({flying[0]})
         assert call.cancelled
         await settle()
-        assert w.router.waiting == 0  # its place went to the next
+        assert w.router.waiting == 0  # its slot went to the next
         for left in list(w["a"].open):
             left.say(1)
         await asyncio.gather(*flying[1:], next_one)
 
 
-async def test_the_tokens_of_a_caller_that_is_cancelled_are_told() -> None:
+async def test_the_tokens_of_a_cancelled_caller_are_reported() -> None:
     async with world(max_concurrent=1) as w:
         w.serve("a")
         lost: list[Completion] = []
-        options: dict[str, Any] = {"lost": lost.append}
+        options: dict[str, Any] = {"on_cancelled": lost.append}
         flies = asyncio.create_task(w.router.generate("flies", [1], SAMPLING, 0, **options))
         (await w.call("a")).grow(7, 8)
-        filling = [w.ask(f"{i}") for i in range(AHEAD)]
+        filling = [w.request(f"{i}") for i in range(AHEAD)]
         await settle()
         waits = asyncio.create_task(w.router.generate("waits", [1], SAMPLING, 0, **options))
         await settle()
@@ -603,13 +607,13 @@ async def test_the_tokens_of_a_caller_that_is_cancelled_are_told() -> None:
         await asyncio.gather(*filling)
 
 
-async def test_a_grant_that_nobody_fetches_is_given_to_the_next() -> None:
+async def test_an_assignment_of_a_cancelled_request_goes_to_the_next() -> None:
     async with world(max_concurrent=1) as w:
-        asked = [w.ask(f"{i}", i) for i in range(1 + AHEAD)]
-        last = w.ask("last", 99)
+        asked = [w.request(f"{i}", i) for i in range(1 + AHEAD)]
+        last = w.request("last", 99)
         await settle()
         w.serve("a")
-        asked[0].cancel()  # granted in this very moment
+        asked[0].cancel()  # assigned at this moment
         await settle()
         assert [c.token_ids for c in w["a"].open] == [(1,), (2,), (3,), (4,), (99,)]
         for call in list(w["a"].open):
@@ -617,23 +621,23 @@ async def test_a_grant_that_nobody_fetches_is_given_to_the_next() -> None:
         await asyncio.gather(*asked[1:], last)
 
 
-# --- pressure ---------------------------------------------------------------------------------------------------------
+# --- load -------------------------------------------------------------------------------------------------------------
 
 
-async def test_pressure_is_of_those_that_answer_and_the_others_are_probed() -> None:
+async def test_loads_are_of_the_replicas_that_answer_and_the_others_are_probed() -> None:
     async with world() as w:
         w.serve("a", "b", "c")
-        w.fleet(d=Seat("d", "http://d"))
-        w["a"].busy = Pressure(3, 1, 0.5)
+        w.fleet(d=ReplicaInfo("d", "http://d"))
+        w["a"].busy = EngineLoad(3, 1, 0.5)
         w["b"].busy = EngineError("not reachable")
         w["b"].up.clear()
         w["c"].busy = DeadlineExceeded("c", "metrics", 5.0, "busy")
-        assert await w.router.pressure() == [Pressure(3, 1, 0.5)]
+        assert await w.router.engine_loads() == [EngineLoad(3, 1, 0.5)]
         assert w.router.serving == 2
         await w["b"].probed.wait()
-        assert await w.router.pressure() == [Pressure(3, 1, 0.5)]
-        w["b"].busy = Pressure(0, 0, 0.0)
+        assert await w.router.engine_loads() == [EngineLoad(3, 1, 0.5)]
+        w["b"].busy = EngineLoad(0, 0, 0.0)
         w["b"].up.set()
         await settle()
-        assert len(await w.router.pressure()) == 2
+        assert len(await w.router.engine_loads()) == 2
         assert w["c"].probes == 0

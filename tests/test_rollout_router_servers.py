@@ -11,15 +11,15 @@ from typing import Any, cast
 from slipstream.agents import Session
 from slipstream.agents.base import Completion
 from slipstream.buffer.trajectory import VersionSpan
-from slipstream.rollout.engine import Sampling
+from slipstream.rollout.engines.base import SamplingParams
+from slipstream.rollout.engines.vllm.client import VllmEngine
 from slipstream.rollout.router import Router
-from slipstream.rollout.vllm import VllmEngine
 from slipstream.tests import tiny
 from slipstream.tests.conformance import reference
 from slipstream.tests.conformance.kinds import KINDS
 from slipstream.tests.conformance.replica import PROMPTS
 from slipstream.tests.conformance.servers import MAX_CONCURRENT, Server, configure
-from slipstream.weightsync.fleet import Fleet, Seat
+from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
 TOKENS = 200
 
@@ -31,13 +31,13 @@ async def test_a_server_that_is_killed_under_load_loses_no_token(tmp_path: Path)
     servers = {name: Server(kind, configure(kind, folder), tmp_path / f"{name}.log") for name in "ab"}
     engines: list[VllmEngine] = []
 
-    def make_engine(seat: Seat) -> VllmEngine:
+    def make_engine(seat: ReplicaInfo) -> VllmEngine:
         options = {"vocab_size": tiny.VOCABULARY, "max_model_len": tiny.CONTEXT, "initial_version": 0}
         engines.append(VllmEngine(seat.name, seat.url, **options))
         return engines[-1]
 
     def fleet(revision: int, restarts: int) -> Fleet:
-        seats = (Seat(n, s.url, restarts * (n == "b"), "serving", 0) for n, s in servers.items())
+        seats = (ReplicaInfo(n, s.url, restarts * (n == "b"), "serving", 0) for n, s in servers.items())
         return Fleet(revision, tuple(seats))
 
     cut: list[tuple[float, int]] = []
@@ -45,7 +45,7 @@ async def test_a_server_that_is_killed_under_load_loses_no_token(tmp_path: Path)
 
     async def episode(number: int) -> Completion:
         async def generate(token_ids: Sequence[int], max_tokens: int) -> Completion:
-            sampling = Sampling(max_tokens, temperature=0.0)
+            sampling = SamplingParams(max_tokens, temperature=0.0)
             part = await router.generate(f"{number}", token_ids, sampling, 0)
             if part.finish_reason == "abort":
                 cut.append((time.monotonic(), len(part.token_ids)))
@@ -59,7 +59,7 @@ async def test_a_server_that_is_killed_under_load_loses_no_token(tmp_path: Path)
         """Its cache is fuller than `share`: it has sampled since."""
         usage = share
         while usage <= share:
-            usage = (await engine.pressure()).kv_usage  # a round trip; the server has no event for it
+            usage = (await engine.get_load()).kv_usage  # a round trip; the server has no event for it
         return usage
 
     try:

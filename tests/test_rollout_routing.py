@@ -1,4 +1,4 @@
-"""Who goes where: bound, order, version floor and conservation under anything that may happen, and what a cache is worth."""
+"""Routing: bound, order, version floor and conservation under any sequence of events, and what a cached prefix is worth."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.rollout.routing import TYPICAL_FIRST, Ask, Grant, Routing
-from slipstream.weightsync.fleet import Fleet, Seat
+from slipstream.rollout.routing import INITIAL_LENGTH, Assignment, RouteRequest, RoutingTable
+from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
 LIMIT = 3
 
@@ -17,25 +17,27 @@ def serving(*versions: int | None, incarnation: int = 0) -> Fleet:
     return Fleet(
         1,
         tuple(
-            Seat(name, f"http://{name}", incarnation, "starting" if v is None else "serving", v)
+            ReplicaInfo(name, f"http://{name}", incarnation, "starting" if v is None else "serving", v)
             for name, v in zip("abcdef", versions, strict=False)
         ),
     )
 
 
-def ask(number: int, tokens: int = 10, *, episode: str | None = None, oldest: int = 0, max_tokens: int = 8) -> Ask:
-    return Ask(number, episode or f"{number}.0.0", tuple(range(tokens)), max_tokens, oldest)
+def ask(
+    number: int, tokens: int = 10, *, episode: str | None = None, oldest: int = 0, max_tokens: int = 8
+) -> RouteRequest:
+    return RouteRequest(number, episode or f"{number}.0.0", tuple(range(tokens)), max_tokens, oldest)
 
 
-def routed(fleet: Fleet, *requests: Ask, limit: int = LIMIT) -> tuple[Routing, dict[int, Grant]]:
-    routing = Routing(limit)
-    routing.follow(fleet)
+def routed(fleet: Fleet, *requests: RouteRequest, limit: int = LIMIT) -> tuple[RoutingTable, dict[int, Assignment]]:
+    routing = RoutingTable(limit)
+    routing.update(fleet)
     for request in requests:
-        routing.ask(request)
-    return routing, {g.number: g for g in routing.grants()}
+        routing.enqueue(request)
+    return routing, {g.number: g for g in routing.assign()}
 
 
-# --- under anything that may happen -----------------------------------------------------------------------------------
+# --- under any sequence of events -------------------------------------------------------------------------------------
 
 SEATS = st.lists(
     st.tuples(
@@ -52,14 +54,14 @@ SEATS = st.lists(
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_bound_order_floor_and_conservation(data: st.DataObject) -> None:
-    routing = Routing(LIMIT)
-    asked: dict[int, Ask] = {}
+    routing = RoutingTable(LIMIT)
+    asked: dict[int, RouteRequest] = {}
     waiting: set[int] = set()
     flying: dict[int, tuple[str, int]] = {}
-    seats: dict[str, Seat] = {}
+    seats: dict[str, ReplicaInfo] = {}
     suspects: set[str] = set()
 
-    def takes(name: str, request: Ask) -> bool:
+    def takes(name: str, request: RouteRequest) -> bool:
         seat = seats[name]
         proven = seat.state == "serving" and seat.version is not None and seat.version >= request.oldest_version
         return proven and name not in suspects
@@ -69,25 +71,25 @@ def test_bound_order_floor_and_conservation(data: st.DataObject) -> None:
         if what == "ask":
             asked[step] = ask(step, data.draw(st.integers(1, 50)), oldest=data.draw(st.integers(0, 3)))
             waiting.add(step)
-            routing.ask(asked[step])
+            routing.enqueue(asked[step])
         elif what == "finish" and flying:
             number = data.draw(st.sampled_from(sorted(flying)))
             del flying[number]
-            routing.finished(number, [1, 2], data.draw(st.integers(0, 3)), cut=data.draw(st.booleans()))
-        elif what == "fail" and flying:  # asks again under its own number
+            routing.complete(number, [1, 2], data.draw(st.integers(0, 3)), aborted=data.draw(st.booleans()))
+        elif what == "fail" and flying:  # enqueued again under its own number
             number = data.draw(st.sampled_from(sorted(flying)))
             del flying[number]
             waiting.add(number)
-            routing.leave(number)
-            routing.ask(asked[number])
+            routing.remove(number)
+            routing.enqueue(asked[number])
         elif what == "cancel" and (waiting or flying):
             number = data.draw(st.sampled_from(sorted(waiting | flying.keys())))
             waiting.discard(number)
             flying.pop(number, None)
-            routing.leave(number)
+            routing.remove(number)
         elif what == "fleet":
             drawn = data.draw(SEATS)
-            found = {n: Seat(n, f"http://{n}", i, s, v) for n, i, s, v in drawn}
+            found = {n: ReplicaInfo(n, f"http://{n}", i, s, v) for n, i, s, v in drawn}
             same = {n for n in found if n in seats and found[n].incarnation == seats[n].incarnation}
             suspects &= {n for n in same if found[n].state != "starting"}
             flying = {
@@ -96,13 +98,13 @@ def test_bound_order_floor_and_conservation(data: st.DataObject) -> None:
             }
             seats.clear()
             seats.update(found)
-            routing.follow(Fleet(step, tuple(seats.values())))
+            routing.update(Fleet(step, tuple(seats.values())))
         elif what in ("suspect", "well") and seats:
             name = data.draw(st.sampled_from(sorted(seats)))
             (suspects.add if what == "suspect" else suspects.discard)(name)
-            (routing.suspect if what == "suspect" else routing.recovered)(name)
+            (routing.mark_failed if what == "suspect" else routing.mark_healthy)(name)
 
-        granted = routing.grants()
+        granted = routing.assign()
         for grant in granted:
             assert grant.number in waiting
             assert takes(grant.replica, asked[grant.number])
@@ -111,10 +113,10 @@ def test_bound_order_floor_and_conservation(data: st.DataObject) -> None:
         load = {n: sum(flight == (n, seat.incarnation) for flight in flying.values()) for n, seat in seats.items()}
         assert all(count <= LIMIT for count in load.values())
         assert routing.waiting == len(waiting)
-        for number in waiting:  # nobody waits while a replica could take it, and nobody overtook it
+        for number in waiting:  # no request waits while a replica could take it, and none overtook it
             assert not any(takes(n, asked[number]) and load[n] < LIMIT for n in seats)
             assert not any(g.number > number and takes(g.replica, asked[number]) for g in granted)
-    for name, place in routing.places.items():
+    for name, place in routing.replicas.items():
         here = [n for n, flight in flying.items() if flight == (name, seats[name].incarnation)]
         assert sorted(place.tokens) == sorted(here)
         assert place.load == sum(place.tokens.values())
@@ -125,100 +127,100 @@ def test_load_is_spread_by_tokens(prompts: list[int], replicas: int) -> None:
     routing, _ = routed(
         serving(*[0] * replicas), *(ask(i, tokens) for i, tokens in enumerate(prompts)), limit=len(prompts)
     )
-    loads = [place.load for place in routing.places.values()]
-    assert max(loads) - min(loads) <= max(prompts) * 2 + 8  # never further apart than one request's cost and weight
+    loads = [place.load for place in routing.replicas.values()]
+    assert max(loads) - min(loads) <= max(prompts) * 2 + 8  # they differ by at most one request's cost and weight
 
 
 # --- what a cache is worth --------------------------------------------------------------------------------------------
 
 
-def after_a_turn(fleet: Fleet) -> tuple[Routing, str, Callable[[int], Ask]]:
-    """An episode whose first turn, 100 tokens and 20 sampled ones, was played; where, and how it asks for the next."""
+def after_a_turn(fleet: Fleet) -> tuple[RoutingTable, str, Callable[[int], RouteRequest]]:
+    """An episode after its first turn of 100 prompt and 20 sampled tokens; its replica, and the request of its next turn."""
     routing, granted = routed(fleet, ask(0, 100, episode="e"))
-    routing.finished(0, range(100, 120), 0, cut=False)
+    routing.complete(0, range(100, 120), 0, aborted=False)
     return routing, granted[0].replica, lambda number: ask(number, 130, episode="e")
 
 
-def fill(routing: Routing, name: str, tokens: int) -> None:
+def fill(routing: RoutingTable, name: str, tokens: int) -> None:
     """Put a load of `tokens` on a replica."""
-    place = routing.places[name]
+    place = routing.replicas[name]
     place.load += tokens
 
 
 def test_a_later_turn_goes_where_its_prefix_is() -> None:
     routing, home, turn = after_a_turn(serving(0, 0, 0))
     fill(routing, home, 100)
-    other = next(p for n, p in routing.places.items() if n != home)
-    assert routing.cost(turn(1), routing.places[home]) == 100 + 10
+    other = next(p for n, p in routing.replicas.items() if n != home)
+    assert routing.cost(turn(1), routing.replicas[home]) == 100 + 10
     assert routing.cost(turn(1), other) == 130
-    routing.ask(turn(1))
-    assert routing.grants()[0].replica == home
+    routing.enqueue(turn(1))
+    assert routing.assign()[0].replica == home
 
 
 def test_it_leaves_when_waiting_there_costs_more_than_its_cache_saves() -> None:
     routing, home, turn = after_a_turn(serving(0, 0))
     fill(routing, home, 121)
-    routing.ask(turn(1))
-    assert routing.grants()[0].replica != home
+    routing.enqueue(turn(1))
+    assert routing.assign()[0].replica != home
 
 
 def test_a_new_version_a_new_process_and_a_rewritten_history_find_no_cache() -> None:
     for change in (serving(1, 1), serving(0, 0, incarnation=1)):
         routing, home, turn = after_a_turn(serving(0, 0))
-        routing.follow(change)
-        assert routing.cost(turn(1), routing.places[home]) == 130
+        routing.update(change)
+        assert routing.cost(turn(1), routing.replicas[home]) == 130
     routing, home, turn = after_a_turn(serving(0, 0))
-    rewritten = Ask(1, "e", (7, *range(1, 130)), 8, 0)
-    assert routing.cost(rewritten, routing.places[home]) == 130
-    assert routing.cost(turn(1), routing.places[home]) == 10
-    routing.forget("e")
-    assert routing.cost(turn(1), routing.places[home]) == 130
+    rewritten = RouteRequest(1, "e", (7, *range(1, 130)), 8, 0)
+    assert routing.cost(rewritten, routing.replicas[home]) == 130
+    assert routing.cost(turn(1), routing.replicas[home]) == 10
+    routing.end_episode("e")
+    assert routing.cost(turn(1), routing.replicas[home]) == 130
 
 
 def test_a_version_seen_in_a_completion_ahead_of_the_fleet_is_what_the_next_request_is_salted_with() -> None:
     routing, granted = routed(serving(3), ask(0, episode="e"))
     assert granted[0].version == 3
-    routing.finished(0, [1], 4, cut=False)
-    routing.ask(ask(1, 11, episode="e"))
-    assert routing.grants()[0].version == 4
-    routing.ask(ask(2, oldest=4))  # seen, but not proven yet
-    assert routing.grants() == []
-    routing.follow(serving(4))
-    assert [g.number for g in routing.grants()] == [2]
+    routing.complete(0, [1], 4, aborted=False)
+    routing.enqueue(ask(1, 11, episode="e"))
+    assert routing.assign()[0].version == 4
+    routing.enqueue(ask(2, oldest=4))  # seen, but not proven yet
+    assert routing.assign() == []
+    routing.update(serving(4))
+    assert [g.number for g in routing.assign()] == [2]
 
 
 def test_a_replica_that_cuts_requests_short_is_avoided_until_it_is_back() -> None:
-    def after_a_cut() -> tuple[Routing, str, str]:
+    def after_a_cut() -> tuple[RoutingTable, str, str]:
         routing, granted = routed(serving(0, 0), ask(0, 100, episode="e"))
         paused = granted[0].replica
-        routing.finished(0, range(100, 110), 0, cut=True)
+        routing.complete(0, range(100, 110), 0, aborted=True)
         return routing, paused, "b" if paused == "a" else "a"
 
     rest = ask(1, 110, episode="e")
     routing, paused, other = after_a_cut()
-    routing.ask(rest)
-    assert routing.grants()[0].replica == other  # although its prefix is on the paused one
+    routing.enqueue(rest)
+    assert routing.assign()[0].replica == other  # although its prefix is on the paused one
 
     routing, paused, other = after_a_cut()
-    routing.suspect(other)
-    routing.ask(rest)
-    assert routing.grants()[0].replica == paused  # nobody else: it waits in that server's queue
+    routing.mark_failed(other)
+    routing.enqueue(rest)
+    assert routing.assign()[0].replica == paused  # no other replica: it waits in that server's queue
 
     routing, paused, other = after_a_cut()
     fill(routing, other, 1000)
-    routing.follow(serving(1, 1))  # it has its weights
-    routing.ask(rest)
-    assert routing.grants()[0].replica == paused
+    routing.update(serving(1, 1))  # it has its weights
+    routing.enqueue(rest)
+    assert routing.assign()[0].replica == paused
 
 
 def test_a_replica_that_was_fenced_is_what_it_proves_and_not_what_was_seen_of_it() -> None:
     routing, _ = routed(serving(0), ask(0, 100), ask(1, 100))
-    routing.finished(0, [1], 9, cut=True)
-    routing.suspect("a")
-    routing.follow(Fleet(2, (Seat("a", "http://a", 0, "starting", None, True),)))
-    assert not routing.places["a"].serving
-    routing.follow(serving(1))
-    a = routing.places["a"]
+    routing.complete(0, [1], 9, aborted=True)
+    routing.mark_failed("a")
+    routing.update(Fleet(2, (ReplicaInfo("a", "http://a", 0, "starting", None, True),)))
+    assert not routing.replicas["a"].serving
+    routing.update(serving(1))
+    a = routing.replicas["a"]
     assert (a.serving, a.version, a.paused) == (True, 1, False)
     assert list(a.tokens) == [1]  # it still runs there
 
@@ -230,12 +232,12 @@ def test_equal_replicas_are_not_all_begun_at_the_first() -> None:
 
 def test_how_long_completions_are_is_learnt() -> None:
     routing, _ = routed(serving(0), ask(0, 10, max_tokens=500))
-    assert routing.places["a"].load == 10 + TYPICAL_FIRST
+    assert routing.replicas["a"].load == 10 + INITIAL_LENGTH
     for number in range(200):
-        routing.finished(number, range(9), 0, cut=False)
-        routing.ask(ask(number + 1, 10, max_tokens=500))
-        routing.grants()
-    assert routing.places["a"].load == 10 + 9
-    routing.ask(ask(900, 10, max_tokens=2))
-    routing.grants()
-    assert routing.places["a"].load == 10 + 9 + 10 + 2
+        routing.complete(number, range(9), 0, aborted=False)
+        routing.enqueue(ask(number + 1, 10, max_tokens=500))
+        routing.assign()
+    assert routing.replicas["a"].load == 10 + 9
+    routing.enqueue(ask(900, 10, max_tokens=2))
+    routing.assign()
+    assert routing.replicas["a"].load == 10 + 9 + 10 + 2

@@ -15,12 +15,13 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from slipstream.configs.schema import Agent, Config, Fake, Fault, Model, Rollout, Servers, Transformers, Vllm
-from slipstream.errors import ConfigError, within
-from slipstream.rollout import own_server, servers
-from slipstream.rollout.engine import Broken, Sampling
-from slipstream.rollout.server.options import parse
-from slipstream.rollout.vllm import VllmEngine
+from slipstream.configs.schema import Agent, Config, Fake, Model, Rollout, Servers, Transformers, Vllm
+from slipstream.errors import ConfigError, with_deadline
+from slipstream.rollout.engines import registry as servers
+from slipstream.rollout.engines.base import EngineFailure, SamplingParams
+from slipstream.rollout.engines.server import launch as own_server
+from slipstream.rollout.engines.server.launch import Options
+from slipstream.rollout.engines.vllm.client import VllmEngine
 from slipstream.tests import tiny
 
 PROMPT = [(3 * j) % 440 + 4 for j in range(20)]
@@ -91,10 +92,10 @@ async def until_idle(http: aiohttp.ClientSession, url: str) -> None:
         while await running(http, url):
             pass
 
-    await within(5.0, idle(), who="the test", waits_for="an idle server", hint="a request was not cancelled")
+    await with_deadline(5.0, idle(), who="the test", waits_for="an idle server", hint="a request was not cancelled")
 
 
-async def test_every_chunk_carries_the_spans_so_far(http: aiohttp.ClientSession, url: str) -> None:
+async def test_every_chunk_has_the_spans_so_far(http: aiohttp.ClientSession, url: str) -> None:
     for interval, sizes in ((None, [1, 16, 16, 7]), (30, [1, 30, 9])):
         params = {"max_tokens": 40, "logprobs": 0, "ignore_eos": True, "stream_interval": interval}
         async with http.post(url + "/inference/v1/generate", json=request(sampling_params=params)) as response:
@@ -206,9 +207,9 @@ async def test_an_id_belongs_to_one_request_at_a_time(http: aiohttp.ClientSessio
     assert await running(http, url) == 0
 
 
-async def test_a_score_waits_for_no_place(http: aiohttp.ClientSession, url: str) -> None:
+async def test_a_score_waits_for_no_slot(http: aiohttp.ClientSession, url: str) -> None:
     engine = client(url)
-    busy = [asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=LONG))) for _ in range(4)]
+    busy = [asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=LONG))) for _ in range(4)]
     while await running(http, url) < 4:
         assert not any(task.done() for task in busy)
     scores = await engine.score(PROMPT)
@@ -223,13 +224,11 @@ async def test_a_score_waits_for_no_place(http: aiohttp.ClientSession, url: str)
 # ---- how it is started, and how it ends
 
 
-def test_the_command_line_says_everything() -> None:
-    faults = (Fault(at="generate", do="die", nth=3), Fault(at="swap", do="delay", seconds=0.5, replica=2))
-    config = configure(Path("m"), Fake(max_concurrent=3, memory="1GiB", faults=faults))
-    python, _, module, *arguments = own_server.command(config, "127.0.0.1", 4000, seed=7)
-    assert (python, module) == (sys.executable, "slipstream.rollout.server")
-    options = parse(arguments)
-    assert options.faults == faults
+def test_the_command_line_has_every_option() -> None:
+    config = configure(Path("m"), Fake(max_concurrent=3, memory="1GiB"))
+    python, _, module, argument = own_server.command(config, "127.0.0.1", 4000, seed=7)
+    assert (python, module) == (sys.executable, "slipstream.rollout.engines.server")
+    options = msgspec.json.decode(argument, type=Options)
     assert (options.kind, options.model, options.host, options.port) == ("fake", "m", "127.0.0.1", 4000)
     assert (options.memory, options.max_concurrent, options.max_tokens) == (1 << 30, 3, tiny.CONTEXT)
     assert (options.seed, options.replica) == (7, 2)
@@ -240,7 +239,8 @@ def test_the_command_line_says_everything() -> None:
 def test_a_share_of_memory_is_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     share = configure(Path("m"), Transformers(memory="0.85"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert parse(own_server.command(share, "127.0.0.1", 4000)[3:]).memory == 0.85
+    (*_, argument) = own_server.command(share, "127.0.0.1", 4000)
+    assert msgspec.json.decode(argument, type=Options).memory == 0.85
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for refused in (share, configure(Path("m"), Fake(memory="0.85"))):
         with pytest.raises(ConfigError, match=r"^rollout\.engine\.memory: '0\.85' is not allowed here; .*128MiB$"):
@@ -266,16 +266,17 @@ def test_a_model_that_is_not_there_ends_the_server_with_one_line(tmp_path: Path)
 
 FAILING = """
 import sys
-from slipstream.rollout.server import main, transformers_kind
+from slipstream.rollout.engines.server import main
+from slipstream.rollout.engines.transformers import engine
 
-real = transformers_kind.serve
+real = engine.serve
 
 def serve(options):
     served = real(options)
-    served.stepper.step = lambda: 1 / 0
+    served.runner.step = lambda: 1 / 0
     return served
 
-transformers_kind.serve = serve
+engine.serve = serve
 sys.exit(main.main(sys.argv[1:]))
 """
 
@@ -292,13 +293,13 @@ async def test_how_a_server_ends(tmp_path: Path, http: aiohttp.ClientSession, en
     with tiny.server(command, own_server.environment(config), tmp_path / "log") as process:
         await engine.wait_ready(120.0)
         # A request under way keeps neither end waiting.
-        task = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=LONG)))
+        task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=LONG)))
         if end == "SIGTERM":
             while not await running(http, url):
                 assert not task.done()
             process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 5) == (0 if end == "SIGTERM" else 1)
-        with pytest.raises(Broken):
+        with pytest.raises(EngineFailure):
             await task
     await engine.close()
     lines = (tmp_path / "log").read_text().splitlines()

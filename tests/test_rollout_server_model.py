@@ -1,4 +1,4 @@
-"""What is special about our own stepper: many architectures, a salted prefix cache, a cache that is too small, weights by name."""
+"""What is special about our own runner: many architectures, a salted prefix cache, a cache that is too small, weights by name."""
 
 import math
 import random
@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from slipstream.errors import ConfigError, WeightSyncError
-from slipstream.rollout.engine import Sampling
-from slipstream.rollout.server.options import Options
-from slipstream.rollout.server.sampling import draw
-from slipstream.rollout.server.served import Served
-from slipstream.rollout.server.stepper import Sampled, Sequence
-from slipstream.rollout.server.transformers_kind import serve
-from slipstream.rollout.server.transformers_stepper import TransformersStepper
+from slipstream.rollout.engines.base import SamplingParams
+from slipstream.rollout.engines.server.contract import EngineServer, SampledToken, Sequence
+from slipstream.rollout.engines.server.launch import Options
+from slipstream.rollout.engines.server.sampling import draw
+from slipstream.rollout.engines.transformers.engine import serve
+from slipstream.rollout.engines.transformers.model_runner import TransformersModelRunner
 from slipstream.tests import tiny
-from slipstream.weightsync.plan import File, TransferPlan
+from slipstream.weightsync.plan import FileSource, TransferPlan
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -64,21 +63,21 @@ def options(folder: Path, **changes: object) -> Options:
     return Options(**(settings | changes))  # type: ignore[arg-type]
 
 
-def stepper_of(served: Served) -> TransformersStepper:
-    assert isinstance(served.stepper, TransformersStepper)
-    return served.stepper
+def runner_of(served: EngineServer) -> TransformersModelRunner:
+    assert isinstance(served.runner, TransformersModelRunner)
+    return served.runner
 
 
-def drain(stepper: TransformersStepper) -> dict[str, list[Sampled]]:
+def drain(runner: TransformersModelRunner) -> dict[str, list[SampledToken]]:
     """Step until nothing is left: id -> tokens."""
-    out: dict[str, list[Sampled]] = {}
-    while stepper.busy():
-        for sampled in stepper.step():
+    out: dict[str, list[SampledToken]] = {}
+    while runner.busy():
+        for sampled in runner.step():
             out.setdefault(sampled.id, []).append(sampled)
     return out
 
 
-def error(model: torch.nn.Module, sequence: Sequence, sampled: list[Sampled]) -> float:
+def error(model: torch.nn.Module, sequence: Sequence, sampled: list[SampledToken]) -> float:
     """Largest difference in nats between what was reported and what `model` computes for the same tokens, uncached."""
     ids = [*sequence.token_ids, *(s.token for s in sampled)]
     with torch.no_grad():
@@ -123,15 +122,15 @@ def test_every_way_of_attending_is_exact(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(ARCHITECTURES[name]).float().save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
-    stepper = stepper_of(serve(options(tmp_path)))
+    runner = runner_of(serve(options(tmp_path)))
     # Around the window's and the page's edges, and longer than one forward pass takes.
     lengths = (1, 31, 32, 33, 47, 48, 49, 300, 1200)
     sequences = [
-        Sequence(f"s{n}", ids, Sampling(max_tokens=40)) for n, ids in zip(lengths, prompts(*lengths), strict=True)
+        Sequence(f"s{n}", ids, SamplingParams(max_tokens=40)) for n, ids in zip(lengths, prompts(*lengths), strict=True)
     ]
     for sequence in sequences:
-        stepper.add(sequence)
-    out = drain(stepper)
+        runner.add(sequence)
+    out = drain(runner)
     assert all(len(out[s.id]) == 40 for s in sequences)
     assert max(error(plain, s, out[s.id]) for s in sequences) < TOLERANCE
 
@@ -154,24 +153,25 @@ def test_a_model_that_the_cache_does_not_know_is_refused_before_it_serves(
 
 def test_a_cache_too_small_for_all_loses_no_token(tmp_path: Path) -> None:
     folder = tiny.tiny_qwen3(tmp_path)
-    stepper = stepper_of(serve(options(folder, memory=512 * KV_TOKEN, max_tokens=400)))
+    runner = runner_of(serve(options(folder, memory=512 * KV_TOKEN, max_tokens=400)))
     sequences = [
-        Sequence(f"s{i}", ids, Sampling(max_tokens=200)) for i, ids in enumerate(prompts(90, 40, 130, 60, 100, 20))
+        Sequence(f"s{i}", ids, SamplingParams(max_tokens=200))
+        for i, ids in enumerate(prompts(90, 40, 130, 60, 100, 20))
     ]
     for sequence in sequences:
-        stepper.add(sequence)
+        runner.add(sequence)
     preempted = False
-    out: dict[str, list[Sampled]] = {s.id: [] for s in sequences}
-    while stepper.busy():
-        before = stepper.pressure()
-        for sampled in stepper.step():
+    out: dict[str, list[SampledToken]] = {s.id: [] for s in sequences}
+    while runner.busy():
+        before = runner.get_load()
+        for sampled in runner.step():
             out[sampled.id].append(sampled)
-        preempted |= stepper.pressure().waiting > before.waiting
+        preempted |= runner.get_load().waiting > before.waiting
     assert preempted
     assert [len(out[s.id]) for s in sequences] == [200] * 6
     model = tiny.load(folder)
     assert max(error(model, s, out[s.id]) for s in sequences) < TOLERANCE
-    assert stepper.pressure().kv_usage == 0.0
+    assert runner.get_load().kv_usage == 0.0
 
 
 def test_a_cache_too_small_for_one_is_refused(tmp_path: Path) -> None:
@@ -185,20 +185,20 @@ def test_a_cache_too_small_for_one_is_refused(tmp_path: Path) -> None:
 def test_prefixes_are_shared_within_a_salt_only(tmp_path: Path) -> None:
     old, new = (tiny.tiny_qwen3(tmp_path / str(seed), seed) for seed in (0, 1))
     served = serve(options(old))
-    stepper = stepper_of(served)
+    runner = runner_of(served)
     (prompt,) = prompts(100)
 
     def ask(id: str, salt: str, weights: Path) -> float:
-        sequence = Sequence(id, prompt, Sampling(max_tokens=8), salt)
-        stepper.add(sequence)
-        return error(tiny.load(weights), sequence, drain(stepper)[id])
+        sequence = Sequence(id, prompt, SamplingParams(max_tokens=8), salt)
+        runner.add(sequence)
+        return error(tiny.load(weights), sequence, drain(runner)[id])
 
     assert ask("first", "1", old) < TOLERANCE
     served.weights.load(list(tiny.weights(new).items()))
     # The same salt finds keys and values of the old weights: shared, as it must be to be worth anything.
     assert ask("same salt", "1", new) > 0.1
     assert ask("other salt", "2", new) < TOLERANCE
-    stepper.recompute()
+    runner.recompute()
     assert ask("same salt, computed anew", "1", new) < TOLERANCE
 
 
@@ -206,43 +206,43 @@ def test_running_sequences_go_on_with_old_keys_unless_they_are_recomputed(tmp_pa
     old, new = (tiny.tiny_qwen3(tmp_path / str(seed), seed) for seed in (0, 1))
     for recompute in (False, True):
         served = serve(options(old))
-        stepper = stepper_of(served)
-        sequence = Sequence("s", prompts(70)[0], Sampling(max_tokens=20))
-        stepper.add(sequence)
-        sampled = [s for _ in range(10) for s in stepper.step()]
+        runner = runner_of(served)
+        sequence = Sequence("s", prompts(70)[0], SamplingParams(max_tokens=20))
+        runner.add(sequence)
+        sampled = [s for _ in range(10) for s in runner.step()]
         served.weights.load(list(tiny.weights(new).items()))
         if recompute:
-            stepper.recompute()
-        after = drain(stepper)["s"]
+            runner.recompute()
+        after = drain(runner)["s"]
         grown = Sequence("s", (*sequence.token_ids, *(s.token for s in sampled)), sequence.sampling)
         assert error(tiny.load(old), sequence, sampled) < TOLERANCE
         assert (error(tiny.load(new), grown, after) < TOLERANCE) == recompute
 
 
 def test_the_lower_priority_goes_first_and_no_more_than_allowed_run(tmp_path: Path) -> None:
-    stepper = stepper_of(serve(options(tiny.tiny_qwen3(tmp_path), max_concurrent=2)))
+    runner = runner_of(serve(options(tiny.tiny_qwen3(tmp_path), max_concurrent=2)))
     ids = prompts(5, 5, 5, 5)
     for name, priority, prompt in zip("abcd", (0, 0, 0, -1), ids, strict=True):
-        stepper.add(Sequence(name, prompt, Sampling(max_tokens=3), priority=priority))
+        runner.add(Sequence(name, prompt, SamplingParams(max_tokens=3), priority=priority))
     finished = []
-    while stepper.busy():
-        for sampled in stepper.step():
+    while runner.busy():
+        for sampled in runner.step():
             if sampled.finish:
                 finished.append(sampled.id)
-        assert stepper.pressure().running <= 2
+        assert runner.get_load().running <= 2
     assert finished == ["d", "a", "b", "c"] or finished == ["a", "d", "b", "c"]
 
 
 def test_an_aborted_sequence_gives_its_blocks_back(tmp_path: Path) -> None:
-    stepper = stepper_of(serve(options(tiny.tiny_qwen3(tmp_path), max_concurrent=1)))
+    runner = runner_of(serve(options(tiny.tiny_qwen3(tmp_path), max_concurrent=1)))
     for name, prompt in zip("ab", prompts(100, 100), strict=True):
-        stepper.add(Sequence(name, prompt, Sampling(max_tokens=300)))
-    stepper.step()
-    assert (stepper.pressure().running, stepper.pressure().waiting) == (1, 1)
+        runner.add(Sequence(name, prompt, SamplingParams(max_tokens=300)))
+    runner.step()
+    assert (runner.get_load().running, runner.get_load().waiting) == (1, 1)
     for name in "bxa":
-        stepper.abort(name)
-    assert not stepper.busy()
-    assert stepper.pressure().kv_usage == 0.0
+        runner.abort(name)
+    assert not runner.busy()
+    assert runner.get_load().kv_usage == 0.0
 
 
 # ---- weights
@@ -252,21 +252,21 @@ def test_an_aborted_sequence_gives_its_blocks_back(tmp_path: Path) -> None:
 def test_loaded_weights_are_those_of_the_checkpoint(tmp_path: Path, shape: dict[str, bool]) -> None:
     old, new = (tiny.tiny_qwen3(tmp_path / str(seed), seed, **shape) for seed in (0, 1))
     served = serve(options(old))
-    before = {name: parameter.data_ptr() for name, parameter in served.stepper.model.named_parameters()}
+    before = {name: parameter.data_ptr() for name, parameter in served.runner.model.named_parameters()}
     served.weights.load(list(tiny.weights(new).items()))
-    loaded, expected = served.stepper.model.state_dict(), tiny.load(new).state_dict()
+    loaded, expected = served.runner.model.state_dict(), tiny.load(new).state_dict()
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
-    assert before == {name: parameter.data_ptr() for name, parameter in served.stepper.model.named_parameters()}
+    assert before == {name: parameter.data_ptr() for name, parameter in served.runner.model.named_parameters()}
     ids, logprobs = tiny.canary(tiny.load(new))
-    scores = served.stepper.score(tuple(ids))
+    scores = served.runner.score(tuple(ids))
     assert max(abs(a - b) for a, b in zip(scores, logprobs, strict=True)) < TOLERANCE
 
 
 def plan(tensors: dict[str, torch.Tensor]) -> TransferPlan:
     shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
     dtypes = ("float32",) * len(tensors)
-    return TransferPlan(7, tuple(tensors), dtypes, shapes, 1 << 20, File("/nowhere"), "", False, "", "engine-0")
+    return TransferPlan(7, tuple(tensors), dtypes, shapes, 1 << 20, FileSource("/nowhere"), "", False, "", "engine-0")
 
 
 def test_a_push_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
@@ -293,11 +293,11 @@ def test_draws_follow_the_distribution_that_is_reported() -> None:
     dice = random.Random(0)
     n = 20_000
     for sampling in (
-        Sampling(1),
-        Sampling(1, temperature=0.5),
-        Sampling(1, top_k=2),
-        Sampling(1, top_p=0.7),
-        Sampling(1, temperature=2.0, top_k=4, top_p=0.8),
+        SamplingParams(1),
+        SamplingParams(1, temperature=0.5),
+        SamplingParams(1, top_k=2),
+        SamplingParams(1, top_p=0.7),
+        SamplingParams(1, temperature=2.0, top_k=4, top_p=0.8),
     ):
         tokens, logprobs = draw(logits.expand(n, -1), [sampling] * n, [dice.random() for _ in range(n)])
         reported = dict(zip(tokens, logprobs, strict=True))
@@ -310,22 +310,27 @@ def test_draws_follow_the_distribution_that_is_reported() -> None:
 def test_truncation_keeps_the_likely_ones() -> None:
     logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
 
-    def kept(sampling: Sampling) -> set[int]:
+    def kept(sampling: SamplingParams) -> set[int]:
         uniforms = [i / 500 for i in range(500)]
         return set(draw(logits.expand(500, -1), [sampling] * 500, uniforms)[0])
 
-    assert kept(Sampling(1)) == {0, 1, 2, 3}
-    assert kept(Sampling(1, top_k=3)) == {1, 2, 3}
-    assert kept(Sampling(1, top_p=0.6)) == {1, 3}
-    assert kept(Sampling(1, top_p=1e-9)) == {1}
-    assert kept(Sampling(1, top_k=2, top_p=0.5)) == {1}
-    assert kept(Sampling(1, temperature=0.0)) == {1}
+    assert kept(SamplingParams(1)) == {0, 1, 2, 3}
+    assert kept(SamplingParams(1, top_k=3)) == {1, 2, 3}
+    assert kept(SamplingParams(1, top_p=0.6)) == {1, 3}
+    assert kept(SamplingParams(1, top_p=1e-9)) == {1}
+    assert kept(SamplingParams(1, top_k=2, top_p=0.5)) == {1}
+    assert kept(SamplingParams(1, temperature=0.0)) == {1}
 
 
 def test_a_draw_does_not_depend_on_its_neighbours_and_never_leaves_the_vocabulary() -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, 50)
-    samplings = [Sampling(1), Sampling(1, temperature=0.0), Sampling(1, top_k=5), Sampling(1, top_p=0.5)] * 2
+    samplings = [
+        SamplingParams(1),
+        SamplingParams(1, temperature=0.0),
+        SamplingParams(1, top_k=5),
+        SamplingParams(1, top_p=0.5),
+    ] * 2
     uniforms = [0.0, 0.3, 1.0 - 2**-53, 0.9, 1.0 - 2**-53, 0.7]
     tokens, logprobs = draw(logits, samplings[:6], uniforms)
     for i in range(6):
@@ -333,6 +338,6 @@ def test_a_draw_does_not_depend_on_its_neighbours_and_never_leaves_the_vocabular
         assert alone[0] == [tokens[i]]
         assert alone[1] == pytest.approx([logprobs[i]], abs=1e-6)
         assert math.isfinite(logprobs[i])
-    tokens, logprobs = draw(torch.full((1, 50), math.nan), [Sampling(1)], [0.5])
+    tokens, logprobs = draw(torch.full((1, 50), math.nan), [SamplingParams(1)], [0.5])
     assert 0 <= tokens[0] < 50
     assert math.isnan(logprobs[0])

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,14 +17,15 @@ import psutil
 import pytest
 from slipstream.configs.schema import Agent, Config, Model, Partial, Rollout, Sglang, Vllm
 from slipstream.errors import ConfigError, EngineError
-from slipstream.rollout import servers, sglang_server
-from slipstream.rollout.engine import Sampling
-from slipstream.rollout.sglang import SglangEngine
+from slipstream.rollout.engines import registry as servers
+from slipstream.rollout.engines.base import SamplingParams
+from slipstream.rollout.engines.sglang import launch as sglang_server
+from slipstream.rollout.engines.sglang.client import SglangEngine
 from slipstream.tests import tiny
-from slipstream.weightsync.plan import Broadcast, File, GroupPlan, TransferPlan
+from slipstream.weightsync.plan import BroadcastSource, FileSource, GroupPlan, TransferPlan
 
 PROMPT = [5, 6, 7, 8, 9]
-LONG = Sampling(max_tokens=900)
+LONG = SamplingParams(max_tokens=900)
 
 
 def configure(folder: Path, partial: Partial = "recompute", **engine: object) -> Config:
@@ -50,20 +52,20 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
 @contextlib.contextmanager
 def started(folder: Path, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     config = configure(folder)
-    with log.open("wb") as out:
+    with log.open("wb") as out, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         process = subprocess.Popen(
             sglang_server.command(config, servers.LOOPBACK, port),
-            env=os.environ | sglang_server.environment(config),
+            env=os.environ | sglang_server.environment(config) | {"TMPDIR": temporary},
             stdout=out,
             stderr=out,
             start_new_session=True,
         )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(30)
 
 
 @pytest.fixture
@@ -77,9 +79,9 @@ async def engine(server: tuple[str, subprocess.Popen[bytes]]) -> AsyncIterator[S
 
 
 async def running(engine: SglangEngine, count: int) -> None:
-    """Return when exactly `count` requests decode; nobody tells us, so ask."""
+    """Return when exactly `count` requests decode; which only polling shows."""
     async with asyncio.timeout(5):
-        while (await engine.pressure()).running != count:  # noqa: ASYNC110
+        while (await engine.get_load()).running != count:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
@@ -93,13 +95,23 @@ def test_the_kv_cache_is_as_large_as_asked(folder: Path) -> None:
     [
         ({"memory": "256KiB"}, r"holds 512 tokens of this model, but one episode may have agent.max_tokens = 1024"),
         ({"memory": "0.5"}, "write a size"),
-        ({"python": "/nowhere/python"}, "'/nowhere/python' is not a Python that runs"),
-        ({"python": sys.executable}, "has no sglang"),
     ],
 )
 def test_what_cannot_start_is_refused_before_it_starts(folder: Path, engine: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         sglang_server.command(configure(folder, **engine), servers.LOOPBACK, 1)
+
+
+@pytest.mark.parametrize(
+    ("python", "says"),
+    [("/nowhere/python", "'/nowhere/python' is not a Python that runs"), (sys.executable, "has no sglang")],
+)
+def test_a_python_without_sglang_is_refused_before_it_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, python: str, says: str
+) -> None:
+    monkeypatch.setenv(sglang_server.PYTHON, python)
+    with pytest.raises(ConfigError, match=says):
+        sglang_server.command(configure(folder), servers.LOOPBACK, 1)
 
 
 def test_an_old_build_in_the_working_directory_hides_nothing(
@@ -136,7 +148,7 @@ def test_the_callers_own_python_path_is_kept(folder: Path, monkeypatch: pytest.M
 
 
 def test_a_server_whose_port_is_taken_ends(folder: Path, tmp_path: Path) -> None:
-    """Whoever has the port takes connections and never answers, as a scheduler's own sockets do."""
+    """The process that has the port accepts connections and never answers, as a scheduler's own sockets do."""
     log = tmp_path / "server.log"
     with (
         socket.create_server((servers.LOOPBACK, 0)) as taken,
@@ -148,15 +160,15 @@ def test_a_server_whose_port_is_taken_ends(folder: Path, tmp_path: Path) -> None
 
 async def test_generation_goes_on_while_the_server_waits_for_a_group(engine: SglangEngine) -> None:
     """The learner that it was told to meet never comes."""
-    with socket.create_server((servers.LOOPBACK, 0)) as nobody:
-        port = nobody.getsockname()[1]
-        plan = GroupPlan("nobody", "gloo", servers.LOOPBACK, port, rank_offset=1, world_size=2, timeout_s=3.0)
+    with socket.create_server((servers.LOOPBACK, 0)) as silent:
+        port = silent.getsockname()[1]
+        plan = GroupPlan("silent", "gloo", servers.LOOPBACK, port, rank_offset=1, world_size=2, timeout_s=3.0)
         await engine.join_group(plan)
         began = time.monotonic()
-        completion = await engine.generate(PROMPT, Sampling(max_tokens=64))
+        completion = await engine.generate(PROMPT, SamplingParams(max_tokens=64))
         assert len(completion.token_ids) == 64
         assert time.monotonic() - began < 2.0
-    transfer = TransferPlan(7, (), (), (), 1 << 20, Broadcast(), "", False, "tcp://127.0.0.1:9", "sglang")
+    transfer = TransferPlan(7, (), (), (), 1 << 20, BroadcastSource(), "", False, "tcp://127.0.0.1:9", "sglang")
     with pytest.raises(EngineError, match="group"):
         await engine.receive_weights(transfer)
     assert await engine.version() == 0
@@ -165,12 +177,21 @@ async def test_generation_goes_on_while_the_server_waits_for_a_group(engine: Sgl
 async def test_a_version_that_is_not_staged_is_refused_and_the_old_one_serves_on(
     engine: SglangEngine, tmp_path: Path
 ) -> None:
-    waiting = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=300)))
+    waiting = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=300)))
     await engine.pause("recompute")
     with pytest.raises(EngineError, match="version 3 is not staged here, nothing is"):
         await engine.swap_weights(3)
     plan = TransferPlan(
-        3, ("x",), ("float32",), ((1,),), 1 << 20, File(str(tmp_path / "x")), "", False, "tcp://127.0.0.1:9", "sglang"
+        3,
+        ("x",),
+        ("float32",),
+        ((1,),),
+        1 << 20,
+        FileSource(str(tmp_path / "x")),
+        "",
+        False,
+        "tcp://127.0.0.1:9",
+        "sglang",
     )
     await engine.receive_weights(plan)
     with pytest.raises(EngineError, match="the model has no tensor 'x'"):
@@ -188,7 +209,7 @@ async def test_a_request_that_came_in_a_pause_and_was_cancelled_never_runs(engin
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(held, 0.3)
     await engine.resume()
-    (token,) = (await engine.generate(PROMPT, Sampling(max_tokens=1))).token_ids
+    (token,) = (await engine.generate(PROMPT, SamplingParams(max_tokens=1))).token_ids
     assert 0 <= token < tiny.VOCABULARY
     await running(engine, 0)
 
@@ -230,7 +251,7 @@ async def test_an_abort_in_the_queue_repeats_no_token(engine: SglangEngine, fold
     assert partial.version_spans[-1].end == len(partial.token_ids) > 0
 
 
-async def test_the_server_ends_with_its_scheduler_and_leaves_nobody(
+async def test_the_server_ends_with_its_scheduler_and_leaves_no_process(
     engine: SglangEngine, server: tuple[str, subprocess.Popen[bytes]]
 ) -> None:
     """The last test: it kills the server."""

@@ -18,18 +18,18 @@ from slipstream.agents.base import Completion
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.configs.schema import Config, Model, Partial, Rollout, Vllm
 from slipstream.errors import ConfigError, DeadlineExceeded, EngineError, WeightSyncError
-from slipstream.rollout import servers, vllm_server
-from slipstream.rollout.engine import Broken, Pressure, Sampling
-from slipstream.rollout.vllm import VllmEngine
+from slipstream.rollout.engines import registry as servers
+from slipstream.rollout.engines.base import EngineFailure, EngineLoad, SamplingParams
+from slipstream.rollout.engines.vllm import launch as vllm_server
+from slipstream.rollout.engines.vllm.client import VllmEngine
 from slipstream.tests import tiny
-from slipstream.weightsync.checksum import Checksum
-from slipstream.weightsync.plan import File, TransferPlan
-from slipstream.weightsync.receipts import Receipts
+from slipstream.weightsync.plan import AckCollector, FileSource, TransferPlan
+from slipstream.weightsync.snapshot import Checksum
 from transformers import PreTrainedModel
 
 START_S = 180.0
 TOLERANCE = 1e-4
-GREEDY = Sampling(max_tokens=24, temperature=0.0)
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 PROMPT = [(3 * j) % 440 + 4 for j in range(20)]
 
 
@@ -127,7 +127,7 @@ async def test_a_server_that_reports_no_versions_is_too_old() -> None:
 async def test_what_breaks_off_keeps_the_tokens_whose_versions_are_known(
     chunks: list[bytes], kept: tuple[tuple[int, int, int], ...], end: str
 ) -> None:
-    with pytest.raises(Broken, match="EngineCore died" if end == "failed" else "replica0 at") as caught:
+    with pytest.raises(EngineFailure, match="EngineCore died" if end == "failed" else "replica0 at") as caught:
         await generated(chunks + [FAILED] * (end == "failed"), cut=end == "cut")
     partial = caught.value.partial
     assert partial.version_spans == tuple(VersionSpan(*span) for span in kept)
@@ -169,7 +169,7 @@ async def test_kept_keys_and_values_are_declared(sent_as: int | None, spans: Spa
     assert {s.kv_version for s in (await generated(stream, sent_as)).version_spans} == {None}
 
 
-async def test_pressure_is_read_from_prometheus_metrics() -> None:
+async def test_the_load_is_read_from_prometheus_metrics() -> None:
     lines = (
         "# TYPE vllm:num_requests_running gauge",
         'vllm:num_requests_running{engine="0",model_name="policy"} 3.0',
@@ -180,29 +180,29 @@ async def test_pressure_is_read_from_prometheus_metrics() -> None:
     )
     async with replaying((), metrics="\n".join(lines)) as url:
         engine = client(url)
-        assert await engine.pressure() == Pressure(5, 1, 0.25)
+        assert await engine.get_load() == EngineLoad(5, 1, 0.25)
         await engine.close()
     async with replaying((), metrics="\n".join(lines[:3])) as url:
         engine = client(url)
         with pytest.raises(EngineError, match="has no metric vllm:num_requests_waiting"):
-            await engine.pressure()
+            await engine.get_load()
         await engine.close()
 
 
-async def test_nobody_listening_is_an_engine_error_at_once() -> None:
-    nobody = client(f"http://127.0.0.1:{tiny.free_port()}")
+async def test_an_unreachable_server_is_an_engine_error_at_once() -> None:
+    absent = client(f"http://127.0.0.1:{tiny.free_port()}")
     with pytest.raises(EngineError, match=r"replica0 at .* is not reachable") as caught:
-        await asyncio.wait_for(nobody.generate(PROMPT, GREEDY), 5)
-    assert not isinstance(caught.value, Broken)
+        await asyncio.wait_for(absent.generate(PROMPT, GREEDY), 5)
+    assert not isinstance(caught.value, EngineFailure)
     with pytest.raises(DeadlineExceeded, match=r"replica0 waited 0.3 s for its server to start"):
-        await nobody.wait_ready(0.3)
-    await nobody.close()
+        await absent.wait_ready(0.3)
+    await absent.close()
 
 
 async def test_only_what_was_received_is_swapped_in() -> None:
-    nobody = client(f"http://127.0.0.1:{tiny.free_port()}")
-    with pytest.raises(EngineError, match="told to swap in version 7, but received None"):
-        await nobody.swap_weights(7)
+    absent = client(f"http://127.0.0.1:{tiny.free_port()}")
+    with pytest.raises(EngineError, match="cannot swap in version 7: it received None"):
+        await absent.swap_weights(7)
 
 
 # ---- the real server
@@ -233,25 +233,25 @@ async def receive(engine: VllmEngine, folder: Path, version: int, checksum: str 
     total = Checksum()
     for tensor in weights.values():
         total.add(tensor)
-    receipts = Receipts("127.0.0.1")
+    acks = AckCollector("127.0.0.1")
     try:
-        with receipts.expect(engine.name, version, engine.ranks) as expected:
+        with acks.expect(engine.name, version, engine.ranks) as expected:
             plan = TransferPlan(
                 version=version,
                 names=tuple(weights),
                 dtypes=("float32",) * len(weights),
                 shapes=tuple(tuple(t.shape) for t in weights.values()),
                 bucket_bytes=1 << 20,
-                source=File(str(folder / "model.safetensors")),
+                source=FileSource(str(folder / "model.safetensors")),
                 checksum=checksum or total.hexdigest(),
                 keep=False,
-                receipts=receipts.address,
-                replica=expected.receiver,
+                acks=acks.address,
+                receiver=expected.receiver,
             )
             await engine.receive_weights(plan)
             await asyncio.wait_for(expected.complete(), 30)
     finally:
-        receipts.close()
+        acks.close()
 
 
 async def swap(engine: VllmEngine, version: int) -> None:
@@ -271,7 +271,7 @@ async def off_by(engine: VllmEngine, model: PreTrainedModel, version: int) -> fl
     return max(abs(float(row[token]) - logprob) for row, token, logprob in pairs)
 
 
-async def test_weights_that_a_server_loaded_itself_go_by_the_version_it_was_told(
+async def test_weights_that_a_server_loaded_itself_have_the_initial_version(
     engine: VllmEngine, server: tuple[str, int], models: list[PreTrainedModel]
 ) -> None:
     assert await engine.version() == 0
@@ -283,7 +283,7 @@ async def test_weights_that_a_server_loaded_itself_go_by_the_version_it_was_told
     await untold.close()
 
 
-async def test_every_chunk_says_the_versions_of_all_tokens_so_far(engine: VllmEngine) -> None:
+async def test_every_chunk_names_the_versions_of_all_tokens_so_far(engine: VllmEngine) -> None:
     counts: list[tuple[int, int]] = []
 
     def take(event: bytes) -> None:
@@ -299,7 +299,7 @@ async def test_every_chunk_says_the_versions_of_all_tokens_so_far(engine: VllmEn
     assert counts[-1][0] == 100
 
 
-async def test_a_version_that_nobody_asked_for_is_never_loaded(
+async def test_a_version_that_was_not_announced_is_never_loaded(
     engine: VllmEngine, folders: list[Path], models: list[PreTrainedModel]
 ) -> None:
     await receive(engine, folders[1], 11)  # and its learner died
@@ -312,7 +312,7 @@ async def test_a_version_that_nobody_asked_for_is_never_loaded(
     await another.close()
 
 
-async def test_a_failed_push_is_told_by_the_call_that_failed_and_the_next_one_works(
+async def test_a_failed_push_is_reported_by_the_call_that_failed_and_the_next_one_works(
     engine: VllmEngine, folders: list[Path], models: list[PreTrainedModel]
 ) -> None:
     await receive(engine, folders[0], 21)
@@ -330,14 +330,14 @@ async def test_a_failed_push_is_told_by_the_call_that_failed_and_the_next_one_wo
 
 async def test_what_the_server_refuses_is_an_engine_error(engine: VllmEngine) -> None:
     with pytest.raises(EngineError, match=r"answered 400: .*top_p") as caught:
-        await engine.generate(PROMPT, Sampling(max_tokens=1, top_p=7.0))
-    assert not isinstance(caught.value, Broken)
+        await engine.generate(PROMPT, SamplingParams(max_tokens=1, top_p=7.0))
+    assert not isinstance(caught.value, EngineFailure)
 
 
 async def test_a_late_request_no_longer_runs_when_its_caller_hears_of_it(engine: VllmEngine) -> None:
     hasty = client(engine.url, request_s=0.2)
     with pytest.raises(DeadlineExceeded, match=r"replica0 waited 0.2 s for answer to /inference/v1/generate"):
-        await hasty.generate(PROMPT, Sampling(max_tokens=900))
+        await hasty.generate(PROMPT, SamplingParams(max_tokens=900))
     answer = await engine.call("POST", "/abort_requests", body={})  # with no ids: all, and says how many
     assert msgspec.json.decode(answer)["aborted"] == 0
     await hasty.close()

@@ -1,4 +1,4 @@
-"""The worker between a real buffer and servers that say how busy they are: slots, leases, accounts."""
+"""The worker between a real buffer and scripted engines: slots, leases, the token ledger."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ import msgspec
 import pytest
 from slipstream.agents import Session, load_agent, load_renderer
 from slipstream.agents.base import Agent, Generate, Policy
-from slipstream.buffer.accounts import ledgers_of
 from slipstream.buffer.client import BufferClient
+from slipstream.buffer.ledger_report import ledgers_by_version
 from slipstream.buffer.messages import Stats
-from slipstream.buffer.service import BufferService
 from slipstream.configs import load
 from slipstream.configs.schema import Buffer, Config, Failure, Reason
-from slipstream.envs import Environment, Message, Part, StepResult, Task
+from slipstream.envs import Environment, EnvPart, Message, StepResult, Task
 from slipstream.errors import PolicyError, ToolError, first_cause
 from slipstream.learner.model import load_tokenizer, vocabulary_size
 from slipstream.rollout import worker as module
-from slipstream.rollout.engine import Pressure
-from slipstream.rollout.evaluation import Score, evaluate
+from slipstream.rollout.engines.base import EngineLoad
+from slipstream.rollout.evaluation import EvaluationScore, evaluate
+from slipstream.rollout.player import EpisodePlayer
 from slipstream.rollout.router import Router
-from slipstream.rollout.worker import Player, Worker
+from slipstream.rollout.worker import Worker
 from slipstream.tests import tiny
 from slipstream.tests.episodes import Once
+from slipstream.tests.fleets import buffer_service, mark_served
 from slipstream.tests.runs import query, tiny_policy
 from slipstream.tests.scripted import Call, ScriptedEngine, settle
-from slipstream.weightsync.fleet import Fleet, Seat
+from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
 SOON = 20.0
 GROUP = 4
@@ -40,7 +41,7 @@ CONFIG = load("quickstart", [f"rollout.engine.max_concurrent={SLOTS}"])
 BUFFER = Buffer(max_staleness=99, groups_per_batch=4, group_size=GROUP, lease_s=60.0)
 
 
-ONCE = Part("once", 1.0, Once(split="train", seed=0), None)
+ONCE = EnvPart("once", 1.0, Once(split="train", seed=0), None)
 ANSWERS = load_agent("single_turn")
 
 
@@ -68,7 +69,7 @@ class World:
         engine: ScriptedEngine,
         config: Config,
         agent: Agent,
-        parts: Sequence[Part],
+        parts: Sequence[EnvPart],
     ) -> None:
         renderer = load_renderer("qwen3", load_tokenizer(str(policy)), thinking=False)
 
@@ -76,7 +77,7 @@ class World:
             size = vocabulary_size(str(policy))
             return Session(renderer, generate, vocabulary=size, max_tokens_per_turn=8, max_tokens=256)
 
-        self.player = Player(config, agent, parts, router, make_session, (), 1.0)
+        self.player = EpisodePlayer(config, agent, parts, router, make_session, (), 1.0)
         self.learner = learner
         self.engine = engine
         self.stop = asyncio.Event()
@@ -88,8 +89,8 @@ class World:
     async def serve(self, version: int) -> None:
         """The engine has `version` now."""
         self.version = self.engine.serves = version
-        self.player.router.update(Fleet(1 + version, (Seat("a", "http://a", 0, "serving", version),)))
-        await self.learner.served(version)
+        self.player.router.update(Fleet(1 + version, (ReplicaInfo("a", "http://a", 0, "serving", version),)))
+        mark_served(self.learner, version)
 
     async def until(self, playing: int) -> None:
         """So many requests are at the engine."""
@@ -118,17 +119,17 @@ async def world(
     works: bool = True,
     config: Config = CONFIG,
     agent: Agent = ANSWERS,
-    parts: Sequence[Part] = (ONCE,),
+    parts: Sequence[EnvPart] = (ONCE,),
     retries: Mapping[str, int] | None = None,
     greedy: bool = False,
 ) -> AsyncIterator[World]:
     address = f"tcp://127.0.0.1:{tiny.free_port()}"
     shares = tuple(part.share for part in parts)
     path = tmp_path / "buffer.sqlite"
-    service = BufferService(buffer, path, address, shares=shares, retries=retries, greedy=greedy)
+    service = buffer_service(buffer, path, address, shares=shares, retries=retries, greedy=greedy)
     made: list[ScriptedEngine] = []
 
-    def make_engine(seat: Seat) -> ScriptedEngine:
+    def make_engine(seat: ReplicaInfo) -> ScriptedEngine:
         made.append(ScriptedEngine(seat))
         return made[-1]
 
@@ -138,12 +139,12 @@ async def world(
         await ready.wait()
         options = {"max_concurrent": SLOTS, "request_s": SOON, "start_s": SOON}
         router = await stack.enter_async_context(Router(make_engine, **options, partial="recompute"))
-        router.update(Fleet(1, (Seat("a", "http://a", 0, "serving", 0),)))
+        router.update(Fleet(1, (ReplicaInfo("a", "http://a", 0, "serving", 0),)))
         learner = await stack.enter_async_context(BufferClient(address, "learner"))
         client = await stack.enter_async_context(BufferClient(address, "worker-0"))
-        await learner.served(await learner.recover(0))
+        mark_served(learner, await learner.recover(0))
         w = World(policy, router, learner, made[0], config, agent, parts)
-        w.engine.busy = Pressure(1, 0, 0.9)  # neither grow nor shrink by much
+        w.engine.busy = EngineLoad(1, 0, 0.9)  # neither grow nor shrink by much
         worker = Worker(w.player, client, buffer.group_size, 1)
         w.playing = playing = asyncio.create_task(worker.run(w.stop) if works else w.stop.wait())
         yield w
@@ -151,7 +152,7 @@ async def world(
         await playing
         stats = await learner.stats()
         assert stats.leased_groups == 0
-        assert stats.ledger.closes
+        assert stats.ledger.balances
         serving.cancel()
         await asyncio.wait({serving})
 
@@ -160,9 +161,9 @@ async def test_slots_grow_while_the_servers_have_room_and_shrink_without_ending_
     policy: Path, tmp_path: Path
 ) -> None:
     async with world(policy, tmp_path) as w:
-        w.engine.busy = Pressure(8, 0, 0.1)
+        w.engine.busy = EngineLoad(8, 0, 0.1)
         await w.until(12)  # more than it began with; the router lets no more through
-        w.engine.busy = Pressure(8, 100, 1.0)
+        w.engine.busy = EngineLoad(8, 100, 1.0)
         under_way = list(w.engine.open)
         await w.finish()
         assert not any(call.cancelled for call in under_way)
@@ -181,7 +182,7 @@ async def test_slots_grow_while_the_servers_have_room_and_shrink_without_ending_
 async def test_only_what_stands_empty_for_want_of_a_lease_is_idle(policy: Path, tmp_path: Path) -> None:
     one_group = Buffer(max_staleness=0, groups_per_batch=1, group_size=GROUP, lease_s=60.0)
     async with world(policy, tmp_path, one_group) as w:
-        w.engine.busy = Pressure(4, 0, 0.1)
+        w.engine.busy = EngineLoad(4, 0, 0.1)
         await w.until(GROUP)  # admission allows no more, and there is room for another
         before = await w.stats()
         while (after := await w.stats()).slot_s < before.slot_s + 0.5:
@@ -194,7 +195,7 @@ async def test_only_what_stands_empty_for_want_of_a_lease_is_idle(policy: Path, 
 
 async def test_full_slots_are_not_idle(policy: Path, tmp_path: Path) -> None:
     async with world(policy, tmp_path) as w:
-        w.engine.busy = Pressure(0, 1, 0.0)  # paused: the slots stay as they are
+        w.engine.busy = EngineLoad(0, 1, 0.0)  # paused: the slots stay as they are
         await w.until(SLOTS)
         before = await w.stats()
         w.engine.open[0].say(40, 41, 42)  # seven play, and a group needs room for four
@@ -226,7 +227,7 @@ async def test_tokens_of_an_episode_that_ran_out_of_time_are_generated_tokens(po
             call.grow(40, 41)
         while (stats := await w.stats()).ledger.discarded.get("failed_timeout", 0) < 2 * len(calls):
             pass
-        assert stats.ledger.closes
+        assert stats.ledger.balances
 
 
 async def test_tokens_are_reported_under_the_version_that_sampled_them(policy: Path, tmp_path: Path) -> None:
@@ -245,10 +246,12 @@ async def test_tokens_are_reported_under_the_version_that_sampled_them(policy: P
         w.stop.set()
         while (await w.stats()).leased_groups:
             pass
-        books = {version: book for version, book in ledgers_of(tmp_path / "buffer.sqlite").items() if book.generated}
+        books = {
+            version: book for version, book in ledgers_by_version(tmp_path / "buffer.sqlite").items() if book.generated
+        }
         assert books[0].trained == 3 * GROUP
         assert (books[1].generated, books[1].ready) == (3 * len(others), 3 * len(others))
-        assert books[0].discarded["worker_stopped"] == 2  # what the last one had said, version 0 by its own word
+        assert books[0].discarded["worker_stopped"] == 2  # the tokens of the last one, which reported version 0
 
 
 async def train(w: World, version: int) -> dict[int, int]:
@@ -263,7 +266,7 @@ async def train(w: World, version: int) -> dict[int, int]:
     return counts
 
 
-async def test_an_episode_that_nobody_waits_for_is_broken_off(policy: Path, tmp_path: Path) -> None:
+async def test_an_episode_of_a_complete_group_is_cancelled(policy: Path, tmp_path: Path) -> None:
     two_of_four = Buffer(max_staleness=0, groups_per_batch=1, group_size=GROUP, min_members=2, lease_s=60.0)
     async with world(policy, tmp_path, two_of_four) as w:
         await w.until(GROUP)
@@ -282,7 +285,7 @@ async def test_an_episode_that_nobody_waits_for_is_broken_off(policy: Path, tmp_
         stats = await w.stats()
         assert stats.ledger.discarded == {"straggler": 2}
         assert (stats.ledger.generated, stats.ledger.trained) == (8, 6)
-        assert stats.ledger.closes
+        assert stats.ledger.balances
 
 
 async def gives_up_once(env: Environment, policy: Policy, task: Task) -> float:
@@ -296,7 +299,7 @@ async def gives_up_once(env: Environment, policy: Policy, task: Task) -> float:
 
 
 async def leaves_calls_behind(env: Environment, policy: Policy, task: Task) -> float:
-    """Ends while it has a call under way, and tries another after its end."""
+    """Ends while it has a call in flight, and tries another after its end."""
     observation = await env.reset(task)
 
     async def goes_on() -> None:
@@ -334,7 +337,7 @@ async def test_tokens_of_a_call_that_the_agent_gave_up_are_unused(policy: Path, 
         while (stats := await w.stats()).ledger.ready < 3 * len(given_up):
             pass
         assert stats.ledger.discarded == {"unused": 2 * len(given_up)}
-        assert stats.ledger.closes
+        assert stats.ledger.balances
 
 
 async def test_calls_that_an_agent_left_behind_end_with_its_episode(policy: Path, tmp_path: Path) -> None:
@@ -361,7 +364,7 @@ async def test_calls_that_an_agent_left_behind_end_with_its_episode(policy: Path
 
 
 class Fragile(Once):
-    """Fails in its step as often as `fails` says, then works."""
+    """Fails in its first `fails` steps, then works."""
 
     fails = 0
     penalty = -1.0
@@ -378,12 +381,12 @@ def policies(failures: dict[Reason, Failure]) -> Config:
     return msgspec.structs.replace(CONFIG, rollout=rollout)
 
 
-FRAGILE = Part("fragile", 1.0, Fragile(split="train", seed=0), -1.0)
+FRAGILE = EnvPart("fragile", 1.0, Fragile(split="train", seed=0), -1.0)
 ONE_GROUP = Buffer(max_staleness=0, groups_per_batch=1, group_size=GROUP, lease_s=60.0)
 
 
 async def answer_all(w: World) -> None:
-    """Answer whatever is asked, until cancelled."""
+    """Answer every request, until cancelled."""
     while True:
         for call in w.unanswered():
             call.say(40, 41, 42)
@@ -406,7 +409,7 @@ async def test_the_greedy_member_of_a_group_is_played_at_temperature_0_and_the_o
         evaluating = asyncio.create_task(evaluate(w.player, "after", 1))
         await w.until(1)
         (call,) = w.unanswered()
-        assert call.sampling.temperature == 1.0  # whose temperature is its own to say
+        assert call.sampling.temperature == 1.0  # an evaluation samples at the player's temperature
         call.say(40)
         await evaluating
 
@@ -458,7 +461,10 @@ async def test_a_slow_environment_is_neither_starved_nor_made_stale_by_a_fast_on
             await asyncio.sleep(0.25)
             return await super().step(message)
 
-    parts = [Part("fast", 3.0, Once(split="train", seed=0), None), Part("slow", 1.0, Slow(split="train", seed=0), None)]
+    parts = [
+        EnvPart("fast", 3.0, Once(split="train", seed=0), None),
+        EnvPart("slow", 1.0, Slow(split="train", seed=0), None),
+    ]
     buffer = Buffer(max_staleness=2, groups_per_batch=4, group_size=2, lease_s=60.0)
     async with world(policy, tmp_path, buffer, parts=parts) as w:
         answering = asyncio.create_task(answer_versions(w))
@@ -486,14 +492,14 @@ async def answer_versions(w: World) -> None:
         await w.engine.calls.get()
 
 
-async def test_an_evaluation_plays_a_mixture_by_shares_and_says_how_each_part_did(policy: Path, tmp_path: Path) -> None:
+async def test_an_evaluation_plays_a_mixture_by_shares_and_scores_each_part(policy: Path, tmp_path: Path) -> None:
     class Hopeless(Once):
         async def step(self, message: Message) -> StepResult:
             raise ToolError("never works")
 
     parts = [
-        Part("easy", 2.0, Once(split="eval", seed=0), None),
-        Part("hard", 1.0, Hopeless(split="eval", seed=0), None),
+        EnvPart("easy", 2.0, Once(split="eval", seed=0), None),
+        EnvPart("hard", 1.0, Hopeless(split="eval", seed=0), None),
     ]
     async with world(policy, tmp_path, works=False, parts=parts) as w:
         answering = asyncio.create_task(answer_all(w))
@@ -501,8 +507,8 @@ async def test_an_evaluation_plays_a_mixture_by_shares_and_says_how_each_part_di
         answering.cancel()
     assert (result.tasks, result.reward_mean) == (7, 1.0)
     assert result.outcomes == {"finished": 7, "failed_tool": 3}
-    assert result.environments["easy"] == Score(7, 1.0, 0.0, {"finished": 7})
-    assert result.environments["hard"] == Score(0, None, None, {"failed_tool": 3})
+    assert result.environments["easy"] == EvaluationScore(7, 1.0, 0.0, {"finished": 7})
+    assert result.environments["hard"] == EvaluationScore(0, None, None, {"failed_tool": 3})
 
 
 async def test_an_evaluation_plays_what_the_servers_decode_at_once(policy: Path, tmp_path: Path) -> None:

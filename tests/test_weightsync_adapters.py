@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from slipstream.errors import WeightSyncError
-from slipstream.weightsync.adapters import add, merge
-from slipstream.weightsync.fit import base_weights, check_fit, checkpoint_shapes
-from slipstream.weightsync.plan import File, TransferPlan
+from slipstream.weightsync.plan import FileSource, TransferPlan
+from slipstream.weightsync.weight_check import add, base_weights, check_weights, checkpoint_shapes, merge
 
 SHAPES = {"q.lora_A.weight": (2, 6), "q.lora_B.weight": (4, 2)}
 
@@ -27,7 +26,7 @@ def folder(tmp_path) -> Path:
 
 def plan_of(shapes: dict[str, tuple[int, ...]]) -> TransferPlan:
     dtypes = ("float32",) * len(shapes)
-    return TransferPlan(7, tuple(shapes), dtypes, tuple(shapes.values()), 64, File(""), "", False, "", "a")
+    return TransferPlan(7, tuple(shapes), dtypes, tuple(shapes.values()), 64, FileSource(""), "", False, "", "a")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -47,7 +46,7 @@ def test_a_receiver_has_the_whole_model_with_products_added(folder, dtype):
 
 
 def test_adapters_that_fit_are_taken(folder):
-    check_fit(plan_of(SHAPES), checkpoint_shapes(str(folder)), optional=frozenset())
+    check_weights(plan_of(SHAPES), checkpoint_shapes(str(folder)), optional=frozenset())
 
 
 @pytest.mark.parametrize(
@@ -55,11 +54,11 @@ def test_adapters_that_fit_are_taken(folder):
     [
         (
             {"k.lora_A.weight": (2, 6), "k.lora_B.weight": (4, 2)},
-            r"'k.lora_A.weight' came among adapters, and the model has no",
+            r"'k.lora_A.weight' is among adapters, but the model has no",
         ),
-        ({"norm.weight": (6,)}, r"'norm.weight' came among adapters"),
-        ({"q.lora_B.weight": None}, r"'q.lora_A.weight' came without its other half"),
-        ({"q.lora_A.weight": None}, r"'q.lora_B.weight' came without its other half"),
+        ({"norm.weight": (6,)}, r"'norm.weight' is among adapters"),
+        ({"q.lora_B.weight": None}, r"'q.lora_A.weight' lacks its other factor"),
+        ({"q.lora_A.weight": None}, r"'q.lora_B.weight' lacks its other factor"),
         ({"q.lora_A.weight": (2, 5)}, r"adapters of q are \(4, 2\) by \(2, 5\), the model has \(4, 6\)"),
         ({"q.lora_A.weight": (3, 6)}, r"adapters of q are \(4, 2\) by \(3, 6\)"),
         ({"q.lora_B.weight": (4,)}, r"adapters of q are \(4,\) by \(2, 6\)"),
@@ -69,7 +68,7 @@ def test_adapters_that_fit_are_taken(folder):
 def test_adapters_that_do_not_fit_are_refused(folder, change, why):
     shapes = {name: shape for name, shape in (SHAPES | change).items() if shape is not None}
     with pytest.raises(WeightSyncError, match=why):
-        check_fit(plan_of(shapes), checkpoint_shapes(str(folder)), optional=frozenset())
+        check_weights(plan_of(shapes), checkpoint_shapes(str(folder)), optional=frozenset())
 
 
 def test_without_files_there_is_nothing_to_add_to(tmp_path):

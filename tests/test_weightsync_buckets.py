@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.errors import WeightSyncError
-from slipstream.weightsync.buckets import ALIGNMENT, buckets_of, cut, dtype_of, pack, unpack
-from slipstream.weightsync.group import BroadcastGroup, Rendezvous
-from slipstream.weightsync.plan import Broadcast, GroupPlan, TransferPlan
+from slipstream.weightsync.broadcast import BroadcastGroup, Rendezvous
+from slipstream.weightsync.plan import BroadcastSource, GroupPlan, TransferPlan
+from slipstream.weightsync.snapshot import ALIGNMENT, buckets_of, cut, dtype_of, pack, unpack
 
 CPU = torch.device("cpu")
 
@@ -39,11 +39,11 @@ def test_unpacking_gives_back_the_same_bits(entries: list[tuple[str, list[int]]]
         dtypes=tuple(d for d, _ in entries),
         shapes=tuple(tuple(s) for _, s in entries),
         bucket_bytes=256,
-        source=Broadcast(),
+        source=BroadcastSource(),
         checksum="",
         keep=False,
-        receipts="",
-        replica="a",
+        acks="",
+        receiver="a",
     )
     sent = list(pack(tensors, plan.bucket_bytes))
     got = [pair for bucket, data in zip(buckets_of(plan), sent, strict=True) for pair in unpack(plan, bucket, data)]

@@ -1,7 +1,6 @@
 """Deltas give back the same bits, whatever changed; and the files they and whole snapshots travel in."""
 
 import asyncio
-import fcntl
 import itertools
 import os
 import subprocess
@@ -17,13 +16,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file, save_file
 from slipstream.errors import DeadlineExceeded, WeightSyncError
-from slipstream.weightsync import delta, files
-from slipstream.weightsync.buckets import as_bytes
-from slipstream.weightsync.checksum import checksum
-from slipstream.weightsync.files import Manifest, SharedFolder, WeightFolder, read_manifest
-from slipstream.weightsync.plan import Broadcast
-from slipstream.weightsync.snapshot import Snapshot
-from slipstream.weightsync.transports import Written, write_full
+from slipstream.weightsync import delta, shared_folder, transports
+from slipstream.weightsync.plan import BroadcastSource
+from slipstream.weightsync.snapshot import WeightSnapshot, as_bytes, checksum
+from slipstream.weightsync.transports import (
+    Manifest,
+    SharedFolder,
+    WeightFolder,
+    WrittenVersions,
+    read_manifest,
+    write_full,
+)
 
 BITS = {torch.float32: np.int32, torch.bfloat16: np.int16, torch.float64: np.int64, torch.uint8: np.int8}
 SPECIAL = {
@@ -64,8 +67,8 @@ def test_base_and_delta_are_the_new_version_bit_for_bit(
     kept = [b.clone() for b in base]
     path = tmp_path_factory.getbasetemp() / "delta.safetensors"
     save_file(delta.differences(names, base, new), path)
-    plan = Snapshot(2, names, tuple(new), checksum(new)).plan(
-        Broadcast(), bucket_bytes=1, keep=True, receipts="", receiver="a"
+    plan = WeightSnapshot(2, names, tuple(new), checksum(new)).plan(
+        BroadcastSource(), bucket_bytes=1, keep=True, acks="", receiver="a"
     )
     got = list(delta.apply(path, plan, dict(zip(names, base, strict=True))))
     assert [name for name, _ in got] == list(names)
@@ -137,7 +140,7 @@ def test_a_write_that_fails_leaves_nothing_and_is_named(tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys, torch; from pathlib import Path\n"
         "from slipstream.errors import DeadlineExceeded, WeightSyncError\n"
-        "from slipstream.weightsync.files import WeightFolder\n"
+        "from slipstream.weightsync.transports import WeightFolder\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"  # the disk is full
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "try: WeightFolder(Path(sys.argv[1]), 1).write(1, 'full', {'a': torch.zeros(1 << 20)})\n"
@@ -151,7 +154,7 @@ def test_a_write_that_fails_leaves_nothing_and_is_named(tmp_path: Path) -> None:
 def test_shared_memory_is_removed_at_the_end_and_after_a_death(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from slipstream.weightsync.files import SharedFolder\n"
+        "from slipstream.weightsync.transports import SharedFolder\n"
         "folder = SharedFolder(Path(sys.argv[1])); (folder.path / 'w').write_bytes(b'x'); print(folder.path, flush=True)\n"
         "sys.stdin.read(); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -179,7 +182,7 @@ async def test_a_write_that_is_given_up_does_not_disturb_the_ones_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first write of version 1 is stuck until version 2 is there."""
-    go_on, calls, save = threading.Event(), itertools.count(), files.save_file
+    go_on, calls, save = threading.Event(), itertools.count(), transports.save_file
     ended = threading.Event()
 
     def stuck(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -189,16 +192,16 @@ async def test_a_write_that_is_given_up_does_not_disturb_the_ones_after_it(
 
     def write(version: int, value: float) -> Path:
         try:
-            one = Snapshot(version, ("a",), (torch.full((3,), value),), "c")
+            one = WeightSnapshot(version, ("a",), (torch.full((3,), value),), "c")
             return write_full(folder, one)
         finally:
             if value == 0.0:
                 ended.set()
 
-    monkeypatch.setattr(files, "save_file", stuck)
+    monkeypatch.setattr(transports, "save_file", stuck)
     folder = WeightFolder(tmp_path, keep=1)
-    written = Written(folder)
-    first, second = (Snapshot(v, ("a",), (torch.zeros(3),), "c") for v in (1, 2))
+    written = WrittenVersions(folder)
+    first, second = (WeightSnapshot(v, ("a",), (torch.zeros(3),), "c") for v in (1, 2))
     with pytest.raises(DeadlineExceeded, match="is the disk stuck"):
         await written.file(first, "full", lambda: write(1, 0.0), 0.2)
     path, _ = await written.file(first, "full", lambda: write(1, 1.0), 5.0)
@@ -223,23 +226,30 @@ def test_what_is_latest_never_goes_back(tmp_path: Path) -> None:
 
 def test_two_writers_of_one_version_do_not_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[Path] = []
-    save = files.save_file
+    save = transports.save_file
 
     def note(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
         parts.append(path)
         save(tensors, path, metadata)
 
-    monkeypatch.setattr(files, "save_file", note)
+    monkeypatch.setattr(transports, "save_file", note)
     folder = WeightFolder(tmp_path, keep=1)
     assert folder.write(1, "full", {"a": torch.zeros(1)}) == folder.write(1, "full", {"a": torch.zeros(1)})
     assert len(set(parts)) == 2
 
 
-def test_a_lock_that_is_never_given_back_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LOCK_S", 0.2)
-    lock = tmp_path / f"{files.PREFIX}{os.getuid()}.lock"
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(WeightSyncError, match=r"another process has held .*\.lock for 0\.2 s"):
-            SharedFolder(tmp_path)
-    SharedFolder(tmp_path).close()
+def test_a_new_folder_is_never_swept_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process sweeps just before the folder is locked."""
+    lock = shared_folder._try_lock
+
+    def swept_before(folder: Path) -> int | None:
+        monkeypatch.undo()
+        shared_folder.sweep(tmp_path)
+        return lock(folder)
+
+    monkeypatch.setattr(shared_folder, "_try_lock", swept_before)
+    folder = SharedFolder(tmp_path)
+    shared_folder.sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == [folder.path]
+    folder.close()
+    assert list(tmp_path.iterdir()) == []

@@ -63,7 +63,7 @@ async def test_a_swap_that_ends_after_its_deadline_leaves_the_replica_paused_unt
 
     caught_up = await fleet.publisher.catch_up()  # it still has not settled
     assert caught_up is not None
-    assert "to finish what it was told before" in caught_up.failed["late"]
+    assert "to finish its last command" in caught_up.failed["late"]
     assert late.paused
     assert whats(late) == ["receive", "pause", "load"]
 
@@ -192,8 +192,8 @@ async def test_who_scores_while_paused_is_proven_before_it_resumes(fleet: Fleet)
     fleet.publish_to(replica, transport="disk", partial="keep_kv")
     assert (await fleet.push(1)).pushed == ("a",)
     assert [what for _, what in replica.journal] == [
-        *["receive File", "pause keep_kv", "swap 1", "score"],
-        *["receive File", "pause recompute", "swap 1", "score", "resume"],
+        *["receive FileSource", "pause keep_kv", "swap 1", "score"],
+        *["receive FileSource", "pause recompute", "swap 1", "score", "resume"],
     ]
     assert holds(replica, 1)
 

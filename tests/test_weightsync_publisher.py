@@ -19,10 +19,10 @@ from slipstream.errors import EngineError, StateError, WeightSyncError
 from slipstream.tests.replicas import CANARY, LocalReplica, RemoteReplica, logprobs, make_model, remote
 from slipstream.weightsync import publisher as publishing
 from slipstream.weightsync import snapshot
-from slipstream.weightsync.files import read_manifest
 from slipstream.weightsync.plan import GroupPlan, PushReport, TransferPlan
 from slipstream.weightsync.publisher import Publisher
-from slipstream.weightsync.replica import Replica
+from slipstream.weightsync.replica import ReplicaControl
+from slipstream.weightsync.transports import read_manifest
 
 TRANSPORTS = ("broadcast", "shared", "disk", "delta")
 
@@ -35,7 +35,7 @@ class Fleet:
         self.told: list[tuple[str, int | str]] = []
         self.publisher: Publisher
 
-    def publish_to(self, *replicas: Replica, transport: str = "broadcast", **options: Any) -> Publisher:
+    def publish_to(self, *replicas: ReplicaControl, transport: str = "broadcast", **options: Any) -> Publisher:
         defaults: dict[str, Any] = {"push_s": 20.0, "canary_tolerance": 1e-6, "dtype": "float32", "bucket_bytes": 1024}
         self.publisher = Publisher(
             replicas,
@@ -127,7 +127,7 @@ async def test_a_delta_goes_to_those_who_kept_the_version_before_and_the_file_to
     with torch.no_grad():
         model[0].weight[3] += 1.0
     small = await fleet.push(2, model)
-    assert [r.journal[-5] for r in replicas] == [("a", "receive Delta"), ("b", "receive Delta")]
+    assert [r.journal[-5] for r in replicas] == [("a", "receive DeltaSource"), ("b", "receive DeltaSource")]
     assert small.sent_bytes < full / 3
     assert read_manifest(fleet.folder).base == 1  # type: ignore[union-attr]
 
@@ -139,16 +139,16 @@ async def test_a_delta_goes_to_those_who_kept_the_version_before_and_the_file_to
     caught_up = await publisher.catch_up()
     assert caught_up is not None
     assert caught_up.pushed == ("b", "c")
-    assert replicas[0].journal[-5] == ("a", "receive Delta")
-    assert ("b", "receive File") in reborn.journal
-    assert ("c", "receive File") in late.journal
+    assert replicas[0].journal[-5] == ("a", "receive DeltaSource")
+    assert ("b", "receive FileSource") in reborn.journal
+    assert ("c", "receive FileSource") in late.journal
     with torch.no_grad():
         model[0].weight[5] += 1.0
     assert (await fleet.push(4, model)).pushed == ("a", "b", "c")
-    assert ("c", "receive Delta") in late.journal
+    assert ("c", "receive DeltaSource") in late.journal
     everything = make_model(9)
     await fleet.push(5, everything)  # all of it changed: a delta would be larger
-    assert replicas[0].journal[-5] == ("a", "receive File")
+    assert replicas[0].journal[-5] == ("a", "receive FileSource")
 
 
 async def test_groups_follow_the_cohorts_members(fleet: Fleet) -> None:
@@ -262,7 +262,7 @@ async def test_a_late_member_is_fenced_and_its_cohort_goes_on_without_it(fleet: 
     assert time.monotonic() - began < 8.0
     assert report.pushed == ("a", "c", "d")
     assert "for b#" in report.failed["b"]
-    assert "to hold version 2 (no receipt of rank 0)" in report.failed["b"]
+    assert "to hold version 2 (no ack of rank 0)" in report.failed["b"]
     assert holds(replicas[1], 1)  # goes on with what it has, and is not paused
     assert fleet.told[4:] == [("a", 2), ("b", report.failed["b"]), ("c", 2), ("d", 2)]
     replicas[1].times = 0  # type: ignore[attr-defined]

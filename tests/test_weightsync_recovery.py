@@ -16,8 +16,8 @@ import psutil
 import pytest
 import torch
 from slipstream.agents.base import Completion
-from slipstream.rollout.engine import Sampling
-from slipstream.rollout.vllm import VllmEngine
+from slipstream.rollout.engines.base import SamplingParams
+from slipstream.rollout.engines.vllm.client import VllmEngine
 from slipstream.tests import tiny
 from slipstream.weightsync.plan import GroupPlan, PushReport, TransferPlan
 from slipstream.weightsync.publisher import Publisher
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 START_S = 180.0
 VERSION = itertools.count(1)
-GREEDY = Sampling(max_tokens=8, temperature=0.0)
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 PROMPT = [(3 * j) % 440 + 4 for j in range(20)]
 
 
@@ -148,7 +148,7 @@ async def test_requests_run_through_a_rolling_push(
 ) -> None:
     with publishing(tmp_path, *engines) as publisher:
         old = (await push(publisher, folders[0], models[0])).version
-        long = Sampling(max_tokens=800)
+        long = SamplingParams(max_tokens=800)
         running = [asyncio.create_task(e.generate(PROMPT, long, version=old)) for e in engines]
         await asyncio.gather(*(e.generate(PROMPT, GREEDY, version=old) for e in engines))
         report = await push(publisher, folders[1], models[1])

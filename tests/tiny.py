@@ -6,13 +6,16 @@ import contextlib
 import os
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from slipstream.configs.schema import Agent, Config, Model, Rollout, Vllm
-from slipstream.rollout import servers, vllm_server
+from slipstream.rollout.engines import registry as servers
+from slipstream.rollout.engines.vllm import launch as vllm_server
+from slipstream.tests.cache import cached
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -31,6 +34,10 @@ def tiny_qwen3(folder: Path, seed: int = 0, *, tied: bool = True, moe: bool = Fa
 
     Weights are spread widely enough that its distributions are far from uniform: a wrong tensor shows in the log-probs.
     """
+    return cached(folder, f"tiny_qwen3 {seed} {tied} {moe}", lambda folder: _make_qwen3(folder, seed, tied, moe))
+
+
+def _make_qwen3(folder: Path, seed: int, tied: bool, moe: bool) -> None:
     torch.manual_seed(seed)
     common = {
         "vocab_size": VOCABULARY,
@@ -54,7 +61,6 @@ def tiny_qwen3(folder: Path, seed: int = 0, *, tied: bool = True, moe: bool = Fa
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**common))
     model.float().save_pretrained(folder)
-    return folder
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -82,13 +88,14 @@ def free_port() -> int:
 @contextlib.contextmanager
 def server(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A server process with `environment` beside this one's, killed at the end; it may not answer yet."""
-    with log.open("ab") as out:
-        process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=out, stderr=out)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait(30)
+    with log.open("ab") as out, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        variables = {**os.environ, **environment, "TMPDIR": temporary}
+        process = subprocess.Popen(command, env=variables, stdout=out, stderr=out)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait(30)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,19 @@
 """Transport `broadcast`: one collective for a whole cohort, NCCL between GPUs, gloo elsewhere.
 
-    join_group (only if the cohort's members changed or its group failed) ──> receive_weights on all ──> send ──> receipts
+    join_group (only if the cohort's members changed or its group failed) ──> receive_weights on all ──> send ──> acks
 
-Invariants:
-- No replica lies in two groups: making a group closes those that share a member with it.
-- A group that was part of any failure is closed, which releases whoever waits in it, and is made anew next time.
-- Nothing is sent before everybody has taken the announcement.
+Invariants of the transport:
+- No replica is in two groups: making a group closes those that share a member with it.
+- A group that was part of any failure is closed, which ends the waits of its members, and is made anew next time.
+- Nothing is sent before every member has answered the announcement.
+
+Invariants of a group, which is independent of the process groups of the learner and of the engines:
+- Nothing global is touched: no `torch.distributed.init_process_group`, no default group, no environment left behind.
+- Construction returns once the whole group has met; every collective has the plan's deadline and ends in WeightSyncError.
+- A member that leaves closes its sockets, which fails the others at once; so does closing the rendezvous before all have met.
+- The rendezvous listens on the plan's host only.
+
+Imported by vLLM's and SGLang's processes: only packages that both have may be imported here.
 """
 
 from __future__ import annotations
@@ -13,25 +21,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
+import socket
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Awaitable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Literal
 
 import msgspec
 import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ..errors import SlipstreamError, within
-from .buckets import pack
-from .group import BroadcastGroup, Rendezvous
-from .plan import Broadcast, GroupPlan, TransferPlan
-from .receipts import Expectation, Receipts
-from .replica import Member, in_thread, names
-from .snapshot import Snapshot
-from .transport import Carried, all_of, failures, held
+from ..common.tasks import in_thread
+from ..errors import SlipstreamError, WeightSyncError
+from .plan import AckCollector, BroadcastSource, ExpectedAcks, GroupPlan, TransferPlan
+from .replica import PushTarget, TransferResult, await_reply, failures, names
+from .snapshot import WeightSnapshot, pack
 
 GRACE_S = 1.0
-"""At most, after a first failure: time for the others to say what they know, or that they were quicker."""
+"""After a first failure: longest wait for the other members to report an error or to finish."""
+
+CONNECT = timedelta(seconds=5)
+"""Deadline of a connection to a store that has just answered: its owner may have given up meanwhile."""
 
 
 class Sender(msgspec.Struct, frozen=True):
@@ -43,61 +56,63 @@ class Sender(msgspec.Struct, frozen=True):
 
 
 class BroadcastTransport:
-    """Carries through a group per cohort, which lasts as long as the cohort's members do."""
+    """Sends through one group per cohort, which lasts as long as the cohort's members do."""
 
-    def __init__(self, sender: Sender, receipts: Receipts, bucket_bytes: int) -> None:
+    def __init__(self, sender: Sender, acks: AckCollector, bucket_bytes: int) -> None:
         self._sender = sender
-        self._receipts = receipts
+        self._acks = acks
         self._bucket_bytes = bucket_bytes
         self._incarnation = uuid.uuid4().hex
-        self._meetings = itertools.count(1)
+        self._numbers = itertools.count(1)
         self._groups: dict[tuple[str, ...], BroadcastGroup] = {}
 
-    async def carry(self, snapshot: Snapshot, members: Sequence[Member], seconds: float, *, again: bool) -> Carried:
-        """See `Transport`. With `again` through a new group."""
+    async def transfer(
+        self, snapshot: WeightSnapshot, targets: Sequence[PushTarget], seconds: float, *, retry: bool
+    ) -> TransferResult:
+        """See `Transport`. With `retry` through a new group."""
         deadline = time.monotonic() + seconds
-        everybody = tuple(member.name for member in members)
-        if again:
-            self._drop(everybody)
-        carried = Carried(failed=dict.fromkeys(everybody, "the push was cancelled"))
+        members = tuple(target.name for target in targets)
+        if retry:
+            self._drop(members)
+        result = TransferResult(failed=dict.fromkeys(members, "the push was cancelled"))
         try:
-            group = self._groups.get(everybody) or await self._meet(members, seconds)
+            group = self._groups.get(members) or await self._make_group(targets, seconds)
             began = time.perf_counter()
-            carried.failed = await self._send(snapshot, members, group, deadline - time.monotonic())
-            carried.seconds = time.perf_counter() - began
-            carried.sent_bytes = snapshot.nbytes
+            result.failed = await self._send(snapshot, targets, group, deadline - time.monotonic())
+            result.seconds = time.perf_counter() - began
+            result.sent_bytes = snapshot.nbytes
         except (SlipstreamError, OSError) as error:
-            carried.failed = dict.fromkeys(everybody, str(error))
+            result.failed = dict.fromkeys(members, str(error))
         finally:
-            if carried.failed:
-                self._drop(everybody)
-        return carried
+            if result.failed:
+                self._drop(members)
+        return result
 
     def forget(self, name: str) -> None:
-        """Close the group it lies in."""
+        """Close the replica's group."""
         self._drop([name])
 
     def close(self) -> None:
         """Leave all groups; the replicas go on serving."""
-        for everybody in list(self._groups):
-            self._groups.pop(everybody).close()
+        for members in list(self._groups):
+            self._groups.pop(members).close()
 
-    def _drop(self, some: Sequence[str]) -> None:
-        for everybody in [e for e in self._groups if set(e) & set(some)]:
-            self._groups.pop(everybody).close()
+    def _drop(self, replicas: Sequence[str]) -> None:
+        for members in [m for m in self._groups if set(m) & set(replicas)]:
+            self._groups.pop(members).close()
 
-    async def _meet(self, members: Sequence[Member], seconds: float) -> BroadcastGroup:
-        """A new group of all ranks of `members`, whose collectives have a deadline of `seconds`.
+    async def _make_group(self, targets: Sequence[PushTarget], seconds: float) -> BroadcastGroup:
+        """A new group of all ranks of `targets`, whose collectives have a deadline of `seconds`.
 
         Raises:
-            WeightSyncError, EngineError, DeadlineExceeded: somebody did not come.
+            WeightSyncError, EngineError, DeadlineExceeded: a member did not join.
         """
-        everybody = tuple(member.name for member in members)
-        self._drop(everybody)
+        members = tuple(target.name for target in targets)
+        self._drop(members)
         rendezvous = Rendezvous(self._sender.host, seconds)
-        *offsets, world_size = itertools.accumulate((member.replica.ranks for member in members), initial=1)
+        *offsets, world_size = itertools.accumulate((target.replica.ranks for target in targets), initial=1)
         plan = GroupPlan(
-            name=f"{self._incarnation}.{next(self._meetings)}",
+            name=f"{self._incarnation}.{next(self._numbers)}",
             backend=self._sender.backend,
             host=self._sender.host,
             port=rendezvous.port,
@@ -105,42 +120,41 @@ class BroadcastTransport:
             world_size=world_size,
             timeout_s=seconds,
         )
-        ours = in_thread(lambda: BroadcastGroup(plan, 0, self._sender.device, rendezvous), f"meet-{plan.name}")
+        own = in_thread(lambda: BroadcastGroup(plan, 0, self._sender.device, rendezvous), f"join-{plan.name}")
         joining = [
-            member.ask(member.replica.join_group(msgspec.structs.replace(plan, rank_offset=offset)))
-            for member, offset in zip(members, offsets, strict=True)
+            target.request(target.replica.join_group(msgspec.structs.replace(plan, rank_offset=offset)))
+            for target, offset in zip(targets, offsets, strict=True)
         ]
         hint = "one of them is down, stuck, or cannot reach the learner's host; see their logs"
-        waits_for = f"{names(members)} to join a group"
         try:
-            *_, group = await within(seconds, all_of([*joining, ours]), who="publisher", waits_for=waits_for, hint=hint)
+            *_, group = await await_reply(seconds, _all([*joining, own]), f"{names(targets)} to join a group", hint)
         except BaseException:
             rendezvous.close()
             raise
-        self._groups[everybody] = group
+        self._groups[members] = group
         return group
 
     async def _send(
-        self, snapshot: Snapshot, members: Sequence[Member], group: BroadcastGroup, seconds: float
+        self, snapshot: WeightSnapshot, targets: Sequence[PushTarget], group: BroadcastGroup, seconds: float
     ) -> dict[str, str]:
         """Announce and send; replica name -> why it does not hold the snapshot."""
         deadline = time.monotonic() + seconds
         with contextlib.ExitStack() as stack:
             expected = [
-                stack.enter_context(self._receipts.expect(m.name, snapshot.version, m.replica.ranks)) for m in members
+                stack.enter_context(self._acks.expect(t.name, snapshot.version, t.replica.ranks)) for t in targets
             ]
             announcing = [
-                member.ask(member.replica.receive_weights(self._plan(snapshot, expectation)))
-                for member, expectation in zip(members, expected, strict=True)
+                target.request(target.replica.receive_weights(self._plan(snapshot, acks)))
+                for target, acks in zip(targets, expected, strict=True)
             ]
-            waits_for = f"{names(members)} to take the announcement of version {snapshot.version}"
-            await within(seconds, all_of(announcing), who="publisher", waits_for=waits_for, hint="see their logs")
+            waits_for = f"{names(targets)} to take the announcement of version {snapshot.version}"
+            await await_reply(seconds, _all(announcing), waits_for, "see their logs")
 
             sending = in_thread(lambda: self._broadcast(group, snapshot), f"send-{snapshot.version}")
             left = deadline - time.monotonic()
             receiving = [
-                asyncio.create_task(held(member.ask(expectation.complete()), expectation, left))
-                for member, expectation in zip(members, expected, strict=True)
+                asyncio.create_task(await_reply(left, target.request(acks.complete()), str(acks)))
+                for target, acks in zip(targets, expected, strict=True)
             ]
             try:
                 await asyncio.wait({sending, *receiving}, return_when=asyncio.FIRST_EXCEPTION)
@@ -156,20 +170,161 @@ class BroadcastTransport:
         if sending.done() and not sending.cancelled() and (error := sending.exception()):
             cut_off = str(error)
         return failures(
-            [member.name for member in members],
+            [target.name for target in targets],
             [SlipstreamError(cut_off) if isinstance(o, asyncio.CancelledError) else o for o in outcomes],
         )
 
-    def _plan(self, snapshot: Snapshot, expectation: Expectation) -> TransferPlan:
+    def _plan(self, snapshot: WeightSnapshot, acks: ExpectedAcks) -> TransferPlan:
         return snapshot.plan(
-            Broadcast(),
+            BroadcastSource(),
             bucket_bytes=self._bucket_bytes,
             keep=False,
-            receipts=self._receipts.address,
-            receiver=expectation.receiver,
+            acks=self._acks.address,
+            receiver=acks.receiver,
         )
 
-    def _broadcast(self, group: BroadcastGroup, snapshot: Snapshot) -> None:
+    def _broadcast(self, group: BroadcastGroup, snapshot: WeightSnapshot) -> None:
         """Blocks until the last bucket is on its way."""
         for data in pack(snapshot.tensors, self._bucket_bytes):
             group.broadcast(data.to(group.device))
+
+
+async def _all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    """All results. As soon as one fails, the others are cancelled and that failure is raised: it is the cause of theirs."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return [task.result() for task in tasks]
+
+
+class Rendezvous:
+    """The store of one group on a free port of `host`, which rank 0 keeps for as long as the group lives."""
+
+    def __init__(self, host: str, seconds: float) -> None:
+        listener = socket.create_server((host, 0))
+        self.host = host
+        self.port: int = listener.getsockname()[1]
+        self._store: Store | None = TCPStore(
+            host,
+            self.port,
+            is_master=True,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def close(self) -> None:
+        """Fail the members that still wait to meet here."""
+        self._store = None
+
+
+class BroadcastGroup:
+    """One rank of a group in which rank 0 sends."""
+
+    def __init__(self, plan: GroupPlan, rank: int, device: torch.device, rendezvous: Rendezvous | None = None) -> None:
+        """Meet the others. Rank 0 passes the `rendezvous` that owns the plan's port.
+
+        Raises:
+            WeightSyncError: the group did not meet within `plan.timeout_s`.
+        """
+        self.plan = plan
+        self.rank = rank
+        self.device = torch.device("cpu") if plan.backend == "gloo" else device
+        self._rendezvous = rendezvous
+        timeout = timedelta(seconds=plan.timeout_s)
+        try:
+            # Fails at once where the rendezvous is closed already; TCPStore would retry until its deadline.
+            socket.create_connection((plan.host, plan.port), timeout=plan.timeout_s).close()
+            # The store must outlive the group: the group does not own it.
+            connect = min(timeout, CONNECT)
+            self._store: Store | None = TCPStore(plan.host, plan.port, timeout=connect, wait_for_workers=False)
+            self._store.set_timeout(timeout)
+            store = PrefixStore(plan.name, self._store)
+            make = _gloo if plan.backend == "gloo" else _nccl
+            self._group = make(store, plan, rank, timeout)
+        except (RuntimeError, ValueError, OSError) as error:  # torch's DistError is a RuntimeError
+            raise WeightSyncError(
+                f"rank {rank} of {plan.world_size}: group {plan.name} did not meet within {plan.timeout_s:g} s at"
+                f" {plan.host}:{plan.port}: {_first_line(error)}"
+            ) from error
+        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL meets at its first collective only
+
+    def broadcast(self, data: torch.Tensor) -> None:
+        """Send `data` (rank 0) or receive into it (the others); it lies on `device`.
+
+        Raises:
+            WeightSyncError: a member left, or the deadline passed. The group cannot be used afterwards.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        group = self._group
+        if group is None:
+            raise WeightSyncError(f"rank {self.rank}: group {self.plan.name} is closed")
+        try:
+            group.broadcast([data], options).wait()
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()  # not the device: an engine computes on it
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"rank {self.rank}: broadcast in group {self.plan.name} failed: {_first_line(error)}"
+            ) from error
+
+    def close(self) -> None:
+        """Leave: sockets close as soon as no collective runs in another thread, and that fails the other members at once.
+
+        Explicit, because a traceback that refers to the group would keep it open.
+        """
+        self._group = None
+        self._store = None
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+
+
+def _gloo(store: Store, plan: GroupPlan, rank: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._timeout = timeout
+    # By default gloo listens on the address that the host name resolves to.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(plan.host, plan.port))]
+    return dist.ProcessGroupGloo(store, rank, plan.world_size, options)
+
+
+def _nccl(store: Store, plan: GroupPlan, rank: int, timeout: timedelta) -> Any:
+    group = getattr(dist, "ProcessGroupNCCL", None)
+    if group is None:
+        raise WeightSyncError("backend nccl: this build of torch has no NCCL; allowed here is gloo")
+    options = group.Options()
+    options._timeout = timeout
+    # By default a late collective ends the whole process; here it must end in an exception of `wait`.
+    with _environment("TORCH_NCCL_BLOCKING_WAIT", "1"):
+        return group(store, rank, plan.world_size, options)
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This machine's own address on the route to `host`. Connecting a datagram socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return probe.getsockname()[0]
+
+
+@contextlib.contextmanager
+def _environment(key: str, value: str) -> Iterator[None]:
+    before = os.environ.get(key)
+    os.environ[key] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[key]
+        else:
+            os.environ[key] = before
+
+
+def _first_line(error: Exception) -> str:
+    """torch appends a stack, gloo advice."""
+    return str(error).partition("\n")[0].partition(". This is typically")[0]

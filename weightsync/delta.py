@@ -8,7 +8,7 @@ A delta is a safetensors file. For each tensor `NAME` of the plan that changed i
 or `NAME:whole`, the new tensor itself, where that is not larger.
 
 Invariants:
-- Values are compared and carried as bits: a NaN keeps its payload, -0.0 is not 0.0. Base + delta is the new version, bit for bit.
+- Values are compared and sent as bits: a NaN keeps its payload, -0.0 is not 0.0. Base + delta is the new version, bit for bit.
 - The base is not written to: what did not change is shared between the versions.
 """
 
@@ -22,8 +22,8 @@ import torch
 from safetensors import safe_open
 
 from ..errors import WeightSyncError
-from .buckets import as_bytes, dtype_of
 from .plan import TransferPlan
+from .snapshot import as_bytes, dtype_of
 
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 """Element size in bytes -> an integer of that size."""
@@ -55,16 +55,16 @@ def differences(
 def apply(path: str | Path, plan: TransferPlan, base: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of each entry of `plan`, from the delta at `path` and the tensors it is relative to.
 
-    Single-threaded on purpose: it runs beside an engine that computes.
+    Single-threaded on purpose: an engine computes in the same process.
 
     Raises:
-        WeightSyncError: the base has not the tensor that the delta changes.
+        WeightSyncError: the base lacks a tensor that the delta changes.
     """
     with safe_open(path, framework="pt") as file:
-        given = set(file.keys())
+        keys = set(file.keys())
         for name, dtype_name, shape in zip(plan.names, plan.dtypes, plan.shapes, strict=True):
             dtype = dtype_of(dtype_name)
-            if f"{name}:whole" in given:
+            if f"{name}:whole" in keys:
                 yield name, copy(file.get_tensor(f"{name}:whole"))
                 continue
             old = base.get(name)
@@ -72,7 +72,7 @@ def apply(path: str | Path, plan: TransferPlan, base: Mapping[str, torch.Tensor]
                 raise WeightSyncError(
                     f"version {plan.version}: the base of the delta has no {name} like the one announced"
                 )
-            if f"{name}:indices" not in given:
+            if f"{name}:indices" not in keys:
                 yield name, old
                 continue
             bits = _bits(old).copy()
@@ -81,7 +81,7 @@ def apply(path: str | Path, plan: TransferPlan, base: Mapping[str, torch.Tensor]
 
 
 def copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy in memory of its own, made by this thread alone (torch would wake its whole team)."""
+    """A contiguous copy, made by this thread only (torch would use all its threads)."""
     if not tensor.numel():
         return torch.empty_like(tensor)  # numpy gives it a stride that torch will not view
     return torch.from_numpy(as_bytes(tensor).numpy().copy()).view(tensor.dtype).view(tensor.shape)

@@ -1,20 +1,46 @@
-"""What a weight push says before the bytes flow: who meets where, which tensors come in which order, and how.
+"""The messages of a weight push: broadcast groups, transfer plans, the report; and the acks by which every rank of a replica
+reports that it holds a version, or why not.
+
+    staging thread: send_ack ──one-way RPC──> AckCollector, one per learner ──> ExpectedAcks of one attempt
 
 Invariants:
 - The learner is rank 0 of every group; the ranks of a replica start at its `rank_offset`.
 - Tensors travel in the order of `names`; a broadcast cuts them into buckets of at most `bucket_bytes` by a rule both ends share.
 - `checksum` is over the tensors themselves and not over what travelled, so that it proves every transport, `delta` included.
+- An ack counts only for its attempt, rank and version. Late, duplicate, foreign and malformed messages change nothing.
+- Every attempt has its own receiver name, so that a late ack of one attempt cannot settle the next.
+- Sending an ack blocks a receiver for at most `LINGER_MS`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import msgspec
+import zmq
+
+from ..errors import WeightSyncError
+from ..rpc.client import RpcNotifier
+from ..rpc.server import RpcRequest, RpcServer
+
+LINGER_MS = 5000
+"""How long `send_ack` waits for a learner that does not take the message."""
+
+MAX_BYTES = 1 << 16
+"""Of one ack; a peer that sends more is disconnected."""
+
+MAX_ERROR = 2000
+"""Characters of an error; the remaining ones are cut."""
 
 
 class GroupPlan(msgspec.Struct, frozen=True):
-    """A rendezvous for one broadcast group; `name` is unique per learner incarnation and membership."""
+    """The rendezvous of one broadcast group; `name` is unique per learner process and membership."""
 
     name: str
     backend: Literal["gloo", "nccl"]
@@ -25,24 +51,24 @@ class GroupPlan(msgspec.Struct, frozen=True):
     timeout_s: float
 
 
-class Broadcast(msgspec.Struct, frozen=True, tag=True):
+class BroadcastSource(msgspec.Struct, frozen=True, tag=True):
     """The tensors come over the group that the replica joined last."""
 
 
-class File(msgspec.Struct, frozen=True, tag=True):
+class FileSource(msgspec.Struct, frozen=True, tag=True):
     """The tensors lie in the safetensors file `path`: on a disk, or in memory that all processes of a host share."""
 
     path: str
 
 
-class Delta(msgspec.Struct, frozen=True, tag=True):
+class DeltaSource(msgspec.Struct, frozen=True, tag=True):
     """The safetensors file `path` holds only the values that differ from version `base`, which the receiver kept."""
 
     path: str
     base: int
 
 
-Source = Broadcast | File | Delta
+Source = BroadcastSource | FileSource | DeltaSource
 
 
 class TransferPlan(msgspec.Struct, frozen=True):
@@ -51,9 +77,9 @@ class TransferPlan(msgspec.Struct, frozen=True):
     Attributes:
         source: where the bytes are.
         checksum: xxh3 (64 bit, hex) over the bytes of all tensors, in order.
-        keep: the receiver keeps a copy in host memory, the base of the next `Delta`.
-        receipts: ZeroMQ address (PULL) that every receiving rank tells its `Receipt`.
-        replica: how the receiver calls itself there.
+        keep: the receiver keeps a copy in host memory, the base of the next delta.
+        acks: ZeroMQ address to which every receiving rank sends its `WeightAck`.
+        receiver: the name of this attempt in the acks.
     """
 
     version: int
@@ -64,17 +90,16 @@ class TransferPlan(msgspec.Struct, frozen=True):
     source: Source
     checksum: str
     keep: bool
-    receipts: str
-    replica: str
+    acks: str
+    receiver: str
 
 
-class Receipt(msgspec.Struct, frozen=True):
-    """Rank `rank` of `replica` holds all of `version` after `seconds`, or failed with `error`."""
+class WeightAck(msgspec.Struct, frozen=True):
+    """Rank `rank` of `receiver` (`TransferPlan.receiver`) holds all of `version`, or failed with `error`."""
 
-    replica: str
+    receiver: str
     rank: int
     version: int
-    seconds: float
     error: str = ""
 
 
@@ -84,9 +109,9 @@ class PushReport(msgspec.Struct, frozen=True):
     Attributes:
         version: the version pushed.
         pushed: names of the replicas that serve it now.
-        failed: replica name -> why it was left out; it catches up when it answers again.
+        failed: replica name -> why it does not serve the version; `catch_up` retries it.
         pause_ms: longest time a replica did not generate.
-        transfer_ms: time the bytes took, inside or outside the pause; the longest of any cohort.
+        transfer_ms: duration of the transfer, inside or outside the pause; the longest of any cohort.
         push_ms: from the first cohort to the last.
         sent_bytes: bytes that left the learner, written files included.
         canary: largest difference in nats between the learner's and a replica's canary log-probs.
@@ -95,8 +120,93 @@ class PushReport(msgspec.Struct, frozen=True):
     version: int
     pushed: tuple[str, ...]
     failed: dict[str, str]
-    pause_ms: float
-    transfer_ms: float
-    push_ms: float
-    sent_bytes: int
-    canary: float
+    pause_ms: float = 0.0
+    transfer_ms: float = 0.0
+    push_ms: float = 0.0
+    sent_bytes: int = 0
+    canary: float = 0.0
+
+
+def send_ack(address: str, ack: WeightAck) -> None:
+    """Send an ack to the learner at `address`, from any thread; blocks for at most `LINGER_MS`.
+
+    Raises:
+        WeightSyncError: the address is invalid.
+    """
+    try:
+        with RpcNotifier(address, linger_ms=LINGER_MS) as learner:
+            learner.notify(msgspec.structs.replace(ack, error=ack.error[:MAX_ERROR]))
+    except zmq.ZMQError as error:
+        raise WeightSyncError(f"no ack can be sent to {address!r}: {error}") from error
+
+
+class ExpectedAcks:
+    """What one attempt at one replica waits for: an ack of each of its ranks.
+
+    Attributes:
+        receiver: the name in the acks of this attempt (`TransferPlan.receiver`).
+    """
+
+    def __init__(self, receiver: str, version: int, ranks: int) -> None:
+        self.receiver = receiver
+        self.version = version
+        self._missing = set(range(ranks))
+        self._all: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def complete(self) -> None:
+        """Return when all are in. Raises WeightSyncError with the error of a rank. Has no deadline."""
+        await asyncio.shield(self._all)
+
+    def add(self, ack: WeightAck) -> None:
+        """Count an ack, if it is one of those expected."""
+        if ack.version != self.version or ack.rank not in self._missing or self._all.done():
+            return
+        if ack.error:
+            self._all.set_exception(WeightSyncError(f"rank {ack.rank}: {ack.error}"))
+            self._all.exception()  # retrieved: an attempt that ended for another reason never asks
+            return
+        self._missing.discard(ack.rank)
+        if not self._missing:
+            self._all.set_result(None)
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, sorted(self._missing)))
+        return f"{self.receiver} to hold version {self.version} (no ack of rank {ranks})"
+
+
+class AckCollector:
+    """The learner's end: an RPC server on a free port of `host`. Make it within the running loop that will wait."""
+
+    def __init__(self, host: str) -> None:
+        self._server: RpcServer[WeightAck] = RpcServer(
+            f"tcp://{socket.gethostbyname(host)}:*", "weight acks", WeightAck, frame_limit=MAX_BYTES
+        )
+        self.address = f"tcp://{host}:{self._server.address.rpartition(':')[2]}"
+        """What receivers connect to: `TransferPlan.acks`."""
+        self._expected: dict[str, ExpectedAcks] = {}
+        # A random start: acks to an earlier learner may still arrive.
+        self._attempts = itertools.count(secrets.randbelow(1_000_000))
+        self._reader: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def expect(self, replica: str, version: int, ranks: int) -> Iterator[ExpectedAcks]:
+        """Acks of `ranks` ranks of `replica` count within the block. Enter it before the replica starts to receive."""
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._server.serve(self._add, "the next ack"), name="weight acks")
+        expected = ExpectedAcks(f"{replica}#{next(self._attempts)}", version, ranks)
+        self._expected[expected.receiver] = expected
+        try:
+            yield expected
+        finally:
+            del self._expected[expected.receiver]
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._reader is not None:
+            self._reader.cancel()
+        self._server.close()
+
+    async def _add(self, request: RpcRequest[WeightAck]) -> None:
+        ack = request.message
+        if (expected := self._expected.get(ack.receiver)) is not None:
+            expected.add(ack)

@@ -1,25 +1,20 @@
 """The learner's end of a weight push: one snapshot of the policy, rolled over the fleet cohort by cohort.
 
-One push; the cohorts one after the other, the replicas of a cohort side by side, everybody else generates:
-
-    version()            who answers?                               the others are left out
-    join_group           broadcast only, and only if the cohort's members changed or its group failed
-    receive_weights      stages in the background                   the old weights serve on
-    receipts             every rank holds all of it, checksum equal
-    pause(partial)
-    swap_weights         all staged tensors become the version
-    resume               whoever scores while paused is proven before, and only then resumes
-    score                the canary: proven, `on_served`
+    version()      every replica reports what it serves; one that does not answer is left out
+    update_cohort  one cohort after the other; the replicas of a cohort side by side, all others generate
+                   each replica: stage, verify, pause, swap, canary, resume (see `replica`)
+    on_served      called for each replica as soon as its canary is verified
 
 Invariants:
-- A replica changes weights only while it is paused, wholly or not at all.
-- A replica that fails or is late is fenced: named, left out, told of (`on_lost`), and back in service only when `catch_up` has
-  proven it. It holds back the others for no more than its cohort's share of `push_s`, and the push by no more than `push_s`.
-- The snapshot outlives the push: whoever comes or comes back gets it through `catch_up`, without the learner's ranks.
-- The fleet may change at any time, in the middle of a push too: a leaver is let go at once, a joiner waits for `catch_up`.
-- `catch_up` never holds back `publish` by more than `GRACE_SHARE`, and that only while it makes its first attempt: one that has not
-  ended by then is broken off, and the replicas that it did not reach are tried again later, each time after twice as long.
-- A replica that does not say whether its swap ended stays paused and fenced; `catch_up` brings it back once it does.
+- A replica changes weights only while it is paused, wholly or not at all. It serves a version only when its canary is verified;
+  every other replica of a push is in `failed` with a reason.
+- A replica that fails or is late is fenced: named, left out, reported (`on_lost`), and back in service only when `catch_up` has
+  verified it. It delays the others by at most its cohort's share of `push_s`, and the push by at most `push_s`.
+- The snapshot outlives the push: a replica that joins or returns gets it through `catch_up`, without the learner's other ranks.
+- The fleet may change at any time, also during a push: a replica that leaves is dropped at once, a new one waits for `catch_up`.
+- `catch_up` delays `publish` by at most `GRACE_SHARE`, and only during its first attempt: one that has not ended by then is
+  cancelled, and the replicas that it did not reach are retried later, each time after twice as long.
+- A replica that does not confirm its swap stays paused and fenced; `catch_up` resumes it once it does.
 - A replica that takes the weights twice and still computes something else stops the push: the cohorts that have not begun keep
   serving the version before.
 """
@@ -36,39 +31,46 @@ from typing import Literal
 import torch
 
 from ..configs.schema import Partial, TransportKind
-from ..errors import within
 from .broadcast import Sender
-from .canary import Canary, make_canary
-from .delivery import Push
-from .plan import PushReport
-from .receipts import Receipts
-from .replica import NOTHING, Member, Replica
-from .rolling import Outcome, bring
-from .snapshot import Snapshot, take
-from .transport import failures
+from .plan import AckCollector, PushReport
+from .replica import (
+    NOTHING,
+    PushAttempt,
+    PushResult,
+    PushSettings,
+    PushTarget,
+    ReplicaControl,
+    WrongWeights,
+    await_reply,
+    failures,
+    verify_by_canary,
+)
+from .snapshot import Canary, WeightSnapshot, take_snapshot
 from .transports import make_transport
 
 logger = logging.getLogger(__name__)
 
 PROBE_S = 5.0
-"""Longest wait for a replica to say its version: it does so between two steps."""
+"""Longest wait for a replica to report its version: it answers between two steps."""
+
+CANARY_SHARE = 0.2
+"""Of a cohort's seconds: the least that is kept for the canary."""
 
 QUARTER = 4
 """`cohort=0`: one of so many replicas changes weights at a time."""
 
 GRACE_SHARE = 0.1
-"""Of `push_s`: so long `publish` waits for replicas that are being brought the version before for the first time. Without it none
-would ever get there while batches are always ready."""
+"""Of `push_s`: how long `publish` waits for the first attempt of a `catch_up`. Without it no new replica would ever get a version
+while batches are always ready."""
 
 RETRY_S = 5.0
-"""Until `catch_up` tries a replica again that it did not reach; doubled each time."""
+"""Until `catch_up` retries a replica that it did not reach; doubled each time."""
 
 RETRY_MOST_S = 320.0
-"""At most so long."""
-
+"""Longest such time."""
 
 Probed = tuple[dict[str, int | None], dict[str, str]]
-"""Replica name -> the version that it says it serves; replica name -> why it says nothing."""
+"""Replica name -> the version that it reports; replica name -> why it did not answer."""
 
 
 class Publisher:
@@ -87,8 +89,8 @@ class Publisher:
         dtype: what the engines serve in; tensors are converted before they travel.
         cohort: replicas that change weights at the same time; 0 is a quarter of them, at least one.
         partial: what becomes of requests under way when weights change.
-        on_served: called with (replica, version) as soon as a replica is proven.
-        on_lost: called with (replica, reason) whenever one is fenced, and when it was before: who counts sees that it is stuck.
+        on_served: called with (replica, version) as soon as a replica is verified.
+        on_lost: called with (replica, reason) at every failure of a replica, repeated ones included.
 
     Raises:
         WeightSyncError: the transport's folder cannot be used.
@@ -96,7 +98,7 @@ class Publisher:
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
+        replicas: Sequence[ReplicaControl],
         *,
         transport: TransportKind,
         folder: Path,
@@ -112,14 +114,12 @@ class Publisher:
         on_served: Callable[[str, int], None] | None = None,
         on_lost: Callable[[str, str], None] | None = None,
     ) -> None:
-        self._receipts = Receipts(host)
+        self._acks = AckCollector(host)
         sender = Sender(host, backend, device)
         try:
-            self._transport = make_transport(
-                transport, sender, self._receipts, bucket_bytes=bucket_bytes, folder=folder
-            )
+            self._transport = make_transport(transport, sender, self._acks, bucket_bytes=bucket_bytes, folder=folder)
         except BaseException:
-            self._receipts.close()
+            self._acks.close()
             raise
         self._push_s = push_s
         self._tolerance = canary_tolerance
@@ -128,30 +128,29 @@ class Publisher:
         self._partial: Partial = partial
         self._on_served = on_served
         self._on_lost = on_lost
-        self._members: dict[str, Member] = {}
-        self._snapshot: Snapshot | None = None
-        self._canary = Canary((), ())
-        self._busy = asyncio.Lock()
+        self._targets: dict[str, PushTarget] = {}
+        self._snapshot: WeightSnapshot | None = None
+        self._lock = asyncio.Lock()
         self._catching: asyncio.Task[PushReport | None] | None = None
         self._first_try = False
-        self._gone: list[Member] = []
+        self._departed: list[PushTarget] = []
         self.update(replicas)
 
-    def update(self, replicas: Sequence[Replica]) -> None:
-        """The fleet is now this; call it whenever it changed, from the loop, during a push too.
+    def update(self, replicas: Sequence[ReplicaControl]) -> None:
+        """Set the fleet; call it on every change, in the loop, also during a push.
 
-        A known name with another client object is another replica: what was learnt of the earlier one is void.
+        A known name with another client object is another replica: the state of the earlier one is dropped.
         """
-        members: dict[str, Member] = {}
+        targets: dict[str, PushTarget] = {}
         for replica in replicas:
-            known = self._members.get(replica.name)
-            members[replica.name] = known if known is not None and known.replica is replica else Member(replica)
-        for name, member in self._members.items():
-            if members.get(name) is not member:
-                member.leave()
+            known = self._targets.get(replica.name)
+            targets[replica.name] = known if known is not None and known.replica is replica else PushTarget(replica)
+        for name, target in self._targets.items():
+            if targets.get(name) is not target:
+                target.leave()
                 self._transport.forget(name)
-                self._gone = [m for m in (*self._gone, member) if not m.settled]
-        self._members = members
+                self._departed = [t for t in (*self._departed, target) if not t.settled]
+        self._targets = targets
 
     async def publish(
         self,
@@ -162,181 +161,201 @@ class Publisher:
     ) -> PushReport:
         """Take a snapshot of the weights and roll it over the replicas that serve; over all that answer if none does yet.
 
-        `named_weights` is iterated here, in the caller's thread: it may be a collective. With `pushed == ()` in the report
-        nobody serves the version yet; the caller decides whether to `catch_up` later or to stop.
+        `named_weights` is iterated here, in the caller's thread: it may be a collective. With `pushed == ()` in the report no
+        replica serves the version yet; the caller decides whether to `catch_up` later or to stop.
 
         Raises:
             WeightSyncError: a replica took the weights twice and still does not compute what the learner computes.
         """
-        canary = make_canary(canary_ids, canary_logprobs)
-        snapshot = await take(version, named_weights, self._dtype)
-        await self._break_off()
-        async with self._busy:
-            self._snapshot, self._canary = snapshot, canary
-            members = list(self._members.values())
-            size = self._cohort or max(1, len(members) // QUARTER)
-            cohorts = [members[i : i + size] for i in range(0, len(members), size)]
-            if any(m.proven != NOTHING for m in members):
-                cohorts = [[m for m in cohort if m.proven != NOTHING] for cohort in cohorts]
-            return await self._roll(snapshot, cohorts, await self._probe([m for cohort in cohorts for m in cohort]))
+        canary = Canary(tuple(canary_ids), tuple(canary_logprobs))
+        snapshot = await take_snapshot(version, named_weights, self._dtype, canary)
+        await self._cancel_catch_up()
+        async with self._lock:
+            self._snapshot = snapshot
+            targets = list(self._targets.values())
+            size = self._cohort or max(1, len(targets) // QUARTER)
+            cohorts = [targets[i : i + size] for i in range(0, len(targets), size)]
+            if any(t.verified != NOTHING for t in targets):
+                cohorts = [[t for t in cohort if t.verified != NOTHING] for cohort in cohorts]
+            return await self._roll(snapshot, cohorts, await self._probe([t for cohort in cohorts for t in cohort]))
 
     async def catch_up(self) -> PushReport | None:
-        """Bring the snapshot to replicas that do not serve it: they are new, were fenced, or were started anew.
+        """Push the snapshot to replicas that do not serve it: new, fenced or restarted ones.
 
-        One that this does not reach is `failed` in the report, and left out until it is due again, see `retry_in`. A `publish`
-        that comes meanwhile breaks it off. None when there is no such replica, or nothing to push yet. Raises as `publish`.
+        One that this does not reach is `failed` in the report, and left out until its retry is due, see `retry_in`. A `publish`
+        cancels it. None when there is no such replica, or no snapshot yet. Raises as `publish`.
         """
-        async with self._busy:
+        async with self._lock:
             if self._snapshot is None:
                 return None
             snapshot, now = self._snapshot, time.monotonic()
-            members = [m for m in self._members.values() if m.due <= now]
-            self._first_try = any(m.proven == NOTHING and m.misses == 0 for m in members)
-            wanting = [m for m in members if m.proven != snapshot.version]
-            self._catching = asyncio.create_task(self._catch_up(snapshot, members), name="catch up")
+            targets = [t for t in self._targets.values() if t.retry_at <= now]
+            self._first_try = any(t.verified == NOTHING and t.missed_pushes == 0 for t in targets)
+            behind = [t for t in targets if t.verified != snapshot.version]
+            self._catching = asyncio.create_task(self._catch_up(snapshot, targets), name="catch up")
             try:
                 await asyncio.wait({self._catching})
-                return _broken_off(snapshot, wanting) if self._catching.cancelled() else self._catching.result()
+                return _cancelled_report(snapshot, behind) if self._catching.cancelled() else self._catching.result()
             finally:
                 self._catching.cancel()
                 await asyncio.wait({self._catching})
                 self._catching = None
-                for member in members:
-                    if member.proven == NOTHING:
-                        member.due = time.monotonic() + min(RETRY_S * 2**member.misses, RETRY_MOST_S)
-                        member.misses += 1
+                for target in targets:
+                    if target.verified == NOTHING:
+                        target.retry_at = time.monotonic() + min(RETRY_S * 2**target.missed_pushes, RETRY_MOST_S)
+                        target.missed_pushes += 1
 
     def retry_in(self) -> float | None:
-        """Seconds until a replica is due that serves nothing, 0 for one that is; None when there is no such replica."""
-        due = [m.due for m in self._members.values() if m.proven == NOTHING]
+        """Seconds until the next retry of a replica that serves nothing, 0 if due; None when there is no such replica."""
+        due = [t.retry_at for t in self._targets.values() if t.verified == NOTHING]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
-    async def _catch_up(self, snapshot: Snapshot, members: Sequence[Member]) -> PushReport | None:
-        probed = served, _ = await self._probe(members)
-        # A silent one that serves is the next push's business.
-        behind = [m for m in members if {served.get(m.name, m.proven), m.proven} != {snapshot.version}]
-        # None of them is in service, so all at once holds back nobody; each alone, so that none holds back another.
-        return await self._roll(snapshot, [behind], probed, alone=True) if behind else None
+    async def _catch_up(self, snapshot: WeightSnapshot, targets: Sequence[PushTarget]) -> PushReport | None:
+        probed = served, _ = await self._probe(targets)
+        # A silent replica that serves is left to the next push.
+        behind = [t for t in targets if {served.get(t.name, t.verified), t.verified} != {snapshot.version}]
+        # None of them is in service, so all are updated at once, and separately, so that none delays another.
+        return await self._roll(snapshot, [behind], probed, separately=True) if behind else None
 
-    async def _break_off(self) -> None:
-        """End a `catch_up` that is under way; one that tries a replica for the first time has a moment to end by itself."""
+    async def _cancel_catch_up(self) -> None:
+        """Cancel a running `catch_up`; one that tries a replica for the first time may run for `GRACE_SHARE`."""
         if self._catching is not None:
             await asyncio.wait({self._catching}, timeout=GRACE_SHARE * self._push_s if self._first_try else 0)
         if self._catching is not None:
             self._catching.cancel()
 
     def close(self) -> None:
-        """Leave all groups, remove what is in shared memory; the replicas go on serving."""
+        """Leave all groups, remove the files in shared memory; the replicas go on serving."""
         if self._catching is not None:
             self._catching.cancel()
-        for member in (*self._gone, *self._members.values()):
-            member.abandon()
+        for target in (*self._departed, *self._targets.values()):
+            target.abandon()
         self._transport.close()
-        self._receipts.close()
+        self._acks.close()
 
     async def _roll(
-        self, snapshot: Snapshot, cohorts: Sequence[Sequence[Member]], probed: Probed, *, alone: bool = False
+        self,
+        snapshot: WeightSnapshot,
+        cohorts: Sequence[Sequence[PushTarget]],
+        probed: Probed,
+        *,
+        separately: bool = False,
     ) -> PushReport:
+        """Update one cohort after the other."""
         began = time.monotonic()
-        push = Push(snapshot, self._canary, self._transport, self._partial, self._tolerance)
-        served, failed = probed
-        for cohort in cohorts:
-            for member in cohort:
-                if member.name in failed:
-                    self._fence(member, failed[member.name])
-        alive = [[m for m in cohort if m.name in served] for cohort in cohorts]
+        push = PushSettings(snapshot, self._transport, self._partial, self._tolerance)
+        served, silent = probed
+        targets = [t for cohort in cohorts for t in cohort]
+        for target in targets:
+            if target.name in silent:
+                self._fence(target, silent[target.name])
+            elif separately or served[target.name] != target.verified:
+                self._transport.forget(target.name)  # restarted, or pushed to by another learner
+        alive = [[t for t in cohort if t.name in served] for cohort in cohorts]
         alive = [cohort for cohort in alive if cohort]
-        for member in (member for cohort in alive for member in cohort):
-            if alone or served[member.name] != member.proven:
-                self._transport.forget(member.name)  # started anew, or pushed to by another learner
 
-        total, wrong = Outcome(failed=failed), None
+        total = PushResult(failed=silent)
         for index, cohort in enumerate(alive):
-            staying = [m for m in cohort if not m.left]
+            staying = [t for t in cohort if not t.left]
             if not staying:
                 continue
             left = self._push_s - (time.monotonic() - began)
             share = left if index == len(alive) - 1 else left / 2  # the first also waits for the file to be written
-            outcome = await bring(push, staying, share, self._prove, alone=alone)
-            for member in staying:
-                if member.name in outcome.failed:
-                    self._fence(member, outcome.failed[member.name])
-            _add(total, outcome)
-            if outcome.wrong is not None:
-                wrong = outcome.wrong
+            result = await self._update_cohort(push, staying, share, separately=separately)
+            for target in staying:
+                if target.name in result.failed:
+                    self._fence(target, result.failed[target.name])
+            total.canary |= result.canary
+            total.failed |= result.failed
+            total.add_costs(result)
+            total.wrong = result.wrong
+            if result.wrong is not None:
                 break
-        gone = {m.name for cohort in cohorts for m in cohort if m.left}
-        failed = {name: why for name, why in total.failed.items() if name not in gone}
+        departed = {t.name for t in targets if t.left}
+        failed = {name: why for name, why in total.failed.items() if name not in departed}
         if failed:
-            told = "; ".join(f"{name}: {why}" for name, why in failed.items())
-            logger.warning("version %d did not reach %s", snapshot.version, told)
-        if wrong is not None:
-            raise wrong
+            reasons = "; ".join(f"{name}: {why}" for name, why in failed.items())
+            logger.warning("version %d did not reach %s", snapshot.version, reasons)
+        if total.wrong is not None:
+            raise total.wrong
         return PushReport(
             version=snapshot.version,
-            pushed=tuple(m.name for cohort in cohorts for m in cohort if m.name in total.proven and not m.left),
+            pushed=tuple(t.name for t in targets if t.name in total.canary and not t.left),
             failed=failed,
             pause_ms=1e3 * total.pause_s,
             transfer_ms=1e3 * total.transfer_s,
             push_ms=1e3 * (time.monotonic() - began),
             sent_bytes=total.sent_bytes,
-            canary=max(total.proven.values(), default=0.0),
+            canary=max(total.canary.values(), default=0.0),
         )
 
-    async def _probe(self, members: Sequence[Member]) -> Probed:
-        """The version that each replica says it serves; and why the others said nothing."""
+    async def _update_cohort(
+        self, push: PushSettings, targets: Sequence[PushTarget], seconds: float, *, separately: bool
+    ) -> PushResult:
+        """Push to one cohort within `seconds`: all in one transfer, then those that failed one by one, then the canary of each.
+        `separately`: without the first."""
+        began, result = time.monotonic(), PushResult()
+        push_s = (1 - CANARY_SHARE) * seconds
+        measured: dict[str, float] = {}
+        again = list(targets)
+        if not separately:
+            # One that is still busy with a command of an earlier push is waited for separately.
+            settled = [t for t in targets if t.settled]
+            first = await PushAttempt(push, settled, push_s / 2).run()
+            result.add_costs(first)
+            measured |= first.canary
+            again = [t for t in targets if (t not in settled or t.name in first.failed) and not t.left]
+            if first.failed:
+                logger.warning("version %d, first try: %s", push.snapshot.version, first.failed)
+        left = push_s - (time.monotonic() - began)
+        attempts = (PushAttempt(push, [t], left, retry=not separately).run() for t in again)
+        # Cancelled or not, gather returns when all have ended: they resume the replicas that they paused.
+        for attempt in await asyncio.gather(*attempts, return_exceptions=True):
+            if isinstance(attempt, BaseException):
+                raise attempt
+            result.add_costs(attempt)
+            result.failed |= attempt.failed
+            measured |= attempt.canary
+
+        async def verify(target: PushTarget) -> None:
+            left = seconds - (time.monotonic() - began)
+            result.canary[target.name] = await verify_by_canary(push, target, measured.get(target.name), left, result)
+            self._verified(target)
+
+        reached = [t for t in targets if t.name not in result.failed and not t.left]
+        outcomes = await asyncio.gather(*(verify(t) for t in reached), return_exceptions=True)
+        result.failed |= failures([t.name for t in reached], outcomes)
+        result.wrong = next((o for o in outcomes if isinstance(o, WrongWeights)), None)
+        return result
+
+    async def _probe(self, targets: Sequence[PushTarget]) -> Probed:
+        """The version that each replica reports; and why the others did not answer."""
         seconds = min(PROBE_S, self._push_s / 4)
-        hint = "it is down or stuck; catch_up brings it the weights once it answers"
-        answers = await asyncio.gather(
-            *(
-                within(
-                    seconds,
-                    m.ask(m.replica.version()),
-                    who="publisher",
-                    waits_for=f"version of {m.name}",
-                    hint=hint,
-                )
-                for m in members
-            ),
-            return_exceptions=True,
-        )
-        silent = failures([m.name for m in members], answers)
-        served = {m.name: a for m, a in zip(members, answers, strict=True) if not isinstance(a, BaseException)}
+        hint = "it is down or stuck; catch_up pushes to it once it answers"
+        versions = (await_reply(seconds, t.request(t.replica.version()), f"version of {t.name}", hint) for t in targets)
+        answers = await asyncio.gather(*versions, return_exceptions=True)
+        silent = failures([t.name for t in targets], answers)
+        served = {t.name: a for t, a in zip(targets, answers, strict=True) if not isinstance(a, BaseException)}
         return served, silent
 
-    def _prove(self, member: Member) -> None:
+    def _verified(self, target: PushTarget) -> None:
         assert self._snapshot is not None
-        if not member.left:
-            member.proven = self._snapshot.version
-            member.misses, member.due = 0, 0.0
+        if not target.left:
+            target.verified = self._snapshot.version
+            target.missed_pushes, target.retry_at = 0, 0.0
             if self._on_served is not None:
-                self._on_served(member.name, member.proven)
+                self._on_served(target.name, target.verified)
 
-    def _fence(self, member: Member, reason: str) -> None:
-        member.proven = NOTHING
-        self._transport.forget(member.name)
-        if not member.left and self._on_lost is not None:
-            self._on_lost(member.name, reason)
-
-
-def _broken_off(snapshot: Snapshot, members: Sequence[Member]) -> PushReport:
-    """What a `catch_up` did that a push of the next version broke off."""
-    staying = [m for m in members if not m.left]
-    return PushReport(
-        version=snapshot.version,
-        pushed=tuple(m.name for m in staying if m.proven == snapshot.version),
-        failed={m.name: "the push of the next version came first" for m in staying if m.proven == NOTHING},
-        pause_ms=0.0,
-        transfer_ms=0.0,
-        push_ms=0.0,
-        sent_bytes=0,
-        canary=0.0,
-    )
+    def _fence(self, target: PushTarget, reason: str) -> None:
+        target.verified = NOTHING
+        self._transport.forget(target.name)
+        if not target.left and self._on_lost is not None:
+            self._on_lost(target.name, reason)
 
 
-def _add(total: Outcome, cohort: Outcome) -> None:
-    total.proven |= cohort.proven
-    total.failed |= cohort.failed
-    total.pause_s = max(total.pause_s, cohort.pause_s)
-    total.transfer_s = max(total.transfer_s, cohort.transfer_s)
-    total.sent_bytes += cohort.sent_bytes
+def _cancelled_report(snapshot: WeightSnapshot, targets: Sequence[PushTarget]) -> PushReport:
+    """What a `catch_up` did that a push of the next version cancelled."""
+    staying = [t for t in targets if not t.left]
+    pushed = tuple(t.name for t in staying if t.verified == snapshot.version)
+    failed = {t.name: "the push of the next version came first" for t in staying if t.verified == NOTHING}
+    return PushReport(snapshot.version, pushed, failed)

@@ -1,39 +1,62 @@
-"""What a push asks of an inference server, and what the publisher knows about each.
+"""One replica through a weight push: stage, verify, pause, swap, canary, resume.
+
+    stage     the transport sends the snapshot to every rank; the old weights keep serving
+    verify    every rank acknowledges: all tensors arrived, checksum, names and shapes match
+    pause     requests under way are treated according to `rollout.partial`
+    swap      the staged tensors become the version
+    canary    the replica's log-probs of a fixed prompt equal the learner's
+    resume    before the canary where the server computes nothing while paused (vLLM, SGLang), else after it
+
+A server that cannot stage while it generates is paused first. Where the canary comes after the resume, requests under way sample
+for that moment from weights that are verified by checksum only; if the canary is then off, their tokens keep the version's label.
 
 Invariants:
-- Whatever is asked of a member that leaves ends at once: a leaver holds back nobody.
-- An order (pause, swap, resume) that was sent is never called back: a server goes on with it when its client hangs up. Whoever
-  waits for it may give up; the order stays known until it has settled, and the next one is sent only then.
-- A member is in doubt from the moment its swap is sent until it is known what it computes. One in doubt stays paused: a token
-  sampled between the load and the version's change would carry the wrong version.
+- A request to a target that leaves the fleet ends at once.
+- A command (pause, swap, resume) is never revoked: a server goes on with it after its client hangs up. The caller may stop
+  waiting; the command stays known until it has settled, and the next one is sent only then.
+- A target is unverified from the moment its swap is sent until its weights are known. An unverified target stays paused: a token
+  sampled between the load and the version's change would be labeled with the wrong version. A later attempt waits for it, then
+  resumes it.
+- Every other paused target is resumed, whatever happened. Each target fails by itself, and before the swap keeps its old weights.
+- An attempt ends within its seconds. After a cancellation it takes at most `CANCEL_RESUME_S` to resume paused targets.
+- A second push after a canary that was off pauses with `recompute`, which drops all keys and values of wrong weights.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
-import contextlib
-import threading
+import logging
 import time
-import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
+from ..common.tasks import Stopped, run_or_stop
 from ..configs.schema import Partial
-from ..errors import EngineError, NoAnswer
+from ..errors import EngineError, NoAnswer, SlipstreamError, WeightSyncError, with_deadline
 from .plan import GroupPlan, TransferPlan
+from .snapshot import Canary, WeightSnapshot
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-END_S = 10.0
-"""For threads of collectives that nobody waits for any more, when the process ends."""
-
 NOTHING = -1
-"""The version of a replica of which nothing is proven."""
+"""The version of a replica whose weights are not verified."""
+
+STAGE_SHARE = 0.6
+"""Of an attempt's seconds: the deadline of the acks."""
+
+SWAP_SHARE = 0.8
+"""Of an attempt's seconds: the deadline of all swaps; the remaining seconds are kept for resuming."""
+
+CANCEL_RESUME_S = 1.0
+"""Longest wait for the resume of a replica that left, or of any when the attempt is cancelled."""
 
 
-class Replica(Protocol):
-    """Every `Engine` is one. Methods raise EngineError or DeadlineExceeded; what each promises is said there."""
+class ReplicaControl(Protocol):
+    """What a push calls on an inference server; every `Engine` is one. Methods raise EngineError or DeadlineExceeded."""
 
     name: str
     ranks: int
@@ -49,147 +72,319 @@ class Replica(Protocol):
     async def version(self) -> int | None: ...
 
 
-class Member:
-    """A replica of the fleet.
+class PushTarget:
+    """What the publisher knows of one replica.
 
     Attributes:
-        proven: the version that its canary showed, NOTHING when fenced or new.
-        paused_at: when it was told to pause (`time.perf_counter`), None once it has resumed.
-        doubt: its swap was sent, and nobody knows yet what it computes.
-        holds: the version that it last said it had swapped in.
-        misses: how often in a row `catch_up` did not reach it; until `due` (`time.monotonic`) it is not tried again.
+        verified: the version that its canary confirmed, NOTHING when fenced or new.
+        paused_at: when its pause was sent (`time.perf_counter`), None once it has resumed.
+        unverified: its swap was sent, and its weights are not known yet.
+        swapped: the version that it last confirmed to have swapped in.
+        missed_pushes: how often in a row `catch_up` did not reach it; not tried again before `retry_at` (`time.monotonic`).
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: ReplicaControl) -> None:
         self.replica = replica
         self.name = replica.name
-        self.proven = NOTHING
+        self.verified = NOTHING
         self.paused_at: float | None = None
-        self.doubt = False
-        self.holds = NOTHING
-        self.misses = 0
-        self.due = 0.0
+        self.unverified = False
+        self.swapped = NOTHING
+        self.missed_pushes = 0
+        self.retry_at = 0.0
         self._left = asyncio.Event()
-        self._order: asyncio.Future[None] | None = None
+        self._command: asyncio.Future[None] | None = None
 
     @property
     def left(self) -> bool:
-        """Whether it is no longer of the fleet."""
         return self._left.is_set()
 
     def leave(self) -> None:
-        """End whatever is being asked of it."""
+        """It leaves the fleet: requests to it end."""
         self._left.set()
 
-    async def ask(self, answer: Awaitable[T]) -> T:
-        """Await `answer`. Raises EngineError as soon as the member leaves. When the caller gives up, so does the request."""
-        asking = asyncio.ensure_future(answer)
-        leaving = asyncio.ensure_future(self._left.wait())
+    async def request(self, answer: Awaitable[T]) -> T:
+        """Await `answer`. Raises EngineError as soon as the target leaves. A cancelled caller cancels the request."""
         try:
-            await asyncio.wait({asking, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                raise EngineError(f"{self.name} left the fleet")
-            return asking.result()
-        finally:
-            asking.cancel()
-            leaving.cancel()
-            await asyncio.gather(asking, leaving, return_exceptions=True)
+            return await run_or_stop(answer, self._left)
+        except Stopped:
+            raise EngineError(f"{self.name} left the fleet") from None
 
     @property
     def settled(self) -> bool:
-        """Whether every order that was sent has been answered, or cannot be any more."""
-        return self._order is None or self._order.done()
+        """Whether every command was answered, or cannot be any more."""
+        return self._command is None or self._command.done()
 
     async def settle(self) -> None:
-        """Return once it is `settled`, however the order ended. Has no deadline itself."""
-        if self._order is not None:
-            await asyncio.wait({self._order})
+        """Return once it is `settled`, however the command ended. Has no deadline."""
+        if self._command is not None:
+            await asyncio.wait({self._command})
 
     async def pause(self, mode: Partial) -> None:
-        """Have it pause. Raises as `ask`."""
-        self._stays()
+        """Pause it. Raises as `request`."""
+        self._check_member()
         if self.paused_at is None:
-            self.paused_at = time.perf_counter()  # before: a pause that was not answered may have happened
-        await self.ask(self._send(self.replica.pause(mode)))
+            self.paused_at = time.perf_counter()  # before the call: a pause without an answer may have happened
+        await self.request(self._send(self.replica.pause(mode)))
 
     async def swap(self, version: int) -> None:
-        """Have it swap in what it staged; from here on it is in doubt, unless it refuses. Raises as `ask`."""
-        self._stays()
-        before, self.doubt, self.holds = self.doubt, True, NOTHING
+        """Swap in the staged tensors; from here on it is unverified, unless it refuses. Raises as `request`."""
+        self._check_member()
+        before, self.unverified, self.swapped = self.unverified, True, NOTHING
 
-        def settle(order: asyncio.Future[None]) -> None:
-            error = asyncio.CancelledError() if order.cancelled() else order.exception()
+        def settle(command: asyncio.Future[None]) -> None:
+            error = asyncio.CancelledError() if command.cancelled() else command.exception()
             if error is None:
-                self.holds = version
+                self.swapped = version
             elif isinstance(error, EngineError) and not isinstance(error, NoAnswer):
-                # The server says that it did not. After a broken connection or a deadline it may have, or may yet.
-                self.doubt = before
+                # The server refused. After a broken connection or a deadline it may have swapped, or may yet.
+                self.unverified = before
 
-        await self.ask(self._send(self.replica.swap_weights(version), settle))
+        await self.request(self._send(self.replica.swap_weights(version), settle))
 
     async def resume(self) -> None:
-        """Have it go on, once it has settled; a leaver, too: it may be draining. Has no deadline itself."""
-        assert not self.doubt, f"{self.name} must not resume with weights that nobody knows"
+        """Resume it once it has settled, also one that left: it may be draining. Has no deadline."""
+        assert not self.unverified, f"{self.name} must not resume with unknown weights"
         await self.settle()
         await self._send(self.replica.resume())
         self.paused_at = None
 
-    def abandon(self) -> None:
-        """Nobody will ask for the order any more that has not settled."""
-        if self._order is not None:
-            self._order.cancel()
+    async def canary_difference(self, canary: Canary) -> float:
+        """Largest difference in nats from the learner's log-probs. Raises as `request`."""
+        return canary.max_difference(await self.request(self.replica.score(canary.token_ids)))
 
-    def _stays(self) -> None:
-        """Raises EngineError for a leaver."""
+    def abandon(self) -> None:
+        """Abandon a command that has not settled; its result is discarded."""
+        if self._command is not None:
+            self._command.cancel()
+
+    def _check_member(self) -> None:
         if self.left:
             raise EngineError(f"{self.name} left the fleet")
 
     def _send(
-        self, order: Coroutine[Any, Any, None], on_settled: Callable[[asyncio.Future[None]], None] | None = None
+        self, command: Coroutine[Any, Any, None], on_settled: Callable[[asyncio.Future[None]], None] | None = None
     ) -> asyncio.Future[None]:
-        """What to await for the answer; cancelling it does not cancel the order."""
-        assert self.settled, f"{self.name} was sent an order before it settled the one before"
-        self._order = asyncio.ensure_future(order)
+        """A future of the answer; cancelling it does not cancel the command."""
+        assert self.settled, f"{self.name} was sent a command before the one before it settled"
+        self._command = asyncio.ensure_future(command)
         if on_settled is not None:
-            self._order.add_done_callback(on_settled)
-        return asyncio.shield(self._order)
+            self._command.add_done_callback(on_settled)
+        return asyncio.shield(self._command)
 
 
-def names(members: Sequence[Member]) -> str:
-    """For messages: `engine-0, engine-1`."""
-    return ", ".join(member.name for member in members)
+class TransferResult(msgspec.Struct):
+    """What a transfer did: replica name -> why it does not hold the snapshot; bytes sent or written; seconds."""
+
+    failed: dict[str, str] = {}
+    sent_bytes: int = 0
+    seconds: float = 0.0
 
 
-def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run `work` in a thread of its own. A collective that hangs until its deadline then holds back no other work, as it would
-    in the loop's pool; cancelling the future abandons the thread."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
+class Transport(Protocol):
+    """One way to move a snapshot to replicas.
 
-    def settle(setter: Callable[[Any], None], outcome: Any) -> None:
-        if not future.done():
-            setter(outcome)
+    What a replica serves does not change. `transfer` returns when every ack is in or can no longer come, within its seconds.
+    """
 
-    def run() -> None:
+    async def transfer(
+        self, snapshot: WeightSnapshot, targets: Sequence[PushTarget], seconds: float, *, retry: bool
+    ) -> TransferResult:
+        """Have all `targets` stage `snapshot`; their failures are in the result. `retry`: reuse nothing of an earlier attempt.
+
+        Raises:
+            WeightSyncError: no target can be reached this way, for example because the disk is full.
+        """
+        ...
+
+    def forget(self, name: str) -> None:
+        """Drop what is known of this replica: it left, or its process was restarted."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WrongWeights(WeightSyncError):
+    """A replica took the weights twice and still computes something else."""
+
+
+class PushSettings(msgspec.Struct, frozen=True):
+    """What is pushed, and how."""
+
+    snapshot: WeightSnapshot
+    transport: Transport
+    mode: Partial
+    tolerance: float
+
+
+class PushResult(msgspec.Struct):
+    """What attempts did.
+
+    Attributes:
+        failed: replica name -> why it did not get the weights.
+        canary: replica name -> canary difference in nats, of those that were asked; above the tolerance it is not verified.
+        pause_s: the longest time that a replica was paused.
+        transfer_s: the longest transfer.
+        sent_bytes: bytes that left the learner.
+        wrong: of the first replica that took the weights twice and still computes something else.
+    """
+
+    failed: dict[str, str] = {}
+    canary: dict[str, float] = {}
+    pause_s: float = 0.0
+    transfer_s: float = 0.0
+    sent_bytes: int = 0
+    wrong: WrongWeights | None = None
+
+    def add_costs(self, other: PushResult) -> None:
+        """Add the times and bytes of `other`."""
+        self.pause_s = max(self.pause_s, other.pause_s)
+        self.transfer_s = max(self.transfer_s, other.transfer_s)
+        self.sent_bytes += other.sent_bytes
+
+
+class PushAttempt:
+    """One attempt at `targets`: all stage, then each pauses, swaps and resumes. `retry`: a first attempt failed. `mode`: how they
+    are paused, by default that of the push."""
+
+    def __init__(
+        self,
+        push: PushSettings,
+        targets: Sequence[PushTarget],
+        seconds: float,
+        *,
+        retry: bool = False,
+        mode: Partial | None = None,
+    ) -> None:
+        self._push, self._targets, self._retry = push, targets, retry
+        self._mode: Partial = mode or push.mode
+        self._stage_s, self._swap_s = STAGE_SHARE * seconds, SWAP_SHARE * seconds
+        self._resume_s = seconds - self._swap_s
+        self._began = time.monotonic()
+        self._paused: set[str] = set()
+        self._done: set[str] = set()
+        self._result = PushResult()
+
+    async def run(self) -> PushResult:
+        """Errors are in the result."""
+        failed = self._result.failed
         try:
-            outcome: tuple[Callable[[Any], None], Any] = (future.set_result, work())
-        except BaseException as error:
-            outcome = (future.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
-            loop.call_soon_threadsafe(settle, *outcome)
+            await await_reply(self._swap_s, self._sequence(), names(self._targets), "see the servers' logs")
+        except (SlipstreamError, OSError) as error:
+            failed |= {t.name: str(error) for t in self._targets if t.name not in self._done | failed.keys()}
+        except asyncio.CancelledError:
+            self._resume_s = min(CANCEL_RESUME_S, self._resume_s)
+            raise
+        finally:
+            paused = [t for t in self._targets if t.paused_at is not None and not t.unverified]
+            self._result.failed = await _each({t.name: self._resume(t) for t in paused}) | failed
+        return self._result
 
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    _threads.add(thread)
-    thread.start()
-    return future
+    async def _sequence(self) -> None:
+        failed, transport = self._result.failed, self._push.transport
+        unready = [t for t in self._targets if not (t.settled and t.replica.stages)]
+        failed |= await _each({t.name: self._prepare(t) for t in unready})
+        ready = [t for t in self._targets if t.name not in self._done | failed.keys()]
+        if not ready:
+            return
+        left = self._stage_s - (time.monotonic() - self._began)
+        staged = await transport.transfer(self._push.snapshot, ready, left, retry=self._retry)
+        self._result.transfer_s, self._result.sent_bytes = staged.seconds, staged.sent_bytes
+        failed |= staged.failed
+        failed |= await _each({t.name: self._switch(t) for t in ready if t.name not in staged.failed})
+
+    async def _prepare(self, target: PushTarget) -> None:
+        """Wait for an earlier command; pause a replica that cannot stage while it generates."""
+        if not target.settled:
+            waits_for, hint = f"{target.name} to finish its last command", "see its log; it stays paused until then"
+            await await_reply(self._stage_s, target.settle(), waits_for, hint)
+            if target.unverified and target.swapped == self._push.snapshot.version:  # its swap was only late
+                await self._finish(target)
+                return
+        if not target.replica.stages:
+            await self._pause(target, self._stage_s / 2)
+
+    async def _switch(self, target: PushTarget) -> None:
+        """Pause, swap, canary where the server scores while paused, resume."""
+        if target.name not in self._paused:  # also one that an earlier attempt left paused, maybe in another mode
+            await self._pause(target, self._swap_s)
+        await target.swap(self._push.snapshot.version)
+        await self._finish(target)
+
+    async def _pause(self, target: PushTarget, seconds: float) -> None:
+        self._paused.add(target.name)
+        await await_reply(seconds, target.pause(self._mode), f"{target.name} to pause")
+
+    async def _finish(self, target: PushTarget) -> None:
+        """After the swap: resume, unless the canary shows wrong weights."""
+        if target.replica.scores_paused:
+            self._result.canary[target.name] = await target.canary_difference(self._push.snapshot.canary)
+        if self._result.canary.get(target.name, 0.0) <= self._push.tolerance:
+            target.unverified = False
+            await self._resume(target)
+        self._done.add(target.name)
+
+    async def _resume(self, target: PushTarget) -> None:
+        since = target.paused_at
+        seconds = min(CANCEL_RESUME_S, self._resume_s) if target.left else self._resume_s
+        hint = "see its log; catch_up resumes it once it answers"
+        await await_reply(seconds, target.resume(), f"{target.name} to resume", hint)
+        if since is not None:
+            self._result.pause_s = max(self._result.pause_s, time.perf_counter() - since)
 
 
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+async def verify_by_canary(
+    push: PushSettings, target: PushTarget, measured: float | None, seconds: float, costs: PushResult
+) -> float:
+    """The target's canary difference; above the tolerance it is pushed to once more. `measured`: the one taken while paused.
+
+    Raises:
+        WrongWeights: the second difference is above the tolerance, too.
+        EngineError, DeadlineExceeded: it did not answer.
+    """
+
+    async def verify() -> float:
+        difference = await target.canary_difference(push.snapshot.canary) if measured is None else measured
+        if difference <= push.tolerance:
+            return difference
+        logger.warning("%s: canary off by %g nats, pushing once more", target.name, difference)
+        second = await PushAttempt(push, [target], seconds / 2, retry=True, mode="recompute").run()
+        costs.add_costs(second)
+        if second.failed:
+            raise EngineError(second.failed[target.name])
+        again = second.canary.get(target.name)
+        difference = await target.canary_difference(push.snapshot.canary) if again is None else again
+        if difference <= push.tolerance:
+            return difference
+        raise WrongWeights(
+            f"{target.name} does not hold version {push.snapshot.version}: after two pushes its canary log-probs differ"
+            f" from the learner's by {difference:.3g} nats (weightsync.canary_tolerance={push.tolerance:g})"
+        )
+
+    return await await_reply(seconds, verify(), f"canary of {target.name}")
 
 
-@atexit.register
-def _let_end() -> None:
-    """An interpreter that goes while a thread is in the middle of torch's C++ is aborted: those that were abandoned end first."""
-    until = time.monotonic() + END_S
-    for thread in list(_threads):
-        thread.join(max(0.0, until - time.monotonic()))
+def names(targets: Sequence[PushTarget]) -> str:
+    """For messages: `engine-0, engine-1`."""
+    return ", ".join(target.name for target in targets)
+
+
+async def await_reply(seconds: float, answer: Awaitable[T], waits_for: str, hint: str = "see its log") -> T:
+    """Await `answer` as the publisher. Raises DeadlineExceeded."""
+    return await with_deadline(seconds, answer, who="publisher", waits_for=waits_for, hint=hint)
+
+
+def failures(names: Sequence[str], outcomes: Sequence[object]) -> dict[str, str]:
+    """Replica name -> error of those that failed with a SlipstreamError or OSError; any other exception is raised."""
+    failed: dict[str, str] = {}
+    for name, outcome in zip(names, outcomes, strict=True):
+        if isinstance(outcome, SlipstreamError | OSError):
+            failed[name] = str(outcome)
+        elif isinstance(outcome, BaseException):
+            raise outcome
+    return failed
+
+
+async def _each(awaitables: Mapping[str, Awaitable[object]]) -> dict[str, str]:
+    """Await all; name -> error of those that failed."""
+    return failures(list(awaitables), await asyncio.gather(*awaitables.values(), return_exceptions=True))

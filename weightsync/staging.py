@@ -1,18 +1,18 @@
-"""The receiving end of a weight push, in an engine's process: everything of a version is here, and proven, before anything changes.
+"""The receiving end of a weight push, in an engine's process: a whole version arrives and is verified before anything changes.
 
-    engine's thread:  join ──> begin(plan) ──> ... generates on ... ──> take(version) ──> loads
-                                   │                                       ▲
-    staging thread:                └─> receive / map / patch, checksum ────┴──> Receipt to the learner
+    engine's thread:  join ──> begin(plan) ──> ... generates ... ──> take(version) ──> loads
+                                   │                                     ▲
+    staging thread:                └─> receive / map / patch, checksum ──┴──> ack to the learner
 
 Invariants:
-- `begin` returns at once; the engine goes on with its old weights. Whatever goes wrong in the thread is told to the learner and to
-  `take`, and ends nothing else.
-- What `take` returns is whole, and what came has the plan's checksum. Of adapters it is the model with them added.
-- Staged tensors lie in host memory, and a mapped file is shared with every other process that maps it: on a GPU there is no room
-  for a second model beside the KV cache. They may be the base of the next delta: read them, never write to them.
-- A broadcast takes the group along: only a broadcast that succeeded gives it back, since otherwise the group's state is unknown.
+- `begin` returns at once; the engine continues with its old weights. An error in the thread is reported to the learner and by
+  `take`, and has no other effect.
+- `take` returns the whole version, whose bytes had the plan's checksum. After a push of adapters it is the model with them added.
+- Staged tensors are in host memory: on a GPU there is no room for a second model next to the KV cache. A mapped file is shared
+  with every other process that maps it. They may be the base of the next delta: never write to them.
+- A broadcast takes over the group; only a broadcast that succeeded returns it, since otherwise the group's state is unknown.
 
-Imported by vLLM's and SGLang's processes: nothing but torch, numpy, msgspec, zmq, xxhash and safetensors may be needed here.
+Imported by vLLM's and SGLang's processes: only packages that both have may be imported here.
 """
 
 from __future__ import annotations
@@ -21,58 +21,51 @@ import contextlib
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import WeightSyncError
 from . import delta
-from .adapters import are_adapters, merge
-from .buckets import buckets_of, dtype_of, unpack
-from .checksum import Checksum
-from .group import BroadcastGroup
-from .plan import Broadcast, Delta, File, GroupPlan, Receipt, TransferPlan
-from .receipts import send_receipt
+from .broadcast import BroadcastGroup
+from .plan import BroadcastSource, DeltaSource, FileSource, GroupPlan, TransferPlan, WeightAck, send_ack
+from .snapshot import Checksum, buckets_of, dtype_of, unpack
+from .weight_check import TIED, are_adapters, base_weights, check_weights, checkpoint_shapes, merge
 
 logger = logging.getLogger(__name__)
 
 TAKE_S = 60.0
-"""Longest wait for the staging thread. The learner asks for a swap only after the receipt, so there is normally none."""
+"""Longest wait for the staging thread. The learner sends a swap only after the ack, so there is normally none."""
 
 Tensors = list[tuple[str, torch.Tensor]]
 """Hugging Face name and tensor, in the plan's order."""
 
 
-class _Kept(msgspec.Struct, frozen=True):
-    """A version that the next delta may be relative to."""
-
-    version: int
-    tensors: dict[str, torch.Tensor]
+_Base = tuple[int, dict[str, torch.Tensor]]
+"""A version that is kept, and its tensors."""
 
 
-class _Work:
-    """One version on its way in. `tensors` and `error` are final once `done` is set."""
+class _Transfer:
+    """One version that arrives. `tensors` and `error` are final once `done` is set; `base` is what a delta may be relative to."""
 
-    def __init__(self, plan: TransferPlan, group: BroadcastGroup | None, kept: _Kept | None) -> None:
+    def __init__(self, plan: TransferPlan, group: BroadcastGroup | None, base: _Base | None) -> None:
         self.plan = plan
         self.group = group
-        self.kept = kept
+        self.base = base
         self.done = threading.Event()
         self.tensors: Tensors = []
         self.error = ""
 
 
-class Staging:
+class WeightStaging:
     """One rank's staging area.
 
     Args:
         rank: of this process within its replica, from 0.
         device: where `nccl` receives.
-        check: raises WeightSyncError when the model cannot take what a plan announces. Runs in the staging thread.
-        base: the weights that the model was first loaded from, which adapters are added to. Runs there, too.
+        check: raises WeightSyncError when the plan does not match the model. Runs in the staging thread.
+        base: the weights that the model was first loaded from, which adapters are added to. Runs in the staging thread.
     """
 
     def __init__(
@@ -88,14 +81,27 @@ class Staging:
         self._base = base
         self._lock = threading.Lock()
         self._group: BroadcastGroup | None = None
-        self._work: _Work | None = None
-        self._kept: _Kept | None = None
+        self._transfer: _Transfer | None = None
+        self._kept: _Base | None = None
+
+    @classmethod
+    def for_checkpoint(
+        cls, rank: int, device: torch.device, model: str, revision: str | None, *, tied: bool
+    ) -> WeightStaging:
+        """Staging for a model that an engine loaded from the safetensors of `model`, a folder or a hub name; plans are checked
+        against those. `tied`: embeddings are tied, so that `lm_head` may be missing."""
+        shapes = functools.cache(lambda: checkpoint_shapes(model, revision))
+
+        def check(plan: TransferPlan) -> None:
+            check_weights(plan, shapes(), optional=TIED if tied else frozenset())
+
+        return cls(rank, device, check, functools.partial(base_weights, model, revision))
 
     def join(self, plan: GroupPlan) -> None:
-        """Join the plan's group; blocks until all of it has met. Leaves any other group, drops what was staged.
+        """Join the plan's group; blocks until it is complete. Leaves any other group, drops what was staged.
 
         Raises:
-            WeightSyncError: the group did not meet within `plan.timeout_s`.
+            WeightSyncError: the group was not complete within `plan.timeout_s`.
         """
         self.discard()
         self._leave()
@@ -104,13 +110,13 @@ class Staging:
             self._group = group
 
     def begin(self, plan: TransferPlan) -> None:
-        """Stage one version in a thread, and return at once. An earlier one is dropped. Every outcome goes to `plan.receipts`."""
+        """Stage one version in a thread, and return at once. An earlier one is dropped. Every outcome is sent to `plan.acks`."""
         with self._lock:
             group = None
-            if isinstance(plan.source, Broadcast):
+            if isinstance(plan.source, BroadcastSource):
                 group, self._group = self._group, None
-            self._work = work = _Work(plan, group, self._kept)
-        threading.Thread(target=self._stage, args=(work,), name=f"stage-{plan.version}", daemon=True).start()
+            self._transfer = transfer = _Transfer(plan, group, self._kept)
+        threading.Thread(target=self._stage, args=(transfer,), name=f"stage-{plan.version}", daemon=True).start()
 
     def take(self, version: int) -> Tensors:
         """The staged tensors of `version`, once; waits for the thread.
@@ -119,29 +125,29 @@ class Staging:
             WeightSyncError: that version is not staged whole.
         """
         with self._lock:
-            work = self._work
-        if work is None or work.plan.version != version:
-            held = f"version {work.plan.version}" if work else "nothing"
+            transfer = self._transfer
+        if transfer is None or transfer.plan.version != version:
+            held = f"version {transfer.plan.version}" if transfer else "nothing"
             raise WeightSyncError(f"version {version} is not staged here, {held} is; announce it first")
-        if not work.done.wait(TAKE_S):
+        if not transfer.done.wait(TAKE_S):
             raise WeightSyncError(
-                f"version {version} was not staged within {TAKE_S:g} s; wait for its receipt before a swap"
+                f"version {version} was not staged within {TAKE_S:g} s; wait for its ack before a swap"
             )
         with self._lock:
-            if self._work is work:
-                self._work = None
-        if work.error:
-            raise WeightSyncError(f"version {version} was not staged: {work.error}")
-        return work.tensors
+            if self._transfer is transfer:
+                self._transfer = None
+        if transfer.error:
+            raise WeightSyncError(f"version {version} was not staged: {transfer.error}")
+        return transfer.tensors
 
     def discard(self) -> None:
-        """Forget what is staged, or on its way in. The base of the next delta stays."""
+        """Drop what is staged or arriving. The base of the next delta stays."""
         with self._lock:
-            self._work = None
+            self._transfer = None
 
     def close(self) -> None:
-        """Forget everything and leave the group. A thread that is in the middle of a collective is not waited for: it ends when
-        the others leave, at the latest at the group's deadline."""
+        """Drop everything and leave the group, without waiting for a thread in a collective: it ends when the other members
+        leave, at the latest at the group's deadline."""
         self.discard()
         self._leave()
         with self._lock:
@@ -153,42 +159,41 @@ class Staging:
         if group is not None:
             group.close()
 
-    def _stage(self, work: _Work) -> None:
-        """The thread: all of one version, then the receipt."""
-        began = time.perf_counter()
-        plan = work.plan
-        came, tensors = Tensors(), Tensors()
+    def _stage(self, transfer: _Transfer) -> None:
+        """The thread: receive one version, then send the ack."""
+        plan = transfer.plan
+        arrived, tensors = Tensors(), Tensors()
         try:
             self._check(plan)
-            came = tensors = self._proven(work)
+            arrived = tensors = self._receive(transfer)
             if are_adapters(plan.names):
-                tensors = list(merge(dict(came), self._base()))
-        except Exception as error:  # the learner is told; the engine must not end of it
-            work.error = _one_line(error)
+                tensors = list(merge(dict(arrived), self._base()))
+        except Exception as error:  # reported to the learner; the engine goes on
+            transfer.error = _one_line(error)
         with self._lock:
-            wanted = self._work is work
-            if wanted and not work.error:
-                work.tensors = tensors
-                self._group, work.group = work.group or self._group, None
+            wanted = self._transfer is transfer
+            if wanted and not transfer.error:
+                transfer.tensors = tensors
+                self._group, transfer.group = transfer.group or self._group, None
                 if plan.keep:
-                    self._kept = _Kept(plan.version, dict(came))
-        if work.group is not None:
-            work.group.close()
-        work.group = work.kept = None
-        work.done.set()
+                    self._kept = plan.version, dict(arrived)
+        if transfer.group is not None:
+            transfer.group.close()
+        transfer.group = transfer.base = None
+        transfer.done.set()
         if not wanted:
-            return  # nobody waits for it any more
-        receipt = Receipt(plan.replica, self._rank, plan.version, time.perf_counter() - began, work.error)
+            return  # replaced: the learner does not wait for it
+        ack = WeightAck(plan.receiver, self._rank, plan.version, transfer.error)
         try:
-            send_receipt(plan.receipts, receipt)
+            send_ack(plan.acks, ack)
         except WeightSyncError as error:
             logger.warning("version %d: %s", plan.version, error)
 
-    def _proven(self, work: _Work) -> Tensors:
-        """All tensors of a plan. Raises WeightSyncError when they are not what the learner announced."""
-        plan, total, tensors = work.plan, Checksum(), Tensors()
-        for name, tensor in self._arriving(work):
-            if self._work is not work:
+    def _receive(self, transfer: _Transfer) -> Tensors:
+        """All tensors of a plan. Raises WeightSyncError when they do not match it."""
+        plan, total, tensors = transfer.plan, Checksum(), Tensors()
+        for name, tensor in self._tensors(transfer):
+            if self._transfer is not transfer:
                 raise WeightSyncError("dropped for another version")
             total.add(tensor)
             tensors.append((name, tensor))
@@ -198,27 +203,28 @@ class Staging:
             )
         return tensors
 
-    def _arriving(self, work: _Work) -> Iterator[tuple[str, torch.Tensor]]:
-        plan, source = work.plan, work.plan.source
-        if isinstance(source, Broadcast):
-            if work.group is None:
+    def _tensors(self, transfer: _Transfer) -> Iterator[tuple[str, torch.Tensor]]:
+        plan, source = transfer.plan, transfer.plan.source
+        if isinstance(source, BroadcastSource):
+            if transfer.group is None:
                 raise WeightSyncError(
                     "weights were announced to a replica that is in no broadcast group; join one first"
                 )
-            return _received(work.group, plan)
-        if isinstance(source, File):
+            return _received(transfer.group, plan)
+        if isinstance(source, FileSource):
             tensors = _mapped(source.path, plan)
             return ((name, delta.copy(tensor)) for name, tensor in tensors) if plan.keep else tensors
-        if work.kept is None or work.kept.version != source.base:
-            here = f"version {work.kept.version}" if work.kept else "none"
+        if transfer.base is None or transfer.base[0] != source.base:
+            here = f"version {transfer.base[0]}" if transfer.base else "none"
             raise WeightSyncError(
                 f"version {plan.version} is a delta from version {source.base}; the base kept here is {here}"
             )
-        return _patched(source, plan, work.kept)
+        return _patched(source, plan, transfer.base[1])
 
 
 def _received(group: BroadcastGroup, plan: TransferPlan) -> Iterator[tuple[str, torch.Tensor]]:
-    with _lane(group.device):
+    # A CUDA stream of its own, so that receiving does not queue behind the engine's kernels.
+    with torch.cuda.stream(_stream(group.device)) if group.device.type == "cuda" else contextlib.nullcontext():
         for bucket in buckets_of(plan):
             data = torch.empty(bucket.nbytes, dtype=torch.uint8, device=group.device)
             group.broadcast(data)
@@ -237,9 +243,11 @@ def _mapped(path: str, plan: TransferPlan) -> Iterator[tuple[str, torch.Tensor]]
             yield name, tensor
 
 
-def _patched(source: Delta, plan: TransferPlan, kept: _Kept) -> Iterator[tuple[str, torch.Tensor]]:
+def _patched(
+    source: DeltaSource, plan: TransferPlan, base: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
     with _readable(source.path):
-        yield from delta.apply(source.path, plan, kept.tensors)
+        yield from delta.apply(source.path, plan, base)
 
 
 @contextlib.contextmanager
@@ -252,19 +260,9 @@ def _readable(path: str) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def _lane(device: torch.device) -> Iterator[None]:
-    """A CUDA stream of this thread's own, so that receiving does not queue behind the engine's kernels."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device), torch.cuda.stream(_stream(device)):
-        yield
-
-
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for good: torch's allocator keeps freed memory per stream, and beside a KV cache there is none to spare."""
+    """One for the life of the process: torch's allocator keeps freed memory per stream, and the KV cache leaves no room."""
     return torch.cuda.Stream(device)
 
 

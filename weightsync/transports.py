@@ -1,38 +1,48 @@
-"""Transports that write a file, and which transport a config names.
+"""Transports that write a file, and the transport that a config names.
 
     shared   one file in this host's shared memory, mapped by all its replicas
     disk     one file in the run's folder
-    delta    what changed, for those who kept the version before; the whole file for the others
+    delta    what changed, for replicas that kept the version before; the whole file for the others
 
 Invariants:
-- A file is written once per version, whoever needs it and when; should a replica refuse it, the next try writes it anew.
-- A delta is relative to the version published before, and only for replicas whose receipt says that they kept that.
+- A file is written once per version; after a replica refuses it, the retry writes it anew.
+- A file appears whole, by a rename, and is never modified: a process that has mapped it keeps its bytes after its removal.
+- `latest.json` names only existing files, and never returns to an earlier version.
+- Concurrent writers are safe: one that was abandoned because its disk was stuck may go on in its thread while another writes the
+  same version, or the next.
+- A delta is relative to the version published before, and only for replicas whose ack confirmed that version.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from ..common.fsio import write_atomic
+from ..common.tasks import in_thread
 from ..configs.schema import TransportKind
-from ..errors import within
+from ..errors import WeightSyncError
 from . import delta
 from .broadcast import BroadcastTransport, Sender
-from .files import Manifest, SharedFolder, WeightFolder
-from .plan import Delta, File, Source
-from .receipts import Receipts
-from .replica import Member, in_thread
-from .snapshot import Snapshot
-from .transport import Carried, Transport, tell
+from .plan import AckCollector, DeltaSource, FileSource, Source
+from .replica import PushTarget, TransferResult, Transport, await_reply, failures
+from .shared_folder import SharedFolder
+from .snapshot import WeightSnapshot
 
 KEPT_ON_DISK = 2
-"""Versions. A reader elsewhere that has just read `latest.json` has time to open what it names."""
+"""Versions. A reader elsewhere that has just read `latest.json` has time to open the files it names."""
 
 
 def make_transport(
-    kind: TransportKind, sender: Sender, receipts: Receipts, *, bucket_bytes: int, folder: Path
+    kind: TransportKind, sender: Sender, acks: AckCollector, *, bucket_bytes: int, folder: Path
 ) -> Transport:
     """The transport that `weightsync.transport` names; `folder` is where files on disk go.
 
@@ -40,28 +50,109 @@ def make_transport(
         WeightSyncError: the folder, or shared memory, cannot be used.
     """
     if kind == "broadcast":
-        return BroadcastTransport(sender, receipts, bucket_bytes)
+        return BroadcastTransport(sender, acks, bucket_bytes)
     if kind == "shared":
         shared = SharedFolder()
-        return FileTransport(WeightFolder(shared.path, keep=1), receipts, shared.close)
-    if kind == "disk":
-        return FileTransport(WeightFolder(folder, KEPT_ON_DISK), receipts)
-    return DeltaTransport(WeightFolder(folder, KEPT_ON_DISK), receipts)
+        return FileTransport(WeightFolder(shared.path, keep=1), acks, on_close=shared.close)
+    return FileTransport(WeightFolder(folder, KEPT_ON_DISK), acks, deltas=kind == "delta")
 
 
-class Written:
-    """Files of the newest snapshot in a folder, each written when somebody first needs it."""
+class Manifest(msgspec.Struct, frozen=True):
+    """`latest.json`: the version published last, for readers that get no pushes, such as another cluster.
+
+    Attributes:
+        checksum: xxh3 over the tensors in the order of `names`, see `TransferPlan`.
+        full: name of the file with all tensors, "" when only a delta was written.
+        delta: name of the file with what differs from version `base`, "" when there is none.
+    """
+
+    version: int
+    checksum: str
+    names: tuple[str, ...]
+    full: str = ""
+    delta: str = ""
+    base: int = -1
+
+
+class WeightFolder:
+    """Files of the last `keep` versions in `path`."""
+
+    def __init__(self, path: Path, keep: int) -> None:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WeightSyncError(f"cannot make {path}: {error.strerror}") from error
+        self.path = path.resolve()
+        self._keep = keep
+        latest = read_manifest(path)
+        self._versions = [latest.version] if latest else []
+        self._lock = threading.Lock()
+
+    def write(self, version: int, kind: str, tensors: Mapping[str, torch.Tensor]) -> Path:
+        """Write a file of `version`; files of versions before the last `keep` are removed.
+
+        Raises:
+            WeightSyncError: no space, no permission; or it took so long that later versions have been written.
+        """
+        path = self.path / f"v{version}.{kind}.safetensors"
+        part = path.with_suffix(f".{uuid.uuid4().hex}.part")
+        with self._lock:
+            self._versions = [*(v for v in self._versions if v != version), version][-self._keep :]
+            self._prune()
+        try:
+            save_file(dict(tensors), part, metadata={"version": str(version)})
+            with self._lock:
+                if version not in self._versions:
+                    raise WeightSyncError("later versions have been written meanwhile")
+                part.replace(path)
+        except Exception as error:  # safetensors has its own for a full disk
+            part.unlink(missing_ok=True)
+            raise WeightSyncError(f"cannot write version {version} to {path}: {error}") from error
+        return path
+
+    def publish(self, manifest: Manifest) -> None:
+        """Replace `latest.json`; its entry for another file of the same version stays. Does nothing if a later version was
+        written."""
+        with self._lock:
+            if manifest.version == self._versions[-1]:
+                self._publish(manifest)
+
+    def _publish(self, manifest: Manifest) -> None:
+        latest = read_manifest(self.path)
+        if latest is not None and (latest.version, latest.checksum) == (manifest.version, manifest.checksum):
+            full, delta, base = latest.full, latest.delta, latest.base
+            if manifest.delta:
+                delta, base = manifest.delta, manifest.base
+            manifest = msgspec.structs.replace(manifest, full=manifest.full or full, delta=delta, base=base)
+        write_atomic(self.path / "latest.json", msgspec.json.encode(manifest))
+
+    def _prune(self) -> None:
+        for path in self.path.glob("v*"):
+            if path.name.partition(".")[0] not in {f"v{version}" for version in self._versions}:
+                path.unlink(missing_ok=True)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of `folder`; None where there is none, or it cannot be read."""
+    try:
+        return msgspec.json.decode((folder / "latest.json").read_bytes(), type=Manifest)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+class WrittenVersions:
+    """Files of the newest snapshot in a folder, each written at its first use."""
 
     def __init__(self, folder: WeightFolder) -> None:
         self.folder = folder
-        self._snapshot: Snapshot | None = None
+        self._snapshot: WeightSnapshot | None = None
         self._paths: dict[str, Path | None] = {}
         self._lock = asyncio.Lock()
 
     async def file(
-        self, snapshot: Snapshot, kind: str, write: Callable[[], Path | None], seconds: float
+        self, snapshot: WeightSnapshot, kind: str, write: Callable[[], Path | None], seconds: float
     ) -> tuple[Path | None, int]:
-        """The file that `write` makes of `snapshot`, None if it finds none worth it; and the bytes written just now.
+        """The file that `write` makes of `snapshot`, None if it declines; and the bytes written by this call.
 
         Raises:
             WeightSyncError, DeadlineExceeded: it cannot be written, or not in time.
@@ -71,107 +162,87 @@ class Written:
                 self._snapshot, self._paths = snapshot, {}
             if kind in self._paths:
                 return self._paths[kind], 0
-            who, what = "publisher", f"version {snapshot.version} to be written to {self.folder.path}"
-            path = await within(seconds, in_thread(write, what), who=who, waits_for=what, hint="is the disk stuck?")
+            what = f"version {snapshot.version} to be written to {self.folder.path}"
+            path = await await_reply(seconds, in_thread(write, what), what, "is the disk stuck?")
             self._paths[kind] = path
             return path, path.stat().st_size if path else 0
 
-    def path(self, kind: str) -> Path | None:
-        """The file of the newest snapshot, None while nobody needed it."""
-        return self._paths.get(kind)
-
-    def distrust(self) -> None:
-        """Write anew what is needed next."""
-        self._paths = {}
+    def invalidate(self, snapshot: WeightSnapshot) -> None:
+        """Write the files of `snapshot` anew at their next use."""
+        if self._snapshot is snapshot:
+            self._paths = {}
 
 
 class FileTransport:
-    """One whole file for everybody; `on_close` is called in the end."""
+    """Files that the replicas read.
 
-    def __init__(self, folder: WeightFolder, receipts: Receipts, on_close: Callable[[], None] | None = None) -> None:
-        self._written = Written(folder)
-        self._receipts = receipts
+    Args:
+        deltas: replicas that kept the version before get a file of what changed since, where that is smaller.
+        on_close: called at the end.
+    """
+
+    def __init__(
+        self,
+        folder: WeightFolder,
+        acks: AckCollector,
+        *,
+        deltas: bool = False,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self._written = WrittenVersions(folder)
+        self._acks = acks
+        self._deltas = deltas
         self._on_close = on_close
+        self._kept: dict[str, WeightSnapshot] = {}
+        self._before: WeightSnapshot | None = None
+        self._newest: WeightSnapshot | None = None
 
-    async def carry(self, snapshot: Snapshot, members: Sequence[Member], seconds: float, *, again: bool) -> Carried:
-        """See `Transport`."""
-        began, carried = time.perf_counter(), Carried()
-        path, carried.sent_bytes = await self._written.file(snapshot, "full", lambda: self._write(snapshot), seconds)
-        left = seconds - (time.perf_counter() - began)
-        sources: dict[Member, Source] = {member: File(str(path)) for member in members}
-        carried.failed = await tell(self._receipts, snapshot, sources, left, keep=False)
-        if carried.failed and self._written.path("full") == path:
-            self._written.distrust()
-        carried.seconds = time.perf_counter() - began
-        return carried
+    async def transfer(
+        self, snapshot: WeightSnapshot, targets: Sequence[PushTarget], seconds: float, *, retry: bool
+    ) -> TransferResult:
+        """See `Transport`. With `retry` every target gets the whole file."""
+        began, result = time.perf_counter(), TransferResult()
 
-    def forget(self, name: str) -> None:
-        """Nothing is known of anybody."""
-
-    def close(self) -> None:
-        """Remove what does not outlive the learner."""
-        if self._on_close is not None:
-            self._on_close()
-
-    def _write(self, snapshot: Snapshot) -> Path:
-        return write_full(self._written.folder, snapshot)
-
-
-class DeltaTransport:
-    """What changed since the version before, where that is smaller and the replica kept it; else the whole file."""
-
-    def __init__(self, folder: WeightFolder, receipts: Receipts) -> None:
-        self._written = Written(folder)
-        self._receipts = receipts
-        self._kept: dict[str, Snapshot] = {}
-        self._before: Snapshot | None = None
-        self._newest: Snapshot | None = None
-
-    async def carry(self, snapshot: Snapshot, members: Sequence[Member], seconds: float, *, again: bool) -> Carried:
-        """See `Transport`. With `again` everybody gets the whole file."""
-        began, carried = time.perf_counter(), Carried()
-        if snapshot is not self._newest:
-            self._before, self._newest = self._newest, snapshot
-        before = self._before
-        sources: dict[Member, Source] = {}
-        if before is not None and not again and alike(before, snapshot):
-            near = [m for m in members if self._kept.get(m.name) is before]
-            if near:
-                path, wrote = await self._written.file(
-                    snapshot, "delta", lambda: self._write_delta(snapshot, before), seconds
-                )
-                carried.sent_bytes += wrote
-                if path is not None:
-                    sources |= {m: Delta(str(path), before.version) for m in near}
-        far = [m for m in members if m not in sources]
-        if far:
+        async def write(kind: str, work: Callable[[], Path | None]) -> Path | None:
             left = seconds - (time.perf_counter() - began)
-            path, wrote = await self._written.file(snapshot, "full", lambda: self._write_full(snapshot), left)
-            carried.sent_bytes += wrote
-            sources |= {m: File(str(path)) for m in far}
-        for member in members:
-            self._kept.pop(member.name, None)  # until its receipt is in
+            path, wrote = await self._written.file(snapshot, kind, work, left)
+            result.sent_bytes += wrote
+            return path
+
+        if self._deltas and snapshot is not self._newest:
+            self._before, self._newest = self._newest, snapshot
+        before, sources = self._before, dict[PushTarget, Source]()
+        if before is not None and not retry and _same_layout(before, snapshot):
+            kept = [t for t in targets if self._kept.get(t.name) is before]
+            path = await write("delta", lambda: self._write_delta(snapshot, before)) if kept else None
+            if path is not None:
+                sources |= {t: DeltaSource(str(path), before.version) for t in kept}
+        if others := [t for t in targets if t not in sources]:
+            path = await write("full", lambda: write_full(self._written.folder, snapshot))
+            sources |= {t: FileSource(str(path)) for t in others}
+        for target in targets:
+            self._kept.pop(target.name, None)  # until its ack is in
         left = seconds - (time.perf_counter() - began)
-        carried.failed = await tell(self._receipts, snapshot, sources, left, keep=True)
-        self._kept |= {m.name: snapshot for m in members if m.name not in carried.failed and not m.left}
-        if carried.failed:
-            self._written.distrust()
-        carried.seconds = time.perf_counter() - began
-        return carried
+        result.failed = await _stage_files(self._acks, snapshot, sources, left, keep=self._deltas)
+        if self._deltas:
+            self._kept |= {t.name: snapshot for t in targets if t.name not in result.failed and not t.left}
+        if result.failed:
+            self._written.invalidate(snapshot)
+        result.seconds = time.perf_counter() - began
+        return result
 
     def forget(self, name: str) -> None:
-        """It keeps no base that we know of."""
+        """The base that it keeps is unknown."""
         self._kept.pop(name, None)
 
     def close(self) -> None:
-        """Drop the snapshots."""
+        """Remove what does not outlive the learner."""
         self._before = self._newest = None
         self._kept.clear()
+        if self._on_close is not None:
+            self._on_close()
 
-    def _write_full(self, snapshot: Snapshot) -> Path:
-        return write_full(self._written.folder, snapshot)
-
-    def _write_delta(self, snapshot: Snapshot, before: Snapshot) -> Path | None:
+    def _write_delta(self, snapshot: WeightSnapshot, before: WeightSnapshot) -> Path | None:
         parts = delta.differences(snapshot.names, before.tensors, snapshot.tensors)
         if sum(part.nbytes for part in parts.values()) >= snapshot.nbytes:
             return None
@@ -183,15 +254,36 @@ class DeltaTransport:
         return path
 
 
-def write_full(folder: WeightFolder, snapshot: Snapshot) -> Path:
-    """Write all tensors of a snapshot, and say so in the folder's manifest."""
+async def _stage_files(
+    acks: AckCollector, snapshot: WeightSnapshot, sources: Mapping[PushTarget, Source], seconds: float, *, keep: bool
+) -> dict[str, str]:
+    """Have each target stage `snapshot` from its file; replica name -> why it does not hold it."""
+
+    async def stage(target: PushTarget, source: Source) -> None:
+        with acks.expect(target.name, snapshot.version, target.replica.ranks) as expected:
+            plan = snapshot.plan(source, bucket_bytes=0, keep=keep, acks=acks.address, receiver=expected.receiver)
+
+            async def staged() -> None:
+                await target.request(target.replica.receive_weights(plan))
+                await target.request(expected.complete())
+
+            await await_reply(seconds, staged(), str(expected))
+
+    return failures(
+        [target.name for target in sources],
+        await asyncio.gather(*(stage(t, s) for t, s in sources.items()), return_exceptions=True),
+    )
+
+
+def write_full(folder: WeightFolder, snapshot: WeightSnapshot) -> Path:
+    """Write all tensors of a snapshot, and name the file in the folder's manifest."""
     path = folder.write(snapshot.version, "full", dict(zip(snapshot.names, snapshot.tensors, strict=True)))
     folder.publish(Manifest(snapshot.version, snapshot.checksum, snapshot.names, full=path.name))
     return path
 
 
-def alike(one: Snapshot, other: Snapshot) -> bool:
-    """Whether both hold the same names, shapes and dtypes, so that one can be told as a difference to the other."""
+def _same_layout(one: WeightSnapshot, other: WeightSnapshot) -> bool:
+    """Whether names, shapes and dtypes are equal, so that a delta between the two exists."""
     return one.names == other.names and all(
         a.shape == b.shape and a.dtype == b.dtype for a, b in zip(one.tensors, other.tensors, strict=True)
     )

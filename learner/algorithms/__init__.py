@@ -1,128 +1,76 @@
-"""What the step optimises: advantage estimators and policy losses, found by the type of their config section.
+"""What the step optimizes: advantage estimators and policy losses, found by the type of their config section.
 
-A new one is a config struct, a file here, and one line in the table below. A loss is made of several parts: see `policy_loss.py`.
+A new one is a config struct, a pure function in a file here, and one line in the table below. `policy_loss.py` composes the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from ...configs.algorithm import (
-    Algorithm,
-    Cispo,
-    ClipCov,
-    DecoupledPpo,
-    DualClipPpo,
-    Gae,
-    Grpo,
-    Gspo,
-    KlCov,
-    Opo,
-    Ppo,
-    Prime,
-    ReinforcePP,
-    ReinforcePPBaseline,
-    Remax,
-    Rloo,
-    Sapo,
-    Sppo,
-    TurnLevel,
-    WinRate,
-)
+import numpy as np
+from numpy.typing import NDArray
+
+from ...configs import algorithm as config
+from ...configs.algorithm import Algorithm
 from ...configs.section import Section
-from ..backend import BatchLoss, Gather, PackedRow, PolicyLoss
-from . import (
-    cispo,
-    clip_cov,
-    decoupled_ppo,
-    gae,
-    grpo,
-    gspo,
-    kl_cov,
-    opo,
-    ppo,
-    prime,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    remax,
-    rloo,
-    sapo,
-    sppo,
-    turn_level,
-    win_rate,
-)
-from .aggregation import scale_of
-from .correction import correction_of
-from .episodes import Advantage, TokenAdvantage
-from .imitation import imitation_of
-from .policy_loss import BY_STALENESS, compose, effective_sample_size, stalest_of
-from .tokens import Selection, SurrogateLoss
+from ..backend import BatchLoss
+from ..batch import TrainBatch
+from . import covariance, estimators, surrogates, token_estimators
+from .estimators import Advantage
+from .policy_loss import BatchSelection, Surrogate, Tokens, batch_loss
 
-ADVANTAGES: dict[type[Section], Callable[[Any], Advantage | TokenAdvantage]] = {
-    Grpo: grpo.advantage,
-    Rloo: rloo.advantage,
-    ReinforcePP: reinforce_pp.advantage,
-    ReinforcePPBaseline: reinforce_pp_baseline.advantage,
-    Opo: opo.advantage,
-    Remax: remax.advantage,
-    WinRate: win_rate.advantage,
-    TurnLevel: turn_level.advantage,
-    Gae: gae.advantage,
-    Prime: prime.advantage,
+ADVANTAGES: dict[type[Section], Callable[[Any, TrainBatch], NDArray[np.float64]]] = {
+    config.Grpo: estimators.grpo,
+    config.Rloo: estimators.rloo,
+    config.ReinforcePP: estimators.reinforce_pp,
+    config.ReinforcePPBaseline: estimators.reinforce_pp_baseline,
+    config.Opo: estimators.opo,
+    config.Remax: estimators.remax,
+    config.WinRate: estimators.win_rate,
+    config.TurnLevel: token_estimators.turn_level,
+    config.Gae: token_estimators.gae,
+    config.Prime: token_estimators.prime,
 }
-LOSSES: dict[type[Section], Callable[[Any], SurrogateLoss]] = {
-    DecoupledPpo: decoupled_ppo.surrogate,
-    Ppo: ppo.surrogate,
-    DualClipPpo: ppo.surrogate,
-    Gspo: gspo.surrogate,
-    Cispo: cispo.surrogate,
-    Sapo: sapo.surrogate,
-    Sppo: sppo.surrogate,
-    ClipCov: clip_cov.surrogate,
-    KlCov: kl_cov.surrogate,
+LOSSES: dict[type[Section], Callable[[Any, Tokens], Surrogate]] = {
+    config.DecoupledPpo: surrogates.decoupled_ppo,
+    config.Ppo: surrogates.ppo,
+    config.DualClipPpo: surrogates.ppo,
+    config.Gspo: surrogates.gspo,
+    config.Cispo: surrogates.cispo,
+    config.Sapo: surrogates.sapo,
+    config.Sppo: surrogates.sppo,
+    config.ClipCov: covariance.clip_cov,
+    config.KlCov: covariance.kl_cov,
 }
-SELECTIONS: dict[type[Section], Callable[[Any, Sequence[PackedRow], Gather], Selection]] = {
-    ClipCov: clip_cov.selection,
-    KlCov: kl_cov.selection,
+SELECTIONS: dict[type[Section], Callable[..., Any]] = {
+    config.ClipCov: covariance.clip_cov_selection,
+    config.KlCov: covariance.kl_cov_selection,
 }
 
-__all__ = [
-    "BY_STALENESS",
-    "Advantage",
-    "TokenAdvantage",
-    "advantage_of",
-    "chooses_tokens",
-    "effective_sample_size",
-    "loss_of",
-]
+
+def advantage_of(algorithm: Algorithm) -> Advantage:
+    """The estimator of advantages: a batch to one number for each of its tokens."""
+    return partial(ADVANTAGES[type(algorithm.advantage)], algorithm.advantage)
 
 
-def advantage_of(config: Algorithm) -> Advantage | TokenAdvantage:
-    """The estimator of advantages: episodes of a batch to one number for each of their turns, or of their tokens."""
-    return ADVANTAGES[type(config.advantage)](config.advantage)
+def returns_of(algorithm: Algorithm) -> Advantage | None:
+    """The estimator of the critic's targets; None where there is no critic."""
+    return (
+        partial(token_estimators.critic_targets, algorithm.advantage)
+        if isinstance(algorithm.advantage, config.Gae)
+        else None
+    )
 
 
-def chooses_tokens(config: Algorithm) -> bool:
-    """Whether the loss looks at the proximal log-probs of a whole step before its first gradient, and chooses tokens."""
-    return type(config.loss) in SELECTIONS
+def chooses_tokens(algorithm: Algorithm) -> bool:
+    """Whether the loss selects tokens by the proximal log-probs of a whole step, before its first gradient."""
+    return type(algorithm.loss) in SELECTIONS
 
 
-def loss_of(config: Algorithm, longest: int) -> BatchLoss:
-    """The policy loss: from the rows of one step to the loss on each of them.
-
-    Args:
-        longest: tokens of the longest possible episode, `agent.max_tokens`; what `fixed_length` divides by.
-    """
-    surrogate, correct = LOSSES[type(config.loss)](config.loss), correction_of(config)
-    select = SELECTIONS.get(type(config.loss))
-
-    def loss(rows: Sequence[PackedRow], gather: Gather) -> PolicyLoss:
-        selection = None if select is None else select(config.loss, rows, gather)
-        scale = scale_of(config.aggregation, longest, rows, gather)
-        imitation = imitation_of(config.imitation, rows, gather)
-        return compose(
-            surrogate, selection, correct, config.entropy, config.kl, imitation, scale, stalest_of(rows, gather)
-        )
-
-    return loss
+def loss_of(algorithm: Algorithm, longest: int) -> BatchLoss:
+    """The policy loss, see `batch_loss`. `longest` is `agent.max_tokens`."""
+    loss = algorithm.loss
+    select: BatchSelection | None = partial(SELECTIONS[type(loss)], loss) if chooses_tokens(algorithm) else None
+    return batch_loss(algorithm, partial(LOSSES[type(loss)], loss), select, longest)

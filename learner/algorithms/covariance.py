@@ -1,4 +1,4 @@
-"""Which tokens drive the entropy down: those whose log-prob and advantage rise together.
+"""Clip-Cov and KL-Cov: tokens that drive the entropy down, those whose log-prob and advantage rise together, are held back.
 
 Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models", arXiv:2505.22617. Over the N
 trained tokens of one optimizer step, on all ranks,
@@ -6,10 +6,22 @@ trained tokens of one optimizer step, on all ranks,
     Cov_t = (log q_t - mean log q) (A_t - mean A)
 
 with the proximal policy q, which is the current one in the first step of a batch: it is known before the step, so that means and
-ranks are those of all tokens, however they are packed and split over ranks. `clip_cov` and `kl_cov` select by it.
+ranks are those of all tokens, however they are packed and split over ranks. With r = p / q,
+
+    clip_cov   I = floor(share x N) tokens, drawn uniformly among those with LOW <= Cov <= HIGH
+               loss = 0 for tokens in I, elsewhere - min(r A, clip(r, 1 - low, 1 + high) A)
+    kl_cov     I = the tokens with the floor(share x N) largest Cov, of these those with Cov > 0
+               loss = - r A + BETA KL(q || p) for tokens in I, elsewhere - r A
+
+Clip-Cov's clip is that of the authors' code, whose scripts open it wide (1 and 1). Their code skips tokens that this clip holds
+already, and computes covariances from the current policy within a batch; here the draw is fixed before its step.
+
+KL-Cov estimates the divergence of one token by r - 1 - log r (k3, Schulman 2020), unbiased for tokens that q samples; the authors'
+code takes |log r|. In the first optimizer step of a batch p is q: the penalty begins to hold with the second, so that `minibatches`
+should be 2 or more.
 
 Invariants:
-- Every rank computes the same thresholds from the same gathered numbers; a token is selected by them and its own numbers alone.
+- Every rank computes the same thresholds from the same gathered numbers; a token is selected by them and its own numbers only.
 - Tokens that tie at a threshold are selected together, so that their order does not matter.
 """
 
@@ -20,29 +32,33 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..backend import Gather, PackedRow
-from .tokens import Selection
+from ...configs.algorithm import ClipCov, KlCov
+from ..backend import Gather
+from ..packing import MicroBatch
+from .policy_loss import Selection, Surrogate, Tokens
+from .surrogates import clipped_surrogate
 
-Covariance = Callable[[PackedRow], torch.Tensor]
+LOW, HIGH = 1.0, 5.0
+"""Covariances between which Clip-Cov draws tokens, the authors': far above the mean, without the few that are off any scale."""
+
+BETA = 1.0
+"""Weight of KL-Cov's divergence, as in the authors' scripts."""
+
+Covariance = Callable[[MicroBatch], torch.Tensor]
 """float64[K]: the covariance of each trained token of a row."""
 
 
-def covariance(rows: Sequence[PackedRow], gather: Gather) -> tuple[Covariance, torch.Tensor]:
-    """Collective. The covariance of a row's tokens, and those of all tokens of the step, float64[N], the same on every rank.
+def covariance(rows: Sequence[MicroBatch], gather: Gather) -> tuple[Covariance, torch.Tensor]:
+    """Collective. The covariance of a row's tokens, and those of all tokens of the step, float64[N], the same on every rank."""
+    local = [torch.stack([r.proximal_logprobs[r.loss_mask], r.advantages[r.loss_mask]], dim=1).double() for r in rows]
+    gathered = gather(torch.cat([torch.zeros(0, 2, dtype=torch.float64), *local]))
+    logprob, advantage = gathered.mean(0).tolist()
 
-    Args:
-        rows: this rank's, with their proximal log-probs.
-        gather: see `Backend.gather`.
-    """
-    mine = [torch.stack([r.proximal_logprobs[r.trained], r.advantages[r.trained]], dim=1).double() for r in rows]
-    everyone = gather(torch.cat([torch.zeros(0, 2, dtype=torch.float64), *mine]))
-    logprob, advantage = everyone.mean(0).tolist()
+    def of_row(row: MicroBatch) -> torch.Tensor:
+        values = row.proximal_logprobs[row.loss_mask].double() - logprob
+        return values * (row.advantages[row.loss_mask].double() - advantage)
 
-    def of_row(row: PackedRow) -> torch.Tensor:
-        values = row.proximal_logprobs[row.trained].double() - logprob
-        return values * (row.advantages[row.trained].double() - advantage)
-
-    return of_row, (everyone[:, 0] - logprob) * (everyone[:, 1] - advantage)
+    return of_row, (gathered[:, 0] - logprob) * (gathered[:, 1] - advantage)
 
 
 def count(share: float, tokens: int) -> int:
@@ -50,42 +66,33 @@ def count(share: float, tokens: int) -> int:
     return max(1, math.floor(share * tokens))
 
 
-def largest(share: float, rows: Sequence[PackedRow], gather: Gather) -> Selection:
-    """Collective. Selects the `share` of tokens with the largest covariances, those above 0 only."""
-    of_row, everyone = covariance(rows, gather)
-    if not len(everyone):
-        return lambda row: of_row(row) > 0
-    threshold = everyone.topk(min(len(everyone), count(share, len(everyone)))).values[-1].item()
-    return lambda row: (values := of_row(row)).ge(threshold) & (values > 0)
-
-
-def drawn(share: float, low: float, high: float, rows: Sequence[PackedRow], gather: Gather) -> Selection:
+def random_tokens(share: float, low: float, high: float, rows: Sequence[MicroBatch], gather: Gather) -> Selection:
     """Collective. Selects a random `share` of all tokens among those with a covariance in [low, high], or all of them if fewer.
 
-    Each token draws its lot from what it is (`lots`), so that the draw depends neither on ranks nor on packing.
+    Each token's random number is a hash of the token (`token_hashes`), so that the draw depends neither on ranks nor on packing.
     """
-    of_row, everyone = covariance(rows, gather)
-    mine = [torch.stack([of_row(row), lots(row)], dim=1) for row in rows]
-    covariances, drawn_lots = gather(torch.cat([torch.zeros(0, 2, dtype=torch.float64), *mine])).unbind(1)
-    eligible = drawn_lots[(covariances >= low) & (covariances <= high)].sort().values
-    wanted = min(len(eligible), count(share, len(everyone)))
+    of_row, gathered = covariance(rows, gather)
+    local = [torch.stack([of_row(row), token_hashes(row)], dim=1) for row in rows]
+    covariances, hashes = gather(torch.cat([torch.zeros(0, 2, dtype=torch.float64), *local])).unbind(1)
+    eligible = hashes[(covariances >= low) & (covariances <= high)].sort().values
+    wanted = min(len(eligible), count(share, len(gathered)))
     threshold = eligible[wanted - 1].item() if wanted else -math.inf
 
-    def select(row: PackedRow) -> torch.Tensor:
+    def select(row: MicroBatch) -> torch.Tensor:
         values = of_row(row)
-        return (values >= low) & (values <= high) & (lots(row) <= threshold)
+        return (values >= low) & (values <= high) & (token_hashes(row) <= threshold)
 
     return select
 
 
-def lots(row: PackedRow) -> torch.Tensor:
-    """float64[K] in [0, 1): a hash of each trained token's id, place in its sequence and behaviour log-prob.
+def token_hashes(row: MicroBatch) -> torch.Tensor:
+    """float64[K] in [0, 1): a hash of each trained token's id, position in its sequence and behavior log-prob.
 
     These come with the data and are exact: a log-prob that is computed again may differ in its last bit. The mixing is that of
     SplitMix64 (Steele, Lea & Flood 2014), in arithmetic that wraps around.
     """
-    place = row.token_ids[row.trained] * 1_000_003 + row.position_ids[row.trained]
-    x = place * -7046029254386353131 + row.behavior_logprobs[row.trained].float().view(torch.int32).long()
+    key = row.token_ids[row.loss_mask] * 1_000_003 + row.position_ids[row.loss_mask]
+    x = key * -7046029254386353131 + row.behavior_logprobs[row.loss_mask].float().view(torch.int32).long()
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x = (x ^ _shifted(x, shift)) * factor
     return _shifted(x ^ _shifted(x, 31), 11).double() * 2.0**-53
@@ -94,3 +101,38 @@ def lots(row: PackedRow) -> torch.Tensor:
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
     """Logical right shift of int64, which torch has not."""
     return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def clip_cov_selection(config: ClipCov, rows: Sequence[MicroBatch], gather: Gather) -> Selection:
+    """Collective. The tokens that carry no gradient in the step on `rows`."""
+    return random_tokens(config.share, LOW, HIGH, rows, gather)
+
+
+def clip_cov(config: ClipCov, tokens: Tokens) -> Surrogate:
+    """Clip-Cov's loss per token; the selected count as clipped."""
+    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
+    log_ratio = tokens.current - tokens.proximal
+    plain = clipped_surrogate(log_ratio.masked_fill(tokens.selected, 0.0), tokens.advantages, low, high)
+    # A NaN log-prob must not be dropped silently.
+    nothing = torch.zeros_like(plain.loss).masked_fill(log_ratio.isnan(), math.nan)
+    return Surrogate(
+        loss=torch.where(tokens.selected, nothing, plain.loss),
+        clipped=plain.clipped | tokens.selected,
+    )
+
+
+def kl_cov_selection(config: KlCov, rows: Sequence[MicroBatch], gather: Gather) -> Selection:
+    """Collective. The tokens that are held in the step on `rows`."""
+    of_row, gathered = covariance(rows, gather)
+    if not len(gathered):
+        return lambda row: of_row(row) > 0
+    threshold = gathered.topk(min(len(gathered), count(config.share, len(gathered)))).values[-1].item()
+    return lambda row: (values := of_row(row)).ge(threshold) & (values > 0)
+
+
+def kl_cov(config: KlCov, tokens: Tokens) -> Surrogate:
+    """KL-Cov's loss per token; `clipped` marks where the divergence was added."""
+    log_ratio = tokens.current - tokens.proximal
+    plain = -log_ratio.exp() * tokens.advantages
+    held = plain + BETA * (torch.expm1(log_ratio) - log_ratio)
+    return Surrogate(loss=torch.where(tokens.selected, held, plain), clipped=tokens.selected)

@@ -1,71 +1,229 @@
-"""A policy loss is put together from four choices of the config, each of which knows nothing of the others:
+"""From a surrogate loss per token to the loss of a step.
 
-    tokens ──surrogate──> loss per token ──correction──> weighed, some dropped ──entropy, KL──> ──aggregation──> sum of the row
+    tokens ──surrogate──> loss per token ──correction──> weighted, some dropped ──entropy, KL──> ──aggregation──> sum of the row
 
     sum over trained tokens of scale x [kept] x (weight x surrogate - coefficient x entropy + coefficient x KL), + imitation
 
-The entropy bonus (Mnih et al. 2016, arXiv:1602.01783) is that of the current policy where it was asked for a token, unweighed, and
-so is the divergence from the reference policy (`kl.py`).
+- The surrogate is the algorithm's (`surrogates.py`), the weight is `correction_of`'s, the divergence `kl_estimate`'s.
+- The entropy bonus (Mnih et al. 2016, arXiv:1602.01783) is that of the current policy at each token, unweighted.
+- Aggregation: with N trained tokens in S sequences on all ranks, and T_s in sequence s,
+
+      token_mean      1/N sum_s sum_t l            every token counts the same (DAPO, Yu et al. 2025, arXiv:2503.14476)
+      sequence_mean   1/S sum_s 1/T_s sum_t l      every sequence counts the same (GRPO, Shao et al. 2024, arXiv:2402.03300)
+      fixed_length    1/S sum_s 1/L sum_t l        Dr. GRPO's (Liu et al. 2025, arXiv:2503.20783): no length is favored
+
+  L is `agent.max_tokens`, a constant that no batch changes. Backends divide a loss sum by N; the other means scale each token by
+  N / (S T_s) and N / (S L). That is exact under gradient accumulation and over ranks: sequences are never cut, and N and S are
+  gathered from all ranks before the step.
+- Imitation: the positive-example language-model loss of VAPO (Yue et al. 2025, arXiv:2504.05118). With P the trained tokens of
+  episodes whose reward is above 0, in the whole step, it adds  coefficient x - 1 / |P| sum over t in P of log p_t.  It is a mean
+  over its own tokens, whatever the aggregation is, and no correction weights it.
+
+Invariants:
+- Trained tokens are selected first: other positions are in no exponential, and therefore in no gradient.
+- A sequence is one of the row's `cu_seqlens`. It is whole in its row, so that sums over it are exact however rows are packed.
 
 Reported sums over trained tokens, with w = p / b: `importance` w, `importance_square` w^2, `kl` (w - 1) - log w, the k3 estimate
-of KL(b || p) (Schulman 2020), `entropy`, `clip_fraction`, 1 where the loss's own clip was at work, and `dropped`, 1 where the
+of KL(b || p) (Schulman 2020), `entropy`, `clip_fraction`, 1 where the loss's own clip was active, and `dropped`, 1 where the
 correction left no loss; where there is a reference policy f, `kl_reference`, the k3 estimate of KL(p || f); and those of
 `BY_STALENESS` once more for each staleness, as `kl/2`. See `effective_sample_size`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 
-from ...configs.algorithm import KlInLoss, KlInReward, NoKl
+from ...configs.algorithm import (
+    SELF_CORRECTING,
+    Aggregation,
+    Algorithm,
+    AutoCorrection,
+    Estimator,
+    KlInLoss,
+    Masked,
+    NoCorrection,
+    NoKl,
+    Rejected,
+    Truncated,
+)
 from ...errors import LearnerError
-from ..backend import Gather, LossOutput, PackedRow, PolicyLoss
-from .aggregation import Scale
-from .correction import Correction
-from .imitation import Imitation
-from .kl import estimate
-from .tokens import LOG_RATIO_LIMIT, Selection, SurrogateLoss, Tokens, trained_tokens
+from ..backend import BatchLoss, Gather, LossOutput, PolicyLoss
+from ..packing import MicroBatch
+
+LOG_RATIO_LIMIT = 20.0
+"""Ratios that may saturate do so at e^20, far above any clip. Where a clip or a gate takes the gradient away the ratio must not
+become infinite, for infinity times 0 is NaN; squares of reported ratios stay finite, so that one token blanks out no metric."""
 
 BY_STALENESS = ("tokens", "importance", "importance_square", "kl", "clip_fraction")
 """Sums that are reported by staleness too; `tokens` counts trained tokens."""
 
 
-def compose(
-    surrogate: SurrogateLoss,
-    selection: Selection | None,
-    correct: Correction,
-    entropy_coefficient: float,
-    kl: NoKl | KlInLoss | KlInReward,
-    imitation: Imitation | None,
-    scale: Scale | None,
-    stalest: int,
-) -> PolicyLoss:
-    """The loss of a step on each of its rows; `selection`, `imitation`, `scale` and the largest staleness are this step's."""
+class Tokens(msgspec.Struct, frozen=True):
+    """The K trained tokens of a row, in its order. A sequence without one has length 0 and appears nowhere.
 
-    def policy_loss(logprobs: torch.Tensor, entropy: torch.Tensor, row: PackedRow) -> LossOutput:
-        tokens = trained_tokens(logprobs, entropy, row, selection)
-        with torch.no_grad():
-            weight, kept = correct(tokens)
-        outcome = surrogate(tokens)
-        loss = weight * outcome.loss
-        if entropy_coefficient:
-            loss = loss - entropy_coefficient * tokens.entropy
-        if isinstance(kl, KlInLoss):
-            loss = loss + kl.coefficient * estimate(kl.estimator, tokens.current, _reference(tokens))
-        if scale is not None:
-            loss = scale(tokens) * loss
-        loss_sum = torch.where(kept, loss, torch.zeros_like(loss)).sum()
-        if imitation is not None:
-            loss_sum = loss_sum + imitation(tokens)
-        sums = _report(tokens, outcome.clipped & kept, kept, stalest)
-        if not isinstance(kl, NoKl):
+    Attributes:
+        current: float[K], log-probs under the policy that is stepped, p; the only ones with a gradient besides `entropy`.
+        proximal: float[K], under the policy at the start of the batch, q.
+        behavior: float[K], under the policies that sampled them, b.
+        advantages: float[K].
+        entropy: float[K], of the current policy, nats.
+        sequence: int64[K], the sequence in the row, from 0.
+        staleness: int32[K], learner version minus the one that sampled.
+        lengths: int64[S], trained tokens of each of the row's S sequences.
+        selected: bool[K], tokens that the loss treats differently; all false for losses that select none.
+        positive: bool[K], tokens of episodes whose reward is above 0.
+        reference: float[K], log-probs under the reference policy; None where there is none.
+    """
+
+    current: torch.Tensor
+    proximal: torch.Tensor
+    behavior: torch.Tensor
+    advantages: torch.Tensor
+    entropy: torch.Tensor
+    sequence: torch.Tensor
+    staleness: torch.Tensor
+    lengths: torch.Tensor
+    selected: torch.Tensor
+    positive: torch.Tensor
+    reference: torch.Tensor | None = None
+
+    def sequence_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """float[K]: for each token the sum of `values` over the trained tokens of its sequence."""
+        sums = torch.zeros(len(self.lengths), dtype=values.dtype, device=values.device)
+        return sums.index_add(0, self.sequence, values)[self.sequence]
+
+    def sequence_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """float[K]: for each token the mean of `values` over the trained tokens of its sequence."""
+        return self.sequence_sum(values) / self.lengths[self.sequence]
+
+
+class Surrogate(msgspec.Struct, frozen=True):
+    """A loss before correction and aggregation: nats x advantage per token, float[K]; and bool[K], where a clip was active."""
+
+    loss: torch.Tensor
+    clipped: torch.Tensor
+
+
+SurrogateLoss = Callable[[Tokens], Surrogate]
+
+Selection = Callable[[MicroBatch], torch.Tensor]
+"""bool[K]: which trained tokens of a row of this step a loss treats differently."""
+
+BatchSelection = Callable[[Sequence[MicroBatch], Gather], Selection]
+"""Collective. The selection of the step on these rows."""
+
+Correction = Callable[[Tokens], tuple[torch.Tensor, torch.Tensor]]
+"""Weight of each token, float[K], and bool[K], whether it carries loss at all."""
+
+
+def trained_tokens(
+    logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch, selection: Selection | None
+) -> Tokens:
+    """The trained tokens of `row`; log-probs and entropies are float[N]."""
+    trained = row.loss_mask
+    sequence, lengths = sequences_of(row)
+    return Tokens(
+        current=logprobs[trained],
+        proximal=row.proximal_logprobs[trained],
+        behavior=row.behavior_logprobs[trained],
+        advantages=row.advantages[trained],
+        entropy=entropy[trained],
+        sequence=sequence,
+        staleness=row.staleness[trained],
+        lengths=lengths,
+        selected=torch.zeros_like(sequence, dtype=torch.bool) if selection is None else selection(row),
+        positive=row.positive[trained],
+        reference=None if row.reference_logprobs is None else row.reference_logprobs[trained],
+    )
+
+
+def sequences_of(row: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64[K], the sequence of each trained token of `row`, and int64[S], the trained tokens of each sequence."""
+    starts = torch.tensor(row.cu_seqlens, device=row.loss_mask.device)
+    sequence = torch.repeat_interleave(starts.diff())[row.loss_mask]
+    return sequence, torch.bincount(sequence, minlength=len(row.cu_seqlens) - 1)
+
+
+# --- what depends on the whole step
+
+
+class StepTotals(msgspec.Struct, frozen=True):
+    """Of one step on all ranks: trained tokens, sequences that have one, trained tokens of episodes with a reward above 0, and the
+    largest staleness of a trained token, -1 where there are none."""
+
+    tokens: float
+    sequences: float
+    positive: float
+    stalest: int
+
+
+def step_totals(rows: Sequence[MicroBatch], gather: Gather) -> StepTotals:
+    """Collective. The totals of the step on `rows`."""
+    local = [[0.0, 0.0, 0.0, -1.0]]
+    for row in rows:
+        _, lengths = sequences_of(row)
+        positive = row.loss_mask & row.positive
+        local.append(
+            [float(lengths.sum()), float((lengths > 0).sum()), float(positive.sum()), float(row.staleness.max())]
+        )
+    gathered = gather(torch.tensor(local, dtype=torch.float64))
+    return StepTotals(*gathered[:, :3].sum(0).tolist(), stalest=int(gathered[:, 3].max()))
+
+
+def _scale(kind: Aggregation, longest: int, totals: StepTotals, tokens: Tokens) -> torch.Tensor:
+    """What each token's loss is multiplied by, float[K]; `longest` is L in tokens."""
+    if kind == "token_mean":
+        return torch.ones_like(tokens.proximal)
+    factor = totals.tokens / max(1.0, totals.sequences)
+    if kind == "sequence_mean":
+        return factor / tokens.lengths[tokens.sequence].to(tokens.current.dtype)
+    return torch.full_like(tokens.proximal, factor / longest)
+
+
+# --- the loss
+
+
+def batch_loss(config: Algorithm, surrogate: SurrogateLoss, select: BatchSelection | None, longest: int) -> BatchLoss:
+    """The policy loss: from the rows of one step to the loss on each of them.
+
+    Args:
+        select: which tokens of the step `surrogate` treats differently; None for losses that select none.
+        longest: L, tokens.
+    """
+    correct, kl = correction_of(config), config.kl
+
+    def of_step(rows: Sequence[MicroBatch], gather: Gather) -> PolicyLoss:
+        selection = None if select is None else select(rows, gather)
+        totals = step_totals(rows, gather)
+
+        def of_row(logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch) -> LossOutput:
+            tokens = trained_tokens(logprobs, entropy, row, selection)
             with torch.no_grad():
-                sums["kl_reference"] = estimate("k3", tokens.current, _reference(tokens)).sum()
-        return LossOutput(loss_sum=loss_sum, sums=sums)
+                weight, kept = correct(tokens)
+            outcome = surrogate(tokens)
+            loss = weight * outcome.loss
+            if config.entropy:
+                loss = loss - config.entropy * tokens.entropy
+            if isinstance(kl, KlInLoss):
+                loss = loss + kl.coefficient * kl_estimate(kl.estimator, tokens.current, _reference(tokens))
+            loss = _scale(config.aggregation, longest, totals, tokens) * loss
+            loss_sum = torch.where(kept, loss, torch.zeros_like(loss)).sum()
+            if config.imitation and totals.positive:
+                factor = config.imitation * totals.tokens / totals.positive  # the backend divides by all trained tokens
+                loss_sum = loss_sum - factor * tokens.current[tokens.positive].sum()
+            sums = _report(tokens, outcome.clipped & kept, kept, totals.stalest)
+            if not isinstance(kl, NoKl):
+                with torch.no_grad():
+                    sums["kl_reference"] = kl_estimate("k3", tokens.current, _reference(tokens)).sum()
+            return LossOutput(loss_sum=loss_sum, sums=sums)
 
-    return policy_loss
+        return of_row
+
+    return of_step
 
 
 def _reference(tokens: Tokens) -> torch.Tensor:
@@ -73,7 +231,7 @@ def _reference(tokens: Tokens) -> torch.Tensor:
         return tokens.reference
     if len(tokens.current):
         raise LearnerError("the loss holds the policy near a reference policy, whose log-probs these rows lack")
-    return tokens.current.detach()  # of a row that only fills up
+    return tokens.current.detach()  # of a row that only pads the number of passes
 
 
 @torch.no_grad()
@@ -90,19 +248,108 @@ def _report(tokens: Tokens, clipped: torch.Tensor, kept: torch.Tensor, stalest: 
     }
     sums = {name: value.sum() for name, value in values.items()}
     values["tokens"] = torch.ones_like(kept)
-    for lag in range(stalest + 1):  # the same names on every row and rank
-        at = tokens.lags == lag
-        sums |= {f"{name}/{lag}": values[name][at].sum() for name in BY_STALENESS}
+    for staleness in range(stalest + 1):  # the same names on every row and rank
+        at = tokens.staleness == staleness
+        sums |= {f"{name}/{staleness}": values[name][at].sum() for name in BY_STALENESS}
     return sums
 
 
-def stalest_of(rows: Sequence[PackedRow], gather: Gather) -> int:
-    """Collective. The largest staleness of any trained token of the step on `rows`; -1 where there are none."""
-    mine = [[float(row.lags.max())] for row in rows]
-    return int(gather(torch.tensor([[-1.0], *mine], dtype=torch.float64)).max())
-
-
 def effective_sample_size(means: dict[str, float]) -> float:
-    """(sum w)^2 / (n sum w^2) from the reported means, in (0, 1]: 1 on-policy, near 0 where few tokens weigh everything."""
+    """(sum w)^2 / (n sum w^2) from the reported means, in (0, 1]: 1 on-policy, near 0 where few tokens hold all weight."""
     square = means["importance_square"]
     return means["importance"] ** 2 / square if square > 0 else 0.0
+
+
+# --- correction and divergence
+
+
+def correction_of(config: Algorithm) -> Correction:
+    """The weight between the policies that sampled and the policy at the start of the batch: what `config.correction` asks for.
+
+    `auto` is `truncated` for losses around the proximal policy, else `none`.
+
+    Tokens were sampled by the behavior policy b: older weights, and another implementation of them. A loss around the proximal
+    policy q assumes that q sampled its tokens; the importance weight q / b corrects that. With T trained tokens in the sequence, by
+    `level`,
+
+        token       w_t = q_t / b_t
+        sequence    w = prod_t q_t / b_t               exact for whole sequences, and of enormous variance where they are long
+        geometric   w = (prod_t q_t / b_t)^(1 / T)     biased, the same scale at any length
+
+        truncated   the loss is multiplied by min(w, high)
+        masked      by w where low <= w <= high; tokens outside carry no loss
+        rejected    by w; a sequence with any w outside carries no loss
+
+    No weight carries a gradient. With other levels than `token` every w of a sequence is the same, and masked is rejected.
+
+        decoupled_ppo, truncated, token     Hilton et al. 2021, arXiv:2110.00641, with the cap of IMPALA (Espeholt et al. 2018,
+                                            arXiv:1802.01561); uncapped it is AReaL's (Fu et al. 2025, arXiv:2505.24298)
+        any around q, truncated, token      TIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+                                            training"), there between two implementations of the same weights
+        any around q, masked, token         IcePop (Ling team 2025, arXiv:2510.18855)
+        any around q, rejected, sequence    sequences masked by their weight (Liu et al. 2025, "When speed kills stability")
+
+    Losses around the behavior policy (`SELF_CORRECTING`) hold the weight in their ratio p / b. `masked` and `rejected` drop there
+    what they drop elsewhere and weigh nothing; `truncated` would weigh twice and is refused in the config.
+
+    Dropped tokens still count in what the step's loss is divided by: dropping many makes a step smaller.
+    They are reported as `dropped`. A NaN log-prob is not dropped: it reaches the loss, and the step is refused.
+    """
+    own = isinstance(config.loss, SELF_CORRECTING)
+    chosen = config.correction
+    if isinstance(chosen, AutoCorrection):
+        chosen = NoCorrection() if own else Truncated()
+    if isinstance(chosen, NoCorrection):
+        return lambda tokens: (torch.ones_like(tokens.proximal), torch.ones_like(tokens.selected))
+
+    def correct(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        log_w = _log_weight(chosen, tokens)
+        if isinstance(chosen, Truncated):
+            return log_w.clamp(max=math.log(chosen.high)).exp(), torch.ones_like(tokens.selected)
+        low, high = math.log(chosen.low), math.log(chosen.high)
+        # Not `low <= w <= high`, which is false for NaN: that must not be dropped silently.
+        outside = (log_w < low) | (log_w > high)
+        if isinstance(chosen, Rejected):
+            outside = tokens.sequence_sum(outside.to(log_w.dtype)) > 0
+        # Clamped, because what is dropped may be infinite.
+        weight = log_w.clamp(low, high).exp()
+        return torch.ones_like(weight) if own else weight, ~outside
+
+    return correct
+
+
+def _log_weight(config: Truncated | Masked | Rejected, tokens: Tokens) -> torch.Tensor:
+    ratio = tokens.proximal - tokens.behavior
+    match config.level:
+        case "token":
+            return ratio
+        case "sequence":
+            return tokens.sequence_sum(ratio)
+        case "geometric":
+            return tokens.sequence_mean(ratio)
+
+
+def kl_estimate(kind: Estimator, logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """The divergence from a reference policy, KL(p || f), estimated at each token that p sampled, float[K], nats.
+
+    `logprobs` are those of p, `reference` those of f, float[K] each.
+
+    With log r = log f - log p, after Schulman 2020, "Approximating KL Divergence" (http://joschu.net/blog/kl-approx.html),
+
+        k1 = -log r                 unbiased, of either sign
+        k2 = (log r)^2 / 2          biased, low variance; its gradient is that of the divergence
+        k3 = r - 1 - log r          unbiased, never negative
+
+    In the loss (GRPO, Shao et al. 2024, arXiv:2402.03300, equation 4) the gradient passes through log p of each estimate. That of
+    k1 has mean 0 over tokens that p sampled: it does not hold the policy. In the reward (Ouyang et al. 2022, arXiv:2203.02155)
+    nothing is differentiated, and k1 is the usual choice.
+    """
+    log_r = reference - logprobs
+    match kind:
+        case "k1":
+            return -log_r
+        case "k2":
+            return log_r.square() / 2
+        case "k3":
+            log_r = log_r.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            return torch.expm1(log_r) - log_r

@@ -4,14 +4,25 @@
     elsewhere                    one call of torch's scaled dot-product attention for each
 
 Invariants:
-- A token attends to itself and to earlier tokens of its own sequence only; sequences are cut by `cu_seqlens`, and may continue the
-  beginning of another one, which they share (`prefixes.py`).
-- Whatever a model asks for and this file does not do (soft caps, attention sinks, dropout) is an error, never ignored.
-- Models are called with `use_cache=False`: with a cache transformers packs silently wrong.
+- A token attends to itself and to earlier tokens of its own sequence only; sequences are cut by `cu_seqlens`, and may continue a
+  prefix of another one.
+- An option that this file does not implement (soft caps, attention sinks, dropout) is an error, never ignored.
+- Models are called with `use_cache=False`: with a cache, transformers silently packs wrongly.
+
+Sequences of a row may share a prefix, which is computed once (`plan_sharing`):
+
+    the row         P P P P a a a   P P P P b b   P P P P c c c     what losses see: three sequences with one prompt
+    computed        P P P P a a a   b b           c c c             b and c attend to the prompt before a
+
+- Only tokens before the first trained one of either sequence are shared: trained tokens are never merged.
+- Every token attends to the same tokens at the same positions as in its own sequence. Its hidden state is the same, and the
+  gradients of several sequences add up at a shared token.
+- The computed tokens are at most those that `packing.share` counts. A row in which nothing is shared is computed as it is.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 from inspect import signature
 from itertools import pairwise, repeat
@@ -25,32 +36,33 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ...errors import LearnerError
-from .context_parallel import Context
+from ..packing import LEAST, MicroBatch, sharing_pays
+from .parallelism import ContextParallelGroup
 
 PACKED = "slipstream_packed"
-"""What `attn_implementation` calls it."""
+"""Its name for `attn_implementation`."""
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEADS = 8, 256
-"""What a head's size has to be a multiple of for FlashAttention, and the largest."""
+"""FlashAttention's head sizes: multiples of the first, up to the second."""
 
 AMPERE = 8, 0
 """Compute capability of the first GPUs that FlashAttention runs on."""
 
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""That keys may have fewer heads than queries; torch 2.11 takes it for granted."""
+"""Allows keys with fewer heads than queries; torch 2.11 always does."""
 
 Heads = tuple[tuple[int, int], ...]
-"""Of each sequence of a row, from where to where in the row it is continued; an empty range where it is whole."""
+"""Of each sequence of a row, the range of its prefix in the row; empty where it has its own."""
 
 
-class Cuts(msgspec.Struct, frozen=True):
-    """Where the sequences of a row are cut, as FlashAttention wants to know it.
+class SequenceBoundaries(msgspec.Struct, frozen=True):
+    """Where the sequences of a row are cut, in FlashAttention's terms.
 
     Attributes:
         queries, keys: int32[S + 1] offsets.
         longest_query, longest_key: tokens of the longest sequence.
-        kept: int64[K], which of the row's keys those are, one sequence after the other; None for all of them as they are.
+        kept: int64[K], positions of those keys in the row, one sequence after the other; None where they are the row's own.
     """
 
     queries: torch.Tensor
@@ -60,41 +72,47 @@ class Cuts(msgspec.Struct, frozen=True):
     kept: torch.Tensor | None
 
 
-class Packed:
-    """Where the sequences of a row are cut and what they continue, and which rank of a shared row this is. An object and not its
-    parts: a compiler looks into arguments, and would make another program for every packing."""
+class PackedMask:
+    """Where the sequences of a row are cut, which prefixes they continue, and which rank of a shared row this is. It is an
+    opaque object because a compiler would specialize on plain arguments and compile again for every packing."""
 
     def __init__(
-        self, cu_seqlens: tuple[int, ...], device: torch.device, context: Context | None = None, heads: Heads = ()
+        self,
+        cu_seqlens: tuple[int, ...],
+        device: torch.device,
+        context: ContextParallelGroup | None = None,
+        heads: Heads = (),
     ) -> None:
         self.cu_seqlens = cu_seqlens
         self.heads = heads
-        self.context = context if context is not None and context.size > 1 else None
+        self.context = context
         self._device = device
 
     @cached_property
-    def cuts(self) -> Cuts:
+    def cuts(self) -> SequenceBoundaries:
         """Once for all layers."""
         lengths = [end - start for start, end in pairwise(self.cu_seqlens)]
         queries = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=self._device)
         if not any(stop > head for head, stop in self.heads):
-            return Cuts(queries, queries, max(lengths), max(lengths), None)
+            return SequenceBoundaries(queries, queries, max(lengths), max(lengths), None)
         spans = zip(self.heads, pairwise(self.cu_seqlens), strict=True)
         kept = [torch.cat([torch.arange(*head), torch.arange(*own)]) for head, own in spans]
         with_heads = torch.tensor([0, *map(len, kept)]).cumsum(0).to(self._device, torch.int32)
-        return Cuts(queries, with_heads, max(lengths), max(map(len, kept)), torch.cat(kept).to(self._device))
+        return SequenceBoundaries(
+            queries, with_heads, max(lengths), max(map(len, kept)), torch.cat(kept).to(self._device)
+        )
 
 
 def hide_from_compiler() -> None:
-    """Have compiled layers call attention as it is, between two compiled parts."""
+    """Exclude attention from compiled layers."""
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
 
 
 def forward_arguments(
-    cu_seqlens: tuple[int, ...], device: torch.device, context: Context | None = None, heads: Heads = ()
+    cu_seqlens: tuple[int, ...], device: torch.device, context: ContextParallelGroup | None = None, heads: Heads = ()
 ) -> dict[str, Any]:
-    """Keyword arguments of the model's `forward` that tell attention where the sequences are cut, and who has them."""
-    return {"use_cache": False, "packed": Packed(cu_seqlens, device, context, heads)}
+    """Keyword arguments of the model's `forward` that give attention the cuts of the row."""
+    return {"use_cache": False, "packed": PackedMask(cu_seqlens, device, context, heads)}
 
 
 def packed_attention(
@@ -106,7 +124,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    packed: Packed | None = None,
+    packed: PackedMask | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
@@ -122,7 +140,7 @@ def packed_attention(
         [1, N, heads, head_dim] and None (no attention weights).
     """
     asked = {"softcap": softcap, "attention sinks": s_aux, "position bias": position_bias, "dropout": dropout or None}
-    unsupported = [name for name, wish in asked.items() if wish is not None]
+    unsupported = [name for name, value in asked.items() if value is not None]
     if unsupported or packed is None or attention_mask is not None:
         what = ", ".join(unsupported) or "attention without cu_seqlens"
         raise LearnerError(
@@ -148,7 +166,7 @@ def _flash(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    packed: Packed,
+    packed: PackedMask,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
@@ -156,7 +174,7 @@ def _flash(
     queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
     if cuts.kept is not None:
         keys, values = keys[cuts.kept], values[cuts.kept]
-    # A window counts from the last key of a sequence, so that one which continues another sees what it would see as a whole.
+    # A window counts from the last key of a sequence, so that a sequence with a shared prefix sees the same tokens as without.
     back = -1 if window is None else window - 1
     output = varlen_attn(
         queries,
@@ -178,7 +196,7 @@ def _sdpa(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    packed: Packed,
+    packed: PackedMask,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
@@ -186,7 +204,7 @@ def _sdpa(
     outputs = []
     heads = packed.heads or repeat((0, 0))
     lengths = [end - start for start, end in pairwise(packed.cu_seqlens)]
-    # Split and not sliced: on the way back every slice would be a whole row of zeros with one part filled.
+    # Split and not sliced: the gradient of a slice would be a whole row of zeros with one part filled.
     parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), lengths, heads, strict=False)
     for queries, keys, values, length, (head, stop) in parts:
         band = _band(length, window, query.device, before=stop - head)
@@ -207,8 +225,8 @@ def _sdpa(
 
 
 def _band(length: int, window: int | None, device: torch.device, before: int = 0) -> torch.Tensor | None:
-    """bool[length, before + length], causal and at most `window` tokens back, of tokens that come after `before` others; None where
-    plain causal says the same."""
+    """bool[length, before + length], causal and at most `window` tokens back, of tokens after `before` others; None where
+    it equals plain causal."""
     near = window is None or before + length <= window
     if near and not before:
         return None
@@ -223,3 +241,75 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 AttentionInterface.register(PACKED, packed_attention)
 AttentionMaskInterface.register(PACKED, _no_mask)
+
+
+# --- prefixes that sequences of a row share
+
+
+class SharedPrefixPlan(msgspec.Struct, frozen=True):
+    """The M tokens to compute for the N of a row.
+
+    Attributes:
+        kept: int64[M], their positions in the row, in its order.
+        where: int64[N], for each token of the row its position among the kept ones.
+        cu_seqlens: offsets of the row's sequences among the kept tokens.
+        heads: of each sequence, the range of its prefix among the kept tokens; empty where it has its own. No entries where no
+            prefix is shared.
+    """
+
+    kept: torch.Tensor
+    where: torch.Tensor
+    cu_seqlens: tuple[int, ...]
+    heads: tuple[tuple[int, int], ...] = ()
+
+
+def unshared(row: MicroBatch) -> SharedPrefixPlan:
+    """The plan of a row in which nothing is shared."""
+    positions = torch.arange(len(row.token_ids))
+    return SharedPrefixPlan(positions, positions, row.cu_seqlens)
+
+
+def plan_sharing(row: MicroBatch) -> SharedPrefixPlan:
+    """The plan of `row` where sequences share common prefixes.
+
+    A sequence shares all of another one's tokens before its first trained one, or nothing: members of a group have these in
+    common. Where one prefix begins with another, its members continue the shorter one, or compute the longer one once more,
+    whichever saves more.
+    """
+    spans = list(pairwise(row.cu_seqlens))
+    lengths = [end - start for start, end in spans]
+    untrained = [_untrained(row.loss_mask[start:end]) for start, end in spans]
+    ids = row.token_ids.numpy()
+    own = [ids[start : start + n].tobytes() for (start, _), n in zip(spans, untrained, strict=True)]
+    members = Counter(head for head, n, length in zip(own, untrained, lengths, strict=True) if sharing_pays(n, length))
+    firsts: dict[bytes, int] = {}
+    sizes = list[int]()
+    shares = [(0, 0)] * len(spans)
+    # Shortest prefixes first: others may begin with the whole of these. Of equal prefixes the longest sequence first: where it
+    # continues a shorter prefix, all do.
+    for i in sorted(range(len(spans)), key=lambda i: (untrained[i], -lengths[i], i)):
+        start, sharing = spans[i][0], members[own[i]]
+        known = (n for n in reversed(sizes) if ids[start : start + n].tobytes() in firsts)
+        size = next(known, 0)
+        if sharing_pays(size, lengths[i]) and sharing * size >= (sharing - 1) * untrained[i]:
+            shares[i] = (firsts[ids[start : start + size].tobytes()], size)
+        elif untrained[i] >= LEAST and size < untrained[i]:
+            firsts[own[i]] = i
+            if untrained[i] not in sizes:
+                sizes.append(untrained[i])
+    if not any(size for _, size in shares):
+        return unshared(row)
+    kept = [length - size for length, (_, size) in zip(lengths, shares, strict=True)]
+    cuts = (0, *torch.tensor(kept).cumsum(0).tolist())
+    positions = [torch.arange(start + size, end) for (start, end), (_, size) in zip(spans, shares, strict=True)]
+    heads = tuple((cuts[first], cuts[first] + size) if size else (0, 0) for first, size in shares)
+    where = [
+        torch.cat([torch.arange(*head), torch.arange(*own)]) for head, own in zip(heads, pairwise(cuts), strict=True)
+    ]
+    return SharedPrefixPlan(torch.cat(positions), torch.cat(where), cuts, heads)
+
+
+def _untrained(trained: torch.Tensor) -> int:
+    """Tokens before the first trained one; of a sequence without any, all but its last, which is never shared."""
+    positions = trained.nonzero()
+    return int(positions[0]) if len(positions) else len(trained) - 1

@@ -1,37 +1,195 @@
-"""Steps of a model that FSDP2 holds, by AdamW.
+"""AdamW steps of a model that FSDP2 shards: `fully_shard` over a transformers causal LM, one unit per layer.
 
 Invariants:
-- Gradients and AdamW moments are float32 and sharded like the weights.
-- What a step does depends on neither the number of ranks nor how sequences are packed: FSDP averages gradients over all ranks, so
-  each loss sum is scaled by world size / global trained tokens. Ranks that share a row hold parts of its gradient.
-- Nothing is written to the weights before the loss and the gradient norm are known to be finite on every rank.
+- Weights, gradients and AdamW moments are float32 and sharded over all ranks; bfloat16 is only for computing, gathering, serving.
+- Every rank makes the same number of passes: ranks with fewer rows add passes without a trained token.
+- Recomputed activations, offload and shared rows change where and when values are computed, never the values.
+- A step depends on neither the number of ranks nor the packing: FSDP averages gradients over all ranks, so each loss sum is scaled
+  by world size / global trained tokens. Ranks that share a row have parts of its gradient.
+- The weights change only after the loss and the gradient norm are finite on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...configs.backends import Fsdp2
 from ...configs.schema import Model, Optimizer
+from ...errors import ConfigError
 from .. import checkpoint as folders
-from ..backend import PackedRow, PolicyLoss, StepResult, require_finite, require_trained
+from ..backend import BackendStepResult, PolicyLoss, require_finite, require_trained
 from ..checkpoint import CheckpointState, Saver
-from ..ranks import apart, maximum_of, to_device, together
-from . import checkpoint, lora
-from .model import Fsdp2Model, WithoutAdapters
+from ..distributed import all_ranks_agree, choose_device, maximum_of, new_gloo_group
+from ..logprobs import token_logprobs
+from ..model import load_model, read_config
+from ..packing import MicroBatch, check_rows, scoring_microbatch
+from . import attention, checkpoint, liger, lora
+from .parallelism import DataParallelGroups, check_heads
+
+
+class Fsdp2Model:
+    """Implements `Scorer`.
+
+    Args:
+        model: path and compute dtype.
+        config: how it is sharded; `ranks` and `tokens_per_microbatch` are the caller's.
+        temperature: log-probs and entropies are those of softmax(logits / temperature).
+        timeout_s: longest that a rank waits for the others in any collective.
+
+    Raises:
+        ConfigError: the model cannot be loaded or sharded so, there is no such device, or the rendezvous variables are incomplete.
+    """
+
+    def __init__(self, model: Model, config: Fsdp2, *, temperature: float, timeout_s: float) -> None:
+        self._temperature = temperature
+        self.device = choose_device(config.device)
+        if "offload" in config.options and self.device.type == "cpu":
+            raise ConfigError(
+                "learner.backend.options=[offload] keeps what a GPU does not need right now in the host's memory, and this learner "
+                "runs on the CPU; leave it out"
+            )
+        if "liger" in config.options:
+            family = read_config(model.path)
+            liger.check(self.device, family)
+            liger.apply(family.model_type)
+        dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+        self._model = self._load_model(model.path)
+        check_heads(self._model.config, config.context_parallel)
+        self._adapted = config.lora_rank > 0
+        if self._adapted:
+            lora.adapt(self._model, config.lora_rank)
+        if "recompute" in config.options:
+            _recompute(self._model)
+        if "compile" in config.options:
+            attention.hide_from_compiler()
+            for layer in self._layers():
+                layer.compile(dynamic=True)
+        self._groups = DataParallelGroups(self.device, config.context_parallel, timeout_s)
+        self.rank, self.world_size = self._groups.rank, self._groups.size
+        self.data_rank, self.data_size = self._groups.data_rank, self._groups.data_size
+        self._context = self._groups.context
+        self.shares_prefixes = self._context is None  # a rank's part of a row may end within a prompt
+        self._shard(dtype, "offload" in config.options)
+
+    def logprobs(self, rows: Sequence[MicroBatch], temperature: float | None = None) -> list[torch.Tensor]:
+        with all_ranks_agree("computing log-probs"), torch.no_grad():
+            padded, _ = self._pad_passes(rows if self._context is None else self._groups.first(rows))
+            return [self._score(row, temperature or self._temperature)[0].cpu() for row in padded][: len(rows)]
+
+    def close(self) -> None:
+        """See `Scorer.close`. Sharded tensors must be freed before the process group, or the exit aborts now and then."""
+        del self._model
+        gc.collect()
+        self._groups.leave()
+
+    def _as_stored(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Undo the fusion of experts that transformers makes in memory; merge adapters."""
+        return revert_weight_conversion(self._model, lora.merged(tensors))
+
+    def _gathered(
+        self, form: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Collective. One unit after the other, gathered and converted by `form`."""
+        modules: list[tuple[str, torch.nn.Module]] = list(self._model.named_modules())
+        for prefix, module in modules:
+            if not isinstance(module, FSDPModule):
+                continue
+            with all_ranks_agree("gathering weights"):
+                module.unshard()
+            try:
+                # Units below this one are still sharded; the loop visits them later.
+                unit = {
+                    f"{prefix}.{name}" if prefix else name: parameter.detach()
+                    for name, parameter in module.named_parameters()
+                    if not isinstance(parameter, DTensor)
+                }
+                for name, tensor in form(unit).items():
+                    # A copy, because the gathered storage is freed on `reshard`.
+                    yield name, tensor.clone(memory_format=torch.contiguous_format)
+            finally:
+                module.reshard()
+
+    def _shard(self, dtype: torch.dtype, offload: bool) -> None:
+        mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("ranks",))
+        precision = MixedPrecisionPolicy()
+        if dtype is not torch.float32:
+            precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+        for layer in self._layers():
+            fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=policy)
+        fully_shard(self._model, mesh=mesh, mp_policy=precision, offload_policy=policy)
+
+    def _layers(self) -> list[torch.nn.Module]:
+        kinds = self._model._no_split_modules or ()
+        return [module for module in self._model.modules() if type(module).__name__ in kinds]
+
+    def _score(self, row: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies, float32[N] each on the device, 0 where not trained."""
+        tree = attention.plan_sharing(row) if self.shares_prefixes else attention.unshared(row)
+        token_ids, position_ids, cu_seqlens = row.token_ids[tree.kept], row.position_ids[tree.kept], tree.cu_seqlens
+        part = slice(0, len(token_ids))
+        if self._context is not None:
+            token_ids, position_ids, cu_seqlens = self._context.fill(token_ids, position_ids, cu_seqlens)
+            part = self._context.part(len(token_ids))
+        targets = row.loss_mask.nonzero().squeeze(1)
+        predicting = tree.where[targets - 1]
+        local = (predicting >= part.start) & (predicting < part.stop)
+        predicting, targets = (positions[local].to(self.device) for positions in (predicting, targets))
+        inputs = attention.forward_arguments(cu_seqlens, self.device, self._context, tree.heads)
+        inputs["input_ids"] = token_ids[None, part].to(self.device)
+        inputs["position_ids"] = position_ids[None, part].to(self.device)
+        wanted = row.token_ids.to(self.device)[targets]
+        chosen, entropy = self._outputs_at(inputs, predicting - part.start, wanted, temperature)
+        zeros = torch.zeros(len(row.token_ids), device=self.device)
+        both = torch.stack([zeros.index_copy(0, targets, chosen), zeros.index_copy(0, targets, entropy)])
+        logprobs, entropies = both if self._context is None else self._context.complete(both)
+        return logprobs, entropies
+
+    def _load_model(self, path: str) -> PreTrainedModel:
+        return load_model(path, attention.PACKED)
+
+    def _outputs_at(
+        self, inputs: dict[str, Any], positions: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies, float32[K] each, of the tokens `targets` int64[K] after the positions `positions` int64[K]."""
+        return token_logprobs(self._model(logits_to_keep=positions, **inputs).logits[0], targets, temperature)
+
+    def _pad_passes(self, rows: Sequence[MicroBatch]) -> tuple[list[MicroBatch], int]:
+        """This rank's rows, padded to the largest number on any rank and to at least one; trained tokens on all ranks."""
+        check_rows(rows)
+        counts = self._groups.gather(torch.tensor([[len(rows), sum(int(row.loss_mask.sum()) for row in rows)]]))
+        missing = max(1, int(counts[:, 0].max())) - len(rows)
+        return [*rows, *[scoring_microbatch([[0]])] * missing], int(counts[:, 1].sum())
+
+
+class WithoutAdapters:
+    """Implements `Scorer`: the model of `policy` without its adapters. It has no tensors of its own."""
+
+    def __init__(self, policy: Fsdp2Model) -> None:
+        self._policy = policy
+
+    def logprobs(self, rows: Sequence[MicroBatch], temperature: float | None = None) -> list[torch.Tensor]:
+        with lora.off(self._policy._model):
+            return self._policy.logprobs(rows, temperature)
+
+    def close(self) -> None:
+        """See `Scorer.close`. The policy stays."""
 
 
 class Fsdp2Backend(Fsdp2Model):
-    """Implements `Backend`.
-
-    Args:
-        optimizer: AdamW; its learning rate and warm-up are read by the caller, who gives each step its rate.
-    """
+    """Implements `Backend`. The caller reads the learning rate and warm-up of `optimizer`, and gives each step its rate."""
 
     def __init__(
         self, model: Model, optimizer: Optimizer, config: Fsdp2, *, temperature: float, timeout_s: float
@@ -46,25 +204,22 @@ class Fsdp2Backend(Fsdp2Model):
                 {"params": [p for p in self._parameters if p.ndim <= 1], "weight_decay": 0.0},
             ],
             lr=optimizer.lr,
-            betas=(optimizer.beta1, optimizer.beta2),
+            betas=optimizer.betas,
             fused=self.device.type == "cuda",  # one kernel for all tensors, and one call of FSDP's for them
         )
-        self._saver = Saver(apart(timeout_s))
+        self._saver = Saver(new_gloo_group(timeout_s))
 
     def maximum(self, value: float) -> float:
-        """See `Backend.maximum`."""
-        with together("comparing a number"):
+        with all_ranks_agree("comparing a number"):
             return maximum_of(value, self.device)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """See `Backend.gather`."""
-        with together("gathering numbers"):
-            return self._parts.gather(values)
+        with all_ranks_agree("gathering numbers"):
+            return self._groups.gather(values)
 
-    def step(self, rows: Sequence[PackedRow], loss: PolicyLoss, lr: float) -> StepResult:
-        """See `Backend.step`."""
-        with together("stepping"):
-            padded, tokens = self._even(rows)
+    def step(self, rows: Sequence[MicroBatch], loss: PolicyLoss, lr: float) -> BackendStepResult:
+        with all_ranks_agree("stepping"):
+            padded, tokens = self._pad_passes(rows)
             require_trained(tokens)
             try:
                 sums = self._accumulate(padded, loss, self.world_size / tokens)
@@ -78,45 +233,50 @@ class Fsdp2Backend(Fsdp2Model):
             finally:
                 self._optimizer.zero_grad(set_to_none=True)
         means = {name: value / tokens for name, value in sums.items()}
-        return StepResult(loss=loss_mean, grad_norm=grad_norm, tokens=tokens, means=means)
+        return BackendStepResult(loss=loss_mean, grad_norm=grad_norm, tokens=tokens, means=means)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Backend.named_weights`."""
-        return self._gathered(lora.alone if self._adapted else self._as_stored)
+        return self._gathered(lora.only_adapters if self._adapted else self._as_stored)
 
     def without_adapters(self) -> WithoutAdapters | None:
-        """The frozen model under the adapters; None where all weights are trained. It is there as long as this is."""
+        """The frozen model under the adapters, which lives as long as this backend; None where all weights are trained."""
         return WithoutAdapters(self) if self._adapted else None
 
     def save(self, directory: Path, state: CheckpointState) -> Future[None]:
-        """See `Backend.save`."""
-        with together(f"saving {directory}"):
+        with all_ranks_agree(f"saving {directory}"):
             return checkpoint.save(self._saver, directory, self._model, self._optimizer, state)
 
     def load(self, directory: Path) -> CheckpointState:
-        """See `Backend.load`."""
-        with together(f"loading {directory}"):
+        with all_ranks_agree(f"loading {directory}"):
             return checkpoint.load(directory, self._model, self._optimizer, of=self._source)
 
     def export(self, directory: Path) -> None:
-        """See `Backend.export`."""
-        with together(f"exporting {directory}"):
+        with all_ranks_agree(f"exporting {directory}"):
             folders.export(directory, self._model, self._gathered(self._as_stored), self._source)
 
     def close(self) -> None:
-        """See `Scorer.close`."""
         self._saver.close()
         del self._optimizer, self._parameters
         super().close()
 
-    def _accumulate(self, rows: Sequence[PackedRow], loss: PolicyLoss, scale: float) -> dict[str, float]:
+    def _accumulate(self, rows: Sequence[MicroBatch], loss: PolicyLoss, scale: float) -> dict[str, float]:
         """Backward through every row. Returns the sums over rows and ranks by name, `loss` among them."""
         totals: dict[str, torch.Tensor] = {}
         for row in rows:
-            output = loss(*self._score(row, self._temperature), to_device(row, self.device))
+            output = loss(*self._score(row, self._temperature), row.to(self.device))
             (output.loss_sum * scale).backward()
             for name, value in {**output.sums, "loss": output.loss_sum}.items():
                 totals[name] = totals.get(name, 0.0) + value.detach().double()
         names = sorted(totals)
-        stacked = self._parts.sum(torch.stack([totals[name] for name in names]))
+        stacked = self._groups.sum(torch.stack([totals[name] for name in names]))
         return dict(zip(names, stacked.tolist(), strict=True))
+
+
+def _recompute(model: PreTrainedModel) -> None:
+    """Keep only the inputs of a layer and recompute its activations in the backward pass."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.disable_input_require_grads()  # which only reentrant checkpoints need
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # transformers requires it; the layer's modules stay in eval mode, without dropout

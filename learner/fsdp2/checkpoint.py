@@ -1,4 +1,4 @@
-"""Checkpoints in torch's distributed format, inside a folder that appears whole or not at all (`learner/checkpoint.py`).
+"""Checkpoints in torch's distributed format, inside a folder that appears complete or not at all (`learner/checkpoint.py`).
 
 Invariants:
 - Stored are the weights that are trained and their AdamW state, by parameter name: any number of ranks can read them.
@@ -48,17 +48,13 @@ def save(
 
 
 def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, of: str) -> CheckpointState:
-    """Collective. Read `directory` into `model`, which is that `of` a folder, and `optimizer`, sharded as they are now.
-
-    Raises:
-        CheckpointError: the folder is incomplete, or of another model.
-        LearnerError: it could not be read this time.
-    """
+    """Collective. Read `directory` into `model`, which is that `of` a folder, and `optimizer`, sharded as they are now. Raises
+    CheckpointError where the folder is incomplete, or of another model, LearnerError where it could not be read this time."""
     try:
         state = read_state(directory)
         content = _content(model, optimizer)
         entries = FileSystemReader(directory).read_metadata().state_dict_metadata.items()
-        # The names of moments are those of what is trained; the state dict of a tied model has its head twice.
+        # Moments have the names of trained weights; the state dict of a tied model has its head twice.
         saved = {
             name.removeprefix(MOMENT[0]).removesuffix(MOMENT[1]): tuple(entry.size)
             for name, entry in entries
@@ -87,7 +83,7 @@ def _content(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> STATE_
 
 
 def _difference(saved: Shapes, ours: Shapes) -> str | None:
-    """Why weights of shapes `saved` are not those of `ours`, in words; None where they are."""
+    """A message about why weights of shapes `saved` do not fit `ours`; None where they do."""
     ranks = [lora.rank_of(shapes) for shapes in (saved, ours)]
     if ranks[0] != ranks[1]:
         held, trained = (f"adapters of rank {rank}" if rank else "all weights" for rank in ranks)

@@ -3,7 +3,7 @@
 Invariants:
 - Every linear layer but the output has one; fused experts, which are no linear layers, have none.
 - B starts at 0 and A is drawn from a fixed seed: the policy starts as the base, the same on any number of ranks.
-- Engines are sent adapters alone, checkpoints hold adapters alone; an export is the merged model.
+- Pushes and checkpoints have the adapters only; an export is the merged model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from transformers import PreTrainedModel
 
-from ...weightsync import adapters
+from ...weightsync import weight_check as adapters
 
 ALPHA = 32
 """With alpha / rank as scale, and alpha the same for all ranks, the best learning rate hardly depends on the rank."""
@@ -26,7 +26,7 @@ BASE, DOWN, UP = ".base_layer.weight", ".lora_A.default.weight", ".lora_B.defaul
 
 def adapt(model: PreTrainedModel, rank: int) -> None:
     """Freeze `model` and give it adapters of `rank`, in place."""
-    from peft import LoraConfig, inject_adapter_in_model  # seconds, for those who want it
+    from peft import LoraConfig, inject_adapter_in_model  # takes seconds, and only adapters need it
 
     config = LoraConfig(r=rank, lora_alpha=ALPHA, target_modules="all-linear")
     with torch.random.fork_rng(devices=[]):
@@ -36,8 +36,8 @@ def adapt(model: PreTrainedModel, rank: int) -> None:
 
 @contextlib.contextmanager
 def off(model: PreTrainedModel) -> Iterator[None]:
-    """Meanwhile adapters count 0 times, and `model` is the base. peft's own switch would freeze parameters and thaw them, which
-    FSDP2 has copies of."""
+    """Within this context adapters are scaled by 0. peft's own switch would freeze and unfreeze parameters that FSDP2 has
+    copied."""
     from peft.helpers import rescale_adapter_scale
 
     with rescale_adapter_scale(model, 0):
@@ -46,22 +46,22 @@ def off(model: PreTrainedModel) -> Iterator[None]:
 
 def merged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights of adapted layers under the names of the base, each with its adapter added in float32; others as they are."""
-    answer: dict[str, torch.Tensor] = {}
+    merged_weights: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(BASE)
         if stem != name:
-            answer[stem + adapters.WEIGHT] = adapters.add(tensor, *_factors(tensors, stem))
-        elif not _is_adapter(name):
-            answer[name.replace(".base_layer.", ".")] = tensor  # biases
-    return answer
+            merged_weights[stem + adapters.WEIGHT] = adapters.add(tensor, *_factors(tensors, stem))
+        elif ".lora_A." not in name and ".lora_B." not in name:
+            merged_weights[name.replace(".base_layer.", ".")] = tensor  # biases
+    return merged_weights
 
 
-def alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def only_adapters(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The adapters among `tensors`, as `weightsync/adapters.py` has them travel."""
-    answer: dict[str, torch.Tensor] = {}
+    merged_weights: dict[str, torch.Tensor] = {}
     for stem in (name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)):
-        answer[stem + adapters.DOWN], answer[stem + adapters.UP] = _factors(tensors, stem)
-    return answer
+        merged_weights[stem + adapters.DOWN], merged_weights[stem + adapters.UP] = _factors(tensors, stem)
+    return merged_weights
 
 
 def _factors(tensors: dict[str, torch.Tensor], stem: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +73,3 @@ def _factors(tensors: dict[str, torch.Tensor], stem: str) -> tuple[torch.Tensor,
 def rank_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """The rank of adapters among weights, 0 where there are none."""
     return next((shape[0] for name, shape in shapes.items() if name.endswith(DOWN)), 0)
-
-
-def _is_adapter(name: str) -> bool:
-    return ".lora_A." in name or ".lora_B." in name

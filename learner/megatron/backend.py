@@ -1,42 +1,191 @@
-"""Steps of a model that Megatron-core holds, by AdamW: one optimizer step for all copies.
+"""AdamW steps of a Megatron-core model: each copy is split over ranks, data ranks have copies, and one step serves all of them.
 
 Invariants:
-- Master weights, gradients and AdamW moments are float32.
-- What a step does depends neither on the layout nor on how sequences are packed: each loss sum is divided by the global count of
+- Master weights, gradients and AdamW moments are float32; bfloat16 is for computing and serving only.
+- Ranks of one data rank share one copy of the model and make the same passes over the same rows. Every data rank makes the same
+  number of passes: those with fewer rows add passes without a trained token.
+- Only the last stage of the pipeline has logits. It broadcasts its results to the other stages.
+- A step depends neither on the layout nor on the packing: each loss sum is divided by the global count of
   trained tokens before its backward pass, and gradients are summed.
-- Nothing is written to the weights before the loss and the gradient norm are known to be finite on every rank.
+- The weights change only after the loss and the gradient norm are finite on every rank.
 - The optimizer's state is sharded over data ranks always, also over one: a checkpoint is the same in every layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from transformers.core_model_loading import revert_weight_conversion
 
 from ...configs.backends import Megatron
 from ...configs.schema import Model, Optimizer
 from .. import checkpoint as folders
-from ..backend import PackedRow, PolicyLoss, StepResult, require_finite, require_trained
+from ..backend import BackendStepResult, PolicyLoss, require_finite, require_trained
 from ..checkpoint import CheckpointState, Saver
-from ..ranks import apart, gather_rows, maximum_of, together
+from ..distributed import (
+    all_ranks_agree,
+    choose_device,
+    gather_rows,
+    join,
+    maximum_of,
+    new_gloo_group,
+)
+from ..logprobs import token_logprobs
+from ..model import load_model
+from ..packing import MicroBatch, check_rows, microbatches_of_first, scoring_microbatch
 from . import checkpoint
-from .family import Policy, full_weights
-from .model import MegatronModel, Output
+from .family import MegatronPolicy, build, full_weights, shards_of
+from .fit import check_family, check_layout
+from .layout import form_groups, groups, layout_here
+from .rows import LocalMicroBatch, local_row, padded_length
+
+Output = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""The last stage's result for a row: the loss to backpropagate, and sums to report."""
+
+RowLoss = Callable[[torch.Tensor, torch.Tensor, MicroBatch], Output]
+"""(log-probs float32[N], entropy float32[N], row on the device) -> Output."""
+
+
+class MegatronModel:
+    """Implements `Scorer`; arguments and errors are those of `Fsdp2Model`. A process that is no rank holds all of the model,
+    whatever `layout` says."""
+
+    def __init__(self, model: Model, layout: Megatron, *, temperature: float, timeout_s: float) -> None:
+        self.device = choose_device(layout.device)
+        self._temperature = temperature
+        self._layout = layout_here(layout)
+        self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+        source = load_model(model.path, "eager")  # which only lends its weights
+        check_family(source.config)
+        check_layout(self._layout, source.config)
+        self._joined = join(self.device, timeout_s)
+        form_groups(self._layout, timeout_s)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._groups = groups()
+        self.data_rank, self.data_size = self._groups.data.rank(), self._groups.data.size()
+        self._parts = build(source, self._layout, self._dtype, self.device)
+        self._passed = self._prepared()
+        with torch.no_grad():
+            for parameter, shard in shards_of(self._parts, revert_weight_conversion(source, dict(source.state_dict()))):
+                self._write(parameter, shard)
+        self._source = source
+        torch.nn.Module.to(source, "meta")  # its config is wanted for exports, its weights are not
+
+    def logprobs(self, rows: Sequence[MicroBatch], temperature: float | None = None) -> list[torch.Tensor]:
+        with all_ranks_agree("computing log-probs"), torch.no_grad():
+            shared = rows
+            for group in (self._groups.copy, self._groups.stages):
+                shared = microbatches_of_first(shared, self.device, group)
+            padded, _ = self._pad_passes(shared)
+
+            def keep(logprobs: torch.Tensor, _: torch.Tensor, row: MicroBatch) -> Output:
+                return logprobs.sum(), {"logprobs": logprobs}
+
+            found = self._passes(padded, keep, temperature or self._temperature, forward_only=True)
+            lengths = [len(row.token_ids) for row in shared]
+            flat = torch.zeros(sum(lengths), device=self.device)
+            if found:
+                flat = torch.cat([one["logprobs"] for one in found[: len(shared)]] or [flat])
+            stages = self._groups.stages
+            dist.broadcast(flat, group_src=stages.size() - 1, group=stages)
+            return list(flat.cpu().split(lengths))[: len(rows)]
+
+    def close(self) -> None:
+        del self._parts, self._passed
+        gc.collect()
+        if self._joined:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+    def _prepared(self) -> list[Any]:
+        """The modules that passes run through, one for each virtual stage."""
+        return list(self._parts)
+
+    def _write(self, parameter: Any, shard: torch.Tensor) -> None:
+        """Give a parameter of this rank its weights, float32."""
+        parameter.copy_(shard)
+
+    def _passes(
+        self, rows: Sequence[MicroBatch], row_loss: RowLoss, temperature: float, *, forward_only: bool
+    ) -> list[dict[str, torch.Tensor]]:
+        """Forward, and backward unless `forward_only`, through every row. On the last stage the reported sums of each."""
+        layout, context = self._layout, self._groups.context.rank()
+        unit = layout.tensor_parallel * (2 * layout.context_parallel if layout.context_parallel > 1 else 1)
+        lengths = [padded_length(row, unit, layout.context_parallel) for row in rows]
+        if layout.pipeline_parallel > 1:  # stages agree on one shape beforehand
+            lengths = [max(lengths)] * len(lengths)
+        work = [
+            (row.to(self.device), local_row(row, length, layout.context_parallel, context))
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+
+        def forward(iterator: Iterator[tuple[MicroBatch, LocalMicroBatch]], part: torch.nn.Module) -> tuple[Any, Any]:
+            row, local = next(iterator)
+            output = part(
+                local.token_ids.to(self.device),
+                local.position_ids.to(self.device),
+                None,
+                labels=local.sources.to(self.device),
+                packed_seq_params=_packing(local, self.device),
+            )
+            return output, functools.partial(self._loss_of_row, row, local, row_loss, temperature)
+
+        iterators = [iter(work) for _ in self._passed]
+        several = len(self._passed) > 1
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iterators if several else iterators[0],
+            model=self._passed if several else self._passed[0],
+            num_microbatches=len(work),
+            seq_length=max(lengths),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _loss_of_row(
+        self, row: MicroBatch, local: LocalMicroBatch, row_loss: RowLoss, temperature: float, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """The last stage's `loss_func`: the loss from the scores of the whole row, gathered over context ranks."""
+        scored = token_logprobs(logits, local.targets.to(self.device), temperature, self._groups.tensor)
+        zeros, positions = torch.zeros(len(row.token_ids), device=self.device), local.positions.to(self.device)
+        # Every context rank has the whole row's loss, and backpropagates through its own tokens only.
+        logprobs, entropy = (
+            reduce_from_tensor_model_parallel_region(zeros.index_copy(0, positions, one), group=self._groups.context)
+            for one in scored
+        )
+        backward_from, report = row_loss(logprobs, entropy, row)
+        count = torch.zeros([], dtype=torch.int, device=self.device)
+        return backward_from, count, {name: value.detach() for name, value in report.items()}
+
+    def _pad_passes(self, rows: Sequence[MicroBatch]) -> tuple[list[MicroBatch], int]:
+        """These rows, padded to the largest number on any data rank, to at least one and to a multiple that stages take; trained
+        tokens in all."""
+        check_rows(rows)
+        trained = sum(int(row.loss_mask.sum()) for row in rows)
+        local = torch.tensor([[len(rows), trained]], dtype=torch.float64)
+        counts = gather_rows(local, self.device, self._groups.data)
+        count = max(1, int(counts[:, 0].max()))
+        if self._layout.virtual_stages > 1:
+            count = -(-count // self._layout.pipeline_parallel) * self._layout.pipeline_parallel
+        return [*rows, *[scoring_microbatch([[0]])] * (count - len(rows))], int(counts[:, 1].sum())
 
 
 class MegatronBackend(MegatronModel):
-    """Implements `Backend`.
-
-    Args:
-        optimizer: AdamW; its learning rate and warm-up are read by the caller, who gives each step its rate.
-    """
+    """Implements `Backend`; arguments are those of `Fsdp2Backend`."""
 
     shares_prefixes = False
 
@@ -47,30 +196,27 @@ class MegatronBackend(MegatronModel):
         self._rules = optimizer
         super().__init__(model, layout, temperature=temperature, timeout_s=timeout_s)
         checkpoint.begin_states(self._optimizer)
-        self._saver = Saver(apart(timeout_s))
+        self._saver = Saver(new_gloo_group(timeout_s))
 
     def maximum(self, value: float) -> float:
-        """See `Backend.maximum`."""
-        with together("comparing a number"):
+        with all_ranks_agree("comparing a number"):
             return maximum_of(value, self.device)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """See `Backend.gather`."""
-        with together("gathering numbers"):
-            return gather_rows(values, self.device, self._among.data)
+        with all_ranks_agree("gathering numbers"):
+            return gather_rows(values, self.device, self._groups.data)
 
-    def step(self, rows: Sequence[PackedRow], loss: PolicyLoss, lr: float) -> StepResult:
-        """See `Backend.step`."""
-        with together("stepping"):
-            padded, tokens = self._even(rows)
+    def step(self, rows: Sequence[MicroBatch], loss: PolicyLoss, lr: float) -> BackendStepResult:
+        with all_ranks_agree("stepping"):
+            padded, tokens = self._pad_passes(rows)
             require_trained(tokens)
 
-            def judge(logprobs: torch.Tensor, entropy: torch.Tensor, row: PackedRow) -> Output:
+            def row_loss(logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch) -> Output:
                 output = loss(logprobs, entropy, row)
                 return output.loss_sum / tokens, {**output.sums, "loss": output.loss_sum}
 
             try:
-                sums = self._total(self._passes(padded, judge, self._temperature, forward_only=False))
+                sums = self._total(self._passes(padded, row_loss, self._temperature, forward_only=False))
                 loss_mean = sums.pop("loss") / tokens
                 self._optimizer.prepare_grads()
                 grad_norm = float(self._optimizer.get_grad_norm())
@@ -79,37 +225,35 @@ class MegatronBackend(MegatronModel):
                     group["lr"] = lr
                 self._optimizer.step()
             finally:
-                self._forget_gradients()
+                for part in self._passed:
+                    part.zero_grad_buffer()
+                self._optimizer.zero_grad()
         means = {name: value / tokens for name, value in sums.items()}
-        return StepResult(loss=loss_mean, grad_norm=grad_norm, tokens=tokens, means=means)
+        return BackendStepResult(loss=loss_mean, grad_norm=grad_norm, tokens=tokens, means=means)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Backend.named_weights`. Every rank gets every tensor."""
         weights = full_weights(self._parts)
         while True:
-            with together("gathering weights"):
+            with all_ranks_agree("gathering weights"):
                 named = next(weights, None)
             if named is None:
                 return
             yield named
 
     def save(self, directory: Path, state: CheckpointState) -> Future[None]:
-        """See `Backend.save`."""
-        with together(f"saving {directory}"):
+        with all_ranks_agree(f"saving {directory}"):
             return checkpoint.save(self._saver, directory, self._parts, self._optimizer, state)
 
     def load(self, directory: Path) -> CheckpointState:
-        """See `Backend.load`."""
-        with together(f"loading {directory}"):
+        with all_ranks_agree(f"loading {directory}"):
             return checkpoint.load(directory, self._passed, self._optimizer)
 
     def export(self, directory: Path) -> None:
-        """See `Backend.export`."""
-        with together(f"exporting {directory}"):
+        with all_ranks_agree(f"exporting {directory}"):
             folders.export(directory, self._source, self.named_weights(), self._path)
 
     def close(self) -> None:
-        """See `Scorer.close`."""
         self._saver.close()
         del self._optimizer
         super().close()
@@ -119,7 +263,7 @@ class MegatronBackend(MegatronModel):
         return wrapped
 
     def _write(self, parameter: Any, shard: torch.Tensor) -> None:
-        """Into the optimizer's master weights, too, unrounded."""
+        """Write the optimizer's master weights too, unrounded."""
         super()._write(parameter, shard)
         for one in self._optimizer.chained_optimizers:
             if parameter in one.model_param_group_index_map and parameter.dtype is not torch.float32:
@@ -128,24 +272,19 @@ class MegatronBackend(MegatronModel):
 
     def _total(self, found: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
         """The sums over rows and data ranks by name, on every rank."""
-        stages = self._among.stages
-        told: list[dict[str, float]] = [{}]
-        if self._among.last_stage:
+        stages = self._groups.stages
+        sums: list[dict[str, float]] = [{}]
+        if stages.rank() == stages.size() - 1:
             names = sorted(found[0])
             stacked = torch.stack([sum((one[name].double() for one in found), torch.zeros(())) for name in names])
-            dist.all_reduce(stacked, group=self._among.data)
-            told = [dict(zip(names, stacked.tolist(), strict=True))]
+            dist.all_reduce(stacked, group=self._groups.data)
+            sums = [dict(zip(names, stacked.tolist(), strict=True))]
         if stages.size() > 1:
-            dist.broadcast_object_list(told, group_src=stages.size() - 1, group=stages)
-        return told[0]
-
-    def _forget_gradients(self) -> None:
-        for part in self._passed:
-            part.zero_grad_buffer()
-        self._optimizer.zero_grad()
+            dist.broadcast_object_list(sums, group_src=stages.size() - 1, group=stages)
+        return sums[0]
 
 
-def _distribute(parts: Sequence[Policy], optimizer: Optimizer, dtype: torch.dtype) -> tuple[list[Any], Any]:
+def _distribute(parts: Sequence[MegatronPolicy], optimizer: Optimizer, dtype: torch.dtype) -> tuple[list[Any], Any]:
     """`parts` with gradients in float32 buffers that are summed over data ranks, and AdamW with its state sharded over them."""
     how = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     wrapped: list[Any] = [
@@ -155,8 +294,8 @@ def _distribute(parts: Sequence[Policy], optimizer: Optimizer, dtype: torch.dtyp
         optimizer="adam",
         lr=optimizer.lr,
         weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.beta1,
-        adam_beta2=optimizer.beta2,
+        adam_beta1=optimizer.betas[0],
+        adam_beta2=optimizer.betas[1],
         clip_grad=optimizer.clip_norm,
         use_distributed_optimizer=True,
         bf16=dtype is torch.bfloat16,
@@ -166,3 +305,15 @@ def _distribute(parts: Sequence[Policy], optimizer: Optimizer, dtype: torch.dtyp
     for group in made.param_groups:  # which only Megatron's own scheduler would do; 0 for norms
         group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
     return wrapped, made
+
+
+def _packing(local: LocalMicroBatch, device: torch.device) -> PackedSeqParams:
+    cuts = torch.tensor(local.cu_seqlens, dtype=torch.int32, device=device)
+    longest = max(end - start for start, end in pairwise(local.cu_seqlens))
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cuts,
+        cu_seqlens_kv=cuts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )

@@ -1,8 +1,8 @@
-"""Checkpoints in Megatron's own distributed format, inside a folder that appears whole or not at all (`learner/checkpoint.py`).
+"""Checkpoints in Megatron's own distributed format, inside a folder that appears complete or not at all (`learner/checkpoint.py`).
 
 Invariants:
-- Stored are the float32 master weights with their moments, by what they are and not by who held them: any layout reads what any
-  other wrote. Beside them there is one number, the count of AdamW's steps; rates and decays are the config's, how parameters are
+- It has the float32 master weights with their moments, by name and not by rank: any layout reads what any other wrote. It also
+  has one number, the count of AdamW's steps; rates and decays are the config's, how parameters are
   grouped is the layout's, and what the model computes with is made of the master weights.
 - A checkpoint of another model, with more or fewer weights or of other shapes, is refused before anything is changed.
 - What is written is what was there when `save` was called, whatever is trained meanwhile.
@@ -29,14 +29,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ..checkpoint import READING, CheckpointState, Saver, read_state, unreadable
-from .family import Policy
+from .family import MegatronPolicy
 
 FORMAT = CheckpointingConfig("torch_dist", 1)
 """Megatron's, and its version."""
 
 
 def save(
-    saver: Saver, directory: Path, parts: Sequence[Policy], optimizer: Any, state: CheckpointState
+    saver: Saver, directory: Path, parts: Sequence[MegatronPolicy], optimizer: Any, state: CheckpointState
 ) -> Future[None]:
     """Collective. Begin to write `directory`, replacing one of the same name: see `Saver.begin`."""
     moments = _moments(parts, optimizer, loading=False)  # gathered copies: the next step changes the originals
@@ -57,12 +57,8 @@ def save(
 
 
 def load(directory: Path, wrapped: Sequence[DistributedDataParallel], optimizer: Any) -> CheckpointState:
-    """Collective. Read `directory` into `optimizer` and the `wrapped` parts of its model, split as they are now.
-
-    Raises:
-        CheckpointError: the folder is incomplete, or of another model.
-        LearnerError: it could not be read this time.
-    """
+    """Collective. Read `directory` into `optimizer` and the `wrapped` parts of its model, split as they are now. Errors
+    are those of `fsdp2.checkpoint.load`."""
     try:
         state = read_state(directory)
         moments = _moments([part.module for part in wrapped], optimizer, loading=True)
@@ -83,7 +79,7 @@ def load(directory: Path, wrapped: Sequence[DistributedDataParallel], optimizer:
 
 
 def begin_states(optimizer: Any) -> None:
-    """Zero moments for every parameter, as before the first step: what is not there can be neither saved nor loaded."""
+    """Zero moments for every parameter, as before the first step: a missing moment can be neither saved nor loaded."""
     for one in optimizer.chained_optimizers:
         one.init_state_fn(one.optimizer, one.config)
         if isinstance(one.optimizer, torch.optim.AdamW):

@@ -1,7 +1,7 @@
 """Megatron-core on a machine without CUDA.
 
-Megatron-core takes CUDA for the device in a few dozen places. Here its modules are compiled from their own source, with the CPU in
-those places, which are those of one version: `fit.check_installed` refuses others. torch stays as it is, so that nothing else in
+Megatron-core takes CUDA for the device in a few dozen lines. Here its modules are compiled from their own source, with the CPU in
+those lines, which are those of one version: `fit.check_installed` refuses others. torch stays as it is, so that nothing else in
 the process notices; with CUDA nothing is changed at all.
 """
 
@@ -46,7 +46,7 @@ def _get_cuda_rng_state(device="cpu", clone=False, graph_safe=False):
 def _set_cuda_rng_state(new_state, device=-1, graph_safe=False):
     torch.set_rng_state(new_state)
 """,
-    # Splits are on the host already; what is left of the copy is that the collective wants them as numpy.
+    # Splits are on the host already; the collective only needs them as numpy.
     f"{PACKAGE}.transformer.moe.token_dispatcher": """
 def _on_host(self, point, tokens_per_expert=None):
     if not self.drop_and_pad and point == self.cuda_dtoh_point:
@@ -61,7 +61,7 @@ MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _on_host
     f"{PACKAGE}.transformer.moe.moe_utils": """
 te_general_gemm = globals().get("te_general_gemm")
 """,
-    # torch's AdamW keeps a step beside the moments, which is not saved with them; and main weights may be views of leaves.
+    # torch's AdamW keeps a step count that is not saved with the moments; and main weights may be views of leaves.
     f"{PACKAGE}.optimizer.distrib_optimizer": """
 @torch.no_grad()
 def _set_states(self, model_param, tensors):
@@ -96,11 +96,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Let `megatron.core` be imported without CUDA; does nothing with CUDA, or a second time.
-
-    Raises:
-        LearnerError: it was imported before, and therefore for CUDA.
-    """
+    """Let `megatron.core` be imported without CUDA; does nothing with CUDA, or a second time. Raises LearnerError where
+    it was imported before, and therefore for CUDA."""
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if PACKAGE in sys.modules:

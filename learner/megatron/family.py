@@ -38,7 +38,7 @@ def transformer_config(config: PretrainedConfig, layout: Megatron, dtype: torch.
             "num_moe_experts": config.num_experts,
             "moe_router_topk": config.num_experts_per_tok,
             "moe_ffn_hidden_size": config.moe_intermediate_size,
-            # Softmax over the chosen ones is what normalising their probabilities comes to.
+            # Softmax over the chosen ones is what normalizing their probabilities comes to.
             "moe_router_pre_softmax": not config.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
@@ -91,13 +91,13 @@ def head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-class Policy(GPTModel):
-    """Megatron's decoder; `labels` says where logits are wanted."""
+class MegatronPolicy(GPTModel):
+    """Megatron's decoder; `labels` are the positions whose logits are computed."""
 
     def _postprocess(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: torch.Tensor, **given: Any
     ) -> torch.Tensor:
-        """On the last stage float[K, V / T] at the K places `labels`, before it hidden states."""
+        """On the last stage float[K, V / T] at the K positions `labels`, before it hidden states."""
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
@@ -109,23 +109,23 @@ class Policy(GPTModel):
         return logits.squeeze(1)
 
 
-def build(source: PreTrainedModel, layout: Megatron, dtype: torch.dtype, device: torch.device) -> list[Policy]:
+def build(source: PreTrainedModel, layout: Megatron, dtype: torch.dtype, device: torch.device) -> list[MegatronPolicy]:
     """This rank's parts of the model, one for each virtual stage, with the weights still to be written."""
     config: Any = source.config
     own = transformer_config(config, layout, dtype)
     parts = []
     for stage in range(layout.virtual_stages):
         virtual = stage if layout.virtual_stages > 1 else None
-        place = {"ignore_virtual": virtual is None, "vp_stage": virtual}
-        part = Policy(
+        where = {"ignore_virtual": virtual is None, "vp_stage": virtual}
+        part = MegatronPolicy(
             own,
             block_spec(own, virtual),  # pyright: ignore[reportArgumentType]
             vocab_size=config.vocab_size,
             max_sequence_length=config.max_position_embeddings,
             position_embedding_type="rope",
             share_embeddings_and_output_weights=config.tie_word_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(**place),
-            post_process=parallel_state.is_pipeline_last_stage(**place),
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
             vp_stage=virtual,
         )
         part.rotary_pos_emb.inv_freq = source.model.rotary_emb.inv_freq.clone()
@@ -133,7 +133,7 @@ def build(source: PreTrainedModel, layout: Megatron, dtype: torch.dtype, device:
     return parts
 
 
-def names_of(part: Policy, expert_rank: int) -> dict[str, torch.nn.Parameter]:
+def names_of(part: MegatronPolicy, expert_rank: int) -> dict[str, torch.nn.Parameter]:
     """The parameters of `part` by global name, as they are called on `expert_rank`."""
     layers: Any = part.decoder.layers
     first_layer = layers[0].layer_number - 1
@@ -147,7 +147,7 @@ def experts_held(config: TransformerConfig) -> int:
 
 
 def shards_of(
-    parts: Sequence[Policy], weights: Mapping[str, torch.Tensor]
+    parts: Sequence[MegatronPolicy], weights: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """Each parameter of this rank, and its shard of the full tensors that go by Hugging Face names."""
     groups = parts[0].config.num_query_groups or 1
@@ -161,18 +161,18 @@ def shards_of(
             yield parameter, megatron(rule, sources, groups, size, rank)
 
 
-def full_weights(parts: Sequence[Policy]) -> Iterator[tuple[str, torch.Tensor]]:
+def full_weights(parts: Sequence[MegatronPolicy]) -> Iterator[tuple[str, torch.Tensor]]:
     """Collective. Hugging Face name and full tensor, on every rank, stage by stage; a tied tensor once."""
     stages = among().stages
-    mine = {name: parameter.detach() for part in parts for name, parameter in names_of(part, 0).items()}
-    device, dtype = next((one.device, one.dtype) for one in mine.values())
+    local = {name: parameter.detach() for part in parts for name, parameter in names_of(part, 0).items()}
+    device, dtype = next((one.device, one.dtype) for one in local.values())
     plan: list[Any] = [None] * stages.size()
-    dist.all_gather_object(plan, [(name, one.shape) for name, one in mine.items()], group=stages)
+    dist.all_gather_object(plan, [(name, one.shape) for name, one in local.items()], group=stages)
     for stage, names in enumerate(plan):
         for name, shape in names:
             if name == "output_layer.weight" and parts[0].share_embeddings_and_output_weights:
                 continue
-            shard = mine[name] if stages.rank() == stage else torch.empty(shape, dtype=dtype, device=device)
+            shard = local[name] if stages.rank() == stage else torch.empty(shape, dtype=dtype, device=device)
             if stages.size() > 1:
                 shard = shard.clone()
                 dist.broadcast(shard, group_src=stage, group=stages)
@@ -197,9 +197,9 @@ def _assembled(name: str, shard: torch.Tensor, config: TransformerConfig) -> Ite
 
 
 def _gathered(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    everyone = [torch.empty_like(shard) for _ in range(group.size())]
-    dist.all_gather(everyone, shard.contiguous(), group=group)
-    return everyone
+    gathered = [torch.empty_like(shard) for _ in range(group.size())]
+    dist.all_gather(gathered, shard.contiguous(), group=group)
+    return gathered
 
 
 def _finalize(model: list[torch.nn.Module], tokens: torch.Tensor | None, **options: Any) -> None:

@@ -13,7 +13,7 @@ from ...errors import ConfigError
 
 KEY = "learner.backend"
 VERSION = "0.16.1"
-"""Of megatron-core: `cpu.py` rewrites its source, and `checkpoint.py` calls what is its own business."""
+"""Versions of megatron-core: `cpu.py` rewrites its source, and `checkpoint.py` calls its internals."""
 
 ENGINES = "2.10.", "2.11."
 """Versions of TransformerEngine that megatron-core takes, without those that multiply for a mixture's router in TF32."""
@@ -54,7 +54,7 @@ def check_installed(layout: Megatron) -> None:
 
 
 def check_family(config: PretrainedConfig) -> None:
-    """Raises ConfigError for models that are not mapped here, and for what a mapped one would be computed otherwise."""
+    """Raises ConfigError for models that are not mapped here, and for options that a mapped one would compute differently."""
     path = config.name_or_path
     if config.model_type not in FAMILIES:
         raise ConfigError(
@@ -71,7 +71,7 @@ def check_family(config: PretrainedConfig) -> None:
         f"hidden_act={config.hidden_act}": config.hidden_act != "silu",
         f"rope_type={rope}": rope not in ROPES,
     }
-    if unmapped := [name for name, wish in asked.items() if wish]:
+    if unmapped := [name for name, present in asked.items() if present]:
         raise ConfigError(
             f"{KEY}.kind=megatron: {path!r} wants {', '.join(unmapped)}, which is not mapped to Megatron; allowed is "
             f"{KEY}.kind=fsdp2"
@@ -82,22 +82,22 @@ def check_layout(layout: Megatron, model: PretrainedConfig) -> None:
     """Raises ConfigError where a model of this config cannot be split so."""
     experts = getattr(model, "num_experts", None)
     if experts is None and layout.expert_parallel > 1:
-        raise ConfigError(f"{KEY}.expert_parallel={layout.expert_parallel}: the model has no experts; allowed is 1")
+        raise ConfigError(f"{KEY}.parallel.expert={layout.expert_parallel}: the model has no experts; allowed is 1")
     if experts is not None and layout.tensor_parallel > 1 and layout.expert_parallel == 1:
         # Megatron would leave the gradients of experts unsummed: each tensor rank has whole ones, and its own share of the tokens.
         raise ConfigError(
-            f"{KEY}.expert_parallel=1: with {KEY}.tensor_parallel={layout.tensor_parallel} a mixture of experts needs "
-            f"expert_parallel, too; allowed are divisors of its {experts} experts above 1"
+            f"{KEY}.parallel.expert=1: with {KEY}.parallel.tensor={layout.tensor_parallel} a mixture of experts needs "
+            f"parallel.expert, too; allowed are divisors of its {experts} experts above 1"
         )
-    tensor = ("tensor_parallel", layout.tensor_parallel)
-    stages = ("pipeline_parallel x virtual_stages", layout.pipeline_parallel * layout.virtual_stages)
+    tensor = ("parallel.tensor", layout.tensor_parallel)
+    stages = ("parallel.pipeline x parallel.virtual", layout.pipeline_parallel * layout.virtual_stages)
     counts = {
         "key-value heads": (model.num_key_value_heads, *tensor),
         "query heads": (model.num_attention_heads, *tensor),
         "tokens in the vocabulary": (model.vocab_size, *tensor),
         "numbers inside a feed-forward layer": (model.intermediate_size, *tensor),
         "layers": (model.num_hidden_layers, *stages),
-        "experts": (experts or layout.expert_parallel, "expert_parallel", layout.expert_parallel),
+        "experts": (experts or layout.expert_parallel, "parallel.expert", layout.expert_parallel),
     }
     for what, (count, key, size) in counts.items():
         if count % size:

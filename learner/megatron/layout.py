@@ -1,12 +1,10 @@
-"""Which ranks hold what of a model.
+"""Which ranks have which part of a model.
 
-Ranks are counted by tensor first, then context, then data, then pipeline. Ranks of one *data rank* hold one copy of the model among
-them and take the same rows. Experts are split over ranks of a stage, whatever else these are split by.
+Ranks are counted by tensor first, then context, then data, then pipeline. Ranks of one *data rank* share one copy of the
+model and take the same rows. Experts are split over the ranks of a stage, independently of the other splits.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import msgspec
 from megatron.core import parallel_state
@@ -15,11 +13,11 @@ from torch import distributed as dist
 
 from ...configs.backends import Megatron
 from ...errors import ConfigError
-from ..ranks import alone
+from ..distributed import as_group, is_single_rank
 
 
-class Groups(msgspec.Struct, frozen=True):
-    """The ranks that this one is among, by what they have in parts."""
+class ParallelGroups(msgspec.Struct, frozen=True):
+    """This rank's process groups: TP, CP, PP, EP, DP."""
 
     tensor: dist.ProcessGroup
     context: dist.ProcessGroup
@@ -29,41 +27,31 @@ class Groups(msgspec.Struct, frozen=True):
     copy: dist.ProcessGroup
     """Tensor and context ranks together: a stage of one copy of the model."""
 
-    @property
-    def last_stage(self) -> bool:
-        return self.stages.rank() == self.stages.size() - 1
 
-
-def groups() -> Groups:
-    """Once they are formed."""
-    return Groups(
-        tensor=_made(parallel_state.get_tensor_model_parallel_group()),
-        context=_made(parallel_state.get_context_parallel_group()),
-        stages=_made(parallel_state.get_pipeline_model_parallel_group()),
-        experts=_made(parallel_state.get_expert_model_parallel_group()),
-        data=_made(parallel_state.get_data_parallel_group()),
-        copy=_made(parallel_state.get_tensor_and_context_parallel_group()),
+def groups() -> ParallelGroups:
+    """This rank's groups; `form_groups` comes first."""
+    return ParallelGroups(
+        tensor=as_group(parallel_state.get_tensor_model_parallel_group()),
+        context=as_group(parallel_state.get_context_parallel_group()),
+        stages=as_group(parallel_state.get_pipeline_model_parallel_group()),
+        experts=as_group(parallel_state.get_expert_model_parallel_group()),
+        data=as_group(parallel_state.get_data_parallel_group()),
+        copy=as_group(parallel_state.get_tensor_and_context_parallel_group()),
     )
 
 
-def _made(group: Any) -> dist.ProcessGroup:
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
 def layout_here(config: Megatron) -> Megatron:
-    """`config` where this process was started as one of several ranks; all on this one where it is `alone`."""
-    if not alone():
+    """`config` where this process was started as one of several ranks; else the same with one rank in every dimension."""
+    if not is_single_rank():
         return config
-    whole = {name: 1 for name in msgspec.structs.asdict(config) if name.endswith("_parallel") or name == "ranks"}
-    return msgspec.structs.replace(config, **whole, virtual_stages=1)
+    return msgspec.structs.replace(config, ranks=1, parallel={})
 
 
 def form_groups(layout: Megatron, timeout_s: float) -> None:
     """Collective over all ranks, once joined. Raises ConfigError where there are more or fewer than `layout.ranks`."""
     if dist.get_world_size() != layout.ranks:
         raise ConfigError(f"learner.backend.ranks={layout.ranks}, but {dist.get_world_size()} ranks were started")
-    if parallel_state.model_parallel_is_initialized():  # for another model of this process, which is split alike
+    if parallel_state.model_parallel_is_initialized():  # by another model of this process, with the same layout
         return
     virtual = layout.virtual_stages if layout.virtual_stages > 1 else None
     parallel_state.initialize_model_parallel(

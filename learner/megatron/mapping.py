@@ -1,6 +1,6 @@
-"""Which Hugging Face weights a Megatron parameter is made of, and how it is split over tensor ranks: pure functions on tensors.
+"""Which Hugging Face weights make up a Megatron parameter, and how it is split over tensor ranks: pure functions on tensors.
 
-Names on the Megatron side carry *global* layer and expert numbers, so that they mean the same in every layout; names on the Hugging
+Names on the Megatron side carry *global* layer and expert numbers, so that they are the same in every layout; names on the Hugging
 Face side are those of a checkpoint's files. Qwen3, Qwen3-MoE and Llama share one table.
 
 Invariants:
@@ -16,56 +16,56 @@ from typing import Literal
 import msgspec
 import torch
 
-Fusion = Literal["alone", "qkv", "gate_up"]
+Fusion = Literal["none", "qkv", "gate_up"]
 
 
-class Rule(msgspec.Struct, frozen=True):
+class WeightRule(msgspec.Struct, frozen=True):
     """One Megatron parameter.
 
     Attributes:
-        sources: Hugging Face names of what it is made of.
+        sources: Hugging Face names of its weights.
         split: dimension that is split over tensor ranks, None where each has all of it.
-        fusion: how the sources lie in it: `qkv` by groups of query heads with their key and value, `gate_up` one below the other,
-            each split for itself.
+        fusion: how the sources are arranged in it: `qkv` by groups of query heads with their key and value, `gate_up` concatenated,
+            each split separately.
     """
 
     sources: tuple[str, ...]
     split: int | None = None
-    fusion: Fusion = "alone"
+    fusion: Fusion = "none"
 
 
 WHOLE = {
-    "embedding.word_embeddings.weight": Rule(("model.embed_tokens.weight",), 0),
-    "decoder.final_layernorm.weight": Rule(("model.norm.weight",)),
-    "output_layer.weight": Rule(("lm_head.weight",), 0),
+    "embedding.word_embeddings.weight": WeightRule(("model.embed_tokens.weight",), 0),
+    "decoder.final_layernorm.weight": WeightRule(("model.norm.weight",)),
+    "output_layer.weight": WeightRule(("lm_head.weight",), 0),
 }
 
-NORM, POST_NORM = Rule(("input_layernorm.weight",)), Rule(("post_attention_layernorm.weight",))
+NORM, POST_NORM = WeightRule(("input_layernorm.weight",)), WeightRule(("post_attention_layernorm.weight",))
 
 LAYER = {
     "input_layernorm.weight": NORM,
     "self_attention.linear_qkv.layer_norm_weight": NORM,  # TransformerEngine fuses norms into what follows them
     "pre_mlp_layernorm.weight": POST_NORM,
     "mlp.linear_fc1.layer_norm_weight": POST_NORM,
-    "self_attention.q_layernorm.weight": Rule(("self_attn.q_norm.weight",)),
-    "self_attention.k_layernorm.weight": Rule(("self_attn.k_norm.weight",)),
-    "self_attention.linear_qkv.weight": Rule(tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), 0, "qkv"),
-    "self_attention.linear_proj.weight": Rule(("self_attn.o_proj.weight",), 1),
-    "mlp.linear_fc1.weight": Rule(("mlp.gate_proj.weight", "mlp.up_proj.weight"), 0, "gate_up"),
-    "mlp.linear_fc2.weight": Rule(("mlp.down_proj.weight",), 1),
-    "mlp.router.weight": Rule(("mlp.gate.weight",)),
+    "self_attention.q_layernorm.weight": WeightRule(("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": WeightRule(("self_attn.k_norm.weight",)),
+    "self_attention.linear_qkv.weight": WeightRule(tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), 0, "qkv"),
+    "self_attention.linear_proj.weight": WeightRule(("self_attn.o_proj.weight",), 1),
+    "mlp.linear_fc1.weight": WeightRule(("mlp.gate_proj.weight", "mlp.up_proj.weight"), 0, "gate_up"),
+    "mlp.linear_fc2.weight": WeightRule(("mlp.down_proj.weight",), 1),
+    "mlp.router.weight": WeightRule(("mlp.gate.weight",)),
 }
 
 EXPERT = {
-    "linear_fc1.weight": Rule(("gate_proj.weight", "up_proj.weight"), 0, "gate_up"),
-    "linear_fc2.weight": Rule(("down_proj.weight",), 1),
+    "linear_fc1.weight": WeightRule(("gate_proj.weight", "up_proj.weight"), 0, "gate_up"),
+    "linear_fc2.weight": WeightRule(("down_proj.weight",), 1),
 }
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
 
-def rule_of(name: str) -> Rule:
+def rule_of(name: str) -> WeightRule:
     """The rule of a Megatron parameter by its global name. Raises KeyError where there is none."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
@@ -93,7 +93,7 @@ def is_expert(name: str) -> bool:
     return ".local_experts." in name
 
 
-def megatron(rule: Rule, tensors: Sequence[torch.Tensor], groups: int, parts: int, index: int) -> torch.Tensor:
+def megatron(rule: WeightRule, tensors: Sequence[torch.Tensor], groups: int, parts: int, index: int) -> torch.Tensor:
     """Tensor rank `index` of `parts`: its shard of the parameter.
 
     Args:
@@ -109,14 +109,14 @@ def megatron(rule: Rule, tensors: Sequence[torch.Tensor], groups: int, parts: in
     return tensor if rule.split is None else tensor.chunk(parts, rule.split)[index]
 
 
-def hugging(rule: Rule, shards: Sequence[torch.Tensor], groups: int, head_dim: int) -> list[torch.Tensor]:
+def hugging(rule: WeightRule, shards: Sequence[torch.Tensor], groups: int, head_dim: int) -> list[torch.Tensor]:
     """The Hugging Face tensors of `rule.sources`, from the shards of all tensor ranks in their order."""
     if rule.fusion == "gate_up":
         return [torch.cat(halves) for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)]
     if rule.split is None:
         return [shards[0]]
     whole = torch.cat(list(shards), rule.split)
-    if rule.fusion == "alone":
+    if rule.fusion == "none":
         return [whole]
     grouped = whole.unflatten(0, (groups, -1))
     sizes = [grouped.shape[1] - 2 * head_dim, head_dim, head_dim]

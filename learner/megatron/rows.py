@@ -17,22 +17,22 @@ from itertools import pairwise
 import msgspec
 import torch
 
-from ..backend import PackedRow
+from ..packing import MicroBatch
 
 FILLER = 512
 """Tokens of a filler sequence: attention among them costs little, and there are few of them."""
 
 
-class LocalRow(msgspec.Struct, frozen=True):
+class LocalMicroBatch(msgspec.Struct, frozen=True):
     """This context rank's part of a row of L padded tokens.
 
     Attributes:
         token_ids: int64[1, L / C].
         position_ids: int64[1, L / C].
         cu_seqlens: offsets of the padded sequences in the whole row, from 0 to L.
-        sources: int64[K], places in `token_ids` whose logits predict a trained token.
+        sources: int64[K], positions in `token_ids` whose logits predict a trained token.
         targets: int64[K], the trained tokens.
-        places: int64[K], where they stand in the row without padding.
+        positions: int64[K], where they stand in the row without padding.
     """
 
     token_ids: torch.Tensor
@@ -40,16 +40,16 @@ class LocalRow(msgspec.Struct, frozen=True):
     cu_seqlens: tuple[int, ...]
     sources: torch.Tensor
     targets: torch.Tensor
-    places: torch.Tensor
+    positions: torch.Tensor
 
 
-def padded_length(row: PackedRow, unit: int, context: int) -> int:
+def padded_length(row: MicroBatch, unit: int, context: int) -> int:
     """L: a multiple of `unit`, which is one of 2 x `context` where that is above 1."""
     total = sum(_up(end - start, _chunks(context)) for start, end in pairwise(row.cu_seqlens))
     return _up(total, unit)
 
 
-def local_row(row: PackedRow, length: int, context: int, rank: int) -> LocalRow:
+def local_row(row: MicroBatch, length: int, context: int, rank: int) -> LocalMicroBatch:
     """The part of context rank `rank` of a row padded to `length`."""
     cuts, origin = [0], []
     for start, end in pairwise(row.cu_seqlens):
@@ -65,16 +65,16 @@ def local_row(row: PackedRow, length: int, context: int, rank: int) -> LocalRow:
     ends = torch.zeros(len(row.token_ids) + 1, dtype=torch.bool)
     ends[list(row.cu_seqlens)] = True
     scored = real & ~ends[successor.clamp(max=len(row.token_ids))]
-    scored &= row.trained[successor.clamp(max=len(row.token_ids) - 1)]
-    places = successor[scored]
+    scored &= row.loss_mask[successor.clamp(max=len(row.token_ids) - 1)]
+    positions = successor[scored]
     known = here.clamp(min=0)
-    return LocalRow(
+    return LocalMicroBatch(
         token_ids=torch.where(real, row.token_ids[known], 0)[None],
         position_ids=torch.where(real, row.position_ids[known], 0)[None],
         cu_seqlens=tuple(cuts),
         sources=scored.nonzero().squeeze(1),
-        targets=row.token_ids[places],
-        places=places,
+        targets=row.token_ids[positions],
+        positions=positions,
     )
 
 

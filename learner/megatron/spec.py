@@ -48,7 +48,7 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Query, key and value are [L / C, heads, head_dim], key and value perhaps with fewer heads. Returns [L / C, the rest]."""
+        """Query, key and value are [L / C, heads, head_dim], key and value perhaps with fewer heads. Returns [L / C, D]."""
         assert packed_seq_params is not None, "rows are packed"
         cuts = tuple(packed_seq_params.cu_seqlens_q.tolist())
         size, rank = self._context.size(), self._context.rank()
@@ -61,11 +61,11 @@ class PackedAttention(MegatronModule):
             )
         outputs = []
         for start, end in pairwise(cuts):
-            mine = slice(start // size, end // size)
-            seen = (held[mine, None] >= torch.arange(start, end)).to(query.device) if size > 1 else None
+            local = slice(start // size, end // size)
+            seen = (held[local, None] >= torch.arange(start, end)).to(query.device) if size > 1 else None
             outputs.append(
                 functional.scaled_dot_product_attention(
-                    query[mine].transpose(0, 1)[None],
+                    query[local].transpose(0, 1)[None],
                     key[start:end].transpose(0, 1)[None],
                     value[start:end].transpose(0, 1)[None],
                     attn_mask=seen,

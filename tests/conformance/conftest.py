@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.configs.schema import Partial
-from slipstream.rollout import servers
+from slipstream.rollout.engines import registry as servers
 from slipstream.tests.conformance.kinds import KINDS, Kind
 from slipstream.tests.conformance.replica import Replica, Weights, make_weights
 from slipstream.tests.conformance.servers import Server, configure

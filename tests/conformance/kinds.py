@@ -25,14 +25,14 @@ OFFERS = {
     "untied": "untied embeddings",
     "moe": "mixture of experts",
     "tensor parallel": "a replica over several processes",
-    "compute process": "a process of its own computes; its death is told at once",
-    "cancel": "a caller that goes away takes its request with it",
+    "compute process": "a process of its own computes; its death is reported at once",
+    "cancel": "the request of a caller that leaves ends",
 }
 """What the suite tests, in the words of the manual."""
 
-_SGLANG_SEED = "SGLang heeds a request's seed only in its deterministic mode, which has no CPU backend"
-_OURS_ON_ONE_DEVICE = "our own server holds the model in one process; larger models are vLLM's and SGLang's business"
-_OURS_IN_ONE_PROCESS = "server and model live and die together, in one process"
+_SGLANG_SEED = "SGLang uses a request's seed only in its deterministic mode, which has no CPU backend"
+_OURS_ON_ONE_DEVICE = "our own server holds the model in one process; larger models need vLLM or SGLang"
+_OURS_IN_ONE_PROCESS = "server and model are one process"
 
 
 class Kind(msgspec.Struct, frozen=True):

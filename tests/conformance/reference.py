@@ -1,4 +1,4 @@
-"""What transformers computes: the truth that every server is compared with."""
+"""What transformers computes: the reference for every server."""
 
 from __future__ import annotations
 
@@ -37,10 +37,23 @@ def mixed_rows(
         return new(after, past_key_values=cache, use_cache=True).logits[0].float().log_softmax(-1)
 
 
-def error(rows: torch.Tensor, token_ids: Sequence[int], logprobs: Sequence[float]) -> float:
-    """Largest difference in nats between the log-probs that a server gave its tokens and those in `rows`."""
+def nucleus(rows: torch.Tensor, mass: float) -> torch.Tensor:
+    """float32[n, vocabulary]: `rows` truncated to the likeliest tokens before which less than `mass` lies, renormalized."""
+    likeliest, order = rows.sort(descending=True)
+    probabilities = likeliest.double().exp()
+    likeliest[probabilities.cumsum(-1) - probabilities > mass] = -torch.inf
+    return torch.empty_like(rows).scatter_(1, order, likeliest).log_softmax(-1)
+
+
+def deviations(rows: torch.Tensor, token_ids: Sequence[int], logprobs: Sequence[float]) -> torch.Tensor:
+    """float32[n]: differences in nats between the log-probs that a server gave its tokens and those in `rows`."""
     ours = rows.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
-    return float((ours - torch.tensor(logprobs)).abs().max())
+    return (ours - torch.tensor(logprobs)).abs()
+
+
+def error(rows: torch.Tensor, token_ids: Sequence[int], logprobs: Sequence[float]) -> float:
+    """The largest of `deviations`."""
+    return float(deviations(rows, token_ids, logprobs).max())
 
 
 def greedy(rows: torch.Tensor, token_ids: Sequence[int]) -> bool:

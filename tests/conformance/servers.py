@@ -11,15 +11,16 @@ import asyncio
 import os
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 
 import msgspec
 import psutil
+from slipstream.common.process import set_parent_death_signal
 from slipstream.configs.schema import Agent, Config, Model, Partial, Rollout, Sglang, Vllm
 from slipstream.errors import DeadlineExceeded
-from slipstream.launch.processes import die_with_parent
-from slipstream.rollout import servers
-from slipstream.rollout.engine import Engine
+from slipstream.rollout.engines import registry as servers
+from slipstream.rollout.engines.base import Engine
 from slipstream.tests import tiny
 from slipstream.tests.conformance.kinds import Kind
 
@@ -45,21 +46,27 @@ def configure(kind: Kind, folder: Path, *, ranks: int = 1, partial: Partial = "r
     )
 
 
+def push_s_of(ranks: int) -> float:
+    """Longest push, in seconds, and longest wait for requests to decode. On CPU the ranks of a server spin while they wait for each
+    other in every layer: where other processes want the cores, too, a step that takes milliseconds takes a second."""
+    return 60.0 if ranks == 1 else 240.0
+
+
 def make_client(
     kind: str, name: str, url: str, ranks: int = 1, *, partial: Partial = "recompute", request_s: float = 60.0
 ) -> Engine:
     """A client, called `name`, of the server of kind `kind` at `url`."""
     if kind == "sglang":
-        from slipstream.rollout.sglang import SglangEngine as Client
+        from slipstream.rollout.engines.sglang.client import SglangEngine as Client
     else:
-        from slipstream.rollout.vllm import VllmEngine as Client
+        from slipstream.rollout.engines.vllm.client import VllmEngine as Client
     return Client(
         name,
         url,
         vocab_size=tiny.VOCABULARY,
         max_model_len=tiny.CONTEXT,
         request_s=request_s,
-        push_s=60.0,
+        push_s=push_s_of(ranks),
         ranks=ranks,
         partial=partial,
         scores_paused=kind in ("transformers", "fake"),
@@ -81,11 +88,13 @@ class Server:
         """Start it, unless it runs; it may not answer yet."""
         if self.alive:
             return
+        self._temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         variables = os.environ | servers.environment(self.config) | tiny.one_gpu(f"server-{self.port}")
+        variables["TMPDIR"] = self._temporary.name
         line = servers.command(self.config, HOST, self.port, seed=self.port)
         with self._log.open("ab") as out:
             self._process = subprocess.Popen(
-                line, env=variables, stdout=out, stderr=out, start_new_session=True, preexec_fn=die_with_parent
+                line, env=variables, stdout=out, stderr=out, start_new_session=True, preexec_fn=set_parent_death_signal
             )
 
     @property
@@ -148,17 +157,17 @@ class Server:
         return max(self.family()[1:], key=lambda process: process.memory_info().rss)
 
     def die(self) -> None:
-        """SIGKILL for the server's own process; what becomes of its children is its own business."""
+        """SIGKILL the server's own process, not its children."""
         assert self._process is not None
         self._process.kill()
 
     def freeze(self) -> None:
-        """Stop every process of it where it stands."""
+        """SIGSTOP every process of it."""
         for process in self.family():
             process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it go on."""
+        """SIGCONT every process of it."""
         for process in self.family():
             process.send_signal(signal.SIGCONT)
 
@@ -174,3 +183,4 @@ class Server:
             self._process.wait(30)
         _, alive = psutil.wait_procs(family, 30)
         assert alive == [], f"processes of {self.kind.name} that SIGKILL did not end: {alive}"
+        self._temporary.cleanup()

@@ -1,4 +1,4 @@
-"""Callers that go away: nothing goes on computing for nobody."""
+"""Callers that leave: their requests end on the server."""
 
 import asyncio
 import signal
@@ -6,29 +6,30 @@ import sys
 
 import pytest
 from slipstream.errors import DeadlineExceeded
-from slipstream.rollout.engine import Sampling
+from slipstream.rollout.engines.base import SamplingParams
 from slipstream.tests.conformance.kinds import Kind
 from slipstream.tests.conformance.replica import PROMPTS, Replica
 from slipstream.tests.conformance.servers import MAX_CONCURRENT
 
 CALLER = """
 import asyncio, sys
-from slipstream.rollout.engine import Sampling
+from slipstream.rollout.engines.base import SamplingParams
 from slipstream.tests.conformance.replica import PROMPTS
 from slipstream.tests.conformance.servers import make_client
 
 async def main(kind, url, version):
     engine = make_client(kind, "caller", url)
-    await asyncio.gather(*(engine.generate(PROMPTS[i % 8], Sampling(max_tokens=900), version=int(version)) for i in range(128)))
+    sampling = SamplingParams(max_tokens=900)
+    await asyncio.gather(*(engine.generate(PROMPTS[i % 8], sampling, version=int(version)) for i in range(128)))
 
 asyncio.run(main(*sys.argv[1:]))
 """
-"""Asks for more tokens than any server of the suite samples in a quarter of a minute."""
+"""Requests more tokens than any server of the suite samples in 15 s."""
 
 
 async def test_a_cancelled_callers_request_is_cancelled(kind: Kind, replica: Replica) -> None:
     kind.needs("cancel")
-    long = [asyncio.create_task(replica.generate(p, Sampling(max_tokens=990))) for p in PROMPTS[:4]]
+    long = [asyncio.create_task(replica.generate(p, SamplingParams(max_tokens=990))) for p in PROMPTS[:4]]
     await replica.running(4)
     long[0].cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -49,7 +50,7 @@ async def test_a_killed_callers_requests_are_cancelled(kind: Kind, replica: Repl
     caller.send_signal(signal.SIGKILL)
     await caller.wait()
     await replica.running(0, within_s=8)
-    assert (await replica.engine.pressure()).waiting == 0
+    assert (await replica.engine.get_load()).waiting == 0
     assert await replica.serves(0)
 
 
@@ -57,6 +58,6 @@ async def test_a_request_past_its_deadline_no_longer_runs(kind: Kind, replica: R
     kind.needs("cancel")
     hasty = replica.server.client("hasty", request_s=0.3)
     with pytest.raises(DeadlineExceeded, match=r"hasty waited 0.3 s"):
-        await hasty.generate(PROMPTS[0], Sampling(max_tokens=990), version=replica.version)
+        await hasty.generate(PROMPTS[0], SamplingParams(max_tokens=990), version=replica.version)
     await hasty.close()
     await replica.running(0, within_s=1.0)

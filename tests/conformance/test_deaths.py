@@ -1,4 +1,4 @@
-"""Servers that die, freeze or were never there: a named error at once, and nothing lost that had arrived."""
+"""Servers that die, freeze or were never started: a named error at once, and no token lost that had arrived."""
 
 import asyncio
 import time
@@ -8,7 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 from slipstream.errors import DeadlineExceeded, EngineError
-from slipstream.rollout.engine import Broken, Sampling
+from slipstream.rollout.engines.base import EngineFailure, SamplingParams
+from slipstream.rollout.engines.http_client import ABORT_S
 from slipstream.tests import tiny
 from slipstream.tests.conformance import reference
 from slipstream.tests.conformance.kinds import Kind
@@ -16,7 +17,10 @@ from slipstream.tests.conformance.reference import TOLERANCE
 from slipstream.tests.conformance.replica import GREEDY, PROMPTS, Replica, Weights, join
 from slipstream.tests.conformance.servers import Server, make_client
 
-LONG = Sampling(max_tokens=900, temperature=0.0)
+LATE_S = 5.0
+"""How much later than planned the test's own process may run: it shares two cores with servers that start and decode."""
+
+LONG = SamplingParams(max_tokens=900, temperature=0.0)
 
 
 async def test_a_new_server_has_no_version_and_labels_nothing(
@@ -45,11 +49,13 @@ async def doomed(kind: Kind, victim: Server, replica: Replica, tmp_path: Path) -
     await doomed.close()
 
 
-async def assert_goes_on_elsewhere(broken: Broken, prompt: list[int], doomed: Replica, elsewhere: Replica) -> None:
-    """What had arrived is exact, and with the rest from another replica it is what one replica alone would have said."""
+async def assert_goes_on_elsewhere(
+    broken: EngineFailure, prompt: list[int], doomed: Replica, elsewhere: Replica
+) -> None:
+    """What had arrived is exact, and continued on another replica it equals what a single replica would have sampled."""
     assert broken.partial.finish_reason == "abort"
     assert {span.version for span in broken.partial.version_spans} == {doomed.version}
-    rest = Sampling(max_tokens=40, temperature=0.0)
+    rest = SamplingParams(max_tokens=40, temperature=0.0)
     whole = join(broken.partial, await elsewhere.generate([*prompt, *broken.partial.token_ids], rest))
     rows = reference.rows(elsewhere.weights.models[0], prompt, whole)
     assert reference.greedy(rows, whole.token_ids)
@@ -60,11 +66,11 @@ async def test_a_frozen_server_is_named_at_the_deadline(kind: Kind, doomed: Repl
     hasty = victim.client("hasty", request_s=1.0)
     victim.freeze()
     try:
-        for question in (hasty.generate(PROMPTS[0], GREEDY, version=1), hasty.pressure()):
+        for question in (hasty.generate(PROMPTS[0], GREEDY, version=1), hasty.get_load()):
             began = time.monotonic()
             with pytest.raises(DeadlineExceeded, match=r"hasty waited 1 s for"):
                 await question
-            assert time.monotonic() - began < 7.0
+            assert time.monotonic() - began < 1.0 + ABORT_S + LATE_S
     finally:
         victim.thaw()
         await hasty.close()
@@ -72,37 +78,37 @@ async def test_a_frozen_server_is_named_at_the_deadline(kind: Kind, doomed: Repl
     assert await doomed.serves(0)
 
 
-async def test_nobody_listening_is_an_engine_error_at_once(kind: Kind) -> None:
-    nobody = make_client(kind.name, "nobody", f"http://127.0.0.1:{tiny.free_port()}")
+async def test_an_unreachable_server_is_an_engine_error_at_once(kind: Kind) -> None:
+    absent = make_client(kind.name, "absent", f"http://127.0.0.1:{tiny.free_port()}")
     for question in (
-        nobody.generate(PROMPTS[0], GREEDY),
-        nobody.version(),
-        nobody.pressure(),
-        nobody.pause("recompute"),
+        absent.generate(PROMPTS[0], GREEDY),
+        absent.version(),
+        absent.get_load(),
+        absent.pause("recompute"),
     ):
-        with pytest.raises(EngineError, match=r"nobody at .* is not reachable"):
+        with pytest.raises(EngineError, match=r"absent at .* is not reachable"):
             await asyncio.wait_for(question, 1)
-    with pytest.raises(DeadlineExceeded, match=r"nobody waited 0.3 s for its server to start"):
-        await nobody.wait_ready(0.3)
-    await nobody.close()
+    with pytest.raises(DeadlineExceeded, match=r"absent waited 0.3 s for its server to start"):
+        await absent.wait_ready(0.3)
+    await absent.close()
 
 
 @pytest.fixture(params=["server", "compute process"])
 def killed(kind: Kind, request: pytest.FixtureRequest) -> str:
-    """What is killed of a server, where it has such a thing."""
+    """Which process of a server is killed, where it has that one."""
     if request.param != "server":
         kind.needs(request.param)
     return request.param
 
 
-async def test_a_death_is_told_within_a_second_and_its_requests_go_on_elsewhere(
+async def test_a_death_is_reported_within_a_second_and_its_requests_continue_elsewhere(
     killed: str, replica: Replica, doomed: Replica, victim: Server
 ) -> None:
     family = victim.family()
     running = [asyncio.create_task(doomed.engine.generate(p, LONG, version=doomed.version)) for p in PROMPTS[:4]]
     await doomed.running(4)
     # One that was sent after them has come back with 60 tokens: so much of theirs, less what was not sent yet, is here.
-    await doomed.generate(PROMPTS[7], Sampling(max_tokens=60, temperature=0.0))
+    await doomed.generate(PROMPTS[7], SamplingParams(max_tokens=60, temperature=0.0))
     if killed == "server":
         victim.die()
     else:
@@ -111,7 +117,7 @@ async def test_a_death_is_told_within_a_second_and_its_requests_go_on_elsewhere(
     outcomes = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 10)
     assert time.monotonic() - began < 1.0
     for prompt, broken in zip(PROMPTS, outcomes, strict=False):
-        assert isinstance(broken, Broken)
+        assert isinstance(broken, EngineFailure)
         assert "replica" in str(broken)
         assert len(broken.partial.token_ids) > 10
         await assert_goes_on_elsewhere(broken, prompt, doomed, replica)
@@ -119,5 +125,5 @@ async def test_a_death_is_told_within_a_second_and_its_requests_go_on_elsewhere(
         await asyncio.wait_for(doomed.engine.generate(PROMPTS[0], GREEDY, version=doomed.version), 1)
     if killed == "server":
         _, alive = await asyncio.to_thread(psutil.wait_procs, family, 10)
-        assert alive == []  # it leaves nobody behind
+        assert alive == []  # no process of it is left
     victim.close()

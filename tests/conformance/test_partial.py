@@ -6,7 +6,7 @@ import pytest
 from slipstream.agents.base import Completion
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.configs.schema import Partial
-from slipstream.rollout.engine import Sampling
+from slipstream.rollout.engines.base import SamplingParams
 from slipstream.tests.conformance import reference
 from slipstream.tests.conformance.kinds import Kind
 from slipstream.tests.conformance.reference import TOLERANCE
@@ -36,17 +36,17 @@ def assert_covered(completion: Completion, length: int) -> None:
 
 async def test_abort_returns_the_partial_and_going_on_equals_never_having_aborted(kind: Kind, replica: Replica) -> None:
     kind.needs("abort", "abort_resume")
-    whole = Sampling(max_tokens=900, temperature=0.0)
+    whole = SamplingParams(max_tokens=900, temperature=0.0)
     running = [asyncio.create_task(replica.engine.generate(p, whole, version=replica.version)) for p in PROMPTS[:4]]
     await replica.running(4)
-    await replica.generate(PROMPTS[7], Sampling(max_tokens=40, temperature=0.0))
+    await replica.generate(PROMPTS[7], SamplingParams(max_tokens=40, temperature=0.0))
     await replica.engine.pause("abort_resume")
     partials = await asyncio.wait_for(asyncio.gather(*running), 10)  # they come back while it is paused
     await replica.engine.resume()
     for prompt, partial in zip(PROMPTS, partials, strict=False):
         assert partial.finish_reason == "abort"
         assert 0 < len(partial.token_ids) < 900
-        rest = await replica.generate([*prompt, *partial.token_ids], Sampling(max_tokens=60, temperature=0.0))
+        rest = await replica.generate([*prompt, *partial.token_ids], SamplingParams(max_tokens=60, temperature=0.0))
         completion = join(partial, rest)
         rows = reference.rows(replica.weights.models[0], prompt, completion)
         assert reference.greedy(rows, completion.token_ids)
@@ -61,7 +61,7 @@ async def test_requests_survive_a_pause_and_sample_nothing_in_it(kind: Kind, rep
         await replica.engine.pause(mode)
         so_far = len(traffic.finished)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(replica.generate(PROMPTS[6], Sampling(max_tokens=1)), 1.0)
+            await asyncio.wait_for(replica.generate(PROMPTS[6], SamplingParams(max_tokens=1)), 1.0)
         assert len(traffic.finished) == so_far
         await replica.engine.resume()
         await replica.engine.resume()  # does no harm
@@ -126,9 +126,7 @@ async def test_no_prefix_is_cached_across_a_push(kind: Kind, modal: Replica, mod
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep_kv", "abort_resume"])
-async def test_a_caller_who_has_not_heard_of_a_push_yet_gets_true_spans(
-    kind: Kind, modal: Replica, mode: Partial
-) -> None:
+async def test_a_caller_with_an_older_version_gets_true_spans(kind: Kind, modal: Replica, mode: Partial) -> None:
     """It asks under the old version, whose prefix may still be cached: then the span must say so."""
     kind.needs(mode)
     prompt = [(13 * i) % 440 + 4 for i in range(200)]

@@ -1,4 +1,4 @@
-"""Weight pushes: every transport brings the same weights, wrong ones are found, and a learner that dies leaves the old serving."""
+"""Weight pushes: every transport moves the same weights, wrong ones are found, and after a learner's death the old ones serve."""
 
 import asyncio
 import contextlib
@@ -12,13 +12,13 @@ import pytest
 import torch
 from slipstream.configs.schema import TransportKind
 from slipstream.errors import WeightSyncError
-from slipstream.rollout import servers
+from slipstream.rollout.engines import registry as servers
 from slipstream.tests import tiny
 from slipstream.tests.conformance import reference
 from slipstream.tests.conformance.kinds import Kind
 from slipstream.tests.conformance.reference import TOLERANCE
 from slipstream.tests.conformance.replica import GREEDY, PROMPTS, VERSIONS, Replica, Traffic, Weights, make_publisher
-from slipstream.weightsync.group import BroadcastGroup
+from slipstream.weightsync.broadcast import BroadcastGroup
 
 DYING_LEARNER = """
 import asyncio, itertools, os, signal, sys
@@ -26,7 +26,7 @@ from pathlib import Path
 from slipstream.tests import tiny
 from slipstream.tests.conformance.replica import make_publisher
 from slipstream.tests.conformance.servers import make_client
-from slipstream.weightsync.group import BroadcastGroup
+from slipstream.weightsync.broadcast import BroadcastGroup
 
 async def main(kind, url, version, folder, files, when):
     engine = make_client(kind, "replica", url)
@@ -53,7 +53,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "shared", "disk", "delta"])
-async def test_every_transport_brings_the_weights(kind: Kind, replica: Replica, transport: TransportKind) -> None:
+async def test_every_transport_updates_the_weights(kind: Kind, replica: Replica, transport: TransportKind) -> None:
     kind.needs(transport)
     await replica.close()  # the fixture's own pushes were broadcasts
     for which in (1, 0, 1):
@@ -63,7 +63,7 @@ async def test_every_transport_brings_the_weights(kind: Kind, replica: Replica, 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
-async def test_nccl_brings_the_weights(replica: Replica, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nccl_updates_the_weights(replica: Replica, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if servers.serves_on_cpu(replica.server.config):
         pytest.skip(f"{replica.kind.name} computes on the CPU")
     for name, value in tiny.one_gpu("learner").items():
@@ -80,7 +80,7 @@ async def test_nccl_brings_the_weights(replica: Replica, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "delta"])
-async def test_adapters_alone_bring_the_merged_weights(
+async def test_adapters_only_update_to_the_merged_weights(
     kind: Kind, replica: Replica, transport: TransportKind, tmp_path: Path
 ) -> None:
     kind.needs(transport)
@@ -105,7 +105,7 @@ async def test_adapters_alone_bring_the_merged_weights(
     await adapted.close()
 
 
-async def test_a_delta_carries_what_changed_and_nothing_else(kind: Kind, replica: Replica) -> None:
+async def test_a_delta_holds_what_changed_and_nothing_else(kind: Kind, replica: Replica) -> None:
     kind.needs("delta")
     await replica.close()
     weights = tiny.weights(replica.weights.folders[0])

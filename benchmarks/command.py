@@ -1,0 +1,150 @@
+"""`slipstream bench NAME [--json]`: contender and floor side by side in one run, ratios first."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich.console import Console
+
+from ..launch.cli.options import CommandTable
+from ..monitor.output import open_console, print_line
+
+if TYPE_CHECKING:
+    from .result import Result
+
+NAMES = ("rollout", "weightsync", "buffer", "learner", "learning")
+
+LEARNING_ONLY = ("seeds", "staleness", "steps", "out")
+
+Measure = Callable[[Path], Coroutine[Any, Any, "Result | tuple[Result, ...]"]]
+"""Runs one measurement in the scratch folder given."""
+
+
+def register(commands: CommandTable) -> None:
+    parser = commands.add("bench", bench, "measure what Slipstream costs, as ratios of contender and floor in one run")
+    parser.add_argument("name", metavar="NAME", choices=NAMES, help=" or ".join(NAMES))
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--sizes", metavar="SIZE", nargs="+", help="policies to measure, for example 3M 50M; default: all"
+    )
+    parser.add_argument("--seeds", type=int, metavar="N", help="learning: seeds of each arm; default: 3")
+    parser.add_argument(
+        "--staleness", type=int, metavar="N", nargs="+", help="learning: bounds to try; default: 0 1 2 4 8"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="learning: steps of each run; default: 60")
+    parser.add_argument("--out", metavar="DIR", help="learning: where results are kept; default: runs/bench-learning")
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Run one benchmark; returns the exit status."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: servers and learner share the cores
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the servers end with it
+    from ..errors import ConfigError, first_cause
+    from .models import SHAPES
+    from .result import Report, machine, render
+
+    if unknown := sorted(set(options.sizes or ()) - SHAPES.keys()):
+        raise ConfigError(f"--sizes: {unknown[0]} is not one of {', '.join(SHAPES)}")
+    console = open_console(stderr=True)
+    if options.name == "learning":
+        parts = _learning(options, console)
+    else:
+        if wrong := [name for name in LEARNING_ONLY if getattr(options, name) is not None]:
+            raise ConfigError(f"--{wrong[0]}: only `slipstream bench learning` knows it; leave it out")
+        several = {"rollout": _rollout, "weightsync": _weightsync, "buffer": _buffer, "learner": _learner}
+        parts = several[options.name](options.sizes)
+    results: list[Result] = []
+    try:
+        with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
+            for number, (what, measure) in enumerate(parts):
+                console.print(f"measuring {what}")
+                scratch = Path(folder) / str(number)
+                scratch.mkdir()
+                measured = asyncio.run(measure(scratch))
+                results += measured if isinstance(measured, tuple) else [measured]
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from group
+    finally:  # what was measured before an error, too
+        report = Report(options.name, machine(), tuple(results))
+        if options.json:
+            print_line(msgspec.json.encode(report).decode())
+        else:
+            render(report, open_console())
+    return 0
+
+
+def _rollout(sizes: list[str] | None) -> list[tuple[str, Measure]]:
+    from .overhead import overhead
+    from .pushes import partial, rolling
+
+    parts: list[tuple[str, Measure]] = []
+    for size in sizes or ["1M", "10M"]:
+        parts.append((f"worker over bare engine, {size}", lambda folder, size=size: overhead(folder, size)))
+    for size in sizes or ["3M"]:
+        for replicas in (2, 4):
+            what = f"rolling push over global stop, {size}, {replicas} replicas"
+            parts.append((what, lambda folder, size=size, n=replicas: rolling(folder, size, n)))
+        what = f"partial rollouts over restarts, {size}"
+        parts.append((what, lambda folder, size=size: partial(folder, size)))
+    return parts
+
+
+def _weightsync(sizes: list[str] | None) -> list[tuple[str, Measure]]:
+    from .transfers import delta, transfers
+
+    parts: list[tuple[str, Measure]] = []
+    for size in sizes or ["3M", "50M", "300M"]:
+        parts.append((f"transfers, {size}", lambda folder, size=size: transfers(folder, size)))
+    for size in sizes or ["50M"]:
+        parts.append((f"delta over full, {size}", lambda folder, size=size: delta(folder, size)))
+    return parts
+
+
+def _buffer(sizes: list[str] | None) -> list[tuple[str, Measure]]:
+    from ..errors import ConfigError
+    from . import buffer
+    from .buffer_engine import beside_an_engine
+
+    if sizes:
+        raise ConfigError("--sizes: the buffer carries tokens, not policies; leave it out")
+    return [
+        ("the buffer over ZeroMQ and over SQLite", buffer.floors),
+        ("latency to a batch", buffer.latency),
+        ("the buffer beside Ray's queue", buffer.beside_ray),
+        ("the buffer beside a busy engine", beside_an_engine),
+        ("memory at a million trajectories", buffer.memory),
+    ]
+
+
+def _learner(sizes: list[str] | None) -> list[tuple[str, Measure]]:
+    from .learner import learner
+
+    return [
+        (f"the learner's step, {size}", lambda folder, size=size: learner(folder, size))
+        for size in sizes or ["1M", "10M"]
+    ]
+
+
+def _learning(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
+    from ..errors import ConfigError
+    from .learning import SEEDS, STALENESS, STEPS, learning
+
+    if options.sizes:
+        raise ConfigError("--sizes: learning trains one small policy of its own; leave it out")
+    seeds = SEEDS if options.seeds is None else options.seeds
+    steps = STEPS if options.steps is None else options.steps
+    staleness = STALENESS if options.staleness is None else tuple(dict.fromkeys(options.staleness))
+    for name, value, least in (("seeds", seeds, 1), ("steps", steps, 1), ("staleness", min(staleness), 0)):
+        if value < least:
+            raise ConfigError(f"--{name}: {value} is not allowed; allowed are {least} and more")
+    out = Path(options.out or "runs/bench-learning")
+    what = f"{seeds} seeds of {steps} steps, staleness {', '.join(map(str, staleness))}, in {out}"
+    return [(what, lambda _: learning(out, seeds, staleness, steps, console.print))]

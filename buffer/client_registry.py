@@ -1,0 +1,208 @@
+"""The clients of the buffer: which process stands behind each name, and which leases it waits for. Pure.
+
+A client's ZeroMQ identity is `name/incarnation`: its role in the run, and which process of that role. An incarnation is random, so
+no client takes over another's connection by chance. Names prove nothing: `slipstream.rpc.security` decides who may connect at all.
+
+Invariants:
+- A report of a worker counts only over its own connection, from the newest process that registered under its name.
+- Commits and checkpoints count only from the learner process that recovered last; batches go only to its ranks,
+  whose names differ in a number.
+- A lease request has one reply, however often it is sent, even where its leases were lost since. A worker has one request, the
+  newest.
+- Memory is bounded, however many names there are: the client that was silent longest is forgotten first, and is known again when
+  it next sends.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from ..errors import StateError
+from .lease_manager import LeaseManager
+from .messages import Lease, LeaseReply
+
+KNOWN = 1 << 14
+"""Workers, and unanswered requests, that are remembered; more than any run today has."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class WorkerClient(msgspec.Struct):
+    """The newest process of a worker.
+
+    Attributes:
+        incarnation: which process.
+        slot_s, idle_slot_s: its running totals.
+        answered, reply: the number of its last lease request that was answered, and the reply.
+    """
+
+    incarnation: str
+    slot_s: float = 0.0
+    idle_slot_s: float = 0.0
+    answered: int = -1
+    reply: LeaseReply | None = None
+
+
+class LeaseRequest(msgspec.Struct, frozen=True):
+    """For `groups` groups: request `number` of the connection `identity`, which uses no number twice."""
+
+    identity: bytes
+    number: int
+    groups: int
+    client: WorkerClient
+
+    def name(self, group: int) -> str:
+        """Names the request for one of the groups."""
+        return f"{self.identity.hex()}.{self.number}.{group}"
+
+
+class ClientRegistry:
+    """The workers by name, and the learner. After a restart of the buffer the first process of a name counts as the newest."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, WorkerClient] = {}
+        self._learner: tuple[str, str] | None = None
+        self._earlier = (0.0, 0.0)
+
+    def register(self, connection: bytes, worker: str, incarnation: str) -> bool:
+        """A worker registers; whether it is another process than before.
+
+        Raises:
+            StateError: the connection is not its own.
+        """
+        if _parse(connection) != (worker, incarnation):
+            raise StateError(f"{_describe(connection)} registered as {worker}, process {incarnation}")
+        if worker in self._workers and self._workers[worker].incarnation == incarnation:
+            return False
+        self._forget(worker)
+        self._remember(worker, WorkerClient(incarnation))
+        return True
+
+    def worker(self, connection: bytes, worker: str) -> WorkerClient:
+        """The process that reports for `worker` over `connection`.
+
+        Raises:
+            StateError: it is not that worker's, or not the newest.
+        """
+        name, incarnation = _parse(connection)
+        if name != worker:
+            raise StateError(f"{_describe(connection)} reported for {worker}")
+        client = self._workers.pop(worker, None) or WorkerClient(incarnation)
+        self._remember(worker, client)
+        if client.incarnation != incarnation:
+            raise StateError(f"{worker} is another process now; this one is no longer part of the run")
+        return client
+
+    def learner_recovers(self, connection: bytes) -> None:
+        """A learner process begins. Raises StateError when it is not this run's learner."""
+        self._require_learner(connection)
+        self._learner = _parse(connection)
+
+    def learner(self, connection: bytes) -> None:
+        """Raises StateError when the sender is not the newest process of the learner."""
+        sender = _parse(connection)
+        self._learner = self._learner or sender
+        self._require_learner(connection)
+        if self._learner != sender:
+            raise StateError(f"{sender[0]} is another process now; this one is no longer part of the run")
+
+    def rank(self, connection: bytes) -> None:
+        """Raises StateError when the sender is not a rank of the learner."""
+        name, _ = _parse(connection)
+        if self._learner is not None and _role(name) != _role(self._learner[0]):
+            raise StateError(f"{_describe(connection)} is no rank of this run's learner")
+
+    def slots(self) -> tuple[float, float]:
+        """Slot seconds and idle slot seconds of all workers, earlier processes included."""
+        slot_s, idle_slot_s = self._earlier
+        for client in self._workers.values():
+            slot_s, idle_slot_s = slot_s + client.slot_s, idle_slot_s + client.idle_slot_s
+        return slot_s, idle_slot_s
+
+    def _require_learner(self, connection: bytes) -> None:
+        if self._learner is not None and self._learner[0] != _parse(connection)[0]:
+            raise StateError(f"{_describe(connection)} is not the learner of this run, {self._learner[0]} is")
+
+    def _remember(self, worker: str, client: WorkerClient) -> None:
+        self._workers[worker] = client
+        if len(self._workers) > KNOWN:
+            self._forget(next(iter(self._workers)))
+
+    def _forget(self, worker: str) -> None:
+        client = self._workers.pop(worker, None)
+        if client is not None:
+            self._earlier = self._earlier[0] + client.slot_s, self._earlier[1] + client.idle_slot_s
+
+
+class LeaseQueue:
+    """The lease requests that wait for admission; `leases` grants the groups."""
+
+    def __init__(self, leases: LeaseManager) -> None:
+        self._leases = leases
+        self._waiting: dict[str, LeaseRequest] = {}
+
+    def remove(self, worker: str) -> None:
+        """The worker is gone, or another process now."""
+        self._waiting.pop(worker, None)
+
+    def add(self, worker: str, request: LeaseRequest) -> LeaseReply | None:
+        """The earlier reply to this request; None where the request now waits."""
+        client = request.client
+        if client.reply is not None and request.number <= client.answered:
+            # Also when its leases are lost: a second set would have no worker if the first reply is only late.
+            return client.reply if request.number == client.answered else None
+        leases = [lease for i in range(request.groups) if (lease := self._leases.granted(request.name(i)))]
+        if leases:  # the buffer answered before it restarted
+            return _reply(leases)
+        enqueue(self._waiting, worker, request)
+        return None
+
+    def grant(self, now: float) -> list[tuple[bytes, int, LeaseReply]]:
+        """Grant groups while admission allows, one per worker and turn; returns what to reply, as (connection, number, reply)."""
+        granted: dict[str, list[Lease]] = {}
+        for turn in range(max((request.groups for request in self._waiting.values()), default=0)):
+            before = sum(map(len, granted.values()))
+            for worker, request in self._waiting.items():
+                if turn < request.groups and (lease := self._leases.grant(worker, now, request.name(turn))):
+                    granted.setdefault(worker, []).append(lease)
+            if sum(map(len, granted.values())) == before:
+                break
+        replies = list[tuple[bytes, int, LeaseReply]]()
+        for worker, leases in granted.items():
+            request, reply = self._waiting.pop(worker), _reply(leases)
+            request.client.answered, request.client.reply = request.number, reply
+            replies.append((request.identity, request.number, reply))
+        return replies
+
+
+def enqueue(waiting: dict[K, V], key: K, value: V) -> None:
+    """Remember what `key` waits for; the longest waiting is forgotten when there are too many, and asks again."""
+    waiting[key] = value
+    if len(waiting) > KNOWN:
+        del waiting[next(iter(waiting))]
+
+
+def connection_name(name: str, incarnation: str) -> bytes:
+    """The ZeroMQ identity of a client."""
+    return f"{name}/{incarnation}".encode()
+
+
+def _reply(leases: list[Lease]) -> LeaseReply:
+    return LeaseReply(leases[0], tuple(leases[1:]))
+
+
+def _parse(connection: bytes) -> tuple[str, str]:
+    """Name and incarnation of the client."""
+    name, _, incarnation = connection.decode(errors="replace").rpartition("/")
+    return name, incarnation
+
+
+def _role(name: str) -> str:
+    return name.rstrip("0123456789").rstrip("-")
+
+
+def _describe(connection: bytes) -> str:
+    return _parse(connection)[0] or f"connection {connection.hex()}"

@@ -1,0 +1,283 @@
+"""Task groups and their episodes in memory, and the ledger that follows every change of an episode.
+
+Invariants:
+- An episode changes only within `GroupTable.update`, which takes its tokens out of their accounts before and adds them after.
+  `Episode.accounts` alone decides which accounts these are.
+- A trajectory holds only tokens that were generated: `kept` never exceeds `generated`, version by version.
+- A group changes state only in `set_state`, which indexes groups by state and counts them by environment, so that no request walks
+  over all groups.
+- Every changed group and episode is in `drain()` once, for the caller to store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, get_args
+
+import msgspec
+
+from ..errors import StateError
+from .ledger import STALE, WITHHELD, Counts, VersionLedgers, Withheld
+from .trajectory import Outcome
+
+GroupState = Literal["open", "leased", "ready", "batched", "trained", "discarded"]
+EpisodeAccount = Literal["in_flight", "ready", "trained", "discarded"]
+
+FAILED = "failed_"
+"""Prefix of the discard reasons that are the outcome of the episode itself."""
+
+UNUSED = "unused"
+"""Discard reason of tokens that were generated for an episode and are in none of its trajectories: of a completion that was cut
+off, or that the agent did not wait for."""
+
+
+class Episode(msgspec.Struct):
+    """One attempt at one member of a group.
+
+    Attributes:
+        id: `group.attempt.member`.
+        worker: the worker that runs it.
+        account: where its tokens are; `trained` includes tokens withheld from the loss.
+        generated: tokens sampled so far by version, as the worker reports them.
+        kept: sampled tokens in the delivered trajectories, by version.
+        settled: its end was delivered, or its worker process is gone: later reports about it change nothing.
+        final: its member needs no other attempt: it was kept, or failed with no retry left.
+        withheld: why none of its tokens carries loss; its reward still counts in its group. None where they may carry loss.
+        loss_from: once trained, the oldest version whose tokens carried loss; None where none did.
+        reason: why it was discarded.
+        outcome: how it ended.
+        reward: its return, while its trajectories are kept.
+    """
+
+    id: str
+    worker: str = ""
+    account: EpisodeAccount = "in_flight"
+    generated: Counts = {}
+    kept: Counts = {}
+    settled: bool = False
+    final: bool = False
+    withheld: Withheld | None = None
+    loss_from: int | None = None
+    reason: str = ""
+    outcome: Outcome | None = None
+    reward: float | None = None
+
+    @property
+    def member(self) -> int:
+        return int(self.id.rsplit(".", 1)[1])
+
+    def fresh(self, oldest: int) -> int:
+        """Kept tokens of `oldest` and later versions."""
+        return sum(n for v, n in self.kept.items() if v >= oldest)
+
+    def accounts(self) -> Iterator[tuple[str, Counts]]:
+        """(account or discard reason, tokens by version); every generated token once."""
+        match self.account:
+            case "in_flight":
+                yield "in_flight", self.generated
+            case "discarded":
+                yield self.reason, self.generated
+            case _:
+                yield UNUSED, {v: n - self.kept.get(v, 0) for v, n in self.generated.items() if n > self.kept.get(v, 0)}
+                if self.account == "ready":
+                    yield "ready", self.kept
+                else:
+                    yield "trained", {v: n for v, n in self.kept.items() if self._carried_loss(v)}
+                    account = WITHHELD + (self.withheld or STALE)
+                    yield account, {v: n for v, n in self.kept.items() if not self._carried_loss(v)}
+
+    def _carried_loss(self, version: int) -> bool:
+        return self.loss_from is not None and version >= self.loss_from
+
+
+class Group(msgspec.Struct):
+    """The episodes of one task.
+
+    Attributes:
+        id: in the order in which groups were first leased.
+        env: index of the run's environment.
+        task: index of its task there.
+        attempt: how often it was leased before.
+        request: the lease request that the lease answered.
+        leased_at: policy version that the engines served then.
+        deadline: when the lease ends, in the caller's clock.
+        trained_at: the version that was made from it.
+    """
+
+    id: int
+    env: int = 0
+    task: int = 0
+    state: GroupState = "open"
+    attempt: int = 0
+    request: str = ""
+    leased_at: int = 0
+    deadline: float = 0.0
+    trained_at: int | None = None
+    episodes: dict[str, Episode] = {}
+
+    def in_account(self, account: EpisodeAccount) -> list[Episode]:
+        return [e for e in self.episodes.values() if e.account == account]
+
+    @property
+    def final_members(self) -> set[int]:
+        """Members that need no other attempt."""
+        return {e.member for e in self.episodes.values() if e.final}
+
+    @property
+    def running(self) -> bool:
+        """Whether a worker still runs an episode whose result is wanted."""
+        return any(e.account == "in_flight" for e in self.episodes.values())
+
+    def failures(self, member: int, reason: str) -> int:
+        """How many attempts at `member` failed for this discard reason."""
+        return sum(e.member == member and e.reason == reason and e.settled for e in self.episodes.values())
+
+
+Changed = tuple[Group, Sequence[Episode]]
+"""A group, and those of its episodes whose rows are out of date."""
+
+
+class GroupTable:
+    """All groups that can still change.
+
+    Attributes:
+        groups: by id.
+        ledgers: hold the tokens of these groups and of those that are no longer in memory.
+        newly_ready: ids of the groups that became ready since the owner emptied it.
+    """
+
+    def __init__(self, groups: Iterable[Group] = (), ledgers: VersionLedgers | None = None) -> None:
+        self.groups: dict[int, Group] = {}
+        self.ledgers = ledgers or VersionLedgers()
+        self.newly_ready: set[int] = set()
+        self._by_state: dict[GroupState, dict[int, Group]] = {state: {} for state in get_args(GroupState)}
+        self._by_version: dict[int, dict[int, Group]] = {}
+        self._by_request: dict[str, Group] = {}
+        self._counts: Counter[tuple[GroupState, int]] = Counter()
+        self._changed: dict[int, set[str]] = {}
+        for group in groups:
+            self.add(group)
+
+    # --- queries --------------------------------------------------------------------------------------------------
+
+    def in_state(self, *states: GroupState) -> list[Group]:
+        """The groups in these states, the oldest first."""
+        found = {i: group for state in states for i, group in self._by_state[state].items()}
+        return [found[i] for i in sorted(found)]
+
+    def count(self, state: GroupState, env: int) -> int:
+        """How many groups of an environment are in `state`."""
+        return self._counts[state, env]
+
+    def trained_in(self, above: int = -1, up_to: float = math.inf) -> list[Group]:
+        """The groups whose training made the versions above `above` and up to `up_to`."""
+        return [g for version, groups in self._by_version.items() if above < version <= up_to for g in groups.values()]
+
+    def leased_for(self, request: str) -> Group | None:
+        """The leased group that answered a lease request."""
+        return self._by_request.get(request)
+
+    def group_of(self, episode_id: str) -> Group | None:
+        """The group that an episode id names; None when it is not in memory."""
+        return self.groups.get(_group_id(episode_id))
+
+    def find(self, episode_id: str, next_group: int) -> tuple[Group, Episode] | None:
+        """The group and episode of an id; None when the group is settled and no longer in memory.
+
+        Raises:
+            StateError: it was never leased; groups from `next_group` on were not.
+        """
+        group_id = _group_id(episode_id)
+        group = self.groups.get(group_id)
+        if group is not None and episode_id in group.episodes:
+            return group, group.episodes[episode_id]
+        if group is None and 0 <= group_id < next_group:
+            return None
+        raise StateError(f"episode {episode_id!r} was never leased")
+
+    def is_changed(self, group: Group) -> bool:
+        """Whether the next `drain` returns it."""
+        return group.id in self._changed
+
+    # --- changes --------------------------------------------------------------------------------------------------
+
+    def drain(self) -> list[Changed]:
+        """What changed since the last call, by group."""
+        changed: list[Changed] = [
+            (self.groups[i], [self.groups[i].episodes[e] for e in sorted(self._changed[i])])
+            for i in sorted(self._changed)
+        ]
+        self._changed.clear()
+        return changed
+
+    def add(self, group: Group) -> None:
+        self.groups[group.id] = group
+        self._index(group)
+
+    def remove(self, group: Group) -> None:
+        del self.groups[group.id]
+        self._unindex(group)
+
+    def set_state(self, group: Group, state: GroupState, trained_at: int | None = None) -> None:
+        """Change the state of a group; `trained_at` is the version that was made from it."""
+        self._unindex(group)
+        group.state, group.trained_at = state, trained_at
+        self._index(group)
+        self.mark_changed(group)
+        if state == "ready":
+            self.newly_ready.add(group.id)
+
+    def mark_changed(self, group: Group, *episodes: Episode) -> None:
+        """The rows of the group and of `episodes` are out of date."""
+        self._changed.setdefault(group.id, set()).update(e.id for e in episodes)
+
+    @contextlib.contextmanager
+    def update(self, group: Group, episode: Episode) -> Iterator[None]:
+        """Change an episode in this block; the ledger follows."""
+        for account, counts in episode.accounts():
+            self.ledgers.add(account, counts, -1)
+        yield
+        for account, counts in episode.accounts():
+            self.ledgers.add(account, counts)
+        self.mark_changed(group, episode)
+
+    def set_generated(self, episode: Episode, generated: Counts) -> None:
+        """Within `update`: the worker's running totals are now `generated`."""
+        self.ledgers.add_generated({v: n - episode.generated.get(v, 0) for v, n in generated.items()})
+        episode.generated = dict(generated)
+
+    def discard(self, group: Group, episode: Episode, reason: str) -> None:
+        with self.update(group, episode):
+            episode.account, episode.reason, episode.reward = "discarded", reason, None
+
+    def discard_group(self, group: Group, reason: str) -> None:
+        for episode in (*group.in_account("in_flight"), *group.in_account("ready")):
+            self.discard(group, episode, reason)
+        self.set_state(group, "discarded")
+
+    def _index(self, group: Group) -> None:
+        self._by_state[group.state][group.id] = group
+        self._counts[group.state, group.env] += 1
+        if group.trained_at is not None:
+            self._by_version.setdefault(group.trained_at, {})[group.id] = group
+        if group.state == "leased":
+            self._by_request[group.request] = group
+
+    def _unindex(self, group: Group) -> None:
+        del self._by_state[group.state][group.id]
+        self._counts[group.state, group.env] -= 1
+        if group.trained_at is not None:
+            del self._by_version[group.trained_at][group.id]
+            if not self._by_version[group.trained_at]:
+                del self._by_version[group.trained_at]
+        if group.state == "leased":
+            self._by_request.pop(group.request, None)
+
+
+def _group_id(episode_id: str) -> int:
+    """-1 for text that is no episode id."""
+    number = episode_id.partition(".")[0]
+    return int(number) if number.isdecimal() and len(number) < 20 else -1

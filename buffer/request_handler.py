@@ -1,0 +1,321 @@
+"""What each request does: it changes the state machine, and is answered at once or when its reply is there. Pure, except that it
+reads the store.
+
+    request          waits for                                        until
+    RequestLease     admission, or a group that lost its worker       LeaseReply; the worker's end
+    TakeBatch        groups_per_batch complete groups                 BatchReply; the client's deadline
+
+Invariants:
+- A request that the state machine forbids, or that its sender may not make (`client_registry`), changes nothing and raises.
+- A delivery's frames are checked once and stay as they came: the store, the cache and the batch hold them, unencoded.
+- Memory is bounded: by the limits of the registry, the queue and the cache, what arrived since the last transaction, and one batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ..errors import StateError, WireError
+from ..rpc.server import RpcRequest, RpcServer
+from ..rpc.wire import RpcRefusal
+from . import messages as m
+from .admission import ReplayCounters
+from .client_registry import ClientRegistry, LeaseQueue, LeaseRequest, enqueue
+from .group_table import Episode, Group
+from .ledger import Withheld
+from .replay import Replay
+from .store import CommitRow, NewTrajectory, Store, WriteBatch
+from .trajectory import EncodedTrajectory, sampled_of
+
+PendingReply = tuple[bytes, int, m.Reply | RpcRefusal]
+"""The connection, the number of its request, and the reply."""
+
+CACHE_BYTES = 64 << 20
+"""Bytes of cached trajectories: 900 episodes of 8k tokens. Longer ones are read back from the file, which costs little for them."""
+
+
+class PendingWrites(msgspec.Struct):
+    """What requests changed since the last transaction, besides groups.
+
+    Attributes:
+        trajectories: delivered, by episode.
+        rolled_back_to: the commits after this version no longer count.
+    """
+
+    trajectories: dict[str, list[NewTrajectory]] = {}
+    commits: list[CommitRow] = []
+    rolled_back_to: int | None = None
+
+
+class _Batch(NamedTuple):
+    """The batch that was taken last, until it is committed: its plan, and its trajectories by id."""
+
+    plan: m.BatchReply
+    trajectories: dict[str, EncodedTrajectory]
+
+
+class RequestHandler:
+    """All requests to one buffer.
+
+    Args:
+        store: for trajectories that are no longer in memory.
+        transport_counts: messages dropped and connections refused so far.
+
+    Attributes:
+        pending: see `PendingWrites`.
+        checkpointed: a checkpoint was reported since the owner cleared it, so more groups may be settled.
+    """
+
+    def __init__(self, replay: Replay, store: Store, transport_counts: Callable[[], tuple[int, int]]) -> None:
+        self.pending = PendingWrites()
+        self.checkpointed = False
+        self._replay = replay
+        self._store = store
+        self._transport_counts = transport_counts
+        self._replies: list[PendingReply] = []
+        self._stored_counters: ReplayCounters | None = None
+        self._clients = ClientRegistry()
+        self._lease_queue = LeaseQueue(replay.leases)
+        self._batch_requests: dict[bytes, tuple[int, int]] = {}
+        self._fresh_requests: list[tuple[bytes, int, int, int]] = []
+        self._batch: _Batch | None = None
+        self._recovered: tuple[bytes, int, m.RecoverReply] | None = None
+        self._cache = TrajectoryCache()
+
+    def drain(self) -> WriteBatch | None:
+        """What the next transaction stores: everything that changed since the last call. None when nothing did."""
+        groups, counters = self._replay.table.drain(), self._replay.counters()
+        pending, self.pending = self.pending, PendingWrites()
+        changed = groups or pending.commits or pending.rolled_back_to is not None or counters != self._stored_counters
+        self._stored_counters = counters
+        self._replay.prune()
+        if not changed:
+            return None
+        arrived = list(itertools.chain.from_iterable(pending.trajectories.values()))
+        return WriteBatch.of(counters, groups, arrived, pending.commits, pending.rolled_back_to)
+
+    def receive(self, server: RpcServer[m.Request], more: Callable[[], bool]) -> None:
+        """Carry out the requests that have arrived, while `more`."""
+        for request in server.requests(more):
+            try:
+                reply = self._handle(request)
+            except (StateError, WireError) as error:
+                reply = RpcRefusal(str(error))
+            if isinstance(request.message, m.FetchRows) and reply is not None:
+                server.reply(request.identity, request.number, reply)  # nothing has changed: no transaction to wait for
+            elif reply is not None:
+                self._replies.append((request.identity, request.number, reply))
+
+    def replies(self) -> list[PendingReply]:
+        """The replies that can be given since the last call; they may be sent once what `drain` returns is stored."""
+        replies, self._replies = self._replies, []
+        return [
+            *replies,
+            *self._lease_queue.grant(time.monotonic()),
+            *self._batch_replies(),
+            *self._fresh_replies(),
+        ]
+
+    def _handle(self, received: RpcRequest[m.Request]) -> m.Reply | None:
+        """Carry out one request; None when the reply comes later, or never.
+
+        Raises:
+            StateError: it is forbidden.
+            WireError: its parts contradict each other.
+        """
+        replay, clients, identity, request = self._replay, self._clients, received.identity, received.message
+        match request:
+            case m.RequestLease(worker, groups):
+                client = clients.worker(identity, worker)
+                return self._lease_queue.add(worker, LeaseRequest(identity, received.number, groups, client))
+            case m.TakeBatch(version):
+                clients.rank(identity)
+                enqueue(self._batch_requests, identity, (received.number, version))
+                return None
+            case m.FetchRows(version, ids):
+                clients.rank(identity)
+                return self._rows(version, ids)
+            case m.ReportProgress(worker, generated, slot_s, idle_slot_s):
+                client = clients.worker(identity, worker)
+                for episode_id in generated:
+                    self._require_holder(worker, episode_id)
+                unwanted = replay.leases.progress(worker, generated, time.monotonic())
+                client.slot_s, client.idle_slot_s = slot_s, idle_slot_s
+                return m.CancelledEpisodes(tuple(unwanted))
+            case m.DeliverEpisode(worker):
+                clients.worker(identity, worker)
+                self._require_holder(worker, request.episode_id)
+                self._deliver(request)
+            case m.Register(worker, incarnation):
+                if clients.register(identity, worker, incarnation):
+                    self._lease_queue.remove(worker)
+                    replay.leases.release(worker, "worker_lost")
+            case m.Deregister(worker):
+                clients.worker(identity, worker)
+                self._lease_queue.remove(worker)
+                replay.leases.release(worker, "worker_stopped")
+            case m.CommitBatch(version):
+                clients.learner(identity)
+                self._commit(version)
+            case m.MarkCheckpointed(version):
+                clients.learner(identity)
+                replay.mark_checkpointed(version)
+                self.checkpointed = True
+            case m.Recover(version):
+                clients.learner_recovers(identity)
+                if self._recovered is None or self._recovered[:2] != (identity, version):
+                    self._recovered = identity, version, self._recover(version)
+                return self._recovered[2]
+            case m.RequestFresh(version, limit):
+                clients.rank(identity)
+                self._fresh_requests.append((identity, received.number, version, limit))
+                return None
+            case m.RequestStats():
+                return m.StatsReply(self._stats())
+        return m.Ack()
+
+    def _require_holder(self, worker: str, episode_id: str) -> None:
+        """Raises StateError when another worker holds the episode's lease."""
+        group = self._replay.table.group_of(episode_id)
+        episode = group.episodes.get(episode_id) if group is not None else None
+        if episode is not None and episode.worker != worker:
+            raise StateError(f"episode {episode_id} is leased to {episode.worker}, not to {worker}")
+
+    def _deliver(self, request: m.DeliverEpisode) -> None:
+        encoded = request.trajectories
+        branches = [one.decode() for one in encoded]
+        kept, reward = sampled_of(request.episode_id, branches), branches[0].reward if branches else None
+        if self._replay.leases.deliver(request.episode_id, request.outcome, request.generated, kept, reward):
+            arrived = [NewTrajectory(request.episode_id, t, one) for t, one in zip(branches, encoded, strict=True)]
+            arrived.sort(key=lambda new: new.trajectory.branch)
+            self.pending.trajectories[request.episode_id] = arrived
+            self._cache.add(request.episode_id, [new.encoded for new in arrived])
+
+    def _commit(self, version: int) -> None:
+        groups = len(self._replay.table.in_state("batched"))
+        before = self._replay.version
+        self._replay.commit(version)
+        self._batch = None
+        if self._replay.version != before:
+            self.pending.commits.append(CommitRow(self._replay.version, time.time(), groups))
+
+    def _recover(self, version: int) -> m.RecoverReply:
+        recovered = self._replay.recover(version)
+        self._batch = None
+        self._batch_requests.clear()
+        self.pending.rolled_back_to = version
+        return m.RecoverReply(recovered)
+
+    def _batch_replies(self) -> list[PendingReply]:
+        """To each rank whose batch is there now."""
+        replies = list[PendingReply]()
+        for identity, (number, version) in list(self._batch_requests.items()):
+            try:
+                groups = self._replay.take(version)
+            except StateError as error:
+                replies.append((identity, number, RpcRefusal(str(error))))
+            else:
+                if groups is None:
+                    continue
+                self._batch = self._batch or self._make_batch(version, groups)
+                self._cache.retain(self._may_be_batched)
+                replies.append((identity, number, self._batch.plan))
+            del self._batch_requests[identity]
+        return replies
+
+    def _make_batch(self, version: int, groups: list[Group]) -> _Batch:
+        """Held until it is committed: every rank gets the same arrays."""
+        oldest = self._replay.admission.oldest_trainable(version)
+        trajectories = [self._trajectories(g) for g in groups]
+        rows = tuple(tuple(one.row for one in group) for group in trajectories)
+        withheld: dict[str, Withheld] = {e.id: e.withheld for g in groups for e in g.in_account("ready") if e.withheld}
+        return _Batch(
+            m.BatchReply(version, oldest, rows, withheld, self._stats()),
+            {
+                row.decode().id: one
+                for row, one in zip(itertools.chain(*rows), itertools.chain(*trajectories), strict=True)
+            },
+        )
+
+    def _rows(self, version: int, ids: Sequence[str]) -> m.TrajectoriesReply:
+        """The trajectories `ids` of the batch that is taken. Raises StateError where there is no such batch or row."""
+        groups = self._replay.table.in_state("batched")
+        if version != self._replay.version or not groups:
+            raise StateError(f"no batch of version {version} is taken; the buffer is at version {self._replay.version}")
+        batch = self._batch = self._batch or self._make_batch(
+            version, groups
+        )  # after a restart of the buffer there is none
+        if unknown := [one for one in ids if one not in batch.trajectories]:
+            raise StateError(f"the batch of version {version} holds no trajectory {unknown[0]!r}")
+        if len(set(ids)) < len(ids):
+            raise StateError(f"a trajectory of the batch of version {version} was requested twice at once")
+        return m.TrajectoriesReply(tuple(batch.trajectories[one] for one in ids))
+
+    def _trajectories(self, group: Group) -> list[EncodedTrajectory]:
+        """Of a group, by member and branch."""
+        episodes = sorted(group.in_account("ready"), key=lambda e: e.member)
+        return [one for e in episodes for one in self._branches(e)]
+
+    def _branches(self, episode: Episode) -> Sequence[EncodedTrajectory]:
+        if found := self._cache.get(episode.id):
+            return found
+        if pending := self.pending.trajectories.get(episode.id):
+            return [new.encoded for new in pending]
+        return self._store.episode(episode.id)
+
+    def _may_be_batched(self, episode_id: str) -> bool:
+        group = self._replay.table.group_of(episode_id)
+        return group is not None and group.state in ("open", "leased", "ready")
+
+    def _fresh_replies(self) -> list[PendingReply]:
+        replies = list[PendingReply]()
+        for identity, number, version, limit in self._fresh_requests:
+            found = (one for e in self._replay.fresh(version)[:limit] for one in self._branches(e))
+            replies.append((identity, number, m.TrajectoriesReply(tuple(itertools.islice(found, limit)))))
+        self._fresh_requests.clear()
+        return replies
+
+    def _stats(self) -> m.Stats:
+        (slot_s, idle_slot_s), (dropped, refused) = self._clients.slots(), self._transport_counts()
+        counters, table = self._replay.counters(), self._replay.table
+        return m.Stats(
+            version=counters.version,
+            ledger=table.ledgers.total.copy(),
+            leased_groups=len(table.in_state("leased")),
+            ready_groups=len(table.in_state("ready", "batched")),
+            slot_s=slot_s,
+            idle_slot_s=idle_slot_s,
+            refilled_groups=counters.refilled,
+            dropped=dropped,
+            refused=refused,
+        )
+
+
+class TrajectoryCache:
+    """Delivered trajectories by episode, so that the next batch is not read back from the file. At `CACHE_BYTES` it takes no more:
+    batches take the oldest groups first."""
+
+    def __init__(self) -> None:
+        self._episodes: dict[str, Sequence[EncodedTrajectory]] = {}
+        self._bytes = 0
+
+    def add(self, episode_id: str, trajectories: Sequence[EncodedTrajectory]) -> None:
+        """Hold the branches of a delivered episode, if there is room."""
+        size = sum(one.nbytes for one in trajectories)
+        if self._bytes + size <= CACHE_BYTES:
+            self._episodes[episode_id] = trajectories
+            self._bytes += size
+
+    def get(self, episode_id: str) -> Sequence[EncodedTrajectory] | None:
+        """The branches of an episode; None when they are not held."""
+        return self._episodes.get(episode_id)
+
+    def retain(self, wanted: Callable[[str], bool]) -> None:
+        """Remove the episodes that are not `wanted`."""
+        for episode_id in [e for e in self._episodes if not wanted(e)]:
+            self._bytes -= sum(one.nbytes for one in self._episodes.pop(episode_id))

@@ -1,0 +1,2 @@
+"""Small pieces that every room uses: tasks and threads, files, processes, tracked waits, garbage collection. They import no
+room."""

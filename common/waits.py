@@ -1,0 +1,86 @@
+"""The waits of this process while they last: who waits, for what, since when, for at most how long.
+
+Invariants:
+- A wait is listed from its beginning to its end, however it ends. It costs one dictionary entry: a worker has thousands at once.
+- Any thread may begin, end and list waits.
+"""
+
+from __future__ import annotations
+
+import string
+import time
+
+import msgspec
+
+LISTED = 8
+"""Kinds of waits that one process lists: the oldest."""
+
+NO_DIGITS = str.maketrans("", "", string.digits)
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """The oldest of the waits of one kind; waits of a kind differ only in digits.
+
+    Attributes:
+        who: the waiter.
+        waits_for: what it waits for.
+        age_s: seconds since it began.
+        deadline_s: seconds after which it fails; None if it ends only with its caller.
+        alike: number of waits of this kind, this one included.
+    """
+
+    who: str
+    waits_for: str
+    age_s: float
+    deadline_s: float | None
+    alike: int = 1
+
+    @property
+    def kind(self) -> str:
+        return _kind(self.who, self.waits_for)
+
+    def __str__(self) -> str:
+        until = "" if self.deadline_s is None else f" of {self.deadline_s:.0f}"
+        others = f" (and {self.alike - 1} like it)" if self.alike > 1 else ""
+        return f"{self.who} has waited {self.age_s:.0f}{until} s for {self.waits_for}{others}"
+
+
+class TrackedWait:
+    """Context manager that lists a wait while it lasts: `who` waits for `waits_for`, for at most `deadline_s` seconds. It enforces
+    no deadline, see `errors.with_deadline` for that; without `deadline_s` the wait must end with its caller."""
+
+    __slots__ = ("deadline_s", "since", "waits_for", "who")
+
+    def __init__(self, who: str, waits_for: str, deadline_s: float | None = None) -> None:
+        self.who = who
+        self.waits_for = waits_for
+        self.deadline_s = deadline_s
+        self.since = 0.0
+
+    def __enter__(self) -> TrackedWait:
+        self.since = time.monotonic()
+        _active[id(self)] = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del _active[id(self)]
+
+
+def _kind(who: str, waits_for: str) -> str:
+    return f"{who} {waits_for}".translate(NO_DIGITS)
+
+
+_active: dict[int, TrackedWait] = {}
+"""By `id()`, oldest first."""
+
+
+def current_waits(limit: int = LISTED) -> tuple[Wait, ...]:
+    """The oldest wait of each kind of this process, at most `limit` kinds, oldest first."""
+    now = time.monotonic()
+    kinds: dict[str, tuple[TrackedWait, int]] = {}
+    for wait in _active.copy().values():  # copying is atomic
+        kind = _kind(wait.who, wait.waits_for)
+        first, alike = kinds.get(kind, (wait, 0))
+        kinds[kind] = first, alike + 1
+    found = list(kinds.values())[:limit]
+    return tuple(Wait(w.who, w.waits_for, max(0.0, now - w.since), w.deadline_s, n) for w, n in found)

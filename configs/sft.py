@@ -1,0 +1,41 @@
+"""The configuration of `slipstream sft`: a run's configuration and one section of its own.
+
+A run's file has no section `sft`; `slipstream sft CONFIG sft.out=... sft.lr=...` takes it from the command line, or from a file
+that says `extends: CONFIG` and holds the section.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, field
+
+from .schema import Config
+from .section import AboveZero, Positive, Section
+
+
+class Sft(Section, frozen=True):
+    """Supervised fine-tuning on conversations: those of a file, or demonstrations that the environment generates."""
+
+    out: str = "models/quickstart"
+    """Folder that receives the trained model."""
+    messages: str = ""
+    """A file of conversations, each a JSON object on a line, `{"messages": [...], "tools": [...]}` in OpenAI's chat format; the
+    model learns the assistant's messages. Empty uses demonstrations of the environment."""
+    demonstrations: Positive = 4096
+    """Conversations to generate when there is no file."""
+    held_out: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.02
+    """Share of the conversations that is not trained on; the loss on it is printed before the first and after every epoch."""
+    epochs: Positive = 2
+    """Passes over the other conversations."""
+    tokens_per_step: Positive = 512
+    """Tokens per optimizer step, packed. A tiny model learns to copy by many small steps, not by few large ones."""
+    lr: AboveZero = 3e-3
+    """Peak learning rate; linear warm-up, then cosine to a tenth."""
+
+
+class SftConfig(Config, frozen=True):
+    """A run's configuration with the section `sft`."""
+
+    sft: Sft = field(default_factory=Sft)
+    """Supervised fine-tuning."""

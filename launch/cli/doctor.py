@@ -1,0 +1,35 @@
+"""`slipstream doctor`: every check that `train` makes before it starts a process, one line each."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...configs import load
+from ...errors import ConfigError
+from ...monitor.output import print_line, print_notice
+from .options import CommandTable, add_config
+
+DEFAULT = "quickstart"
+
+
+def register(commands: CommandTable) -> None:
+    add_config(
+        commands.add("doctor", doctor, "check this machine and a config for what would break a run"), default=DEFAULT
+    )
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print every check's finding; returns 2 where one fails."""
+    from ..preflight import CHECKS, run_check
+
+    if "=" in options.config:  # the first of the overrides
+        options.config, options.overrides = DEFAULT, [options.config, *options.overrides]
+    config = load(options.config, options.overrides, notice=print_notice)
+    healthy = True
+    for name in CHECKS:
+        try:
+            found, mark = run_check(name, config), "ok"
+        except ConfigError as error:
+            found, mark, healthy = str(error), "WRONG", False
+        print_line(f"{mark:6}{name:13}{found}")
+    return 0 if healthy else ConfigError.exit_code

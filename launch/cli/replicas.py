@@ -1,0 +1,139 @@
+"""`slipstream replicas RUN add|remove|list`: change the number of inference servers of an active run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from ...common.tasks import Stopped, run_or_stop
+from ...configs import load
+from ...errors import EngineError, with_deadline
+from ...monitor.output import open_console, print_line
+from ...rpc.pubsub import StateSubscriber
+from ...weightsync.fleet import Fleet
+from ..supervisor.control import (
+    AddReplicas,
+    CommandAccepted,
+    ControlAddress,
+    ListReplicas,
+    RemoveReplica,
+    ReplicaStatus,
+    read_control_address,
+    send_command,
+)
+from .options import CommandTable, add_run
+
+
+def register(commands: CommandTable) -> None:
+    parser = commands.add("replicas", replicas, "change the number of inference servers of an active run")
+    add_run(parser)
+    actions = parser.add_subparsers(required=True, metavar="add|remove|list", dest="action")
+    sub = actions.add_parser("add", help="start COUNT more; each serves once it has the weights")
+    sub.add_argument("count", metavar="COUNT", nargs="?", type=int, default=1, help="default: 1")
+    sub.add_argument("--wait", action="store_true", help="return when they serve")
+    sub = actions.add_parser("remove", help="drain one: requests in flight continue on other replicas")
+    sub.add_argument("name", metavar="NAME", help="for example engine-1")
+    sub.add_argument("--wait", action="store_true", help="return when it has stopped")
+    sub = actions.add_parser("list", help="show the replicas")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+
+
+def replicas(options: argparse.Namespace) -> int:
+    run_dir = Path(options.run).resolve()
+    control = read_control_address(run_dir)
+    if options.action == "list":
+        work = _list(control, as_json=options.json)
+    elif options.action == "add":
+        work = _add(control, run_dir, options.count, wait=options.wait)
+    else:
+        work = _remove(control, run_dir, options.name, wait=options.wait)
+    asyncio.run(work)
+    return 0
+
+
+async def _list(control: ControlAddress, *, as_json: bool) -> None:
+    status = await send_command(control, ListReplicas(), ReplicaStatus)
+    if as_json:
+        print_line(msgspec.json.encode(status.replicas).decode())
+        return
+    table = Table("name", "state", "version", "pid", "started", "url", title="replicas")
+    table.columns[-1].overflow = "fold"
+    for row in status.replicas:
+        version, pid = ("-" if value is None else str(value) for value in (row.version, row.pid))
+        table.add_row(row.name, row.state, version, pid, f"{row.incarnation + 1} x", row.url)
+    open_console().print(table)
+
+
+async def _add(control: ControlAddress, run_dir: Path, count: int, *, wait: bool) -> None:
+    accepted = await send_command(control, AddReplicas(count), CommandAccepted)
+    names = ", ".join(accepted.names)
+    print_line(f"{names}: starting")
+    if not wait:
+        return
+
+    def settled(fleet: Fleet) -> bool:
+        """Every new replica serves, or one of them has left the fleet."""
+        infos = [fleet.replica(name) for name in accepted.names]
+        return fleet.revision >= accepted.revision and (
+            any(info is None for info in infos) or all(info is not None and info.state == "serving" for info in infos)
+        )
+
+    fleet = await _wait_for_fleet(control, run_dir, settled, f"{names} to serve")
+    if missing := [name for name in accepted.names if fleet.replica(name) is None]:
+        raise EngineError(f"{', '.join(missing)} stopped before serving; see {run_dir / 'logs' / missing[0]}.log")
+    print_line(f"{names}: serving")
+
+
+async def _remove(control: ControlAddress, run_dir: Path, name: str, *, wait: bool) -> None:
+    accepted = await send_command(control, RemoveReplica(name), CommandAccepted)
+    print_line(f"{name}: draining")
+    if wait:
+        await _wait_for_fleet(
+            control, run_dir, lambda f: f.revision >= accepted.revision and not f.replica(name), f"{name} to stop"
+        )
+        print_line(f"{name}: gone")
+
+
+async def _wait_for_fleet(
+    control: ControlAddress, run_dir: Path, settled: Callable[[Fleet], bool], waits_for: str
+) -> Fleet:
+    """The first fleet that is `settled`. The learner pushes weights to a new replica between two of its steps."""
+    config = load(str(run_dir / "config.yaml"))
+    seconds = config.rollout.engine.start_s + config.push_s + config.learner.batch_s
+    async with StateSubscriber(control.fleet, Fleet(), control.keys) as subscriber:
+        settling = subscriber.until(lambda fleet: fleet.revision > 0 and (not fleet.replicas or settled(fleet)))
+        fleet = await with_deadline(
+            seconds,
+            _unless_exited(settling, control.pid),
+            who="slipstream replicas",
+            waits_for=waits_for,
+            hint=f"it may still happen; see `slipstream replicas {run_dir} list` and {run_dir / 'logs'}",
+        )
+    if fleet is None or not fleet.replicas:  # the last replica cannot be removed: an empty fleet is the end of the run
+        raise EngineError(f"the run ended while `slipstream replicas` waited for {waits_for}")
+    return fleet
+
+
+async def _unless_exited(work: Coroutine[Any, Any, Fleet], pid: int) -> Fleet | None:
+    """The result of `work`, None when process `pid` exits first."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        work.close()
+        return None
+    loop, exited = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process, exited.set)
+    try:
+        return await run_or_stop(work, exited)
+    except Stopped:
+        return None
+    finally:
+        loop.remove_reader(process)
+        os.close(process)

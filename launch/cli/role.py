@@ -1,0 +1,20 @@
+"""`slipstream role`: one process of a run, started by the launchers."""
+
+from __future__ import annotations
+
+import argparse
+
+from .options import CommandTable
+
+
+def register(commands: CommandTable) -> None:
+    parser = commands.add("role", role, "run one process of a run (the launchers start it)")
+    parser.add_argument("name")
+    parser.add_argument("--label", default="")
+    parser.add_argument("--listen", default="", metavar="HOST:PORT")
+
+
+def role(options: argparse.Namespace) -> int:
+    from ..supervisor.entrypoints import run_role
+
+    return run_role(options.name, options.label, options.listen)

@@ -1,0 +1,214 @@
+"""The launcher contract, and the local launcher: roles as child processes.
+
+Invariants:
+- A role leads its own process group: killing it kills the processes that it started.
+- A role dies with the process that launched it, also when that one is killed (`set_parent_death_signal`).
+- A launcher only places, starts and ends processes; the supervisor decides which are restarted, and when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from ...common.process import PARENT
+from ...common.temporary import remove_abandoned_folders
+from ...errors import ConfigError, DeadlineExceeded, with_deadline
+from ..resources import GpuAssignment, free_gpus
+
+log = logging.getLogger(__name__)
+
+KILL_S = 10.0
+"""How long a process may take to end after SIGKILL, while the kernel or a device driver frees its memory."""
+
+
+class ProcessHandle(Protocol):
+    """The process of a role."""
+
+    pid: int
+
+    async def wait(self) -> int:
+        """Return the exit status, negative for a signal, as soon as the process has ended."""
+        ...
+
+    async def terminate(self) -> None:
+        """Send SIGTERM. Does not raise where the process has ended or cannot be reached."""
+        ...
+
+    async def kill(self) -> None:
+        """Send SIGKILL to its process group. Does not raise where it has ended, cannot be reached, or is alive after `KILL_S`."""
+        ...
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where a role runs: an address that it may listen on, and its GPUs; none where the launcher sets CUDA_VISIBLE_DEVICES."""
+
+    host: str
+    port: int
+    gpus: tuple[int, ...] = ()
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class Launcher(Protocol):
+    """Starts roles. `place` comes first; `close` ends every process that is left.
+
+    `host` is this process's address for the roles, known once the first roles are placed.
+    """
+
+    host: str
+
+    async def place(self, roles: Mapping[str, int]) -> dict[str, Placement]:
+        """Reserve a placement for each of `roles`, name -> number of GPUs. May be called again for more roles.
+
+        Raises:
+            ConfigError: there are not enough resources.
+        """
+        ...
+
+    async def reserve_port(self, role: str) -> int:
+        """A second port on the host of `role`.
+
+        Raises:
+            ConfigError: the port is in use.
+        """
+        ...
+
+    async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> ProcessHandle:
+        """Start `command` as `role`.
+
+        Raises:
+            RoleDied: the placement is lost, and there is no other.
+        """
+        ...
+
+    async def release(self, role: str) -> None:
+        """Free the placement of a role that has ended for good; a second call does nothing."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports that are free now, picked by the kernel."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in sockets:
+            s.bind((host, 0))
+        return [s.getsockname()[1] for s in sockets]
+
+
+def claim_ports(first: int, count: int, host: str = "127.0.0.1") -> list[int]:
+    """`count` consecutive ports from `first`. Raises ConfigError naming the one that is in use."""
+    ports = list(range(first, first + count))
+    for port in ports:
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                s.bind((host, port))
+            except (OSError, OverflowError) as error:
+                raise ConfigError(
+                    f"launch.port: {first} needs the ports {first} to {first + count - 1}, but {port} cannot be used "
+                    f"({getattr(error, 'strerror', None) or error}); choose another, or 0 for any free ones"
+                ) from None
+    return ports
+
+
+class LocalProcess:
+    """A child process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    async def terminate(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    async def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        waits_for, hint = f"process {self.pid} to end after SIGKILL", "it is stuck in the kernel, see its /proc entry"
+        try:
+            await with_deadline(KILL_S, self._process.wait(), who="the launcher", waits_for=waits_for, hint=hint)
+        except DeadlineExceeded as error:
+            log.error("%s", error)
+
+
+class LocalLauncher:
+    """Child processes on this machine; their output goes to `logs/<role>.log`.
+
+    Args:
+        logs: folder of the roles' logs.
+        first_port: 0 for any free ports, or the first of consecutive ones.
+        placement: GPUs of the first roles, of `available` ones; roles that are placed later get those that are left.
+    """
+
+    host = "127.0.0.1"
+
+    def __init__(self, logs: Path, first_port: int, placement: GpuAssignment | None = None, available: int = 0) -> None:
+        self._logs = logs
+        self._next_port = first_port
+        self._reserved: set[int] = set()
+        self._gpus = dict(placement.gpus) if placement else {}
+        self._available = available
+        self._started: defaultdict[str, list[LocalProcess]] = defaultdict(list)
+
+    async def place(self, roles: Mapping[str, int]) -> dict[str, Placement]:
+        gpus = dict(self._gpus)
+        for role, count in roles.items():
+            if role not in gpus:
+                gpus[role] = free_gpus(gpus, count, self._available)
+        ports = self._ports(len(roles))
+        self._gpus = gpus
+        return {role: Placement(self.host, port, gpus[role]) for role, port in zip(roles, ports, strict=True)}
+
+    async def reserve_port(self, role: str) -> int:
+        return self._ports(1)[0]
+
+    async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> ProcessHandle:
+        with (self._logs / f"{role}.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **environment, PARENT: str(os.getpid())},
+                start_new_session=True,
+            )
+        self._started[role].append(LocalProcess(process))
+        return self._started[role][-1]
+
+    async def release(self, role: str) -> None:
+        await asyncio.gather(*(process.kill() for process in self._started.pop(role, ())))
+        self._gpus.pop(role, None)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(process.kill() for started in self._started.values() for process in started))
+        remove_abandoned_folders()
+
+    def _ports(self, count: int) -> list[int]:
+        """The next ports after the configured first one; without one, free ports that were not reserved before: a role may not
+        listen yet."""
+        if not self._next_port:
+            ports = [port for port in free_ports(count + len(self._reserved)) if port not in self._reserved][:count]
+            self._reserved.update(ports)
+            return ports
+        ports = claim_ports(self._next_port, count)
+        self._next_port += count
+        return ports

@@ -1,0 +1,78 @@
+"""What every process of a run is given when it starts: the config, and the addresses of the other processes.
+
+Invariants:
+- The context is JSON in one environment variable, so that a role starts the same way under any launcher, on any host.
+- Addresses are fixed for the life of a run: a restarted process listens where it did before. Only replicas come and go: their
+  addresses are in the fleet snapshots.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ..configs import Config
+from ..errors import ConfigError
+
+VARIABLE = "SLIPSTREAM_JOB"
+ROLE = "SLIPSTREAM_ROLE"
+
+
+class Addresses(msgspec.Struct, frozen=True):
+    """Where the processes listen.
+
+    Attributes:
+        supervisor: ZeroMQ address for heartbeats.
+        fleet: ZeroMQ address of the fleet snapshots.
+        buffer: ZeroMQ address of the buffer.
+        learner_host: host of learner rank 0, the rendezvous of a push.
+        reward: URL of the reward server; empty where there is none.
+        aux_models: ZeroMQ addresses of the ranks of each placed auxiliary model, by the kind of their roles.
+    """
+
+    supervisor: str
+    fleet: str
+    buffer: str
+    learner_host: str
+    reward: str = ""
+    aux_models: dict[str, tuple[str, ...]] = {}
+
+
+class RunContext(msgspec.Struct, frozen=True):
+    """A run, for its processes.
+
+    Attributes:
+        run_dir: absolute.
+        backend: of collectives between learner and replicas.
+        started_in: the folder that the run was started from.
+        pushed: a learner pushes versions to the engines; without one they serve what they loaded, as version 0.
+    """
+
+    config: Config
+    addresses: Addresses
+    run_dir: str
+    backend: Literal["gloo", "nccl"]
+    started_in: str
+    pushed: bool
+
+    @property
+    def dir(self) -> Path:
+        return Path(self.run_dir)
+
+    def environment(self, role: str) -> dict[str, str]:
+        """What to add to the environment of `role`; the variable with its name is for people who inspect processes."""
+        return {VARIABLE: msgspec.json.encode(self).decode(), ROLE: role}
+
+
+def read_run_context() -> RunContext:
+    """The context of this process. Raises ConfigError when a role was started by hand."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        raise ConfigError(f"`slipstream role` is started by `slipstream train`; {VARIABLE} is not set")
+    try:
+        return msgspec.json.decode(text, type=RunContext)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{VARIABLE} is not a run context of this version of Slipstream: {error}") from None

@@ -1,0 +1,41 @@
+"""The lock of a run folder: one command at a time, and other commands can see whether there is one.
+
+Invariants:
+- The kernel releases the lock when the process that holds it ends, for whatever reason. A pid in a file could be stale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import ConfigError
+
+LOCK = "lock"
+
+
+@contextlib.contextmanager
+def run_lock(run_dir: Path) -> Iterator[None]:
+    """Hold the lock. Raises ConfigError while another command holds it."""
+    with (run_dir / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run.dir: {run_dir} is in use by another slipstream command; stop that one first"
+            ) from None
+        yield
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a command holds the lock now."""
+    try:
+        with (run_dir / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:  # no such folder, or no run was started in it
+        return False

@@ -1,0 +1,220 @@
+"""The control channel of an active run: the commands `slipstream replicas` and `slipstream waits`, carried out by the supervisor.
+
+Invariants:
+- It listens on loopback, and serves only clients that know the key in `control.json`, which only the owner of the run can read.
+- One command at a time: two never change the fleet together.
+- No command can end a run.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from ...common.fsio import write_atomic
+from ...errors import ConfigError, RequestRefused, SlipstreamError
+from ...rpc.client import RpcClient
+from ...rpc.security import Keys
+from ...rpc.server import RpcRequest, RpcServer
+from ..run_lock import is_locked
+from .fleet import ReplicaListing
+from .health import RoleWait
+
+if TYPE_CHECKING:
+    from .replicas import ReplicaManager
+
+log = logging.getLogger(__name__)
+
+FILE = "control.json"
+
+REPLY_S = 150.0
+"""Longest wait for a reply: Ray may need long to find room for a replica."""
+
+T = TypeVar("T")
+
+
+class ControlAddress(msgspec.Struct, frozen=True):
+    """What `control.json` holds.
+
+    Attributes:
+        pid: of the supervisor.
+        address: ZeroMQ address of the channel.
+        fleet: ZeroMQ address of the fleet's snapshots.
+        key: what a request must contain.
+        keys: CURVE keys of the run, where it has any.
+    """
+
+    pid: int
+    address: str
+    fleet: str
+    key: str
+    keys: Keys | None = None
+
+
+class AddReplicas(msgspec.Struct, frozen=True, tag=True):
+    """Start `count` more replicas. Reply: `CommandAccepted`."""
+
+    count: int
+
+
+class RemoveReplica(msgspec.Struct, frozen=True, tag=True):
+    """Drain and end replica `name`. Reply: `CommandAccepted`."""
+
+    name: str
+
+
+class ListReplicas(msgspec.Struct, frozen=True, tag=True):
+    """Reply: `ReplicaStatus`."""
+
+
+class ListWaits(msgspec.Struct, frozen=True, tag=True):
+    """Reply: `WaitStatus`."""
+
+
+Command = AddReplicas | RemoveReplica | ListReplicas | ListWaits
+
+
+class ControlRequest(msgspec.Struct, frozen=True, tag=True):
+    """A command, and the run's key."""
+
+    key: str
+    command: Command
+
+
+class CommandAccepted(msgspec.Struct, frozen=True, tag=True):
+    """The command has begun: it concerns replicas `names`, and is in the fleet from `revision` on."""
+
+    names: tuple[str, ...]
+    revision: int
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True, tag=True):
+    """All replicas."""
+
+    replicas: tuple[ReplicaListing, ...]
+
+
+class WaitStatus(msgspec.Struct, frozen=True, tag=True):
+    """The waits of all roles, oldest first."""
+
+    waits: tuple[RoleWait, ...]
+
+
+Reply = CommandAccepted | ReplicaStatus | WaitStatus
+
+
+class ControlServer:
+    """The supervisor's end; `waits` returns the waits of all roles."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        replicas: ReplicaManager,
+        fleet_address: str,
+        waits: Callable[[], Sequence[RoleWait]] = tuple,
+        keys: Keys | None = None,
+    ) -> None:
+        self._keys = keys
+        self._path = run_dir / FILE
+        self._replicas = replicas
+        self._fleet = fleet_address
+        self._waits = waits
+        self._key = secrets.token_hex(16)
+
+    async def serve(self) -> None:
+        """Serve until cancelled; `control.json` exists for as long."""
+        server = RpcServer("tcp://127.0.0.1:*", "the supervisor", ControlRequest, keys=self._keys)
+        address = ControlAddress(os.getpid(), server.address, self._fleet, self._key, self._keys)
+        try:
+            write_atomic(self._path, msgspec.json.encode(address), mode=0o600)
+            await server.serve(self._handle, "the next command")
+        finally:
+            self._path.unlink(missing_ok=True)
+            server.close()
+
+    async def _handle(self, request: RpcRequest[ControlRequest]) -> Reply:
+        if not hmac.compare_digest(request.message.key.encode(), self._key.encode()):
+            raise RequestRefused("that is not this run's key")
+        try:
+            return await self._run(request.message.command)
+        except SlipstreamError as error:
+            raise RequestRefused(str(error)) from error
+        except Exception as error:  # a command that fails unexpectedly must not end the run
+            log.exception("%s failed", request.message.command)
+            raise RequestRefused(f"{type(error).__name__}: {error}") from error
+
+    async def _run(self, command: Command) -> Reply:
+        match command:
+            case AddReplicas(count=count):
+                if count < 1:
+                    raise ConfigError(f"{count} replicas cannot be added; allowed are 1 and more")
+                names = await self._replicas.add(count)
+            case RemoveReplica(name=name):
+                await self._replicas.remove(name)
+                names = [name]
+            case ListReplicas():
+                return ReplicaStatus(tuple(self._replicas.listed()))
+            case ListWaits():
+                return WaitStatus(tuple(self._waits()))
+        return CommandAccepted(tuple(names), self._replicas.fleet.revision)
+
+
+def read_control_address(run_dir: Path) -> ControlAddress:
+    """How to reach the supervisor of the run in `run_dir`.
+
+    Raises:
+        ConfigError: there is no such run, or it does not run now.
+    """
+    locked = is_locked(run_dir)
+    if not locked and not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"{run_dir} holds no run: there is no {run_dir / 'config.yaml'}")
+    path = run_dir / FILE
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=ControlAddress)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{run_dir} is only starting or just ending; try again in a moment"
+            if locked
+            else f"{run_dir} is not running; if it has not finished, `slipstream resume {run_dir}` continues it"
+        ) from None
+    except PermissionError:
+        raise ConfigError(f"{path} may be read only by the user who started the run") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is not of this version of Slipstream: {error}") from None
+    if not locked:
+        raise ConfigError(
+            f"{run_dir} is not running: its supervisor, process {found.pid}, was killed; "
+            f"continue the run with `slipstream resume {run_dir}`"
+        )
+    return found
+
+
+async def send_command(
+    control: ControlAddress, command: Command, expected: type[T], *, who: str = "slipstream replicas"
+) -> T:
+    """The supervisor's reply to `command`, sent by `who`.
+
+    Raises:
+        ConfigError: the supervisor refused.
+        DeadlineExceeded: the supervisor is silent.
+    """
+    client = RpcClient(control.address, who, "the supervisor", Reply, keys=control.keys)
+    try:
+        return await client.request(
+            ControlRequest(control.key, command),
+            expected,
+            REPLY_S,
+            waits_for=f"the supervisor, process {control.pid}",
+            hint="is it stopped, the run on another host, or of another version of Slipstream?",
+        )
+    except RequestRefused as error:
+        raise ConfigError(error.reason) from None
+    finally:
+        client.close()

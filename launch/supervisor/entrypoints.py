@@ -1,0 +1,264 @@
+"""The entry point of every process of a run: `slipstream role NAME`, started by a launcher, never by hand.
+
+Invariants:
+- A role that fails first reports its error to the supervisor, and logs it.
+- SIGTERM asks a role to end in good order; what it leaves behind is durable.
+- Heavy imports happen inside a role, so that a buffer does not load torch and a worker does not load vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import uvloop
+
+from ...common.fsio import write_atomic
+from ...common.gc import freeze_startup_objects
+from ...common.process import set_parent_death_signal
+from ...common.tasks import Stopped, run_or_stop
+from ...common.temporary import temporary_environment
+from ...configs.schema import AuxModel
+from ...errors import ConfigError, SlipstreamError, first_cause
+from ...monitor.log import setup_logging
+from ..resources import RANKED
+from ..run_context import RunContext, read_run_context
+from .heartbeat import HeartbeatSender
+from .processes import FINAL
+
+log = logging.getLogger(__name__)
+
+CANARY_TOKENS = 32
+"""Length of the prompt whose log-probs verify a push: long enough to reach every kernel, short enough to cost nothing."""
+
+Role = Callable[[RunContext, int, HeartbeatSender, asyncio.Event], Awaitable[None]]
+
+
+def run_role(name: str, label: str = "", listen: str = "") -> int:
+    """Run the role `name` (`buffer`, `engine-0`, `worker-0`, `learner-0`, `reference-0`, `critic-0`, `sft-0`, `evaluator`,
+    `reward`) to its end; the exit status.
+
+    `label` names an evaluation, `listen` is an engine's `host:port`.
+    """
+    set_parent_death_signal()
+    setup_logging(name)
+    kind, _, index = name.partition("-")
+    context = read_run_context()
+    sys.path.append(context.started_in)  # for the user's own environments and agents
+    if kind == "engine":
+        become_engine(context, int(index), listen)
+    if kind == "reward":
+        become_reward(context)
+    roles: dict[str, Role] = {
+        "buffer": buffer,
+        "worker": worker,
+        "learner": learner,
+        "reference": aux_model("reference"),
+        "critic": aux_model("critic"),
+        "evaluator": evaluator(label),
+        "sft": sft,
+    }
+    if kind not in roles:
+        raise ConfigError(f"role {name!r} is unknown; there are engine, reward, {', '.join(roles)}")
+    with HeartbeatSender(context.addresses.supervisor, name) as heartbeat:
+        try:
+            uvloop.run(_until_stopped(roles[kind], context, int(index or 0), heartbeat))
+        except SlipstreamError as error:
+            log.error("%s: %s", type(error).__name__, error)
+            heartbeat.failed(f"{type(error).__name__}: {error}", expected=True)
+            return FINAL if error.final and not isinstance(error, ConfigError) else error.exit_code
+        except Exception as error:
+            log.exception("%s ended with an unexpected error", name)
+            heartbeat.failed(f"{type(error).__name__}: {error}", expected=False)
+            return 1
+    return 0
+
+
+async def _until_stopped(role: Role, context: RunContext, index: int, heartbeat: HeartbeatSender) -> None:
+    """Run a role until its end or SIGTERM. Its event loop is followed, unless it computes there."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    computes = heartbeat.role.startswith(RANKED)
+    following = None if computes else asyncio.create_task(heartbeat.follow_loop(), name="heartbeat")
+    try:
+        await role(context, index, heartbeat, stop)
+    except Stopped:
+        return
+    except BaseExceptionGroup as group:  # of the task groups inside the role
+        if not isinstance(error := first_cause(group), Stopped):
+            raise error from group
+    finally:
+        if following is not None:
+            following.cancel()
+
+
+def _ready(heartbeat: HeartbeatSender) -> None:
+    """Report that the role works; everything that stays in memory is loaded."""
+    freeze_startup_objects()
+    heartbeat.ready()
+
+
+def become_engine(context: RunContext, index: int, listen: str) -> None:
+    """Replace this process by the server of replica `index`, which listens on `host:port`."""
+    from ...rollout.engines import registry as servers
+
+    host, _, port = listen.rpartition(":")
+    arguments = servers.command(context.config, host, int(port), seed=context.config.seed + index)
+    _become(arguments, servers.environment(context.config))
+
+
+def become_reward(context: RunContext) -> None:
+    """Replace this process by the server of the reward model."""
+    from ...rollout import reward_server
+
+    host, _, port = context.addresses.reward.removeprefix("http://").rpartition(":")
+    arguments = reward_server.command(context.config, host, int(port))
+    _become(arguments, reward_server.environment(context.config))
+
+
+def _become(arguments: list[str], environment: Mapping[str, str]) -> NoReturn:
+    os.execvpe(arguments[0], arguments, {**os.environ, **environment, **temporary_environment()})
+
+
+async def buffer(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
+    from ...buffer.service import BufferService
+    from ...configs.algorithm import plays_greedily
+    from ...configs.schema import shares_of
+    from ...weightsync.fleet import following_fleet
+
+    shares = shares_of(context.config.env)
+    retries = {reason: failure.retries for reason, failure in context.config.rollout.failures.items()}
+    database = context.dir / "buffer.sqlite"
+    greedy = plays_greedily(context.config.learner.algorithm)
+    service = BufferService(
+        context.config.buffer, database, context.addresses.buffer, shares=shares, retries=retries, greedy=greedy
+    )
+    stopped = asyncio.create_task(stop.wait(), name="stop")
+    stopped.add_done_callback(lambda _: service.stop())
+    try:
+        async with following_fleet(context.addresses.fleet, lambda fleet: service.mark_served(fleet.version)):
+            await service.serve(functools.partial(_ready, heartbeat))
+    finally:
+        stopped.cancel()
+
+
+async def worker(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
+    from ...rollout.worker import Worker
+    from .factory import make_buffer_client, make_player, make_reward, make_router
+
+    config = context.config
+    temperature = config.rollout.temperature
+    async with make_router(context) as router, make_reward(context) as model:
+        player = make_player(config, router, split="train", temperature=temperature, model=model)
+        async with make_buffer_client(context, f"worker-{index}") as client:
+            _ready(heartbeat)
+            await Worker(player, client, config.buffer.group_size, config.rollout.workers).run(stop)
+
+
+def evaluator(label: str) -> Role:
+    """The role that evaluates the version the engines serve and appends the result, called `label`, to `evaluations.json`."""
+
+    async def evaluate_once(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
+        from ...rollout.evaluation import by_environment, evaluate
+        from .factory import make_player, make_router
+
+        config = context.config
+        async with make_router(context) as router:
+            player = make_player(config, router, split="eval", temperature=config.evaluation.temperature)
+            _ready(heartbeat)
+            result = await run_or_stop(evaluate(player, label, config.evaluation.tasks), stop)
+        append_json(context.dir / "evaluations.json", result)
+        heartbeat.send_message(
+            f"{label}: reward {result.reward_mean:.3f} ± {result.reward_stderr:.3f} over {result.tasks} fresh tasks"
+            f"{by_environment(result)}"
+        )
+
+    return evaluate_once
+
+
+def append_json(path: Path, item: msgspec.Struct) -> None:
+    """Append `item` to the JSON list in a file, atomically."""
+    items = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw]) if path.exists() else []
+    write_atomic(path, msgspec.json.format(msgspec.json.encode([*items, item])))
+
+
+async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
+    from ...learner.loop import TrainingLoop
+    from ...learner.metrics import StepMetrics
+    from ...monitor.metrics import MetricsWriter, scalars
+    from ...monitor.trackers import open_trackers
+    from .factory import make_aux_models, make_backend, make_buffer_client, make_canary, make_publisher
+
+    config = context.config
+    backend = make_backend(config, temperature=config.rollout.temperature)
+    first = index == 0
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(backend.close)
+        aux_models = make_aux_models(config, backend, context.addresses.aux_models)
+        stack.callback(aux_models.close)
+        client = await stack.enter_async_context(make_buffer_client(context, f"learner-{index}"))
+        publisher, joined = None, asyncio.Event()
+        if first:
+            publisher, joined = await stack.enter_async_context(
+                make_publisher(context, backend.device, heartbeat.report_replicas, stop)
+            )
+        writer = stack.enter_context(MetricsWriter(context.dir / "metrics.jsonl")) if first else None
+        trackers = open_trackers(config.run.trackers, context.dir, config) if first else []
+        for tracker in trackers:
+            stack.callback(tracker.close)
+
+        def report(metrics: StepMetrics) -> None:
+            if writer is None:
+                return
+            writer.append(metrics)
+            for tracker in trackers:
+                tracker.log(metrics.version, scalars(msgspec.to_builtins(metrics)))
+            heartbeat.stepped(metrics)
+
+        canary = make_canary(config, CANARY_TOKENS)
+        checkpoints, longest = context.dir / "checkpoints", config.agent.max_tokens
+        loop = TrainingLoop(
+            config.learner, backend, client, publisher, joined, checkpoints, canary, report, longest, aux_models
+        )
+        state = await loop.run(stop, functools.partial(_ready, heartbeat))
+        if state.step >= config.learner.steps:
+            backend.export(context.dir / "model")
+            heartbeat.done()
+            await loop.serve(stop)
+
+
+def aux_model(kind: AuxModel) -> Role:
+    """A rank of the placed auxiliary model `kind`, which it serves until it is stopped."""
+
+    async def serve(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
+        from ...learner.aux_models.service import AuxModelService
+        from .factory import make_critic, make_reference, ranked
+
+        config = ranked(context.config, context.config.learner.aux_models[kind])
+        trained = make_critic(config) if kind == "critic" else None
+        model = trained or make_reference(config)
+        try:
+            address = context.addresses.aux_models[kind][index]
+            service = AuxModelService(context.config.learner, heartbeat.role, address, model, trained)
+            await run_or_stop(service.serve(functools.partial(_ready, heartbeat)), stop)
+        finally:
+            model.close()
+
+    return serve
+
+
+async def sft(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
+    from ..sft import run_rank
+
+    # SIGTERM ends it at once: there is nothing to save before the end, and this event loop is blocked until then.
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    run_rank(context, heartbeat.send_message if index == 0 else lambda _: None)

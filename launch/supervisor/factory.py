@@ -1,0 +1,308 @@
+"""Makes the objects that a config describes. It decides nothing: each function maps a config section to the constructor that the
+section names."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib
+import os
+import random
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from ...common.tasks import run_or_stop
+from ...configs.algorithm import Gae, Kl, needs_critic, needs_reference
+from ...configs.backends import Fsdp2, Megatron
+from ...configs.reward import Classifier, Judge
+from ...configs.schema import Config, Fake, Model, Sglang, Transformers
+from ...configs.sft import SftConfig
+from ...errors import ConfigError
+from ...weightsync.fleet import ReplicaInfo, ReplicaReport, following_fleet
+from ..resources import ranks_of
+from ..run_context import RunContext
+
+CLIENT_FACTORY = "SLIPSTREAM_BUFFER_CLIENT"
+"""See `make_buffer_client`."""
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...buffer.client import BufferClient
+    from ...envs import Message, Observation
+    from ...envs.simple import Split
+    from ...learner.aux_models.aux_models import AuxModels
+    from ...learner.aux_models.base import RankModel
+    from ...learner.backend import Backend, Scorer
+    from ...rollout.engines.base import Engine
+    from ...rollout.player import EpisodePlayer
+    from ...rollout.reward_model import RewardModel
+    from ...rollout.router import Router
+    from ...weightsync.publisher import Publisher
+
+    Shown = tuple[str, Observation, Sequence[Message]]
+    """Where a conversation is from, the observation that opens it, and its messages."""
+
+BUCKET_BYTES = 64 << 20
+"""Largest bucket of tensors in a weight broadcast; the receiver holds one next to its KV cache."""
+
+
+def make_engine(context: RunContext, replica: ReplicaInfo) -> Engine:
+    """A client of `replica`."""
+    from ...learner.model import vocabulary_size
+
+    config = context.config
+    engine = config.rollout.engine
+    if isinstance(engine, Sglang):
+        from ...rollout.engines.sglang.client import SglangEngine as Client
+    else:
+        from ...rollout.engines.vllm.client import VllmEngine as Client  # our own server speaks vLLM's protocol
+    return Client(
+        replica.name,
+        replica.url,
+        vocab_size=vocabulary_size(config.model.path),
+        max_model_len=config.agent.max_tokens,
+        initial_version=None if context.pushed else 0,
+        request_s=config.rollout.request_s,
+        push_s=config.push_s,
+        ranks=ranks_of(engine),
+        partial=config.rollout.partial,
+        scores_paused=isinstance(engine, Transformers | Fake),
+    )
+
+
+def make_buffer_client(context: RunContext, name: str) -> BufferClient:
+    """The buffer client of role `name`. The variable CLIENT_FACTORY names another factory, as `module:function`: `slipstream chaos`
+    audits the run through its own."""
+    if not (factory := os.environ.get(CLIENT_FACTORY)):
+        from ...buffer.client import BufferClient
+
+        return BufferClient(context.addresses.buffer, name)
+    module, _, function = factory.partition(":")
+    return getattr(importlib.import_module(module), function)(context, name)
+
+
+@contextlib.asynccontextmanager
+async def make_router(context: RunContext) -> AsyncIterator[Router]:
+    """A router that follows the fleet."""
+    from ...rollout.router import Router
+
+    rollout = context.config.rollout
+    router = Router(
+        functools.partial(make_engine, context),
+        max_concurrent=rollout.engine.max_concurrent,
+        request_s=rollout.request_s,
+        start_s=rollout.engine.start_s,
+        partial=rollout.partial,
+    )
+    async with router, following_fleet(context.addresses.fleet, router.update):
+        yield router
+
+
+@contextlib.asynccontextmanager
+async def make_reward(context: RunContext) -> AsyncIterator[RewardModel | None]:
+    """The model that scores episodes in training; None where the environment scores them."""
+    from ...rollout.reward_model import RewardModel
+
+    if not isinstance(context.config.reward, Classifier | Judge):
+        yield None
+        return
+    model = RewardModel(context.config.reward, context.addresses.reward, context.config.score_s)
+    try:
+        yield model
+    finally:
+        await model.close()
+
+
+def make_player(
+    config: Config, router: Router, *, split: Split, temperature: float, model: RewardModel | None = None
+) -> EpisodePlayer:
+    """A player of episodes of `split`. `model` scores them, without one their environment does."""
+    from ...agents import Session, load_agent, load_renderer
+    from ...agents.base import Generate
+    from ...envs import parts_of
+    from ...learner.model import load_tokenizer, vocabulary_size
+    from ...rollout.player import EpisodePlayer
+
+    agent = config.agent
+    renderer = load_renderer(agent.renderer, load_tokenizer(config.model.path), thinking=agent.thinking)
+    vocabulary = vocabulary_size(config.model.path)
+
+    def make_session(generate: Generate) -> Session:
+        return Session(
+            renderer,
+            generate,
+            vocabulary=vocabulary,
+            max_tokens_per_turn=agent.max_tokens_per_turn,
+            max_tokens=agent.max_tokens,
+        )
+
+    parts = parts_of(config.env, split, config.seed)
+    stop_token_ids = renderer.get_stop_token_ids()
+    return EpisodePlayer(
+        config, load_agent(agent.kind), parts, router, make_session, stop_token_ids, temperature, model
+    )
+
+
+def ranked(config: Config, ranks: int) -> Config:
+    """`config` for a model that is sharded over `ranks` processes of its own, as the policy is over the learner's."""
+    learner = config.learner
+    backend = structs.replace(learner.backend, ranks=ranks)
+    return structs.replace(config, learner=structs.replace(learner, backend=backend))
+
+
+def collective_s(config: Config) -> float:
+    """Timeout of collectives: a wait for a batch and a push may lie between two of them."""
+    return config.learner.batch_s + config.push_s
+
+
+def make_backend(config: Config, *, temperature: float) -> Backend:
+    """The learner's model; log-probs are those of logits / `temperature`."""
+    chosen, model, optimizer = config.learner.backend, config.model, config.learner.optimizer
+    timeout_s = collective_s(config)
+    if isinstance(chosen, Megatron):
+        from ...learner.megatron.fit import check_installed
+
+        check_installed(chosen)
+        from ...learner.megatron.backend import MegatronBackend
+
+        return MegatronBackend(model, optimizer, chosen, temperature=temperature, timeout_s=timeout_s)
+    from ...learner.fsdp2.backend import Fsdp2Backend
+
+    return Fsdp2Backend(model, optimizer, chosen, temperature=temperature, timeout_s=timeout_s)
+
+
+def make_aux_models(config: Config, policy: Backend, addresses: Mapping[str, Sequence[str]]) -> AuxModels:
+    """The auxiliary models that the algorithm needs; placed ones listen at `addresses`, see `Addresses.aux_models`."""
+    from ...learner.aux_models.aux_models import AuxModels
+    from ...learner.aux_models.base import LocalModel, LocalTrainableModel
+    from ...learner.aux_models.remote import RemoteModel
+
+    learner, algorithm = config.learner, config.learner.algorithm
+
+    def remote(kind: str) -> RemoteModel:
+        return RemoteModel(learner, kind, addresses[kind] if policy.rank == 0 else ())
+
+    reference, trained = None, None
+    if needs_reference(algorithm) and learner.aux_models["reference"]:
+        reference = remote("reference")
+    elif needs_reference(algorithm):
+        reference = LocalModel(learner, _without_adapters(config, policy) or make_reference(config), policy)
+    if needs_critic(algorithm):
+        trained = (
+            remote("critic") if learner.aux_models["critic"] else LocalTrainableModel(learner, make_critic(config))
+        )
+    return AuxModels(learner, reference, trained)
+
+
+def _without_adapters(config: Config, policy: Backend) -> Scorer | None:
+    """The policy without its adapters, where it trains any and starts from the reference model."""
+    from ...learner.fsdp2.backend import Fsdp2Backend
+
+    if isinstance(policy, Fsdp2Backend) and _reference_model(config) == config.model:
+        return policy.without_adapters()
+    return None
+
+
+def _reference_model(config: Config) -> Model:
+    kl = config.learner.algorithm.kl
+    return structs.replace(config.model, path=(kl.reference if isinstance(kl, Kl) else "") or config.model.path)
+
+
+def make_reference(config: Config) -> RankModel:
+    """The policy before the first step, or the model that `learner.algorithm.kl` names, sharded according to `learner.backend`."""
+    chosen, model = config.learner.backend, _reference_model(config)
+    temperature, timeout_s = config.rollout.temperature, collective_s(config)
+    if isinstance(chosen, Megatron):
+        from ...learner.megatron.backend import MegatronModel
+
+        return MegatronModel(model, chosen, temperature=temperature, timeout_s=timeout_s)
+    from ...learner.fsdp2.backend import Fsdp2Model
+
+    held = structs.replace(chosen, lora_rank=0)
+    return Fsdp2Model(model, held, temperature=temperature, timeout_s=timeout_s)
+
+
+def make_critic(config: Config) -> Backend:
+    """The auxiliary model that is trained: for `gae` a critic, for `prime` a policy that becomes a process reward model."""
+    if not isinstance(config.learner.algorithm.advantage, Gae):
+        return make_backend(config, temperature=config.rollout.temperature)
+    from ...learner.aux_models.critic import Critic
+
+    held = Fsdp2(device=config.learner.backend.device)
+    return Critic(config.model, config.learner.optimizer, held, temperature=1.0, timeout_s=collective_s(config))
+
+
+def make_demonstrations(config: SftConfig) -> Iterator[Shown]:
+    """`sft.demonstrations` conversations from the training tasks; of a mixture, by share among the environments that have any.
+
+    Raises:
+        ConfigError: no environment has a demonstration, or one has too few.
+    """
+    from ...buffer.admission import Admission
+    from ...envs import parts_of
+
+    rng = random.Random(config.seed)
+    parts = parts_of(config.env, "train", config.seed)
+    shown = [p for p in parts if p.source.demonstration(p.source.task(0), random.Random(config.seed)) is not None]
+    if not shown:
+        names = ", ".join(part.name for part in parts)
+        raise ConfigError(f"env: {names} has no demonstration of task 0; there is nothing to imitate")
+    counts = Admission(0, config.sft.demonstrations, tuple(part.share for part in shown)).quotas([0] * len(shown))
+    for part, count in zip(shown, counts, strict=True):
+        for index in range(count):
+            demonstration = part.source.demonstration(part.source.task(index), rng)
+            if demonstration is None:
+                raise ConfigError(f"env: {part.name} has no demonstration of task {index}; there is nothing to imitate")
+            yield f"env: task {index} of {part.name}", *demonstration
+
+
+def make_canary(config: Config, length: int) -> Sequence[int]:
+    """A fixed prompt of at most `length` arbitrary ids."""
+    from ...learner.model import vocabulary_size
+
+    vocabulary = vocabulary_size(config.model.path)
+    pick = random.Random(0)
+    return [pick.randrange(vocabulary) for _ in range(min(length, config.agent.max_tokens - 1))]
+
+
+@contextlib.asynccontextmanager
+async def make_publisher(
+    context: RunContext,
+    device: torch.device,
+    report: Callable[[tuple[ReplicaReport, ...]], None],
+    stop: asyncio.Event,
+) -> AsyncIterator[tuple[Publisher, asyncio.Event]]:
+    """A publisher that pushes to the replicas of the fleet, once they answer, and an event that is set whenever one of them serves
+    nothing yet. `report` sends what is known of them to the supervisor. Raises Stopped."""
+    from ...weightsync.publisher import Publisher
+    from .push_targets import PushTargets, wait_for_replicas
+
+    config = context.config
+    targets = PushTargets(functools.partial(make_engine, context), report)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(targets.close)
+        targets.publisher = Publisher(
+            (),
+            transport=config.weightsync.transport,
+            folder=context.dir / "weights",
+            host=context.addresses.learner_host,
+            backend=context.backend,
+            device=device,
+            bucket_bytes=BUCKET_BYTES,
+            push_s=config.push_s,
+            canary_tolerance=config.weightsync.canary_tolerance,
+            dtype=config.model.dtype,
+            cohort=config.weightsync.cohort,
+            partial=config.rollout.partial,
+            on_served=targets.served,
+            on_lost=targets.lost,
+        )
+        stack.callback(targets.publisher.close)
+        fleets = await stack.enter_async_context(following_fleet(context.addresses.fleet, targets.update))
+        await run_or_stop(wait_for_replicas(fleets, config.rollout.engine.start_s), stop)
+        targets.update(fleets.state)
+        yield targets.publisher, targets.joined

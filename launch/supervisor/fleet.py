@@ -1,0 +1,114 @@
+"""What the fleet is: a pure state machine that owns no process, socket or clock. All other processes subscribe to its snapshots.
+
+         join                    answers                   served                         drain                gone
+    (new name) ──> starting ─────────────> starting, answers ─────> serving, version v ─────────> draining ──────> (left)
+                      ^                                              │  lost: v is None again            ^
+                      └──────────── died: incarnation + 1 ───────────┘                drain, from anywhere ┘
+
+Invariants:
+- Every change makes and publishes a new snapshot with a higher revision; a call that changes nothing makes none.
+- A name is used once. A report about an earlier incarnation, or about a replica that has left, changes nothing.
+- A replica leaves on request only while another can take its requests: serving if it served, else at least starting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ...errors import ConfigError
+from ...weightsync.fleet import Fleet, ReplicaInfo
+
+
+class ReplicaListing(msgspec.Struct, frozen=True):
+    """One replica as `slipstream replicas RUN list` shows it."""
+
+    name: str
+    state: str
+    version: int | None
+    url: str
+    pid: int | None
+    incarnation: int
+
+
+class FleetState:
+    """The fleet as the supervisor decides it. `fleet` is the present snapshot; `publish` gets each new one."""
+
+    def __init__(self, publish: Callable[[Fleet], None] = lambda _: None) -> None:
+        self.fleet = Fleet()
+        self._publish = publish
+        self._next = 0
+
+    def names(self, count: int) -> list[str]:
+        """Names for `count` new replicas."""
+        first, self._next = self._next, self._next + count
+        return [f"engine-{i}" for i in range(first, self._next)]
+
+    def join(self, name: str, url: str) -> None:
+        """A new replica, whose process is about to start."""
+        self._replace([*self.fleet.replicas, ReplicaInfo(name, url)])
+
+    def answers(self, name: str, incarnation: int) -> None:
+        """Its process has answered for the first time."""
+        self._change(name, incarnation, answers=True)
+
+    def served(self, name: str, version: int, incarnation: int) -> None:
+        """It is verified to serve `version`."""
+        self._change(name, incarnation, state="serving", version=version, answers=True)
+
+    def lost(self, name: str, incarnation: int) -> None:
+        """A push did not reach it: what it serves is unknown."""
+        self._change(name, incarnation, state="starting", version=None)
+
+    def died(self, name: str) -> None:
+        """Its process has ended; another may follow."""
+        info = self.fleet.replica(name)
+        if info is not None:
+            later = info.incarnation + 1
+            self._change(name, info.incarnation, state="starting", version=None, answers=False, incarnation=later)
+
+    def drain(self, name: str) -> None:
+        """It takes no more requests and will leave.
+
+        Raises:
+            ConfigError: there is no such replica, it is leaving already, or no other could take its requests.
+        """
+        info = self.fleet.replica(name)
+        if info is None:
+            known = ", ".join(r.name for r in self.fleet.replicas) or "none"
+            raise ConfigError(f"{name} is no replica of this run; there are {known}")
+        if info.state == "draining":
+            raise ConfigError(f"{name} is leaving already")
+        if info.state == "serving" and not any(r.state == "serving" for r in self.fleet.replicas if r.name != name):
+            raise ConfigError(
+                f"{name} is the last serving replica; add another, and remove this one when that one serves"
+            )
+        if not self.others(name):
+            raise ConfigError(f"{name} is the last replica; add another before it is removed")
+        self._change(name, info.incarnation, state="draining")
+
+    def gone(self, name: str) -> None:
+        """It has left."""
+        if self.fleet.replica(name) is not None:
+            self._replace([r for r in self.fleet.replicas if r.name != name])
+
+    def others(self, name: str) -> list[str]:
+        """Replicas besides `name` that serve or may come to."""
+        return [r.name for r in self.fleet.replicas if r.name != name and r.state != "draining"]
+
+    def _change(self, name: str, of: int, /, **fields: Any) -> None:
+        """Change a replica if incarnation `of` is its present one; a draining replica keeps its state."""
+        info = self.fleet.replica(name)
+        if info is None or info.incarnation != of:
+            return
+        if info.state == "draining":
+            fields.pop("state", None)
+        changed = msgspec.structs.replace(info, **fields)
+        if changed != info:
+            self._replace([changed if r.name == name else r for r in self.fleet.replicas])
+
+    def _replace(self, replicas: list[ReplicaInfo]) -> None:
+        self.fleet = Fleet(self.fleet.revision + 1, tuple(replicas))
+        self._publish(self.fleet)

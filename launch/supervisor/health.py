@@ -1,0 +1,198 @@
+"""What the roles report: the supervisor's end of `heartbeat`, and the end of every role that falls silent.
+
+Invariants:
+- A role that is silent for `launch.heartbeat_s` is killed once, and the reason names its last reported wait. `ProcessManager`
+  restarts it, and probes the servers that send no heartbeats.
+- A message that is no signal of a role of this run changes nothing.
+- A wait is reported once: when it is older than `OLD_S` and than half its deadline. Its kind is reported again only after no wait
+  of that kind was that old.
+- A run without steps is reported once, until the next step. No step is due before the first two and after the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from ...common.waits import Wait, current_waits
+from ...monitor.terminal import View
+from ...rpc.server import RpcServer
+from .heartbeat import Heartbeat, RoleFailed, RoleMessage, RoleSignal, StepReported
+from .processes import PROBE_S, ProcessManager, RoleProcess
+from .replicas import ReplicaManager
+
+log = logging.getLogger(__name__)
+
+OLD_S = 60.0
+"""Younger waits are not reported."""
+
+STALL_S = 60.0
+"""Shortest time without a step that is reported."""
+
+STALL_FACTOR = 5.0
+"""A run without a step for this many times the slowest of the last `STEPS` steps has stalled."""
+
+STEPS = 16
+
+GROWTH = 2.0
+"""A step counts for at most this many times the slowest before it, so that one hang does not hide the next."""
+
+NAMED_WAITS = 3
+"""Waits that are named when a run has stalled."""
+
+
+class RoleWait(msgspec.Struct, frozen=True):
+    """A wait of `role`, with its age as of now; the role reported it `heard_s` seconds ago."""
+
+    role: str
+    wait: Wait
+    heard_s: float
+
+    def __str__(self) -> str:
+        return f"{self.role}: {self.wait}"
+
+
+class WaitWatchdog:
+    """Takes steps and waits, returns what to report. Pure; times are of one clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._reported: set[tuple[str, str]] = set()
+        self._steps: deque[float] = deque(maxlen=STEPS)
+        self._last_step: float | None = None
+        self._stalled = False
+
+    def stepped(self, now: float) -> None:
+        """The learner made a step."""
+        if self._last_step is not None:
+            seconds = now - self._last_step
+            self._steps.append(min(seconds, GROWTH * max(self._steps, default=seconds)))
+        self._last_step, self._stalled = now, False
+
+    def pause(self) -> None:
+        """No step is due until there is one."""
+        self._last_step = None
+
+    def check(self, waits: Sequence[RoleWait], now: float) -> list[str]:
+        """The lines to report about the waits of all roles."""
+        old = {(row.role, row.wait.kind): row for row in waits if _is_old(row.wait)}
+        lines = [f"{row} already" for key, row in old.items() if key not in self._reported]
+        self._reported = set(old)
+        if self._last_step is None or not self._steps or self._stalled:
+            return lines
+        slowest, age = max(self._steps), now - self._last_step
+        if age > max(STALL_S, STALL_FACTOR * slowest):
+            self._stalled = True
+            oldest = "; ".join(map(str, by_age(waits)[:NAMED_WAITS])) or "no process reports a wait"
+            lines.append(f"no step for {age:.0f} s, the slowest before took {slowest:.0f} s; {oldest}")
+        return lines
+
+
+class HealthMonitor:
+    """Watches the roles of `processes`, the engines of `replicas` among them; `silence_s` is how long a role may be silent."""
+
+    def __init__(self, processes: ProcessManager, replicas: ReplicaManager, silence_s: float, view: View) -> None:
+        self._roles = processes.roles
+        self._replicas = replicas
+        self._silence_s = silence_s
+        self._view = view
+        self._watchdog = WaitWatchdog()
+
+    async def listen(self, server: RpcServer[RoleSignal]) -> None:
+        """Take the roles' signals until cancelled."""
+        while True:
+            for request in server.requests():
+                self._receive(request.message)
+            await server.poll()
+
+    def _receive(self, signal: RoleSignal) -> None:
+        now = time.monotonic()
+        role = self._roles.get(signal.role)
+        if role is None:
+            log.warning("dropped a signal of %r, which is no role of this run", signal.role)
+            return
+        if not (isinstance(signal, Heartbeat) and signal.stuck_at):
+            role.last_seen = now
+            if role.deadline != float("inf"):
+                role.deadline = now + self._silence_s
+        match signal:
+            case Heartbeat():
+                self._take(role, signal, now)
+            case StepReported(summary=summary):
+                self._watchdog.stepped(now)
+                self._view.step(msgspec.structs.asdict(summary))
+            case RoleMessage(text=text):
+                self._view.event(f"{role.name}: {text}")
+            case RoleFailed(text=text, expected=expected):
+                role.error, role.expected = text, expected
+
+    def _take(self, role: RoleProcess, beat: Heartbeat, now: float) -> None:
+        role.waits, role.waits_at, role.stuck_at = beat.waits, now, beat.stuck_at
+        if beat.state != "starting" and not role.ready.is_set():
+            role.ready.set()
+            self._view.status(role.name, "ready")
+        if beat.state == "done" and not role.done.is_set():
+            role.done.set()
+            self._watchdog.pause()
+            self._view.status(role.name, "done")
+        for report in beat.replicas:
+            self._replicas.update(report)
+
+    async def watch(self) -> None:
+        """Kill the roles that are silent, and report remarkable waits, until cancelled."""
+        while True:
+            await asyncio.sleep(min(PROBE_S, self._silence_s / 4))
+            now = time.monotonic()
+            for role in list(self._roles.values()):
+                if role.process and now > role.deadline:
+                    role.error = role.error or _silence(role, now)
+                    self._view.event(f"{role.name} is killed: {role.error}")
+                    role.deadline = float("inf")
+                    await role.process.kill()
+            for line in self._watchdog.check(self.waits(), time.monotonic()):
+                self._view.event(line)
+
+    def waits(self) -> list[RoleWait]:
+        """What every role and this process wait for now, oldest first; for a role without waits the supervisor's wait for its next
+        sign of life."""
+        now = time.monotonic()
+        own = [RoleWait("supervisor", wait, 0.0) for wait in current_waits()]
+        return by_age([*own, *(row for role in self._roles.values() for row in _waits_of(role, now))])
+
+
+def _silence(role: RoleProcess, now: float) -> str:
+    """Why a silent role is killed."""
+    seconds = f"{now - role.last_seen:.0f} s"
+    if role.probe:
+        return f"it did not answer for {seconds}{'' if role.ready.is_set() else ' since its start'}"
+    stuck = f", its event loop stuck at {role.stuck_at}" if role.stuck_at else ""
+    known = [row.wait for row in _waits_of(role, now)] if role.waits else []
+    waited = str(max(known, key=lambda wait: wait.age_s)) if known else "it waited for nothing"
+    return f"silent for {seconds}{stuck}; {waited}"
+
+
+def _waits_of(role: RoleProcess, now: float) -> Iterator[RoleWait]:
+    """The waits of a running role, aged since it reported them."""
+    if not role.running:
+        return
+    silent = now - role.last_seen
+    if not role.waits or role.probe:
+        limit = None if role.deadline == float("inf") else role.deadline - role.last_seen
+        sign = "answer" if role.probe else "sign of life"
+        which = "next" if role.ready.is_set() else "first"
+        yield RoleWait(role.name, Wait("the supervisor", f"its {which} {sign}", silent, limit), silent)
+    for wait in role.waits:
+        yield RoleWait(role.name, msgspec.structs.replace(wait, age_s=wait.age_s + now - role.waits_at), silent)
+
+
+def by_age(waits: Sequence[RoleWait]) -> list[RoleWait]:
+    """Oldest first."""
+    return sorted(waits, key=lambda row: -row.wait.age_s)
+
+
+def _is_old(wait: Wait) -> bool:
+    return wait.deadline_s is not None and wait.age_s > max(OLD_S, wait.deadline_s / 2)

@@ -1,0 +1,172 @@
+"""How a role reports to the supervisor: heartbeats with its waits, what it did, why it ends. One-way messages of `rpc`.
+
+Invariants:
+- A thread of its own sends heartbeats, so that a learner deep in a step is not taken for dead. A stopped process falls silent; one
+  whose event loop is followed and blocked sends no sign of life, but where it is blocked.
+- Every heartbeat carries the role's whole state: the next one repeats what a lost message reported.
+- Reporting never blocks the role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from ...common.waits import Wait, current_waits
+from ...rpc.client import RpcNotifier
+from ...weightsync.fleet import ReplicaReport
+
+BEAT_S = 2.0
+"""Between heartbeats; `launch.heartbeat_s` of silence means death."""
+
+CLOSE_S = 5.0
+"""How long the last messages may take to leave when a role ends."""
+
+LINGER_MS = 1000
+
+FRAMES = 3
+"""Innermost frames that show where an event loop is blocked: enough to reach the user's code behind a library's."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """What a role is doing; a later heartbeat replaces an earlier one.
+
+    Attributes:
+        waits: its oldest waits, one of each kind.
+        state: `ready`: it has started its work. `done`: it has finished it, and serves until it is stopped.
+        stuck_at: where its event loop has been blocked for a beat or longer, which is no sign of life.
+        replicas: what the learner's rank 0 knows of the replicas.
+    """
+
+    role: str
+    waits: tuple[Wait, ...] = ()
+    state: Literal["starting", "ready", "done"] = "starting"
+    stuck_at: str = ""
+    replicas: tuple[ReplicaReport, ...] = ()
+
+
+class StepSummary(msgspec.Struct, frozen=True):
+    """What a view shows of a learner step: fields of `learner.metrics.StepMetrics`, None where a number is not finite."""
+
+    step: int
+    reward_mean: float | None
+    staleness_mean: float | None
+    staleness_max: int
+    rollout_tokens_per_s: float | None
+    overlap_tokens_per_s: float | None
+    learner_tokens_per_s: float | None
+    rollout_idle: float | None
+    learner_idle: float | None
+
+
+class StepReported(msgspec.Struct, frozen=True, tag=True):
+    """The learner made a step."""
+
+    role: str
+    summary: StepSummary
+
+
+class RoleMessage(msgspec.Struct, frozen=True, tag=True):
+    """A line for the user."""
+
+    role: str
+    text: str
+
+
+class RoleFailed(msgspec.Struct, frozen=True, tag=True):
+    """Why `role` ends; `expected` for errors of `slipstream.errors`, whose exit status shows whether a restart helps."""
+
+    role: str
+    text: str
+    expected: bool
+
+
+RoleSignal = Heartbeat | StepReported | RoleMessage | RoleFailed
+
+
+class HeartbeatSender:
+    """Reports for `role` to the supervisor at `address` while the context lasts."""
+
+    def __init__(self, address: str, role: str) -> None:
+        self.role = role
+        self._address = address
+        self._loop_thread = 0
+        self._last = Heartbeat(role)
+        self._turned = threading.Event()
+        self._outbox: queue.SimpleQueue[RoleSignal | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> HeartbeatSender:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._outbox.put(None)
+        self._thread.join(CLOSE_S)
+
+    def ready(self) -> None:
+        self._report(state="ready")
+
+    def done(self) -> None:
+        self._report(state="done")
+
+    def stepped(self, metrics: msgspec.Struct) -> None:
+        """Report a step by its `StepMetrics`."""
+        summary = msgspec.json.decode(msgspec.json.encode(metrics), type=StepSummary)  # in JSON NaN is null
+        self._outbox.put(StepReported(self.role, summary))
+
+    def send_message(self, text: str) -> None:
+        self._outbox.put(RoleMessage(self.role, text))
+
+    def failed(self, text: str, *, expected: bool) -> None:
+        self._outbox.put(RoleFailed(self.role, text, expected))
+
+    def report_replicas(self, replicas: tuple[ReplicaReport, ...]) -> None:
+        self._report(replicas=replicas)
+
+    def _report(self, **changed: Any) -> None:
+        """Report a change now, and again with every heartbeat."""
+        self._last = msgspec.structs.replace(self._last, **changed)
+        self._outbox.put(msgspec.structs.replace(self._last, waits=current_waits()))
+
+    async def follow_loop(self) -> None:
+        """Send heartbeats only while this event loop turns: one that a user's code blocks for ever counts as dead."""
+        self._loop_thread = threading.get_ident()
+        while True:
+            self._turned.set()
+            await asyncio.sleep(BEAT_S / 2)
+
+    def _run(self) -> None:
+        due = time.monotonic() + BEAT_S
+        with RpcNotifier(self._address, linger_ms=LINGER_MS) as supervisor:
+            while True:
+                try:
+                    signal = self._outbox.get(timeout=max(0.0, due - time.monotonic()))
+                except queue.Empty:
+                    signal, due = self._beat(), time.monotonic() + BEAT_S
+                if signal is None:
+                    return
+                # Dropped where the queue is full: the supervisor is gone, and this process ends, too.
+                supervisor.notify(signal)
+
+    def _beat(self) -> Heartbeat:
+        turned = self._turned.is_set()
+        self._turned.clear()
+        stuck_at = _innermost_frames(self._loop_thread) if self._loop_thread and not turned else ""
+        return msgspec.structs.replace(self._last, waits=current_waits(), stuck_at=stuck_at)
+
+
+def _innermost_frames(thread: int) -> str:
+    """Where `thread` is now, the innermost frame last."""
+    frame, found = sys._current_frames().get(thread), list[str]()
+    while frame is not None and len(found) < FRAMES:
+        found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " > ".join(reversed(found)) or "a thread that has ended"

@@ -1,0 +1,303 @@
+"""The processes of a run's roles: started, watched, probed, restarted, ended; and what an exit means.
+
+Invariants:
+- The roles of a failure domain live and die together.
+- A role is restarted `launch.restarts` times, unless a restart would fail in the same way.
+- A role that was asked to end is not restarted.
+- A process that SIGKILL does not end within `KILL_S` is reported; the run does not wait for it longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...common.tasks import Stopped, run_or_stop
+from ...common.waits import Wait
+from ...configs import Config
+from ...configs.reward import ModelReward
+from ...errors import ConfigError, DeadlineExceeded, RoleDied, with_deadline
+from ...monitor.terminal import View
+from ...rollout.engines.http_client import is_healthy
+from ..launchers.local import KILL_S, Launcher, ProcessHandle
+from ..resources import ranks_by_kind
+
+PROBE_S = 5.0
+"""Longest wait for a server to answer that it is well. A paused engine is well: every kind answers at any time."""
+
+RETRY_S = 0.2
+"""Between probes of a server that is starting: a foreign server has no event to wait for."""
+
+FINISHING = ("evaluator", "sft")
+"""Kinds of roles that end by themselves. The others serve until they are stopped, the learner because a restarted replica needs its
+weights."""
+
+FINAL = 3
+"""Exit status of a role whose error a restart would repeat."""
+
+LOG_TAIL = 256 << 10
+"""Bytes at the end of a log that are searched for an error."""
+
+ERROR_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
+
+SYMPTOM = re.compile(r"root cause|EngineDeadError|EngineCore encountered an issue", re.IGNORECASE)
+"""Errors that only report another one, of a process that the server started."""
+
+BROKEN_INSTALL = re.compile(r"(?:ModuleNotFound|Import|Syntax|Indentation)Error: ")
+"""Errors that every restart repeats."""
+
+TRANSIENT = re.compile(
+    r"OSError|Errno|in use|out of memory|MemoryError|OutOfMemory|[Cc]onnection|[Tt]imed? ?out|Timeout"
+)
+"""Errors that may pass although they came twice: ports, memory and peers become free."""
+
+
+def nothing() -> None:
+    """The callback of roles that need none."""
+
+
+@dataclass
+class RoleProcess:
+    """One role as the supervisor sees it.
+
+    Attributes:
+        probe: URL and path at which a server that sends no heartbeats answers while it is well; None for the other roles.
+        on_ready, on_end: called when the process answers its first probe, and when a process has ended.
+        deadline: when silence means that the process hangs; infinite while nothing is expected of it.
+        last_seen: time of the last sign of life; the start counts.
+        waits, stuck_at: what the role waits for and where its event loop is blocked, as reported at `waits_at`.
+        error: why the process ends, as it reported or as the supervisor decided; `expected` unless it is an unforeseen exception.
+        stopping: it was asked to end and is not restarted.
+        changing: held while a process is started or ended, so that the two do not overlap.
+        log_start: size of the role's log when the process was started.
+        served: whether a version was served by this process; None where no versions are pushed to it.
+        previous_error: of the process before this one, if that did no work.
+    """
+
+    name: str
+    environment: dict[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    probe: tuple[str, str] | None = None
+    on_ready: Callable[[], None] = nothing
+    on_end: Callable[[], None] = nothing
+    process: ProcessHandle | None = None
+    exit_status: int | None = None
+    restarts: int = 0
+    deadline: float = float("inf")
+    last_seen: float = 0.0
+    waits: tuple[Wait, ...] = ()
+    waits_at: float = 0.0
+    stuck_at: str = ""
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    error: str = ""
+    expected: bool = False
+    stopping: bool = False
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    log_start: int = 0
+    served: bool | None = None
+    previous_error: str = ""
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition("-")[0]
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.exit_status is None
+
+    def why_no_restart(self, error: str) -> str:
+        """Why another process would end with the same `error`; empty where one may succeed. Call once for each failed process."""
+        previous, self.previous_error = self.previous_error, ""
+        if self.exit_status == FINAL:
+            return "a restart would not help"
+        worked = self.ready.is_set() if self.served is None else self.served
+        if worked or self.expected or not error or (self.exit_status or 0) < 0:
+            return ""
+        if BROKEN_INSTALL.match(error):
+            return "a restart would not help"
+        self.previous_error = re.sub(r"\d+", "", error)
+        if self.previous_error == previous and not TRANSIENT.search(error):
+            return "given up: a restart ended with the same error"
+        return ""
+
+
+class ProcessManager:
+    """The roles of a run by name. Setting `kill_now` cuts short the time that roles have to end."""
+
+    def __init__(self, config: Config, run_dir: Path, launcher: Launcher, view: View) -> None:
+        self.roles: dict[str, RoleProcess] = {}
+        self.kill_now = asyncio.Event()
+        self._config = config
+        self._logs = run_dir / "logs"
+        self._launcher = launcher
+        self._view = view
+
+    def of_kind(self, *kinds: str) -> list[RoleProcess]:
+        return [role for role in self.roles.values() if role.kind in kinds]
+
+    async def start(self, role: RoleProcess) -> None:
+        """Start a process of `role`, unless the role was asked to end."""
+        async with role.changing:
+            if role.stopping:
+                return
+            role.ready.clear()
+            role.error, role.expected, role.exit_status = "", False, None
+            role.served = None if role.served is None else False
+            role.served = None if role.served is None else False
+            role.log_start = log_size(self._log(role))
+            command = [sys.executable, "-P", "-m", "slipstream.launch.cli", "role", role.name, *role.arguments]
+            start_s = self._config.rollout.engine.start_s if role.probe else self._config.launch.heartbeat_s
+            role.process = await self._launcher.start(role.name, command, role.environment)
+            role.last_seen = time.monotonic()  # only now: the launcher may have had to find another host first
+            role.deadline = role.last_seen + start_s
+            role.waits, role.stuck_at = (), ""
+            self._view.status(role.name, f"started, pid {role.process.pid}")
+
+    async def watch(self, domain: Sequence[RoleProcess]) -> None:
+        """Return when all roles of a failure domain ended well; when one fails, restart all of them.
+
+        Raises:
+            ConfigError: one found its config to be wrong.
+            RoleDied: one failed more often than `launch.restarts` allows, or a restart would not help.
+            DeadlineExceeded: one does not end although it was killed.
+        """
+        restarts = self._config.launch.restarts
+        while (failed := await self._failure(domain)) is not None:
+            error = failed.error
+            if not error and (failed.exit_status or 0) >= 0:
+                error = last_error(self._log(failed), failed.log_start)
+            why = f"{failed.name} ended with {describe(failed.exit_status)}" + (f": {error}" if error else "")
+            if failed.exit_status == ConfigError.exit_code:
+                raise ConfigError(failed.error or why)
+            failed.restarts += 1
+            verdict = failed.why_no_restart(error)
+            if not verdict and failed.restarts > restarts:
+                verdict = f"given up after {restarts} restarts"
+            if verdict:
+                raise RoleDied(f"{why}; {verdict}. See {self._log(failed)}")
+            self._view.event(f"{why}; restart {failed.restarts} of {restarts}")
+            await asyncio.gather(*(self.start(role) for role in domain))
+
+    async def stop(self, role: RoleProcess, seconds: float) -> None:
+        """Ask a role to end; kill it after `seconds`."""
+        role.stopping = True
+        async with role.changing:
+            if role.process is None or role.exit_status is not None:
+                return
+            role.deadline = float("inf")
+            await role.process.terminate()
+            with contextlib.suppress(Stopped, DeadlineExceeded):
+                end = run_or_stop(role.process.wait(), self.kill_now)
+                await with_deadline(
+                    seconds, end, who="the supervisor", waits_for=f"{role.name} to end", hint="it is killed"
+                )
+            await role.process.kill()
+
+    def _log(self, role: RoleProcess) -> Path:
+        return self._logs / f"{role.name}.log"
+
+    async def _failure(self, domain: Sequence[RoleProcess]) -> RoleProcess | None:
+        """Wait until all of `domain` ended well, or one failed and the others were killed; the one that failed."""
+        ends = [asyncio.create_task(self._ended(role)) for role in domain]
+        try:
+            for end in asyncio.as_completed(ends):
+                if (failed := await end) is not None:
+                    await asyncio.gather(*(role.process.kill() for role in domain if role.process))
+                    await with_deadline(
+                        2 * KILL_S,  # the launcher has waited half of it
+                        asyncio.gather(*ends),
+                        who="the supervisor",
+                        waits_for=f"{' and '.join(role.name for role in domain)} to end after SIGKILL",
+                        hint="a process is stuck in the kernel, or its host is lost",
+                    )
+                    return failed
+            return None
+        finally:
+            for end in ends:
+                end.cancel()
+
+    async def _ended(self, role: RoleProcess) -> RoleProcess | None:
+        """Wait for the end of a process; the role if that is a failure. A server that ends by itself has failed, even with exit
+        status 0: vLLM exits with 0 when its engine core was killed."""
+        assert role.process is not None
+        probing = asyncio.create_task(self._probe(role), name=f"probe {role.name}") if role.probe else None
+        try:
+            role.exit_status = await role.process.wait()
+        finally:
+            if probing is not None:
+                probing.cancel()
+        role.deadline = float("inf")
+        role.on_end()
+        self._view.status(role.name, describe(role.exit_status))
+        ended_well = role.stopping or (role.exit_status == 0 and role.kind in FINISHING)
+        return None if ended_well else role
+
+    async def _probe(self, role: RoleProcess) -> None:
+        """Ask a server how it is for as long as its process lives: its first good answer makes it ready, every answer is a sign of
+        life, and a bad one ends the process. Its deadline is the role's."""
+        assert role.probe is not None
+        period = min(PROBE_S, self._config.launch.heartbeat_s / 4)
+        while True:
+            well = await is_healthy(*role.probe, PROBE_S)
+            if role.deadline == float("inf"):  # it is being ended
+                return
+            if well:
+                role.last_seen = time.monotonic()
+                role.deadline = role.last_seen + self._config.launch.heartbeat_s
+                if not role.ready.is_set():
+                    role.ready.set()
+                    self._view.status(role.name, "ready")
+                    role.on_ready()
+            elif well is False and role.ready.is_set():
+                # `HealthMonitor` kills it.
+                role.deadline, role.error = time.monotonic(), "it answers that it is not well"
+                return
+            await asyncio.sleep(period if role.ready.is_set() else RETRY_S)
+
+
+def role_names(config: Config) -> list[str]:
+    """The processes of a training run. Each listens on one port at most; ranks of an auxiliary model share one more."""
+    engines = [f"engine-{i}" for i in range(config.rollout.engine.replicas)]
+    models = [f"{kind}-{i}" for kind, ranks in ranks_by_kind(config).items() for i in range(ranks)]
+    workers = [f"worker-{i}" for i in range(config.rollout.workers)]
+    reward = ["reward"] if isinstance(config.reward, ModelReward) else []
+    return [*engines, "buffer", *models, *workers, "evaluator", *reward]
+
+
+def log_size(log_file: Path) -> int:
+    """Bytes in a log; 0 where there is none on this host."""
+    try:
+        return log_file.stat().st_size
+    except OSError:
+        return 0
+
+
+def last_error(log_file: Path, start: int = 0) -> str:
+    """The last error in a log from byte `start` on, for processes that report none: the last root cause, else the last symptom."""
+    try:
+        with log_file.open("rb") as file:
+            file.seek(max(start, log_size(log_file) - LOG_TAIL))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    errors = [found[0][:300] for line in lines if (found := ERROR_LINE.search(line))]
+    causes = [error for error in errors if not SYMPTOM.search(error)]
+    return next(reversed(causes or errors), "")
+
+
+def describe(status: int | None) -> str:
+    """An exit status in words."""
+    if status is None:
+        return "running"
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-status).name
+    return "exit 0" if status == 0 else f"exit status {status}"

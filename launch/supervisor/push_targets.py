@@ -1,0 +1,103 @@
+"""The learner's end of the fleet: a client of every replica that answers, and reports about the pushes to it.
+
+    fleet snapshots ──> PushTargets ──update──> publisher ──served, lost──> PushTargets ──report──> supervisor
+
+Invariants:
+- A push goes only to replicas that have answered and are not draining. A restarted process is another replica.
+- A report names the incarnation that the push went to. Every report holds all that is known, so a lost one loses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from ...errors import DeadlineExceeded, with_deadline
+from ...rollout.engines.base import Engine
+from ...rpc.pubsub import StateSubscriber
+from ...weightsync.fleet import Fleet, ReplicaInfo, ReplicaReport
+from ...weightsync.publisher import Publisher
+
+
+class PushTargets:
+    """Keeps the replicas of `publisher` those of the fleet. `joined` is set whenever one of them serves nothing yet; `report` sends
+    what is known of all replicas to the supervisor."""
+
+    publisher: Publisher
+
+    def __init__(
+        self, make_engine: Callable[[ReplicaInfo], Engine], report: Callable[[tuple[ReplicaReport, ...]], None]
+    ) -> None:
+        self.joined = asyncio.Event()
+        self._make_engine = make_engine
+        self._report = report
+        self._engines: dict[str, tuple[int, Engine]] = {}
+        self._reports: dict[str, ReplicaReport] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def update(self, fleet: Fleet) -> None:
+        """Take over a new fleet."""
+        old, self._engines = self._engines, {}
+        for replica in fleet.replicas:
+            if not replica.answers or replica.state == "draining":
+                continue
+            incarnation, engine = old.get(replica.name, (-1, None))
+            if engine is None or incarnation != replica.incarnation:
+                engine = self._make_engine(replica)
+            self._engines[replica.name] = (replica.incarnation, engine)
+            if replica.state == "starting":
+                self.joined.set()
+        self.publisher.update([engine for _, engine in self._engines.values()])
+        for name, entry in old.items():
+            if self._engines.get(name) != entry:
+                self._reports.pop(name, None)
+                self._close(entry[1])
+
+    def served(self, name: str, version: int) -> None:
+        """A replica is verified to serve `version`."""
+        self._send(name, version, 0, "")
+
+    def lost(self, name: str, why: str) -> None:
+        """A push did not reach a replica."""
+        missed = self._reports[name].missed_pushes if name in self._reports else 0
+        self._send(name, None, missed + 1, why)
+
+    async def close(self) -> None:
+        """Close all clients."""
+        for _, engine in self._engines.values():
+            self._close(engine)
+        self._engines = {}
+        await asyncio.gather(*self._closing)
+
+    def _send(self, name: str, version: int | None, missed: int, why: str) -> None:
+        if name in self._engines:
+            self._reports[name] = ReplicaReport(name, self._engines[name][0], version, missed, why)
+            self._report(tuple(self._reports.values()))
+
+    def _close(self, engine: Engine) -> None:
+        closing = asyncio.create_task(engine.close(), name=f"closing {engine.name}")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+
+async def wait_for_replicas(fleets: StateSubscriber[Fleet], seconds: float) -> None:
+    """Return as soon as every replica answers; after `seconds` one that answers is enough.
+
+    Raises:
+        DeadlineExceeded: none answers.
+    """
+
+    def silent(fleet: Fleet) -> list[str]:
+        return [replica.name for replica in fleet.replicas if not replica.answers]
+
+    try:
+        await with_deadline(
+            seconds,
+            fleets.until(lambda fleet: bool(fleet.replicas) and not silent(fleet)),
+            who="the learner",
+            waits_for="every replica to answer",
+            hint=lambda: f"{', '.join(silent(fleets.state)) or 'the fleet'} did not; see logs/engine-*.log",
+        )
+    except DeadlineExceeded:
+        if not any(replica.answers for replica in fleets.state.replicas):
+            raise

@@ -1,0 +1,308 @@
+"""The supervisor: starts the roles of a run in order, keeps them alive, ends them all.
+
+    engines, reward, buffer, learner ──> warm-start evaluation ──> workers ──> the learner is done ──> final evaluation
+          └──────── heartbeats and probes; a role that dies or falls silent is restarted, `launch.restarts` times each
+
+    who waits         for what                                   until
+    plan              the learner's first version to be served   start_s + push_s + a minute; then the run fails
+    plan              the learner's last step                    the learner's own deadlines
+    plan              the reward server to answer                start_s + a minute; then the run fails
+    plan              the evaluations                            their own deadlines, inside the episodes
+    plan              the ranks of a fine-tuning                 their own deadlines, in the collectives
+    ProcessManager    the end of a process                       the run's end
+    HealthMonitor     a heartbeat, or a server's answer          heartbeat_s; then the process is killed and restarted
+    ControlServer     a command                                  the run's end
+
+Invariants:
+- However a run ends, no process that it started is left.
+- The ranks of the learner and of the placed auxiliary models are one failure domain: a critic that died has lost steps that the
+  policy has seen, so all resume from the last checkpoint.
+- A role that ends with a ConfigError ends the run, a replica only if it is the last: a restart would not help.
+- A first interrupt lets the learner write a checkpoint; a second one ends all processes at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ...configs import Config
+from ...configs.schema import Fake
+from ...errors import Interrupted, first_cause, with_deadline
+from ...monitor.log import logged_to
+from ...monitor.output import discard_output
+from ...monitor.terminal import View
+from ...rollout.engines import registry as servers
+from ...rpc.pubsub import StatePublisher
+from ...rpc.security import make_keys
+from ...rpc.server import RpcServer
+from ...weightsync.fleet import Fleet
+from ..launchers.local import Launcher, Placement
+from ..resources import AUX_MODEL_KINDS, RANKED, needs_rendezvous_port, role_environment
+from ..run_context import Addresses, RunContext
+from .control import ControlServer
+from .factory import make_engine
+from .health import HealthMonitor
+from .heartbeat import RoleSignal
+from .processes import ProcessManager, RoleProcess, role_names
+from .replicas import END_S, ReplicaManager, Spawn
+
+IMPORT_S = 60.0
+"""Beyond `start_s`: what the learner may take to import torch and load the model on a busy machine."""
+
+Plan = Callable[[Spawn], Coroutine[Any, Any, None]]
+"""Starts roles in order and returns when the run is done."""
+
+
+class Supervisor:
+    """One run: `train` to the learner's last step, `evaluate` the model in `model.path`, or `fine_tune` it.
+
+    All raise:
+        RoleDied: a role cannot be restarted any more, and for a replica: none is left.
+        Interrupted: SIGINT, SIGTERM or SIGHUP came.
+        ConfigError: a role found its config to be wrong, and for a replica: none is left.
+
+    Args:
+        gpus: the number that each role needs, by name; none for the others.
+        backend: of collectives between learner and replicas.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        launcher: Launcher,
+        view: View,
+        *,
+        gpus: Mapping[str, int],
+        backend: Literal["gloo", "nccl"],
+    ) -> None:
+        self._config = config
+        self._dir = run_dir
+        self._launcher = launcher
+        self._view = view
+        self._gpus = gpus
+        self._backend: Literal["gloo", "nccl"] = backend
+        self._keys = make_keys() if config.launch.hosts == "many" else None
+        self._processes = ProcessManager(config, run_dir, launcher, view)
+        self._interrupted = asyncio.Event()
+        self._exit_message = "interrupted"
+        self._placements: dict[str, Placement] = {}
+        self._rendezvous_ports: dict[str, int] = {}
+
+    async def train(self) -> None:
+        """From the first process to the last evaluation."""
+        self._exit_message = f"interrupted; continue with `slipstream resume {self._config.run.dir}`"
+        await self._run(role_names(self._config), self._train)
+
+    async def evaluate(self, label: str) -> None:
+        """Serve `model.path` as it is, and append one evaluation of it to `evaluations.json`."""
+        engines = [name for name in role_names(self._config) if name.startswith("engine-")]
+        await self._run([*engines, "evaluator"], lambda spawn: self._evaluate(label))
+
+    async def fine_tune(self) -> None:
+        """The ranks of a supervised fine-tuning, to their end."""
+        self._exit_message = "interrupted; no model was written"
+
+        async def plan(spawn: Spawn) -> None:
+            ranks = self._processes.of_kind("sft")
+            await asyncio.gather(*map(self._processes.start, ranks))
+            await self._processes.watch(ranks)
+
+        await self._run([f"sft-{i}" for i in range(self._config.learner.backend.ranks)], plan)
+
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        """End the run when the learner has written a checkpoint; on the second call, at once."""
+        if number == signal.SIGHUP:  # the terminal is gone: writing to it would fail
+            for stream in (sys.stdout, sys.stderr):
+                if stream.isatty():
+                    discard_output(stream)
+        again = self._interrupted.is_set()
+        self._interrupted.set()
+        if again:
+            self._processes.kill_now.set()
+            self._view.event("interrupted again: ending all processes now, without a checkpoint")
+        elif any(role.running and role.ready.is_set() for role in self._processes.of_kind("learner")):
+            seconds = self._config.launch.stop_s
+            self._view.event(
+                f"interrupted: waiting up to {seconds:g} s for the learner to write a checkpoint; interrupt again to end at once"
+            )
+        else:
+            self._view.event("interrupted: waiting for the processes to end; interrupt again to end them at once")
+
+    async def _run(self, names: Sequence[str], plan: Plan) -> None:
+        """Carry out `plan` with the roles `names`, and all services of the supervisor; no process is left behind."""
+        loop = asyncio.get_running_loop()
+        signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            signals.append(signal.SIGHUP)
+        for number in signals:
+            loop.add_signal_handler(number, self.interrupt, number)
+        try:
+            async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+                background: set[asyncio.Task[None]] = set()
+
+                def spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+                    task = tasks.create_task(work)
+                    background.add(task)
+                    task.add_done_callback(background.discard)
+                    return task
+
+                work = asyncio.create_task(self._carry_out(names, stack, plan, spawn), name="plan")
+                interrupted = asyncio.create_task(self._interrupted.wait(), name="interrupt")
+                try:
+                    await asyncio.wait({work, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+                    if self._interrupted.is_set():
+                        raise Interrupted(self._exit_message)
+                    await work
+                finally:
+                    for task in (*background, work, interrupted):
+                        task.cancel()
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from None
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    async def _carry_out(
+        self, names: Sequence[str], stack: contextlib.AsyncExitStack, plan: Plan, spawn: Spawn
+    ) -> None:
+        """Place all roles, start the supervisor's services, then the replicas, then `plan`. `stack` ends it all."""
+        stack.enter_context(logged_to(self._dir / "logs" / "supervisor.log", "supervisor"))
+        if isinstance(self._config.rollout.engine, Fake):
+            self._view.event("rollout.engine.kind=fake is for fault injection: it is slow, and fails as configured")
+        if self._config.weightsync.transport == "shared":
+            from ...weightsync.shared_folder import sweep  # here, because it loads torch
+
+            stack.push_async_callback(asyncio.to_thread, sweep)  # files of a learner that was killed
+        stack.push_async_callback(self._launcher.close)
+        self._placements = await self._launcher.place({name: self._gpus.get(name, 0) for name in names})
+        for kind in needs_rendezvous_port(self._config):
+            if f"{kind}-0" in self._placements:
+                self._rendezvous_ports[kind] = await self._launcher.reserve_port(f"{kind}-0")
+        host = self._launcher.host
+        signals: RpcServer[RoleSignal] = RpcServer(f"tcp://{host}:*", "the supervisor", RoleSignal, keys=self._keys)
+        stack.callback(signals.close)
+        fleet = StatePublisher(f"tcp://{host}:*", Fleet(), self._keys)
+        stack.push_async_callback(lambda: fleet.close(fleet.state.ended()))
+        stack.push_async_callback(self._end)
+        context = self._context(signals.address, fleet.address)
+        replicas = ReplicaManager(
+            self._processes,
+            self._launcher,
+            fleet.publish,
+            self._view,
+            environment=functools.partial(self._environment, context),
+            make_engine=functools.partial(make_engine, context),
+            probe_path=servers.probe_path(self._config),
+            gpus=self._gpus.get("engine-0", 0),
+            pushed=context.pushed,
+        )
+        health = HealthMonitor(self._processes, replicas, self._config.launch.heartbeat_s, self._view)
+        control = ControlServer(self._dir, replicas, fleet.address, health.waits, self._keys)
+        for service in (fleet.serve(), health.listen(signals), health.watch(), control.serve()):
+            spawn(service)
+        for name in names:
+            if not name.startswith("engine-"):
+                role = RoleProcess(name, self._environment(context, name, self._placements[name]))
+                self._processes.roles[name] = role
+                if name == "reward":
+                    role.probe = context.addresses.reward, "/health"
+        engines = replicas.names(sum(name.startswith("engine-") for name in names))
+        await replicas.begin({name: self._placements[name] for name in engines}, spawn)
+        await plan(spawn)
+
+    def _context(self, supervisor: str, fleet: str) -> RunContext:
+        """What every role is given."""
+        buffer, learner, reward = (self._placements.get(name) for name in ("buffer", "learner-0", "reward"))
+        addresses = Addresses(
+            supervisor=supervisor,
+            fleet=fleet,
+            buffer=f"tcp://{buffer.address}" if buffer else "",
+            learner_host=learner.host if learner else "",
+            reward=f"http://{reward.address}" if reward else "",
+            aux_models={
+                kind: tuple(f"tcp://{p.address}" for name, p in self._placements.items() if name.startswith(f"{kind}-"))
+                for kind in AUX_MODEL_KINDS
+            },
+        )
+        return RunContext(
+            self._config,
+            addresses,
+            run_dir=str(self._dir),
+            backend=self._backend,
+            started_in=os.getcwd(),
+            pushed=learner is not None,
+        )
+
+    def _environment(self, context: RunContext, name: str, placement: Placement) -> dict[str, str]:
+        """Environment variables of role `name`."""
+        variables = context.environment(name) | role_environment(self._config, name, placement.gpus)
+        variables |= self._keys.environment() if self._keys else {}
+        kind, _, rank = name.partition("-")
+        ranks = sum(other.startswith(f"{kind}-") for other in self._placements)
+        if kind in RANKED and ranks > 1:
+            first = self._placements[f"{kind}-0"]
+            variables |= {
+                "MASTER_ADDR": first.host,
+                "MASTER_PORT": str(self._rendezvous_ports.get(kind, first.port)),
+                "WORLD_SIZE": str(ranks),
+                "RANK": rank,
+                "LOCAL_RANK": "0",  # each rank sees only its own GPU
+            }
+        return variables
+
+    # --- plans ----------------------------------------------------------------------------------------------------
+
+    async def _train(self, spawn: Spawn) -> None:
+        processes = self._processes
+        for role in processes.of_kind("reward", "buffer"):
+            await processes.start(role)
+            spawn(processes.watch([role]))
+        domain = processes.of_kind("learner", *AUX_MODEL_KINDS)
+        await asyncio.gather(*map(processes.start, domain))
+        spawn(processes.watch(domain))
+        learner = processes.roles["learner-0"]
+        engine_s = self._config.rollout.engine.start_s + IMPORT_S
+        await with_deadline(
+            engine_s + self._config.push_s,
+            learner.ready.wait(),
+            who="the supervisor",
+            waits_for="the learner's first version to be served",
+            hint=f"see {self._dir}/logs/learner-0.log and engine-0.log",
+        )
+        evaluates = self._config.evaluation.tasks > 0
+        if evaluates and not (self._dir / "evaluations.json").exists():
+            await self._evaluate("warm start")
+        for role in processes.of_kind("reward"):
+            hint, waits_for = f"see {self._dir}/logs/reward.log", "the reward server to answer"
+            await with_deadline(engine_s, role.ready.wait(), who="the supervisor", waits_for=waits_for, hint=hint)
+        for role in processes.of_kind("worker"):
+            await processes.start(role)
+            spawn(processes.watch([role]))
+        await learner.done.wait()
+        await self._stop(END_S, "worker")
+        if evaluates:
+            await self._evaluate("final")
+
+    async def _evaluate(self, label: str) -> None:
+        role = self._processes.roles["evaluator"]
+        role.arguments = ("--label", label)
+        await self._processes.start(role)
+        await self._processes.watch([role])
+
+    async def _end(self) -> None:
+        """End everything: first the learner, with a checkpoint, while the buffer and the auxiliary models still answer."""
+        await self._stop(self._config.launch.stop_s, "learner")
+        await self._stop(END_S, "worker", "evaluator", "sft")
+        await self._stop(END_S, "buffer", "engine", "reward", *AUX_MODEL_KINDS)
+
+    async def _stop(self, seconds: float, *kinds: str) -> None:
+        await asyncio.gather(*(self._processes.stop(role, seconds) for role in self._processes.of_kind(*kinds)))

@@ -1,0 +1,134 @@
+"""The models that an algorithm needs next to the policy, and the columns that they give a batch.
+
+    batch ──every sampled token──> reference policy ──> log-probs, penalties ──> advantages, loss
+                                   critic ──> values ──> advantages, returns ──> the critic's own step
+                                   process reward model ──> log-ratios ──> advantages; outcomes ──> its own step
+
+Invariants:
+- Each is local (held by the learner's ranks) or remote (`learner.aux_models`); both compute the same. A model that is never trained
+  has no optimizer. The reference of a policy that trains adapters may be that policy without them.
+- Remote models work at the same time as each other, as the local models and as the policy's steps.
+- All sampled tokens are scored, whether or not they carry loss: rewards do not depend on which tokens are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Collection
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from ...configs.algorithm import KlInReward, Prime, needs_critic, needs_reference
+from ...configs.schema import Learner
+from ...errors import LearnerError
+from ..algorithms.policy_loss import kl_estimate
+from ..batch import TrainBatch
+from ..checkpoint import STATE_FILE, CheckpointState, path_of, prune
+from ..metrics import AuxModelsResult
+from ..packing import minibatches
+from .base import AuxModel, Outputs, Pending, TrainableAuxModel
+
+TRAINED = "beside"
+"""Folder among the policy's checkpoints for those of the trained aux model, by the same names."""
+
+
+class AuxModels:
+    """One learner rank's part of the aux models.
+
+    Args:
+        config: the learner's section.
+        reference: the policy that `algorithm.kl`, or process rewards, are relative to; None where neither is used.
+        trained: a critic for advantages of kind `gae`, for `prime` a policy that becomes a process reward model; None for others.
+
+    Attributes:
+        models: those that there are.
+    """
+
+    def __init__(
+        self, config: Learner, reference: AuxModel | None = None, trained: TrainableAuxModel | None = None
+    ) -> None:
+        if needs_reference(config.algorithm) != (reference is not None):
+            raise LearnerError(
+                "learner.algorithm.kl and advantage.kind=prime, and only they, go with a reference policy"
+            )
+        if needs_critic(config.algorithm) != (trained is not None):
+            raise LearnerError(
+                "learner.algorithm.advantage of kind gae goes with a critic, of kind prime with a reward model"
+            )
+        self._algorithm = config.algorithm
+        self._reference = reference
+        self._trained = trained
+        self.models: list[AuxModel] = [model for model in (trained, reference) if model is not None]
+
+    def scored_rows(self, batch: TrainBatch) -> Collection[int]:
+        """The sequences of `batch` whose tokens and log-probs this rank needs for `score`."""
+        if isinstance(self._algorithm.kl, KlInReward):
+            return range(len(batch))  # a penalty is computed from the log-probs of all tokens, on every rank
+        return {i for model in self.models for i in model.scored_rows(batch)}
+
+    def trained_rows(self, batch: TrainBatch) -> Collection[int]:
+        """The sequences of `batch` whose tokens this rank needs for `learn`."""
+        return () if self._trained is None else self._trained.trained_rows(batch, self._algorithm.minibatches)
+
+    async def score(self, batch: TrainBatch) -> TrainBatch:
+        """Collective. `batch` with the columns that the aux models give: reference log-probs, penalties and values."""
+        if not self.models:
+            return batch
+        pending = [(model, model.score(batch)) for model in self.models[::-1]]
+        # A remote model works while the local ones compute.
+        outputs = {model: await result() for model, result in sorted(pending, key=lambda one: one[0].remote)}
+        reference = None if self._reference is None else outputs[self._reference]
+        values = None if self._trained is None else outputs[self._trained]
+        penalties = None if reference is None else self._penalties(batch, reference)
+        if values is not None and reference is not None and isinstance(self._algorithm.advantage, Prime):
+            values = values - reference
+        return msgspec.structs.replace(batch, reference_logprobs=reference, penalties=penalties, values=values)
+
+    def learn(self, batch: TrainBatch) -> Pending[AuxModelsResult]:
+        """Collective. Begin one step of the trained aux model on each minibatch of `batch`; rank 0 gets the result."""
+        if self._trained is None or not len(batch):
+            return _no_result
+        return self._trained.learn(minibatches(batch, self._algorithm.minibatches))
+
+    def save(self, checkpoints: Path, state: CheckpointState) -> list[Awaitable[None]]:
+        """Collective. Begin to write the trained model next to the policy's checkpoint of `state` in the folder `checkpoints`."""
+        return [] if self._trained is None else [self._trained.save(_next_to(path_of(checkpoints, state.step)), state)]
+
+    def saved_with(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint of the policy has one of the trained model."""
+        return self._trained is None or (_next_to(checkpoint) / STATE_FILE).is_file()
+
+    async def load(self, checkpoint: Path) -> None:
+        """Collective. Load the trained model that was saved with a checkpoint of the policy."""
+        if self._trained is not None:
+            await self._trained.load(_next_to(checkpoint))
+
+    def prune(self, checkpoints: Path, keep: int) -> None:
+        """Remove all but the newest `keep` checkpoints. One rank calls it, between saves."""
+        if self._trained is not None:
+            prune(checkpoints / TRAINED, keep)
+
+    def close(self) -> None:
+        """Free the models; to be called before the policy's backend is closed."""
+        for model in self.models:
+            model.close()
+
+    def _penalties(self, batch: TrainBatch, reference: Outputs) -> Outputs | None:
+        """What the divergence from the reference policy takes off the reward of each token; None where it is no penalty."""
+        kl = self._algorithm.kl
+        if not isinstance(kl, KlInReward):
+            return None
+        sampled, scored = torch.from_numpy(batch.behavior_logprobs), torch.from_numpy(reference)
+        return np.where(
+            batch.sampled, kl.coefficient * kl_estimate(kl.estimator, sampled, scored).numpy(), np.float32(0)
+        )
+
+
+async def _no_result() -> AuxModelsResult:
+    return AuxModelsResult()
+
+
+def _next_to(checkpoint: Path) -> Path:
+    return checkpoint.parent / TRAINED / checkpoint.name

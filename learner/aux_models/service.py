@@ -1,0 +1,80 @@
+"""One rank of a remote aux model: serves the learner's requests, with its peers in the backend's own collectives.
+
+    who waits       for what                                   until
+    the rank        the learner's next request                 the run's end
+    the rank        its peers, in each collective              the backend's timeout, then LearnerError
+    a request       the one before it                          that is done
+
+Invariants:
+- Every rank gets the same requests in the same order from the learner, and computes its part of each.
+- A checkpoint is written while the next requests are served.
+- A request that fails ends the rank with its error; no error reply is sent. The other ranks and the learner end too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+from ...configs.schema import Learner
+from ...errors import StateError
+from ...rpc.server import RpcRequest, RpcServer
+from ..backend import Backend
+from . import remote as m
+from .base import RankModel, score_part, take_steps
+
+
+class AuxModelService:
+    """Rank `name` of a model, at `address`. `trained` is `model` where it is trained, else None."""
+
+    def __init__(
+        self, config: Learner, name: str, address: str, model: RankModel, trained: Backend | None = None
+    ) -> None:
+        self._config = config
+        self._name = name
+        self._address = address
+        self._model = model
+        self._trained = trained
+
+    async def serve(self, on_ready: Callable[[], None]) -> None:
+        """Serve requests until cancelled."""
+        server: RpcServer[m.Request] = RpcServer(self._address, self._name, m.Request, frame_limit=None)
+        try:
+            on_ready()
+            async with asyncio.TaskGroup() as writing:
+
+                async def handle(request: RpcRequest[m.Request]) -> m.Reply | None:
+                    reply = self._handle(request.message)
+                    if not isinstance(reply, Future):
+                        return reply
+                    writing.create_task(_reply_when_written(server, request, reply), name="checkpoint")
+                    return None
+
+                await server.serve(handle, "the learner's next request")
+        finally:
+            server.close()
+
+    def _handle(self, request: m.Request) -> m.Reply | Future[None]:
+        model, trained = self._model, self._trained
+        if isinstance(request, m.ComputeOutputs):
+            batch, budget = m.unpack(request.sequences), self._config.backend.tokens_per_microbatch
+            outputs = score_part(model, batch, model.data_rank, model.data_size, budget)
+            return m.RankOutputs(model.data_rank, outputs)
+        if trained is None:
+            raise StateError(f"{self._name} is never trained, and was asked to {type(request).__name__}")
+        if isinstance(request, m.TrainAuxModel):
+            return m.AuxModelTrained(take_steps(trained, self._config, [m.unpack(part) for part in request.parts]))
+        if isinstance(request, m.SaveAuxModel):
+            return trained.save(Path(request.directory), request.state)
+        assert isinstance(request, m.LoadAuxModel)
+        trained.load(Path(request.directory))
+        return m.AuxModelDone()
+
+
+async def _reply_when_written(
+    server: RpcServer[m.Request], request: RpcRequest[m.Request], written: Future[None]
+) -> None:
+    await asyncio.wrap_future(written)
+    server.reply(request.identity, request.number, m.AuxModelDone())

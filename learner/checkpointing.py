@@ -1,0 +1,115 @@
+"""The timing of checkpoints, and recovery from the newest one.
+
+Invariants:
+- Checkpoints are written one at a time, while training goes on.
+- The buffer learns of a checkpoint when it is complete on disk, not before. From then on its commits are final.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from ..buffer.client import BufferClient
+from ..configs.schema import Learner
+from ..errors import CheckpointError, ConfigError, with_deadline
+from .aux_models.aux_models import AuxModels
+from .backend import Backend
+from .checkpoint import CheckpointState, checkpoints, path_of, prune, read_state
+from .model import MODEL_KEY
+
+log = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """One rank's. The arguments are those of `TrainingLoop`."""
+
+    def __init__(
+        self, config: Learner, backend: Backend, aux_models: AuxModels, buffer: BufferClient, folder: Path
+    ) -> None:
+        self._config = config
+        self._backend = backend
+        self._aux_models = aux_models
+        self._buffer = buffer
+        self._folder = folder
+        self._saved = CheckpointState(step=0, version=0)
+        self._saving: asyncio.Task[None] | None = None
+
+    async def recover(self, score_canary: Callable[[], torch.Tensor]) -> CheckpointState:
+        """Collective. Load the newest checkpoint, if any; the buffer rolls back commits that it does not contain.
+
+        Args:
+            score_canary: the policy's log-probs of the fixed prompt.
+
+        Raises:
+            CheckpointError: it is damaged, of another model, or computes no numbers.
+            ConfigError: there is none, and the model at `model.path` computes no numbers.
+        """
+        complete = [path for path in checkpoints(self._folder) if self._aux_models.saved_with(path)]
+        state = self._saved
+        if complete:
+            state = self._saved = self._backend.load(complete[-1])
+            await self._aux_models.load(complete[-1])
+        if not score_canary().isfinite().all():
+            problem = "gives log-probs that are not finite: its weights are damaged"
+            if complete:
+                raise CheckpointError(f"checkpoint {complete[-1]} {problem}; resume from another")
+            raise ConfigError(f"{MODEL_KEY}: the model there {problem}; name another")
+        version = await self._buffer.recover(state.version) if self._backend.rank == 0 else 0
+        version = int(self._backend.maximum(version))
+        if version != state.version:
+            log.warning(
+                "commits after version %d were lost; their weights live on as version %d", state.version, version
+            )
+        return CheckpointState(step=state.step, version=version)
+
+    async def after_step(self, state: CheckpointState) -> None:
+        """Raise what went wrong with the checkpoint that was begun, if it has ended; begin the next one every so many steps."""
+        if self._saving is not None and self._saving.done():
+            await self._finish()
+        if state.step % self._config.checkpoint_every == 0:
+            await self._begin(state)
+
+    async def save_last(self, state: CheckpointState) -> None:
+        """Return when a checkpoint of `state` is complete on disk."""
+        if self._saved != state:
+            await self._begin(state)
+        await self._finish()
+
+    async def close(self) -> None:
+        """Stop waiting for the checkpoint that was begun."""
+        if self._saving is not None:
+            self._saving.cancel()
+            await asyncio.wait({self._saving})
+            self._saving = None
+
+    async def _begin(self, state: CheckpointState) -> None:
+        await self._finish()
+        writing = [
+            *self._aux_models.save(self._folder, state),
+            asyncio.wrap_future(self._backend.save(path_of(self._folder, state.step), state)),
+        ]
+        self._saved = state
+        self._saving = asyncio.create_task(self._written(writing), name="checkpoint")
+
+    async def _finish(self) -> None:
+        """Return when the checkpoint that was begun, if any, is complete and the buffer knows; raise what went wrong with it."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await saving
+
+    async def _written(self, writing: Sequence[Awaitable[None]]) -> None:
+        """Wait for all parts of a checkpoint. Commits that every kept checkpoint contains can no longer be rolled back."""
+        hint = "the disk is too slow, or another rank or a remote model is gone; see learner.batch_s and their logs"
+        written = asyncio.gather(*writing)
+        await with_deadline(
+            self._config.batch_s, written, who="the learner", waits_for="its checkpoint to be written", hint=hint
+        )
+        if self._backend.rank == 0:
+            prune(self._folder, self._config.checkpoint_keep)
+            self._aux_models.prune(self._folder, self._config.checkpoint_keep)
+            await self._buffer.checkpointed(read_state(checkpoints(self._folder)[0]).version)

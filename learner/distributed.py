@@ -1,0 +1,141 @@
+"""What the ranks of any backend need: a device, the process group, and collectives on plain numbers.
+
+Invariants:
+- A process joins the process group once, however many models it holds. The model that joined first leaves it.
+- Every group has the same deadline: a rank waits for the others for `timeout_s` in any collective. Inside `all_ranks_agree` a
+  missed deadline is a LearnerError.
+- One rank runs the same code as many. Without the launcher's variables it is a group of its own, without a port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from ..errors import ConfigError, LearnerError
+
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def choose_device(name: str) -> torch.device:
+    """This rank's device for `auto`, `cpu` or `cuda`. Raises ConfigError where there is none."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ConfigError(
+            "learner.backend.device: 'cuda', but torch sees no CUDA device; allowed here are auto and cpu"
+        )
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def is_single_rank() -> bool:
+    """Whether no launcher started this process as one of several ranks, as in a fine-tuning on one rank. It then holds the whole
+    model, whatever the config says about ranks."""
+    return not any(name in os.environ for name in RENDEZVOUS)
+
+
+def join(device: torch.device, timeout_s: float) -> bool:
+    """Collective. Join the process group that the environment names, or one of a single rank. False where this process
+    joined before, for another model.
+
+    Raises:
+        ConfigError: the environment names half of one.
+        LearnerError: the other ranks did not join in time.
+    """
+    if dist.is_initialized():
+        return False
+    kinds = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=timeout_s)
+    missing = [name for name in RENDEZVOUS if name not in os.environ]
+    if is_single_rank():
+        dist.init_process_group(kinds, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif missing:
+        given = ", ".join(name for name in RENDEZVOUS if name not in missing)
+        raise ConfigError(
+            f"environment: {given} without {', '.join(missing)}; set all of {', '.join(RENDEZVOUS)} or none"
+        )
+    else:
+        try:
+            dist.init_process_group(kinds, timeout=timeout)
+        except dist.DistError as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise LearnerError(
+                f"rank {os.environ['RANK']} could not meet the others at {where}: {error}", final=False
+            ) from error
+    return True
+
+
+def new_gloo_group(timeout_s: float) -> dist.ProcessGroup:
+    """Collective. A group of all ranks for another thread, whose collectives must not interleave with those of the main thread."""
+    return as_group(dist.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo"))
+
+
+def as_group(group: object) -> dist.ProcessGroup:
+    """`group`, which torch types as a group or, for ranks outside of it, a number."""
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+@contextlib.contextmanager
+def all_ranks_agree(doing: str) -> Iterator[None]:
+    """Turn a collective that failed because another rank is late or gone into a LearnerError that names the cause."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_peer_failure(error):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise LearnerError(
+            f"rank {rank} of {size} lost the others while {doing}: {reason}; "
+            "look at the log of the rank that ended first",
+            final=False,
+        ) from error
+
+
+def gather_rows(values: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Collective over `group`. float64[n, C] of each rank, concatenated, on CPU; n may differ and be 0."""
+    size = dist.get_world_size(group)
+    local = torch.tensor([len(values)], device=device)
+    lengths = [torch.empty_like(local) for _ in range(size)]
+    dist.all_gather(lengths, local, group=group)
+    counts = torch.cat(lengths).tolist()
+    if not any(counts):
+        return torch.empty(0, values.shape[1], dtype=torch.float64)
+    # Collectives want equal shapes.
+    padded = torch.zeros(max(counts), values.shape[1], dtype=torch.float64, device=device)
+    padded[: len(values)] = values
+    gathered = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(gathered, padded, group=group)
+    return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]).cpu()
+
+
+def broadcast_from_first(values: torch.Tensor) -> torch.Tensor:
+    """Collective. The `values` of rank 0, of the same shape on all ranks, on CPU."""
+    with all_ranks_agree("receiving a broadcast of rank 0"):
+        dist.broadcast(values, 0)
+    return values
+
+
+def maximum_of(value: float, device: torch.device) -> float:
+    """Collective. The largest `value` of any rank."""
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is late or gone. Such an error may pass on a restart."""
+    message = str(error).lower()
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and ("gloo" in message or "nccl" in message)
+    )

@@ -1,0 +1,164 @@
+"""How FSDP2's ranks share batches and rows.
+
+    rank                 0     1     2     3        with learner.backend.parallel.context=2
+    part of the batch    0     0     1     1        `data_rank` of `data_size`: ranks of one part hold the same rows,
+    part of each row     0     1     0     1        `context`: and share the work on them
+
+Ranks share the tokens of a row by heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509):
+
+    work on single tokens    tokens [r n/C, (r + 1) n/C) of the row      on context rank r of C
+    attention                all n tokens, heads [r h/C, (r + 1) h/C)    one exchange before it, one after
+
+Invariants:
+- `gather` and `sum` count each row once: they run over ranks of different rows.
+- A process that was not started as one of several ranks holds whole rows.
+- A row is padded to a multiple of C by a sequence without loss, so that parts have equal shapes.
+- Every rank of a row has the log-probs of all its tokens and computes the same loss. Each sends back the gradient of its own tokens
+  only, so the gradients of the ranks *add up* to that of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from ...errors import ConfigError
+from ..distributed import as_group, gather_rows, is_single_rank, join
+from ..packing import MicroBatch, microbatches_of_first
+
+
+class DataParallelGroups:
+    """Collective. Join the process group that the environment names, or one of a single rank; `context` ranks share the tokens
+    of a row. Raises as `join`, and ConfigError where `context` does not divide the ranks."""
+
+    def __init__(self, device: torch.device, context: int, timeout_s: float) -> None:
+        self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
+        self._joined = join(device, timeout_s)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        context = 1 if is_single_rank() else context
+        if self.size % context:
+            self.leave()
+            raise ConfigError(
+                f"learner.backend.parallel.context={context} does not divide {self.size} learner ranks evenly; "
+                "allowed are divisors of learner.backend.ranks"
+            )
+        self.data_size, self.data_rank = self.size // context, self.rank // context
+        whole = list(range(self.size))
+        self._data = self._group([whole[part::context] for part in range(context)])
+        rows = [whole[start : start + context] for start in range(0, self.size, context)]
+        self.context = ContextParallelGroup(self._group(rows), self.rank % context, context) if context > 1 else None
+
+    def leave(self) -> None:
+        """Leave the process group, if this model joined it first. No model of this process may be used afterwards."""
+        if self._joined:
+            dist.destroy_process_group()
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective. `values` of the same shape on all ranks, added up over the parts of the batch."""
+        dist.all_reduce(values, group=self._data)
+        return values
+
+    def first(self, rows: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Collective. The rows of the first of the ranks that share rows, on each of them."""
+        return rows if self.context is None else microbatches_of_first(rows, self._device, self.context.group)
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective. float64[n, C] of each part of the batch, concatenated, on CPU (n may differ and be 0)."""
+        return gather_rows(values, self._device, self._data)
+
+    def _group(self, parts: list[list[int]]) -> dist.ProcessGroup:
+        """Collective. The group of this rank's part; all ranks make all of them, in the same order."""
+        if len(parts) == 1:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        groups = [dist.new_group(part, timeout=self._timeout) for part in parts]
+        return as_group(next(group for group, part in zip(groups, parts, strict=True) if self.rank in part))
+
+
+def check_heads(config: PreTrainedConfig, ranks: int) -> None:
+    """Raises ConfigError where the heads of a model cannot be split among `ranks` that share a row."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if heads % ranks or kv_heads % ranks:
+        raise ConfigError(
+            f"learner.backend.parallel.context={ranks}: the model has {heads} heads and {kv_heads} key-value heads; "
+            "allowed are divisors of both"
+        )
+
+
+class ContextParallelGroup:
+    """This rank's part of every row: part `rank` of `size`; the other ranks of `group` have the other parts."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+        self.group, self.rank, self.size = group, rank, size
+
+    def fill(self, token_ids: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: tuple[int, ...]):
+        """int64[N], int64[N] and offsets, of a row whose N is a multiple of the ranks."""
+        missing = -len(token_ids) % self.size
+        if not missing:
+            return token_ids, position_ids, cu_seqlens
+        filler = torch.arange(missing, device=token_ids.device)
+        return (
+            torch.cat([token_ids, torch.zeros_like(filler)]),
+            torch.cat([position_ids, filler]),
+            (*cu_seqlens, len(token_ids) + missing),
+        )
+
+    def part(self, tokens: int) -> slice:
+        """This rank's of a row of `tokens`."""
+        each = tokens // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def to_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, heads, n / C, D], this rank's tokens -> [1, heads / C, n, D], this rank's heads. Can be differentiated."""
+        _, heads, tokens, dim = x.shape
+        by_rank = x.reshape(self.size, heads // self.size, tokens, dim)
+        return _Exchange.apply(by_rank, self.group).transpose(0, 1).reshape(1, heads // self.size, -1, dim)
+
+    def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, n, heads / C, D], this rank's heads -> [1, n / C, heads, D], this rank's tokens. Can be differentiated."""
+        _, tokens, heads, dim = x.shape
+        by_rank = x.reshape(self.size, tokens // self.size, heads, dim)
+        return _Exchange.apply(by_rank, self.group).transpose(0, 1).reshape(1, tokens // self.size, -1, dim)
+
+    def complete(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of `x` over the ranks of a row, each 0 where another rank has the value. Its gradient is this rank's."""
+        return _Complete.apply(x, self.group)  # pyright: ignore[reportReturnType]
+
+
+class _Exchange(torch.autograd.Function):
+    """Part i of this rank for part `rank` of rank i; its own inverse, and so its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _exchanged(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchanged(grads[0], ctx.group), None
+
+
+def _exchanged(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    x = x.contiguous()
+    exchanged = torch.empty_like(x)
+    dist.all_to_all_single(exchanged, x, group=group)
+    return exchanged
+
+
+class _Complete(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None  # every rank makes the same loss: a sum over them would count it `size` times

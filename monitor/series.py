@@ -1,0 +1,179 @@
+"""Pure functions from the rows of a finished, stopped or active run to the numbers and sentences shown.
+
+Invariants:
+- Rows, evaluations, the ledger and single numbers may be missing.
+- Advice names one config key, its present value and a new one, or says that nothing needs to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..configs import Config
+from ..configs.backends import copy_ranks
+from ..errors import StoreError
+from .metrics import Row
+from .text import share
+
+IDLE = 0.15
+"""A side that is idle for more than this share of the time is starved; less is the noise of single steps."""
+
+BACKED_OFF = 0.7
+"""Workers that play less than this share of what the servers may decode have backed off from full KV caches."""
+
+SMALL_BATCH = 32
+"""Below this many sequences a server mostly reads weights, so that one more costs almost no time."""
+
+
+class EvaluationRow(msgspec.Struct, frozen=True):
+    """One environment of an evaluation; it has no reward where all of its episodes failed."""
+
+    tasks: int
+    reward_mean: float | None
+    reward_stderr: float | None
+    outcomes: dict[str, int]
+
+
+class EvaluationRecord(msgspec.Struct, frozen=True):
+    """Fresh tasks played once with one policy version; `outcomes` counts episodes by outcome, `environments` splits a mixture."""
+
+    label: str
+    version: int
+    tasks: int
+    reward_mean: float
+    reward_stderr: float
+    outcomes: dict[str, int]
+    seconds: float
+    environments: dict[str, EvaluationRow] = {}
+
+
+class LedgerTotals(msgspec.Struct, frozen=True):
+    """Every generated token by account; `closes` is the ledger's own verdict."""
+
+    generated: int
+    in_flight: int
+    ready: int
+    trained: int
+    withheld: dict[str, int]
+    discarded: dict[str, int]
+    closes: bool = True
+
+
+class IdleBalance(msgspec.Struct, frozen=True):
+    """Idle shares of both sides after the first step, and what to do about them."""
+
+    learner_idle: float
+    rollout_idle: float
+    sentence: str
+
+
+def read_evaluations(path: Path) -> list[EvaluationRecord]:
+    """Evaluations in their order; empty where there is no file. Raises StoreError where the file is not valid."""
+    if not path.is_file():
+        return []
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[EvaluationRecord])
+    except msgspec.MsgspecError as error:
+        raise StoreError(f"{path}: not a list of evaluations: {error}") from None
+
+
+def column(rows: Sequence[Row], name: str) -> NDArray[np.float64]:
+    """float64[rows]: one metric over the steps, NaN where it is missing or null."""
+    values: Iterable[Any] = (row.get(name) for row in rows)
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def mean(values: NDArray[np.float64]) -> float | None:
+    """Mean of the finite values, None where there are none."""
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else None
+
+
+def elapsed(rows: Sequence[Row]) -> NDArray[np.float64]:
+    """float64[rows]: seconds from the start of the first step to the end of each; includes the time between two processes."""
+    if not rows:
+        return np.zeros(0)
+    first = sum(rows[0].get(part) or 0.0 for part in ("wait_s", "step_s", "push_s"))
+    times = column(rows, "time")
+    return times - times[0] + first
+
+
+def staleness_tokens(rows: Sequence[Row]) -> dict[int, int]:
+    """Staleness in versions, ascending -> tokens trained in the whole run."""
+    total: dict[int, int] = {}
+    for row in rows:
+        for staleness, tokens in (row.get("staleness_tokens") or {}).items():
+            total[int(staleness)] = total.get(int(staleness), 0) + tokens
+    return dict(sorted(total.items()))
+
+
+def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Moving average over about a tenth of the run, at least 3 steps; ignores NaN. The centered window narrows towards both ends,
+    so that the curve starts and ends where the values do."""
+    half, last = max(1, len(values) // 20), len(values) - 1
+    means = (mean(values[i - reach : i + reach + 1]) for i in range(last + 1) for reach in (min(half, i, last - i),))
+    return np.array([np.nan if value is None else value for value in means], dtype=np.float64)
+
+
+def balance(rows: Sequence[Row], config: Config) -> IdleBalance | None:
+    """Which side is starved and the one key to change; None without a step. The first step, which waits for the first episodes, is
+    excluded where there are others."""
+    steady = rows[1:] or rows
+    learner, rollout = mean(column(steady, "learner_idle")), mean(column(steady, "rollout_idle"))
+    if learner is None or rollout is None:
+        return None
+    waited = f"The learner waited {share(learner)} of the time for batches; {share(rollout)} of the episode slots were empty."
+    replicas = mean(column(steady, "replicas"))
+    served = config.rollout.engine.replicas if replicas is None else max(1, round(replicas))
+    advice = _advice(learner > IDLE, rollout > IDLE, mean(column(steady, "slots")), served, config)
+    return IdleBalance(learner, rollout, f"{waited} {advice}")
+
+
+def _advice(learner_starved: bool, rollout_starved: bool, slots: float | None, replicas: int, config: Config) -> str:
+    """One sentence.
+
+    Args:
+        slots: episodes that the workers play at once, including those in tools and environments.
+        replicas: that served on average.
+    """
+    buffer, engine = config.buffer, config.rollout.engine
+    admitted = (buffer.max_staleness + 1) * buffer.groups_per_batch * buffer.group_size
+    decoding = replicas * engine.max_concurrent
+    needed = -(-admitted // engine.max_concurrent)
+    if learner_starved and rollout_starved:
+        return (
+            "Each side waits for the other: admission is too tight for the spread of episode lengths. "
+            f"Raise buffer.max_staleness from {buffer.max_staleness} to {buffer.max_staleness + 1}."
+        )
+    if learner_starved and slots is not None and slots < BACKED_OFF * decoding:
+        return (
+            f"Rollouts are the bottleneck: requests queue before the servers decode all {decoding} that they may, because "
+            f"their KV caches are full. Raise rollout.engine.memory above {engine.memory}."
+        )
+    if learner_starved and engine.max_concurrent < SMALL_BATCH and decoding < admitted:
+        return (
+            f"Rollouts are the bottleneck, and a server that decodes {engine.max_concurrent} sequences at once is not busy. "
+            f"Raise rollout.engine.max_concurrent from {engine.max_concurrent} to {2 * engine.max_concurrent}."
+        )
+    if learner_starved:
+        return (
+            "Rollouts are the bottleneck: the servers are the limit. "
+            f"Raise rollout.engine.replicas from {replicas} to {replicas + 1}."
+            f" (While it runs: slipstream replicas {config.run.dir} add.)"
+        )
+    if rollout_starved and needed < replicas:
+        return (
+            f"The learner is busy, and the servers decode {decoding} episodes at once where admission allows {admitted}. "
+            f"Lower rollout.engine.replicas from {replicas} to {needed}."
+        )
+    if rollout_starved:
+        backend = config.learner.backend
+        more = backend.ranks + copy_ranks(backend)
+        return f"The learner is the bottleneck. Raise learner.backend.ranks from {backend.ranks} to {more}."
+    return "The two sides are balanced; nothing needs to change."

@@ -1,0 +1,214 @@
+"""What a person sees while a run is active.
+
+Invariants:
+- On a terminal: one view that is redrawn in place, log records above it. Elsewhere: one short line per step and per event.
+- Every step and every event is also logged, so that `logs/supervisor.log` has them in both cases.
+- Drawing never blocks or changes the run; missing numbers are drawn as dashes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from ..configs import Config
+from .metrics import Row
+from .output import open_console
+from .text import MISSING, count, reward, share, sparkline
+
+log = logging.getLogger(__name__)
+
+EVENTS_SHOWN = 4
+SPARK_WIDTH = 40
+REFRESH_PER_S = 4.0
+ROLES_SHOWN = 10
+"""With more processes than this, those of one kind share a line, so that the view fits on a screen."""
+
+
+class View:
+    """A context manager that shows a run. This one shows nothing."""
+
+    def step(self, row: Row) -> None:
+        """The learner finished a step."""
+
+    def status(self, role: str, text: str) -> None:
+        """What a role does now; replaces its last status."""
+
+    def event(self, text: str) -> None:
+        """Something worth recording: a restart, a failure, a replica that missed a push."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+def open_view(config: Config, console: Console | None = None) -> View:
+    """The live view on a terminal, plain lines elsewhere and with TERM=dumb. `console` defaults to stdout."""
+    console = console or open_console()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return TerminalView(config, console)
+    return LineView(config, console)
+
+
+class LineView(View):
+    """One line per step and event, and one per change of a role's status until the first step."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self._config = config
+        self._console = console
+        self._first_reward: float | None = None
+        self._started = False
+        self._status: dict[str, str] = {}
+
+    def step(self, row: Row) -> None:
+        if self._first_reward is None:
+            self._first_reward = row.get("reward_mean")
+        self._started = True
+        line = step_line(row, self._config, self._first_reward)
+        log.info("%s", line)
+        self._print(line)
+
+    def status(self, role: str, text: str) -> None:
+        if not self._started and self._status.get(role) != text:
+            self._status[role] = text
+            self._print(f"{role}: {text}")
+
+    def event(self, text: str) -> None:
+        log.info("%s", text)
+        self._print(f"! {text}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+class TerminalView(View):
+    """Progress, reward, staleness, throughput and idle share of both sides, the roles, and the last events."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self._config = config
+        self._row: Row = {}
+        self._rewards: list[float] = []
+        self._status: dict[str, str] = {}
+        self._events: deque[str] = deque(maxlen=EVENTS_SHOWN)
+        self._progress = Progress(
+            TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            console=console,
+            expand=True,
+            speed_estimate_period=600,
+        )
+        self._task = self._progress.add_task("steps", total=config.learner.steps)
+        self._live = Live(get_renderable=self._draw, console=console, refresh_per_second=REFRESH_PER_S)
+
+    def step(self, row: Row) -> None:
+        self._row = row
+        if row.get("reward_mean") is not None:
+            self._rewards.append(row["reward_mean"])
+        log.info("%s", step_line(row, self._config, self._first_reward))
+        self._progress.update(self._task, completed=int(row.get("step", 0)))
+
+    def status(self, role: str, text: str) -> None:
+        self._status[role] = text
+
+    def event(self, text: str) -> None:
+        log.info("%s", text)
+        self._events.append(f"{time.strftime('%H:%M:%S')}  {text}")
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    @property
+    def _first_reward(self) -> float | None:
+        return self._rewards[0] if self._rewards else None
+
+    def _draw(self) -> RenderableType:
+        parts: list[RenderableType] = [
+            self._progress,
+            *(self._numbers() if self._row else [Text("no step yet", "dim")]),
+        ]
+        status = _by_kind(self._status)
+        width = max(map(len, status), default=0) + 2
+        if status:
+            parts.append(Text())
+            parts += [_line((f"{role:{width}}", "cyan"), text) for role, text in sorted(status.items())]
+        if self._events:
+            parts += [Text(), *(_line((event, "yellow")) for event in self._events)]
+        return Group(*parts)
+
+    def _numbers(self) -> list[Text]:
+        """One line each for reward, staleness, rollout and learner; a narrow terminal cuts them at the right."""
+        row = self._row
+        now, staleness = row.get("reward_mean"), _staleness(row, self._config.buffer.max_staleness)
+        change = f"{_change(now, self._first_reward)} since the first step   "
+        curve = (sparkline(self._rewards, SPARK_WIDTH), "green")
+        lines = [
+            _line(f"{'reward':11}", (f"{reward(now):14}", "bold green"), change, curve),
+            _line(f"{'staleness':11}", (f"{staleness:14}", "bold"), "mean, max / bound, in versions"),
+        ]
+        for side, overlap in (("rollout", "overlap_tokens_per_s"), ("learner", None)):
+            idle = row.get(f"{side}_idle")
+            speed = f"{count(row.get(f'{side}_tokens_per_s'))} tok/s"
+            note = f"   {count(row.get(overlap))} while the learner steps" if overlap else ""
+            waiting = (f"idle {share(idle)}", "red" if (idle or 0) > 0.25 else "")
+            lines.append(_line(f"{side:11}", (f"{speed:14}", "bold"), waiting, note))
+        return lines
+
+
+def _line(*parts: str | tuple[str, str]) -> Text:
+    """One line of (text, style) that is cut at the width of the terminal."""
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+
+
+def step_line(row: Row, config: Config, first_reward: float | None) -> str:
+    """A step in one line; the change of the reward is since the first step shown."""
+    now = row.get("reward_mean")
+    return (
+        f"step {row.get('step', MISSING)}/{config.learner.steps}  reward {reward(now)} ({_change(now, first_reward)})  "
+        f"staleness {_staleness(row, config.buffer.max_staleness)}  "
+        f"tok/s rollout {count(row.get('rollout_tokens_per_s'))} learner {count(row.get('learner_tokens_per_s'))}  "
+        f"idle rollout {share(row.get('rollout_idle'))} learner {share(row.get('learner_idle'))}"
+    )
+
+
+def _by_kind(status: dict[str, str]) -> dict[str, str]:
+    """Status by role; of many roles by kind, with the number of roles per status: `engine (16)`: `15 ready; 1 starting`."""
+    if len(status) <= ROLES_SHOWN:
+        return status
+    kinds: dict[str, Counter[str]] = {}
+    for role, text in status.items():
+        kinds.setdefault(role.partition("-")[0], Counter())[text] += 1
+    return {
+        f"{kind} ({counts.total()})": "; ".join(f"{number} {text}" for text, number in counts.most_common(3))
+        for kind, counts in kinds.items()
+    }
+
+
+def _change(now: float | None, first: float | None) -> str:
+    return MISSING if now is None or first is None else f"{now - first:+.3f}"
+
+
+def _staleness(row: Row, bound: int) -> str:
+    mean = row.get("staleness_mean")
+    return f"{MISSING if mean is None else format(mean, '.2f')}, {row.get('staleness_max', MISSING)}/{bound}"

@@ -1,0 +1,1 @@
+"""Inference servers: the engine contract, and one package per kind of server (client, command line, plugin, weight receiver)."""

@@ -1,0 +1,181 @@
+"""Scripted faults: what fails, at which point, and on which occurrence (1-based).
+
+Invariants:
+- `FaultInjector` only counts; its caller applies the fault.
+- A fault happens once in the life of a process. Every point has its own counter, from 1; a failing occurrence counts, too.
+- A lie is well-formed and false: a command that is confirmed and not executed, or an impossible answer.
+
+| at       | counts                          | lie                                              |
+|----------|---------------------------------|--------------------------------------------------|
+| start    | the start of the process        | -                                                |
+| generate | requests for a completion       | a token without a log-prob                       |
+| token    | tokens sampled, of all requests | a log-prob that is not a number                  |
+| score    | requests for the canary         | every log-prob is -1                             |
+| pause, resume, join, receive, swap | the request | confirmed, not executed                    |
+| health   | health requests                 | -                                                |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Annotated, Literal, get_args, get_type_hints
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from ....configs.section import AboveZero, Positive
+from ....configs.yaml_text import parse
+from ....errors import ConfigError, EngineError
+from ..server.protocol import Generated, GenerateRequest, Logprob, Logprobs, WireChoice
+
+log = logging.getLogger(__name__)
+
+POINTS = {
+    "/health": "health",
+    "/pause": "pause",
+    "/resume": "resume",
+    "/init_weight_transfer_engine": "join",
+    "/update_weights": "receive",
+    "/finish_weight_update": "swap",
+}
+"""Routes that are one point each; `/inference/v1/generate` is two."""
+
+LIE = -1.0
+"""The log-prob in nats of every token in a false score."""
+
+
+VARIABLE = "SLIPSTREAM_FAULTS"
+"""Environment variable with the script, for example `[{at: generate, do: die, nth: 3}]`. Without it nothing goes wrong."""
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Something that goes wrong, once per process.
+
+    Attributes:
+        at: the request at which it happens; `token` is between two tokens.
+        do: end the process, stop answering, answer 500, wait `seconds` first, or answer something impossible.
+        nth: on which occurrence, 1-based.
+        seconds: how long a delay takes.
+        replica: only on this replica, counted from 0 in the order in which replicas were added; -1 is any.
+    """
+
+    at: Literal["start", "generate", "token", "score", "pause", "resume", "join", "receive", "swap", "health"]
+    do: Literal["die", "freeze", "refuse", "delay", "lie"]
+    nth: Positive = 1
+    seconds: AboveZero = 1.0
+    replica: Annotated[int, msgspec.Meta(ge=-1)] = -1
+
+
+NO_FAULTS = {("start", "lie"), ("health", "lie"), ("token", "refuse")}
+"""Pairs of `at` and `do` that mean nothing: a start and a token have no answer, and no false answer means healthy."""
+
+
+def read_script() -> tuple[Fault, ...]:
+    """The faults that the environment variable scripts. Raises ConfigError: it holds something else."""
+    try:
+        faults = msgspec.convert(parse(os.environ.get(VARIABLE, "[]")), tuple[Fault, ...])
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise ConfigError(f"{VARIABLE}: {error}") from None
+    FaultInjector(faults, 0)
+    return faults
+
+
+def meaningless(fault: Fault) -> str | None:
+    """Why a fault cannot happen, and what can happen instead; None when it can."""
+    if (fault.at, fault.do) not in NO_FAULTS:
+        return None
+    allowed = ", ".join(do for do in get_args(get_type_hints(Fault)["do"]) if (fault.at, do) not in NO_FAULTS)
+    return f"do={fault.do} means nothing at={fault.at}; allowed there are {allowed}"
+
+
+class FaultInjector:
+    """The faults of one process, and the count of each point.
+
+    Args:
+        faults: those of the whole run.
+        replica: number of this replica; faults of others are ignored.
+
+    Raises:
+        ConfigError: an invalid fault.
+    """
+
+    def __init__(self, faults: Iterable[Fault], replica: int) -> None:
+        self._passed: Counter[str] = Counter()
+        self._due: dict[str, dict[int, Fault]] = defaultdict(dict)
+        for fault in faults:
+            if problem := meaningless(fault):
+                raise ConfigError(f"{VARIABLE}: {problem}")
+            if fault.replica in (-1, replica):
+                self._due[fault.at].setdefault(fault.nth, fault)
+
+    def passing(self, point: str) -> Fault | None:
+        """Count an occurrence of `point`, and return its fault."""
+        self._passed[point] += 1
+        return self._due[point].pop(self._passed[point], None)
+
+
+def hit(faults: FaultInjector, point: str) -> Fault | None:
+    """Count an occurrence of `point` and return its fault, after the death or the freeze (until SIGCONT) that it scripts."""
+    fault = faults.passing(point)
+    if fault is not None and fault.do in ("die", "freeze"):
+        log.warning("scripted fault: %s at %s %d", fault.do, fault.at, fault.nth)
+        os.kill(os.getpid(), signal.SIGKILL if fault.do == "die" else signal.SIGSTOP)
+    return fault
+
+
+def hit_in_thread(faults: FaultInjector, point: str) -> bool:
+    """As `hit`, for `start` and `token`, where a delay may block. Whether to lie. Raises EngineError for a refusal."""
+    fault = hit(faults, point)
+    if fault is not None and fault.do == "delay":
+        time.sleep(fault.seconds)
+    if fault is not None and fault.do == "refuse":
+        raise EngineError(f"scripted fault: refused to {point}")
+    return fault is not None and fault.do == "lie"
+
+
+def middleware(faults: FaultInjector) -> Middleware:
+    """The middleware that applies faults to requests."""
+
+    @web.middleware
+    async def inject(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        point = await _point(request)
+        fault = hit(faults, point) if point else None
+        if fault is None:
+            return await handler(request)
+        if fault.do == "delay":
+            await asyncio.sleep(fault.seconds)
+        if fault.do == "refuse":
+            return web.Response(status=500, text=f"scripted fault: refused at {fault.at} {fault.nth}")
+        if fault.do == "lie":
+            return await _lie(request, fault)
+        return await handler(request)
+
+    return inject
+
+
+async def _point(request: web.Request) -> str | None:
+    if request.path == "/inference/v1/generate":
+        return "score" if b'"prompt_logprobs"' in await request.read() else "generate"
+    return POINTS.get(request.path)
+
+
+async def _lie(request: web.Request, fault: Fault) -> web.Response:
+    if fault.at not in ("generate", "score"):
+        return web.json_response({"message": "done"})
+    asked = msgspec.json.decode(await request.read(), type=GenerateRequest)
+    choice = WireChoice((asked.token_ids[0],), Logprobs(()), (), "length")
+    if fault.at == "score":
+        lies = tuple({str(token): Logprob(token, LIE)} for token in asked.token_ids[1:])
+        answer = msgspec.json.encode(Generated(asked.request_id, (choice,), (None, *lies)))
+        return web.Response(body=answer, content_type="application/json")
+    event = b"data: " + msgspec.json.encode(Generated(asked.request_id, (choice,))) + b"\n\ndata: [DONE]\n\n"
+    return web.Response(body=event, content_type="text/event-stream")

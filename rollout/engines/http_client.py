@@ -1,0 +1,264 @@
+"""One inference server over HTTP: calls and streams with deadlines and named errors.
+
+Invariants:
+- No retries. A server that refuses, resets or fails is an EngineError at once; the router tries another.
+- A server that sends nothing during a completion fails before the caller's own deadline, so that the completion can continue
+  elsewhere. Its health route is no evidence: another process answers it than the one that computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from ...errors import DeadlineExceeded, EngineError, NoAnswer, with_deadline
+from .base import RequestRejected
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+KEEPALIVE_S = 3.0
+"""How long an idle connection is kept for the next request. Servers keep it longer, lest a request meet a closing socket."""
+
+SERVER_KEEPALIVE_S = 600
+"""How long the servers of a run keep an idle connection; their default of 5 s is too near to `KEEPALIVE_S` on a busy machine."""
+
+ABORT_S = 5.0
+"""Longest wait for a server to confirm an abort; it takes milliseconds."""
+
+FIRST_SHARE = 0.5
+"""Longest wait for the first chunk of a stream, as a share of `request_s`: a request may queue, and the remaining time must suffice
+for another replica."""
+
+IDLE_SHARE = 0.25
+"""Longest wait for each chunk after the first, as a share of `request_s`. A decoding sequence sends one about every second; a swap
+and the recomputation of its KV delay it by seconds, for large models by many. Ending a stream too early costs one prefill."""
+
+IDLE_LEAST_S = 5.0
+"""Least such wait, in seconds."""
+
+REFUSALS = (400, 413, 422)
+"""Statuses of a wrong request. Others, such as 404, 429 or 503, are about the server."""
+
+HINT = "see the server's log; rollout.episode_s sets the deadlines"
+
+
+class Disconnected(NoAnswer):
+    """The connection broke before the answer was complete."""
+
+
+class ServerUnresponsive(Disconnected):
+    """The server accepted a request and sent nothing for too long."""
+
+
+class ErrorStatus(EngineError):
+    """The server answered with a status that is not 200."""
+
+
+class HttpClient:
+    """The server `name` at `url`, `http://host:port`. `request_s`: longest wait for an answer that has no deadline of its own."""
+
+    def __init__(self, name: str, url: str, request_s: float) -> None:
+        self.name = name
+        self.url = url.rstrip("/")
+        self.request_s = request_s
+        self.first_s = max(IDLE_LEAST_S, FIRST_SHARE * request_s)
+        self.idle_s = max(IDLE_LEAST_S, IDLE_SHARE * request_s)
+        self._opened: aiohttp.ClientSession | None = None
+        self._aborts: dict[asyncio.Timeout, tuple[str, object]] = {}
+        self._sending: set[asyncio.Future[None]] = set()
+
+    async def close(self) -> None:
+        """Close the connections. Requests within `aborting` end with Disconnected at once; their aborts are sent from here. The
+        client may be used again afterwards."""
+        aborts, self._aborts = self._aborts, {}
+        for scope in aborts:
+            scope.reschedule(0)  # cancels its block in the next turn of the loop
+        await asyncio.gather(*self._sending, *(self._abort(path, body) for path, body in aborts.values()))
+        session, self._opened = self._opened, None
+        if session is not None:
+            await session.close()
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        query: dict[str, str] | None = None,
+        *,
+        body: object = None,
+        seconds: float | None = None,
+        reuse: bool = False,
+    ) -> bytes:
+        """One request and its whole answer. Without `reuse` on a new connection: after an error a server closes the
+        connection.
+
+        Raises:
+            RequestRejected: the server says that the request is wrong.
+            EngineError: not reachable, or another answer that is not 200.
+            DeadlineExceeded: no answer within `seconds`, by default `request_s`.
+        """
+
+        async def exchange() -> bytes:
+            async with self._request(method, path, query, body, reuse) as response:
+                return await response.read()
+
+        return await self._within(seconds, exchange(), path)
+
+    async def stream(
+        self, path: str, body: object, on_event: Callable[[bytes], None], *, seconds: float | None = None
+    ) -> None:
+        """POST, and pass the data of each server-sent event to `on_event` until `[DONE]`.
+
+        Raises:
+            Disconnected: the stream ended early, or nothing came for too long (`ServerUnresponsive`).
+            RequestRejected: the server says that the request is wrong.
+            EngineError: not reachable, or another answer that is not 200; and whatever `on_event` raises.
+            DeadlineExceeded: the stream did not end within `seconds`, by default `request_s`.
+        """
+
+        async def exchange() -> None:
+            done, rest, silence_s = False, b"", self.first_s
+            clock = asyncio.get_running_loop().time
+            try:
+                async with (
+                    asyncio.timeout(silence_s) as silence,
+                    self._request("POST", path, None, body, reuse=True) as response,
+                ):
+                    async for data in response.content.iter_any():
+                        *lines, rest = (rest + data).split(b"\n")
+                        for line in lines:
+                            event = line[5:].strip() if line.startswith(b"data:") else b""
+                            done = done or event == b"[DONE]"
+                            if event and not done:
+                                silence_s = self.idle_s
+                                silence.reschedule(clock() + silence_s)
+                                on_event(event)
+            except TimeoutError as error:
+                raise ServerUnresponsive(
+                    f"{self.name} at {self.url} has sent nothing of {path} for {silence_s:g} s; {HINT}"
+                ) from error
+            if not done:
+                raise Disconnected(f"{self.name} at {self.url} ended the stream of {path} early")
+
+        await self._within(seconds, exchange(), path)
+
+    @asynccontextmanager
+    async def aborting(self, path: str, body: object) -> AsyncIterator[None]:
+        """A request that ends in this block by cancellation, deadline or silence is aborted: `body` is sent to `path`."""
+        scope = asyncio.timeout(None)  # expired by `close`
+        try:
+            async with scope:
+                self._aborts[scope] = path, body
+                try:
+                    yield
+                finally:
+                    self._aborts.pop(scope, None)
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise Disconnected(f"the client of {self.name} at {self.url} was closed") from error
+        except (asyncio.CancelledError, DeadlineExceeded, ServerUnresponsive):
+            sending = asyncio.ensure_future(self._abort(path, body))
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
+            await asyncio.shield(sending)  # a second cancellation of the caller does not stop it
+            raise
+
+    async def _abort(self, path: str, body: object) -> None:
+        try:
+            await self.call("POST", path, body=body, seconds=ABORT_S)
+        except (EngineError, DeadlineExceeded) as error:  # the caller has a better error, or was cancelled
+            logger.warning("could not abort a request: %s", error)
+
+    def decode(self, data: bytes, kind: type[T]) -> T:
+        """JSON to a struct. Raises EngineError."""
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise EngineError(f"{self.name} at {self.url} answered something impossible: {error}") from error
+
+    async def metrics(
+        self, names: Iterable[str], labels: Mapping[str, str] | None = None, path: str = "/metrics"
+    ) -> dict[str, float]:
+        """Values of these Prometheus samples, summed over all with `labels`. Raises EngineError where one is missing."""
+        values: dict[str, float | None] = dict.fromkeys(names)
+        text = (await self.call("GET", path, reuse=True)).decode()
+        # Parsing all histograms of a server is slow.
+        wanted = [line for line in text.splitlines() if line.startswith(tuple(values))]
+        for family in text_string_to_metric_families("\n".join(wanted) + "\n"):
+            for sample in family.samples:
+                if sample.name in values and (labels or {}).items() <= sample.labels.items():
+                    values[sample.name] = (values[sample.name] or 0.0) + sample.value
+        for name, value in values.items():
+            if value is None:
+                raise EngineError(f"{self.name} at {self.url}{path} has no metric {name}")
+        return {name: value or 0.0 for name, value in values.items()}
+
+    async def wait_for_answer(self, path: str, deadline_s: float) -> None:
+        """Return as soon as a GET of `path` succeeds; DeadlineExceeded when it does not within `deadline_s`."""
+
+        async def until_healthy() -> None:
+            while True:
+                try:
+                    await self.call("GET", path, seconds=deadline_s)
+                    return
+                except EngineError:
+                    await asyncio.sleep(0.1)  # there is no event for a foreign server that starts to listen
+
+        await with_deadline(
+            deadline_s, until_healthy(), who=self.name, waits_for="its server to start", hint="see its log"
+        )
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, query: dict[str, str] | None, body: object, reuse: bool
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        headers = {"Content-Type": "application/json"} | ({} if reuse else {"Connection": "close"})
+        data = msgspec.json.encode(body) if body is not None else None
+        try:
+            async with self._session().request(
+                method, self.url + path, params=query, data=data, headers=headers
+            ) as response:
+                if response.status != 200:
+                    reason = (await response.read()).decode(errors="replace").strip()[:500]
+                    kind = RequestRejected if response.status in REFUSALS else ErrorStatus
+                    raise kind(f"{self.name} at {self.url}{path} answered {response.status}: {reason}")
+                yield response
+        except aiohttp.ClientConnectorError as error:
+            raise EngineError(f"{self.name} at {self.url} is not reachable: {error}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise Disconnected(f"{self.name} at {self.url} broke the connection: {reason}") from error
+
+    async def _within(self, seconds: float | None, exchange: Any, path: str) -> Any:
+        return await with_deadline(
+            seconds or self.request_s, exchange, who=self.name, waits_for=f"answer to {path}", hint=HINT
+        )
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._opened is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+            self._opened = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        return self._opened
+
+
+async def is_healthy(url: str, path: str, seconds: float) -> bool | None:
+    """True if a GET succeeds, False if the server answers with an error, None without an answer within `seconds`."""
+    client = HttpClient(url, url, seconds)
+    try:
+        await client.call("GET", path)
+    except (ErrorStatus, RequestRejected):
+        return False
+    except (EngineError, DeadlineExceeded):
+        return None
+    finally:
+        await client.close()
+    return True

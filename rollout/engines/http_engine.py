@@ -1,0 +1,255 @@
+"""Base of the clients of all inference servers: the checks of the engine contract, and a completion as it arrives.
+
+Invariants:
+- A completion is checked before it is returned: one finite log-prob per token, spans that cover every token.
+- Prompts that would kill a server (most servers do not check ids) are refused before they are sent.
+- A request has a unique id. One whose caller was cancelled, or whose deadline passed, is aborted before the call ends.
+- Completions are streamed: the death of a server costs few tokens. With our plugin each chunk has the versions of all tokens
+  so far; without it only the last one does.
+- An interrupted completion keeps the tokens whose versions were reported, no others.
+- Only requests with an equal salt share cached prefixes: without it servers share them across weights.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from ...agents.base import Completion, FinishReason
+from ...buffer.trajectory import VersionSpan
+from ...configs.schema import Partial
+from ...errors import EngineError, PolicyError
+from .base import EngineFailure, PartialCompletion, SamplingParams
+from .http_client import Disconnected, HttpClient
+
+STREAM_INTERVAL = 16
+"""Tokens per chunk of a stream; the first token has its own chunk."""
+
+UNPUSHED = "default"
+"""The version that vLLM and SGLang report for weights that they loaded themselves."""
+
+IMPOSSIBLE = -9999.0
+"""What servers report for a log-prob that is minus infinity or not a number."""
+
+Body = dict[str, Any]
+"""A request in the JSON of its server."""
+
+
+class OutputSpan(msgspec.Struct):
+    """Tokens `[start, end)` of a completion were sampled by `version`, as servers report it."""
+
+    version: str
+    start: int
+    end: int
+
+
+class ServerError(msgspec.Struct):
+    """An error in a stream, as servers report it."""
+
+    message: str = ""
+    code: int | str | None = None
+
+
+class _WeightVersion(msgspec.Struct):
+    weight_version: str
+
+
+class HttpEngine(HttpClient, ABC):
+    """One server; subclasses speak the protocol of one kind.
+
+    Args:
+        url: `http://host:port`.
+        vocab_size: token ids must lie in `[0, vocab_size)`.
+        max_model_len: tokens of a prompt and its completion together.
+        initial_version: the version of the weights that a server loaded itself; None refuses their completions, because versions
+            in a trajectory must not be guessed.
+        request_s: longest wait for a completion or a control call.
+        push_s: longest wait for one call of a weight push.
+        ranks: processes that hold a shard of the replica's weights.
+        partial: what weight pushes do with requests under way; with `keep_kv` spans name the version of the KV used.
+        scores_paused: whether the server computes scores while paused: the own server does, vLLM and SGLang do not.
+    """
+
+    stages = True
+
+    generate_path: ClassVar[str]
+    version_path: ClassVar[str]
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        initial_version: int | None = None,
+        request_s: float = 120.0,
+        push_s: float = 120.0,
+        ranks: int = 1,
+        partial: Partial = "recompute",
+        scores_paused: bool = False,
+    ) -> None:
+        super().__init__(name, url, request_s)
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.initial_version = initial_version
+        self.push_s = push_s
+        self.ranks = ranks
+        self.partial: Partial = partial
+        self.scores_paused = scores_paused
+
+    @abstractmethod
+    def completion_request(self, token_ids: Sequence[int], sampling: SamplingParams, salt: str) -> Body:
+        """The body of a streamed completion."""
+
+    @abstractmethod
+    def completion_stream(self, sampling: SamplingParams) -> CompletionStream:
+        """What receives its chunks."""
+
+    @abstractmethod
+    def score_request(self, token_ids: Sequence[int], salt: str) -> Body:
+        """The body of a request for the log-probs of a prompt. It goes before completions."""
+
+    @abstractmethod
+    def scores(self, answer: bytes, token_ids: Sequence[int]) -> list[float]:
+        """The log-probs of `token_ids[1:]` in the server's answer; NaN for those it did not compute."""
+
+    @abstractmethod
+    def abort_request(self, body: Body) -> tuple[str, Body]:
+        """Path and body of the request that aborts `body`."""
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        version: int | None = None,
+        growing: PartialCompletion | None = None,
+    ) -> Completion:
+        """See `Engine.generate`."""
+        self._check_prompt(token_ids)
+        limited = min(sampling.max_tokens, self.max_model_len - len(token_ids))
+        sampling = msgspec.structs.replace(sampling, max_tokens=limited)
+        body = self.completion_request(token_ids, sampling, uuid.uuid4().hex if version is None else str(version))
+        answer = self.completion_stream(sampling)
+        if growing is not None:
+            growing.certain = lambda: answer.certain(version)
+        try:
+            async with self.aborting(*self.abort_request(body)):
+                await self.stream(self.generate_path, body, answer.add_chunk)
+            if not answer.ended:
+                raise Disconnected(f"{self.name} at {self.url} ended a completion without a reason")
+        except Disconnected as error:
+            raise EngineFailure(str(error), answer.certain(version)) from error
+        return answer.whole(version)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See `Engine.score`."""
+        self._check_prompt(token_ids)
+        body = self.score_request(token_ids, uuid.uuid4().hex)
+        async with self.aborting(*self.abort_request(body)):
+            answer = await self.call("POST", self.generate_path, body=body)
+        return self.finite(self.scores(answer, token_ids))
+
+    async def version(self) -> int | None:
+        """The version pushed last; `initial_version` for a server that still has the weights it loaded itself."""
+        version = self.decode(await self.call("GET", self.version_path), _WeightVersion).weight_version
+        return self.initial_version if version == UNPUSHED else self.policy_version(version)
+
+    async def wait_ready(self, deadline_s: float) -> None:
+        """See `Engine.wait_ready`."""
+        await self.wait_for_answer("/health", deadline_s)
+
+    def finite(self, values: Sequence[float]) -> list[float]:
+        """`values`, log-probs. Raises EngineError where one is not finite."""
+        for value in values:
+            if not math.isfinite(value) or value <= IMPOSSIBLE:
+                raise EngineError(f"{self.name}: a log-prob of {value}; its weights are probably not finite")
+        return list(values)
+
+    def policy_version(self, text: str) -> int:
+        """The policy version that a server reports as `text`. Raises EngineError where it has none."""
+        if text.isdigit():
+            return int(text)
+        if text == UNPUSHED and self.initial_version is not None:
+            return self.initial_version
+        raise EngineError(f"{self.name} has no policy version yet (it reports {text!r}); push weights to it first")
+
+    def _check_prompt(self, token_ids: Sequence[int]) -> None:
+        """Raises PolicyError for a prompt that is empty or too long, or an id outside the vocabulary."""
+        if not 0 < len(token_ids) < self.max_model_len:
+            raise PolicyError(
+                f"{self.name}: a prompt of {len(token_ids)} tokens; allowed are 1 to {self.max_model_len - 1}"
+                f" (the context is {self.max_model_len}, and a completion needs one)"
+            )
+        if not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            foreign = next(t for t in token_ids if not 0 <= t < self.vocab_size)
+            raise PolicyError(f"{self.name}: token id {foreign} is outside the vocabulary, 0 to {self.vocab_size - 1}")
+
+
+class CompletionStream(ABC):
+    """A completion as it arrives; subclasses decode the chunks of one kind of server.
+
+    Attributes:
+        ended: a finish reason has arrived.
+        tokens, logprobs, spans: all so far; spans end where the server has reported versions.
+    """
+
+    ended = False
+
+    def __init__(self, engine: HttpEngine) -> None:
+        self.engine = engine
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.spans: list[OutputSpan] | None = None
+
+    @abstractmethod
+    def add_chunk(self, event: bytes) -> None:
+        """Add a chunk. Raises EngineError where the server failed, refuses the request, or the chunk is invalid."""
+
+    @abstractmethod
+    def reason(self) -> FinishReason:
+        """The finish reason. Raises EngineError for one that the request does not allow."""
+
+    def whole(self, version: int | None) -> Completion:
+        """The checked completion of a request that was sent with `version`. Raises EngineError where it is invalid."""
+        reason, name, count = self.reason(), self.engine.name, len(self.tokens)
+        if count and not self.spans:
+            raise EngineError(
+                f"{name} reports no weight_versions of what it sampled; vLLM 0.32 or newer is needed, or SGLang 0.5.23"
+            )
+        if len(self.logprobs) != count:
+            raise EngineError(f"{name}: {len(self.logprobs)} log-probs for {count} tokens")
+        spans = self._versions()
+        if spans and spans[-1].end != count:
+            raise EngineError(f"{name}: version spans {tuple(spans)} do not cover {count} tokens")
+        return self._completion(spans, count, reason, version)
+
+    def certain(self, version: int | None) -> Completion:
+        """The part of an interrupted completion whose versions were reported."""
+        spans = self._versions()
+        end = min(len(self.tokens), len(self.logprobs), spans[-1].end if spans else 0)
+        return self._completion(spans, end, "abort", version)
+
+    def _versions(self) -> list[VersionSpan]:
+        spans = self.spans or ()
+        return [VersionSpan(s.start, s.end, self.engine.policy_version(s.version)) for s in spans]
+
+    def _completion(
+        self, spans: Sequence[VersionSpan], end: int, finish: FinishReason, version: int | None
+    ) -> Completion:
+        """The first `end` tokens. With kept KV each span names the oldest version whose keys and values were used; a cached prefix
+        for `version` counts, too."""
+        if [s.start for s in spans] != [0, *(s.end for s in spans)][: len(spans)]:
+            raise EngineError(f"{self.engine.name}: version spans {tuple(spans)} do not cover {end} tokens")
+        spans = [msgspec.structs.replace(s, end=min(s.end, end)) for s in spans if s.start < min(s.end, end)]
+        if self.engine.partial == "keep_kv" and spans:
+            oldest = min(s.version for s in spans) if version is None else min(version, *(s.version for s in spans))
+            spans = [s if s.version == oldest else msgspec.structs.replace(s, kv_version=oldest) for s in spans]
+        logprobs = self.engine.finite(self.logprobs[:end])
+        return Completion(tuple(self.tokens[:end]), tuple(logprobs), tuple(spans), finish)

@@ -1,0 +1,28 @@
+"""What the launch of every kind of server shares: KV cache memory, offline models, threads on CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...configs.schema import parse_memory
+from ...errors import ConfigError
+
+CPU_THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+"""One thread per process on CPU: two servers of two threads each on two cores spin against each other."""
+
+
+def hub_environment(path: str) -> dict[str, str]:
+    """No requests to the hub for a model that is a folder."""
+    return {"HF_HUB_OFFLINE": "1"} if Path(path).is_dir() else {}
+
+
+def kv_memory(text: str, on_cpu: bool, key: str = "rollout.engine.memory") -> int | float:
+    """The KV cache of a server, from `text` at `key` of the config: bytes, or a share of the GPU's memory.
+
+    Raises:
+        ConfigError: it is neither, or a share on CPU.
+    """
+    memory = parse_memory(text, key)
+    if isinstance(memory, float) and on_cpu:
+        raise ConfigError(f"{key}: {text!r} is not allowed here; write a size such as 128MiB")
+    return memory

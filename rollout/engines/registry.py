@@ -1,0 +1,52 @@
+"""Command line, environment and health route of a replica's server, by `rollout.engine.kind`.
+
+Invariants:
+- Each kind has one module with its command line and environment; the supervisor uses this file only.
+- No inference server is imported here.
+- No process of a server imports modules from the working directory of the run.
+"""
+
+from __future__ import annotations
+
+from ...configs.schema import Config, Fake, Servers, Sglang, Transformers, Vllm
+from .server import launch as own_server
+from .sglang import launch as sglang_server
+from .vllm import launch as vllm_server
+
+LOOPBACK = "127.0.0.1"
+"""The address of a server that only this host uses."""
+
+
+LAUNCHES = {Vllm: vllm_server, Sglang: sglang_server, Transformers: own_server, Fake: own_server}
+
+
+def command(config: Config, host: str, port: int, *, seed: int) -> list[str]:
+    """The command line of a server that listens on `port` of `host`.
+
+    Replicas need different seeds: with equal ones they sample the same tokens for the members of a group.
+
+    Raises:
+        ConfigError: the kind is not installed, or does not support this config.
+    """
+    return LAUNCHES[type(config.rollout.engine)].command(config, host, port, seed=seed)
+
+
+def environment(config: Config) -> dict[str, str]:
+    """Environment variables that the server needs in addition to the caller's."""
+    variables = LAUNCHES[type(config.rollout.engine)].environment(config)
+    return variables | {"PYTHONSAFEPATH": "1"}  # `python -P`, also for the processes that a server starts
+
+
+def serves_on_cpu(config: Config) -> bool:
+    """Whether replicas compute on CPU, by the installed build of the kind. Raises ConfigError where it is not installed."""
+    return LAUNCHES[type(config.rollout.engine)].serves_on_cpu(config)
+
+
+def probe_path(config: Config) -> str:
+    """The health route, also for a paused server: SGLang's `/health` then waits for 20 s and reports the server dead."""
+    return "/model_info" if isinstance(config.rollout.engine, Sglang) else "/health"
+
+
+def kind_of(engine: Servers) -> str:
+    """The value of `rollout.engine.kind`."""
+    return str(type(engine).__struct_config__.tag)

@@ -1,0 +1,238 @@
+"""The HTTP routes of Slipstream's own server: the part of vLLM's protocol that `VllmEngine` uses, so that one client serves both.
+
+Invariants:
+- A request whose client disconnects is aborted.
+- The event loop computes nothing: model work runs in the engine thread, weights are received in `WeightStaging`'s thread.
+- A refusal is a 400 with one sentence, an error of a weight push a 500 with one sentence. Neither changes any state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Literal, TypeVar
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from ....errors import SlipstreamError
+from ....weightsync.plan import GroupPlan, TransferPlan
+from ....weightsync.staging import WeightStaging
+from .contract import RequestLimits
+from .engine_thread import CHUNK, EngineThread
+from .protocol import ABORT_PREFIX, BadRequest, Generated, GenerateRequest, Logprobs, WireChoice, logprob
+from .weights import ModelWeights
+
+T = TypeVar("T")
+
+BODY_LIMIT = 256 << 20
+"""Bytes of one request: a prompt of millions of tokens, or the plan of a model of a million tensors."""
+
+
+class _InitBody(msgspec.Struct, frozen=True):
+    init_info: dict[Literal["plan"], GroupPlan]
+
+
+class _UpdateBody(msgspec.Struct, frozen=True):
+    update_info: dict[Literal["plan"], TransferPlan]
+
+
+class _FinishBody(msgspec.Struct, frozen=True):
+    weight_version: str | None = None
+
+
+class _AbortBody(msgspec.Struct, frozen=True):
+    """No ids mean all, as in vLLM."""
+
+    request_ids: tuple[str, ...] = ()
+
+
+class HttpApp:
+    """The routes over one engine thread.
+
+    Args:
+        engine: started when the app starts.
+        limits: limits of a request.
+        staging: receives weights while the engine generates.
+        weights: loads them into the model.
+    """
+
+    def __init__(
+        self, engine: EngineThread, limits: RequestLimits, staging: WeightStaging, weights: ModelWeights
+    ) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._staging = staging
+        self._weights = weights
+
+    def app(self, *middlewares: Middleware) -> web.Application:
+        """The aiohttp application; `middlewares` handle every request first."""
+        app = web.Application(middlewares=(*middlewares, _errors), client_max_size=BODY_LIMIT)
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+                web.get("/weight_info", self._weight_info),
+                web.get("/is_paused", self._is_paused),
+                web.post("/inference/v1/generate", self._generate),
+                web.post("/abort_requests", self._abort_requests),
+                web.post("/pause", self._pause),
+                web.post("/resume", self._resume),
+                web.post("/init_weight_transfer_engine", self._join),
+                web.post("/start_weight_update", self._start),
+                web.post("/update_weights", self._receive),
+                web.post("/finish_weight_update", self._swap),
+            ]
+        )
+        app.cleanup_ctx.append(self._life)
+        return app
+
+    async def _life(self, app: web.Application) -> AsyncIterator[None]:
+        self._engine.start()
+        yield
+        await self._engine.close()
+        self._staging.close()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = _decode(await request.read(), GenerateRequest)
+        sequence = body.sequence(self._limits)
+        if body.sampling_params.prompt_logprobs is not None:
+            return await self._score(body)
+        chunks = await self._engine.submit(
+            sequence, (body.sampling_params.stream_interval or CHUNK) if body.stream else None
+        )
+        try:
+            if body.stream:
+                return await _stream(request, body.request_id, chunks)
+            return _json(Generated(body.request_id, (await _whole(chunks),)))
+        except BaseException:  # the client disconnected, or this process ends
+            self._engine.abort(sequence.id)
+            raise
+
+    async def _score(self, body: GenerateRequest) -> web.Response:
+        """The prompt's log-probs, without sampling: a canary must not queue behind the episodes."""
+        if body.stream or body.sampling_params.max_tokens != 1:
+            raise BadRequest("prompt_logprobs are available with max_tokens=1 and stream=false only")
+        values = await self._engine.score(body.token_ids)
+        scores = ({str(t): logprob(t, v)} for t, v in zip(body.token_ids[1:], values, strict=True))
+        return _json(Generated(body.request_id, (), (None, *scores)))
+
+    async def _abort_requests(self, request: web.Request) -> web.Response:
+        names = _decode(await request.read(), _AbortBody).request_ids
+        ids = tuple(name.removeprefix(ABORT_PREFIX) for name in names if name.startswith(ABORT_PREFIX))
+        aborted = await self._engine.aborted(ids if names else None)
+        return _json({"status": "aborted", "aborted": aborted})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode, clear = request.query.get("mode", "abort"), request.query.get("clear_cache", "true").lower()
+        if (mode != "keep" and mode != "abort") or clear not in ("true", "false"):
+            raise BadRequest(f"mode={mode!r}, clear_cache={clear!r}: allowed are keep or abort, true or false")
+        await self._engine.pause(mode, clear_cache=clear == "true")
+        return _json({"status": "paused"})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        await self._engine.resume()
+        return _json({"status": "resumed"})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return _json({"is_paused": self._engine.paused})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _weight_info(self, request: web.Request) -> web.Response:
+        return _json({"weight_version": self._engine.version})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        now = self._engine.load
+        values = {
+            "num_requests_running": now.running,
+            "num_requests_waiting": now.waiting,
+            "kv_cache_usage_perc": now.kv_usage,
+        }
+        lines = [f'# TYPE vllm:{k} gauge\nvllm:{k}{{engine="0",model_name="policy"}} {v}\n' for k, v in values.items()]
+        return web.Response(text="".join(lines), content_type="text/plain")
+
+    async def _join(self, request: web.Request) -> web.Response:
+        plan = _decode(await request.read(), _InitBody).init_info["plan"]
+        # In parallel threads: the group of a dead learner may block its thread until a deadline.
+        await asyncio.to_thread(self._staging.join, plan)
+        return _json({"message": "Weight transfer initialized"})
+
+    async def _start(self, request: web.Request) -> web.Response:
+        self._staging.discard()
+        return _json({"message": "Weight update started"})
+
+    async def _receive(self, request: web.Request) -> web.Response:
+        plan = _decode(await request.read(), _UpdateBody).update_info["plan"]
+        self._staging.begin(plan)
+        return _json({"message": "Weights updated"})
+
+    async def _swap(self, request: web.Request) -> web.Response:
+        version = _decode(await request.read(), _FinishBody).weight_version
+        if version is None:
+            self._staging.discard()
+        elif not version.isdigit():
+            raise BadRequest(f"weight_version {version!r} is not a policy version")
+        else:
+            tensors = await asyncio.to_thread(self._staging.take, int(version))
+            await self._engine.swap(version, lambda: self._weights.load(tensors))
+        return _json({"message": "Weight update finished"})
+
+
+@web.middleware
+async def _errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except BadRequest as error:
+        return _refusal(400, str(error))
+    except SlipstreamError as error:
+        return _refusal(500, f"{type(error).__name__}: {error}")
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    return web.Response(
+        status=status,
+        body=msgspec.json.encode({"error": {"message": message, "code": status}}),
+        content_type="application/json",
+    )
+
+
+def _json(answer: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.MsgspecError as error:
+        raise BadRequest(str(error)) from error
+
+
+async def _chunks(stream: asyncio.Queue[WireChoice]) -> AsyncIterator[WireChoice]:
+    while True:
+        chunk = await stream.get()
+        yield chunk
+        if chunk.finish_reason is not None:
+            return
+
+
+async def _whole(stream: asyncio.Queue[WireChoice]) -> WireChoice:
+    parts = [chunk async for chunk in _chunks(stream)]
+    tokens = tuple(token for part in parts for token in part.token_ids)
+    logprobs = tuple(entry for part in parts for entry in part.logprobs.content)
+    return msgspec.structs.replace(parts[-1], token_ids=tokens, logprobs=Logprobs(logprobs))
+
+
+async def _stream(request: web.Request, id: str, chunks: asyncio.Queue[WireChoice]) -> web.StreamResponse:
+    """Send chunks as server-sent events. Raises ConnectionResetError, or is cancelled, when the client disconnects."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    async for chunk in _chunks(chunks):
+        await response.write(b"data: " + msgspec.json.encode(Generated(id, (chunk,))) + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response

@@ -1,0 +1,81 @@
+"""Command line and environment of Slipstream's own server, for the kinds `transformers` and `fake`.
+
+Invariants:
+- A server listens at the given host and port only.
+- A server uses one CPU thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+import msgspec
+
+from ....configs.schema import Config, Fake, Transformers
+from ....errors import ConfigError
+from ..fake.faults import read_script
+from ..launch_common import CPU_THREADS, hub_environment, kv_memory
+
+MODULE = "slipstream.rollout.engines.server"
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One server; its only argument, as JSON.
+
+    Attributes:
+        model: a Hugging Face folder or hub name.
+        dtype: of weights and activations.
+        seed: of sampling; replicas need different ones.
+        memory: bytes of KV cache, or a share of the GPU's memory in (0, 1).
+        max_concurrent: sequences decoded at once.
+        max_tokens: of a prompt and its completion together.
+        replica: which replica this is, for faults.
+    """
+
+    kind: Literal["transformers", "fake"]
+    model: str
+    host: str
+    port: int
+    dtype: Literal["float32", "bfloat16"]
+    seed: int
+    memory: int | float
+    max_concurrent: int
+    max_tokens: int
+    replica: int = 0
+
+
+def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]:
+    """See `registry.command`. A scripted fault's replica is the seed minus the run's seed."""
+    engine = config.rollout.engine
+    if not isinstance(engine, Transformers | Fake):
+        raise ConfigError(f"rollout.engine.kind: {type(engine).__name__.lower()!r} has a server of its own")
+    if isinstance(engine, Fake):
+        read_script()  # a wrong one is refused before a server starts
+    options = Options(
+        kind="fake" if isinstance(engine, Fake) else "transformers",
+        model=config.model.path,
+        host=host,
+        port=port,
+        dtype=config.model.dtype,
+        seed=seed,
+        memory=kv_memory(engine.memory, serves_on_cpu(config)),
+        max_concurrent=engine.max_concurrent,
+        max_tokens=config.agent.max_tokens,
+        replica=seed - config.seed,
+    )
+    return [sys.executable, "-m", MODULE, msgspec.json.encode(options).decode()]
+
+
+def environment(config: Config) -> dict[str, str]:
+    """See `registry.environment`."""
+    return CPU_THREADS | {"TOKENIZERS_PARALLELISM": "false"} | hub_environment(config.model.path)
+
+
+def serves_on_cpu(config: Config) -> bool:
+    """See `registry.serves_on_cpu`."""
+    if isinstance(config.rollout.engine, Fake):
+        return True
+    import torch
+
+    return not torch.cuda.is_available()

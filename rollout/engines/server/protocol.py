@@ -1,0 +1,115 @@
+"""The part of vLLM's HTTP protocol that our server speaks, as structs.
+
+Invariants:
+- An unknown parameter is refused: ignored, it would silently change what is sampled.
+- A request is checked before the engine thread gets it: an id outside the vocabulary must not end the process.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, field
+
+from ....agents.base import FinishReason
+from ..base import SamplingParams
+from ..http_engine import IMPOSSIBLE
+from .contract import RequestLimits, Sequence
+
+ABORT_PREFIX = "generate-tokens-"
+"""vLLM's internal name of a request is its id with this prefix; `/abort_requests` takes that name."""
+
+
+class BadRequest(Exception):
+    """An invalid or unsupported request; the message says why."""
+
+
+class WireSamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's names. `logprobs` and `prompt_logprobs` may only be 0: the chosen token's. Tokens are never decoded to text.
+    `stream_interval`: tokens per chunk of a stream; the first token has its own chunk."""
+
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = -1
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=0)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=0)] | None = None
+    detokenize: bool = False
+    stream_interval: Annotated[int, Meta(ge=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=1)] = 1
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `/inference/v1/generate`."""
+
+    token_ids: tuple[int, ...]
+    sampling_params: WireSamplingParams
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    model: str | None = None
+    stream: bool = False
+    cache_salt: str | None = None
+    priority: int = 0
+
+    def sequence(self, limits: RequestLimits) -> Sequence:
+        """The sequence for the runner. Raises BadRequest."""
+        params, room = self.sampling_params, limits.max_tokens - len(self.token_ids)
+        if not self.token_ids or room < 1:
+            raise BadRequest(f"a prompt of {len(self.token_ids)} tokens; allowed are 1 to {limits.max_tokens - 1}")
+        for token in (min(self.token_ids), max(self.token_ids)):
+            if not 0 <= token < limits.vocab_size:
+                raise BadRequest(f"token id {token} is outside the vocabulary, 0 to {limits.vocab_size - 1}")
+        sampling = SamplingParams(
+            max_tokens=min(params.max_tokens or room, room),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k or -1,
+            stop_token_ids=(params.stop_token_ids or ()) + (() if params.ignore_eos else limits.eos),
+            seed=params.seed,
+        )
+        return Sequence(self.request_id, self.token_ids, sampling, self.cache_salt or "", self.priority)
+
+
+class WireSpan(msgspec.Struct, frozen=True):
+    """Tokens `[start, end)` of a completion were sampled by the weights of `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    token_id: int
+    logprob: float
+
+
+def logprob(token: int, value: float) -> Logprob:
+    """As vLLM reports it: JSON has neither infinity nor NaN."""
+    return Logprob(token, value if math.isfinite(value) else IMPOSSIBLE)
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    content: tuple[Logprob, ...]
+
+
+class WireChoice(msgspec.Struct, frozen=True):
+    """The tokens since the last chunk, the spans of all tokens so far, and in the last chunk the finish reason."""
+
+    token_ids: tuple[int, ...]
+    logprobs: Logprobs
+    weight_versions: tuple[WireSpan, ...]
+    finish_reason: FinishReason | None
+    index: int = 0
+
+
+class Generated(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An answer of `/inference/v1/generate`, or one chunk of it."""
+
+    request_id: str
+    choices: tuple[WireChoice, ...]
+    prompt_logprobs: tuple[dict[str, Logprob] | None, ...] | None = None

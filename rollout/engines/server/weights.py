@@ -1,0 +1,108 @@
+"""A transformers model that is serving: how it is loaded, and how pushed tensors replace its parameters.
+
+Invariants:
+- Tensors have the names and shapes of the checkpoint; where transformers holds them in another layout (experts fused into one
+  tensor), its own conversions for loading that checkpoint are applied.
+- `check` compares every name and shape before a byte is received.
+- Parameters are overwritten in place: tied ones stay tied, and references to the model stay valid.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from copy import deepcopy
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.utils import logging as transformers_logging
+
+from ....errors import ConfigError
+from ....weightsync.plan import TransferPlan
+from ....weightsync.weight_check import Shapes, check_weights
+
+
+class ModelWeights:
+    """The parameters of one model that was loaded by `from_pretrained`. Raises ConfigError for an unsupported layout."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._held: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+        self.shapes = checkpoint_shapes(model)
+        """Name -> shape of every tensor that a push may hold."""
+        self.optional = frozenset(getattr(model, "all_tied_weights_keys", None) or {})
+        """Names that a push may lack, because they are tied to others."""
+        conversions = getattr(model, "_weight_conversions", None) or []
+        renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        converters = [c for c in conversions if isinstance(c, WeightConverter)]
+        self._converters = {pattern: c for c in converters for pattern in c.source_patterns}
+        self._routes: dict[str, tuple[str, str | None]] = {}
+        for name in self.shapes:
+            if name in self._held and self._held[name].shape == self.shapes[name]:
+                self._routes[name] = (name, None)
+                continue
+            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, self._held)
+            if target not in self._held:
+                raise ConfigError(f"model.path: no pushed {name!r} could reach the model; {target!r} is not in it")
+            self._routes[name] = (target, pattern)
+
+    def check(self, plan: TransferPlan) -> None:
+        """Raises WeightSyncError: a name is unknown, missing or has another shape."""
+        check_weights(plan, self.shapes, optional=self.optional)
+
+    @torch.no_grad()
+    def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Overwrite the parameters with `tensors`, which passed `check`."""
+        fused: dict[str, list[tuple[str, str, torch.Tensor]]] = defaultdict(list)
+        for name, tensor in tensors:
+            target, pattern = self._routes[name]
+            if pattern is None:
+                self._held[target].copy_(tensor)
+            else:
+                fused[target].append((name, pattern, tensor))
+        for target, parts in fused.items():
+            self._load_fused(target, sorted(parts, key=lambda part: dot_natural_key(part[0])))
+
+    def _load_fused(self, target: str, parts: list[tuple[str, str, torch.Tensor]]) -> None:
+        """One parameter that transformers makes of several tensors of the checkpoint, in their natural order."""
+        converter = deepcopy(self._converters[parts[0][1]])
+        for name, pattern, tensor in parts:
+            converter.add_tensor(target, name, pattern, tensor)  # type: ignore[arg-type]
+        for held, made in converter.convert(target, model=self._model, config=self._model.config).items():
+            self._held[held].copy_(made[0] if isinstance(made, list) else made)
+
+
+def checkpoint_shapes(model: PreTrainedModel) -> Shapes:
+    """Names and shapes that `save_pretrained` would write, tied tensors under all their names."""
+    held = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, held).items()}
+
+
+def load_model(path: str, dtype: str, **options: Any) -> PreTrainedModel:
+    """The model of a folder or hub name, for inference. Raises ConfigError where there is no such model."""
+    transformers_logging.disable_progress_bar()
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), **options)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"model.path: {path!r} is no causal language model for this server: {reason(error)}"
+        ) from error
+    return model.eval()
+
+
+def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end a sequence by the model's own settings."""
+    eos = model.generation_config.eos_token_id if model.generation_config else model.config.eos_token_id
+    return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error's message, or its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,151 @@
+"""Attention over transformers' paged KV cache, without padding queries and without a mask over the whole batch.
+
+transformers' own continuous batching gives `sdpa` one dense mask over all queries and all keys of the batch: 64 decoding sequences
+cost 64 times the work. Here sequences that decode one token share one call per length class, and every prompt has its own call.
+
+Invariants:
+- A token attends to itself and to earlier tokens of its own sequence, within the layer's window if it has one.
+- What a model needs and this file does not support (biases, own masks) is an error, never ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.masking_utils import AttentionMaskInterface
+
+from ....errors import EngineError
+
+PAGED = "slipstream_paged"
+
+
+class DecodeGroup(msgspec.Struct, frozen=True):
+    """`count` sequences with one query each. Their keys are rows of `width`; `mask` (bool[count, 1, 1, width]) is true for real
+    keys and false for padding."""
+
+    count: int
+    width: int
+    mask: torch.Tensor
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """Cache rows of one batch, for the layers of one kind. Queries: decode groups first, then prompts.
+
+    Attributes:
+        read: int64[k], cache rows of all keys in the order of the queries; empty when no key comes from the cache.
+        write: int64[q], cache rows of the queries' own keys.
+        decodes: sequences with one query.
+        prompts: queries and keys of every other sequence.
+    """
+
+    read: torch.Tensor
+    write: torch.Tensor
+    decodes: tuple[DecodeGroup, ...]
+    prompts: tuple[tuple[int, int], ...]
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cache: PagedAttentionCache | None = None,
+    layouts: dict[str, Layout] | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Without `cache` one sequence; with it the batch that `layouts` (by layer kind) describes.
+
+    Args:
+        query: [1, heads, q, head_dim]; `key` and `value` may have fewer heads (grouped-query attention).
+
+    Returns:
+        [1, q, heads, head_dim] and None (no attention weights).
+    """
+    arguments = {"a position bias": position_bias, "a mask of its own": attention_mask}
+    if unsupported := [name for name, value in arguments.items() if value is not None]:
+        raise EngineError(f"{type(module).__name__} asks for {', '.join(unsupported)}, which paged attention cannot do")
+    grouped = query.shape[1] != key.shape[1]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        if softcap is not None or s_aux is not None:
+            return _eager(q, k, v, mask, scaling, softcap, s_aux)
+        causal = mask is None and q.shape[2] > 1
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=grouped
+        )
+
+    if cache is None or layouts is None:
+        mask = _causal(query.shape[2], key.shape[2], sliding_window, query.device)
+        return attend(query, key, value, mask).transpose(1, 2).contiguous(), None
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    allocator = cache.layer_to_allocator[layer]
+    layout = layouts[allocator.layer_type]
+    keys, values = allocator.update(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, layout.read, layout.write)
+    outputs = []  # each [q, heads, head_dim]
+    row = at = 0
+    for group in layout.decodes:
+        n = group.count * group.width
+        shape = (group.count, group.width, *keys.shape[1:])
+        k, v = (t[at : at + n].view(shape).transpose(1, 2) for t in (keys, values))
+        q = query[0, :, row : row + group.count].transpose(0, 1).unsqueeze(2)
+        outputs.append(attend(q, k, v, group.mask).squeeze(2))
+        row, at = row + group.count, at + n
+    for queries, length in layout.prompts:
+        k, v = (t[at : at + length].transpose(0, 1).unsqueeze(0) for t in (keys, values))
+        mask = _causal(queries, length, sliding_window, query.device)
+        outputs.append(attend(query[:, :, row : row + queries], k, v, mask)[0].transpose(0, 1))
+        row, at = row + queries, at + length
+    return torch.cat(outputs).unsqueeze(0), None
+
+
+def _causal(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """bool[queries, keys]: the queries are the last of the keys. None where SDPA's own causal mask is the same."""
+    if queries == keys and (window is None or keys <= window):
+        return None
+    back = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
+    return (back >= 0) & (back < (window or keys + 1))
+
+
+def _eager(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with what SDPA does not support: soft-capped scores, and a sink per head that takes a share of the weight."""
+    times = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(times, 1) for t in (key, value))
+    scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    if mask is None and query.shape[2] > 1:
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+    return weights[..., : key.shape[2]] @ value
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Layouts replace the mask."""
+
+
+AttentionInterface.register(PAGED, paged_attention)
+AttentionMaskInterface.register(PAGED, _no_mask)

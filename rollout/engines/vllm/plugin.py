@@ -1,0 +1,111 @@
+"""vLLM plugin entry point (group `vllm.general_plugins`), called in every process of a server.
+
+Invariants:
+- Importing this module imports neither torch nor vLLM; `register` names a class that vLLM imports on first use.
+- An engine process never outlives the server that started it.
+- Every chunk of a stream names the versions of all tokens so far. vLLM itself does so in the last one only, which a server that
+  dies never sends.
+- A weight push that fails on several workers of a replica is reported once, as the failure of that call.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import multiprocessing
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ....common.process import set_parent_death_signal
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "slipstream"
+"""The name of the receiver in `--weight-transfer-config '{"backend": ...}'`."""
+
+GUARDED = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+"""Calls of all workers whose failure leaves the replica working."""
+
+
+def register() -> None:
+    """Register the weight receiver, put versions into every chunk, end child processes with their parent. Idempotent."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "slipstream.rollout.engines.vllm.receiver", "VllmReceiver")
+    _report_versions_in_every_chunk()
+    _collect_all_answers()
+    _end_with_parent()
+
+
+def _report_versions_in_every_chunk() -> None:
+    from vllm.v1.engine.output_processor import RequestState
+
+    build = getattr(RequestState, "_new_completion_output", None)
+    if build is None or not hasattr(RequestState, "_weight_version_spans"):
+        logger.warning("this vLLM builds its chunks in another way: an interrupted completion keeps none of its tokens")
+        return
+    if hasattr(build, "__wrapped__"):
+        return
+
+    @functools.wraps(build)
+    def with_versions(self: RequestState, *args: Any, **kwargs: Any) -> CompletionOutput:
+        output = build(self, *args, **kwargs)
+        if output.weight_versions is None:
+            output.weight_versions = self._weight_version_spans()
+        return output
+
+    RequestState._new_completion_output = with_versions
+
+
+class WorkerFailure(NamedTuple):
+    """A worker's answer in place of an exception."""
+
+    error: str
+
+
+def guarded(worker: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `method` of a worker; an exception becomes a `WorkerFailure`."""
+    try:
+        return getattr(worker, method)(*args, **kwargs)
+    except Exception as error:
+        logger.warning("%s: %s", method, error)
+        return WorkerFailure(str(error))
+
+
+def _collect_all_answers() -> None:
+    """Collect the answers of all workers. vLLM's executor (0.32) stops at the first that raised; the other answers stay in their
+    queues and are taken for those to the next call, so every later failure is reported one call late."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    call = MultiprocExecutor.collective_rpc
+    if hasattr(call, "__wrapped__"):
+        return
+
+    @functools.wraps(call)
+    def collective_rpc(
+        self: MultiprocExecutor,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        if method not in GUARDED or options:
+            return call(self, method, timeout, args, kwargs, **options)
+        answers = call(self, guarded, timeout, (method, args, kwargs or {}))
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, WorkerFailure):
+                raise RuntimeError(f"rank {rank}: {answer.error}")
+        return answers
+
+    MultiprocExecutor.collective_rpc = collective_rpc  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _end_with_parent() -> None:
+    """Have engine and worker processes end with a server that is SIGKILLed; by default they survive it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        set_parent_death_signal(parent.pid)

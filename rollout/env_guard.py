@@ -1,0 +1,212 @@
+"""Isolates user code: a guard around the environment of an episode, and a task of its own for every piece of user code.
+
+Invariants:
+- The environment is closed exactly once, also after a failure or a cancellation.
+- No exception of user code ends more than its episode, also none outside `Exception`. A CancelledError leaves the episode only
+  when its own task was cancelled.
+- User code that ignores its cancellation is abandoned after `CANCEL_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+import msgspec
+
+from ..buffer.trajectory import NAME_LIMIT
+from ..common.tasks import being_cancelled
+from ..envs import EnvPart
+from ..envs.base import JSON, Environment, Message, Observation, StepResult, Task
+from ..envs.tools import ToolCallTracker, in_thread
+from ..errors import DeadlineExceeded, EnvError, ToolError, describe, with_deadline
+from .loop_watchdog import calls_user_code
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+REWARD_LIMIT = 1e30
+"""Largest absolute reward of a step: sums of rewards, their squares and float32 advantages stay finite."""
+
+CLOSE_S = 30.0
+"""How long an environment may take to release its resources; its episode keeps its slot meanwhile."""
+
+CANCEL_S = 5.0
+"""How long user code may take to end once it is cancelled."""
+
+
+class EpisodeLimits(msgspec.Struct, frozen=True):
+    """Seconds that an episode, a call of its environment and a call of a tool may take."""
+
+    episode_s: float
+    step_s: float
+    tool_s: float
+
+
+class EscapedException(Exception):
+    """User code raised something outside `Exception`, for example SystemExit or its own CancelledError; the message names it."""
+
+
+def checked(value: object, kind: type[T]) -> T:
+    """What an environment returned, as a valid `kind`; lists and dictionaries are taken for tuples and structs. Raises EnvError."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(value), kind)
+    except (TypeError, msgspec.ValidationError) as error:
+        raise EnvError(
+            f"it returned {value!r:.100}, which is no valid {getattr(kind, '__name__', kind)}: {error}"
+        ) from None
+
+
+class EnvGuard:
+    """The environment of one episode as the agent sees it: records rewards, metrics and messages, and turns exceptions, contract
+    violations and overruns into EnvError or ToolError.
+
+    Attributes:
+        opening: the messages that `reset` returned.
+        transcript: all messages since, of the policy and of the environment.
+        rewards: by step.
+        seconds: time spent in the environment.
+    """
+
+    def __init__(self, part: EnvPart, limits: EpisodeLimits, task_lock: asyncio.Lock) -> None:
+        self._part = part
+        self._limits = limits
+        self._task_lock = task_lock
+        self._inner: Environment | None = None
+        self._closed = False
+        self.calls = ToolCallTracker(limits.tool_s)
+        self.task_id = ""
+        self.payload: JSON = {}
+        self.opening: tuple[Message, ...] = ()
+        self.transcript: list[Message] = []
+        self.rewards: list[float] = []
+        self.metrics: dict[str, float] = {}
+        self.seconds = 0.0
+        self.done = False
+        self.truncated = False
+
+    @calls_user_code
+    async def open(self, index: int) -> Task:
+        """Create the environment and the task."""
+        async with self._task_lock:
+            with self._attributed(f"task {index}"):
+                self._inner = self._part.source.make()
+                task = await self._in_time(in_thread(self._part.source.task, index), f"task {index}")
+                if not isinstance(task.id, str) or len(task.id) > NAME_LIMIT:
+                    raise EnvError(f"its id must be text of at most {NAME_LIMIT} characters, not {task.id!r:.100}")
+                self.task_id = task.id
+                self.payload = task.payload
+        return task
+
+    @calls_user_code
+    async def reset(self, task: Task) -> Observation:
+        with self._attributed(f"reset of task {task.id!r}"):
+            observation = checked(await self._in_time(self._opened.reset(task), "the reset"), Observation)
+            self.opening = observation.messages
+        return observation
+
+    @calls_user_code
+    async def step(self, message: Message) -> StepResult:
+        with self._attributed("step"):
+            result = await self._in_time(self._opened.step(message), "a step")
+            reward = float(result.reward)
+            if not abs(reward) <= REWARD_LIMIT:
+                raise EnvError(f"a reward of {reward}; allowed are numbers up to {REWARD_LIMIT:g}")
+            self.rewards.append(reward)
+            result = msgspec.structs.replace(result, messages=checked(result.messages, tuple[Message, ...]))
+            self.transcript += (message, *result.messages)
+            self.metrics |= {name: float(value) for name, value in result.metrics.items()}
+            self.done, self.truncated = result.done, result.truncated
+        return result
+
+    async def close(self) -> None:
+        """Release the environment. A failure here is logged and changes no reward."""
+        self._closed = True
+        try:
+            if self._inner is not None:
+                await with_deadline(
+                    CLOSE_S,
+                    run_isolated(self._inner.close),
+                    who=f"task {self.task_id}",
+                    waits_for="its environment to close",
+                    hint="what the environment holds may leak",
+                )
+        except Exception:
+            log.exception("%s: close raised on task %s", self._part.name, self.task_id)
+
+    @property
+    def _opened(self) -> Environment:
+        if self._inner is None or self._closed:
+            raise EnvError("its episode is over")
+        return self._inner
+
+    @calls_user_code
+    async def _in_time(self, work: Awaitable[T], what: str) -> T:
+        """Await a call of the environment; an overrun during a tool call is attributed to the tool."""
+        self.calls.tool = ""
+        hint = "look at the environment, or raise rollout.episode_s, a fifth of which a step may take"
+        try:
+            return await with_deadline(self._limits.step_s, work, who="an episode", waits_for=what, hint=hint)
+        except DeadlineExceeded as error:
+            if self.calls.tool:
+                raise ToolError(f"{error}; it was calling the tool {self.calls.tool!r}") from error
+            raise
+
+    @contextlib.contextmanager
+    def _attributed(self, call: str) -> Iterator[None]:
+        """Turn exceptions of the environment into EnvError, and add up its time."""
+        started = time.perf_counter()
+        try:
+            yield
+        except ToolError:
+            raise
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and being_cancelled():
+                raise
+            raise EnvError(f"{self._part.name}: {call}: {describe(error)}") from error
+        finally:
+            self.seconds += time.perf_counter() - started
+
+
+async def run_isolated(function: Callable[[], Awaitable[T]]) -> T:
+    """Await user code in a task of its own: it may cancel that task, and none of its exceptions is mistaken for a cancellation of
+    the caller. When the caller is cancelled the user code is, too; if it ignores that it is abandoned.
+
+    Raises:
+        EscapedException: it raised something outside `Exception`.
+    """
+    task = asyncio.create_task(_contain(function))
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        task.add_done_callback(_retrieve_exception)
+        _, running = await asyncio.wait({task}, timeout=CANCEL_S)
+        if running:
+            log.error("user code ignores its cancellation and is abandoned: %s", task)
+        raise
+    try:
+        return task.result()
+    except asyncio.CancelledError as error:
+        raise EscapedException(describe(error)) from error
+
+
+@calls_user_code
+async def _contain(function: Callable[[], Awaitable[T]]) -> T:
+    try:
+        return await function()
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:  # some of these, such as SystemExit, would end the event loop
+        raise EscapedException(describe(error)) from error
+
+
+def _retrieve_exception(task: asyncio.Task[T]) -> None:
+    """Mark the exception of an abandoned task as retrieved, so that asyncio does not log it."""
+    if not task.cancelled():
+        task.exception()

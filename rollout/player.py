@@ -1,0 +1,226 @@
+"""One episode from lease to trajectories: runs the agent against its environment and decides how the episode ended.
+
+    what exceeds its limit                 outcome        limit
+    task, reset, step                      environment    rollout.episode_s / 5
+    a tool, called by `call_tool`          tool           rollout.episode_s / 10, or with its step
+    a completion                           engine         rollout.episode_s / 5
+    the score of a reward model            reward         Config.score_s
+    the whole episode                      timeout        rollout.episode_s
+    code without an await                  its owner's    loop_watchdog.BLOCK_S
+
+Invariants:
+- A failure is never a reward: an exception becomes `failed(reason)`, and the reason names the component at fault. Where failures
+  are trained on, the reward is the penalty that the environment declares; rewards earned before the failure do not count.
+- The environment runs inside `EnvGuard`: it is closed exactly once, and no exception of it ends more than its episode.
+- Completions run in the agent's own task: cancelling the agent cancels them. When an episode ends, every completion that its agent
+  left running is cancelled, and later requests are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from ..agents.base import Agent, Completion, ContextExhausted, Generate
+from ..agents.session import Session
+from ..buffer.messages import Lease
+from ..buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory
+from ..configs.schema import Config
+from ..envs import EnvPart, require_penalties
+from ..envs.tools import track_tool_calls
+from ..errors import DeadlineExceeded, EngineError, EnvError, PolicyError, ToolError, describe
+from .engines.base import SamplingParams
+from .env_guard import REWARD_LIMIT, EnvGuard, EpisodeLimits, EscapedException, run_isolated
+from .loop_watchdog import calls_user_code
+from .reward_model import RewardModel, ScoredConversation
+from .router import Router
+
+log = logging.getLogger(__name__)
+
+MakeSession = Callable[[Generate], Session]
+
+OnTokens = Callable[[Completion], None]
+"""Called with every completion that arrived, whole or partial."""
+
+
+class EpisodeResult(msgspec.Struct, frozen=True):
+    """How an episode ended, and its trajectories; none when it failed and is not trained on.
+
+    `reward` is the sum of the step rewards, the environment's or a reward model's; of a failure its penalty, or 0 and meaningless.
+    """
+
+    outcome: Outcome
+    reward: float
+    trajectories: tuple[Trajectory, ...]
+
+
+class EpisodePlayer:
+    """Plays episodes, for the worker and the evaluation. `Lease.env` is an index into `parts`; `concurrency` is how many episodes
+    the initial replicas decode at once; `limits` are those of `config` unless given.
+
+    Raises:
+        ConfigError: failures are to be trained on and an environment declares no penalty.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        agent: Agent,
+        parts: Sequence[EnvPart],
+        router: Router,
+        make_session: MakeSession,
+        stop_token_ids: Sequence[int],
+        temperature: float,
+        model: RewardModel | None = None,
+        *,
+        limits: EpisodeLimits | None = None,
+    ) -> None:
+        rollout = config.rollout
+        require_penalties(parts, rollout.failures)
+        self.parts = tuple(parts)
+        self.router = router
+        self.concurrency = rollout.engine.replicas * rollout.engine.max_concurrent
+        self._agent = agent
+        self._model = model
+        self._make_session = make_session
+        self._limits = limits or EpisodeLimits(rollout.episode_s, rollout.step_s, rollout.tool_s)
+        self._trained_failures = {reason for reason, failure in rollout.failures.items() if failure.then == "train"}
+        self._task_locks = [asyncio.Lock() for _ in parts]
+        self._top_p = rollout.top_p
+        self._temperature = temperature
+        self._stop_token_ids = tuple(stop_token_ids)
+
+    async def play(self, lease: Lease, member: int, *, on_tokens: OnTokens = lambda completion: None) -> EpisodeResult:
+        """Play one episode of `lease`. `on_tokens` receives every completion as it arrives, and the partial ones that were cut off
+        with the episode or that the agent cancelled."""
+        temperature = 0.0 if member in lease.greedy else self._temperature
+        sampling = SamplingParams(1, temperature=temperature, top_p=self._top_p, stop_token_ids=self._stop_token_ids)
+        requests = _Requests(self.router, lease.episode(member), lease.oldest_version, sampling, on_tokens)
+        session, part = self._make_session(requests.generate), self.parts[lease.env]
+        env = EnvGuard(part, self._limits, self._task_locks[lease.env])
+        started = time.perf_counter()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(track_tool_calls(env.calls))
+            stack.push_async_callback(requests.close)
+            stack.push_async_callback(env.close)
+            outcome = await _run_agent(self._agent, env, session, lease.task, self._limits.episode_s)
+        timings = {"total": time.perf_counter() - started, "environment": env.seconds}
+        turn_rewards, metrics = tuple(env.rewards), env.metrics
+        if self._model is not None and outcome.trainable and session.branches:
+            scoring_started = time.perf_counter()
+            try:
+                turn_rewards, score = await _score(self._model, env, session)
+                metrics = metrics | {"reward_environment": sum(env.rewards), "reward_model": score}
+            except (EngineError, DeadlineExceeded) as error:
+                outcome = Outcome("failed", "reward", str(error))
+            except Exception as error:  # messages and payload are user data: rendering them as text may raise anything
+                outcome = Outcome("failed", "reward", describe(error))
+            timings |= {"total": time.perf_counter() - started, "reward": time.perf_counter() - scoring_started}
+        reward = sum(turn_rewards)
+        if not outcome.trainable:
+            if part.penalty is None or outcome.reason not in self._trained_failures:
+                return EpisodeResult(outcome, 0.0, ())
+            reward, turn_rewards, metrics = part.penalty, (), {}
+        trajectories = session.trajectories(
+            group_id=lease.group_id,
+            attempt=lease.attempt,
+            member=member,
+            task_id=env.task_id,
+            env=part.name,
+            reward=reward,
+            turn_rewards=turn_rewards,
+            outcome=outcome,
+            timings=timings,
+            metrics=metrics,
+        )
+        return EpisodeResult(outcome, reward, trajectories)
+
+
+class _Requests:
+    """The completions that one episode has in flight; each runs in the task of the agent that awaits it."""
+
+    def __init__(
+        self, router: Router, episode_id: str, oldest_version: int, sampling: SamplingParams, on_tokens: OnTokens
+    ) -> None:
+        self._router = router
+        self._episode_id = episode_id
+        self._oldest_version = oldest_version
+        self._sampling = sampling
+        self._on_tokens = on_tokens
+        self._in_flight: dict[asyncio.Task[object] | None, asyncio.Future[None]] = {}
+        self._closed = False
+
+    async def generate(self, token_ids: Sequence[int], max_tokens: int) -> Completion:
+        """See `Generate`. Raises PolicyError after `close`."""
+        if self._closed:
+            raise PolicyError(f"episode {self._episode_id} is over; its policy no longer answers")
+        sampling = msgspec.structs.replace(self._sampling, max_tokens=max_tokens)
+        task = asyncio.current_task()
+        ended = self._in_flight[task] = asyncio.get_running_loop().create_future()
+        try:
+            completion = await self._router.generate(
+                self._episode_id, token_ids, sampling, self._oldest_version, on_cancelled=self._on_tokens
+            )
+        finally:
+            del self._in_flight[task]
+            ended.set_result(None)
+        self._on_tokens(completion)
+        return completion
+
+    async def close(self) -> None:
+        """Cancel the completions in flight, and return when none is left on a server."""
+        self._closed = True
+        in_flight = dict(self._in_flight)
+        for task in in_flight:
+            if task is not None:
+                task.cancel()
+        if in_flight:
+            await asyncio.wait(in_flight.values())
+        self._router.end_episode(self._episode_id)
+
+
+async def _score(model: RewardModel, env: EnvGuard, session: Session) -> tuple[tuple[float, ...], float]:
+    """The rewards by step, and the score of `model`. Raises EngineError or DeadlineExceeded where there is no valid score."""
+    reference = env.payload.get("reference", "")
+    text = reference if isinstance(reference, str) else msgspec.json.encode(reference).decode()
+    conversation = ScoredConversation(session.branches[-1].token_ids, env.opening, tuple(env.transcript), text)
+    rewards, score = await model.rewards(env.rewards, conversation)
+    if not all(abs(reward) <= REWARD_LIMIT for reward in rewards):
+        raise EngineError(f"a score of {score} makes rewards of {rewards}; allowed are numbers up to {REWARD_LIMIT:g}")
+    return rewards, score
+
+
+@calls_user_code
+async def _call_agent(agent: Agent, env: EnvGuard, session: Session, index: int) -> float:
+    return await agent(env, session, await env.open(index))
+
+
+async def _run_agent(agent: Agent, env: EnvGuard, session: Session, index: int, episode_s: float) -> Outcome:
+    """Run the agent to its end; every exception becomes an outcome."""
+    deadline = asyncio.timeout(episode_s)
+    try:
+        async with deadline:
+            await run_isolated(lambda: _call_agent(agent, env, session, index))
+    except ContextExhausted:
+        return TRUNCATED
+    except TimeoutError as error:
+        if deadline.expired():
+            return Outcome("failed", "timeout", f"the episode took longer than rollout.episode_s={episode_s:g} s")
+        return Outcome("failed", "policy", describe(error))
+    except ToolError as error:
+        return Outcome("failed", "tool", str(error))
+    except EnvError as error:
+        return Outcome("failed", "environment", str(error))
+    except (EngineError, DeadlineExceeded) as error:  # the router's: EnvGuard turns the environment's into EnvError
+        return Outcome("failed", "engine", str(error))
+    except PolicyError as error:
+        return Outcome("failed", "policy", str(error))
+    except Exception as error:  # an agent is user code: its exceptions end an episode, not a worker
+        log.exception("the agent raised on task %s", env.task_id)
+        return Outcome("failed", "policy", str(error) if isinstance(error, EscapedException) else describe(error))
+    return FINISHED if env.done and not env.truncated else TRUNCATED

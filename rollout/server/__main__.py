@@ -1,8 +1,0 @@
-"""`python -m slipstream.rollout.server`."""
-
-import sys
-
-from .main import main
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

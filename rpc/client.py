@@ -1,0 +1,243 @@
+"""The calling end of RPC: numbered requests over one DEALER socket, and one-way messages.
+
+    client = RpcClient(address, "worker-0", "the buffer", Ack | LeaseReply, resend_s=5.0)
+    lease = await client.request(RequestLease(...), LeaseReply, deadline_s=60.0)
+    client.notify(Progress(...))            # no reply, never blocks
+
+Invariants:
+- Replies are matched by number; any number of requests may be under way at once. A reply to a finished request is ignored.
+- With `resend_s` a request is sent again after that long without a reply; the service must treat a repetition as the same request.
+  A service that restarts meanwhile goes unnoticed. Without it a request is sent once.
+- A deadline counts time in which this process could have received the reply: one that was stopped (SIGSTOP) waits on.
+- Without a connection, requests that are resent wait in the caller and do not pile up; other messages queue in libzmq.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from ..errors import DeadlineExceeded, RequestRefused, StateError, TrackedWait, WireError
+from . import wire
+from .security import Keys, configure_client
+from .wire import FRAME_LIMIT, LINGER_MS, ONE_WAY, AsyncSocket, Frame, RpcMessage, RpcRefusal, enable_keepalive
+
+STEP_S = 5.0
+"""Longest step by which a deadline is counted down."""
+
+R = TypeVar("R")
+
+
+class _Pending(NamedTuple):
+    """A request without a reply yet."""
+
+    request: str
+    reply_type: type[Any]
+    reply: asyncio.Future[Any]
+
+
+class RpcClient:
+    """A connection to the `RpcServer` at `address`. Create it in a running event loop; `close` it at the end.
+
+    Args:
+        name: the caller, for error messages and `slipstream waits`.
+        service: what the caller calls the other end, as in "the buffer".
+        replies: the (union of) tagged structs that the service replies with.
+        identity: the ZeroMQ identity that the service sees; None for a random one.
+        resend_s: see above; None to send each request once.
+        frame_limit: the service's, in bytes; a request above it is a WireError here. None for no limit.
+        keys: the run's CURVE keys, where they are not those of this process.
+        context: shared by several clients, whose owner terminates it; None for one of its own.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        service: str,
+        replies: Any,
+        *,
+        identity: bytes | None = None,
+        resend_s: float | None = None,
+        frame_limit: int | None = FRAME_LIMIT,
+        keys: Keys | None = None,
+        context: zmq.asyncio.Context | None = None,
+    ) -> None:
+        self.name = name
+        self._address = address
+        self._service = service
+        self._reply_type: type[RpcMessage[Any]] = RpcMessage[replies | RpcRefusal]
+        self._resend_s = resend_s
+        self._frame_limit = frame_limit
+        self._numbers = itertools.count(ONE_WAY + 1)
+        self._pending: dict[int, _Pending] = {}
+        self._own_context = None if context is not None else zmq.asyncio.Context()
+        socket = (context or self._own_context or zmq.asyncio.Context()).socket(zmq.DEALER)
+        if identity is not None:
+            socket.setsockopt(zmq.IDENTITY, identity)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.setsockopt(zmq.IMMEDIATE, int(resend_s is not None))
+        enable_keepalive(socket)
+        configure_client(socket, keys)
+        socket.connect(address)
+        self._socket = AsyncSocket(socket)
+        self._receiver = asyncio.create_task(self._receive(), name=f"replies of {service} to {name}")
+
+    async def request(
+        self, message: Any, reply_type: type[R], deadline_s: float, *, waits_for: str = "", hint: str = ""
+    ) -> R:
+        """The reply to `message`, a `reply_type`. `deadline_s` may be infinite: then the wait ends with its caller.
+
+        Raises:
+            DeadlineExceeded: no reply within `deadline_s`; with `waits_for` and `hint`.
+            RequestRefused: the service refused.
+            StateError: the reply is of another type.
+            WireError: the message is too large, or the reply cannot be decoded.
+        """
+        waits_for = waits_for or f"{self._service}'s answer to {type(message).__name__}"
+        frames, reply = self._begin(message, reply_type)
+        left, unsent = deadline_s, True
+        with TrackedWait(self.name, waits_for, None if deadline_s == float("inf") else deadline_s):
+            try:
+                while not reply.done() and left > 0:
+                    step = min(left, self._resend_s or STEP_S)
+                    if not (unsent or self._resend_s is not None) or self._try_send(frames):
+                        unsent = False
+                        await asyncio.wait([reply], timeout=step)
+                    else:
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(step):
+                                while unsent := not self._try_send(frames):
+                                    await self._socket.poll_send()
+                                await asyncio.wait([reply])
+                    left -= step  # by the step, not the clock, see above
+            finally:
+                reply.cancel()
+        if reply.cancelled():
+            raise DeadlineExceeded(
+                self.name, waits_for, deadline_s, hint or f"is {self._service} at {self._address} alive?"
+            )
+        return reply.result()
+
+    def send(self, message: Any, reply_type: type[R]) -> asyncio.Future[R]:
+        """Send a request now; the reply is in the future, which raises as `request` does but has no deadline. The caller cancels it
+        to stop waiting. Requests of one client arrive in the order in which they were sent.
+
+        Raises:
+            zmq.Again: there is no room, or with `resend_s` no connection.
+        """
+        frames, reply = self._begin(message, reply_type)
+        try:
+            self._socket.send(frames)
+        except zmq.Again:
+            reply.cancel()
+            raise
+        return reply
+
+    def notify(self, message: Any) -> bool:
+        """Send a one-way message. Never blocks: returns False when there is no room for it."""
+        return self._try_send(wire.encode(RpcMessage(ONE_WAY, message)))
+
+    def close(self) -> None:
+        """Stop receiving. Queued messages have `LINGER_MS` to leave."""
+        self._receiver.cancel()
+        self._socket.close()
+        if self._own_context is not None:
+            self._own_context.term()
+
+    def _begin(self, message: Any, reply_type: type[R]) -> tuple[list[Frame], asyncio.Future[R]]:
+        number = next(self._numbers)
+        frames = wire.encode(RpcMessage(number, message))
+        if self._frame_limit is not None and max(map(len, frames)) > self._frame_limit:
+            raise WireError(f"a frame of {type(message).__name__} is above {self._frame_limit} bytes")
+        reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        reply.add_done_callback(lambda _: self._pending.pop(number, None))
+        self._pending[number] = _Pending(type(message).__name__, reply_type, reply)
+        return frames, reply
+
+    def _try_send(self, frames: Sequence[Frame]) -> bool:
+        """Send now; False where there is no connection with room."""
+        try:
+            self._socket.send(frames)
+        except zmq.Again:
+            return False
+        return True
+
+    async def _receive(self) -> None:
+        while True:
+            while (frames := self._socket.receive()) is not None:
+                self._resolve(frames)
+            await self._socket.poll()
+
+    def _resolve(self, frames: list[bytes]) -> None:
+        """Complete the request that a message replies to; one that cannot be decoded fails all that are pending."""
+        try:
+            reply = wire.decode(self._reply_type, frames)
+        except WireError as error:
+            for pending in list(self._pending.values()):
+                if not pending.reply.done():
+                    pending.reply.set_exception(error)
+            return
+        pending = self._pending.get(reply.number)
+        if pending is None or pending.reply.done():
+            return
+        if isinstance(reply.message, RpcRefusal):
+            what = f"{self._service} refused {pending.request} of {self.name}"
+            pending.reply.set_exception(RequestRefused(reply.message.reason, what))
+        elif not isinstance(reply.message, pending.reply_type):
+            found = type(reply.message).__name__
+            pending.reply.set_exception(StateError(f"{self._service} answered {pending.request} with {found}"))
+        else:
+            pending.reply.set_result(reply.message)
+
+
+class RpcNotifier:
+    """One-way messages to the `RpcServer` at `address` from a thread without an event loop, which makes, uses and closes it. A
+    context manager.
+
+    Args:
+        linger_ms: how long `close` waits for unsent messages to leave.
+        keys: the run's CURVE keys, where they are not those of this process.
+
+    Raises:
+        zmq.ZMQError: the address is malformed.
+    """
+
+    def __init__(self, address: str, *, linger_ms: int = LINGER_MS, keys: Keys | None = None) -> None:
+        self._context = zmq.Context()  # its own: it must not share the fate of another library's sockets
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, linger_ms)
+        enable_keepalive(self._socket)
+        try:
+            configure_client(self._socket, keys)
+            self._socket.connect(address)
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
+
+    def __enter__(self) -> RpcNotifier:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def notify(self, message: Any) -> bool:
+        """Queue `message`. Never blocks: returns False when there is no room for it."""
+        try:
+            self._socket.send_multipart(wire.encode(RpcMessage(ONE_WAY, message)), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()

@@ -1,0 +1,157 @@
+"""Publish/subscribe of one state: every subscriber gets the newest snapshot, whole.
+
+    publisher.publish(state) ──XPUB──> every subscriber: `state`, `changed`, `until`, `async for`
+
+Invariants:
+- A message is a whole state, never a difference; its `revision` rises with every change.
+- A subscriber may miss snapshots, never the newest: it is sent on every subscription, and again every `REPEAT_S`.
+- A subscriber ignores a frame that it cannot decode and a revision that is not newer than its own.
+- With keys, only a peer that holds the run's client key receives anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Generic, Protocol, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from ..errors import WireError
+from . import wire
+from .security import CurveServer, Keys, configure_client
+
+log = logging.getLogger(__name__)
+
+REPEAT_S = 5.0
+"""Between repetitions of an unchanged state: one small frame, for a subscriber whose connection lost one."""
+
+CLOSE_LINGER_MS = 500
+"""How long the last snapshot may take to leave when the publisher closes."""
+
+
+class Revisioned(Protocol):
+    """A msgspec struct with a revision number; published ones start at 1."""
+
+    @property
+    def revision(self) -> int: ...
+
+
+S = TypeVar("S", bound=Revisioned)
+
+
+class StatePublisher(Generic[S]):
+    """Publishes the newest state at `address`; a port `*` is a free one, and `address` is then what subscribers connect to. `keys`
+    default to those of this process."""
+
+    def __init__(self, address: str, state: S, keys: Keys | None = None) -> None:
+        self.state = state
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.XPUB)
+        self._guard = CurveServer(self._context, keys)
+        self._guard.configure(self._socket)
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # report every subscription, not only the first
+        self._socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+        self._socket.bind(address)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._changed = asyncio.Event()
+
+    def publish(self, state: S) -> None:
+        """Replace the state; `serve` sends it."""
+        self.state = state
+        self._changed.set()
+
+    async def serve(self) -> None:
+        """Send every change at once; runs until it is cancelled."""
+        subscribed = asyncio.ensure_future(self._socket.recv())
+        changed = asyncio.create_task(self._changed.wait(), name="state changed")
+        try:
+            while True:
+                if changed.done():
+                    self._changed.clear()
+                    changed = asyncio.create_task(self._changed.wait(), name="state changed")
+                if subscribed.done():
+                    subscribed = asyncio.ensure_future(self._socket.recv())
+                await self._send(self.state)
+                await asyncio.wait({subscribed, changed}, timeout=REPEAT_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            subscribed.cancel()
+            changed.cancel()
+
+    async def close(self, last: S | None = None) -> None:
+        """Send `last` to all subscribers, then close the socket."""
+        if last is not None:
+            await self._send(last)
+        self._guard.close()
+        self._socket.close()
+        await asyncio.to_thread(self._context.term)
+
+    async def _send(self, state: S) -> None:
+        await self._socket.send_multipart(wire.encode(state))
+
+
+class StateSubscriber(Generic[S]):
+    """Follows the state published at `address`; an async context manager.
+
+    Args:
+        state: the state before the first snapshot; also gives the type. Its revision is 0.
+        keys: default to those of this process.
+    """
+
+    def __init__(self, address: str, state: S, keys: Keys | None = None) -> None:
+        self.state = state
+        self._address = address
+        self._keys = keys
+        self._condition = asyncio.Condition()
+
+    async def __aenter__(self) -> StateSubscriber[S]:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.CONFLATE, 1)  # keep only the newest frame
+        configure_client(self._socket, self._keys)
+        self._socket.connect(self._address)
+        self._socket.subscribe(b"")
+        self._reader = asyncio.create_task(self._read(), name="state subscriber")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._reader.cancel()
+        await asyncio.wait({self._reader})
+        self._socket.close()
+        self._context.term()
+
+    async def changed(self, since: int) -> S:
+        """The newest state, as soon as its revision is above `since`. The caller sets the deadline."""
+        return await self.until(lambda state: state.revision > since)
+
+    async def until(self, condition: Callable[[S], bool]) -> S:
+        """The first state from now on, the present one included, for which `condition` holds. The caller sets the deadline."""
+        async with self._condition:
+            await self._condition.wait_for(lambda: condition(self.state))
+            return self.state
+
+    async def __aiter__(self) -> AsyncIterator[S]:
+        """Each newest state, from the first one received; states in between are skipped."""
+        state = await self.changed(0)
+        while True:
+            yield state
+            state = await self.changed(state.revision)
+
+    async def _read(self) -> None:
+        while True:
+            frame = await self._socket.recv()
+            try:
+                state = wire.decode(type(self.state), [frame])
+            except WireError as error:
+                log.warning("dropped a frame of %s: %s", self._address, error)
+                continue
+            if state.revision > self.state.revision:
+                async with self._condition:
+                    self.state = state
+                    self._condition.notify_all()

@@ -1,0 +1,193 @@
+"""The wire: messages as a msgpack header and the raw bytes of every array behind it, and the ZeroMQ sockets that they travel on.
+
+Invariants:
+- Frame 0 is one format byte and the msgpack of a message; frame 1 + i is array i, in the order in which the header names them.
+- No pickle. An array's dtype comes from the receiver's annotation, its length from its frame; a frame that does not fit is a
+  WireError, never a crash.
+- Decoded arrays are read-only views of the frames: nothing is copied.
+- A socket is awaited by asyncio, and read and written without a future per message; TCP keepalive finds peers that are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Annotated, Any, Generic, TypeVar, get_args
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+from msgspec import Meta
+
+from ..errors import WireError
+
+FORMAT = b"\x04"
+"""First byte of every message. Raise it when a struct on the wire changes meaning."""
+
+FRAME_LIMIT = 36 << 20
+"""Bytes of one frame: the arrays of the longest trajectory, `buffer.trajectory.LENGTH_LIMIT` tokens of 9 bytes."""
+
+ONE_WAY = 0
+"""Number of a message that gets no reply."""
+
+LINGER_MS = 500
+"""How long queued messages outlive their socket: libzmq aborts a process that drops half of a message."""
+
+KEEPALIVE_S = 5
+"""TCP probes a silent connection after this long, and closes it when the probe is not answered for as long again."""
+
+NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+"""As numbers: `|` of pyzmq's enums takes longer than the call."""
+
+COPY_BYTES = 128 << 10
+"""Smaller frames are copied when they are sent: pyzmq frees a frame that is not in another thread, which costs more."""
+
+Frame = bytes | memoryview
+M = TypeVar("M")
+
+
+class RpcMessage(msgspec.Struct, Generic[M], frozen=True, array_like=True):
+    """A request or a reply, which has the number of its request; `ONE_WAY` when there is no reply."""
+
+    number: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    message: M
+
+
+class RpcRefusal(msgspec.Struct, frozen=True, tag=True):
+    """The reply to a request that the service does not carry out."""
+
+    reason: str
+
+
+def encode(message: Any) -> list[Frame]:
+    """The frames of `message`; its arrays are not copied."""
+    _call.arrays = arrays = []
+    return [FORMAT + _encoder.encode(message), *arrays]
+
+
+def decode(kind: type[M], frames: Sequence[Frame]) -> M:
+    """The message in `frames`.
+
+    Raises:
+        WireError: the frames are not a message of this kind and format.
+    """
+    if not frames or bytes(frames[0][:1]) != FORMAT:
+        found = bytes(frames[0][:1]).hex() if frames else "no frame"
+        raise WireError(f"unknown wire format {found!r}; this side speaks {FORMAT.hex()}")
+    _call.frames, _call.used = frames, set()
+    try:
+        message = _decoder(kind).decode(frames[0][1:])
+    except (msgspec.MsgspecError, ValueError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not a {getattr(kind, '__name__', kind)}: {error}") from None
+    if len(_call.used) != len(frames) - 1:
+        raise WireError(f"{len(frames) - 1} array frames came, {len(_call.used)} are named in the header")
+    return message
+
+
+class _Call(threading.local):
+    """What msgspec's hooks know of the `encode` or `decode` that this thread is in."""
+
+    arrays: list[Frame]
+    frames: Sequence[Frame]
+    used: set[int]
+
+
+_call = _Call()
+
+
+def _to_index(value: Any) -> int:
+    """Append an array to the frames; the header has its index."""
+    if not isinstance(value, np.ndarray):
+        raise NotImplementedError(f"cannot encode {type(value)}")
+    _call.arrays.append(np.ascontiguousarray(value).view(np.uint8).data)
+    return len(_call.arrays) - 1
+
+
+def _from_index(annotation: Any, index: Any) -> np.ndarray:
+    """A view of the frame that the header names."""
+    frames, used = _call.frames, _call.used
+    if not isinstance(index, int) or not 0 <= index < len(frames) - 1 or index in used:
+        raise ValueError(f"bad array index {index!r}")
+    used.add(index)
+    dtype = _dtype(annotation)
+    array = np.frombuffer(frames[index + 1], dtype=dtype)
+    if dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
+        raise ValueError("a bool is neither 0 nor 1")
+    return array
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_index)
+
+
+@functools.lru_cache(256)
+def _decoder(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_from_index)
+
+
+@functools.cache
+def _dtype(annotation: Any) -> np.dtype:
+    return np.dtype(get_args(get_args(annotation)[1])[0])
+
+
+# --- sockets --------------------------------------------------------------------------------------------------------
+
+
+def enable_keepalive(socket: zmq.Socket | zmq.asyncio.Socket) -> None:
+    """Have TCP detect a peer whose host or cable is gone. Call before `socket` is bound or connected.
+
+    ZeroMQ's own heartbeats are not used: libzmq 4.3.5 aborts the process (`stream_engine_base.cpp`: `!_io_error`) when one is due
+    on a broken connection from which nothing more can be read, for example while its socket is being closed.
+    """
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 1)
+    socket.setsockopt(zmq.TCP_MAXRT, 2000 * KEEPALIVE_S)
+
+
+class AsyncSocket:
+    """One socket used twice: polled through asyncio, read and written directly. At most one task polls for input at a time."""
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        self._awaited: Any = socket  # pyzmq types its `poll` as the poller's
+        self._direct: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
+        self._polling: asyncio.Future[int] | None = None
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Queue a message. Raises `zmq.Again` when there is no room for it."""
+        send, last = self._direct.send, len(frames) - 1
+        for i, frame in enumerate(frames):
+            send(frame, MORE if i < last else NOBLOCK, copy=len(frame) < COPY_BYTES)
+        polling = self._polling
+        # A send may consume the wake-up that the poller waits for.
+        if polling is not None and not polling.done() and int(self._direct.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            polling.set_result(zmq.POLLIN)
+
+    def receive(self) -> list[bytes] | None:
+        """The next message; None when there is none."""
+        try:
+            return self._direct.recv_multipart(NOBLOCK)
+        except zmq.Again:
+            return None
+
+    async def poll(self, timeout_s: float | None = None) -> None:
+        """Return when a message can be received, or after `timeout_s`."""
+        timeout_ms = None if timeout_s is None else max(1, int(1000 * timeout_s))
+        polling: asyncio.Future[int] = self._awaited.poll(timeout_ms)
+        self._polling = polling
+        await polling
+
+    def wake(self) -> None:
+        """End the `poll` of this moment, as a message would."""
+        if self._polling is not None and not self._polling.done():
+            self._polling.set_result(0)
+
+    async def poll_send(self) -> None:
+        """Return when a message can be sent."""
+        await self._awaited.poll(flags=zmq.POLLOUT)
+
+    def close(self) -> None:
+        self._awaited.close()

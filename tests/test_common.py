@@ -1,0 +1,163 @@
+"""Tasks, threads and files that every room uses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from slipstream.common.fsio import write_atomic
+from slipstream.common.tasks import Stopped, in_thread, run_or_stop
+from slipstream.common.temporary import remove_abandoned_folders
+
+SOON = 20.0
+
+
+async def test_work_ends_with_its_result_or_with_the_stop() -> None:
+    stop = asyncio.Event()
+    assert await run_or_stop(asyncio.sleep(0, "done"), stop) == "done"
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("work")
+
+    running = asyncio.create_task(run_or_stop(work(), stop))
+    await asyncio.sleep(0.01)
+    stop.set()
+    with pytest.raises(Stopped):
+        await running
+    assert ended == ["work"]  # before the caller goes on
+    with pytest.raises(ValueError, match="broken"):
+        await run_or_stop(_fails(), asyncio.Event())
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def _fails() -> None:
+    raise ValueError("broken")
+
+
+async def test_a_caller_that_is_cancelled_cancels_the_work() -> None:
+    ended = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    running = asyncio.create_task(run_or_stop(work(), asyncio.Event()))
+    await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert ended.is_set()
+
+
+def _stop_iteration() -> None:
+    raise StopIteration(3)
+
+
+async def test_a_thread_gives_back_its_result_or_its_error() -> None:
+    assert await in_thread(lambda: threading.current_thread().name, "mine") == "mine"
+    with pytest.raises(ZeroDivisionError):
+        await in_thread(lambda: 1 // 0, "wrong")
+    with pytest.raises(RuntimeError, match="wrong raised StopIteration"):
+        await in_thread(_stop_iteration, "wrong")
+
+
+async def test_only_a_thread_that_may_be_interrupted_ends_with_its_future() -> None:
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            time.sleep(0.01)
+
+    futures = [in_thread(work, f"work {interrupt}", interrupt=interrupt) for interrupt in (True, False)]
+    threads = {thread.name: thread for thread in threading.enumerate()}
+    for future in futures:
+        future.cancel()
+    await asyncio.sleep(0)  # callbacks of futures run in the loop
+    threads["work True"].join(SOON)
+    assert not threads["work True"].is_alive()
+    assert threads["work False"].is_alive()
+    stop.set()
+    threads["work False"].join(SOON)
+    assert not threads["work False"].is_alive()
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    write_atomic(path, b"one", mode=0o600)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    write_atomic(path, b"two", durable=True)
+    assert path.read_bytes() == b"two"
+    assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from slipstream.common.fsio import write_atomic
+for number in range(10**9):
+    write_atomic(Path(sys.argv[1]), bytes([number % 251]) * 200_000)
+    if number == 0:
+        print("begun", flush=True)
+"""
+
+
+def test_a_reader_never_sees_a_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "begun\n"
+        for _ in range(300):
+            data = path.read_bytes()
+            assert len(data) == 200_000
+            assert len(set(data)) == 1
+        writer.kill()
+    assert len(path.read_bytes()) == 200_000
+    write_atomic(path, b"after a crash")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_disk_that_refuses_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomic(path, b"old")
+    (tmp_path / ".file.part").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        write_atomic(path, b"new")
+    assert path.read_bytes() == b"old"
+
+
+def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "slipstream-server-notes").mkdir()  # a user's
+    becomes = (
+        "import os; from slipstream.common.temporary import temporary_environment;"
+        "os.execvpe('sh', ['sh', '-c', 'touch $TMPDIR/socket; echo $TMPDIR $TORCHINDUCTOR_CACHE_DIR; exec sleep 60'],"
+        " os.environ | temporary_environment())"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it when it is imported
+    with subprocess.Popen([sys.executable, "-c", becomes], env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        folder, kernels = map(Path, process.stdout.readline().decode().split())
+        assert folder.parent == kernels.parent == tmp_path
+        remove_abandoned_folders()
+        assert (folder / "socket").exists()  # it lives
+        process.kill()
+    remove_abandoned_folders()
+    assert [path.name for path in tmp_path.iterdir()] == ["slipstream-server-notes"]

@@ -1,0 +1,149 @@
+"""What the documentation shows is true: commands parse, configurations load, code runs, keys, files and links exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from safetensors.torch import load_file
+from slipstream.configs import Config, SftConfig, describe, describe_schema, load
+from slipstream.envs import Message, task_source
+from slipstream.launch.cli.main import make_parser
+from slipstream.launch.cli.options import merge_overrides
+from slipstream.tests.runs import tiny_policy
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("configs/*.yaml")])
+MARKDOWN = [page for page in PAGES if page.suffix == ".md"]
+
+MINE = {"CONFIG": "quickstart", "my.yaml": "quickstart", "RUN": "runs/x", "DIR": "models/x", "NAME": "engine-0"} | {
+    word: "1" for word in "NS"
+}
+"""What stands for the reader's own in a command, and what the test puts there."""
+
+NAMES_FILES = re.compile(r"\.(py|jsonl?|md|yaml|sqlite|html|png|arrays)$")
+
+
+def page_name(page: Path) -> str:
+    return page.name
+
+
+def commands(page: Path) -> list[str]:
+    """Every `slipstream ...` in a code block, in backticks or in a comment of a preset."""
+    text = page.read_text()
+    prefix = r"^(?:    |#     |  )(?:make [\w-]+ && )?(?:\.venv/bin/)?"
+    return re.findall(prefix + r"(slipstream [a-z].*)$", text, re.MULTILINE) + re.findall(
+        r"`(slipstream [a-z][^`]*)`", text
+    )
+
+
+def words(command: str) -> list[str]:
+    """The arguments of a command as the documentation writes it: without notes and optional parts, the first of alternatives."""
+    command = re.split(r"\s{2,}", command)[0]  # a note stands behind two spaces
+    command = re.sub(r"\[(?:key=value \.\.\.|--[^\]]*|CONFIG|COUNT)\]", "", command)
+    alternatives = (word.split("|")[0] if re.fullmatch(r"[A-Za-z|-]+", word) else word for word in shlex.split(command))
+    return [MINE.get(word, word) for word in alternatives][1:]
+
+
+def test_the_pages_have_commands() -> None:
+    assert sum(len(commands(page)) for page in PAGES) > 40
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_command_parses_and_its_configuration_loads(page: Path) -> None:
+    parser = make_parser()
+    for command in commands(page):
+        arguments = words(command)
+        if len(arguments) == 1:  # the text names the command
+            assert f" {arguments[0]} " in parser.format_help(), command
+            continue
+        options, unparsed = parser.parse_known_args(arguments)
+        merge_overrides(parser, options, unparsed)
+        config = getattr(options, "config", "runs/")
+        if not config.startswith("runs/"):
+            load(config, options.overrides, SftConfig if arguments[0] == "sft" else Config)
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=page_name)
+def test_every_configuration_loads(page: Path, tmp_path: Path) -> None:
+    text = re.sub(r"\\\n *", "", page.read_text())
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    lines = re.findall(r"^    ((?:env|agent|learner|rollout|buffer)[.:].*)$", text, re.MULTILINE)
+    overrides = [line for line in lines if not re.match(r"\w+:", line)]
+    for block in blocks:
+        (tmp_path / "config.yaml").write_text(f"extends: quickstart\n{block}")
+        load(str(tmp_path / "config.yaml"))
+    (tmp_path / "config.yaml").write_text("\n".join(["extends: quickstart", *(set(lines) - set(overrides))]))
+    load(str(tmp_path / "config.yaml"))
+    for line in overrides:
+        load("quickstart", shlex.split(line))
+
+
+def module_of(page: Path, name: str) -> ModuleType:
+    """The first block of Python on a page as a module."""
+    found = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert found
+    module = ModuleType(name)
+    exec(compile(found[1], str(page), "exec"), vars(module))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("page", "factory", "right"),
+    [
+        ("README.md", "parity:Parity", lambda task: "odd" if task.payload["n"] % 2 else "even"),
+        (
+            "docs/environments.md",
+            "capitals:Capitals",
+            lambda task: {"France": "Paris"}.get(task.payload["country"], "Tokyo"),
+        ),
+    ],
+)
+async def test_the_environments_of_the_pages_run(page, factory, right, monkeypatch) -> None:
+    name = factory.partition(":")[0]
+    monkeypatch.setitem(sys.modules, name, module_of(ROOT / page, name))
+    config = load("quickstart", ["env.kind=python", f"env.factory={factory}", "agent.kind=single_turn"])
+    source = task_source(config.env, "train", 0)
+    for answer, reward in ((right, 1.0), (lambda task: "no", 0.0)):
+        task, env = source.task(3), source.make()
+        observation = await env.reset(task)
+        assert observation.messages[0].role == "user"
+        result = await env.step(Message("assistant", answer(task)))
+        assert (result.reward, result.done) == (reward, True)
+        await env.close()
+
+
+def test_the_readme_names_what_it_needs_and_the_size_of_its_model(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    for need in ("`lscpu`", "GB of disk", "GB of free memory", "minutes on two cores"):
+        assert need in text
+    parameters = sum(
+        tensor.numel() for tensor in load_file(tiny_policy(tmp_path / "model") / "model.safetensors").values()
+    )
+    assert f"{parameters / 1e6:.2f} million parameters" in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_key_file_and_link_exists(page: Path) -> None:
+    text = page.read_text()
+    keys = {doc.key for doc in (*describe_schema(), *describe(SftConfig()))}
+    keys |= {key[: dot.start()] for key in keys for dot in re.finditer(r"\.", key)}
+    mappings = ("learner.backend.parallel", "learner.aux_models", "reward.weights", "rollout.failures", "env.parts")
+    for name in re.findall(r"`((?:\w+\.)+\w+)(?:=[^`]*)?`", text):
+        if name.partition(".")[0] in keys and not NAMES_FILES.search(name):
+            assert name in keys or name.startswith(mappings), f"{page.name} names {name}"
+    for name in re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|yaml|toml))`", text):
+        assert (ROOT / name).exists() or any(ROOT.glob(f"*/{name}")) or re.search("NAME|ROOM", name), (
+            f"{page.name} names {name}"
+        )
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        file, _, anchor = target.partition("#")
+        other = page.parent / file if file else page
+        assert other.exists(), f"{page.name} links to {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", other.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, target

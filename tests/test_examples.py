@@ -1,0 +1,99 @@
+"""The examples run, and what they compute by themselves is what the product computes."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from slipstream.buffer.trajectory import FINISHED, Trajectory, Turn, VersionSpan
+from slipstream.configs.algorithm import Algorithm, Grpo, Ppo
+from slipstream.learner.algorithms import advantage_of, loss_of
+from slipstream.learner.algorithms.estimators import assign_advantages
+from slipstream.learner.batch import flatten, trainable
+from slipstream.learner.packing import microbatches
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "grpo_in_one_file.py"
+
+
+@pytest.fixture(scope="module")
+def grpo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("grpo_in_one_file", EXAMPLE)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def made_up(group: int, member: int, reward: float, rng: random.Random) -> Trajectory:
+    """An episode with one turn of random length."""
+    prompt, sampled = 5, rng.randint(1, 9)
+    mask = np.array([False] * prompt + [True] * sampled)
+    logprobs = np.where(mask, [-rng.expovariate(1.0) for _ in mask], 0.0).astype(np.float32)
+    return Trajectory(
+        id=f"{group}.0.{member}.0",
+        group_id=group,
+        member=member,
+        branch=0,
+        task_id="t",
+        env="e",
+        token_ids=np.arange(len(mask), dtype=np.int32),
+        loss_mask=mask,
+        behavior_logprobs=logprobs,
+        version_spans=(VersionSpan(prompt, len(mask), 3),),
+        turns=(Turn(prompt, len(mask), "stop"),),
+        reward=reward,
+        turn_rewards=(reward,),
+        outcome=FINISHED,
+    )
+
+
+def test_its_advantages_and_losses_are_the_products(grpo: ModuleType) -> None:
+    """GRPO advantages and the clipped loss of ppo, averaged over tokens, on the same batch with the same log-probs."""
+    rng = random.Random(0)
+    rewards = ((0.0, 1.0, 0.25, 1.0), (0.5, 0.5, 0.5, 0.5))
+    groups = [[made_up(g, m, r, rng) for m, r in enumerate(group)] for g, group in enumerate(rewards)]
+    algorithm = Algorithm(advantage=Grpo(), loss=Ppo(clip_low=grpo.CLIP_LOW, clip_high=grpo.CLIP_HIGH))
+    batch = trainable(assign_advantages(flatten([tuple(g) for g in groups], 3), advantage_of(algorithm)), 0)
+    (row,) = microbatches(batch, 0, 1, 10_000)
+
+    drift = torch.tensor([rng.gauss(0.0, 0.3) for _ in row.token_ids])
+    current = torch.where(row.loss_mask, row.behavior_logprobs + drift, 0.0)
+    loss = loss_of(algorithm, 64)([row], lambda values: values)(current, torch.zeros_like(current), row)
+    theirs = loss.loss_sum / row.loss_mask.sum()
+
+    # Sequences may be packed in any order: each is found by its own log-probs.
+    total, tokens = torch.zeros(()), 0
+    found = dict(
+        zip(
+            (
+                tuple(row.behavior_logprobs[a:b].tolist())
+                for a, b in zip(row.cu_seqlens, row.cu_seqlens[1:], strict=False)
+            ),
+            zip(row.cu_seqlens, row.cu_seqlens[1:], strict=False),
+            strict=True,
+        )
+    )
+    for group in groups:
+        for trajectory, advantage in zip(group, grpo.advantages(group), strict=True):
+            start, end = found[tuple(trajectory.behavior_logprobs.tolist())]
+            mask = row.loss_mask[start:end]
+            assert row.advantages[start:end][mask].tolist() == pytest.approx(
+                [float(advantage)] * int(mask.sum()), abs=1e-6
+            )
+            behavior = torch.from_numpy(trajectory.behavior_logprobs[trajectory.loss_mask].copy())
+            total = total + grpo.clipped_loss(current[start:end][mask], behavior, advantage)
+            tokens += trajectory.sampled
+    assert float(total / tokens) == pytest.approx(float(theirs), abs=1e-6)
+    assert abs(float(theirs)) > 1e-3
+
+
+def test_the_example_runs_and_learns(grpo: ModuleType, tmp_path: Path) -> None:
+    means = grpo.train(tmp_path / "model", steps=10)
+    assert len(means) == 10
+    assert np.mean(means[-3:]) > 1.5 * np.mean(means[:3])

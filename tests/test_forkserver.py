@@ -1,0 +1,124 @@
+"""A process that is forked for a test is what it would be if it had been executed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from slipstream.common.process import set_parent_death_signal
+from slipstream.tests import forkserver
+
+SHOWN = """
+import json, os, signal, sys, tempfile
+import slipstream.tests
+shown = {
+    "argv": sys.argv, "executable": sys.executable, "folder": os.getcwd(), "main": __name__, "ours": os.environ.get("OURS"),
+    "padding": os.environ.get("FORKSERVER_PADDING"), "leader": os.getsid(0) == os.getpid(), "read": sys.stdin.read(),
+    "ignored": [n for n in range(1, 32) if signal.getsignal(n) == signal.SIG_IGN], "parent": os.getppid(),
+    "temporary": tempfile.gettempdir(), "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    "fds": [fd for fd in range(3, 1000) if os.path.exists(f"/proc/self/fd/{fd}") and os.get_inheritable(fd)],
+}
+print(json.dumps(shown))
+sys.exit(7)
+"""
+
+WAITS = "import slipstream.tests, sys; print('here', flush=True); sys.stdin.read()"
+
+
+@pytest.fixture(params=["forked", "executed"])
+def how(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "forked":
+        yield request.param
+    else:
+        with forkserver.disabled():
+            yield request.param
+
+
+def start(code: str, **options: object) -> subprocess.Popen[str]:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-P", "-c", code, "a", "b c"], **(pipes | options))  # type: ignore[call-overload]
+
+
+def forked(process: subprocess.Popen[str]) -> bool:
+    """Its image is that of a fork server, which has torch before anything asks for it."""
+    with open(f"/proc/{process.pid}/maps") as maps:
+        return "libtorch" in maps.read()
+
+
+def test_it_has_its_own_everything(how: str, tmp_path) -> None:
+    variables = os.environ | {"OURS": "yes", "TMPDIR": str(tmp_path)}
+    inherited = {n for n in (signal.SIGINT, signal.SIGQUIT) if signal.getsignal(n) == signal.SIG_IGN}
+    if how == "forked":
+        inherited.discard(signal.SIGINT)  # a forked process begins with Python's own handler
+    read, write = os.pipe()
+    with start(SHOWN, cwd=tmp_path, env=variables, start_new_session=True, pass_fds=[write]) as process:
+        out, _ = process.communicate("typed")
+    os.close(read)
+    os.close(write)
+    assert process.returncode == 7
+    assert json.loads(out) == {
+        "argv": ["-c", "a", "b c"],
+        "executable": sys.executable,
+        "folder": str(tmp_path),
+        "main": "__main__",
+        "ours": "yes",
+        "padding": None,
+        "leader": True,
+        "temporary": str(tmp_path),
+        "read": "typed",
+        "ignored": sorted({signal.SIGPIPE, signal.SIGXFSZ} | inherited),
+        "parent": os.getpid(),
+        "interrupt": signal.SIGINT not in inherited,
+        "fds": [write],
+    }
+
+
+def test_others_see_its_command_line_and_environment(how: str) -> None:
+    with start(WAITS, env=os.environ | {"OURS": "yes"}) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        assert forked(process) == (how == "forked")
+        shown = psutil.Process(process.pid)
+        assert [word for word in shown.cmdline() if word] == [sys.executable, "-P", "-c", WAITS, "a", "b c"]
+        assert shown.environ()["OURS"] == "yes"
+        assert "FORKSERVER_PADDING" not in shown.environ()
+        assert shown.ppid() == os.getpid()
+        process.communicate("")
+    assert process.returncode == 0
+
+
+def test_signals_and_errors_are_its_exit_status(how: str) -> None:
+    with start(WAITS) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.terminate()
+    assert process.returncode == -signal.SIGTERM
+    with start("import slipstream.tests; 1 / 0", stderr=subprocess.PIPE) as process:
+        _, errors = process.communicate()
+    assert process.returncode == 1
+    assert errors.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_it_dies_with_its_parent(how: str) -> None:
+    """A process between that starts it and is killed; it inherits the pipe, which ends when both have."""
+    between = f"""
+import slipstream.tests, subprocess, sys
+from slipstream.common.process import set_parent_death_signal
+child = subprocess.Popen([sys.executable, "-P", "-c", {WAITS!r}], stdin=subprocess.PIPE, preexec_fn=set_parent_death_signal)
+child.wait()
+"""
+    with start(between, preexec_fn=set_parent_death_signal) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        process.kill()
+        assert process.stdout.read() == ""
+
+
+def test_random_numbers_differ_between_processes(how: str) -> None:
+    code = "import slipstream.tests, random, numpy; print(random.random(), numpy.random.random())"
+    numbers = {start(code).communicate()[0] for _ in range(3)}
+    assert len(numbers) == 3

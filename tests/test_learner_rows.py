@@ -1,0 +1,216 @@
+"""Ranks that fetch their own rows: two ranks over gloo train a batch of a real buffer, each through a proxy that counts bytes.
+
+A rank runs this file as a script, see tests/ranks.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from slipstream.buffer.client import BufferClient
+from slipstream.buffer.service import BufferService
+from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Trajectory, Turn, VersionSpan
+from slipstream.configs.algorithm import Algorithm, Gae, Grpo
+from slipstream.configs.backends import Fsdp2
+from slipstream.configs.schema import Buffer, Learner, Model, Optimizer
+from slipstream.errors import StateError
+from slipstream.learner.aux_models.aux_models import AuxModels
+from slipstream.learner.aux_models.base import LocalTrainableModel
+from slipstream.learner.aux_models.critic import Critic
+from slipstream.learner.loop import TrainingLoop
+from slipstream.tests import tiny
+from slipstream.tests.ranks import CPU, DEADLINE_S, open_backend, run_on_two_ranks
+
+OPTIMIZER = Optimizer(lr=2e-5)
+"""So small that what AdamW makes of the rounding of the smallest gradients stays below the tolerance: see `placed.keys_of`."""
+
+ELSE = 16_000
+"""Bytes of headers, statistics and ZeroMQ's own, more than any rank receives of these."""
+
+GROUPS, MEMBERS, PROMPT, BUDGET, LONGEST = 2, 4, 300, 800, 1000
+
+
+class Job(msgspec.Struct):
+    """One step by a rank, whose buffer is at `addresses[rank]`; the ids that it fetched and the weights go to `out`."""
+
+    model: str
+    out: str
+    addresses: tuple[str, ...]
+    critic: bool = False
+
+
+class RecordingClient(BufferClient):
+    """Records which rows are fetched."""
+
+    fetched: list[str]
+
+    async def fetch_rows(self, version: int, ids: Sequence[str]) -> tuple[Trajectory, ...]:
+        self.fetched = [*getattr(self, "fetched", ()), *ids]
+        return await super().fetch_rows(version, ids)
+
+
+def episode(episode_id: str, prompt: int, answer: int) -> Trajectory:
+    """One turn of `answer` tokens after a prompt that its group has in common."""
+    group, _, member = map(int, episode_id.split("."))
+    tokens, rng = prompt + answer, np.random.default_rng([group, member])
+    mask = np.arange(tokens) >= prompt
+    ids = np.where(mask, rng.integers(5, tiny.VOCABULARY, tokens), np.arange(tokens) % 100 + 5 + 100 * group)
+    return Trajectory(
+        id=f"{episode_id}.0",
+        group_id=group,
+        member=member,
+        branch=0,
+        task_id=f"task {group}",
+        env="env",
+        token_ids=ids.astype(np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, -rng.uniform(1, 3, tokens), 0).astype(np.float32),
+        version_spans=(VersionSpan(prompt, tokens, 0),),
+        turns=(Turn(prompt, tokens, "stop"),),
+        reward=float(member),
+        turn_rewards=(float(member),),
+        outcome=FINISHED,
+    )
+
+
+async def train(job: Job, rank: int) -> list[str]:
+    """Returns the ids of the rows that this rank fetched."""
+    backend = open_backend(job.model)
+    algorithm = Algorithm(advantage=Gae(lr=2e-5) if job.critic else Grpo(), minibatches=2)
+    on_cpu = Fsdp2(device="cpu", tokens_per_microbatch=BUDGET)
+    config = Learner(steps=1, batch_s=DEADLINE_S, algorithm=algorithm, backend=on_cpu, optimizer=OPTIMIZER)
+    aux_models = None
+    if job.critic:
+        critic = Critic(Model(path=job.model, dtype="float32"), OPTIMIZER, CPU, temperature=1.0, timeout_s=DEADLINE_S)
+        aux_models = AuxModels(config, trained=LocalTrainableModel(config, critic))
+    checkpoints, never = Path(f"{job.out}.checkpoints"), asyncio.Event()
+    async with RecordingClient(job.addresses[rank], f"learner-{rank}", deadline_s=DEADLINE_S) as client:
+        loop = TrainingLoop(
+            config, backend, client, None, never, checkpoints, [5, 6, 7], lambda _: None, LONGEST, aux_models
+        )
+        state = await loop.run(never, lambda: None)
+    assert state.step == 1
+    weights = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    if rank == 0:
+        save_file(weights, job.out)
+    if aux_models is not None:
+        aux_models.close()
+    backend.close()
+    return client.fetched
+
+
+@contextlib.asynccontextmanager
+async def full_buffer(path: Path) -> AsyncIterator[tuple[str, dict[str, Trajectory]]]:
+    """The address of a buffer that holds one batch, and its trajectories by id."""
+    address = f"tcp://127.0.0.1:{tiny.free_port()}"
+    config = Buffer(max_staleness=4, groups_per_batch=GROUPS, group_size=MEMBERS)
+    service, ready = BufferService(config, path, address), asyncio.Event()
+    serving = asyncio.create_task(service.serve(ready.set))
+    await ready.wait()
+    delivered: dict[str, Trajectory] = {}
+    async with BufferClient(address, "learner-0") as learner, BufferClient(address, "worker") as worker:
+        await worker.register()
+        service.mark_served(await learner.recover(0))
+        for lease in await worker.leases(GROUPS):
+            for member in lease.members:
+                one = episode(lease.episode(member), PROMPT, 30 + 70 * member + 11 * lease.group_id)
+                delivered[one.id] = one
+                await worker.deliver(lease.episode(member), {0: one.sampled}, FINISHED, (one,))
+    assert len(delivered) == GROUPS * MEMBERS
+    try:
+        yield address, delivered
+    finally:
+        service.stop()
+        await serving
+
+
+@contextlib.asynccontextmanager
+async def counting_proxy(address: str) -> AsyncIterator[tuple[str, list[int]]]:
+    """Another address of the TCP server at `address`, and the sizes of what it has sent there."""
+    sizes: list[int] = []
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: list[int]) -> None:
+        while data := await reader.read(1 << 16):
+            seen.append(len(data))
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, port = address.removeprefix("tcp://").split(":")
+        there, to_there = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(forward(reader, to_there, []), forward(there, writer, sizes), return_exceptions=True)
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    async with server:
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", sizes
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.tiny_qwen3(tmp_path_factory.mktemp("model") / "model"))
+
+
+def fetched(job: Job, rank: int) -> list[str]:
+    return json.loads(Path(f"{job.out}.{rank}.json").read_text())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("critic", [False, True], ids=["grpo", "critic"])
+async def test_each_of_two_ranks_receives_the_bytes_of_its_own_rows_and_the_step_is_that_of_one(
+    model: str, tmp_path: Path, critic: bool
+) -> None:
+    async with full_buffer(tmp_path / "one.sqlite") as (address, rows):
+        one = Job(model, str(tmp_path / "one"), (address,), critic)
+        assert sorted(await train(one, 0)) == sorted(rows)
+    async with contextlib.AsyncExitStack() as stack:
+        address, rows = await stack.enter_async_context(full_buffer(tmp_path / "two.sqlite"))
+        proxies = [await stack.enter_async_context(counting_proxy(address)) for _ in range(2)]
+        two = Job(model, str(tmp_path / "two"), tuple(where for where, _ in proxies), critic)
+        await asyncio.to_thread(run_on_two_ranks, tmp_path, __file__, [two])
+    size = {name: EncodedTrajectory.of(row).nbytes for name, row in rows.items()}
+    own = [fetched(two, rank) for rank in range(2)]
+    assert {*own[0], *own[1]} == {*rows}
+    for names, (_, sizes) in zip(own, proxies, strict=True):
+        assert len(names) == len({*names})  # each at most once
+        expected = sum(size[name] for name in names)
+        assert expected <= sum(sizes) < expected + ELSE
+    if not critic:  # which scores other rows than the step trains
+        assert not {*own[0]} & {*own[1]}
+        assert all(sum(sizes) < 0.75 * sum(size.values()) for _, sizes in proxies)
+    weights, expected_weights = load_file(two.out), load_file(one.out)
+    for name, tensor in expected_weights.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-6, msg=name)
+
+
+async def test_headers_have_lengths_and_prompts_and_rows_come_for_the_taken_batch_only(tmp_path: Path) -> None:
+    async with full_buffer(tmp_path / "b.sqlite") as (address, rows), BufferClient(address, "learner-0") as client:
+        plan = await client.take_plan(0, 30.0)
+        headers = [row for group in plan.groups for row in group]
+        assert {row.id: len(row) for row in headers} == {name: len(row) for name, row in rows.items()}
+        prompts = [{row.prompt for row in group} for group in plan.groups]
+        assert [len(one) for one in prompts] == [1, 1]  # one for all members of a group
+        assert prompts[0] != prompts[1]
+        last = headers[-1].id
+        (row,) = await client.fetch_rows(0, [last])
+        assert np.array_equal(row.token_ids, rows[last].token_ids)
+        with pytest.raises(StateError):
+            await client.fetch_rows(1, [last])
+
+
+if __name__ == "__main__":
+    os.environ["MASTER_PORT"] = os.environ["PORTS"]
+    (only,) = msgspec.json.decode(sys.argv[1], type=list[Job])
+    own_rank = os.environ["RANK"]
+    Path(f"{only.out}.{own_rank}.json").write_text(json.dumps(asyncio.run(train(only, int(own_rank)))))

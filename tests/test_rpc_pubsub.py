@@ -1,0 +1,128 @@
+"""Publish/subscribe of one state, over real sockets, with the fleet as the state. Keys: see `test_curve`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from slipstream.rpc import pubsub, wire
+from slipstream.rpc.pubsub import StatePublisher, StateSubscriber
+from slipstream.weightsync.fleet import Fleet, ReplicaInfo
+
+WAIT_S = 10.0
+
+
+def fleet_at(revision: int, version: int | None = None, incarnation: int = 0) -> Fleet:
+    return Fleet(revision, (ReplicaInfo("engine-0", "http://127.0.0.1:1", incarnation, "serving", version),))
+
+
+def frame(state: msgspec.Struct) -> bytes:
+    (only,) = wire.encode(state)
+    return bytes(only)
+
+
+@pytest.fixture
+async def publisher() -> AsyncIterator[StatePublisher[Fleet]]:
+    publisher = StatePublisher("tcp://127.0.0.1:*", Fleet())
+    serving = asyncio.create_task(publisher.serve())
+    yield publisher
+    serving.cancel()
+    await asyncio.wait({serving})
+    await publisher.close()
+
+
+async def test_a_subscriber_gets_the_present_state_and_every_newest_one(publisher: StatePublisher[Fleet]) -> None:
+    publisher.publish(fleet_at(1))
+    async with asyncio.timeout(WAIT_S), StateSubscriber(publisher.address, Fleet()) as early:
+        assert await early.changed(0) == fleet_at(1)
+        async with StateSubscriber(publisher.address, Fleet()) as late:  # the second subscriber gets it at once, too
+            assert await late.changed(0) == fleet_at(1)
+            publisher.publish(fleet_at(2, incarnation=1))
+            assert await early.changed(1) == fleet_at(2, incarnation=1)
+            assert await late.until(lambda f: f.replicas[0].incarnation == 1) == fleet_at(2, incarnation=1)
+            seen = []
+            async for fleet in late:
+                seen.append(fleet.revision)
+                if fleet.replicas[0].version == 5:
+                    break
+                for version in range(6):
+                    publisher.publish(fleet_at(3 + version, version))
+            assert seen == sorted(set(seen))
+            assert seen[-1] == 8
+
+
+async def test_closing_sends_a_last_state() -> None:
+    publisher = StatePublisher("tcp://127.0.0.1:*", Fleet())
+    serving = asyncio.create_task(publisher.serve())
+    publisher.publish(fleet_at(1))
+    async with asyncio.timeout(WAIT_S), StateSubscriber(publisher.address, Fleet()) as subscriber:
+        await subscriber.until(lambda f: len(f.replicas) == 1)
+        serving.cancel()
+        await asyncio.wait({serving})
+        await publisher.close(publisher.state.ended())
+        assert await subscriber.until(lambda f: not f.replicas) == Fleet(2)
+
+
+async def test_an_unchanged_state_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pubsub, "REPEAT_S", 0.05)
+    publisher = StatePublisher("tcp://127.0.0.1:*", fleet_at(1))
+    serving = asyncio.create_task(publisher.serve())
+    context = zmq.asyncio.Context()
+    with context.socket(zmq.SUB) as raw:
+        raw.connect(publisher.address)
+        raw.subscribe(b"")
+        async with asyncio.timeout(WAIT_S):
+            assert [await raw.recv() for _ in range(3)] == [frame(fleet_at(1))] * 3
+    context.term()
+    serving.cancel()
+    await asyncio.wait({serving})
+    await publisher.close()
+
+
+async def test_bad_frames_and_older_revisions_are_ignored() -> None:
+    context = zmq.asyncio.Context()
+    sender = context.socket(zmq.XPUB)
+    port = sender.bind_to_random_port("tcp://127.0.0.1")
+    fleet = fleet_at(5)
+    try:
+        async with asyncio.timeout(WAIT_S), StateSubscriber(f"tcp://127.0.0.1:{port}", Fleet()) as subscriber:
+            await sender.recv()
+            await sender.send(frame(fleet))
+            await subscriber.changed(0)
+            wrong_type = wire.FORMAT + msgspec.msgpack.encode({"revision": "six"})
+            for bad in (b"", b"\xff", wire.FORMAT, b"{}", wrong_type, frame(Fleet(4))):
+                await sender.send(bad)
+                # Only the newest frame is kept, so each must be taken before the next comes: a good one behind it shows that.
+                fleet = msgspec.structs.replace(fleet, revision=fleet.revision + 1)
+                await asyncio.sleep(0.05)
+                assert subscriber.state.replicas == fleet.replicas
+                await sender.send(frame(fleet))
+                assert await subscriber.changed(fleet.revision - 1) == fleet
+    finally:
+        sender.close(linger=0)
+        context.term()
+
+
+async def test_a_subscriber_outlives_a_publisher_that_is_restarted() -> None:
+    """A connection that broke is made anew, and the newest state comes with it."""
+    context = zmq.asyncio.Context()
+    first = context.socket(zmq.XPUB)
+    port = first.bind_to_random_port("tcp://127.0.0.1")
+    async with asyncio.timeout(WAIT_S), StateSubscriber(f"tcp://127.0.0.1:{port}", Fleet()) as subscriber:
+        await first.recv()
+        await first.send(frame(Fleet(1)))
+        await subscriber.changed(0)
+        first.close(linger=0)
+        context.term()
+        context = zmq.asyncio.Context()
+        second = context.socket(zmq.XPUB)
+        second.bind(f"tcp://127.0.0.1:{port}")
+        await second.recv()
+        await second.send(frame(Fleet(2)))
+        assert await subscriber.changed(1) == Fleet(2)
+        second.close(linger=0)
+    context.term()

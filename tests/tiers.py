@@ -1,0 +1,107 @@
+"""Which tests `make test` leaves to `make test-full`, and in which order and company several processes take them.
+
+The default tier has every test function once at least where that is cheap, and real engines, sockets, databases, collectives, one
+run under Ray and one that is started as users start it. The full tier adds what only widens the matrix: the same test on another
+engine or layout, longer runs, more kills. A test may also carry `@pytest.mark.full` itself.
+
+As a pytest plugin (`-p slipstream.tests.tiers`) it lists every collected test with its tier, see tests/test_tiers.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from slipstream.tests.conformance.kinds import KINDS, Kind
+from xdist.scheduler import LoadScopeScheduling
+
+FULL = (
+    # The conformance suite: vLLM and our fake server go through nearly all of it by default, the others through a part.
+    r"test_models::.*@(sglang|transformers|fake)",
+    r"test_models::.*(untied|tensor parallel).*@vllm",
+    r"test_(partial|pushes|deaths)::.*@(sglang|transformers)",
+    r"test_cancelling::test_a_killed_callers.*@(sglang|transformers|fake)",
+    # Whole runs. The default tier keeps one that is started as users start it, one under Ray, one with kills of every role, one
+    # that is killed as a whole and resumed, and one in which replicas come and go.
+    r"test_launch_train::test_interrupted_then_resumed",
+    r"test_launch_train::test_two_of_each_synchronous",
+    r"test_launch_train::test_a_run_on_every_kind_of_server",
+    r"test_launch_train::test_the_same_run_under_ray\[vllm\]",
+    r"test_launch_replicas::test_replicas_come_and_go_under_ray",
+    r"test_launch_replicas::test_the_last_replica",
+    r"test_launch_replicas::test_a_replica_whose_restarts",
+    r"test_launch_reward::test_a_run_whose_reward_server_is_killed",
+    r"test_launch_placed::test_a_critic_that_is_killed",
+    r"test_launch_disk::test_a_full_disk",
+    r"test_launch_chaos::test_(a_small_chaos|the_audit_finds|groups_that_were_archived|a_torn_last_line)",
+    r"test_launch_dapo::test_tasks_of_which_none",
+    r"test_launch_dapo::.*ledger_closes\[prime",
+    r"test_launch_withheld::.*pf-ppo",
+    r"test_launch_ray::test_a_node_that_is_lost",
+    r"test_launch_ray::test_only_a_role_that_does_not_listen",
+    r"test_launch_ray::test_placements_that_are_lost",
+    r"test_learner_staleness::.*\[(1-drop|4-wait|8-withhold)\]",
+    r"test_benchmarks_learner::test_bench_learner_end_to_end",
+    r"test_launch_input::test_doctor_sees_a_package",
+    # Servers that are started for one refusal.
+    r"test_rollout_sglang::test_a_server_whose_port_is_taken",
+    # Layouts of the learner.
+    r"test_launch_sft::.*\[term\]",
+)
+"""Patterns of `file::test[parameters]` (of the conformance suite: `...@kind`); each matches a test, or the suite fails."""
+
+KEPT = (r"test_(partial|pushes|deaths)::test_\w*(served|swap|new_server)\w*\b.*@sglang",)
+"""Patterns of tests that the default tier keeps although `FULL` names them."""
+
+WHOLE_RUNS = ("test_launch_train", "test_launch_replicas", "test_launch_dapo", "test_launch_withheld")
+"""Files of which every test is long and shares nothing: each may go to another process."""
+
+FIRST = ("vllm", "sglang", "test_launch_chaos", "test_launch_train", "test_learner_fsdp2_layouts", "test_learner_megatron",
+         "test_learner_fsdp2", "test_launch_replicas", "test_learner_placed", "test_launch_disk", "test_launch_placed",
+         "test_launch_reward", "transformers", "fake", "test_launch_ray", "test_rollout_vllm", "test_rollout_sglang")  # fmt: skip
+"""Groups that take long begin first, so that no process is left with one at the end."""
+
+
+def name_of(item: pytest.Item) -> str:
+    """`file::test[parameters]`, and `@kind` where a kind of server is among the parameters."""
+    kind = item.callspec.params.get("kind") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
+    return f"{item.path.stem}::{item.name}" + (f"@{kind.name}" if isinstance(kind, Kind) else "")
+
+
+def is_full(item: pytest.Item) -> bool:
+    """Whether only `make test-full` runs it."""
+    name = name_of(item)
+    if item.get_closest_marker("full") is not None:
+        return True
+    return any(re.search(p, name) for p in FULL) and not any(re.search(p, name) for p in KEPT)
+
+
+def group_of(nodeid: str) -> str:
+    """What one process takes as a whole: all tests of a kind of server, which is started once; a file; or a single whole run."""
+    path, _, test = nodeid.partition("::")
+    parameters = test.partition("[")[2]
+    if "/conformance/" in path:
+        kinds = {kind.name for kind in KINDS} & set(re.split(r"[-\]]", parameters))
+        return kinds.pop() if len(kinds) == 1 else path
+    stem = path.rpartition("/")[2].removesuffix(".py")
+    return f"{stem}::{test}" if stem in WHOLE_RUNS else stem
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """Gives whole groups to processes. xdist's own `--dist loadgroup` does nothing under pytest 9.2, which ignores the node ids
+    that xdist 3.8 renames."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+def order(item: pytest.Item) -> int:
+    """When its group begins."""
+    group = group_of(item.nodeid).partition("::")[0]
+    return FIRST.index(group) if group in FIRST else len(FIRST)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where this module is loaded as a plugin, list all tests."""
+    for item in session.items:
+        print("full" if is_full(item) else "default", item.nodeid, name_of(item), sep="\t")  # noqa: T201
