@@ -14,8 +14,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-JSON = dict[str, Any]
-"""A JSON object without a fixed type: a tool's JSON schema, its arguments, a task's payload."""
+JSON = dict[str, Any]  # a JSON object without a fixed type: a tool's JSON schema, its arguments, a task's payload
 
 
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -29,9 +29,7 @@ from .base import JSON, Message, Observation, StepResult, Task, ToolCall
 from .simple import Split
 from .tools import CALCULATOR, InvalidCall, calculate, call_tool, in_thread
 
-CHUNK = 500
-"""Tasks generated from one seed: the default dataset size of the families."""
-
+CHUNK = 500  # tasks generated from one seed: the default dataset size of the families
 SYSTEM = "Answer as <answer>...</answer>."
 SYSTEM_WITH_CALCULATOR = "Answer as <answer>...</answer>. You may calculate first."
 

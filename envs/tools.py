@@ -30,14 +30,10 @@ from .base import JSON, Message, ToolCall, ToolSpec
 
 T = TypeVar("T")
 
+# Characters in one expression: more than any arithmetic task needs, and shallow enough for the recursive parser.
 MAX_EXPRESSION = 200
-"""Characters in one expression: more than any arithmetic task needs, and shallow enough for the recursive parser."""
-
-MAX_BITS = 256
-"""Bits of the largest integer (77 digits): a result must not flood the policy's context."""
-
-TOOL_S = 60.0
-"""Longest tool call outside a run."""
+MAX_BITS = 256  # bits of the largest integer (77 digits): a result must not flood the policy's context
+TOOL_S = 60.0  # longest tool call outside a run
 
 
 class ToolCallTracker:
@@ -197,6 +193,7 @@ def _run_calculator(arguments: JSON) -> str:
     return calculate(expression)
 
 
+# Exact arithmetic. The description is short because it is part of every prompt.
 CALCULATOR = Tool(
     ToolSpec(
         "calculator",
@@ -205,4 +202,3 @@ CALCULATOR = Tool(
     ),
     _run_calculator,
 )
-"""Exact arithmetic. The description is short because it is part of every prompt."""

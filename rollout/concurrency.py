@@ -21,27 +21,18 @@ from collections.abc import Sequence
 
 from .engines.base import EngineLoad
 
+# Growth per second, as a share of what the servers decode at once: doubles the initial cap in half a minute.
 GROWTH = 0.03
-"""Growth per second, as a share of what the servers decode at once: doubles the initial cap in half a minute."""
-
-CUT = 0.25
-"""Share of the cap that one second of full congestion takes away."""
-
+CUT = 0.25  # share of the cap that one second of full congestion takes away
+# Queued requests, as a share of those that the servers decode at once, that count as full congestion. Growth and cut balance at a
+# congestion of GROWTH / CUT, a queue of 6 % of the servers' slots: no server idles between episodes, and requests wait little.
 QUEUE_FULL = 0.5
-"""Queued requests, as a share of those that the servers decode at once, that count as full congestion. Growth and cut balance at
-a congestion of GROWTH / CUT, a queue of 6 % of the servers' slots: no server idles between episodes, and requests wait little."""
-
-KV_FREE = 0.80
-"""KV cache usage up to which there is no congestion: sequences in flight still grow."""
-
+KV_FREE = 0.80  # KV cache usage up to which there is no congestion: sequences in flight still grow
+# KV cache usage that counts as full congestion. Beyond it a server preempts sequences and recomputes their KV.
 KV_FULL = 0.95
-"""KV cache usage that counts as full congestion. Beyond it a server preempts sequences and recomputes their KV."""
-
-TURNOVER = 0.1
-"""Share of a used-up cap that may be free: many short episodes end while new leases are on their way."""
-
+TURNOVER = 0.1  # share of a used-up cap that may be free: many short episodes end while new leases are on their way
+# Weight of the newest sample in the congestion: a group that starts sends eight requests at once, which is no congestion.
 MEMORY = 0.5
-"""Weight of the newest sample in the congestion: a group that starts sends eight requests at once, which is no congestion."""
 
 
 class Concurrency:

@@ -30,14 +30,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Largest absolute reward of a step: sums of rewards, their squares and float32 advantages stay finite.
 REWARD_LIMIT = 1e30
-"""Largest absolute reward of a step: sums of rewards, their squares and float32 advantages stay finite."""
-
-CLOSE_S = 30.0
-"""How long an environment may take to release its resources; its episode keeps its slot meanwhile."""
-
-CANCEL_S = 5.0
-"""How long user code may take to end once it is cancelled."""
+CLOSE_S = 30.0  # how long an environment may take to release its resources; its episode keeps its slot meanwhile
+CANCEL_S = 5.0  # how long user code may take to end once it is cancelled
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True):

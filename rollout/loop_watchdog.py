@@ -22,19 +22,13 @@ from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-BLOCK_S = 5.0
-"""Longest stretch without an `await`: it delays the tokens of all other episodes."""
-
-CHECKS = 10
-"""Checks in `BLOCK_S`; all of them must find that the loop has not turned."""
-
+BLOCK_S = 5.0  # longest stretch without an `await`: it delays the tokens of all other episodes
+CHECKS = 10  # checks in `BLOCK_S`; all of them must find that the loop has not turned
+# Ignored by processes without a handler for it; Go's runtime preempts with it for the same reason.
 SIGNAL = signal.SIGURG
-"""Ignored by processes without a handler for it; Go's runtime preempts with it for the same reason."""
-
 PACKAGE = Path(__file__).parent.parent
+# Folders whose code is not interrupted.
 OUR_FOLDERS = ("agents", "buffer", "launch", "learner", "monitor", "rollout", "weightsync")
-"""Folders whose code is not interrupted."""
-
 _user_code_callers: set[CodeType] = set()
 
 

@@ -44,8 +44,7 @@ log = logging.getLogger(__name__)
 
 MakeSession = Callable[[Generate], Session]
 
-OnTokens = Callable[[Completion], None]
-"""Called with every completion that arrived, whole or partial."""
+OnTokens = Callable[[Completion], None]  # called with every completion that arrived, whole or partial
 
 
 class EpisodeResult(msgspec.Struct, frozen=True):

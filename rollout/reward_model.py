@@ -20,19 +20,12 @@ from ..errors import EngineError, with_deadline
 from .engines.base import RequestRejected
 from .engines.http_client import HttpClient
 
-SERVED_AS = "reward"
-"""The name of the model on its server."""
-
-TRIES = 3
-"""Tries of one request: it may be the cause of the server's death."""
-
-SCORE = re.compile(r"score: *(\d+(?:\.\d+)?)", re.ASCII | re.IGNORECASE)
-"""The whole last line of a judge's answer."""
-
+SERVED_AS = "reward"  # the name of the model on its server
+TRIES = 3  # tries of one request: it may be the cause of the server's death
+SCORE = re.compile(r"score: *(\d+(?:\.\d+)?)", re.ASCII | re.IGNORECASE)  # the whole last line of a judge's answer
 HINT = "see the log of the role `reward`; rollout.episode_s sets the deadline"
 
-QUOTED = 80
-"""Characters of a judge's last line that an error quotes."""
+QUOTED = 80  # characters of a judge's last line that an error quotes
 
 
 class ScoredConversation(msgspec.Struct, frozen=True):

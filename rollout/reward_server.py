@@ -13,8 +13,7 @@ from ..errors import ConfigError
 from .engines.vllm import launch as vllm_server
 from .reward_model import SERVED_AS
 
-AUTO_LENGTH = -1
-"""For vLLM: the model's own context, or the longest that fits into the KV cache."""
+AUTO_LENGTH = -1  # for vLLM: the model's own context, or the longest that fits into the KV cache
 
 
 def model_of(config: Config) -> ModelReward:

@@ -37,27 +37,18 @@ from .routing import Assignment, RouteRequest, RoutingTable
 
 log = logging.getLogger(__name__)
 
+# Requests of one worker on a replica beyond those that it decodes at once, so that a free slot is filled without a round trip.
 AHEAD = 4
-"""Requests of one worker on a replica beyond those that it decodes at once, so that a free slot is filled without a round trip."""
-
+# Pause before the second probe in a row of one replica; the first runs at once, and each further pause doubles.
 PROBE_S = 0.25
-"""Pause before the second probe in a row of one replica; the first runs at once, and each further pause doubles."""
-
+# Longest pause between two probes; and how long a replica must have been healthy for its next failure to count as its first.
 BACKOFF_S = 8.0
-"""Longest pause between two probes; and how long a replica must have been healthy for its next failure to count as its first."""
-
-PROBE_IDS = (0, 0)
-"""Prompt that a probe scores: any will do."""
-
+PROBE_IDS = (0, 0)  # prompt that a probe scores: any will do
+# How long the requests of a removed or fenced replica may take to end or fail. A process that exits breaks its connections at
+# once; only a host that vanished sends nothing. Then the requests continue elsewhere with the tokens that have arrived.
 GRACE_S = 0.4
-"""How long the requests of a removed or fenced replica may take to end or fail. A process that exits breaks its connections at
-once; only a host that vanished sends nothing. Then the requests continue elsewhere with the tokens that have arrived."""
-
-LOAD_S = 2.0
-"""Longest wait for a replica to report its load; an older sample means nothing."""
-
-MakeEngine = Callable[[ReplicaInfo], Engine]
-"""Creates a client of a replica; the router closes it."""
+LOAD_S = 2.0  # longest wait for a replica to report its load; an older sample means nothing
+MakeEngine = Callable[[ReplicaInfo], Engine]  # creates a client of a replica; the router closes it
 
 
 class ReplicaConnection:

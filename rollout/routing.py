@@ -24,11 +24,8 @@ import msgspec
 
 from ..weightsync.fleet import Fleet, ReplicaInfo
 
-INITIAL_LENGTH = 64
-"""Expected completion length, in tokens, before any completion was seen."""
-
-LENGTH_DECAY = 0.05
-"""Weight of the newest completion in the expected length, a moving average over about twenty."""
+INITIAL_LENGTH = 64  # expected completion length, in tokens, before any completion was seen
+LENGTH_DECAY = 0.05  # weight of the newest completion in the expected length, a moving average over about twenty
 
 
 class RouteRequest(msgspec.Struct, frozen=True):

@@ -40,8 +40,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     kv_usage: float
 
 
-EMPTY = Completion((), (), (), "abort")
-"""A completion that ended before its first token."""
+EMPTY = Completion((), (), (), "abort")  # a completion that ended before its first token
 
 
 class PartialCompletion(msgspec.Struct):

@@ -25,29 +25,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# How long an idle connection is kept for the next request. Servers keep it longer, lest a request meet a closing socket.
 KEEPALIVE_S = 3.0
-"""How long an idle connection is kept for the next request. Servers keep it longer, lest a request meet a closing socket."""
-
+# How long the servers of a run keep an idle connection; their default of 5 s is too near to `KEEPALIVE_S` on a busy machine.
 SERVER_KEEPALIVE_S = 600
-"""How long the servers of a run keep an idle connection; their default of 5 s is too near to `KEEPALIVE_S` on a busy machine."""
-
-ABORT_S = 5.0
-"""Longest wait for a server to confirm an abort; it takes milliseconds."""
-
+ABORT_S = 5.0  # longest wait for a server to confirm an abort; it takes milliseconds
+# Longest wait for the first chunk of a stream, as a share of `request_s`: a request may queue, and the remaining time must
+# suffice for another replica.
 FIRST_SHARE = 0.5
-"""Longest wait for the first chunk of a stream, as a share of `request_s`: a request may queue, and the remaining time must suffice
-for another replica."""
-
+# Longest wait for each chunk after the first, as a share of `request_s`. A decoding sequence sends one about every second; a swap
+# and the recomputation of its KV delay it by seconds, for large models by many. Ending a stream too early costs one prefill.
 IDLE_SHARE = 0.25
-"""Longest wait for each chunk after the first, as a share of `request_s`. A decoding sequence sends one about every second; a swap
-and the recomputation of its KV delay it by seconds, for large models by many. Ending a stream too early costs one prefill."""
-
-IDLE_LEAST_S = 5.0
-"""Least such wait, in seconds."""
-
-REFUSALS = (400, 413, 422)
-"""Statuses of a wrong request. Others, such as 404, 429 or 503, are about the server."""
-
+IDLE_LEAST_S = 5.0  # least such wait, in seconds
+REFUSALS = (400, 413, 422)  # statuses of a wrong request. Others, such as 404, 429 or 503, are about the server.
 HINT = "see the server's log; rollout.episode_s sets the deadlines"
 
 

@@ -27,17 +27,10 @@ from ...errors import EngineError, PolicyError
 from .base import EngineFailure, PartialCompletion, SamplingParams
 from .http_client import Disconnected, HttpClient
 
-STREAM_INTERVAL = 16
-"""Tokens per chunk of a stream; the first token has its own chunk."""
-
-UNPUSHED = "default"
-"""The version that vLLM and SGLang report for weights that they loaded themselves."""
-
-IMPOSSIBLE = -9999.0
-"""What servers report for a log-prob that is minus infinity or not a number."""
-
-Body = dict[str, Any]
-"""A request in the JSON of its server."""
+STREAM_INTERVAL = 16  # tokens per chunk of a stream; the first token has its own chunk
+UNPUSHED = "default"  # the version that vLLM and SGLang report for weights that they loaded themselves
+IMPOSSIBLE = -9999.0  # what servers report for a log-prob that is minus infinity or not a number
+Body = dict[str, Any]  # a request in the JSON of its server
 
 
 class OutputSpan(msgspec.Struct):

@@ -13,10 +13,7 @@ from .server import launch as own_server
 from .sglang import launch as sglang_server
 from .vllm import launch as vllm_server
 
-LOOPBACK = "127.0.0.1"
-"""The address of a server that only this host uses."""
-
-
+LOOPBACK = "127.0.0.1"  # the address of a server that only this host uses
 LAUNCHES = {Vllm: vllm_server, Sglang: sglang_server, Transformers: own_server, Fake: own_server}
 
 

@@ -37,6 +37,7 @@ from ..server.protocol import Generated, GenerateRequest, Logprob, Logprobs, Wir
 
 log = logging.getLogger(__name__)
 
+# Routes that are one point each; `/inference/v1/generate` is two.
 POINTS = {
     "/health": "health",
     "/pause": "pause",
@@ -45,14 +46,9 @@ POINTS = {
     "/update_weights": "receive",
     "/finish_weight_update": "swap",
 }
-"""Routes that are one point each; `/inference/v1/generate` is two."""
-
-LIE = -1.0
-"""The log-prob in nats of every token in a false score."""
-
-
+LIE = -1.0  # the log-prob in nats of every token in a false score
+# Environment variable with the script, for example `[{at: generate, do: die, nth: 3}]`. Without it nothing goes wrong.
 VARIABLE = "SLIPSTREAM_FAULTS"
-"""Environment variable with the script, for example `[{at: generate, do: die, nth: 3}]`. Without it nothing goes wrong."""
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -73,8 +69,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     replica: Annotated[int, msgspec.Meta(ge=-1)] = -1
 
 
+# Pairs of `at` and `do` that mean nothing: a start and a token have no answer, and no false answer means healthy.
 NO_FAULTS = {("start", "lie"), ("health", "lie"), ("token", "refuse")}
-"""Pairs of `at` and `do` that mean nothing: a start and a token have no answer, and no false answer means healthy."""
 
 
 def read_script() -> tuple[Fault, ...]:

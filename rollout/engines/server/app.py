@@ -26,8 +26,8 @@ from .weights import ModelWeights
 
 T = TypeVar("T")
 
+# Bytes of one request: a prompt of millions of tokens, or the plan of a model of a million tensors.
 BODY_LIMIT = 256 << 20
-"""Bytes of one request: a prompt of millions of tokens, or the plan of a model of a million tensors."""
 
 
 class _InitBody(msgspec.Struct, frozen=True):

@@ -27,8 +27,8 @@ from .protocol import BadRequest, Logprobs, WireChoice, WireSpan, logprob
 
 T = TypeVar("T")
 
+# Default tokens per chunk of a stream: the most that the death of a server costs; larger chunks cost less to send.
 CHUNK = 16
-"""Default tokens per chunk of a stream: the most that the death of a server costs; larger chunks cost less to send."""
 
 
 class _Output:

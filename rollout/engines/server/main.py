@@ -33,8 +33,7 @@ from .launch import Options
 
 log = logging.getLogger("slipstream.rollout.engines.server")
 
-KINDS = {"transformers": "..transformers.engine", "fake": "..fake.engine"}
-"""Kind -> module with `serve`."""
+KINDS = {"transformers": "..transformers.engine", "fake": "..fake.engine"}  # kind -> module with `serve`
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -19,8 +19,8 @@ from ..base import SamplingParams
 from ..http_engine import IMPOSSIBLE
 from .contract import RequestLimits, Sequence
 
+# vLLM's internal name of a request is its id with this prefix; `/abort_requests` takes that name.
 ABORT_PREFIX = "generate-tokens-"
-"""vLLM's internal name of a request is its id with this prefix; `/abort_requests` takes that name."""
 
 
 class BadRequest(Exception):

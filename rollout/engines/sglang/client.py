@@ -23,12 +23,9 @@ from ..http_client import REFUSALS
 from ..http_engine import Body, CompletionStream, HttpEngine, OutputSpan, ServerError
 from .plugin import COMMAND, LOADER
 
-CANARY_PRIORITY = 1
-"""Priority of a score; higher goes first, and completions have 0."""
-
+CANARY_PRIORITY = 1  # priority of a score; higher goes first, and completions have 0
+# Largest top-k of a truncated distribution: beyond 4096, SGLang does not report the distribution that it sampled from.
 SUPPORT = 4000
-"""Largest top-k of a truncated distribution: beyond 4096, SGLang does not report the distribution that it sampled from."""
-
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 PAUSE: dict[Partial, str] = {"recompute": "retract", "keep_kv": "in_place", "abort_resume": "abort"}

@@ -28,23 +28,13 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-NAME = "slipstream"
-"""The name of the entry point; `SGLANG_PLUGINS` names it, so that a server loads no other."""
-
-GROUP = "sglang.srt.plugins"
-"""SGLang's entry point group."""
-
-COMMAND = "slipstream.command"
-"""`load_format` of an `/update_weights_from_tensor` that holds a command and no tensors."""
-
+NAME = "slipstream"  # the name of the entry point; `SGLANG_PLUGINS` names it, so that a server loads no other
+GROUP = "sglang.srt.plugins"  # SGLang's entry point group
+COMMAND = "slipstream.command"  # `load_format` of an `/update_weights_from_tensor` that holds a command and no tensors
+# `load_format` of an `/update_weights_from_tensor` that loads the staged version; `--custom-weight-loader` allows it.
 LOADER = "slipstream.rollout.engines.sglang.receiver.load"
-"""`load_format` of an `/update_weights_from_tensor` that loads the staged version; `--custom-weight-loader` allows it."""
-
-STOP_S = 1.0
-"""How long the thread that watches the schedulers may outlive a server that shuts down normally."""
-
-ABORT_S = 0.01
-"""Between two rounds of aborts in a pause; 1 s in SGLang. One decode step answers an abort."""
+STOP_S = 1.0  # how long the thread that watches the schedulers may outlive a server that shuts down normally
+ABORT_S = 0.01  # between two rounds of aborts in a pause; 1 s in SGLang. One decode step answers an abort.
 
 
 def register() -> None:
@@ -150,6 +140,7 @@ def _no_eos(original: Callable[[Any], set[int] | None], config: Any) -> set[int]
     return set()
 
 
+# SGLang function -> the hook around it.
 HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.update_weights_from_tensor": _send_command,
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation": _pause,
@@ -160,4 +151,3 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept": _report_versions,
     "sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id": _no_eos,
 }
-"""SGLang function -> the hook around it."""

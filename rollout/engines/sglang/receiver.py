@@ -31,8 +31,8 @@ from ....weightsync.staging import Tensors, WeightStaging
 
 HEAD = "lm_head.weight"
 
+# Longest wait for the thread that joins a group, once weights are announced: the learner has joined the group by then.
 JOIN_S = 2.0
-"""Longest wait for the thread that joins a group, once weights are announced: the learner has joined the group by then."""
 
 
 class ReceiverCommand(msgspec.Struct, frozen=True):
@@ -88,11 +88,8 @@ class SglangReceiver:
         return self._staging.take(version)
 
 
-_receiver: SglangReceiver | None = None
-"""The receiver of this process: SGLang calls functions, not objects."""
-
-_ready: Tensors = []
-"""What `load` is about to load."""
+_receiver: SglangReceiver | None = None  # the receiver of this process: SGLang calls functions, not objects
+_ready: Tensors = []  # what `load` is about to load
 
 
 def handle(manager: Any, request: Any, original: Callable[[Any, Any], Any] | None) -> Any:

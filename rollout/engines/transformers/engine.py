@@ -21,14 +21,10 @@ from .attention import PAGED
 from .model_runner import TransformersModelRunner
 from .paging import PAGE
 
-CHECK_TOKENS = 2 * PAGE + 1
-"""Tokens of the prompt that is computed before a server listens: more than one block."""
-
+CHECK_TOKENS = 2 * PAGE + 1  # tokens of the prompt that is computed before a server listens: more than one block
+# Nats by which two ways of computing may differ; unsupported attention differs by several.
 TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5}
-"""Nats by which two ways of computing may differ; unsupported attention differs by several."""
-
-ACTIVATIONS = 0.1
-"""Of the GPU memory that a server may use: the share of forward passes, beside weights and KV cache."""
+ACTIVATIONS = 0.1  # of the GPU memory that a server may use: the share of forward passes, beside weights and KV cache
 
 
 def serve(options: Options) -> EngineServer:

@@ -24,8 +24,7 @@ from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
 from .attention import DecodeGroup, Layout
 
-PAGE = 32
-"""Tokens per KV block. Shared prefixes are whole blocks; chat turns are short."""
+PAGE = 32  # tokens per KV block. Shared prefixes are whole blocks; chat turns are short.
 
 
 class SaltedCache(PagedAttentionCache):

@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "slipstream"
-"""The name of the receiver in `--weight-transfer-config '{"backend": ...}'`."""
-
+BACKEND = "slipstream"  # the name of the receiver in `--weight-transfer-config '{"backend": ...}'`
+# Calls of all workers whose failure leaves the replica working.
 GUARDED = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
-"""Calls of all workers whose failure leaves the replica working."""
 
 
 def register() -> None:

@@ -18,8 +18,8 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+# Operators for which torchvision registers shape functions, even if its library was not loaded.
 OPERATORS = ("nms", "qnms")
-"""Operators for which torchvision registers shape functions, even if its library was not loaded."""
 
 
 class _BeforeTorchvision(MetaPathFinder):
