@@ -74,7 +74,9 @@ async def test_truncated_samples_have_the_truncated_logprobs(
         rows = reference.rows(replica.weights.models[0], prompt, completion)
         if "top_k" in truncation:
             kept = rows.topk(20).values
-            near = rows.masked_fill(rows < kept[:, -1:] - EDGE, -torch.inf)  # an engine keeps 20 of the tokens that tie, or all
+            near = rows.masked_fill(
+                rows < kept[:, -1:] - EDGE, -torch.inf
+            )  # an engine keeps 20 of the tokens that tie, or all
             truncated = [near - kept.logsumexp(-1, keepdim=True), near.log_softmax(-1)]
         else:  # in one of 2000 rows a token lies on the edge, in or out by the last bit of a sum
             truncated = [reference.nucleus(rows, 0.8 + slack) for slack in (-EDGE, EDGE)]
