@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 from collections.abc import Callable, Sequence
@@ -71,8 +72,12 @@ _STYLE: dict[Any, Any] = {
     "lines.solid_capstyle": "round",
 }
 
-MAXIMA = ("mismatch_max", "canary")
-"""Metrics that are maxima: never smoothed."""
+UNSMOOTHED = ("mismatch_max", "canary", "staleness_max", "staleness_mean", "pause_ms", "transfer_ms")
+UNSMOOTHED += ("replicas", "replicas_failed")
+"""Metrics whose single values matter: a maximum must stay visible."""
+
+_ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "columnspacing": 1.4}
+"""Where the legend of a small chart is."""
 
 Draw = Callable[[Axes], None]
 
@@ -92,8 +97,8 @@ def to_svg(figure: Figure) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"(font: [^;\"]*?px) [^;\"]*", r"\1 var(--font)", svg)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
+    for size in ("width", "height"):
+        svg = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", svg)
     for name, color in COLORS.items():
         svg = svg.replace(color, f"var(--{name})")
     return svg
@@ -116,7 +121,7 @@ def reward(rows: Sequence[Row], evaluations: Sequence[EvaluationRecord]) -> Figu
             axes.text(0.5, 0.5, "no step was finished", transform=axes.transAxes, ha="center", color=COLORS["muted"])
             axes.set_xticks([])
         styles = (("muted", (0, (4, 3))), ("green", "-"))
-        for evaluation, (color, dash) in zip(_first_and_last(evaluations), styles, strict=False):
+        for evaluation, (color, dash) in zip([*evaluations[:1], *evaluations[1:][-1:]], styles, strict=False):
             label = f"{evaluation.label}: {evaluation.reward_mean:.3f} ± {evaluation.reward_stderr:.3f}"
             axes.axhline(evaluation.reward_mean, color=COLORS[color], linestyle=dash, linewidth=1.5, label=label)
         axes.set_ylabel("mean reward")
@@ -144,15 +149,8 @@ def staleness(rows: Sequence[Row], bound: int | None) -> Figure | None:
         if bound is not None:
             axes.axvline(bound + 0.5, color=COLORS["red"], linewidth=1.6)
             where = {"xy": (bound + 0.5, 1.0), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-            axes.annotate(
-                f"max_staleness = {bound}",
-                xytext=(-5, -3),
-                ha="right",
-                va="top",
-                color=COLORS["red"],
-                fontsize=8.5,
-                **where,
-            )
+            style = {"xytext": (-5, -3), "ha": "right", "va": "top", "color": COLORS["red"], "fontsize": 8.5}
+            axes.annotate(f"max_staleness = {bound}", **where, **style)
         axes.set_xlim(-0.6, last + 1.0)
         axes.set_ylim(0, max(shares) * 1.28)
         axes.set_xticks(range(last + 1))
@@ -164,20 +162,14 @@ def staleness(rows: Sequence[Row], bound: int | None) -> Figure | None:
     return _styled((4.6, 2.7), [draw])
 
 
-def lines(
-    rows: Sequence[Row], series: Sequence[tuple[str, str, str]], unit: str, *, trend: bool = True
-) -> Figure | None:
-    """Metrics over the steps; `series` are (metric, label, color). `unit` is `%` for shares, else the axis label.
-
-    Without `trend` the values are not smoothed: a maximum must stay visible.
-    """
-    drawn = [(column(rows, name), label, color) for name, label, color in series]
-    if not any(np.isfinite(values).any() for values, _, _ in drawn):
+def lines(rows: Sequence[Row], series: Sequence[tuple[str, str, str]], unit: str) -> Figure | None:
+    """Metrics over the steps; `series` are (metric, label, color). `unit` is `%` for shares, else the axis label."""
+    if not any(_has_data(rows, name) for name, _, _ in series):
         return None
 
     def draw(axes: Axes) -> None:
-        for values, label, color in drawn:
-            _line(axes, rows, values, label, color, trend=trend)
+        for name, label, color in series:
+            _line(axes, rows, name, label, color)
         axes.set_ylim(bottom=0)
         if unit == "%":
             axes.set_ylim(0, 1)
@@ -186,9 +178,7 @@ def lines(
             axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: count(number)))
             axes.set_ylabel(unit)
         axes.set_xlabel("step")
-        axes.legend(
-            loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=len(drawn), handlelength=1.2, columnspacing=1.4
-        )
+        axes.legend(**_ABOVE, ncols=len(series), handlelength=1.2)
 
     return _styled((4.6, 2.7), [draw])
 
@@ -213,30 +203,26 @@ def step_time(rows: Sequence[Row]) -> Figure | None:
         axes.set_xlabel("step")
         axes.margins(x=0.01)
         axes.grid(visible=False, axis="x")
-        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=3, handlelength=1.0, columnspacing=1.4)
+        axes.legend(**_ABOVE, ncols=3, handlelength=1.0)
 
     return _styled((4.6, 2.7), [draw])
 
 
 def small_multiples(rows: Sequence[Row], titles: dict[str, str]) -> Figure | None:
     """One small chart per metric that has data; `titles` are metric -> title."""
-    columns = {name: column(rows, name) for name in titles}
-    present = {name: values for name, values in columns.items() if np.isfinite(values).any()}
+    present = [name for name in titles if _has_data(rows, name)]
     if not present:
         return None
 
-    def one(name: str, values: NDArray[np.float64]) -> Draw:
-        def draw(axes: Axes) -> None:
-            _line(axes, rows, values, None, "blue", trend=name not in MAXIMA)
-            axes.set_title(titles[name], pad=6)
-            axes.yaxis.set_major_locator(MaxNLocator(4))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: count(number)))
-
-        return draw
+    def draw(axes: Axes, name: str) -> None:
+        _line(axes, rows, name, None, "blue")
+        axes.set_title(titles[name], pad=6)
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: count(number)))
 
     wide = min(4, len(present))
-    height = 1.8 * -(-len(present) // wide)
-    return _styled((2.4 * wide, height), [one(name, values) for name, values in present.items()], wide)
+    size = 2.4 * wide, 1.8 * -(-len(present) // wide)
+    return _styled(size, [functools.partial(draw, name=name) for name in present], wide)
 
 
 def _styled(size: tuple[float, float], draws: Sequence[Draw], wide: int = 1) -> Figure:
@@ -250,23 +236,21 @@ def _styled(size: tuple[float, float], draws: Sequence[Draw], wide: int = 1) -> 
         return figure
 
 
-def _line(
-    axes: Axes, rows: Sequence[Row], values: NDArray[np.float64], label: str | None, color: str, *, trend: bool
-) -> None:
-    """The values, faint below their smoothed curve with `trend`; few steps are dots."""
-    steps, ink = column(rows, "step"), COLORS[color]
+def _has_data(rows: Sequence[Row], name: str) -> bool:
+    return bool(np.isfinite(column(rows, name)).any())
+
+
+def _line(axes: Axes, rows: Sequence[Row], name: str, label: str | None, color: str) -> None:
+    """A metric, faint below its smoothed curve; few steps are dots."""
+    steps, values, ink = column(rows, "step"), column(rows, name), COLORS[color]
     if len(rows) < 8:
         axes.plot(steps, values, marker="o", ms=3, label=label, color=ink)
         axes.set_xticks(steps)
-    elif trend:
+    elif name in UNSMOOTHED:
+        axes.plot(steps, values, label=label, color=ink)
+    else:
         axes.plot(steps, values, linewidth=0.8, alpha=0.35, color=ink)
         axes.plot(steps, smooth(values), label=label, color=ink)
-    else:
-        axes.plot(steps, values, label=label, color=ink)
-
-
-def _first_and_last(evaluations: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:
-    return [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else list(evaluations)
 
 
 def _wall_time(axes: Axes, steps: NDArray[np.float64], seconds: NDArray[np.float64]) -> None:

@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -34,7 +33,7 @@ class MetricsWriter:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab")
-            size = _complete_size(path)
+            size = path.read_bytes().rfind(b"\n") + 1
             if size < self._file.tell():
                 log.warning("%s: the last line was torn by a crash and is dropped", path)
                 self._file.truncate(size)
@@ -56,9 +55,7 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -70,8 +67,7 @@ def read_metrics(path: Path) -> list[Row]:
     """
     if not path.is_file():
         return []
-    content = path.read_bytes()
-    lines = content.split(b"\n")
+    lines = path.read_bytes().split(b"\n")
     if lines.pop():
         log.warning("%s: the last line is torn and is ignored", path)
     rows: dict[int, Row] = {}
@@ -93,8 +89,3 @@ def scalars(row: Row) -> dict[str, float]:
             if isinstance(number, int | float) and math.isfinite(number):
                 flat[f"{key}/{sub}" if sub else key] = float(number)
     return flat
-
-
-def _complete_size(path: Path) -> int:
-    """Bytes up to and including the last newline."""
-    return path.read_bytes().rfind(b"\n") + 1

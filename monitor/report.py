@@ -9,6 +9,8 @@ Invariants:
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from markupsafe import Markup
 from ..configs import Config, dump, load
 from . import charts
 from .metrics import Row, read_metrics
-from .series import EvaluationRecord, LedgerTotals, balance, column, elapsed, mean, read_evaluations, staleness_tokens
+from .series import EvaluationRecord, advise, column, elapsed, mean, read_evaluations, staleness_tokens
 from .text import MISSING, count, duration, reward, share
 
 HEALTH = {
@@ -40,23 +42,22 @@ HEALTH = {
     "groups_refilled": "groups of equal rewards refilled",
 }
 
-Series = tuple[tuple[str, str, str], ...]
-"""(metric, label, color) of each line of a chart."""
-
-IDLE: Series = (
-    ("learner_idle", "learner waits for a batch", "orange"),
-    ("rollout_idle", "rollout slots are empty", "blue"),
+LINES = (
+    ("idle", "%", "learner_idle", "learner waits for a batch", "orange"),
+    ("idle", "%", "rollout_idle", "rollout slots are empty", "blue"),
+    ("generation", "tokens/s", "rollout_tokens_per_s", "generated", "blue"),
+    ("generation", "tokens/s", "overlap_tokens_per_s", "generated while the learner stepped", "green"),
+    ("learning", "tokens/s", "learner_tokens_per_s", "learner, context included", "orange"),
+    ("concurrency", "episodes", "slots", "episodes that the workers would play at once", "blue"),
+    ("staleness_by_step", "versions", "staleness_max", "maximum", "orange"),
+    ("staleness_by_step", "versions", "staleness_mean", "mean", "blue"),
+    ("pause", "ms", "pause_ms", "longest pause of a replica", "orange"),
+    ("pause", "ms", "transfer_ms", "transfer", "blue"),
+    ("push", "seconds", "push_s", "whole push", "green"),
+    ("fleet", "replicas", "replicas", "took the push", "blue"),
+    ("fleet", "replicas", "replicas_failed", "did not", "orange"),
 )
-GENERATION: Series = (
-    ("rollout_tokens_per_s", "generated", "blue"),
-    ("overlap_tokens_per_s", "generated while the learner stepped", "green"),
-)
-LEARNING: Series = (("learner_tokens_per_s", "learner, context included", "orange"),)
-CONCURRENCY: Series = (("slots", "episodes that the workers would play at once", "blue"),)
-STALENESS: Series = (("staleness_max", "maximum", "orange"), ("staleness_mean", "mean", "blue"))
-PAUSE: Series = (("pause_ms", "longest pause of a replica", "orange"), ("transfer_ms", "transfer", "blue"))
-PUSH: Series = (("push_s", "whole push", "green"),)
-FLEET: Series = (("replicas", "took the push", "blue"), ("replicas_failed", "did not", "orange"))
+"""Chart, unit, and of each of its lines the metric, label and color."""
 
 
 class ReportPaths(msgspec.Struct, frozen=True):
@@ -64,21 +65,6 @@ class ReportPaths(msgspec.Struct, frozen=True):
 
     html: Path
     png: Path
-
-
-class StalenessSummary(msgspec.Struct, frozen=True):
-    """Staleness of all trained tokens, in versions."""
-
-    mean: float
-    max: int
-
-
-class LedgerPart(msgspec.Struct, frozen=True):
-    """One colored part of the ledger's bar."""
-
-    name: str
-    tokens: int
-    color: str
 
 
 def write_report(folder: Path, ledger: Mapping[str, Any] | None = None) -> ReportPaths:
@@ -94,7 +80,6 @@ def write_report(folder: Path, ledger: Mapping[str, Any] | None = None) -> Repor
     config_path = folder / "config.yaml"
     config = load(str(config_path)) if config_path.is_file() else None
     rows, evaluations = read_metrics(folder / "metrics.jsonl"), read_evaluations(folder / "evaluations.json")
-    totals = None if ledger is None else msgspec.convert(ledger, LedgerTotals)
     report = ReportPaths(html=folder / "report.html", png=folder / "reward.png")
     charts.save_png(charts.reward(rows, evaluations), report.png)
     values = {
@@ -104,7 +89,7 @@ def write_report(folder: Path, ledger: Mapping[str, Any] | None = None) -> Repor
         "yaml": dump(config) if config else "",
         **_training(rows, config),
         **_evaluations(evaluations),
-        **_ledger(totals, rows),
+        **_ledger(ledger, rows),
     }
     report.html.write_text(_template().render(values), encoding="utf-8")
     return report
@@ -126,28 +111,23 @@ def _template() -> jinja2.Template:
 
 def _charts(rows: Sequence[Row], evaluations: Sequence[EvaluationRecord], config: Config | None) -> dict[str, Markup]:
     """Every chart as SVG, empty where it has no data."""
-    bound = config.buffer.max_staleness if config else None
     figures = {
         "reward": charts.reward(rows, evaluations),
-        "idle": charts.lines(rows, IDLE, "%"),
         "step_time": charts.step_time(rows),
-        "generation": charts.lines(rows, GENERATION, "tokens/s"),
-        "learning": charts.lines(rows, LEARNING, "tokens/s"),
-        "concurrency": charts.lines(rows, CONCURRENCY, "episodes"),
-        "staleness": charts.staleness(rows, bound),
-        "staleness_by_step": charts.lines(rows, STALENESS, "versions", trend=False),
-        "pause": charts.lines(rows, PAUSE, "ms", trend=False),
-        "push": charts.lines(rows, PUSH, "seconds"),
-        "fleet": charts.lines(rows, FLEET, "replicas", trend=False),
+        "staleness": charts.staleness(rows, config.buffer.max_staleness if config else None),
         "health": charts.small_multiples(rows, HEALTH),
     }
+    for (name, unit), series in itertools.groupby(LINES, operator.itemgetter(0, 1)):
+        figures[name] = charts.lines(rows, [line[2:] for line in series], unit)
     return {name: Markup("" if figure is None else charts.to_svg(figure)) for name, figure in figures.items()}
 
 
 def _training(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
     """What the rows of metrics amount to."""
-    tokens, found = staleness_tokens(rows), balance(rows, config) if config else None
-    total, canary = sum(tokens.values()), column(rows, "canary")
+    tokens, canary = staleness_tokens(rows), column(rows, "canary")
+    total = sum(tokens.values())
+    average = sum(staleness * number for staleness, number in tokens.items()) / max(total, 1)
+    largest = max((staleness for staleness, number in tokens.items() if number), default=0)
     rollout, overlap = mean(column(rows, "rollout_tokens_per_s")), mean(column(rows, "overlap_tokens_per_s"))
     speed = {"rollout": rollout, "learner": mean(column(rows, "learner_tokens_per_s"))}
     return {
@@ -155,13 +135,8 @@ def _training(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
         "seconds": float(elapsed(rows)[-1]) if rows else 0.0,
         "speed": speed | {"overlap": overlap / rollout if rollout and overlap is not None else None},
         "canary": float(canary.max()) if mean(canary) is not None else None,
-        "advice": found.sentence if found else "",
-        "staleness": StalenessSummary(
-            sum(staleness * number for staleness, number in tokens.items()) / total,
-            max(staleness for staleness, number in tokens.items() if number),
-        )
-        if total
-        else None,
+        "advice": advise(rows, config) if config else "",
+        "staleness": {"mean": average, "max": largest} if total else None,
     }
 
 
@@ -176,21 +151,20 @@ def _evaluations(evaluations: Sequence[EvaluationRecord]) -> dict[str, Any]:
     return {"evaluations": evaluations, "first": first, "last": last, "change": change, "outcomes": outcomes}
 
 
-def _ledger(ledger: LedgerTotals | None, rows: Sequence[Row]) -> dict[str, Any]:
+def _ledger(ledger: Mapping[str, Any] | None, rows: Sequence[Row]) -> dict[str, Any]:
     """The accounts, the parts of the bar, and by how many tokens they differ from `generated`."""
     if ledger is None:
         return {"ledger": None, "tokens": sum(row.get("tokens_trained") or 0 for row in rows)}
-    rest = {"ready": ledger.ready, "in flight": ledger.in_flight}
-    discarded = {f"discarded: {reason}": tokens for reason, tokens in ledger.discarded.items()}
-    withheld = {f"withheld: {reason}": tokens for reason, tokens in ledger.withheld.items()}
-    bar = {"trained": ledger.trained, "withheld": sum(ledger.withheld.values())} | rest
-    colors = zip(bar.items(), ("green", "orange", "blue", "muted"), strict=True)
-    parts = [LedgerPart(name, tokens, color) for (name, tokens), color in colors]
-    parts += [LedgerPart(name, tokens, "red") for name, tokens in discarded.items()]
+    trained, rest = {"trained": ledger["trained"]}, {"ready": ledger["ready"], "in flight": ledger["in_flight"]}
+    discarded = {f"discarded: {reason}": tokens for reason, tokens in ledger["discarded"].items()}
+    withheld = {f"withheld: {reason}": tokens for reason, tokens in ledger["withheld"].items()}
+    bar = trained | {"withheld": sum(withheld.values())} | rest | discarded
+    colors = {"trained": "green", "withheld": "orange", "ready": "blue", "in flight": "muted"}
+    parts = [{"name": name, "tokens": n, "color": colors.get(name, "red")} for name, n in bar.items()]
     return {
         "ledger": ledger,
-        "tokens": ledger.generated,
+        "tokens": ledger["generated"],
         "parts": parts,
-        "accounts": {"trained": ledger.trained} | withheld | rest | discarded,
-        "difference": sum(part.tokens for part in parts) - ledger.generated,
+        "accounts": trained | withheld | rest | discarded,
+        "difference": sum(bar.values()) - ledger["generated"],
     }

@@ -53,26 +53,6 @@ class EvaluationRecord(msgspec.Struct, frozen=True):
     environments: dict[str, EvaluationRow] = {}
 
 
-class LedgerTotals(msgspec.Struct, frozen=True):
-    """Every generated token by account; `closes` is the ledger's own verdict."""
-
-    generated: int
-    in_flight: int
-    ready: int
-    trained: int
-    withheld: dict[str, int]
-    discarded: dict[str, int]
-    closes: bool = True
-
-
-class IdleBalance(msgspec.Struct, frozen=True):
-    """Idle shares of both sides after the first step, and what to do about them."""
-
-    learner_idle: float
-    rollout_idle: float
-    sentence: str
-
-
 def read_evaluations(path: Path) -> list[EvaluationRecord]:
     """Evaluations in their order; empty where there is no file. Raises StoreError where the file is not valid."""
     if not path.is_file():
@@ -121,18 +101,17 @@ def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.array([np.nan if value is None else value for value in means], dtype=np.float64)
 
 
-def balance(rows: Sequence[Row], config: Config) -> IdleBalance | None:
-    """Which side is starved and the one key to change; None without a step. The first step, which waits for the first episodes, is
+def advise(rows: Sequence[Row], config: Config) -> str:
+    """Which side is starved and the one key to change; empty without a step. The first step, which waits for the first episodes, is
     excluded where there are others."""
     steady = rows[1:] or rows
     learner, rollout = mean(column(steady, "learner_idle")), mean(column(steady, "rollout_idle"))
     if learner is None or rollout is None:
-        return None
+        return ""
     waited = f"The learner waited {share(learner)} of the time for batches; {share(rollout)} of the episode slots were empty."
     replicas = mean(column(steady, "replicas"))
     served = config.rollout.engine.replicas if replicas is None else max(1, round(replicas))
-    advice = _advice(learner > IDLE, rollout > IDLE, mean(column(steady, "slots")), served, config)
-    return IdleBalance(learner, rollout, f"{waited} {advice}")
+    return f"{waited} {_advice(learner > IDLE, rollout > IDLE, mean(column(steady, 'slots')), served, config)}"
 
 
 def _advice(learner_starved: bool, rollout_starved: bool, slots: float | None, replicas: int, config: Config) -> str:

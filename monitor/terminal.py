@@ -8,10 +8,10 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter, deque
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -48,9 +48,7 @@ class View:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return None
 
 
@@ -120,7 +118,7 @@ class TerminalView(View):
         self._row = row
         if row.get("reward_mean") is not None:
             self._rewards.append(row["reward_mean"])
-        log.info("%s", step_line(row, self._config, self._first_reward))
+        log.info("%s", step_line(row, self._config, next(iter(self._rewards), None)))
         self._progress.update(self._task, completed=int(row.get("step", 0)))
 
     def status(self, role: str, text: str) -> None:
@@ -131,37 +129,26 @@ class TerminalView(View):
         self._events.append(f"{time.strftime('%H:%M:%S')}  {text}")
 
     def __enter__(self) -> Self:
-        self._live.__enter__()
+        self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
-
-    @property
-    def _first_reward(self) -> float | None:
-        return self._rewards[0] if self._rewards else None
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
 
     def _draw(self) -> RenderableType:
-        parts: list[RenderableType] = [
-            self._progress,
-            *(self._numbers() if self._row else [Text("no step yet", "dim")]),
-        ]
+        numbers = self._numbers() if self._row else [Text("no step yet", "dim")]
         status = _by_kind(self._status)
         width = max(map(len, status), default=0) + 2
-        if status:
-            parts.append(Text())
-            parts += [_line((f"{role:{width}}", "cyan"), text) for role, text in sorted(status.items())]
-        if self._events:
-            parts += [Text(), *(_line((event, "yellow")) for event in self._events)]
-        return Group(*parts)
+        roles = [_line((f"{role:{width}}", "cyan"), text) for role, text in sorted(status.items())]
+        events = [_line((event, "yellow")) for event in self._events]
+        blocks = ([Text(), *lines] for lines in (roles, events) if lines)
+        return Group(self._progress, *numbers, *itertools.chain.from_iterable(blocks))
 
     def _numbers(self) -> list[Text]:
         """One line each for reward, staleness, rollout and learner; a narrow terminal cuts them at the right."""
         row = self._row
         now, staleness = row.get("reward_mean"), _staleness(row, self._config.buffer.max_staleness)
-        change = f"{_change(now, self._first_reward)} since the first step   "
+        change = f"{_change(now, next(iter(self._rewards), None))} since the first step   "
         curve = (sparkline(self._rewards, SPARK_WIDTH), "green")
         lines = [
             _line(f"{'reward':11}", (f"{reward(now):14}", "bold green"), change, curve),

@@ -85,10 +85,8 @@ class Wandb:
         self._run.finish()
 
 
-_TRACKERS: dict[str, tuple[str, Callable[[Path, Config], Tracker]]] = {
-    "tensorboard": ("tensorboard", TensorBoard),
-    "wandb": ("wandb", Wandb),
-}
+_TRACKERS: dict[str, Callable[[Path, Config], Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb}
+"""By name, which is also that of the package."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -96,17 +94,16 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in _TRACKERS:
             raise ConfigError(f"run.trackers: {name!r} is unknown; allowed: {', '.join(_TRACKERS)}")
-        package, _ = _TRACKERS[name]
-        if importlib.util.find_spec(package) is None:
+        if importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"run.trackers: {name} needs the package {package}; run pip install -e .[trackers], or remove it"
+                f"run.trackers: {name} needs the package {name}; run pip install -e .[trackers], or remove it"
             )
 
 
 def open_trackers(names: Sequence[str], folder: Path, config: Config) -> list[Tracker]:
     """Open the named trackers in the run folder. Raises ConfigError as `check_trackers`."""
     check_trackers(names)
-    return [_TRACKERS[name][1](folder, config) for name in names]
+    return [_TRACKERS[name](folder, config) for name in names]
 
 
 def _logged_in(base_url: str) -> bool:
