@@ -3,8 +3,8 @@
 Invariants:
 - Each message says what happened, to what, and what to do; it fits on one line, because the command line prints it alone.
 - `exit_code` is what the command line returns: 2 for bad input (nothing was started), 1 for a run that failed.
-- No wait in Slipstream is without a deadline: await through `within`, which names the waiter and what it waited for. One that ends
-  with its caller alone is at least told of, by `Waiting`. `slipstream waits` shows both.
+- Every wait has a deadline: `with_deadline` names the waiter and what it waits for. One that ends only with its caller is a
+  `TrackedWait`. `slipstream waits` shows both.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ T = TypeVar("T")
 
 
 class SlipstreamError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all errors raised on purpose. `final` where starting the process again could not help."""
 
     exit_code = 1
     final = False
-    """Whether starting the process again could not help."""
+
+    def __init__(self, message: str = "", *, final: bool | None = None) -> None:
+        super().__init__(message)
+        self.final = self.final if final is None else final
 
 
 class ConfigError(SlipstreamError):
@@ -60,9 +63,7 @@ class WireError(SlipstreamError):
 class StoreError(SlipstreamError):
     """The durable store could not be opened, written or read. Not `final` where that may pass: another process held the file."""
 
-    def __init__(self, message: str, *, final: bool = True) -> None:
-        super().__init__(message)
-        self.final = final
+    final = True
 
 
 class StateError(SlipstreamError):
@@ -94,12 +95,9 @@ class EvaluationError(SlipstreamError):
 
 
 class LearnerError(SlipstreamError):
-    """The learner cannot step, save or load. Not `final` where that may pass: another rank is gone, or a disk is full. Else it
-    would come again, since a learner that is started again is handed the same batch."""
+    """The learner cannot step, save or load. Not `final` where that may pass: another rank is gone, or a disk is full."""
 
-    def __init__(self, message: str, *, final: bool = True) -> None:
-        super().__init__(message)
-        self.final = final
+    final = True
 
 
 class CheckpointError(LearnerError):
@@ -117,9 +115,6 @@ class DeadlineExceeded(SlipstreamError):
 
     def __init__(self, who: str, waited_for: str, seconds: float, hint: str) -> None:
         super().__init__(f"{who} waited {seconds:g} s for {waited_for}; {hint}")
-        self.who = who
-        self.waited_for = waited_for
-        self.seconds = seconds
 
 
 class Interrupted(Exception):  # not an error of the program: a signal asked it to stop

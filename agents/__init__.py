@@ -1,22 +1,12 @@
 """Agents: the contract, the token-in-token-out session, and the built-in agents."""
 
-from .base import Agent, Completion, ContextExhausted, Generate, Policy
-from .conversations import Conversation, read_conversations
-from .demonstrations import RenderedDemonstration, render_demonstration
-from .registry import load_agent, load_renderer
-from .session import Session
-
-__all__ = [
-    "Agent",
-    "Completion",
-    "ContextExhausted",
-    "Conversation",
-    "Generate",
-    "Policy",
-    "RenderedDemonstration",
-    "Session",
-    "load_agent",
-    "load_renderer",
-    "read_conversations",
-    "render_demonstration",
-]
+from .base import Agent as Agent
+from .base import Completion as Completion
+from .base import ContextExhausted as ContextExhausted
+from .base import Policy as Policy
+from .conversations import read_conversations as read_conversations
+from .demonstrations import Demonstration as Demonstration
+from .demonstrations import render_demonstration as render_demonstration
+from .registry import load_agent as load_agent
+from .registry import load_renderer as load_renderer
+from .session import Session as Session

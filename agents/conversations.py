@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -17,14 +17,7 @@ import msgspec
 
 from ..envs.base import JSON, Message, Observation, ToolCall, ToolSpec
 from ..errors import ConfigError
-
-
-class Conversation(msgspec.Struct, frozen=True):
-    """Line `number` of its file: the messages before the assistant's first, and all messages from that one on."""
-
-    number: int
-    opening: Observation
-    messages: tuple[Message, ...]
+from .demonstrations import Demonstration
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,31 +63,31 @@ class _InvalidLine(Exception):
     """A line that is not a conversation; the message says why."""
 
 
-def read_conversations(key: str, path: str) -> Iterator[Conversation]:
+def read_conversations(key: str, path: str) -> Iterator[Demonstration]:
     """The conversations of the file at `path`, which the config names at `key`; blank lines are skipped.
 
     Raises:
         ConfigError: it cannot be read, holds no conversation, or a line is not one that starts with another role than the assistant
             and ends with the assistant, who never speaks twice in a row.
     """
-    count = 0
+    empty = True
     try:
         with Path(path).open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
-                count += 1
+                empty, where = False, f"{key}: {path}:{number}"
                 try:
-                    yield _conversation(number, msgspec.json.decode(line, type=_Line))
+                    yield where, *_conversation(msgspec.json.decode(line, type=_Line))
                 except (msgspec.MsgspecError, UnicodeDecodeError, _InvalidLine) as error:
-                    raise ConfigError(f"{key}: {path}:{number}: {error}") from None
+                    raise ConfigError(f"{where}: {error}") from None
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error.strerror or error}") from None
-    if not count:
+    if empty:
         raise ConfigError(f'{key}: {path} holds no conversation; write one a line, as {{"messages": [...]}}')
 
 
-def _conversation(number: int, line: _Line) -> Conversation:
+def _conversation(line: _Line) -> tuple[Observation, list[Message]]:
     messages = [_message(index, message) for index, message in enumerate(line.messages)]
     roles = [message.role for message in messages]
     if "assistant" not in roles:
@@ -109,11 +102,9 @@ def _conversation(number: int, line: _Line) -> Conversation:
             raise _InvalidLine(
                 f"messages[{index - 1}] and messages[{index}] are both the assistant's; join them into one"
             )
-    return Conversation(
-        number=number,
-        opening=Observation(tuple(messages[:first]), _tools(line.tools or ())),
-        messages=tuple(messages[first:]),
-    )
+    tools = [tool.function for tool in line.tools or ()]
+    specs = tuple(ToolSpec(tool.name, tool.description, tool.parameters) for tool in tools)
+    return Observation(tuple(messages[:first]), specs), messages[first:]
 
 
 def _message(index: int, message: _ChatMessage) -> Message:
@@ -127,9 +118,7 @@ def _message(index: int, message: _ChatMessage) -> Message:
     return Message(
         role=message.role,
         content=message.content or "",
-        tool_calls=tuple(
-            ToolCall(call.function.name, _arguments(index, call.function.arguments), call.id) for call in calls
-        ),
+        tool_calls=tuple(ToolCall(c.function.name, _arguments(index, c.function.arguments), c.id) for c in calls),
         tool_call_id=message.tool_call_id,
         name=message.name,
     )
@@ -143,7 +132,3 @@ def _arguments(index: int, arguments: str | JSON) -> JSON:
         return msgspec.json.decode(arguments, type=JSON)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _InvalidLine(f"messages[{index}] calls a tool with arguments that are no JSON object: {error}") from None
-
-
-def _tools(tools: Sequence[_Tool]) -> tuple[ToolSpec, ...]:
-    return tuple(ToolSpec(t.function.name, t.function.description, t.function.parameters) for t in tools)

@@ -17,6 +17,9 @@ from ..envs.base import Message, Observation
 from ..errors import PolicyError
 from .session import to_chat, to_tools
 
+Demonstration = tuple[str, Observation, Sequence[Message]]
+"""Where a conversation is from, the observation that opens it, and its messages from the assistant's first on."""
+
 
 class RenderedDemonstration(msgspec.Struct, frozen=True):
     """T tokens and, for each, whether it carries loss."""

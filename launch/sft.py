@@ -40,7 +40,6 @@ from .run_context import RunContext
 
 if TYPE_CHECKING:
     from ..learner.sft import Example, SftResult
-    from .supervisor.factory import Shown
 
 log = logging.getLogger(__name__)
 
@@ -100,14 +99,14 @@ def make_examples(config: SftConfig) -> list[Example]:
     Raises:
         ConfigError: a line of the file or a task of the environment cannot be used, or there is no demonstration.
     """
-    from ..agents import load_renderer, render_demonstration
+    from ..agents import load_renderer, read_conversations, render_demonstration
     from ..learner.model import load_tokenizer
     from .supervisor.factory import make_demonstrations
 
-    agent = config.agent
+    agent, path = config.agent, config.sft.messages
     renderer = load_renderer(agent.renderer, load_tokenizer(config.model.path), thinking=agent.thinking)
     examples: list[Example] = []
-    for where, opening, messages in _read(config.sft.messages) if config.sft.messages else make_demonstrations(config):
+    for where, opening, messages in read_conversations("sft.messages", path) if path else make_demonstrations(config):
         try:
             rendered = render_demonstration(renderer, opening, messages)
         except Exception as error:  # each chat format has its own errors
@@ -119,13 +118,6 @@ def make_examples(config: SftConfig) -> list[Example]:
             )
         examples.append((rendered.token_ids, rendered.loss_mask))
     return examples
-
-
-def _read(path: str) -> Iterator[Shown]:
-    from ..agents import read_conversations
-
-    for conversation in read_conversations("sft.messages", path):
-        yield f"sft.messages: {path}:{conversation.number}", conversation.opening, conversation.messages
 
 
 def train(config: SftConfig, examples: list[Example], work: Path, print_line: PrintLine) -> None:

@@ -31,8 +31,8 @@ CLIENT_FACTORY = "SLIPSTREAM_BUFFER_CLIENT"
 if TYPE_CHECKING:
     import torch
 
+    from ...agents import Demonstration
     from ...buffer.client import BufferClient
-    from ...envs import Message, Observation
     from ...envs.simple import Split
     from ...learner.aux_models.aux_models import AuxModels
     from ...learner.aux_models.base import RankModel
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from ...rollout.reward_model import RewardModel
     from ...rollout.router import Router
     from ...weightsync.publisher import Publisher
-
-    Shown = tuple[str, Observation, Sequence[Message]]
-    """Where a conversation is from, the observation that opens it, and its messages."""
 
 BUCKET_BYTES = 64 << 20
 """Largest bucket of tensors in a weight broadcast; the receiver holds one next to its KV cache."""
@@ -236,7 +233,7 @@ def make_critic(config: Config) -> Backend:
     return Critic(config.model, config.learner.optimizer, held, temperature=1.0, timeout_s=collective_s(config))
 
 
-def make_demonstrations(config: SftConfig) -> Iterator[Shown]:
+def make_demonstrations(config: SftConfig) -> Iterator[Demonstration]:
     """`sft.demonstrations` conversations from the training tasks; of a mixture, by share among the environments that have any.
 
     Raises:
