@@ -32,7 +32,8 @@ from ..agents.base import Completion
 from ..configs.schema import Partial
 from ..errors import DeadlineExceeded, EngineError, with_deadline
 from ..weightsync.fleet import Fleet, ReplicaInfo
-from .engines.base import Engine, EngineFailure, EngineLoad, PartialCompletion, RequestRejected, SamplingParams
+from .engines.base import EngineFailure, EngineLoad, PartialCompletion, RequestRejected, SamplingParams
+from .engines.http_engine import HttpEngine
 from .routing import Assignment, RouteRequest, RoutingTable
 
 log = logging.getLogger(__name__)
@@ -48,13 +49,13 @@ PROBE_IDS = (0, 0)  # prompt that a probe scores: any will do
 # once; only a host that vanished sends nothing. Then the requests continue elsewhere with the tokens that have arrived.
 GRACE_S = 0.4
 LOAD_S = 2.0  # longest wait for a replica to report its load; an older sample means nothing
-MakeEngine = Callable[[ReplicaInfo], Engine]  # creates a client of a replica; the router closes it
+MakeEngine = Callable[[ReplicaInfo], HttpEngine]  # creates a client of a replica; the router closes it
 
 
 class ReplicaConnection:
     """The client of one incarnation of one replica. `idle` is set while it has no request in flight."""
 
-    def __init__(self, info: ReplicaInfo, engine: Engine) -> None:
+    def __init__(self, info: ReplicaInfo, engine: HttpEngine) -> None:
         self.info = info
         self.engine = engine
         self.in_flight = 0

@@ -56,7 +56,7 @@ CANCEL_RESUME_S = 1.0
 
 
 class ReplicaControl(Protocol):
-    """What a push calls on an inference server; every `Engine` is one. Methods raise EngineError or DeadlineExceeded."""
+    """What a push calls on an inference server; every `HttpEngine` is one. Methods raise EngineError or DeadlineExceeded."""
 
     name: str
     ranks: int

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ...learner.aux_models.aux_models import AuxModels
     from ...learner.aux_models.base import RankModel
     from ...learner.backend import Backend, Scorer
-    from ...rollout.engines.base import Engine
+    from ...rollout.engines.http_engine import HttpEngine
     from ...rollout.player import EpisodePlayer
     from ...rollout.reward_model import RewardModel
     from ...rollout.router import Router
@@ -47,7 +47,7 @@ BUCKET_BYTES = 64 << 20
 """Largest bucket of tensors in a weight broadcast; the receiver holds one next to its KV cache."""
 
 
-def make_engine(context: RunContext, replica: ReplicaInfo) -> Engine:
+def make_engine(context: RunContext, replica: ReplicaInfo) -> HttpEngine:
     """A client of `replica`."""
     from ...learner.model import vocabulary_size
 

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable
 
 from ...errors import DeadlineExceeded, with_deadline
-from ...rollout.engines.base import Engine
+from ...rollout.engines.http_engine import HttpEngine
 from ...rpc.pubsub import StateSubscriber
 from ...weightsync.fleet import Fleet, ReplicaInfo, ReplicaReport
 from ...weightsync.publisher import Publisher
@@ -26,12 +26,12 @@ class PushTargets:
     publisher: Publisher
 
     def __init__(
-        self, make_engine: Callable[[ReplicaInfo], Engine], report: Callable[[tuple[ReplicaReport, ...]], None]
+        self, make_engine: Callable[[ReplicaInfo], HttpEngine], report: Callable[[tuple[ReplicaReport, ...]], None]
     ) -> None:
         self.joined = asyncio.Event()
         self._make_engine = make_engine
         self._report = report
-        self._engines: dict[str, tuple[int, Engine]] = {}
+        self._engines: dict[str, tuple[int, HttpEngine]] = {}
         self._reports: dict[str, ReplicaReport] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -74,7 +74,7 @@ class PushTargets:
             self._reports[name] = ReplicaReport(name, self._engines[name][0], version, missed, why)
             self._report(tuple(self._reports.values()))
 
-    def _close(self, engine: Engine) -> None:
+    def _close(self, engine: HttpEngine) -> None:
         closing = asyncio.create_task(engine.close(), name=f"closing {engine.name}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)

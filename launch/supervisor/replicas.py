@@ -21,7 +21,7 @@ from typing import Any
 
 from ...errors import ConfigError, RoleDied, with_deadline
 from ...monitor.terminal import View
-from ...rollout.engines.base import Engine
+from ...rollout.engines.http_engine import HttpEngine
 from ...weightsync.fleet import Fleet, ReplicaInfo, ReplicaReport
 from ..launchers.local import Launcher, Placement
 from .fleet import FleetState, ReplicaListing
@@ -64,7 +64,7 @@ class ReplicaManager:
         view: View,
         *,
         environment: Callable[[str, Placement], dict[str, str]],
-        make_engine: Callable[[ReplicaInfo], Engine],
+        make_engine: Callable[[ReplicaInfo], HttpEngine],
         probe_path: str,
         gpus: int,
         pushed: bool,

@@ -1,13 +1,15 @@
-"""Base of the clients of all inference servers: the checks of the engine contract, and a completion as it arrives.
+"""The engine contract: what Slipstream asks of an inference server of any kind, and a completion as it arrives from one.
 
 Invariants:
-- A completion is checked before it is returned: one finite log-prob per token, spans that cover every token.
+- Token ids in, token ids out. Neither side tokenizes.
+- A completion is checked before it is returned: one finite log-prob per token, version spans that cover every token. The server
+  reports the spans; the client never guesses them.
 - Prompts that would kill a server (most servers do not check ids) are refused before they are sent.
 - A request has a unique id. One whose caller was cancelled, or whose deadline passed, is aborted before the call ends.
 - Completions are streamed: the death of a server costs few tokens. With our plugin each chunk has the versions of all tokens
-  so far; without it only the last one does.
-- An interrupted completion keeps the tokens whose versions were reported, no others.
+  so far; without it only the last one does. An interrupted completion keeps the tokens whose versions were reported, no others.
 - Only requests with an equal salt share cached prefixes: without it servers share them across weights.
+- Weights are replaced only while paused, so that a span boundary is exact.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from ...agents.base import Completion, FinishReason
 from ...buffer.trajectory import VersionSpan
 from ...configs.schema import Partial
 from ...errors import EngineError, PolicyError
-from .base import EngineFailure, PartialCompletion, SamplingParams
+from ...weightsync.plan import GroupPlan, TransferPlan
+from .base import EngineFailure, EngineLoad, PartialCompletion, SamplingParams
 from .http_client import Disconnected, HttpClient
 
 STREAM_INTERVAL = 16  # tokens per chunk of a stream; the first token has its own chunk
@@ -53,7 +56,8 @@ class _WeightVersion(msgspec.Struct):
 
 
 class HttpEngine(HttpClient, ABC):
-    """One server; subclasses speak the protocol of one kind.
+    """A client of one replica; subclasses speak the protocol of one kind of server. Every method raises EngineError, or
+    DeadlineExceeded when the server does not answer. `close` ends completions in flight with EngineFailure and aborts them.
 
     Args:
         url: `http://host:port`.
@@ -63,15 +67,16 @@ class HttpEngine(HttpClient, ABC):
             in a trajectory must not be guessed.
         request_s: longest wait for a completion or a control call.
         push_s: longest wait for one call of a weight push.
-        ranks: processes that hold a shard of the replica's weights.
+        ranks: processes that each hold a shard of the replica's weights, and join a broadcast group.
         partial: what weight pushes do with requests under way; with `keep_kv` spans name the version of the KV used.
-        scores_paused: whether the server computes scores while paused: the own server does, vLLM and SGLang do not.
+        scores_paused: whether the server computes scores while paused (our own does, vLLM and SGLang do not). Then no request
+            samples from weights before the canary verified them; else requests under way do so right after the resume.
     """
 
-    stages = True
-
+    stages = True  # whether the replica generates while it receives weights; else it is paused before `receive_weights`
     generate_path: ClassVar[str]
     version_path: ClassVar[str]
+    stream_type: ClassVar[type[CompletionStream]]
 
     def __init__(
         self,
@@ -101,10 +106,6 @@ class HttpEngine(HttpClient, ABC):
         """The body of a streamed completion."""
 
     @abstractmethod
-    def completion_stream(self, sampling: SamplingParams) -> CompletionStream:
-        """What receives its chunks."""
-
-    @abstractmethod
     def score_request(self, token_ids: Sequence[int], salt: str) -> Body:
         """The body of a request for the log-probs of a prompt. It goes before completions."""
 
@@ -116,6 +117,31 @@ class HttpEngine(HttpClient, ABC):
     def abort_request(self, body: Body) -> tuple[str, Body]:
         """Path and body of the request that aborts `body`."""
 
+    @abstractmethod
+    async def get_load(self) -> EngineLoad: ...
+
+    @abstractmethod
+    async def pause(self, mode: Partial) -> None:
+        """Stop stepping. `recompute`: requests stay, their KV and every cached prefix is dropped and recomputed with the next
+        weights. `keep_kv`: requests and KV stay. `abort_resume`: requests end at once with the tokens they have."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Step again; no effect on a server that is not paused."""
+
+    @abstractmethod
+    async def join_group(self, plan: GroupPlan) -> None:
+        """Join a broadcast group with the learner, leaving any other. Blocks until the group is complete."""
+
+    @abstractmethod
+    async def receive_weights(self, plan: TransferPlan) -> None:
+        """Begin to stage one version's tensors; the old weights keep serving. Each rank sends an ack to `plan.acks` when it holds
+        all of them and they match `plan.checksum`, or why not."""
+
+    @abstractmethod
+    async def swap_weights(self, version: int) -> None:
+        """Load the staged tensors and serve them as `version`. Call while paused."""
+
     async def generate(
         self,
         token_ids: Sequence[int],
@@ -124,12 +150,22 @@ class HttpEngine(HttpClient, ABC):
         version: int | None = None,
         growing: PartialCompletion | None = None,
     ) -> Completion:
-        """See `Engine.generate`."""
+        """Sample a completion; one that `pause("abort_resume")` or a drain cut short ends with `abort`.
+
+        `version` is the version that the caller expects: only requests with an equal one share cached prefixes, so that none uses
+        keys and values of other weights; without it no prefix is shared. When the caller is cancelled, the request ends on the
+        server; the tokens that arrived before that, or before a deadline, are in `growing`.
+
+        Raises:
+            PolicyError: an id outside the vocabulary, or no room in the context for another token.
+            RequestRejected: the server refuses the request.
+            EngineFailure: the server failed, or stopped sending, in the middle.
+        """
         self._check_prompt(token_ids)
         limited = min(sampling.max_tokens, self.max_model_len - len(token_ids))
         sampling = msgspec.structs.replace(sampling, max_tokens=limited)
         body = self.completion_request(token_ids, sampling, uuid.uuid4().hex if version is None else str(version))
-        answer = self.completion_stream(sampling)
+        answer = self.stream_type(self, sampling)
         if growing is not None:
             growing.certain = lambda: answer.certain(version)
         try:
@@ -142,7 +178,7 @@ class HttpEngine(HttpClient, ABC):
         return answer.whole(version)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """See `Engine.score`."""
+        """Log-probs in nats of `token_ids[1:]`, each given the tokens before it, at temperature 1. Used for the canary."""
         self._check_prompt(token_ids)
         body = self.score_request(token_ids, uuid.uuid4().hex)
         async with self.aborting(*self.abort_request(body)):
@@ -155,7 +191,7 @@ class HttpEngine(HttpClient, ABC):
         return self.initial_version if version == UNPUSHED else self.policy_version(version)
 
     async def wait_ready(self, deadline_s: float) -> None:
-        """See `Engine.wait_ready`."""
+        """Return as soon as the server answers; DeadlineExceeded when it does not within `deadline_s`."""
         await self.wait_for_answer("/health", deadline_s)
 
     def finite(self, values: Sequence[float]) -> list[float]:
@@ -195,11 +231,12 @@ class CompletionStream(ABC):
 
     ended = False
 
-    def __init__(self, engine: HttpEngine) -> None:
+    def __init__(self, engine: HttpEngine, sampling: SamplingParams) -> None:
         self.engine = engine
+        self.sampling = sampling
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.spans: list[OutputSpan] | None = None
+        self.spans: Sequence[OutputSpan] | None = None
 
     @abstractmethod
     def add_chunk(self, event: bytes) -> None:

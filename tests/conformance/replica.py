@@ -13,7 +13,8 @@ import torch
 from slipstream.agents.base import Completion
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.configs.schema import Partial, TransportKind
-from slipstream.rollout.engines.base import Engine, SamplingParams
+from slipstream.rollout.engines.base import SamplingParams
+from slipstream.rollout.engines.http_engine import HttpEngine
 from slipstream.tests import tiny
 from slipstream.tests.conformance import reference
 from slipstream.tests.conformance.kinds import Kind
@@ -44,7 +45,7 @@ def make_weights(root: Path, *, tied: bool = True, moe: bool = False) -> Weights
 
 
 def make_publisher(
-    *engines: Engine,
+    *engines: HttpEngine,
     folder: Path,
     partial: Partial = "recompute",
     transport: TransportKind = "broadcast",

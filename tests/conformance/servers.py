@@ -20,7 +20,7 @@ from slipstream.common.process import set_parent_death_signal
 from slipstream.configs.schema import Agent, Config, Model, Partial, Rollout, Sglang, Vllm
 from slipstream.errors import DeadlineExceeded
 from slipstream.rollout.engines import registry as servers
-from slipstream.rollout.engines.base import Engine
+from slipstream.rollout.engines.http_engine import HttpEngine
 from slipstream.tests import tiny
 from slipstream.tests.conformance.kinds import Kind
 
@@ -54,7 +54,7 @@ def push_s_of(ranks: int) -> float:
 
 def make_client(
     kind: str, name: str, url: str, ranks: int = 1, *, partial: Partial = "recompute", request_s: float = 60.0
-) -> Engine:
+) -> HttpEngine:
     """A client, called `name`, of the server of kind `kind` at `url`."""
     if kind == "sglang":
         from slipstream.rollout.engines.sglang.client import SglangEngine as Client
@@ -101,7 +101,7 @@ class Server:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def client(self, name: str, *, partial: Partial = "recompute", request_s: float = 60.0) -> Engine:
+    def client(self, name: str, *, partial: Partial = "recompute", request_s: float = 60.0) -> HttpEngine:
         """A client of it called `name`, for pushes that treat requests under way as `partial` says."""
         return make_client(self.kind.name, name, self.url, self.ranks, partial=partial, request_s=request_s)
 

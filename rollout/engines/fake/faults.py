@@ -170,8 +170,8 @@ async def _lie(request: web.Request, fault: Fault) -> web.Response:
     asked = msgspec.json.decode(await request.read(), type=GenerateRequest)
     choice = WireChoice((asked.token_ids[0],), Logprobs(()), (), "length")
     if fault.at == "score":
-        lies = tuple({str(token): Logprob(token, LIE)} for token in asked.token_ids[1:])
-        answer = msgspec.json.encode(Generated(asked.request_id, (choice,), (None, *lies)))
+        lies = tuple({str(token): Logprob(LIE, token)} for token in asked.token_ids[1:])
+        answer = msgspec.json.encode(Generated((choice,), asked.request_id, (None, *lies)))
         return web.Response(body=answer, content_type="application/json")
-    event = b"data: " + msgspec.json.encode(Generated(asked.request_id, (choice,))) + b"\n\ndata: [DONE]\n\n"
+    event = b"data: " + msgspec.json.encode(Generated((choice,), asked.request_id)) + b"\n\ndata: [DONE]\n\n"
     return web.Response(body=event, content_type="text/event-stream")

@@ -105,7 +105,7 @@ class HttpApp:
         try:
             if body.stream:
                 return await _stream(request, body.request_id, chunks)
-            return _json(Generated(body.request_id, (await _whole(chunks),)))
+            return _json(Generated((await _whole(chunks),), body.request_id))
         except BaseException:  # the client disconnected, or this process ends
             self._engine.abort(sequence.id)
             raise
@@ -116,7 +116,7 @@ class HttpApp:
             raise BadRequest("prompt_logprobs are available with max_tokens=1 and stream=false only")
         values = await self._engine.score(body.token_ids)
         scores = ({str(t): logprob(t, v)} for t, v in zip(body.token_ids[1:], values, strict=True))
-        return _json(Generated(body.request_id, (), (None, *scores)))
+        return _json(Generated((), body.request_id, (None, *scores)))
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
         names = _decode(await request.read(), _AbortBody).request_ids
@@ -222,8 +222,8 @@ async def _chunks(stream: asyncio.Queue[WireChoice]) -> AsyncIterator[WireChoice
 
 async def _whole(stream: asyncio.Queue[WireChoice]) -> WireChoice:
     parts = [chunk async for chunk in _chunks(stream)]
-    tokens = tuple(token for part in parts for token in part.token_ids)
-    logprobs = tuple(entry for part in parts for entry in part.logprobs.content)
+    tokens = tuple(token for part in parts for token in part.token_ids or ())
+    logprobs = tuple(entry for part in parts for entry in part.all_logprobs)
     return msgspec.structs.replace(parts[-1], token_ids=tokens, logprobs=Logprobs(logprobs))
 
 
@@ -232,7 +232,7 @@ async def _stream(request: web.Request, id: str, chunks: asyncio.Queue[WireChoic
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     async for chunk in _chunks(chunks):
-        await response.write(b"data: " + msgspec.json.encode(Generated(id, (chunk,))) + b"\n\n")
+        await response.write(b"data: " + msgspec.json.encode(Generated((chunk,), id)) + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response

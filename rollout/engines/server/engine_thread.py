@@ -21,9 +21,9 @@ from typing import Literal, TypeVar
 from ....agents.base import FinishReason
 from ....errors import SlipstreamError
 from ..base import EngineLoad
-from ..http_engine import UNPUSHED
+from ..http_engine import UNPUSHED, OutputSpan
 from .contract import ModelRunner, SampledToken, Sequence
-from .protocol import BadRequest, Logprobs, WireChoice, WireSpan, logprob
+from .protocol import BadRequest, Logprobs, WireChoice, logprob
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class _Output:
         self.waiting: list[SampledToken] = []
         self._interval = interval
         self._length = 0
-        self._spans: list[WireSpan] = []
+        self._spans: list[OutputSpan] = []
 
     def add(self, sampled: SampledToken, version: str) -> None:
         self.waiting.append(sampled)
@@ -47,7 +47,7 @@ class _Output:
         if self._spans and self._spans[-1].version == version:
             start = self._spans.pop().start
         self._length += 1
-        self._spans.append(WireSpan(version, start, self._length))
+        self._spans.append(OutputSpan(version, start, self._length))
 
     def due(self) -> bool:
         """Whether to send a chunk: at the first token, and then every `interval` tokens."""

@@ -1,4 +1,4 @@
-"""The part of vLLM's HTTP protocol that our server speaks, as structs.
+"""The part of vLLM's HTTP protocol that our server speaks, as structs; `VllmEngine` reads the answers, of either server.
 
 Invariants:
 - An unknown parameter is refused: ignored, it would silently change what is sampled.
@@ -14,9 +14,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, field
 
-from ....agents.base import FinishReason
 from ..base import SamplingParams
-from ..http_engine import IMPOSSIBLE
+from ..http_engine import IMPOSSIBLE, OutputSpan, ServerError
 from .contract import RequestLimits, Sequence
 
 # vLLM's internal name of a request is its id with this prefix; `/abort_requests` takes that name.
@@ -75,41 +74,38 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Sequence(self.request_id, self.token_ids, sampling, self.cache_salt or "", self.priority)
 
 
-class WireSpan(msgspec.Struct, frozen=True):
-    """Tokens `[start, end)` of a completion were sampled by the weights of `version`."""
-
-    version: str
-    start: int
-    end: int
-
-
 class Logprob(msgspec.Struct, frozen=True):
-    token_id: int
     logprob: float
+    token_id: int = -1
 
 
 def logprob(token: int, value: float) -> Logprob:
     """As vLLM reports it: JSON has neither infinity nor NaN."""
-    return Logprob(token, value if math.isfinite(value) else IMPOSSIBLE)
+    return Logprob(value if math.isfinite(value) else IMPOSSIBLE, token)
 
 
 class Logprobs(msgspec.Struct, frozen=True):
-    content: tuple[Logprob, ...]
+    content: tuple[Logprob, ...] | None = None
 
 
 class WireChoice(msgspec.Struct, frozen=True):
     """The tokens since the last chunk, the spans of all tokens so far, and in the last chunk the finish reason."""
 
-    token_ids: tuple[int, ...]
-    logprobs: Logprobs
-    weight_versions: tuple[WireSpan, ...]
-    finish_reason: FinishReason | None
+    token_ids: tuple[int, ...] | None = None
+    logprobs: Logprobs | None = None
+    weight_versions: tuple[OutputSpan, ...] | None = None
+    finish_reason: str | None = None
     index: int = 0
+
+    @property
+    def all_logprobs(self) -> tuple[Logprob, ...]:
+        return (self.logprobs and self.logprobs.content) or ()
 
 
 class Generated(msgspec.Struct, frozen=True, omit_defaults=True):
     """An answer of `/inference/v1/generate`, or one chunk of it."""
 
-    request_id: str
-    choices: tuple[WireChoice, ...]
+    choices: tuple[WireChoice, ...] = ()
+    request_id: str = ""
     prompt_logprobs: tuple[dict[str, Logprob] | None, ...] | None = None
+    error: ServerError | None = None

@@ -66,11 +66,48 @@ class _Loads(msgspec.Struct):
     loads: list[_Load]
 
 
+class _Answer(CompletionStream):
+    _finish: _Finish | None = None
+
+    def add_chunk(self, event: bytes) -> None:
+        chunk, engine = self.engine.decode(event, _Chunk), self.engine
+        if chunk.error is not None or chunk.meta_info is None:
+            reason = chunk.error.message[:500] if chunk.error else "a chunk without meta_info"
+            raise _refusal(chunk.error and chunk.error.code)(
+                f"{engine.name} at {engine.url} refused a request: {reason}"
+            )
+        meta = chunk.meta_info
+        new = meta.completion_tokens - len(self.tokens)
+        if new > 0:  # the end of a request that was aborted in the queue has none
+            self.tokens += chunk.output_ids[-new:]
+            if _truncated(self.sampling):
+                self.logprobs += (meta.output_token_sampling_logprobs or [])[-new:]
+            else:
+                self.logprobs += _values((meta.output_token_logprobs or [])[-new:])
+        if meta.weight_versions is not None:
+            self.spans = meta.weight_versions
+        if meta.finish_reason is not None:
+            self._finish, self.ended = meta.finish_reason, True
+
+    def reason(self) -> FinishReason:
+        name, finish = self.engine.name, self._finish
+        if finish is None or finish.type not in FINISH:
+            raise EngineError(f"{name}: unknown finish reason {finish!r}")
+        if finish.status_code is not None:
+            raise _refusal(finish.status_code)(f"{name} refused a request: {finish.status_code} {finish.message}")
+        if finish.type == "stop" and finish.matched not in self.sampling.stop_token_ids:
+            raise EngineError(
+                f"{name} stopped at {finish.matched!r}, which is no stop token of the request; its weights may be broken"
+            )
+        return FINISH[finish.type]
+
+
 class SglangEngine(HttpEngine):
     """One server at `url`; see `HttpEngine` for the arguments. A seed has no effect on CPU."""
 
     generate_path = "/generate"
     version_path = "/model_info"
+    stream_type = _Answer
 
     _flush = True
 
@@ -88,9 +125,6 @@ class SglangEngine(HttpEngine):
             "sampling_seed": sampling.seed,
         }
         return _request(token_ids, parameters, salt) | {"stream": True, "return_sampling_mask": _truncated(sampling)}
-
-    def completion_stream(self, sampling: SamplingParams) -> CompletionStream:
-        return _Answer(self, sampling)
 
     def score_request(self, token_ids: Sequence[int], salt: str) -> Body:
         body = _request(token_ids, {"max_new_tokens": 0, "temperature": 1.0}, salt)
@@ -159,46 +193,6 @@ def _truncated(sampling: SamplingParams) -> bool:
 
 def _values(logprobs: Sequence[_TokenLogprob]) -> list[float]:
     return [float("nan") if value is None else value for value, _, _ in logprobs]
-
-
-class _Answer(CompletionStream):
-    _finish: _Finish | None = None
-
-    def __init__(self, engine: HttpEngine, sampling: SamplingParams) -> None:
-        super().__init__(engine)
-        self._sampling = sampling
-
-    def add_chunk(self, event: bytes) -> None:
-        chunk, engine = self.engine.decode(event, _Chunk), self.engine
-        if chunk.error is not None or chunk.meta_info is None:
-            reason = chunk.error.message[:500] if chunk.error else "a chunk without meta_info"
-            raise _refusal(chunk.error and chunk.error.code)(
-                f"{engine.name} at {engine.url} refused a request: {reason}"
-            )
-        meta = chunk.meta_info
-        new = meta.completion_tokens - len(self.tokens)
-        if new > 0:  # the end of a request that was aborted in the queue has none
-            self.tokens += chunk.output_ids[-new:]
-            if _truncated(self._sampling):
-                self.logprobs += (meta.output_token_sampling_logprobs or [])[-new:]
-            else:
-                self.logprobs += _values((meta.output_token_logprobs or [])[-new:])
-        if meta.weight_versions is not None:
-            self.spans = meta.weight_versions
-        if meta.finish_reason is not None:
-            self._finish, self.ended = meta.finish_reason, True
-
-    def reason(self) -> FinishReason:
-        name, finish = self.engine.name, self._finish
-        if finish is None or finish.type not in FINISH:
-            raise EngineError(f"{name}: unknown finish reason {finish!r}")
-        if finish.status_code is not None:
-            raise _refusal(finish.status_code)(f"{name} refused a request: {finish.status_code} {finish.message}")
-        if finish.type == "stop" and finish.matched not in self._sampling.stop_token_ids:
-            raise EngineError(
-                f"{name} stopped at {finish.matched!r}, which is no stop token of the request; its weights may be broken"
-            )
-        return FINISH[finish.type]
 
 
 def _refusal(status: int | str | None) -> type[EngineError]:

@@ -16,7 +16,8 @@ from ....errors import EngineError
 from ....weightsync.plan import GroupPlan, TransferPlan
 from ..base import EngineLoad, RequestRejected, SamplingParams
 from ..http_client import REFUSALS, Disconnected
-from ..http_engine import STREAM_INTERVAL, Body, CompletionStream, HttpEngine, OutputSpan, ServerError
+from ..http_engine import STREAM_INTERVAL, Body, CompletionStream, HttpEngine
+from ..server.protocol import ABORT_PREFIX, Generated
 
 FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -27,28 +28,25 @@ PAUSE: dict[Partial, dict[str, str]] = {
 }
 
 
-class _Logprob(msgspec.Struct):
-    logprob: float
+class _Answer(CompletionStream):
+    _finish: str | None = None
 
+    def add_chunk(self, event: bytes) -> None:
+        chunk, engine = self.engine.decode(event, Generated), self.engine
+        if chunk.error is not None:
+            kind = RequestRejected if chunk.error.code in REFUSALS else Disconnected
+            raise kind(f"{engine.name} at {engine.url} failed: {chunk.error.message[:500]}")
+        for choice in chunk.choices:
+            self.tokens += choice.token_ids or ()
+            self.logprobs += [entry.logprob for entry in choice.all_logprobs]
+            self.spans = self.spans if choice.weight_versions is None else choice.weight_versions
+            if choice.finish_reason is not None:
+                self._finish, self.ended = choice.finish_reason, True
 
-class _Logprobs(msgspec.Struct):
-    content: list[_Logprob] | None = None
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
-    weight_versions: list[OutputSpan] | None = None
-    finish_reason: str | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    error: ServerError | None = None
-
-
-class _Scored(msgspec.Struct):
-    prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
+    def reason(self) -> FinishReason:
+        if self._finish not in FINISH:
+            raise EngineError(f"{self.engine.name}: unknown finish reason {self._finish!r}")
+        return FINISH[self._finish]
 
 
 class VllmEngine(HttpEngine):
@@ -56,6 +54,7 @@ class VllmEngine(HttpEngine):
 
     generate_path = "/inference/v1/generate"
     version_path = "/weight_info"
+    stream_type = _Answer
 
     _received: int | None = None
 
@@ -74,15 +73,12 @@ class VllmEngine(HttpEngine):
         }
         return _request(token_ids, parameters, salt, priority=0) | {"stream": True}
 
-    def completion_stream(self, sampling: SamplingParams) -> CompletionStream:
-        return _Answer(self)
-
     def score_request(self, token_ids: Sequence[int], salt: str) -> Body:
         parameters = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         return _request(token_ids, parameters, salt, priority=-1)
 
     def scores(self, answer: bytes, token_ids: Sequence[int]) -> list[float]:
-        scored = self.decode(answer, _Scored).prompt_logprobs or []
+        scored = self.decode(answer, Generated).prompt_logprobs or []
         if len(scored) != len(token_ids):
             raise EngineError(f"{self.name}: scored {len(scored)} of {len(token_ids)} tokens")
         values = []
@@ -93,7 +89,7 @@ class VllmEngine(HttpEngine):
         return values
 
     def abort_request(self, body: Body) -> tuple[str, Body]:
-        return "/abort_requests", {"request_ids": [f"generate-tokens-{body['request_id']}"]}  # its internal name
+        return "/abort_requests", {"request_ids": [ABORT_PREFIX + body["request_id"]]}
 
     async def get_load(self) -> EngineLoad:
         running, waiting, usage = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
@@ -142,25 +138,3 @@ def _request(token_ids: Sequence[int], parameters: Body, salt: str, *, priority:
         "priority": priority,
         "cache_salt": salt,
     }
-
-
-class _Answer(CompletionStream):
-    _finish: str | None = None
-
-    def add_chunk(self, event: bytes) -> None:
-        chunk, engine = self.engine.decode(event, _Chunk), self.engine
-        if chunk.error is not None:
-            kind = RequestRejected if chunk.error.code in REFUSALS else Disconnected
-            raise kind(f"{engine.name} at {engine.url} failed: {chunk.error.message[:500]}")
-        for choice in chunk.choices:
-            self.tokens += choice.token_ids or ()
-            self.logprobs += [entry.logprob for entry in (choice.logprobs and choice.logprobs.content) or ()]
-            if choice.weight_versions is not None:
-                self.spans = choice.weight_versions
-            if choice.finish_reason is not None:
-                self._finish, self.ended = choice.finish_reason, True
-
-    def reason(self) -> FinishReason:
-        if self._finish not in FINISH:
-            raise EngineError(f"{self.engine.name}: unknown finish reason {self._finish!r}")
-        return FINISH[self._finish]
