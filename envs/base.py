@@ -87,7 +87,6 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Release the episode's resources; called exactly once, also after a failure."""
-        ...
 
 
 class TaskSource(Protocol):

@@ -266,7 +266,7 @@ def test_a_model_that_is_not_there_ends_the_server_with_one_line(tmp_path: Path)
 
 FAILING = """
 import sys
-from slipstream.rollout.engines.server import main
+from slipstream.rollout.engines.server import __main__ as main
 from slipstream.rollout.engines.transformers import engine
 
 real = engine.serve

@@ -74,7 +74,7 @@ NO_FAULTS = {("start", "lie"), ("health", "lie"), ("token", "refuse")}
 
 
 def read_script() -> tuple[Fault, ...]:
-    """The faults that the environment variable scripts. Raises ConfigError: it holds something else."""
+    """The faults that the environment variable scripts. Raises ConfigError where one is invalid."""
     try:
         faults = msgspec.convert(parse(os.environ.get(VARIABLE, "[]")), tuple[Fault, ...])
     except (msgspec.ValidationError, ConfigError) as error:
@@ -83,31 +83,18 @@ def read_script() -> tuple[Fault, ...]:
     return faults
 
 
-def meaningless(fault: Fault) -> str | None:
-    """Why a fault cannot happen, and what can happen instead; None when it can."""
-    if (fault.at, fault.do) not in NO_FAULTS:
-        return None
-    allowed = ", ".join(do for do in get_args(get_type_hints(Fault)["do"]) if (fault.at, do) not in NO_FAULTS)
-    return f"do={fault.do} means nothing at={fault.at}; allowed there are {allowed}"
-
-
 class FaultInjector:
-    """The faults of one process, and the count of each point.
-
-    Args:
-        faults: those of the whole run.
-        replica: number of this replica; faults of others are ignored.
-
-    Raises:
-        ConfigError: an invalid fault.
-    """
+    """The count of each point in this process, and those of the run's `faults` that are for replica number `replica`. Raises
+    ConfigError where one is invalid."""
 
     def __init__(self, faults: Iterable[Fault], replica: int) -> None:
         self._passed: Counter[str] = Counter()
         self._due: dict[str, dict[int, Fault]] = defaultdict(dict)
         for fault in faults:
-            if problem := meaningless(fault):
-                raise ConfigError(f"{VARIABLE}: {problem}")
+            if (fault.at, fault.do) in NO_FAULTS:
+                dos = get_args(get_type_hints(Fault)["do"])
+                allowed = ", ".join(do for do in dos if (fault.at, do) not in NO_FAULTS)
+                raise ConfigError(f"{VARIABLE}: do={fault.do} means nothing at={fault.at}; allowed there are {allowed}")
             if fault.replica in (-1, replica):
                 self._due[fault.at].setdefault(fault.nth, fault)
 
@@ -137,7 +124,7 @@ def hit_in_thread(faults: FaultInjector, point: str) -> bool:
 
 
 def middleware(faults: FaultInjector) -> Middleware:
-    """The middleware that applies faults to requests."""
+    """Applies faults to requests."""
 
     @web.middleware
     async def inject(
@@ -145,14 +132,12 @@ def middleware(faults: FaultInjector) -> Middleware:
     ) -> web.StreamResponse:
         point = await _point(request)
         fault = hit(faults, point) if point else None
-        if fault is None:
-            return await handler(request)
-        if fault.do == "delay":
-            await asyncio.sleep(fault.seconds)
-        if fault.do == "refuse":
+        if fault is not None and fault.do == "refuse":
             return web.Response(status=500, text=f"scripted fault: refused at {fault.at} {fault.nth}")
-        if fault.do == "lie":
+        if fault is not None and fault.do == "lie":
             return await _lie(request, fault)
+        if fault is not None and fault.do == "delay":
+            await asyncio.sleep(fault.seconds)
         return await handler(request)
 
     return inject

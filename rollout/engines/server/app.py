@@ -39,7 +39,7 @@ class _UpdateBody(msgspec.Struct, frozen=True):
 
 
 class _FinishBody(msgspec.Struct, frozen=True):
-    weight_version: str | None = None
+    weight_version: str
 
 
 class _AbortBody(msgspec.Struct, frozen=True):
@@ -49,14 +49,7 @@ class _AbortBody(msgspec.Struct, frozen=True):
 
 
 class HttpApp:
-    """The routes over one engine thread.
-
-    Args:
-        engine: started when the app starts.
-        limits: limits of a request.
-        staging: receives weights while the engine generates.
-        weights: loads them into the model.
-    """
+    """The routes over `engine`, which starts with the app; `staging` receives weights meanwhile, `weights` loads them."""
 
     def __init__(
         self, engine: EngineThread, limits: RequestLimits, staging: WeightStaging, weights: ModelWeights
@@ -99,9 +92,8 @@ class HttpApp:
         sequence = body.sequence(self._limits)
         if body.sampling_params.prompt_logprobs is not None:
             return await self._score(body)
-        chunks = await self._engine.submit(
-            sequence, (body.sampling_params.stream_interval or CHUNK) if body.stream else None
-        )
+        interval = (body.sampling_params.stream_interval or CHUNK) if body.stream else None
+        chunks = await self._engine.submit(sequence, interval)
         try:
             if body.stream:
                 return await _stream(request, body.request_id, chunks)
@@ -145,19 +137,15 @@ class HttpApp:
         return _json({"weight_version": self._engine.version})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        now = self._engine.load
-        values = {
-            "num_requests_running": now.running,
-            "num_requests_waiting": now.waiting,
-            "kv_cache_usage_perc": now.kv_usage,
-        }
-        lines = [f'# TYPE vllm:{k} gauge\nvllm:{k}{{engine="0",model_name="policy"}} {v}\n' for k, v in values.items()]
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        values = zip(names, msgspec.structs.astuple(self._engine.load), strict=True)
+        lines = [f'# TYPE vllm:{k} gauge\nvllm:{k}{{engine="0",model_name="policy"}} {v}\n' for k, v in values]
         return web.Response(text="".join(lines), content_type="text/plain")
 
     async def _join(self, request: web.Request) -> web.Response:
-        plan = _decode(await request.read(), _InitBody).init_info["plan"]
+        body = _decode(await request.read(), _InitBody)
         # In parallel threads: the group of a dead learner may block its thread until a deadline.
-        await asyncio.to_thread(self._staging.join, plan)
+        await asyncio.to_thread(self._staging.join, body.init_info["plan"])
         return _json({"message": "Weight transfer initialized"})
 
     async def _start(self, request: web.Request) -> web.Response:
@@ -165,19 +153,15 @@ class HttpApp:
         return _json({"message": "Weight update started"})
 
     async def _receive(self, request: web.Request) -> web.Response:
-        plan = _decode(await request.read(), _UpdateBody).update_info["plan"]
-        self._staging.begin(plan)
+        self._staging.begin(_decode(await request.read(), _UpdateBody).update_info["plan"])
         return _json({"message": "Weights updated"})
 
     async def _swap(self, request: web.Request) -> web.Response:
         version = _decode(await request.read(), _FinishBody).weight_version
-        if version is None:
-            self._staging.discard()
-        elif not version.isdigit():
+        if not version.isdigit():
             raise BadRequest(f"weight_version {version!r} is not a policy version")
-        else:
-            tensors = await asyncio.to_thread(self._staging.take, int(version))
-            await self._engine.swap(version, lambda: self._weights.load(tensors))
+        tensors = await asyncio.to_thread(self._staging.take, int(version))
+        await self._engine.swap(version, lambda: self._weights.load(tensors))
         return _json({"message": "Weight update finished"})
 
 
@@ -194,15 +178,11 @@ async def _errors(
 
 
 def _refusal(status: int, message: str) -> web.Response:
-    return web.Response(
-        status=status,
-        body=msgspec.json.encode({"error": {"message": message, "code": status}}),
-        content_type="application/json",
-    )
+    return _json({"error": {"message": message, "code": status}}, status)
 
 
-def _json(answer: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+def _json(answer: object, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(answer), content_type="application/json")
 
 
 def _decode(body: bytes, kind: type[T]) -> T:
@@ -213,17 +193,17 @@ def _decode(body: bytes, kind: type[T]) -> T:
 
 
 async def _chunks(stream: asyncio.Queue[WireChoice]) -> AsyncIterator[WireChoice]:
-    while True:
+    finished = False
+    while not finished:
         chunk = await stream.get()
         yield chunk
-        if chunk.finish_reason is not None:
-            return
+        finished = chunk.finish_reason is not None
 
 
 async def _whole(stream: asyncio.Queue[WireChoice]) -> WireChoice:
     parts = [chunk async for chunk in _chunks(stream)]
     tokens = tuple(token for part in parts for token in part.token_ids or ())
-    logprobs = tuple(entry for part in parts for entry in part.all_logprobs)
+    logprobs = tuple(entry for part in parts for entry in (part.logprobs and part.logprobs.content) or ())
     return msgspec.structs.replace(parts[-1], token_ids=tokens, logprobs=Logprobs(logprobs))
 
 

@@ -79,11 +79,9 @@ class ModelRunner(Protocol):
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence into the batch, or queue it until there is room."""
-        ...
 
     def abort(self, id: str) -> None:
         """Remove a sequence, if it exists."""
-        ...
 
     def step(self) -> list[SampledToken]:
         """Advance the batch; at most one token per sequence. Empty when idle, or while prompts are computed."""
@@ -95,7 +93,6 @@ class ModelRunner(Protocol):
 
     def recompute(self) -> None:
         """Drop every key and value, cached prefixes included. Running sequences recompute theirs and lose no token."""
-        ...
 
     def score(self, token_ids: tuple[int, ...]) -> list[float]:
         """Log-probs in nats of `token_ids[1:]` at temperature 1, from a separate forward pass."""

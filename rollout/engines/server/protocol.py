@@ -97,10 +97,6 @@ class WireChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     index: int = 0
 
-    @property
-    def all_logprobs(self) -> tuple[Logprob, ...]:
-        return (self.logprobs and self.logprobs.content) or ()
-
 
 class Generated(msgspec.Struct, frozen=True, omit_defaults=True):
     """An answer of `/inference/v1/generate`, or one chunk of it."""

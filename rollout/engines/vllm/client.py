@@ -38,7 +38,7 @@ class _Answer(CompletionStream):
             raise kind(f"{engine.name} at {engine.url} failed: {chunk.error.message[:500]}")
         for choice in chunk.choices:
             self.tokens += choice.token_ids or ()
-            self.logprobs += [entry.logprob for entry in choice.all_logprobs]
+            self.logprobs += [entry.logprob for entry in (choice.logprobs and choice.logprobs.content) or ()]
             self.spans = self.spans if choice.weight_versions is None else choice.weight_versions
             if choice.finish_reason is not None:
                 self._finish, self.ended = choice.finish_reason, True
