@@ -28,13 +28,15 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from ..agents.base import Completion
 from ..configs.schema import Partial
 from ..errors import DeadlineExceeded, EngineError, with_deadline
 from ..weightsync.fleet import Fleet, ReplicaInfo
 from .engines.base import EngineFailure, EngineLoad, PartialCompletion, RequestRejected, SamplingParams
 from .engines.http_engine import HttpEngine
-from .routing import Assignment, RouteRequest, RoutingTable
+from .routing import RouteRequest, RoutingTable
 
 log = logging.getLogger(__name__)
 
@@ -81,14 +83,13 @@ class ReplicaConnection:
                 self.idle.set()
 
 
-class InflightRequest:
+class InflightRequest(msgspec.Struct):
     """A request: its sampling, the replica that has it, and the tokens that have arrived from there."""
 
-    def __init__(self, route: RouteRequest, sampling: SamplingParams) -> None:
-        self.route = route
-        self.sampling = sampling
-        self.connection: ReplicaConnection | None = None
-        self.growing = PartialCompletion()
+    route: RouteRequest
+    sampling: SamplingParams
+    connection: ReplicaConnection | None = None
+    growing: PartialCompletion = msgspec.field(default_factory=PartialCompletion)
 
 
 class Router:
@@ -113,7 +114,7 @@ class Router:
         self._partial: Partial = partial
         self._routing = RoutingTable(max_concurrent + AHEAD)
         self._connections: dict[str, ReplicaConnection] = {}
-        self._assigned: dict[int, asyncio.Future[tuple[Assignment, ReplicaConnection]]] = {}
+        self._assigned: dict[int, asyncio.Future[tuple[int, ReplicaConnection]]] = {}
         self._numbers = itertools.count()
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -122,11 +123,9 @@ class Router:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.update(Fleet(0, ()))
+        self.update(Fleet())
         self._closed = True
         await asyncio.gather(*self._closing)
-
-    # --- the fleet ------------------------------------------------------------------------------------------------
 
     def update(self, fleet: Fleet) -> None:
         """Take over a new fleet state. Call in the event loop, with every snapshot in order; returns at once."""
@@ -157,8 +156,7 @@ class Router:
     async def engine_loads(self) -> list[EngineLoad]:
         """The load of each serving replica that reports it in time; one that cannot be reached is probed."""
         serving = [c for name, c in self._connections.items() if self._routing.replicas[name].serving]
-        samples = await asyncio.gather(*(self._sample(connection) for connection in serving))
-        return [sample for sample in samples if sample is not None]
+        return [sample for sample in await asyncio.gather(*map(self._sample, serving)) if sample is not None]
 
     async def _sample(self, connection: ReplicaConnection) -> EngineLoad | None:
         try:
@@ -186,10 +184,8 @@ class Router:
         with contextlib.suppress(EngineError):
             await connection.engine.close()  # what is still in flight ends with EngineFailure
 
-    # --- requests -------------------------------------------------------------------------------------------------
-
     def end_episode(self, episode_id: str) -> None:
-        """The episode is over: drop the pin on its replica."""
+        """Drop the episode's pin on a replica."""
         self._routing.end_episode(episode_id)
 
     async def generate(
@@ -218,9 +214,7 @@ class Router:
                 self._generate(request),
                 who=f"episode {episode_id}",
                 waits_for=f"a completion at version {oldest_version} or later",
-                hint=lambda: (
-                    f"replicas: {self._describe()}; see their logs, or raise rollout.episode_s (a request may take a fifth)"
-                ),
+                hint=self._describe,
             )
         except DeadlineExceeded as error:
             if request.connection is not None:
@@ -235,19 +229,16 @@ class Router:
     async def _generate(self, request: InflightRequest) -> Completion:
         while True:
             request.connection, request.growing = None, PartialCompletion()
-            assignment, connection = await self._acquire(request.route)
+            version, connection = await self._acquire(request.route)
             request.connection = connection
             try:
-                completion = await connection.generate(request, assignment.version)
+                completion = await connection.generate(request, version)
                 self._record(connection, request.route, completion)
             except RequestRejected:
                 raise
-            except EngineFailure as error:
+            except (EngineFailure, DeadlineExceeded) as error:
                 self._mark_failed(connection, error)
-                completion = error.partial
-            except DeadlineExceeded as error:
-                self._mark_failed(connection, error)
-                completion = request.growing.partial
+                completion = error.partial if isinstance(error, EngineFailure) else request.growing.partial
             except EngineError as error:  # an impossible answer: nothing of it can be trusted
                 self._mark_failed(connection, error)
                 continue
@@ -257,7 +248,7 @@ class Router:
             if completion.token_ids or completion.finish_reason != "abort":
                 return completion
 
-    async def _acquire(self, route: RouteRequest) -> tuple[Assignment, ReplicaConnection]:
+    async def _acquire(self, route: RouteRequest) -> tuple[int, ReplicaConnection]:
         assigned = asyncio.get_running_loop().create_future()
         self._assigned[route.number] = assigned
         self._routing.enqueue(route)
@@ -276,7 +267,7 @@ class Router:
         for assignment in self._routing.assign():
             assigned = self._assigned.pop(assignment.number)
             if not assigned.done():
-                assigned.set_result((assignment, self._connections[assignment.replica]))
+                assigned.set_result((assignment.version, self._connections[assignment.replica]))
 
     def _record(self, connection: ReplicaConnection, route: RouteRequest, completion: Completion) -> None:
         """Update the routing by what `completion` shows of its replica."""
@@ -286,14 +277,12 @@ class Router:
         if aborted and (self._partial != "abort_resume" or not completion.token_ids):
             self._mark_failed(connection, "it aborted a request")
 
-    # --- replicas that failed -------------------------------------------------------------------------------------
-
     def _mark_failed(self, connection: ReplicaConnection, why: object) -> None:
         """Send no request there until a probe passes. Failures of a replica that is draining or was removed are ignored."""
         name = connection.info.name
         if self._connections.get(name) is not connection or connection.info.state == "draining":
             return
-        self._routing.mark_failed(name)
+        self._routing.set_failed(name, True)
         if connection.probe is None or connection.probe.done():
             log.warning("%s failed: %s", name, why)
             if asyncio.get_running_loop().time() > connection.healthy_since + BACKOFF_S:
@@ -316,7 +305,7 @@ class Router:
                 log.warning("%s is away: %s", connection.info.name, error)
                 continue
             connection.healthy_since = asyncio.get_running_loop().time()
-            self._routing.mark_healthy(connection.info.name)
+            self._routing.set_failed(connection.info.name, False)
             self._dispatch()
             return
 
@@ -325,4 +314,7 @@ class Router:
             f"{name} {'fails' if r.failed else r.info.state} at version {r.info.version} with {len(r.tokens)} requests"
             for name, r in self._routing.replicas.items()
         ]
-        return f"{', '.join(states) or 'none'}; {self.waiting} requests wait"
+        return (
+            f"replicas: {', '.join(states) or 'none'}; {self.waiting} requests wait; see their logs, or raise"
+            " rollout.episode_s (a request may take a fifth)"
+        )

@@ -17,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 import bisect
+import operator
 import zlib
 from collections.abc import Iterable
 
@@ -26,6 +27,9 @@ from ..weightsync.fleet import Fleet, ReplicaInfo
 
 INITIAL_LENGTH = 64  # expected completion length, in tokens, before any completion was seen
 LENGTH_DECAY = 0.05  # weight of the newest completion in the expected length, a moving average over about twenty
+
+
+_number = operator.attrgetter("number")
 
 
 class RouteRequest(msgspec.Struct, frozen=True):
@@ -76,7 +80,7 @@ class ReplicaState:
 
     def serves(self, oldest_version: int) -> bool:
         """Whether it has proven `oldest_version` or later."""
-        return self.serving and self.info.version is not None and self.info.version >= oldest_version
+        return self.serving and (self.info.version or 0) >= oldest_version
 
 
 class Pin(msgspec.Struct, frozen=True):
@@ -103,8 +107,6 @@ class RoutingTable:
         """Requests without a replica."""
         return len(self._waiting)
 
-    # --- replicas -------------------------------------------------------------------------------------------------
-
     def update(self, fleet: Fleet) -> None:
         """Take over a new fleet state. What is known of an earlier incarnation, or of a replica fenced since, is dropped."""
         known, self.replicas = self.replicas, {}
@@ -119,17 +121,10 @@ class RoutingTable:
             replica.info = info
             self.replicas[info.name] = replica
 
-    def mark_failed(self, name: str) -> None:
-        """`name` failed a request: it gets no more until `mark_healthy`."""
+    def set_failed(self, name: str, failed: bool) -> None:
+        """`name` failed a request and gets no more, or it passed a probe with the version that the fleet state names."""
         if name in self.replicas:
-            self.replicas[name].failed = True
-
-    def mark_healthy(self, name: str) -> None:
-        """`name` passed a probe, with the version that the fleet state names."""
-        if name in self.replicas:
-            self.replicas[name].failed = False
-
-    # --- requests -------------------------------------------------------------------------------------------------
+            self.replicas[name].failed = failed
 
     def enqueue(self, request: RouteRequest) -> None:
         """Queue `request`; one that is enqueued again keeps its position in the order."""
@@ -146,8 +141,9 @@ class RoutingTable:
             if replica is None:
                 waiting.append(request)
                 continue
-            replica.tokens[request.number] = self._weight(request)
-            replica.load += replica.tokens[request.number]
+            weight = len(request.token_ids) + min(request.max_tokens, round(self._expected_length))
+            replica.tokens[request.number] = weight
+            replica.load += weight
             self._in_flight[request.number] = (request, replica, replica.version)
             assigned.append(Assignment(request.number, replica.info.name, replica.version))
         self._waiting = waiting
@@ -179,18 +175,13 @@ class RoutingTable:
         """Drop the episode's pin."""
         self._pins.pop(episode_id, None)
 
-    # --- the decision ---------------------------------------------------------------------------------------------
-
     def cost(self, request: RouteRequest, replica: ReplicaState) -> int:
         """Tokens in flight on `replica` and prompt tokens that it would have to prefill."""
-        return replica.load + len(request.token_ids) - self._cached(request, replica)
-
-    def _cached(self, request: RouteRequest, replica: ReplicaState) -> int:
-        pin = self._pins.get(request.episode_id)
-        if pin is None or pin.replica is not replica or pin.version != replica.version:
-            return 0
-        # A rewritten history has another prefix and finds nothing in the cache.
-        return len(pin.token_ids) if request.token_ids[: len(pin.token_ids)] == pin.token_ids else 0
+        cached, pin = 0, self._pins.get(request.episode_id)
+        if pin is not None and pin.replica is replica and pin.version == replica.version:
+            # A rewritten history has another prefix and finds nothing in the cache.
+            cached = len(pin.token_ids) if request.token_ids[: len(pin.token_ids)] == pin.token_ids else 0
+        return replica.load + len(request.token_ids) - cached
 
     def _cheapest(self, request: RouteRequest) -> ReplicaState | None:
         able = [r for r in self.replicas.values() if self._has_slot(r) and r.serves(request.oldest_version)]
@@ -203,10 +194,3 @@ class RoutingTable:
 
     def _has_slot(self, replica: ReplicaState) -> bool:
         return replica.serving and len(replica.tokens) < self._limit
-
-    def _weight(self, request: RouteRequest) -> int:
-        return len(request.token_ids) + min(request.max_tokens, round(self._expected_length))
-
-
-def _number(request: RouteRequest) -> int:
-    return request.number

@@ -102,7 +102,7 @@ def test_bound_order_floor_and_conservation(data: st.DataObject) -> None:
         elif what in ("suspect", "well") and seats:
             name = data.draw(st.sampled_from(sorted(seats)))
             (suspects.add if what == "suspect" else suspects.discard)(name)
-            (routing.mark_failed if what == "suspect" else routing.mark_healthy)(name)
+            routing.set_failed(name, what == "suspect")
 
         granted = routing.assign()
         for grant in granted:
@@ -202,7 +202,7 @@ def test_a_replica_that_cuts_requests_short_is_avoided_until_it_is_back() -> Non
     assert routing.assign()[0].replica == other  # although its prefix is on the paused one
 
     routing, paused, other = after_a_cut()
-    routing.mark_failed(other)
+    routing.set_failed(other, True)
     routing.enqueue(rest)
     assert routing.assign()[0].replica == paused  # no other replica: it waits in that server's queue
 
@@ -216,7 +216,7 @@ def test_a_replica_that_cuts_requests_short_is_avoided_until_it_is_back() -> Non
 def test_a_replica_that_was_fenced_is_what_it_proves_and_not_what_was_seen_of_it() -> None:
     routing, _ = routed(serving(0), ask(0, 100), ask(1, 100))
     routing.complete(0, [1], 9, aborted=True)
-    routing.mark_failed("a")
+    routing.set_failed("a", True)
     routing.update(Fleet(2, (ReplicaInfo("a", "http://a", 0, "starting", None, True),)))
     assert not routing.replicas["a"].serving
     routing.update(serving(1))
