@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from ..agents.base import Completion
 from ..launch.supervisor.factory import make_engine
-from ..rollout.engines.base import SamplingParams
+from ..rollout.engines.base import Engine, SamplingParams
 from ..rollout.router import Router
+from ..weightsync.plan import TransferPlan
 from ..weightsync.publisher import Publisher
 from .models import make_policy
 from .result import Result, by_rounds
@@ -47,7 +49,7 @@ async def rolling(folder: Path, size: str, replicas: int) -> Result:
     async with serving(configure(folder / "model", replicas=replicas), folder) as served:
         stopping = [make_engine(served.job, replica) for replica in served.replicas]
         for engine in stopping:
-            engine.stages = False  # receive while paused, as a server without a staging buffer must
+            engine.receive_weights = functools.partial(_receive_paused, engine, engine.receive_weights)
         publishers = {
             "none": None,
             "rolling": make_publisher(served.engines, folder),
@@ -79,6 +81,14 @@ async def rolling(folder: Path, size: str, replicas: int) -> Result:
             by_rounds(f"{what}: global stop", rates["stop"], rates["none"], "tokens/s"),
         ),
     )
+
+
+async def _receive_paused(
+    engine: Engine, receive: Callable[[TransferPlan], Awaitable[None]], plan: TransferPlan
+) -> None:
+    """Receive while paused, as a server without a staging buffer must; the push itself resumes the engine."""
+    await engine.pause("recompute")
+    await receive(plan)
 
 
 async def _client(router: Router, number: int) -> None:

@@ -46,7 +46,6 @@ class LocalReplica:
     def __init__(self, name: str, journal: list[tuple[str, str]] | None = None, *, ranks: int = 1) -> None:
         self.name = name
         self.ranks = ranks
-        self.stages = True
         self.scores_paused = False
         self.model = make_model(0)
         self.journal = [] if journal is None else journal
@@ -149,7 +148,6 @@ class RemoteReplica:
     def __init__(self, name: str, path: Path, process: subprocess.Popen[bytes]) -> None:
         self.name = name
         self.ranks = 1
-        self.stages = True
         self.scores_paused = False
         self.process = process
         self._path = path

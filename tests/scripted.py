@@ -50,7 +50,6 @@ class ScriptedEngine:
     """One incarnation of one replica."""
 
     ranks = 1
-    stages = True
     scores_paused = False
 
     def __init__(self, seat: ReplicaInfo) -> None:

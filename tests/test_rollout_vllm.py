@@ -24,7 +24,7 @@ from slipstream.rollout.engines.vllm import launch as vllm_server
 from slipstream.rollout.engines.vllm.client import VllmEngine
 from slipstream.tests import tiny
 from slipstream.weightsync.plan import AckCollector, FileSource, TransferPlan
-from slipstream.weightsync.snapshot import Checksum
+from slipstream.weightsync.snapshot import checksum
 from transformers import PreTrainedModel
 
 START_S = 180.0
@@ -227,12 +227,9 @@ async def engine(server: tuple[str, int]) -> AsyncIterator[VllmEngine]:
     await engine.close()
 
 
-async def receive(engine: VllmEngine, folder: Path, version: int, checksum: str = "") -> None:
+async def receive(engine: VllmEngine, folder: Path, version: int, announced: str = "") -> None:
     """Have the weights of `folder` staged as `version`; raises WeightSyncError where a rank could not."""
     weights = tiny.weights(folder)
-    total = Checksum()
-    for tensor in weights.values():
-        total.add(tensor)
     acks = AckCollector("127.0.0.1")
     try:
         with acks.expect(engine.name, version, engine.ranks) as expected:
@@ -243,7 +240,7 @@ async def receive(engine: VllmEngine, folder: Path, version: int, checksum: str 
                 shapes=tuple(tuple(t.shape) for t in weights.values()),
                 bucket_bytes=1 << 20,
                 source=FileSource(str(folder / "model.safetensors")),
-                checksum=checksum or total.hexdigest(),
+                checksum=announced or checksum(weights.values()),
                 keep=False,
                 acks=acks.address,
                 receiver=expected.receiver,

@@ -16,16 +16,18 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file, save_file
 from slipstream.errors import DeadlineExceeded, WeightSyncError
+from slipstream.tests.replicas import CPU, LocalReplica
 from slipstream.weightsync import delta, shared_folder, transports
-from slipstream.weightsync.plan import BroadcastSource
+from slipstream.weightsync.plan import AckCollector, BroadcastSource
+from slipstream.weightsync.replica import PushTarget
 from slipstream.weightsync.snapshot import WeightSnapshot, as_bytes, checksum
+from slipstream.weightsync.staging import WeightStaging
 from slipstream.weightsync.transports import (
+    FileTransport,
     Manifest,
     SharedFolder,
     WeightFolder,
-    WrittenVersions,
     read_manifest,
-    write_full,
 )
 
 BITS = {torch.float32: np.int32, torch.bfloat16: np.int16, torch.float64: np.int64, torch.uint8: np.int8}
@@ -183,37 +185,47 @@ async def test_a_write_that_is_given_up_does_not_disturb_the_ones_after_it(
 ) -> None:
     """The first write of version 1 is stuck until version 2 is there."""
     go_on, calls, save = threading.Event(), itertools.count(), transports.save_file
-    ended = threading.Event()
+    ended, write_full = threading.Event(), FileTransport._write_full
 
     def stuck(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
         if next(calls) == 0:
             assert go_on.wait(10)
         save(tensors, path, metadata)
 
-    def write(version: int, value: float) -> Path:
+    def write(self: FileTransport, snapshot: WeightSnapshot) -> Path:
         try:
-            one = WeightSnapshot(version, ("a",), (torch.full((3,), value),), "c")
-            return write_full(folder, one)
+            return write_full(self, snapshot)
         finally:
-            if value == 0.0:
+            if snapshot.tensors[0][0] == 0.0:
                 ended.set()
 
+    replica = LocalReplica("a")
+    replica.stagings = [WeightStaging(0, CPU, lambda plan: None)]
+    target, acks = PushTarget(replica), AckCollector("127.0.0.1")
     monkeypatch.setattr(transports, "save_file", stuck)
-    folder = WeightFolder(tmp_path, keep=1)
-    written = WrittenVersions(folder)
-    first, second = (WeightSnapshot(v, ("a",), (torch.zeros(3),), "c") for v in (1, 2))
+    monkeypatch.setattr(FileTransport, "_write_full", write)
+    transport = FileTransport(WeightFolder(tmp_path, keep=1), acks)
+
+    async def transfer(version: int, value: float, seconds: float) -> Path:
+        snapshot = WeightSnapshot(version, ("a",), (torch.full((3,), value),), checksum([torch.full((3,), value)]))
+        result = await transport.transfer(snapshot, [target], seconds, retry=False)
+        assert result.failed == {}
+        assert replica.stagings[0].take(version)[0][1].tolist() == [value] * 3
+        return tmp_path / f"v{version}.full.safetensors"
+
     with pytest.raises(DeadlineExceeded, match="is the disk stuck"):
-        await written.file(first, "full", lambda: write(1, 0.0), 0.2)
-    path, _ = await written.file(first, "full", lambda: write(1, 1.0), 5.0)
-    assert path is not None
-    assert load_file(path)["a"].tolist() == [1, 1, 1]
-    path, _ = await written.file(second, "full", lambda: write(2, 2.0), 5.0)
-    assert path is not None
+        await transfer(1, 0.0, 0.2)
+    assert load_file(await transfer(1, 1.0, 5.0))["a"].tolist() == [1, 1, 1]
+    path = await transfer(2, 2.0, 5.0)
     go_on.set()
     assert await asyncio.to_thread(ended.wait, 5)
     assert load_file(path)["a"].tolist() == [2, 2, 2]
-    assert read_manifest(tmp_path) == Manifest(2, "c", ("a",), full=path.name)
+    manifest = read_manifest(tmp_path)
+    assert manifest is not None
+    assert (manifest.version, manifest.full) == (2, path.name)
     assert names(tmp_path) == ["latest.json", path.name]
+    acks.close()
+    replica.close()
 
 
 def test_what_is_latest_never_goes_back(tmp_path: Path) -> None:

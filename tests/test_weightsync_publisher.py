@@ -170,15 +170,6 @@ async def test_groups_follow_the_cohorts_members(fleet: Fleet) -> None:
     assert holds(replicas[3], 2)  # a leaver keeps what it has
 
 
-async def test_who_cannot_stage_is_paused_before_it_receives(fleet: Fleet) -> None:
-    replica = LocalReplica("a")
-    replica.stages = False
-    fleet.publish_to(replica)
-    await fleet.push(1)
-    assert [w.split()[0] for _, w in replica.journal] == ["pause", "join", "receive", "swap", "resume", "score"]
-    assert holds(replica, 1)
-
-
 class Forgetful(LocalReplica):
     """Its loader says that all is well, and skips a layer the first `times` times."""
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import socket
@@ -36,8 +37,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 
 from ..common.tasks import in_thread
 from ..errors import SlipstreamError, WeightSyncError
-from .plan import AckCollector, BroadcastSource, ExpectedAcks, GroupPlan, TransferPlan
-from .replica import PushTarget, TransferResult, await_reply, failures, names
+from .plan import AckCollector, BroadcastSource, GroupPlan
+from .replica import PushResult, PushTarget, await_reply, failures, names
 from .snapshot import WeightSnapshot, pack
 
 GRACE_S = 1.0
@@ -47,20 +48,21 @@ CONNECT = timedelta(seconds=5)
 """Deadline of a connection to a store that has just answered: its owner may have given up meanwhile."""
 
 
-class Sender(msgspec.Struct, frozen=True):
-    """The learner's side of every group: its address, the collective library, and the device that sends with `nccl`."""
-
-    host: str
-    backend: Literal["gloo", "nccl"]
-    device: torch.device
-
-
 class BroadcastTransport:
     """Sends through one group per cohort, which lasts as long as the cohort's members do."""
 
-    def __init__(self, sender: Sender, acks: AckCollector, bucket_bytes: int) -> None:
-        self._sender = sender
+    def __init__(
+        self,
+        acks: AckCollector,
+        host: str,
+        backend: Literal["gloo", "nccl"],
+        device: torch.device,
+        bucket_bytes: int,
+    ) -> None:
         self._acks = acks
+        self._host = host
+        self._backend: Literal["gloo", "nccl"] = backend
+        self._device = device
         self._bucket_bytes = bucket_bytes
         self._incarnation = uuid.uuid4().hex
         self._numbers = itertools.count(1)
@@ -68,18 +70,18 @@ class BroadcastTransport:
 
     async def transfer(
         self, snapshot: WeightSnapshot, targets: Sequence[PushTarget], seconds: float, *, retry: bool
-    ) -> TransferResult:
+    ) -> PushResult:
         """See `Transport`. With `retry` through a new group."""
         deadline = time.monotonic() + seconds
         members = tuple(target.name for target in targets)
         if retry:
             self._drop(members)
-        result = TransferResult(failed=dict.fromkeys(members, "the push was cancelled"))
+        result = PushResult(failed=dict.fromkeys(members, "the push was cancelled"))
         try:
             group = self._groups.get(members) or await self._make_group(targets, seconds)
             began = time.perf_counter()
             result.failed = await self._send(snapshot, targets, group, deadline - time.monotonic())
-            result.seconds = time.perf_counter() - began
+            result.transfer_s = time.perf_counter() - began
             result.sent_bytes = snapshot.nbytes
         except (SlipstreamError, OSError) as error:
             result.failed = dict.fromkeys(members, str(error))
@@ -109,18 +111,18 @@ class BroadcastTransport:
         """
         members = tuple(target.name for target in targets)
         self._drop(members)
-        rendezvous = Rendezvous(self._sender.host, seconds)
+        rendezvous = Rendezvous(self._host, seconds)
         *offsets, world_size = itertools.accumulate((target.replica.ranks for target in targets), initial=1)
         plan = GroupPlan(
             name=f"{self._incarnation}.{next(self._numbers)}",
-            backend=self._sender.backend,
-            host=self._sender.host,
+            backend=self._backend,
+            host=self._host,
             port=rendezvous.port,
             rank_offset=0,
             world_size=world_size,
             timeout_s=seconds,
         )
-        own = in_thread(lambda: BroadcastGroup(plan, 0, self._sender.device, rendezvous), f"join-{plan.name}")
+        own = in_thread(lambda: BroadcastGroup(plan, 0, self._device, rendezvous), f"join-{plan.name}")
         joining = [
             target.request(target.replica.join_group(msgspec.structs.replace(plan, rank_offset=offset)))
             for target, offset in zip(targets, offsets, strict=True)
@@ -143,8 +145,11 @@ class BroadcastTransport:
             expected = [
                 stack.enter_context(self._acks.expect(t.name, snapshot.version, t.replica.ranks)) for t in targets
             ]
+            plan = functools.partial(
+                snapshot.plan, BroadcastSource(), bucket_bytes=self._bucket_bytes, keep=False, acks=self._acks.address
+            )
             announcing = [
-                target.request(target.replica.receive_weights(self._plan(snapshot, acks)))
+                target.request(target.replica.receive_weights(plan(receiver=acks.receiver)))
                 for target, acks in zip(targets, expected, strict=True)
             ]
             waits_for = f"{names(targets)} to take the announcement of version {snapshot.version}"
@@ -172,15 +177,6 @@ class BroadcastTransport:
         return failures(
             [target.name for target in targets],
             [SlipstreamError(cut_off) if isinstance(o, asyncio.CancelledError) else o for o in outcomes],
-        )
-
-    def _plan(self, snapshot: WeightSnapshot, acks: ExpectedAcks) -> TransferPlan:
-        return snapshot.plan(
-            BroadcastSource(),
-            bucket_bytes=self._bucket_bytes,
-            keep=False,
-            acks=self._acks.address,
-            receiver=acks.receiver,
         )
 
     def _broadcast(self, group: BroadcastGroup, snapshot: WeightSnapshot) -> None:

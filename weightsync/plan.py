@@ -1,5 +1,5 @@
-"""The messages of a weight push: broadcast groups, transfer plans, the report; and the acks by which every rank of a replica
-reports that it holds a version, or why not.
+"""The messages of a weight push: plans, the report, and the acks by which every rank of a replica reports that it holds a version,
+or why not.
 
     staging thread: send_ack ──one-way RPC──> AckCollector, one per learner ──> ExpectedAcks of one attempt
 
@@ -7,9 +7,8 @@ Invariants:
 - The learner is rank 0 of every group; the ranks of a replica start at its `rank_offset`.
 - Tensors travel in the order of `names`; a broadcast cuts them into buckets of at most `bucket_bytes` by a rule both ends share.
 - `checksum` is over the tensors themselves and not over what travelled, so that it proves every transport, `delta` included.
-- An ack counts only for its attempt, rank and version. Late, duplicate, foreign and malformed messages change nothing.
-- Every attempt has its own receiver name, so that a late ack of one attempt cannot settle the next.
-- Sending an ack blocks a receiver for at most `LINGER_MS`.
+- An ack counts only for its attempt, rank and version. Every attempt has its own receiver name, so that a late ack of one attempt
+  cannot settle the next.
 """
 
 from __future__ import annotations
@@ -32,11 +31,8 @@ from ..rpc.server import RpcRequest, RpcServer
 LINGER_MS = 5000
 """How long `send_ack` waits for a learner that does not take the message."""
 
-MAX_BYTES = 1 << 16
-"""Of one ack; a peer that sends more is disconnected."""
-
-MAX_ERROR = 2000
-"""Characters of an error; the remaining ones are cut."""
+MAX_BYTES, MAX_ERROR = 1 << 16, 2000
+"""Of one ack, above which its sender is disconnected; and characters of an error, which is cut there."""
 
 
 class GroupPlan(msgspec.Struct, frozen=True):
@@ -128,11 +124,8 @@ class PushReport(msgspec.Struct, frozen=True):
 
 
 def send_ack(address: str, ack: WeightAck) -> None:
-    """Send an ack to the learner at `address`, from any thread; blocks for at most `LINGER_MS`.
-
-    Raises:
-        WeightSyncError: the address is invalid.
-    """
+    """Send an ack to the learner at `address`, from any thread; blocks for at most `LINGER_MS`. Raises WeightSyncError: the address
+    is invalid."""
     try:
         with RpcNotifier(address, linger_ms=LINGER_MS) as learner:
             learner.notify(msgspec.structs.replace(ack, error=ack.error[:MAX_ERROR]))
@@ -141,11 +134,7 @@ def send_ack(address: str, ack: WeightAck) -> None:
 
 
 class ExpectedAcks:
-    """What one attempt at one replica waits for: an ack of each of its ranks.
-
-    Attributes:
-        receiver: the name in the acks of this attempt (`TransferPlan.receiver`).
-    """
+    """What one attempt at one replica, called `receiver` in its acks, waits for: an ack of each of the replica's ranks."""
 
     def __init__(self, receiver: str, version: int, ranks: int) -> None:
         self.receiver = receiver

@@ -28,10 +28,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import torch
 
 from ..configs.schema import Partial, TransportKind
-from .broadcast import Sender
+from ..errors import EngineError, WeightSyncError
 from .plan import AckCollector, PushReport
 from .replica import (
     NOTHING,
@@ -40,10 +41,9 @@ from .replica import (
     PushSettings,
     PushTarget,
     ReplicaControl,
-    WrongWeights,
     await_reply,
+    each,
     failures,
-    verify_by_canary,
 )
 from .snapshot import Canary, WeightSnapshot, take_snapshot
 from .transports import make_transport
@@ -115,9 +115,16 @@ class Publisher:
         on_lost: Callable[[str, str], None] | None = None,
     ) -> None:
         self._acks = AckCollector(host)
-        sender = Sender(host, backend, device)
         try:
-            self._transport = make_transport(transport, sender, self._acks, bucket_bytes=bucket_bytes, folder=folder)
+            self._transport = make_transport(
+                transport,
+                self._acks,
+                host=host,
+                backend=backend,
+                device=device,
+                bucket_bytes=bucket_bytes,
+                folder=folder,
+            )
         except BaseException:
             self._acks.close()
             raise
@@ -265,10 +272,7 @@ class Publisher:
             for target in staying:
                 if target.name in result.failed:
                     self._fence(target, result.failed[target.name])
-            total.canary |= result.canary
-            total.failed |= result.failed
-            total.add_costs(result)
-            total.wrong = result.wrong
+            total.add(result)
             if result.wrong is not None:
                 break
         departed = {t.name for t in targets if t.left}
@@ -278,15 +282,16 @@ class Publisher:
             logger.warning("version %d did not reach %s", snapshot.version, reasons)
         if total.wrong is not None:
             raise total.wrong
+        pushed = tuple(t.name for t in targets if t.verified == snapshot.version and not t.left)
         return PushReport(
             version=snapshot.version,
-            pushed=tuple(t.name for t in targets if t.name in total.canary and not t.left),
+            pushed=pushed,
             failed=failed,
             pause_ms=1e3 * total.pause_s,
             transfer_ms=1e3 * total.transfer_s,
             push_ms=1e3 * (time.monotonic() - began),
             sent_bytes=total.sent_bytes,
-            canary=max(total.canary.values(), default=0.0),
+            canary=max((total.canary[name] for name in pushed), default=0.0),
         )
 
     async def _update_cohort(
@@ -296,37 +301,55 @@ class Publisher:
         `separately`: without the first."""
         began, result = time.monotonic(), PushResult()
         push_s = (1 - CANARY_SHARE) * seconds
-        measured: dict[str, float] = {}
         again = list(targets)
         if not separately:
             # One that is still busy with a command of an earlier push is waited for separately.
             settled = [t for t in targets if t.settled]
             first = await PushAttempt(push, settled, push_s / 2).run()
-            result.add_costs(first)
-            measured |= first.canary
             again = [t for t in targets if (t not in settled or t.name in first.failed) and not t.left]
             if first.failed:
                 logger.warning("version %d, first try: %s", push.snapshot.version, first.failed)
+            result.add(msgspec.structs.replace(first, failed={}))
         left = push_s - (time.monotonic() - began)
         attempts = (PushAttempt(push, [t], left, retry=not separately).run() for t in again)
         # Cancelled or not, gather returns when all have ended: they resume the replicas that they paused.
         for attempt in await asyncio.gather(*attempts, return_exceptions=True):
             if isinstance(attempt, BaseException):
                 raise attempt
-            result.add_costs(attempt)
-            result.failed |= attempt.failed
-            measured |= attempt.canary
-
-        async def verify(target: PushTarget) -> None:
-            left = seconds - (time.monotonic() - began)
-            result.canary[target.name] = await verify_by_canary(push, target, measured.get(target.name), left, result)
-            self._verified(target)
-
+            result.add(attempt)
+        left = seconds - (time.monotonic() - began)
         reached = [t for t in targets if t.name not in result.failed and not t.left]
-        outcomes = await asyncio.gather(*(verify(t) for t in reached), return_exceptions=True)
-        result.failed |= failures([t.name for t in reached], outcomes)
-        result.wrong = next((o for o in outcomes if isinstance(o, WrongWeights)), None)
+        verifying = {
+            t.name: await_reply(left, self._verify(push, t, left, result), f"canary of {t.name}") for t in reached
+        }
+        result.failed |= await each(verifying)
         return result
+
+    async def _verify(self, push: PushSettings, target: PushTarget, seconds: float, result: PushResult) -> None:
+        """Compare the target's canary, unless it was while paused. Above the tolerance it is pushed to once more.
+
+        Raises:
+            WeightSyncError: the second difference is above the tolerance, too; it is `result.wrong`.
+            EngineError, DeadlineExceeded: it did not answer.
+        """
+        name, canary = target.name, result.canary
+        for second in (False, True):
+            if name not in canary:
+                canary[name] = await target.canary_difference(push.snapshot.canary)
+            if canary[name] <= push.tolerance:
+                return self._verified(target)
+            if not second:
+                logger.warning("%s: canary off by %g nats, pushing once more", name, canary[name])
+                del canary[name]
+                attempt = await PushAttempt(push, [target], seconds / 2, retry=True, mode="recompute").run()
+                result.add(attempt)
+                if attempt.failed:
+                    raise EngineError(attempt.failed[name])
+        result.wrong = WeightSyncError(
+            f"{name} does not hold version {push.snapshot.version}: after two pushes its canary log-probs differ"
+            f" from the learner's by {canary[name]:.3g} nats (weightsync.canary_tolerance={push.tolerance:g})"
+        )
+        raise result.wrong
 
     async def _probe(self, targets: Sequence[PushTarget]) -> Probed:
         """The version that each replica reports; and why the others did not answer."""

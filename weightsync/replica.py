@@ -7,8 +7,8 @@
     canary    the replica's log-probs of a fixed prompt equal the learner's
     resume    before the canary where the server computes nothing while paused (vLLM, SGLang), else after it
 
-A server that cannot stage while it generates is paused first. Where the canary comes after the resume, requests under way sample
-for that moment from weights that are verified by checksum only; if the canary is then off, their tokens keep the version's label.
+Where the canary comes after the resume, requests under way sample for that moment from weights that are verified by checksum only;
+if the canary is then off, their tokens keep the version's label.
 
 Invariants:
 - A request to a target that leaves the fleet ends at once.
@@ -60,7 +60,6 @@ class ReplicaControl(Protocol):
 
     name: str
     ranks: int
-    stages: bool
     scores_paused: bool
 
     async def pause(self, mode: Partial) -> None: ...
@@ -173,12 +172,33 @@ class PushTarget:
         return asyncio.shield(self._command)
 
 
-class TransferResult(msgspec.Struct):
-    """What a transfer did: replica name -> why it does not hold the snapshot; bytes sent or written; seconds."""
+class PushResult(msgspec.Struct):
+    """What attempts, or a transfer, did.
+
+    Attributes:
+        failed: replica name -> why it did not get the weights.
+        canary: replica name -> canary difference in nats, of those that were asked; above the tolerance it is not verified.
+        pause_s: the longest time that a replica was paused.
+        transfer_s: the longest transfer.
+        sent_bytes: bytes that left the learner, written files included.
+        wrong: of the last replica that took the weights twice and still computes something else.
+    """
 
     failed: dict[str, str] = {}
+    canary: dict[str, float] = {}
+    pause_s: float = 0.0
+    transfer_s: float = 0.0
     sent_bytes: int = 0
-    seconds: float = 0.0
+    wrong: WeightSyncError | None = None
+
+    def add(self, other: PushResult) -> None:
+        """Add what `other` did."""
+        self.failed |= other.failed
+        self.canary |= other.canary
+        self.pause_s = max(self.pause_s, other.pause_s)
+        self.transfer_s = max(self.transfer_s, other.transfer_s)
+        self.sent_bytes += other.sent_bytes
+        self.wrong = other.wrong or self.wrong
 
 
 class Transport(Protocol):
@@ -189,7 +209,7 @@ class Transport(Protocol):
 
     async def transfer(
         self, snapshot: WeightSnapshot, targets: Sequence[PushTarget], seconds: float, *, retry: bool
-    ) -> TransferResult:
+    ) -> PushResult:
         """Have all `targets` stage `snapshot`; their failures are in the result. `retry`: reuse nothing of an earlier attempt.
 
         Raises:
@@ -204,10 +224,6 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-class WrongWeights(WeightSyncError):
-    """A replica took the weights twice and still computes something else."""
-
-
 class PushSettings(msgspec.Struct, frozen=True):
     """What is pushed, and how."""
 
@@ -215,32 +231,6 @@ class PushSettings(msgspec.Struct, frozen=True):
     transport: Transport
     mode: Partial
     tolerance: float
-
-
-class PushResult(msgspec.Struct):
-    """What attempts did.
-
-    Attributes:
-        failed: replica name -> why it did not get the weights.
-        canary: replica name -> canary difference in nats, of those that were asked; above the tolerance it is not verified.
-        pause_s: the longest time that a replica was paused.
-        transfer_s: the longest transfer.
-        sent_bytes: bytes that left the learner.
-        wrong: of the first replica that took the weights twice and still computes something else.
-    """
-
-    failed: dict[str, str] = {}
-    canary: dict[str, float] = {}
-    pause_s: float = 0.0
-    transfer_s: float = 0.0
-    sent_bytes: int = 0
-    wrong: WrongWeights | None = None
-
-    def add_costs(self, other: PushResult) -> None:
-        """Add the times and bytes of `other`."""
-        self.pause_s = max(self.pause_s, other.pause_s)
-        self.transfer_s = max(self.transfer_s, other.transfer_s)
-        self.sent_bytes += other.sent_bytes
 
 
 class PushAttempt:
@@ -261,7 +251,6 @@ class PushAttempt:
         self._stage_s, self._swap_s = STAGE_SHARE * seconds, SWAP_SHARE * seconds
         self._resume_s = seconds - self._swap_s
         self._began = time.monotonic()
-        self._paused: set[str] = set()
         self._done: set[str] = set()
         self._result = PushResult()
 
@@ -277,43 +266,32 @@ class PushAttempt:
             raise
         finally:
             paused = [t for t in self._targets if t.paused_at is not None and not t.unverified]
-            self._result.failed = await _each({t.name: self._resume(t) for t in paused}) | failed
+            self._result.failed = await each({t.name: self._resume(t) for t in paused}) | failed
         return self._result
 
     async def _sequence(self) -> None:
-        failed, transport = self._result.failed, self._push.transport
-        unready = [t for t in self._targets if not (t.settled and t.replica.stages)]
-        failed |= await _each({t.name: self._prepare(t) for t in unready})
+        failed, push = self._result.failed, self._push
+        failed |= await each({t.name: self._settle(t) for t in self._targets if not t.settled})
         ready = [t for t in self._targets if t.name not in self._done | failed.keys()]
-        if not ready:
-            return
-        left = self._stage_s - (time.monotonic() - self._began)
-        staged = await transport.transfer(self._push.snapshot, ready, left, retry=self._retry)
-        self._result.transfer_s, self._result.sent_bytes = staged.seconds, staged.sent_bytes
-        failed |= staged.failed
-        failed |= await _each({t.name: self._switch(t) for t in ready if t.name not in staged.failed})
+        if ready:
+            left = self._stage_s - (time.monotonic() - self._began)
+            staged = await push.transport.transfer(push.snapshot, ready, left, retry=self._retry)
+            self._result.add(staged)
+            failed |= await each({t.name: self._switch(t) for t in ready if t.name not in staged.failed})
 
-    async def _prepare(self, target: PushTarget) -> None:
-        """Wait for an earlier command; pause a replica that cannot stage while it generates."""
-        if not target.settled:
-            waits_for, hint = f"{target.name} to finish its last command", "see its log; it stays paused until then"
-            await await_reply(self._stage_s, target.settle(), waits_for, hint)
-            if target.unverified and target.swapped == self._push.snapshot.version:  # its swap was only late
-                await self._finish(target)
-                return
-        if not target.replica.stages:
-            await self._pause(target, self._stage_s / 2)
+    async def _settle(self, target: PushTarget) -> None:
+        """Wait for a command of an earlier push."""
+        waits_for, hint = f"{target.name} to finish its last command", "see its log; it stays paused until then"
+        await await_reply(self._stage_s, target.settle(), waits_for, hint)
+        if target.unverified and target.swapped == self._push.snapshot.version:  # its swap was only late
+            await self._finish(target)
 
     async def _switch(self, target: PushTarget) -> None:
         """Pause, swap, canary where the server scores while paused, resume."""
-        if target.name not in self._paused:  # also one that an earlier attempt left paused, maybe in another mode
-            await self._pause(target, self._swap_s)
+        # Also one that an earlier attempt left paused, maybe in another mode.
+        await await_reply(self._swap_s, target.pause(self._mode), f"{target.name} to pause")
         await target.swap(self._push.snapshot.version)
         await self._finish(target)
-
-    async def _pause(self, target: PushTarget, seconds: float) -> None:
-        self._paused.add(target.name)
-        await await_reply(seconds, target.pause(self._mode), f"{target.name} to pause")
 
     async def _finish(self, target: PushTarget) -> None:
         """After the swap: resume, unless the canary shows wrong weights."""
@@ -331,37 +309,6 @@ class PushAttempt:
         await await_reply(seconds, target.resume(), f"{target.name} to resume", hint)
         if since is not None:
             self._result.pause_s = max(self._result.pause_s, time.perf_counter() - since)
-
-
-async def verify_by_canary(
-    push: PushSettings, target: PushTarget, measured: float | None, seconds: float, costs: PushResult
-) -> float:
-    """The target's canary difference; above the tolerance it is pushed to once more. `measured`: the one taken while paused.
-
-    Raises:
-        WrongWeights: the second difference is above the tolerance, too.
-        EngineError, DeadlineExceeded: it did not answer.
-    """
-
-    async def verify() -> float:
-        difference = await target.canary_difference(push.snapshot.canary) if measured is None else measured
-        if difference <= push.tolerance:
-            return difference
-        logger.warning("%s: canary off by %g nats, pushing once more", target.name, difference)
-        second = await PushAttempt(push, [target], seconds / 2, retry=True, mode="recompute").run()
-        costs.add_costs(second)
-        if second.failed:
-            raise EngineError(second.failed[target.name])
-        again = second.canary.get(target.name)
-        difference = await target.canary_difference(push.snapshot.canary) if again is None else again
-        if difference <= push.tolerance:
-            return difference
-        raise WrongWeights(
-            f"{target.name} does not hold version {push.snapshot.version}: after two pushes its canary log-probs differ"
-            f" from the learner's by {difference:.3g} nats (weightsync.canary_tolerance={push.tolerance:g})"
-        )
-
-    return await await_reply(seconds, verify(), f"canary of {target.name}")
 
 
 def names(targets: Sequence[PushTarget]) -> str:
@@ -385,6 +332,6 @@ def failures(names: Sequence[str], outcomes: Sequence[object]) -> dict[str, str]
     return failed
 
 
-async def _each(awaitables: Mapping[str, Awaitable[object]]) -> dict[str, str]:
-    """Await all; name -> error of those that failed."""
+async def each(awaitables: Mapping[str, Awaitable[object]]) -> dict[str, str]:
+    """Await all; replica name -> error of those that failed."""
     return failures(list(awaitables), await asyncio.gather(*awaitables.values(), return_exceptions=True))

@@ -30,7 +30,7 @@ from ..errors import WeightSyncError
 from . import delta
 from .broadcast import BroadcastGroup
 from .plan import BroadcastSource, DeltaSource, FileSource, GroupPlan, TransferPlan, WeightAck, send_ack
-from .snapshot import Checksum, buckets_of, dtype_of, unpack
+from .snapshot import buckets_of, checksum, dtype_of, unpack
 from .weight_check import TIED, are_adapters, base_weights, check_weights, checkpoint_shapes, merge
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,6 @@ TAKE_S = 60.0
 
 Tensors = list[tuple[str, torch.Tensor]]
 """Hugging Face name and tensor, in the plan's order."""
-
 
 _Base = tuple[int, dict[str, torch.Tensor]]
 """A version that is kept, and its tensors."""
@@ -98,11 +97,8 @@ class WeightStaging:
         return cls(rank, device, check, functools.partial(base_weights, model, revision))
 
     def join(self, plan: GroupPlan) -> None:
-        """Join the plan's group; blocks until it is complete. Leaves any other group, drops what was staged.
-
-        Raises:
-            WeightSyncError: the group was not complete within `plan.timeout_s`.
-        """
+        """Join the plan's group, leaving any other; drop what was staged. Raises WeightSyncError where the group is not complete
+        within `plan.timeout_s`."""
         self.discard()
         self._leave()
         group = BroadcastGroup(plan, plan.rank_offset + self._rank, self._device)
@@ -119,11 +115,7 @@ class WeightStaging:
         threading.Thread(target=self._stage, args=(transfer,), name=f"stage-{plan.version}", daemon=True).start()
 
     def take(self, version: int) -> Tensors:
-        """The staged tensors of `version`, once; waits for the thread.
-
-        Raises:
-            WeightSyncError: that version is not staged whole.
-        """
+        """The staged tensors of `version`, once; waits for the thread. Raises WeightSyncError: it is not staged whole."""
         with self._lock:
             transfer = self._transfer
         if transfer is None or transfer.plan.version != version:
@@ -191,15 +183,18 @@ class WeightStaging:
 
     def _receive(self, transfer: _Transfer) -> Tensors:
         """All tensors of a plan. Raises WeightSyncError when they do not match it."""
-        plan, total, tensors = transfer.plan, Checksum(), Tensors()
-        for name, tensor in self._tensors(transfer):
-            if self._transfer is not transfer:
-                raise WeightSyncError("dropped for another version")
-            total.add(tensor)
-            tensors.append((name, tensor))
-        if total.hexdigest() != plan.checksum:
+        plan, tensors = transfer.plan, Tensors()
+
+        def arriving() -> Iterator[torch.Tensor]:
+            for name, tensor in self._tensors(transfer):
+                if self._transfer is not transfer:
+                    raise WeightSyncError("dropped for another version")
+                tensors.append((name, tensor))
+                yield tensor
+
+        if (found := checksum(arriving())) != plan.checksum:
             raise WeightSyncError(
-                f"version {plan.version} arrived with checksum {total.hexdigest()}, the learner sent {plan.checksum}"
+                f"version {plan.version} arrived with checksum {found}, the learner sent {plan.checksum}"
             )
         return tensors
 

@@ -16,11 +16,13 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -31,9 +33,9 @@ from ..common.tasks import in_thread
 from ..configs.schema import TransportKind
 from ..errors import WeightSyncError
 from . import delta
-from .broadcast import BroadcastTransport, Sender
+from .broadcast import BroadcastTransport
 from .plan import AckCollector, DeltaSource, FileSource, Source
-from .replica import PushTarget, TransferResult, Transport, await_reply, failures
+from .replica import PushResult, PushTarget, Transport, await_reply, each
 from .shared_folder import SharedFolder
 from .snapshot import WeightSnapshot
 
@@ -42,15 +44,18 @@ KEPT_ON_DISK = 2
 
 
 def make_transport(
-    kind: TransportKind, sender: Sender, acks: AckCollector, *, bucket_bytes: int, folder: Path
+    kind: TransportKind,
+    acks: AckCollector,
+    *,
+    host: str,
+    backend: Literal["gloo", "nccl"],
+    device: torch.device,
+    bucket_bytes: int,
+    folder: Path,
 ) -> Transport:
-    """The transport that `weightsync.transport` names; `folder` is where files on disk go.
-
-    Raises:
-        WeightSyncError: the folder, or shared memory, cannot be used.
-    """
+    """The transport that `weightsync.transport` names. Arguments and errors are those of `Publisher`."""
     if kind == "broadcast":
-        return BroadcastTransport(sender, acks, bucket_bytes)
+        return BroadcastTransport(acks, host, backend, device, bucket_bytes)
     if kind == "shared":
         shared = SharedFolder()
         return FileTransport(WeightFolder(shared.path, keep=1), acks, on_close=shared.close)
@@ -98,7 +103,10 @@ class WeightFolder:
         part = path.with_suffix(f".{uuid.uuid4().hex}.part")
         with self._lock:
             self._versions = [*(v for v in self._versions if v != version), version][-self._keep :]
-            self._prune()
+            kept = {f"v{version}" for version in self._versions}
+            for old in self.path.glob("v*"):
+                if old.name.partition(".")[0] not in kept:
+                    old.unlink(missing_ok=True)
         try:
             save_file(dict(tensors), part, metadata={"version": str(version)})
             with self._lock:
@@ -114,22 +122,15 @@ class WeightFolder:
         """Replace `latest.json`; its entry for another file of the same version stays. Does nothing if a later version was
         written."""
         with self._lock:
-            if manifest.version == self._versions[-1]:
-                self._publish(manifest)
-
-    def _publish(self, manifest: Manifest) -> None:
-        latest = read_manifest(self.path)
-        if latest is not None and (latest.version, latest.checksum) == (manifest.version, manifest.checksum):
-            full, delta, base = latest.full, latest.delta, latest.base
-            if manifest.delta:
-                delta, base = manifest.delta, manifest.base
-            manifest = msgspec.structs.replace(manifest, full=manifest.full or full, delta=delta, base=base)
-        write_atomic(self.path / "latest.json", msgspec.json.encode(manifest))
-
-    def _prune(self) -> None:
-        for path in self.path.glob("v*"):
-            if path.name.partition(".")[0] not in {f"v{version}" for version in self._versions}:
-                path.unlink(missing_ok=True)
+            if manifest.version != self._versions[-1]:
+                return
+            latest = read_manifest(self.path)
+            if latest is not None and (latest.version, latest.checksum) == (manifest.version, manifest.checksum):
+                full, delta, base = latest.full, latest.delta, latest.base
+                if manifest.delta:
+                    delta, base = manifest.delta, manifest.base
+                manifest = msgspec.structs.replace(manifest, full=manifest.full or full, delta=delta, base=base)
+            write_atomic(self.path / "latest.json", msgspec.json.encode(manifest))
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -140,41 +141,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
 
 
-class WrittenVersions:
-    """Files of the newest snapshot in a folder, each written at its first use."""
-
-    def __init__(self, folder: WeightFolder) -> None:
-        self.folder = folder
-        self._snapshot: WeightSnapshot | None = None
-        self._paths: dict[str, Path | None] = {}
-        self._lock = asyncio.Lock()
-
-    async def file(
-        self, snapshot: WeightSnapshot, kind: str, write: Callable[[], Path | None], seconds: float
-    ) -> tuple[Path | None, int]:
-        """The file that `write` makes of `snapshot`, None if it declines; and the bytes written by this call.
-
-        Raises:
-            WeightSyncError, DeadlineExceeded: it cannot be written, or not in time.
-        """
-        async with self._lock:
-            if self._snapshot is not snapshot:
-                self._snapshot, self._paths = snapshot, {}
-            if kind in self._paths:
-                return self._paths[kind], 0
-            what = f"version {snapshot.version} to be written to {self.folder.path}"
-            path = await await_reply(seconds, in_thread(write, what), what, "is the disk stuck?")
-            self._paths[kind] = path
-            return path, path.stat().st_size if path else 0
-
-    def invalidate(self, snapshot: WeightSnapshot) -> None:
-        """Write the files of `snapshot` anew at their next use."""
-        if self._snapshot is snapshot:
-            self._paths = {}
-
-
 class FileTransport:
-    """Files that the replicas read.
+    """Files of the newest snapshot that the replicas read, each written at its first use.
 
     Args:
         deltas: replicas that kept the version before get a file of what changed since, where that is smaller.
@@ -187,48 +155,43 @@ class FileTransport:
         acks: AckCollector,
         *,
         deltas: bool = False,
-        on_close: Callable[[], None] | None = None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._written = WrittenVersions(folder)
+        self._folder = folder
         self._acks = acks
         self._deltas = deltas
         self._on_close = on_close
         self._kept: dict[str, WeightSnapshot] = {}
         self._before: WeightSnapshot | None = None
         self._newest: WeightSnapshot | None = None
+        self._paths: dict[str, Path | None] = {}
+        self._writing = asyncio.Lock()
 
     async def transfer(
         self, snapshot: WeightSnapshot, targets: Sequence[PushTarget], seconds: float, *, retry: bool
-    ) -> TransferResult:
+    ) -> PushResult:
         """See `Transport`. With `retry` every target gets the whole file."""
-        began, result = time.perf_counter(), TransferResult()
-
-        async def write(kind: str, work: Callable[[], Path | None]) -> Path | None:
-            left = seconds - (time.perf_counter() - began)
-            path, wrote = await self._written.file(snapshot, kind, work, left)
-            result.sent_bytes += wrote
-            return path
-
-        if self._deltas and snapshot is not self._newest:
-            self._before, self._newest = self._newest, snapshot
-        before, sources = self._before, dict[PushTarget, Source]()
+        began, result, sources = time.perf_counter(), PushResult(), dict[PushTarget, Source]()
+        if snapshot is not self._newest:
+            self._before, self._newest, self._paths = self._newest if self._deltas else None, snapshot, {}
+        before = self._before
         if before is not None and not retry and _same_layout(before, snapshot):
             kept = [t for t in targets if self._kept.get(t.name) is before]
-            path = await write("delta", lambda: self._write_delta(snapshot, before)) if kept else None
-            if path is not None:
+            work = functools.partial(self._write_delta, snapshot, before)
+            if kept and (path := await self._file("delta", work, began + seconds, result)) is not None:
                 sources |= {t: DeltaSource(str(path), before.version) for t in kept}
         if others := [t for t in targets if t not in sources]:
-            path = await write("full", lambda: write_full(self._written.folder, snapshot))
+            path = await self._file("full", functools.partial(self._write_full, snapshot), began + seconds, result)
             sources |= {t: FileSource(str(path)) for t in others}
         for target in targets:
             self._kept.pop(target.name, None)  # until its ack is in
-        left = seconds - (time.perf_counter() - began)
-        result.failed = await _stage_files(self._acks, snapshot, sources, left, keep=self._deltas)
+        left = began + seconds - time.perf_counter()
+        result.failed = await each({t.name: self._stage(t, snapshot, source, left) for t, source in sources.items()})
         if self._deltas:
             self._kept |= {t.name: snapshot for t in targets if t.name not in result.failed and not t.left}
-        if result.failed:
-            self._written.invalidate(snapshot)
-        result.seconds = time.perf_counter() - began
+        if result.failed and snapshot is self._newest:
+            self._paths = {}
+        result.transfer_s = time.perf_counter() - began
         return result
 
     def forget(self, name: str) -> None:
@@ -239,29 +202,32 @@ class FileTransport:
         """Remove what does not outlive the learner."""
         self._before = self._newest = None
         self._kept.clear()
-        if self._on_close is not None:
-            self._on_close()
+        self._on_close()
 
-    def _write_delta(self, snapshot: WeightSnapshot, before: WeightSnapshot) -> Path | None:
-        parts = delta.differences(snapshot.names, before.tensors, snapshot.tensors)
-        if sum(part.nbytes for part in parts.values()) >= snapshot.nbytes:
-            return None
-        folder = self._written.folder
-        path = folder.write(snapshot.version, "delta", parts)
-        folder.publish(
-            Manifest(snapshot.version, snapshot.checksum, snapshot.names, delta=path.name, base=before.version)
-        )
-        return path
+    async def _file(
+        self, kind: str, write: Callable[[], Path | None], deadline: float, result: PushResult
+    ) -> Path | None:
+        """The file that `write` makes of the newest snapshot, None if it declines; bytes written now are added to `result`.
 
+        Raises:
+            WeightSyncError, DeadlineExceeded: it cannot be written, or not in time.
+        """
+        async with self._writing:
+            if kind not in self._paths:
+                assert self._newest is not None
+                what = f"version {self._newest.version} to be written to {self._folder.path}"
+                left = deadline - time.perf_counter()
+                path = await await_reply(left, in_thread(write, what), what, "is the disk stuck?")
+                self._paths[kind] = path
+                result.sent_bytes += path.stat().st_size if path else 0
+            return self._paths[kind]
 
-async def _stage_files(
-    acks: AckCollector, snapshot: WeightSnapshot, sources: Mapping[PushTarget, Source], seconds: float, *, keep: bool
-) -> dict[str, str]:
-    """Have each target stage `snapshot` from its file; replica name -> why it does not hold it."""
-
-    async def stage(target: PushTarget, source: Source) -> None:
-        with acks.expect(target.name, snapshot.version, target.replica.ranks) as expected:
-            plan = snapshot.plan(source, bucket_bytes=0, keep=keep, acks=acks.address, receiver=expected.receiver)
+    async def _stage(self, target: PushTarget, snapshot: WeightSnapshot, source: Source, seconds: float) -> None:
+        """Have `target` stage `snapshot` from its file."""
+        with self._acks.expect(target.name, snapshot.version, target.replica.ranks) as expected:
+            plan = snapshot.plan(
+                source, bucket_bytes=0, keep=self._deltas, acks=self._acks.address, receiver=expected.receiver
+            )
 
             async def staged() -> None:
                 await target.request(target.replica.receive_weights(plan))
@@ -269,17 +235,20 @@ async def _stage_files(
 
             await await_reply(seconds, staged(), str(expected))
 
-    return failures(
-        [target.name for target in sources],
-        await asyncio.gather(*(stage(t, s) for t, s in sources.items()), return_exceptions=True),
-    )
+    def _write_full(self, snapshot: WeightSnapshot) -> Path:
+        path = self._folder.write(snapshot.version, "full", dict(zip(snapshot.names, snapshot.tensors, strict=True)))
+        self._folder.publish(Manifest(snapshot.version, snapshot.checksum, snapshot.names, full=path.name))
+        return path
 
-
-def write_full(folder: WeightFolder, snapshot: WeightSnapshot) -> Path:
-    """Write all tensors of a snapshot, and name the file in the folder's manifest."""
-    path = folder.write(snapshot.version, "full", dict(zip(snapshot.names, snapshot.tensors, strict=True)))
-    folder.publish(Manifest(snapshot.version, snapshot.checksum, snapshot.names, full=path.name))
-    return path
+    def _write_delta(self, snapshot: WeightSnapshot, before: WeightSnapshot) -> Path | None:
+        parts = delta.differences(snapshot.names, before.tensors, snapshot.tensors)
+        if sum(part.nbytes for part in parts.values()) >= snapshot.nbytes:
+            return None
+        path = self._folder.write(snapshot.version, "delta", parts)
+        self._folder.publish(
+            Manifest(snapshot.version, snapshot.checksum, snapshot.names, delta=path.name, base=before.version)
+        )
+        return path
 
 
 def _same_layout(one: WeightSnapshot, other: WeightSnapshot) -> bool:

@@ -73,7 +73,6 @@ class HttpEngine(HttpClient, ABC):
             samples from weights before the canary verified them; else requests under way do so right after the resume.
     """
 
-    stages = True  # whether the replica generates while it receives weights; else it is paused before `receive_weights`
     generate_path: ClassVar[str]
     version_path: ClassVar[str]
     stream_type: ClassVar[type[CompletionStream]]
