@@ -112,11 +112,8 @@ class Backend(Scorer, Protocol):
         ...
 
     def step(self, rows: Sequence[MicroBatch], loss: PolicyLoss, lr: float) -> BackendStepResult:
-        """Collective. Forward, backward, clip, one optimizer step over this rank's rows (ranks may have unequal counts).
-
-        Raises:
-            LearnerError: no rank has a trained token, or the loss or the gradient is not finite; the weights are unchanged.
-        """
+        """Collective. Forward, backward, clip, one optimizer step over this rank's rows (ranks may have unequal counts). Raises
+        LearnerError: no rank has a trained token, or the loss or the gradient is not finite; the weights are unchanged."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

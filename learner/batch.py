@@ -312,10 +312,7 @@ def with_rows(batch: TrainBatch, rows: Iterable[Trajectory]) -> TrainBatch:
 
 def trainable(batch: TrainBatch, max_staleness: int) -> TrainBatch:
     """The sequences that have a token to train, in their order, each cut after its last one. Columns by token are 0 elsewhere.
-
-    Raises:
-        LearnerError: a sampled token lies outside its trajectory's turns, and no estimator judged it.
-    """
+    Raises LearnerError: a sampled token lies outside its trajectory's turns, and no estimator judged it."""
     masked = batch.masked[batch.episode_of_token] if len(batch.masked) else False
     mask = batch.loss_mask & (batch.staleness <= max_staleness) & ~np.asarray(masked)
     at = np.flatnonzero(mask)

@@ -84,12 +84,8 @@ def check_model(path: str, key: str = MODEL_KEY) -> None:
 
 
 def check_files(path: str, key: str) -> PretrainedConfig:
-    """Check that `path` holds a complete model of any kind with its tokenizer. Returns its config.
-
-    Raises:
-        ConfigError: no such folder, no config, no weights file or a truncated one, no tokenizer, or a tokenizer larger than the
-            vocabulary.
-    """
+    """Check that `path` holds a complete model of any kind with its tokenizer. Returns its config. Raises ConfigError: no such
+    folder, no config, no weights file or a truncated one, no tokenizer, or a tokenizer larger than the vocabulary."""
     config = _load(AutoConfig, path, "config", key)
     folder = Path(path)
     for what, patterns in FILES.items():

@@ -315,7 +315,7 @@ async def test_a_failed_push_is_reported_by_the_call_that_failed_and_the_next_on
     await receive(engine, folders[0], 21)
     await swap(engine, 21)
     with pytest.raises(WeightSyncError, match=r"rank .: version 22 arrived with checksum"):
-        await receive(engine, folders[1], 22, checksum="0" * 16)
+        await receive(engine, folders[1], 22, announced="0" * 16)
     with pytest.raises(EngineError, match=r"finish_weight_update answered 500: .*version 22 was not staged"):
         await swap(engine, 22)
     assert await engine.version() == 21

@@ -104,11 +104,8 @@ class BroadcastTransport:
             self._groups.pop(members).close()
 
     async def _make_group(self, targets: Sequence[PushTarget], seconds: float) -> BroadcastGroup:
-        """A new group of all ranks of `targets`, whose collectives have a deadline of `seconds`.
-
-        Raises:
-            WeightSyncError, EngineError, DeadlineExceeded: a member did not join.
-        """
+        """A new group of all ranks of `targets`, whose collectives have a deadline of `seconds`. Raises WeightSyncError,
+        EngineError, DeadlineExceeded: a member did not join."""
         members = tuple(target.name for target in targets)
         self._drop(members)
         rendezvous = Rendezvous(self._host, seconds)
@@ -224,11 +221,8 @@ class BroadcastGroup:
     """One rank of a group in which rank 0 sends."""
 
     def __init__(self, plan: GroupPlan, rank: int, device: torch.device, rendezvous: Rendezvous | None = None) -> None:
-        """Meet the others. Rank 0 passes the `rendezvous` that owns the plan's port.
-
-        Raises:
-            WeightSyncError: the group did not meet within `plan.timeout_s`.
-        """
+        """Meet the others. Rank 0 passes the `rendezvous` that owns the plan's port. Raises WeightSyncError: the group did not meet
+        within `plan.timeout_s`."""
         self.plan = plan
         self.rank = rank
         self.device = torch.device("cpu") if plan.backend == "gloo" else device
@@ -252,11 +246,8 @@ class BroadcastGroup:
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL meets at its first collective only
 
     def broadcast(self, data: torch.Tensor) -> None:
-        """Send `data` (rank 0) or receive into it (the others); it lies on `device`.
-
-        Raises:
-            WeightSyncError: a member left, or the deadline passed. The group cannot be used afterwards.
-        """
+        """Send `data` (rank 0) or receive into it (the others); it lies on `device`. Raises WeightSyncError: a member left, or the
+        deadline passed. The group cannot be used afterwards."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         group = self._group

@@ -169,10 +169,8 @@ class Publisher:
         """Take a snapshot of the weights and roll it over the replicas that serve; over all that answer if none does yet.
 
         `named_weights` is iterated here, in the caller's thread: it may be a collective. With `pushed == ()` in the report no
-        replica serves the version yet; the caller decides whether to `catch_up` later or to stop.
-
-        Raises:
-            WeightSyncError: a replica took the weights twice and still does not compute what the learner computes.
+        replica serves the version yet; the caller decides whether to `catch_up` later or to stop. Raises WeightSyncError: a
+        replica took the weights twice and still does not compute what the learner computes.
         """
         canary = Canary(tuple(canary_ids), tuple(canary_logprobs))
         snapshot = await take_snapshot(version, named_weights, self._dtype, canary)

@@ -211,10 +211,7 @@ class Transport(Protocol):
         self, snapshot: WeightSnapshot, targets: Sequence[PushTarget], seconds: float, *, retry: bool
     ) -> PushResult:
         """Have all `targets` stage `snapshot`; their failures are in the result. `retry`: reuse nothing of an earlier attempt.
-
-        Raises:
-            WeightSyncError: no target can be reached this way, for example because the disk is full.
-        """
+        Raises WeightSyncError: no target can be reached this way, for example because the disk is full."""
         ...
 
     def forget(self, name: str) -> None:

@@ -119,9 +119,6 @@ async def take_snapshot(
     return WeightSnapshot(version, tuple(names), tuple(tensors), await in_thread(check, f"checksum-{version}"), canary)
 
 
-
-
-
 def checksum(tensors: Iterable[torch.Tensor]) -> str:
     """The checksum of tensors in host memory, in this order: 16 hex digits."""
     total = xxhash.xxh3_64()

@@ -94,11 +94,8 @@ class WeightFolder:
         self._lock = threading.Lock()
 
     def write(self, version: int, kind: str, tensors: Mapping[str, torch.Tensor]) -> Path:
-        """Write a file of `version`; files of versions before the last `keep` are removed.
-
-        Raises:
-            WeightSyncError: no space, no permission; or it took so long that later versions have been written.
-        """
+        """Write a file of `version`; files of versions before the last `keep` are removed. Raises WeightSyncError: no space, no
+        permission; or it took so long that later versions have been written."""
         path = self.path / f"v{version}.{kind}.safetensors"
         part = path.with_suffix(f".{uuid.uuid4().hex}.part")
         with self._lock:
@@ -207,11 +204,8 @@ class FileTransport:
     async def _file(
         self, kind: str, write: Callable[[], Path | None], deadline: float, result: PushResult
     ) -> Path | None:
-        """The file that `write` makes of the newest snapshot, None if it declines; bytes written now are added to `result`.
-
-        Raises:
-            WeightSyncError, DeadlineExceeded: it cannot be written, or not in time.
-        """
+        """The file that `write` makes of the newest snapshot, None if it declines; bytes written now are added to `result`. Raises
+        WeightSyncError, DeadlineExceeded: it cannot be written, or not in time."""
         async with self._writing:
             if kind not in self._paths:
                 assert self._newest is not None

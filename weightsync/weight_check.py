@@ -38,11 +38,8 @@ WEIGHT, DOWN, UP = ".weight", ".lora_A.weight", ".lora_B.weight"
 
 
 def check_weights(plan: TransferPlan, known: Shapes | None, *, optional: Set[str]) -> None:
-    """Compare a plan with the checkpoint that the model was first loaded from; None skips the check.
-
-    Raises:
-        WeightSyncError: a name is unknown, is missing and not in `optional`, or has another shape.
-    """
+    """Compare a plan with the checkpoint that the model was first loaded from; None skips the check. Raises WeightSyncError: a name
+    is unknown, is missing and not in `optional`, or has another shape."""
     given = dict(zip(plan.names, plan.shapes, strict=True))
     if known is not None and are_adapters(given):
         return check_adapters(given, known)
@@ -98,11 +95,8 @@ def are_adapters(names: Iterable[str]) -> bool:
 
 
 def check_adapters(given: Mapping[str, tuple[int, ...]], known: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare shapes of adapters with those of the model.
-
-    Raises:
-        WeightSyncError: a name is not an adapter of a known layer, lacks its other factor, or a shape does not match.
-    """
+    """Compare shapes of adapters with those of the model. Raises WeightSyncError: a name is not an adapter of a known layer, lacks
+    its other factor, or a shape does not match."""
     for name in given:
         stem = name.removesuffix(DOWN).removesuffix(UP)
         if stem == name or stem + WEIGHT not in known:
