@@ -1,4 +1,4 @@
-"""The learner backend contract: what it does with micro-batches (rows, `packing.py`).
+"""The learner backend contract: what it does with micro-batches (rows, `packing.py`); and what all backends have in common.
 
 Invariants:
 - Position n of a per-token array belongs to token n: its log-prob is computed from the logits at n - 1 of the same sequence. The
@@ -15,14 +15,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from ..errors import LearnerError
 from .checkpoint import CheckpointState
-from .packing import MicroBatch
+from .distributed import all_ranks_agree, gather_rows, maximum_of
+from .packing import MicroBatch, scoring_microbatch
 
 
 class LossOutput(msgspec.Struct, frozen=True):
@@ -52,21 +54,6 @@ class BackendStepResult(msgspec.Struct, frozen=True):
     grad_norm: float
     tokens: int
     means: dict[str, float]
-
-
-def require_trained(tokens: int) -> None:
-    """Raises LearnerError where a step has no trained token on any rank."""
-    if tokens == 0:
-        raise LearnerError("the batch holds no trained token on any rank; nothing was changed")
-
-
-def require_finite(loss: float, grad_norm: float) -> None:
-    """Raises LearnerError where a step must not be taken."""
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise LearnerError(
-            f"loss {loss}, gradient norm {grad_norm}: not finite; the weights are unchanged. "
-            "Look for extreme rewards or log-probs in this batch, or lower the learning rate"
-        )
 
 
 class Scorer(Protocol):
@@ -138,3 +125,71 @@ class Backend(Scorer, Protocol):
     def export(self, directory: Path) -> None:
         """Collective. A Hugging Face folder in the serving dtype, tokenizer included; complete or not at all."""
         ...
+
+
+# --- what does not depend on how a model is split over ranks
+
+
+class ShardedModel:
+    """Implements parts of `Scorer`. `_data` are the ranks that have different rows; passes come in multiples of `_multiple`."""
+
+    device: torch.device
+    _data: dist.ProcessGroup
+    _multiple = 1
+
+    def _pad_passes(self, rows: Sequence[MicroBatch]) -> tuple[list[MicroBatch], int]:
+        """Collective. These rows, padded to the largest number on any data rank and to at least one; trained tokens on all ranks.
+        Raises LearnerError where a row trains a token that nothing predicts."""
+        if any(bool(row.loss_mask[list(row.cu_seqlens[:-1])].any()) for row in rows):
+            raise LearnerError("a packed row trains the first token of a sequence, which nothing predicts")
+        trained = sum(int(row.loss_mask.sum()) for row in rows)
+        local = torch.tensor([[len(rows), trained]], dtype=torch.float64)
+        counts = gather_rows(local, self.device, self._data)
+        count = -(-max(1, int(counts[:, 0].max())) // self._multiple) * self._multiple
+        return [*rows, *[scoring_microbatch([[0]])] * (count - len(rows))], int(counts[:, 1].sum())
+
+
+class ShardedBackend(ShardedModel):
+    """Implements parts of `Backend`."""
+
+    _optimizer: Any
+
+    def maximum(self, value: float) -> float:
+        with all_ranks_agree("comparing a number"):
+            return maximum_of(value, self.device)
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        with all_ranks_agree("gathering numbers"):
+            return gather_rows(values, self.device, self._data)
+
+    def step(self, rows: Sequence[MicroBatch], loss: PolicyLoss, lr: float) -> BackendStepResult:
+        with all_ranks_agree("stepping"):
+            padded, tokens = self._pad_passes(rows)
+            if tokens == 0:
+                raise LearnerError("the batch holds no trained token on any rank; nothing was changed")
+            try:
+                sums = self._backward(padded, loss, tokens)
+                grad_norm, loss_mean = self._clip_gradients(), sums.pop("loss") / tokens
+                if not (math.isfinite(loss_mean) and math.isfinite(grad_norm)):
+                    raise LearnerError(
+                        f"loss {loss_mean}, gradient norm {grad_norm}: not finite; the weights are unchanged. "
+                        "Look for extreme rewards or log-probs in this batch, or lower the learning rate"
+                    )
+                for group in self._optimizer.param_groups:
+                    group["lr"] = lr
+                self._optimizer.step()
+            finally:
+                self._zero_gradients()
+        means = {name: value / tokens for name, value in sums.items()}
+        return BackendStepResult(loss=loss_mean, grad_norm=grad_norm, tokens=tokens, means=means)
+
+    def _backward(self, rows: Sequence[MicroBatch], loss: PolicyLoss, tokens: int) -> dict[str, float]:
+        """Collective. Compute the gradient of the mean loss; the sums over rows and ranks by name, `loss` among them."""
+        raise NotImplementedError
+
+    def _clip_gradients(self) -> float:
+        """Collective. The norm of the gradient before it is clipped."""
+        raise NotImplementedError
+
+    def _zero_gradients(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ..buffer.trajectory import Trajectory
-from ..errors import LearnerError
 from .batch import TrainBatch, by_token, make_batch, supervised, trainable
 from .distributed import gather_rows
 
@@ -189,13 +188,6 @@ def comparable_tokens(batch: TrainBatch) -> int:
 def fresh_microbatches(trajectories: Sequence[Trajectory], version: int, budget: int) -> list[MicroBatch]:
     """Micro-batches that score exactly the tokens that `version` sampled; none where there are no such tokens."""
     return microbatches(trainable(by_token(trajectories, version), 0), rank=0, world_size=1, budget=budget)
-
-
-def check_rows(rows: Sequence[MicroBatch]) -> None:
-    """Raises LearnerError where a row trains a token that nothing predicts."""
-    for row in rows:
-        if bool(row.loss_mask[list(row.cu_seqlens[:-1])].any()):
-            raise LearnerError("a packed row trains the first token of a sequence, which nothing predicts")
 
 
 def microbatches_of_first(

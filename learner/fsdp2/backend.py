@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -29,17 +30,17 @@ from ...configs.backends import Fsdp2
 from ...configs.schema import Model, Optimizer
 from ...errors import ConfigError
 from .. import checkpoint as folders
-from ..backend import BackendStepResult, PolicyLoss, require_finite, require_trained
+from ..backend import PolicyLoss, ShardedBackend, ShardedModel
 from ..checkpoint import CheckpointState, Saver
-from ..distributed import all_ranks_agree, choose_device, maximum_of, new_gloo_group
+from ..distributed import all_ranks_agree, choose_device, new_gloo_group
 from ..logprobs import token_logprobs
 from ..model import load_model, read_config
-from ..packing import MicroBatch, check_rows, scoring_microbatch
+from ..packing import MicroBatch, microbatches_of_first
 from . import attention, checkpoint, liger, lora
 from .parallelism import DataParallelGroups, check_heads
 
 
-class Fsdp2Model:
+class Fsdp2Model(ShardedModel):
     """Implements `Scorer`.
 
     Args:
@@ -79,13 +80,15 @@ class Fsdp2Model:
         self._groups = DataParallelGroups(self.device, config.context_parallel, timeout_s)
         self.rank, self.world_size = self._groups.rank, self._groups.size
         self.data_rank, self.data_size = self._groups.data_rank, self._groups.data_size
-        self._context = self._groups.context
+        self._data, self._context = self._groups.data, self._groups.context
         self.shares_prefixes = self._context is None  # a rank's part of a row may end within a prompt
         self._shard(dtype, "offload" in config.options)
 
     def logprobs(self, rows: Sequence[MicroBatch], temperature: float | None = None) -> list[torch.Tensor]:
         with all_ranks_agree("computing log-probs"), torch.no_grad():
-            padded, _ = self._pad_passes(rows if self._context is None else self._groups.first(rows))
+            context = self._context
+            own = rows if context is None else microbatches_of_first(rows, self.device, context.group)
+            padded, _ = self._pad_passes(own)
             return [self._score(row, temperature or self._temperature)[0].cpu() for row in padded][: len(rows)]
 
     def close(self) -> None:
@@ -166,13 +169,6 @@ class Fsdp2Model:
         """Log-probs and entropies, float32[K] each, of the tokens `targets` int64[K] after the positions `positions` int64[K]."""
         return token_logprobs(self._model(logits_to_keep=positions, **inputs).logits[0], targets, temperature)
 
-    def _pad_passes(self, rows: Sequence[MicroBatch]) -> tuple[list[MicroBatch], int]:
-        """This rank's rows, padded to the largest number on any rank and to at least one; trained tokens on all ranks."""
-        check_rows(rows)
-        counts = self._groups.gather(torch.tensor([[len(rows), sum(int(row.loss_mask.sum()) for row in rows)]]))
-        missing = max(1, int(counts[:, 0].max())) - len(rows)
-        return [*rows, *[scoring_microbatch([[0]])] * missing], int(counts[:, 1].sum())
-
 
 class WithoutAdapters:
     """Implements `Scorer`: the model of `policy` without its adapters. It has no tensors of its own."""
@@ -188,7 +184,7 @@ class WithoutAdapters:
         """See `Scorer.close`. The policy stays."""
 
 
-class Fsdp2Backend(Fsdp2Model):
+class Fsdp2Backend(ShardedBackend, Fsdp2Model):
     """Implements `Backend`. The caller reads the learning rate and warm-up of `optimizer`, and gives each step its rate."""
 
     def __init__(
@@ -209,31 +205,22 @@ class Fsdp2Backend(Fsdp2Model):
         )
         self._saver = Saver(new_gloo_group(timeout_s))
 
-    def maximum(self, value: float) -> float:
-        with all_ranks_agree("comparing a number"):
-            return maximum_of(value, self.device)
+    def _backward(self, rows: Sequence[MicroBatch], loss: PolicyLoss, tokens: int) -> dict[str, float]:
+        totals: dict[str, torch.Tensor] = {}
+        scale = self.world_size / tokens
+        for row in rows:
+            output = loss(*self._score(row, self._temperature), row.to(self.device))
+            (output.loss_sum * scale).backward()
+            for name, value in {**output.sums, "loss": output.loss_sum}.items():
+                totals[name] = totals.get(name, 0.0) + value.detach().double()
+        names = sorted(totals)
+        stacked = torch.stack([totals[name] for name in names])
+        dist.all_reduce(stacked, group=self._data)
+        return dict(zip(names, stacked.tolist(), strict=True))
 
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        with all_ranks_agree("gathering numbers"):
-            return self._groups.gather(values)
-
-    def step(self, rows: Sequence[MicroBatch], loss: PolicyLoss, lr: float) -> BackendStepResult:
-        with all_ranks_agree("stepping"):
-            padded, tokens = self._pad_passes(rows)
-            require_trained(tokens)
-            try:
-                sums = self._accumulate(padded, loss, self.world_size / tokens)
-                norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-                grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-                loss_mean = sums.pop("loss") / tokens
-                require_finite(loss_mean, grad_norm)
-                for group in self._optimizer.param_groups:
-                    group["lr"] = lr
-                self._optimizer.step()
-            finally:
-                self._optimizer.zero_grad(set_to_none=True)
-        means = {name: value / tokens for name, value in sums.items()}
-        return BackendStepResult(loss=loss_mean, grad_norm=grad_norm, tokens=tokens, means=means)
+    def _clip_gradients(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Backend.named_weights`."""
@@ -259,18 +246,6 @@ class Fsdp2Backend(Fsdp2Model):
         self._saver.close()
         del self._optimizer, self._parameters
         super().close()
-
-    def _accumulate(self, rows: Sequence[MicroBatch], loss: PolicyLoss, scale: float) -> dict[str, float]:
-        """Backward through every row. Returns the sums over rows and ranks by name, `loss` among them."""
-        totals: dict[str, torch.Tensor] = {}
-        for row in rows:
-            output = loss(*self._score(row, self._temperature), row.to(self.device))
-            (output.loss_sum * scale).backward()
-            for name, value in {**output.sums, "loss": output.loss_sum}.items():
-                totals[name] = totals.get(name, 0.0) + value.detach().double()
-        names = sorted(totals)
-        stacked = self._groups.sum(torch.stack([totals[name] for name in names]))
-        return dict(zip(names, stacked.tolist(), strict=True))
 
 
 def _recompute(model: PreTrainedModel) -> None:

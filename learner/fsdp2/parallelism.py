@@ -10,7 +10,7 @@ Ranks share the tokens of a row by heads (DeepSpeed-Ulysses, Jacobs et al. 2023,
     attention                all n tokens, heads [r h/C, (r + 1) h/C)    one exchange before it, one after
 
 Invariants:
-- `gather` and `sum` count each row once: they run over ranks of different rows.
+- Sums over rows count each row once: they run over `data`, ranks of different rows.
 - A process that was not started as one of several ranks holds whole rows.
 - A row is padded to a multiple of C by a sequence without loss, so that parts have equal shapes.
 - Every rank of a row has the log-probs of all its tokens and computes the same loss. Each sends back the gradient of its own tokens
@@ -19,7 +19,6 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,8 +27,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from ...errors import ConfigError
-from ..distributed import as_group, gather_rows, is_single_rank, join
-from ..packing import MicroBatch, microbatches_of_first
+from ..distributed import as_group, is_single_rank, join
 
 
 class DataParallelGroups:
@@ -50,7 +48,7 @@ class DataParallelGroups:
             )
         self.data_size, self.data_rank = self.size // context, self.rank // context
         whole = list(range(self.size))
-        self._data = self._group([whole[part::context] for part in range(context)])
+        self.data = self._group([whole[part::context] for part in range(context)])
         rows = [whole[start : start + context] for start in range(0, self.size, context)]
         self.context = ContextParallelGroup(self._group(rows), self.rank % context, context) if context > 1 else None
 
@@ -58,19 +56,6 @@ class DataParallelGroups:
         """Leave the process group, if this model joined it first. No model of this process may be used afterwards."""
         if self._joined:
             dist.destroy_process_group()
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective. `values` of the same shape on all ranks, added up over the parts of the batch."""
-        dist.all_reduce(values, group=self._data)
-        return values
-
-    def first(self, rows: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Collective. The rows of the first of the ranks that share rows, on each of them."""
-        return rows if self.context is None else microbatches_of_first(rows, self._device, self.context.group)
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective. float64[n, C] of each part of the batch, concatenated, on CPU (n may differ and be 0)."""
-        return gather_rows(values, self._device, self._data)
 
     def _group(self, parts: list[list[int]]) -> dist.ProcessGroup:
         """Collective. The group of this rank's part; all ranks make all of them, in the same order."""

@@ -34,19 +34,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from ...configs.backends import Megatron
 from ...configs.schema import Model, Optimizer
 from .. import checkpoint as folders
-from ..backend import BackendStepResult, PolicyLoss, require_finite, require_trained
+from ..backend import PolicyLoss, ShardedBackend, ShardedModel
 from ..checkpoint import CheckpointState, Saver
-from ..distributed import (
-    all_ranks_agree,
-    choose_device,
-    gather_rows,
-    join,
-    maximum_of,
-    new_gloo_group,
-)
+from ..distributed import all_ranks_agree, choose_device, join, new_gloo_group
 from ..logprobs import token_logprobs
 from ..model import load_model
-from ..packing import MicroBatch, check_rows, microbatches_of_first, scoring_microbatch
+from ..packing import MicroBatch, microbatches_of_first
 from . import checkpoint
 from .family import MegatronPolicy, build, full_weights, shards_of
 from .fit import check_family, check_layout
@@ -60,7 +53,7 @@ RowLoss = Callable[[torch.Tensor, torch.Tensor, MicroBatch], Output]
 """(log-probs float32[N], entropy float32[N], row on the device) -> Output."""
 
 
-class MegatronModel:
+class MegatronModel(ShardedModel):
     """Implements `Scorer`; arguments and errors are those of `Fsdp2Model`. A process that is no rank holds all of the model,
     whatever `layout` says."""
 
@@ -76,6 +69,8 @@ class MegatronModel:
         form_groups(self._layout, timeout_s)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._groups = groups()
+        self._data = self._groups.data
+        self._multiple = self._layout.pipeline_parallel if self._layout.virtual_stages > 1 else 1  # which stages take
         self.data_rank, self.data_size = self._groups.data.rank(), self._groups.data.size()
         self._parts = build(source, self._layout, self._dtype, self.device)
         self._passed = self._prepared()
@@ -171,20 +166,8 @@ class MegatronModel:
         count = torch.zeros([], dtype=torch.int, device=self.device)
         return backward_from, count, {name: value.detach() for name, value in report.items()}
 
-    def _pad_passes(self, rows: Sequence[MicroBatch]) -> tuple[list[MicroBatch], int]:
-        """These rows, padded to the largest number on any data rank, to at least one and to a multiple that stages take; trained
-        tokens in all."""
-        check_rows(rows)
-        trained = sum(int(row.loss_mask.sum()) for row in rows)
-        local = torch.tensor([[len(rows), trained]], dtype=torch.float64)
-        counts = gather_rows(local, self.device, self._groups.data)
-        count = max(1, int(counts[:, 0].max()))
-        if self._layout.virtual_stages > 1:
-            count = -(-count // self._layout.pipeline_parallel) * self._layout.pipeline_parallel
-        return [*rows, *[scoring_microbatch([[0]])] * (count - len(rows))], int(counts[:, 1].sum())
 
-
-class MegatronBackend(MegatronModel):
+class MegatronBackend(ShardedBackend, MegatronModel):
     """Implements `Backend`; arguments are those of `Fsdp2Backend`."""
 
     shares_prefixes = False
@@ -198,38 +181,21 @@ class MegatronBackend(MegatronModel):
         checkpoint.begin_states(self._optimizer)
         self._saver = Saver(new_gloo_group(timeout_s))
 
-    def maximum(self, value: float) -> float:
-        with all_ranks_agree("comparing a number"):
-            return maximum_of(value, self.device)
+    def _backward(self, rows: Sequence[MicroBatch], loss: PolicyLoss, tokens: int) -> dict[str, float]:
+        def row_loss(logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch) -> Output:
+            output = loss(logprobs, entropy, row)
+            return output.loss_sum / tokens, {**output.sums, "loss": output.loss_sum}
 
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        with all_ranks_agree("gathering numbers"):
-            return gather_rows(values, self.device, self._groups.data)
+        return self._total(self._passes(rows, row_loss, self._temperature, forward_only=False))
 
-    def step(self, rows: Sequence[MicroBatch], loss: PolicyLoss, lr: float) -> BackendStepResult:
-        with all_ranks_agree("stepping"):
-            padded, tokens = self._pad_passes(rows)
-            require_trained(tokens)
+    def _clip_gradients(self) -> float:
+        self._optimizer.prepare_grads()
+        return float(self._optimizer.get_grad_norm())
 
-            def row_loss(logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch) -> Output:
-                output = loss(logprobs, entropy, row)
-                return output.loss_sum / tokens, {**output.sums, "loss": output.loss_sum}
-
-            try:
-                sums = self._total(self._passes(padded, row_loss, self._temperature, forward_only=False))
-                loss_mean = sums.pop("loss") / tokens
-                self._optimizer.prepare_grads()
-                grad_norm = float(self._optimizer.get_grad_norm())
-                require_finite(loss_mean, grad_norm)
-                for group in self._optimizer.param_groups:
-                    group["lr"] = lr
-                self._optimizer.step()
-            finally:
-                for part in self._passed:
-                    part.zero_grad_buffer()
-                self._optimizer.zero_grad()
-        means = {name: value / tokens for name, value in sums.items()}
-        return BackendStepResult(loss=loss_mean, grad_norm=grad_norm, tokens=tokens, means=means)
+    def _zero_gradients(self) -> None:
+        for part in self._passed:
+            part.zero_grad_buffer()
+        self._optimizer.zero_grad()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Backend.named_weights`. Every rank gets every tensor."""
