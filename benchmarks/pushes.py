@@ -18,7 +18,8 @@ from pathlib import Path
 
 from ..agents.base import Completion
 from ..launch.supervisor.factory import make_engine
-from ..rollout.engines.base import Engine, SamplingParams
+from ..rollout.engines.base import SamplingParams
+from ..rollout.engines.http_engine import HttpEngine
 from ..rollout.router import Router
 from ..weightsync.plan import TransferPlan
 from ..weightsync.publisher import Publisher
@@ -84,7 +85,7 @@ async def rolling(folder: Path, size: str, replicas: int) -> Result:
 
 
 async def _receive_paused(
-    engine: Engine, receive: Callable[[TransferPlan], Awaitable[None]], plan: TransferPlan
+    engine: HttpEngine, receive: Callable[[TransferPlan], Awaitable[None]], plan: TransferPlan
 ) -> None:
     """Receive while paused, as a server without a staging buffer must; the push itself resumes the engine."""
     await engine.pause("recompute")
