@@ -124,12 +124,8 @@ class Interrupted(Exception):  # not an error of the program: a signal asked it 
 async def with_deadline(
     seconds: float, awaitable: Awaitable[T], *, who: str, waits_for: str, hint: str | Callable[[], str]
 ) -> T:
-    """Await `awaitable` for at most `seconds`; a `hint` that is a function is asked when the deadline has passed. Meanwhile it is
-    one of the process's `waits`.
-
-    Raises:
-        DeadlineExceeded: naming `who`, `waits_for` and the `hint` about what to look at.
-    """
+    """Await `awaitable` for at most `seconds`, as one of the process's `waits`; a `hint` that is a function is asked when they
+    have passed. Raises DeadlineExceeded naming `who`, `waits_for` and the `hint` about what to look at."""
     deadline = asyncio.timeout(seconds)
     try:
         with TrackedWait(who, waits_for, seconds):

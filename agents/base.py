@@ -19,14 +19,9 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """The n tokens that an engine sampled after a prompt.
-
-    Attributes:
-        token_ids: n sampled ids, including the stop token if there was one.
-        logprobs: n log-probs in nats under the distribution that was sampled from.
-        version_spans: half-open ranges of the n tokens, in order, covering all of them.
-        finish_reason: `stop`, `length`, or `abort` when the request was interrupted and may be continued.
-    """
+    """The n tokens that an engine sampled after a prompt, the stop token included if there was one, with n log-probs in nats under
+    the distribution that was sampled from. `version_spans` are half-open ranges that cover the n tokens in order. `finish_reason`
+    is `abort` when the request was interrupted and may be continued."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -48,11 +43,8 @@ class Policy(Protocol):
     """The model as an agent sees it."""
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Message:
-        """Reply to a conversation. `messages` is the whole history; the session renders only the new messages.
-
-        Raises:
-            ContextExhausted: the history leaves no room for another token.
-        """
+        """Reply to a conversation. `messages` is the whole history; the session renders only the new messages. Raises
+        ContextExhausted where it leaves no room for another token."""
         ...
 
     async def generate(self, token_ids: Sequence[int]) -> Completion:

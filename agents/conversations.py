@@ -64,12 +64,9 @@ class _InvalidLine(Exception):
 
 
 def read_conversations(key: str, path: str) -> Iterator[Demonstration]:
-    """The conversations of the file at `path`, which the config names at `key`; blank lines are skipped.
-
-    Raises:
-        ConfigError: it cannot be read, holds no conversation, or a line is not one that starts with another role than the assistant
-            and ends with the assistant, who never speaks twice in a row.
-    """
+    """The conversations of the file at `path`, which the config names at `key`; blank lines are skipped. Raises ConfigError where
+    it cannot be read, holds none, or a line is not one that starts with another role than the assistant and ends with the
+    assistant, who never speaks twice in a row."""
     empty = True
     try:
         with Path(path).open("rb") as file:

@@ -31,12 +31,8 @@ class RenderedDemonstration(msgspec.Struct, frozen=True):
 def render_demonstration(
     renderer: Renderer, opening: Observation, messages: Sequence[Message]
 ) -> RenderedDemonstration:
-    """Render a conversation that ends with the assistant.
-
-    Raises:
-        PolicyError: the chat format cannot extend the conversation exactly, it does not begin and end with the assistant, or the
-            assistant speaks twice in a row.
-    """
+    """Render a conversation. Raises PolicyError where the chat format cannot extend it exactly, it does not begin and end with the
+    assistant, or the assistant speaks twice in a row."""
     if not messages or messages[0].role != "assistant" or messages[-1].role != "assistant":
         raise PolicyError("a demonstration must begin and end with the assistant")
     tools = to_tools(opening.tools) or None

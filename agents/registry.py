@@ -28,13 +28,10 @@ def load_agent(kind: str) -> Agent:
 
 
 def load_renderer(name: str, tokenizer: Any, *, thinking: bool) -> Renderer:
-    """The chat format `name` over `tokenizer` (a transformers tokenizer).
+    """The chat format `name` over `tokenizer` (a transformers tokenizer); `thinking` applies to formats with such a switch.
+    Sampled thinking stays in the context of later turns: the policy saw it when it acted.
 
-    Sampled thinking stays in the context of later turns: the policy saw it when it acted. `thinking` applies to formats with such a
-    switch.
-
-    Raises:
-        ConfigError: an unknown name, or a tokenizer without the special tokens of that format; names `agent.renderer`.
+    Raises ConfigError naming `agent.renderer`: an unknown name, or a tokenizer without the special tokens of that format.
     """
     try:
         config = config_from_name(name)

@@ -30,8 +30,7 @@ from .base import Completion, ContextExhausted, Generate
 RETRY_S = 0.05
 """Pause after a completion that was aborted before its first token; doubles after each further one in a row."""
 
-RETRY_LIMIT_S = 2.0
-"""Longest such pause. The episode's deadline ends the retries."""
+RETRY_LIMIT_S = 2.0  # longest such pause; the episode's deadline ends the retries
 
 
 @dataclass
@@ -74,19 +73,12 @@ class Branch:
 
 
 class Session:
-    """The `Policy` of one episode."""
+    """The `Policy` of one episode. `generate` samples from an engine and stops at `renderer.get_stop_token_ids()`; token ids are
+    below `vocabulary`; `max_tokens` bounds prompt and sampled tokens of one branch together."""
 
     def __init__(
         self, renderer: Renderer, generate: Generate, *, vocabulary: int, max_tokens_per_turn: int, max_tokens: int
     ) -> None:
-        """
-        Args:
-            renderer: the model family's chat format.
-            generate: samples from an engine; must stop at `renderer.get_stop_token_ids()`.
-            vocabulary: token ids must be below this.
-            max_tokens_per_turn: sampled tokens in one completion.
-            max_tokens: prompt and sampled tokens of one branch together.
-        """
         self.branches: list[Branch] = []
         self._renderer = renderer
         self._generate = generate
@@ -95,13 +87,8 @@ class Session:
         self._max_tokens = max_tokens
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Message:
-        """Reply to a conversation. See `Policy.chat`.
-
-        Raises:
-            ContextExhausted: the history leaves no room for another token.
-            PolicyError: the history is empty, or ends with an assistant message.
-            EngineError: the engine returned an invalid completion.
-        """
+        """Reply to a conversation. See `Policy.chat`. Raises PolicyError where the history is empty or ends with an assistant
+        message, EngineError where the engine returned an invalid completion."""
         if not messages or messages[-1].role == "assistant":
             raise PolicyError("chat needs a message to answer: the history is empty or ends with the assistant's own")
         branch = self._extend(messages, tuple(tools)) or self._open(messages, tuple(tools))
@@ -115,12 +102,8 @@ class Session:
         return reply
 
     async def generate(self, token_ids: Sequence[int]) -> Completion:
-        """Continue raw token ids. See `Policy.generate`.
-
-        Raises:
-            ContextExhausted: `token_ids` leave no room for another token.
-            PolicyError: no token ids, or ids outside the vocabulary.
-        """
+        """Continue raw token ids. See `Policy.generate`. Raises ContextExhausted where they leave no room for another token,
+        PolicyError where there are none, or ids outside the vocabulary."""
         if not token_ids or not all(0 <= token < self._vocabulary for token in token_ids):
             raise PolicyError(f"generate needs token ids between 0 and {self._vocabulary - 1}, and at least one")
         self._require_room(len(token_ids))

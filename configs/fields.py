@@ -85,8 +85,7 @@ def type_text(kind: reflect.Type) -> str:
             return f"a section with the keys {keys}"
 
 
-MODULES = (schema, algorithm, backends, reward, sft)
-"""Where sections are declared."""
+MODULES = (schema, algorithm, backends, reward, sft)  # where sections are declared
 
 
 @functools.cache

@@ -34,9 +34,7 @@ from .schema import Config
 from .yaml_text import Dumper, parse
 
 HERE = Path(__file__).parent
-
-Notice = Callable[[str], None]
-"""Receives a line about what was read."""
+Notice = Callable[[str], None]  # receives a line about what was read
 
 PATHS = ("run.dir", "model.path", "reward.path", "learner.algorithm.kl.reference", "sft.out", "sft.messages")
 """Keys that hold a path, or a hub name."""

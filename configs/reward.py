@@ -14,8 +14,7 @@ from msgspec import field
 
 from .section import Positive, Section
 
-FIELDS = ("question", "answer", "conversation", "reference")
-"""What a template may name in braces."""
+FIELDS = ("question", "answer", "conversation", "reference")  # what a template may name in braces
 
 TEMPLATE = """\
 Judge an answer to a question.
@@ -30,8 +29,7 @@ Say in a few sentences what is right and what is wrong with the answer. Then end
 `Score: X`, where X is a number from 0 for a useless answer to 1 for a perfect one, for example 0.3.
 """
 
-FIELD = re.compile(r"\{(\w+)\}")
-"""A name in braces."""
+FIELD = re.compile(r"\{(\w+)\}")  # a name in braces
 
 
 class EnvironmentReward(Section, frozen=True, tag_field="kind", tag="environment"):

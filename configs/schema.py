@@ -370,10 +370,7 @@ def parse_size(key: str, text: str) -> int:
 
 def parse_memory(text: str, key: str = "rollout.engine.memory") -> int | float:
     """What the config has at `key`: bytes as an int for a size such as `40GiB`, a share of GPU memory as a float for `0.85`.
-
-    Raises:
-        ConfigError: it is neither. Whether there is a GPU is not known here.
-    """
+    Raises ConfigError where it is neither."""
     try:
         share = float(text)
     except ValueError:

@@ -49,18 +49,9 @@ INITIALIZER_RANGE = 0.08
 
 
 class TinyModelShape(msgspec.Struct, frozen=True):
-    """A Qwen3 decoder with tied embeddings; the defaults have about a million parameters.
-
-    Attributes:
-        hidden: width of the residual stream.
-        layers: decoder blocks.
-        heads: query heads of `head_dim` each.
-        kv_heads: key and value heads.
-        head_dim: width of a head.
-        intermediate: width of the gated MLP.
-        context: positions the model declares.
-        vocabulary: most tokens to learn; the model has as many as were learned, rounded up to a multiple of 64.
-    """
+    """A Qwen3 decoder with tied embeddings; the defaults have about a million parameters. `heads` query heads of `head_dim` each;
+    `intermediate` is the width of the gated MLP; `context` is the number of positions the model declares; at most `vocabulary`
+    tokens are learned, and the model has as many as were, rounded up to a multiple of 64."""
 
     hidden: int = 192
     layers: int = 2
@@ -81,16 +72,10 @@ def init_model(
     shape: TinyModelShape = TinyModelShape(),  # noqa: B008  (frozen)
     samples: int = 512,
 ) -> int:
-    """Write a randomly initialized model and its tokenizer into `directory`; returns the number of parameters.
+    """Write a randomly initialized model and its tokenizer into `directory`, which is created; returns the number of parameters.
+    The demonstrations of `sources`, `samples` of each, train the tokenizer, in the chat format of `agent`.
 
-    Args:
-        directory: created if it does not exist.
-        sources: their demonstrations, `samples` of each, train the tokenizer.
-        agent: names the chat format.
-        seed: of the weights and of the demonstrations.
-
-    Raises:
-        ConfigError: `directory` is not empty, or the chat format does not fit a Qwen3 tokenizer.
+    Raises ConfigError where `directory` is not empty, or the chat format does not fit a Qwen3 tokenizer.
     """
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} is not empty; name a new folder for the model")

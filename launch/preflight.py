@@ -39,13 +39,8 @@ if TYPE_CHECKING:
     from ..learner.model import ModelShape
 
 Check = Callable[[Config], str]
-
-SUPPORTED = ((3, 11), (3, 12))
-"""Python versions for which the engines have wheels."""
-
-NOT_NEEDED = ("benchmarks", "build", "chaos", "runs", "tests")
-"""Folders beside the product's that a run does not need."""
-
+SUPPORTED = ((3, 11), (3, 12))  # Python versions for which the engines have wheels
+NOT_NEEDED = ("benchmarks", "build", "chaos", "runs", "tests")  # folders beside the product's that a run does not need
 PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "uvloop", "aiohttp", "renderers", "reasoning-gym")
 
 

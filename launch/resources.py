@@ -22,15 +22,9 @@ from ..configs.schema import NO_AUX_PROCESSES, Servers, Sglang, Vllm
 from ..errors import ConfigError
 
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
-
-AUX_MODEL_KINDS = tuple(NO_AUX_PROCESSES)
-"""Kinds of roles of placed auxiliary models."""
-
-RANKED = ("learner", "sft", *AUX_MODEL_KINDS)
-"""Kinds of roles whose processes are the ranks of one model."""
-
-PUSHING = ("learner", "engine")
-"""Kinds of roles between which weights are transferred; the others may share GPUs."""
+AUX_MODEL_KINDS = tuple(NO_AUX_PROCESSES)  # kinds of roles of placed auxiliary models
+RANKED = ("learner", "sft", *AUX_MODEL_KINDS)  # kinds of roles whose processes are the ranks of one model
+PUSHING = ("learner", "engine")  # kinds of roles between which weights are transferred; the others may share GPUs
 
 
 class GpuAssignment(msgspec.Struct, frozen=True):
@@ -70,11 +64,8 @@ def needed_gpus(config: Config, *, engines: bool, learners: bool, reward: bool =
 
 
 def assign_gpus(wanted: Mapping[str, int], available: int) -> GpuAssignment:
-    """Assign GPUs 0 to `available - 1`: different ones to each role while there are enough, else round-robin.
-
-    Raises:
-        ConfigError: one role needs more GPUs than there are.
-    """
+    """Assign GPUs 0 to `available - 1`: different ones to each role while there are enough, else round-robin. Raises ConfigError
+    where one role needs more than there are."""
     for kind in RANKED:
         ranks = sum(role.startswith(f"{kind}-") for role in wanted)
         if ranks > available:
@@ -96,11 +87,7 @@ def assign_gpus(wanted: Mapping[str, int], available: int) -> GpuAssignment:
 
 
 def free_gpus(taken: Mapping[str, tuple[int, ...]], count: int, available: int) -> tuple[int, ...]:
-    """`count` of the GPUs 0 to `available - 1` that are free.
-
-    Raises:
-        ConfigError: fewer are free.
-    """
+    """`count` of the GPUs 0 to `available - 1` that are free. Raises ConfigError where fewer are."""
     used = {gpu for gpus in taken.values() for gpu in gpus}
     free = [gpu for gpu in range(available) if gpu not in used]
     if count > len(free):

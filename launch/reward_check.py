@@ -15,13 +15,9 @@ HEADS = {Classifier: "ForSequenceClassification", Judge: "ForCausalLM"}
 
 
 def check_reward_model(config: Config) -> str:
-    """A description of the reward.
-
-    Raises:
-        ConfigError: the model is missing, has another architecture, several labels, too few positions for an episode, another
-            tokenizer than the policy (classifier) or no chat template (judge); the judge's template needs a reference that an
-            environment does not have; or vLLM is not installed.
-    """
+    """A description of the reward. Raises ConfigError where the model is missing, has another architecture, several labels, too
+    few positions for an episode, another tokenizer than the policy (classifier) or no chat template (judge); where the judge's
+    template needs a reference that an environment does not have; or where vLLM is not installed."""
     reward = config.reward
     if not isinstance(reward, ModelReward):
         return "the environment's own"

@@ -43,8 +43,7 @@ IMMUTABLE = ("seed", "env.", "reward.", "agent.renderer", "buffer.group_size", "
 
 C = TypeVar("C", bound=Config)
 
-QUOTED = 60
-"""Most characters of a value that an error quotes: a template has many lines."""
+QUOTED = 60  # most characters of a value that an error quotes: a template has many lines
 
 
 def train(config: Config) -> ReportPaths:

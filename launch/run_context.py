@@ -22,16 +22,9 @@ ROLE = "SLIPSTREAM_ROLE"
 
 
 class Addresses(msgspec.Struct, frozen=True):
-    """Where the processes listen.
-
-    Attributes:
-        supervisor: ZeroMQ address for heartbeats.
-        fleet: ZeroMQ address of the fleet snapshots.
-        buffer: ZeroMQ address of the buffer.
-        learner_host: host of learner rank 0, the rendezvous of a push.
-        reward: URL of the reward server; empty where there is none.
-        aux_models: ZeroMQ addresses of the ranks of each placed auxiliary model, by the kind of their roles.
-    """
+    """Where the processes listen: ZeroMQ addresses of the supervisor (heartbeats), the fleet snapshots, the buffer and the ranks
+    of each placed auxiliary model by its kind; the host of learner rank 0, the rendezvous of a push; the URL of the reward server,
+    if there is one."""
 
     supervisor: str
     fleet: str
@@ -42,14 +35,8 @@ class Addresses(msgspec.Struct, frozen=True):
 
 
 class RunContext(msgspec.Struct, frozen=True):
-    """A run, for its processes.
-
-    Attributes:
-        run_dir: absolute.
-        backend: of collectives between learner and replicas.
-        started_in: the folder that the run was started from.
-        pushed: a learner pushes versions to the engines; without one they serve what they loaded, as version 0.
-    """
+    """A run, for its processes. `backend` is of collectives between learner and replicas; `started_in` is the folder that the run
+    was started from; `pushed` tells whether a learner pushes versions: else engines serve what they loaded, as version 0."""
 
     config: Config
     addresses: Addresses

@@ -43,24 +43,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RESULT_FILE = "sft.json"
-"""In the model's folder: an `SftResult`."""
-
-MODEL_FOLDER = "model"
-"""In the hidden folder: becomes `sft.out`."""
-
-TOKENS_FILE = "tokens.npz"
-"""In the hidden folder: the tokens that several ranks train on."""
-
-SECTION_FILE = "section.json"
-"""In the hidden folder: the section `sft` of the config, for several ranks."""
-
-LOGS_FOLDER = "logs"
-"""In the hidden folder: the logs of several ranks and of their supervisor."""
-
-STEPS_PER_LINE = 20
-"""Steps between two printed lines."""
-
+RESULT_FILE = "sft.json"  # in the model's folder: an `SftResult`
+MODEL_FOLDER = "model"  # in the hidden folder: becomes `sft.out`
+TOKENS_FILE = "tokens.npz"  # in the hidden folder: the tokens that several ranks train on
+SECTION_FILE = "section.json"  # in the hidden folder: the section `sft` of the config, for several ranks
+LOGS_FOLDER = "logs"  # in the hidden folder: the logs of several ranks and of their supervisor
+STEPS_PER_LINE = 20  # steps between two printed lines
 PrintLine = Callable[[str], None]
 
 
@@ -94,11 +82,8 @@ def fine_tune(config: SftConfig, print_line: PrintLine) -> SftResult:
 
 
 def make_examples(config: SftConfig) -> list[Example]:
-    """The conversations of `sft.messages`, otherwise demonstrations of the environment, as tokens.
-
-    Raises:
-        ConfigError: a line of the file or a task of the environment cannot be used, or there is no demonstration.
-    """
+    """The conversations of `sft.messages`, otherwise demonstrations of the environment, as tokens. Raises ConfigError where a line
+    of the file or a task cannot be used, or there is no demonstration."""
     from ..agents import load_renderer, read_conversations, render_demonstration
     from ..learner.model import load_tokenizer
     from .supervisor.factory import make_demonstrations

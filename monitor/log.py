@@ -22,9 +22,7 @@ from typing import Any
 from ..errors import ConfigError
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-
-DISTINCT_TRACEBACKS = 1000
-"""Distinct tracebacks that a handler remembers; it forgets all of them when there are more."""
+DISTINCT_TRACEBACKS = 1000  # distinct tracebacks that a handler remembers; it forgets all of them when there are more
 
 
 class _Handler(logging.Handler):
@@ -85,11 +83,8 @@ class _File(_Handler, logging.FileHandler):
 
 
 def setup_logging(role: str) -> None:
-    """Configure this process: replaces the handlers of the root logger. Call it once, first in a process.
-
-    Raises:
-        ConfigError: SLIPSTREAM_LOG is not a level.
-    """
+    """Configure this process, first of all: replaces the handlers of the root logger. Raises ConfigError where SLIPSTREAM_LOG is
+    not a level."""
     level = os.environ.get("SLIPSTREAM_LOG", "INFO").upper()
     if level not in LEVELS:
         raise ConfigError(f"SLIPSTREAM_LOG: {level!r} is not a level; allowed: {', '.join(LEVELS)}")

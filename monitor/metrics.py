@@ -20,8 +20,7 @@ from ..errors import StoreError
 
 log = logging.getLogger(__name__)
 
-Row = Mapping[str, Any]
-"""One line of the file: metric -> number; `staleness_tokens` is a mapping to numbers."""
+Row = Mapping[str, Any]  # one line of the file: metric -> number; `staleness_tokens` is a mapping to numbers
 
 
 class MetricsWriter:
@@ -60,11 +59,8 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Rows in the order of their steps; empty where there is no file.
-
-    Raises:
-        StoreError: a complete line is not a JSON object with a step; names the line.
-    """
+    """Rows in the order of their steps; empty where there is no file. Raises StoreError naming a complete line that is no JSON
+    object with a step."""
     if not path.is_file():
         return []
     lines = path.read_bytes().split(b"\n")

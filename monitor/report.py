@@ -68,15 +68,9 @@ class ReportPaths(msgspec.Struct, frozen=True):
 
 
 def write_report(folder: Path, ledger: Mapping[str, Any] | None = None) -> ReportPaths:
-    """Make both files in the run folder from `config.yaml`, `metrics.jsonl`, `evaluations.json` and the ledger given.
-
-    Args:
-        folder: the run folder; each of the three files may be missing.
-        ledger: generated, in_flight, ready, trained (tokens), withheld, discarded (reason -> tokens), closes.
-
-    Raises:
-        ConfigError, StoreError: a file is not valid.
-    """
+    """Make both files in the run folder from its `config.yaml`, `metrics.jsonl` and `evaluations.json`, each of which may be
+    missing, and from the ledger given: generated, in_flight, ready, trained (tokens), withheld, discarded (reason -> tokens),
+    closes. Raises ConfigError or StoreError where a file is not valid."""
     config_path = folder / "config.yaml"
     config = load(str(config_path)) if config_path.is_file() else None
     rows, evaluations = read_metrics(folder / "metrics.jsonl"), read_evaluations(folder / "evaluations.json")

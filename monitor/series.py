@@ -21,14 +21,12 @@ from ..errors import StoreError
 from .metrics import Row
 from .text import share
 
-IDLE = 0.15
-"""A side that is idle for more than this share of the time is starved; less is the noise of single steps."""
+IDLE = 0.15  # a side that is idle for more than this share of the time is starved; less is the noise of single steps
 
 BACKED_OFF = 0.7
 """Workers that play less than this share of what the servers may decode have backed off from full KV caches."""
 
-SMALL_BATCH = 32
-"""Below this many sequences a server mostly reads weights, so that one more costs almost no time."""
+SMALL_BATCH = 32  # below this many sequences a server mostly reads weights, so that one more costs almost no time
 
 
 class EvaluationRow(msgspec.Struct, frozen=True):
@@ -115,12 +113,8 @@ def advise(rows: Sequence[Row], config: Config) -> str:
 
 
 def _advice(learner_starved: bool, rollout_starved: bool, slots: float | None, replicas: int, config: Config) -> str:
-    """One sentence.
-
-    Args:
-        slots: episodes that the workers play at once, including those in tools and environments.
-        replicas: that served on average.
-    """
+    """One sentence; `slots` are the episodes that the workers play at once, also in tools, `replicas` those that served on
+    average."""
     buffer, engine = config.buffer, config.rollout.engine
     admitted = (buffer.max_staleness + 1) * buffer.groups_per_batch * buffer.group_size
     decoding = replicas * engine.max_concurrent

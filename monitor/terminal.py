@@ -29,8 +29,7 @@ log = logging.getLogger(__name__)
 EVENTS_SHOWN = 4
 SPARK_WIDTH = 40
 REFRESH_PER_S = 4.0
-ROLES_SHOWN = 10
-"""With more processes than this, those of one kind share a line, so that the view fits on a screen."""
+ROLES_SHOWN = 10  # with more processes than this, those of one kind share a line, so that the view fits on a screen
 
 
 class View:

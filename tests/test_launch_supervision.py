@@ -24,9 +24,9 @@ from slipstream.launch.supervisor.control import (
     AddReplicas,
     CommandAccepted,
     ControlServer,
-    ListReplicas,
+    GetStatus,
     RemoveReplica,
-    ReplicaStatus,
+    RunStatus,
     read_control_address,
     send_command,
 )
@@ -174,7 +174,7 @@ async def test_wishes_over_the_control_channel(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="engine-0 is the last serving replica"):
             await send_command(where, RemoveReplica("engine-0"), CommandAccepted)  # the others have no weights yet
         there.replicas.update(ReplicaReport("engine-2", 0, 0))
-        before = {row.name: row for row in (await send_command(where, ListReplicas(), ReplicaStatus)).replicas}
+        before = {row.name: row for row in (await send_command(where, GetStatus(), RunStatus)).replicas}
         assert [row.state for row in before.values()] == ["serving", "starting", "serving"]
         await send_command(where, RemoveReplica("engine-0"), CommandAccepted)
         await feed.until(lambda f: f.replica("engine-0") is None)
@@ -304,7 +304,7 @@ async def test_a_newcomer_that_cannot_live_does_not_end_the_run(name: str, tmp_p
         else:
             with pytest.raises(ConfigError, match="the place of engine-9 is lost"):
                 await send_command(where, AddReplicas(2), CommandAccepted)
-        assert [row.name for row in (await send_command(where, ListReplicas(), ReplicaStatus)).replicas] == ["engine-0"]
+        assert [row.name for row in (await send_command(where, GetStatus(), RunStatus)).replicas] == ["engine-0"]
         assert set(there.processes.roles) == {"engine-0"}
 
 

@@ -479,7 +479,6 @@ ALLOWED = {
     ("weightsync/publisher.py", "asyncio.wait"): "catch_up has push_s; of what was cancelled",
     ("weightsync/replica.py", "asyncio.wait"): "the callers are within their share of push_s",
     ("common/tasks.py", "asyncio.wait"): "the callers have the deadlines; of what was cancelled",
-    ("launch/supervisor/supervisor.py", "asyncio.wait"): "the run's life",
 }
 """(file, call) -> why it may."""
 

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-Command: TypeAlias = Callable[[argparse.Namespace], int]
-"""Runs a parsed command line; returns the exit status."""
+Command: TypeAlias = Callable[[argparse.Namespace], int]  # runs a parsed command line; returns the exit status
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -22,9 +22,9 @@ from ..supervisor.control import (
     AddReplicas,
     CommandAccepted,
     ControlAddress,
-    ListReplicas,
+    GetStatus,
     RemoveReplica,
-    ReplicaStatus,
+    RunStatus,
     read_control_address,
     send_command,
 )
@@ -59,7 +59,7 @@ def replicas(options: argparse.Namespace) -> int:
 
 
 async def _list(control: ControlAddress, *, as_json: bool) -> None:
-    status = await send_command(control, ListReplicas(), ReplicaStatus)
+    status = await send_command(control, GetStatus(), RunStatus)
     if as_json:
         print_line(msgspec.json.encode(status.replicas).decode())
         return

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ...monitor.output import open_console, print_line
 from ...monitor.text import duration
-from ..supervisor.control import ListWaits, WaitStatus, read_control_address, send_command
+from ..supervisor.control import GetStatus, RunStatus, read_control_address, send_command
 from .options import CommandTable, add_run
 
 CAPTION = "Of waits that differ only in their numbers the oldest is shown. A role that hangs reports nothing new."
@@ -25,7 +25,7 @@ def register(commands: CommandTable) -> None:
 
 def waits(options: argparse.Namespace) -> int:
     address = read_control_address(Path(options.run).resolve())
-    rows = asyncio.run(send_command(address, ListWaits(), WaitStatus, who="slipstream waits")).waits
+    rows = asyncio.run(send_command(address, GetStatus(), RunStatus, who="slipstream waits")).waits
     if options.json:
         print_line(msgspec.json.encode(rows).decode())
         return 0

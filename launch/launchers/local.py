@@ -28,8 +28,7 @@ from ..resources import GpuAssignment, free_gpus
 
 log = logging.getLogger(__name__)
 
-KILL_S = 10.0
-"""How long a process may take to end after SIGKILL, while the kernel or a device driver frees its memory."""
+KILL_S = 10.0  # how long a process may take to end after SIGKILL, while the kernel or a device driver frees its memory
 
 
 class ProcessHandle(Protocol):
@@ -63,35 +62,22 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class Launcher(Protocol):
-    """Starts roles. `place` comes first; `close` ends every process that is left.
-
-    `host` is this process's address for the roles, known once the first roles are placed.
-    """
+    """Starts roles. `place` comes first; `close` ends every process that is left. `host` is this process's address for the roles,
+    known once the first roles are placed."""
 
     host: str
 
     async def place(self, roles: Mapping[str, int]) -> dict[str, Placement]:
-        """Reserve a placement for each of `roles`, name -> number of GPUs. May be called again for more roles.
-
-        Raises:
-            ConfigError: there are not enough resources.
-        """
+        """Reserve a placement for each of `roles`, name -> number of GPUs; also for more roles later. Raises ConfigError where
+        resources are missing."""
         ...
 
     async def reserve_port(self, role: str) -> int:
-        """A second port on the host of `role`.
-
-        Raises:
-            ConfigError: the port is in use.
-        """
+        """A second port on the host of `role`. Raises ConfigError where the port is in use."""
         ...
 
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> ProcessHandle:
-        """Start `command` as `role`.
-
-        Raises:
-            RoleDied: the placement is lost, and there is no other.
-        """
+        """Start `command` as `role`. Raises RoleDied where the placement is lost, and there is no other."""
         ...
 
     async def release(self, role: str) -> None:
@@ -151,13 +137,9 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """Child processes on this machine; their output goes to `logs/<role>.log`.
-
-    Args:
-        logs: folder of the roles' logs.
-        first_port: 0 for any free ports, or the first of consecutive ones.
-        placement: GPUs of the first roles, of `available` ones; roles that are placed later get those that are left.
-    """
+    """Child processes on this machine; their output goes to `<logs>/<role>.log`. They listen on consecutive ports from
+    `first_port`, or on any free ones for 0. `placement` has the first roles' GPUs, of `available` ones; roles that are placed
+    later get those that are left."""
 
     host = "127.0.0.1"
 

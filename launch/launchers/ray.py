@@ -28,14 +28,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...errors import ConfigError, DeadlineExceeded, RoleDied, SlipstreamError, with_deadline
 from .local import LocalLauncher, Placement, ProcessHandle, claim_ports, free_ports
 
-PLACE_S = 120.0
-"""Longest wait for Ray to place all roles, or to place one again."""
-
-END_S = 10.0
-"""How long an actor may take to end its process; after that the actor itself is killed."""
-
-MOBILE = ("worker", "evaluator")
-"""Kinds of roles that do not listen, so that any host will do."""
+PLACE_S = 120.0  # longest wait for Ray to place all roles, or to place one again
+END_S = 10.0  # how long an actor may take to end its process; after that the actor itself is killed
+MOBILE = ("worker", "evaluator")  # kinds of roles that do not listen, so that any host will do
 
 log = logging.getLogger(__name__)
 
@@ -129,12 +124,9 @@ class RayBundle(msgspec.Struct, frozen=True):
 class RayLauncher:
     """Places roles on the cluster that `RAY_ADDRESS` names, or on a Ray that it starts here and stops again.
 
-    Every role takes one CPU; in a Ray started here roles that are placed later take none: there a CPU is only a number.
-
-    Args:
-        logs: folder of the roles' logs.
-        first_port: 0, or the first of as many ports as there are roles.
-        many_hosts: spread over the cluster and listen on node addresses; else everything is on this node, on loopback.
+    Every role takes one CPU; in a Ray started here roles that are placed later take none: there a CPU is only a number. With
+    `many_hosts` they spread over the cluster and listen on node addresses, else they are on this node, on loopback. `logs` and
+    `first_port` are as in `LocalLauncher`.
     """
 
     def __init__(self, logs: Path, first_port: int, *, many_hosts: bool) -> None:
@@ -189,12 +181,8 @@ class RayLauncher:
         return placement
 
     async def _reserve(self, roles: Mapping[str, int], cpus: int, affinity: dict[str, float]) -> None:
-        """A placement group with a bundle for each of `roles`.
-
-        Raises:
-            ConfigError: roles that are placed later need more GPUs than are free.
-            DeadlineExceeded: Ray found no room.
-        """
+        """A placement group with a bundle for each of `roles`. Raises ConfigError where roles that are placed later need more GPUs
+        than are free, DeadlineExceeded where Ray found no room."""
         wanted, free = sum(roles.values()), int(ray.available_resources().get("GPU", 0))
         if self._groups and wanted > free:
             raise ConfigError(f"{', '.join(roles)} want {wanted} GPUs, and Ray has {free} that are free; ask for fewer")
@@ -228,14 +216,8 @@ class RayLauncher:
             raise ConfigError(f"launch.kind: ray cannot be reached or started: {error}") from error
 
     async def _answer(self, reference: Any, what: str) -> Any:
-        """The answer of an actor.
-
-        Raises:
-            SlipstreamError: the actor raised it.
-            RayActorError: the actor is lost.
-            RoleDied: any other error of the actor or of Ray.
-            DeadlineExceeded: the actor was silent for `PLACE_S`.
-        """
+        """The answer of an actor. Raises the actor's own SlipstreamError, RayActorError where the actor is lost, RoleDied for any
+        other error, DeadlineExceeded after `PLACE_S`."""
         try:
             return await with_deadline(
                 PLACE_S, reference, who="the Ray launcher", waits_for=what, hint="is the node alive? see `ray status`"

@@ -8,18 +8,20 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import hmac
 import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from ...common.fsio import write_atomic
-from ...errors import ConfigError, RequestRefused, SlipstreamError
+from ...errors import ConfigError, RequestRefused, SlipstreamError, describe
 from ...rpc.client import RpcClient
 from ...rpc.security import Keys
 from ...rpc.server import RpcRequest, RpcServer
@@ -33,23 +35,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FILE = "control.json"
-
-REPLY_S = 150.0
-"""Longest wait for a reply: Ray may need long to find room for a replica."""
-
+REPLY_S = 150.0  # longest wait for a reply: Ray may need long to find room for a replica
 T = TypeVar("T")
 
 
 class ControlAddress(msgspec.Struct, frozen=True):
-    """What `control.json` holds.
-
-    Attributes:
-        pid: of the supervisor.
-        address: ZeroMQ address of the channel.
-        fleet: ZeroMQ address of the fleet's snapshots.
-        key: what a request must contain.
-        keys: CURVE keys of the run, where it has any.
-    """
+    """What `control.json` holds: the supervisor's pid, the ZeroMQ addresses of the channel and of the fleet's snapshots, the key
+    that a request must contain, and the CURVE keys of the run, where it has any."""
 
     pid: int
     address: str
@@ -70,15 +62,11 @@ class RemoveReplica(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-class ListReplicas(msgspec.Struct, frozen=True, tag=True):
-    """Reply: `ReplicaStatus`."""
+class GetStatus(msgspec.Struct, frozen=True, tag=True):
+    """Reply: `RunStatus`."""
 
 
-class ListWaits(msgspec.Struct, frozen=True, tag=True):
-    """Reply: `WaitStatus`."""
-
-
-Command = AddReplicas | RemoveReplica | ListReplicas | ListWaits
+Command = AddReplicas | RemoveReplica | GetStatus
 
 
 class ControlRequest(msgspec.Struct, frozen=True, tag=True):
@@ -95,52 +83,43 @@ class CommandAccepted(msgspec.Struct, frozen=True, tag=True):
     revision: int
 
 
-class ReplicaStatus(msgspec.Struct, frozen=True, tag=True):
-    """All replicas."""
+class RunStatus(msgspec.Struct, frozen=True, tag=True):
+    """All replicas, and the waits of all roles, oldest first."""
 
     replicas: tuple[ReplicaListing, ...]
-
-
-class WaitStatus(msgspec.Struct, frozen=True, tag=True):
-    """The waits of all roles, oldest first."""
-
     waits: tuple[RoleWait, ...]
 
 
-Reply = CommandAccepted | ReplicaStatus | WaitStatus
+Reply = CommandAccepted | RunStatus
 
 
+@dataclass
 class ControlServer:
     """The supervisor's end; `waits` returns the waits of all roles."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        replicas: ReplicaManager,
-        fleet_address: str,
-        waits: Callable[[], Sequence[RoleWait]] = tuple,
-        keys: Keys | None = None,
-    ) -> None:
-        self._keys = keys
-        self._path = run_dir / FILE
-        self._replicas = replicas
-        self._fleet = fleet_address
-        self._waits = waits
-        self._key = secrets.token_hex(16)
+    run_dir: Path
+    replicas: ReplicaManager
+    fleet_address: str
+    waits: Callable[[], Sequence[RoleWait]] = tuple
+    keys: Keys | None = None
+    key: str = field(default_factory=functools.partial(secrets.token_hex, 16))
 
     async def serve(self) -> None:
         """Serve until cancelled; `control.json` exists for as long."""
-        server = RpcServer("tcp://127.0.0.1:*", "the supervisor", ControlRequest, keys=self._keys)
-        address = ControlAddress(os.getpid(), server.address, self._fleet, self._key, self._keys)
+        server = RpcServer("tcp://127.0.0.1:*", "the supervisor", ControlRequest, keys=self.keys)
+        path, address = (
+            self.run_dir / FILE,
+            ControlAddress(os.getpid(), server.address, self.fleet_address, self.key, self.keys),
+        )
         try:
-            write_atomic(self._path, msgspec.json.encode(address), mode=0o600)
+            write_atomic(path, msgspec.json.encode(address), mode=0o600)
             await server.serve(self._handle, "the next command")
         finally:
-            self._path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             server.close()
 
     async def _handle(self, request: RpcRequest[ControlRequest]) -> Reply:
-        if not hmac.compare_digest(request.message.key.encode(), self._key.encode()):
+        if not hmac.compare_digest(request.message.key.encode(), self.key.encode()):
             raise RequestRefused("that is not this run's key")
         try:
             return await self._run(request.message.command)
@@ -148,30 +127,24 @@ class ControlServer:
             raise RequestRefused(str(error)) from error
         except Exception as error:  # a command that fails unexpectedly must not end the run
             log.exception("%s failed", request.message.command)
-            raise RequestRefused(f"{type(error).__name__}: {error}") from error
+            raise RequestRefused(describe(error)) from error
 
     async def _run(self, command: Command) -> Reply:
         match command:
             case AddReplicas(count=count):
                 if count < 1:
                     raise ConfigError(f"{count} replicas cannot be added; allowed are 1 and more")
-                names = await self._replicas.add(count)
+                names = await self.replicas.add(count)
             case RemoveReplica(name=name):
-                await self._replicas.remove(name)
+                await self.replicas.remove(name)
                 names = [name]
-            case ListReplicas():
-                return ReplicaStatus(tuple(self._replicas.listed()))
-            case ListWaits():
-                return WaitStatus(tuple(self._waits()))
-        return CommandAccepted(tuple(names), self._replicas.fleet.revision)
+            case GetStatus():
+                return RunStatus(tuple(self.replicas.listed()), tuple(self.waits()))
+        return CommandAccepted(tuple(names), self.replicas.fleet.revision)
 
 
 def read_control_address(run_dir: Path) -> ControlAddress:
-    """How to reach the supervisor of the run in `run_dir`.
-
-    Raises:
-        ConfigError: there is no such run, or it does not run now.
-    """
+    """How to reach the supervisor of the run in `run_dir`. Raises ConfigError where there is no run, or it does not run now."""
     locked = is_locked(run_dir)
     if not locked and not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir} holds no run: there is no {run_dir / 'config.yaml'}")
@@ -199,12 +172,7 @@ def read_control_address(run_dir: Path) -> ControlAddress:
 async def send_command(
     control: ControlAddress, command: Command, expected: type[T], *, who: str = "slipstream replicas"
 ) -> T:
-    """The supervisor's reply to `command`, sent by `who`.
-
-    Raises:
-        ConfigError: the supervisor refused.
-        DeadlineExceeded: the supervisor is silent.
-    """
+    """The supervisor's reply to `command`, sent by `who`. Raises ConfigError if it refuses, DeadlineExceeded if it is silent."""
     client = RpcClient(control.address, who, "the supervisor", Reply, keys=control.keys)
     try:
         return await client.request(

@@ -44,11 +44,8 @@ Role = Callable[[RunContext, int, HeartbeatSender, asyncio.Event], Awaitable[Non
 
 
 def run_role(name: str, label: str = "", listen: str = "") -> int:
-    """Run the role `name` (`buffer`, `engine-0`, `worker-0`, `learner-0`, `reference-0`, `critic-0`, `sft-0`, `evaluator`,
-    `reward`) to its end; the exit status.
-
-    `label` names an evaluation, `listen` is an engine's `host:port`.
-    """
+    """Run a role (`buffer`, `engine-0`, `worker-0`, `learner-0`, `reference-0`, `critic-0`, `sft-0`, `evaluator`, `reward`) to its
+    end; the exit status. `label` names an evaluation, `listen` is an engine's `host:port`."""
     set_parent_death_signal()
     setup_logging(name)
     kind, _, index = name.partition("-")

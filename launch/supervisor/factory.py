@@ -25,8 +25,7 @@ from ...weightsync.fleet import ReplicaInfo, ReplicaReport, following_fleet
 from ..resources import ranks_of
 from ..run_context import RunContext
 
-CLIENT_FACTORY = "SLIPSTREAM_BUFFER_CLIENT"
-"""See `make_buffer_client`."""
+CLIENT_FACTORY = "SLIPSTREAM_BUFFER_CLIENT"  # see `make_buffer_client`
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +42,7 @@ if TYPE_CHECKING:
     from ...rollout.router import Router
     from ...weightsync.publisher import Publisher
 
-BUCKET_BYTES = 64 << 20
-"""Largest bucket of tensors in a weight broadcast; the receiver holds one next to its KV cache."""
+BUCKET_BYTES = 64 << 20  # largest bucket of tensors in a weight broadcast; the receiver holds one next to its KV cache
 
 
 def make_engine(context: RunContext, replica: ReplicaInfo) -> HttpEngine:
@@ -235,10 +233,7 @@ def make_critic(config: Config) -> Backend:
 
 def make_demonstrations(config: SftConfig) -> Iterator[Demonstration]:
     """`sft.demonstrations` conversations from the training tasks; of a mixture, by share among the environments that have any.
-
-    Raises:
-        ConfigError: no environment has a demonstration, or one has too few.
-    """
+    Raises ConfigError where none has a demonstration, or one has too few."""
     from ...buffer.admission import Admission
     from ...envs import parts_of
 

@@ -70,11 +70,8 @@ class FleetState:
             self._change(name, info.incarnation, state="starting", version=None, answers=False, incarnation=later)
 
     def drain(self, name: str) -> None:
-        """It takes no more requests and will leave.
-
-        Raises:
-            ConfigError: there is no such replica, it is leaving already, or no other could take its requests.
-        """
+        """It takes no more requests and will leave. Raises ConfigError where there is no such replica, it is leaving already, or
+        no other could take its requests."""
         info = self.fleet.replica(name)
         if info is None:
             known = ", ".join(r.name for r in self.fleet.replicas) or "none"

@@ -28,22 +28,12 @@ from .replicas import ReplicaManager
 
 log = logging.getLogger(__name__)
 
-OLD_S = 60.0
-"""Younger waits are not reported."""
-
-STALL_S = 60.0
-"""Shortest time without a step that is reported."""
-
-STALL_FACTOR = 5.0
-"""A run without a step for this many times the slowest of the last `STEPS` steps has stalled."""
-
+OLD_S = 60.0  # younger waits are not reported
+STALL_S = 60.0  # shortest time without a step that is reported
+STALL_FACTOR = 5.0  # a run without a step for this many times the slowest of the last `STEPS` steps has stalled
 STEPS = 16
-
-GROWTH = 2.0
-"""A step counts for at most this many times the slowest before it, so that one hang does not hide the next."""
-
-NAMED_WAITS = 3
-"""Waits that are named when a run has stalled."""
+GROWTH = 2.0  # a step counts for at most this many times the slowest before it, so that one hang does not hide the next
+NAMED_WAITS = 3  # waits that are named when a run has stalled
 
 
 class RoleWait(msgspec.Struct, frozen=True):

@@ -23,12 +23,8 @@ from ...common.waits import Wait, current_waits
 from ...rpc.client import RpcNotifier
 from ...weightsync.fleet import ReplicaReport
 
-BEAT_S = 2.0
-"""Between heartbeats; `launch.heartbeat_s` of silence means death."""
-
-CLOSE_S = 5.0
-"""How long the last messages may take to leave when a role ends."""
-
+BEAT_S = 2.0  # between heartbeats; `launch.heartbeat_s` of silence means death
+CLOSE_S = 5.0  # how long the last messages may take to leave when a role ends
 LINGER_MS = 1000
 
 FRAMES = 3
@@ -38,11 +34,9 @@ FRAMES = 3
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """What a role is doing; a later heartbeat replaces an earlier one.
 
-    Attributes:
-        waits: its oldest waits, one of each kind.
-        state: `ready`: it has started its work. `done`: it has finished it, and serves until it is stopped.
-        stuck_at: where its event loop has been blocked for a beat or longer, which is no sign of life.
-        replicas: what the learner's rank 0 knows of the replicas.
+    `waits` are its oldest waits, one of each kind. `done` is a role that serves until it is stopped, its work finished. `stuck_at`
+    is where its event loop has been blocked for a beat or longer, which is no sign of life. `replicas` is what the learner's rank
+    0 knows.
     """
 
     role: str

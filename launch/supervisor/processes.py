@@ -29,38 +29,19 @@ from ...rollout.engines.http_client import is_healthy
 from ..launchers.local import KILL_S, Launcher, ProcessHandle
 from ..resources import ranks_by_kind
 
-PROBE_S = 5.0
-"""Longest wait for a server to answer that it is well. A paused engine is well: every kind answers at any time."""
-
-RETRY_S = 0.2
-"""Between probes of a server that is starting: a foreign server has no event to wait for."""
-
-FINISHING = ("evaluator", "sft")
-"""Kinds of roles that end by themselves. The others serve until they are stopped, the learner because a restarted replica needs its
-weights."""
-
-FINAL = 3
-"""Exit status of a role whose error a restart would repeat."""
-
-LOG_TAIL = 256 << 10
-"""Bytes at the end of a log that are searched for an error."""
-
+PROBE_S = 5.0  # longest wait for a server to answer that it is well: every kind answers at any time, also while paused
+RETRY_S = 0.2  # between probes of a server that is starting: a foreign server has no event to wait for
+FINISHING = ("evaluator", "sft")  # kinds of roles that end by themselves; the learner serves restarted replicas then
+FINAL = 3  # exit status of a role whose error a restart would repeat
+LOG_TAIL = 256 << 10  # bytes at the end of a log that are searched for an error
 ERROR_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
-
+# Errors that only report another one, of a process that the server started.
 SYMPTOM = re.compile(r"root cause|EngineDeadError|EngineCore encountered an issue", re.IGNORECASE)
-"""Errors that only report another one, of a process that the server started."""
-
-BROKEN_INSTALL = re.compile(r"(?:ModuleNotFound|Import|Syntax|Indentation)Error: ")
-"""Errors that every restart repeats."""
-
+BROKEN_INSTALL = re.compile(r"(?:ModuleNotFound|Import|Syntax|Indentation)Error: ")  # errors that every restart repeats
+# Errors that may pass although they came twice: ports, memory and peers become free.
 TRANSIENT = re.compile(
     r"OSError|Errno|in use|out of memory|MemoryError|OutOfMemory|[Cc]onnection|[Tt]imed? ?out|Timeout"
 )
-"""Errors that may pass although they came twice: ports, memory and peers become free."""
-
-
-def nothing() -> None:
-    """The callback of roles that need none."""
 
 
 @dataclass
@@ -72,12 +53,12 @@ class RoleProcess:
         on_ready, on_end: called when the process answers its first probe, and when a process has ended.
         deadline: when silence means that the process hangs; infinite while nothing is expected of it.
         last_seen: time of the last sign of life; the start counts.
-        waits, stuck_at: what the role waits for and where its event loop is blocked, as reported at `waits_at`.
+        waits, stuck_at: as the role reported at `waits_at`.
         error: why the process ends, as it reported or as the supervisor decided; `expected` unless it is an unforeseen exception.
         stopping: it was asked to end and is not restarted.
-        changing: held while a process is started or ended, so that the two do not overlap.
+        changing: held while a process is started or ended.
         log_start: size of the role's log when the process was started.
-        served: whether a version was served by this process; None where no versions are pushed to it.
+        served: whether this process served a version; None where no versions are pushed to it.
         previous_error: of the process before this one, if that did no work.
     """
 
@@ -85,8 +66,8 @@ class RoleProcess:
     environment: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     probe: tuple[str, str] | None = None
-    on_ready: Callable[[], None] = nothing
-    on_end: Callable[[], None] = nothing
+    on_ready: Callable[[], None] = lambda: None
+    on_end: Callable[[], None] = lambda: None
     process: ProcessHandle | None = None
     exit_status: int | None = None
     restarts: int = 0
@@ -129,16 +110,16 @@ class RoleProcess:
         return ""
 
 
+@dataclass
 class ProcessManager:
     """The roles of a run by name. Setting `kill_now` cuts short the time that roles have to end."""
 
-    def __init__(self, config: Config, run_dir: Path, launcher: Launcher, view: View) -> None:
-        self.roles: dict[str, RoleProcess] = {}
-        self.kill_now = asyncio.Event()
-        self._config = config
-        self._logs = run_dir / "logs"
-        self._launcher = launcher
-        self._view = view
+    config: Config
+    run_dir: Path
+    launcher: Launcher
+    view: View
+    roles: dict[str, RoleProcess] = field(default_factory=dict)
+    kill_now: asyncio.Event = field(default_factory=asyncio.Event)
 
     def of_kind(self, *kinds: str) -> list[RoleProcess]:
         return [role for role in self.roles.values() if role.kind in kinds]
@@ -151,15 +132,14 @@ class ProcessManager:
             role.ready.clear()
             role.error, role.expected, role.exit_status = "", False, None
             role.served = None if role.served is None else False
-            role.served = None if role.served is None else False
             role.log_start = log_size(self._log(role))
             command = [sys.executable, "-P", "-m", "slipstream.launch.cli", "role", role.name, *role.arguments]
-            start_s = self._config.rollout.engine.start_s if role.probe else self._config.launch.heartbeat_s
-            role.process = await self._launcher.start(role.name, command, role.environment)
+            start_s = self.config.rollout.engine.start_s if role.probe else self.config.launch.heartbeat_s
+            role.process = await self.launcher.start(role.name, command, role.environment)
             role.last_seen = time.monotonic()  # only now: the launcher may have had to find another host first
             role.deadline = role.last_seen + start_s
             role.waits, role.stuck_at = (), ""
-            self._view.status(role.name, f"started, pid {role.process.pid}")
+            self.view.status(role.name, f"started, pid {role.process.pid}")
 
     async def watch(self, domain: Sequence[RoleProcess]) -> None:
         """Return when all roles of a failure domain ended well; when one fails, restart all of them.
@@ -169,7 +149,7 @@ class ProcessManager:
             RoleDied: one failed more often than `launch.restarts` allows, or a restart would not help.
             DeadlineExceeded: one does not end although it was killed.
         """
-        restarts = self._config.launch.restarts
+        restarts = self.config.launch.restarts
         while (failed := await self._failure(domain)) is not None:
             error = failed.error
             if not error and (failed.exit_status or 0) >= 0:
@@ -183,7 +163,7 @@ class ProcessManager:
                 verdict = f"given up after {restarts} restarts"
             if verdict:
                 raise RoleDied(f"{why}; {verdict}. See {self._log(failed)}")
-            self._view.event(f"{why}; restart {failed.restarts} of {restarts}")
+            self.view.event(f"{why}; restart {failed.restarts} of {restarts}")
             await asyncio.gather(*(self.start(role) for role in domain))
 
     async def stop(self, role: RoleProcess, seconds: float) -> None:
@@ -195,14 +175,12 @@ class ProcessManager:
             role.deadline = float("inf")
             await role.process.terminate()
             with contextlib.suppress(Stopped, DeadlineExceeded):
-                end = run_or_stop(role.process.wait(), self.kill_now)
-                await with_deadline(
-                    seconds, end, who="the supervisor", waits_for=f"{role.name} to end", hint="it is killed"
-                )
+                end, waits_for = run_or_stop(role.process.wait(), self.kill_now), f"{role.name} to end"
+                await with_deadline(seconds, end, who="the supervisor", waits_for=waits_for, hint="it is killed")
             await role.process.kill()
 
     def _log(self, role: RoleProcess) -> Path:
-        return self._logs / f"{role.name}.log"
+        return self.run_dir / "logs" / f"{role.name}.log"
 
     async def _failure(self, domain: Sequence[RoleProcess]) -> RoleProcess | None:
         """Wait until all of `domain` ended well, or one failed and the others were killed; the one that failed."""
@@ -236,7 +214,7 @@ class ProcessManager:
                 probing.cancel()
         role.deadline = float("inf")
         role.on_end()
-        self._view.status(role.name, describe(role.exit_status))
+        self.view.status(role.name, describe(role.exit_status))
         ended_well = role.stopping or (role.exit_status == 0 and role.kind in FINISHING)
         return None if ended_well else role
 
@@ -244,17 +222,17 @@ class ProcessManager:
         """Ask a server how it is for as long as its process lives: its first good answer makes it ready, every answer is a sign of
         life, and a bad one ends the process. Its deadline is the role's."""
         assert role.probe is not None
-        period = min(PROBE_S, self._config.launch.heartbeat_s / 4)
+        period = min(PROBE_S, self.config.launch.heartbeat_s / 4)
         while True:
             well = await is_healthy(*role.probe, PROBE_S)
             if role.deadline == float("inf"):  # it is being ended
                 return
             if well:
                 role.last_seen = time.monotonic()
-                role.deadline = role.last_seen + self._config.launch.heartbeat_s
+                role.deadline = role.last_seen + self.config.launch.heartbeat_s
                 if not role.ready.is_set():
                     role.ready.set()
-                    self._view.status(role.name, "ready")
+                    self.view.status(role.name, "ready")
                     role.on_ready()
             elif well is False and role.ready.is_set():
                 # `HealthMonitor` kills it.

@@ -81,11 +81,8 @@ class PushTargets:
 
 
 async def wait_for_replicas(fleets: StateSubscriber[Fleet], seconds: float) -> None:
-    """Return as soon as every replica answers; after `seconds` one that answers is enough.
-
-    Raises:
-        DeadlineExceeded: none answers.
-    """
+    """Return as soon as every replica answers; after `seconds` one that answers is enough. Raises DeadlineExceeded where none
+    does."""
 
     def silent(fleet: Fleet) -> list[str]:
         return [replica.name for replica in fleet.replicas if not replica.answers]

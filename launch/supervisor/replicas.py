@@ -17,6 +17,7 @@ import functools
 import logging
 from asyncio import Task
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ConfigError, RoleDied, with_deadline
@@ -29,55 +30,30 @@ from .processes import ProcessManager, RoleProcess
 
 log = logging.getLogger(__name__)
 
-PAUSE_S = 5.0
-"""How long a leaving replica may take to abort its requests; after that they fail with its connections."""
-
-END_S = 5.0
-"""How long a process may take to end in good order."""
-
-MAX_MISSED_PUSHES = 3
-"""Pushes in a row that did not reach a replica, after which it is restarted."""
+PAUSE_S = 5.0  # how long a leaving replica may take to abort its requests; after that they fail with its connections
+END_S = 5.0  # how long a process may take to end in good order
+MAX_MISSED_PUSHES = 3  # pushes in a row that did not reach a replica, after which it is restarted
 
 Spawn = Callable[[Coroutine[Any, Any, None]], Task[None]]
 """Starts background work that lasts as long as the run; its failure ends the run."""
 
 
+@dataclass
 class ReplicaManager:
-    """The engines of a run.
+    """The engines of a run."""
 
-    Args:
-        processes: starts and ends processes.
-        launcher: places them.
-        publish: sends a fleet to its subscribers.
-        probe_path: where an engine answers while it is well.
-        environment: the environment of a role with a placement.
-        make_engine: makes a client of a replica.
-        gpus: GPUs of one replica.
-        pushed: a learner pushes weights; without one a replica serves version 0 as soon as it answers.
-    """
+    processes: ProcessManager
+    launcher: Launcher
+    publish: Callable[[Fleet], None]  # sends a fleet to its subscribers
+    view: View
+    environment: Callable[[str, Placement], dict[str, str]]  # of a role with a placement
+    make_engine: Callable[[ReplicaInfo], HttpEngine]  # a client of a replica
+    probe_path: str  # where an engine answers while it is well
+    gpus: int  # of one replica
+    pushed: bool  # a learner pushes weights; without one a replica serves version 0 as soon as it answers
 
-    def __init__(
-        self,
-        processes: ProcessManager,
-        launcher: Launcher,
-        publish: Callable[[Fleet], None],
-        view: View,
-        *,
-        environment: Callable[[str, Placement], dict[str, str]],
-        make_engine: Callable[[ReplicaInfo], HttpEngine],
-        probe_path: str,
-        gpus: int,
-        pushed: bool,
-    ) -> None:
-        self._processes = processes
-        self._launcher = launcher
-        self._probe_path = probe_path
-        self._view = view
-        self._environment = environment
-        self._make_engine = make_engine
-        self._gpus = gpus
-        self._pushed = pushed
-        self._state = FleetState(publish)
+    def __post_init__(self) -> None:
+        self._state = FleetState(self.publish)
         self._spawn: Spawn
 
     @property
@@ -97,30 +73,23 @@ class ReplicaManager:
     # --- commands -------------------------------------------------------------------------------------------------
 
     async def add(self, count: int) -> list[str]:
-        """Start `count` more; their names.
-
-        Raises:
-            ConfigError: there is no room for them.
-        """
+        """Start `count` more; their names. Raises ConfigError where there is no room for them."""
         names = self._state.names(count)
-        placements = await self._launcher.place(dict.fromkeys(names, self._gpus))
+        placements = await self.launcher.place(dict.fromkeys(names, self.gpus))
         try:
             for name in names:
                 await self._start(name, placements.pop(name))
         finally:
             for name in placements:  # one before them could not be started
-                await self._launcher.release(name)
-        self._view.event(f"{', '.join(names)} added")
+                await self.launcher.release(name)
+        self.view.event(f"{', '.join(names)} added")
         return names
 
     async def remove(self, name: str) -> None:
-        """Drain and end a replica. Returns at once; it leaves the fleet when its process has ended.
-
-        Raises:
-            ConfigError: there is no such replica, or no other could take its requests.
-        """
+        """Drain and end a replica. Returns at once; it leaves the fleet when its process has ended. Raises ConfigError where there
+        is no such replica, or no other could take its requests."""
         self._state.drain(name)
-        info, role = self.fleet.replica(name), self._processes.roles[name]
+        info, role = self.fleet.replica(name), self.processes.roles[name]
         assert info is not None
         role.stopping = True
         self._spawn(self._retire(info, role))
@@ -128,7 +97,7 @@ class ReplicaManager:
     def listed(self) -> list[ReplicaListing]:
         rows = []
         for info in self.fleet.replicas:
-            role = self._processes.roles[info.name]
+            role = self.processes.roles[info.name]
             pid = role.process.pid if role.process and role.running else None
             rows.append(ReplicaListing(info.name, info.state, info.version, info.url, pid, info.incarnation))
         return rows
@@ -140,12 +109,12 @@ class ReplicaManager:
             return
         if report.version is not None:
             self._state.served(report.name, report.version, report.incarnation)
-            self._processes.roles[report.name].served = True
+            self.processes.roles[report.name].served = True
         elif info.state != "draining":
             if info.state == "serving":
-                self._view.event(f"{report.name} was left out of a push: {report.why}")
+                self.view.event(f"{report.name} was left out of a push: {report.why}")
             self._state.lost(report.name, report.incarnation)
-            role = self._processes.roles[report.name]
+            role = self.processes.roles[report.name]
             if report.missed_pushes >= MAX_MISSED_PUSHES and role.process is not None and not role.error:
                 role.error = f"{report.missed_pushes} pushes in a row did not reach it, the last: {report.why}"
                 self._spawn(role.process.kill())  # `_watch` restarts it
@@ -154,18 +123,18 @@ class ReplicaManager:
 
     async def _start(self, name: str, placement: Placement) -> None:
         url = f"http://{placement.address}"
-        role = self._processes.roles[name] = RoleProcess(
+        role = self.processes.roles[name] = RoleProcess(
             name,
-            self._environment(name, placement),
+            self.environment(name, placement),
             ("--listen", placement.address),
-            probe=(url, self._probe_path),
+            probe=(url, self.probe_path),
             on_ready=functools.partial(self._ready, name),
             on_end=functools.partial(self._state.died, name),
-            served=False if self._pushed else None,
+            served=False if self.pushed else None,
         )
         self._state.join(name, url)
         try:
-            await self._processes.start(role)
+            await self.processes.start(role)
         except BaseException:
             await self._forget(name)
             raise
@@ -174,19 +143,19 @@ class ReplicaManager:
     async def _watch(self, role: RoleProcess) -> None:
         """From its first process to the end of its last."""
         try:
-            await self._processes.watch([role])
+            await self.processes.watch([role])
         except (RoleDied, ConfigError) as error:
             if not (others := self._state.others(role.name)):
                 raise
-            self._view.event(f"{error}; the run goes on with {', '.join(others)}")
+            self.view.event(f"{error}; the run goes on with {', '.join(others)}")
         else:
-            self._view.event(f"{role.name} removed")
+            self.view.event(f"{role.name} removed")
         await self._forget(role.name)
 
     def _ready(self, name: str) -> None:
         if (info := self.fleet.replica(name)) is not None:
             self._state.answers(name, info.incarnation)
-            if not self._pushed:
+            if not self.pushed:
                 self._state.served(name, 0, info.incarnation)
 
     async def _retire(self, info: ReplicaInfo, role: RoleProcess) -> None:
@@ -196,10 +165,10 @@ class ReplicaManager:
                 await self._abort_requests(info)
             except Exception as error:  # its requests fail with their connections; no command may end the run
                 log.warning("%s did not abort its requests: %s", info.name, error)
-        await self._processes.stop(role, END_S)
+        await self.processes.stop(role, END_S)
 
     async def _abort_requests(self, info: ReplicaInfo) -> None:
-        engine = self._make_engine(info)
+        engine = self.make_engine(info)
         try:
             pause, waits_for = engine.pause("abort_resume"), f"{info.name} to abort its requests"
             await with_deadline(PAUSE_S, pause, who="the supervisor", waits_for=waits_for, hint="see its log")
@@ -208,8 +177,8 @@ class ReplicaManager:
 
     async def _forget(self, name: str) -> None:
         """Remove it from the fleet, and release its placement."""
-        if self._processes.roles.pop(name, None) is None:
+        if self.processes.roles.pop(name, None) is None:
             return
         self._state.gone(name)
-        self._view.status(name, "gone")
-        await self._launcher.release(name)
+        self.view.status(name, "gone")
+        await self.launcher.release(name)

@@ -30,9 +30,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ...common.tasks import Stopped, run_or_stop
 from ...configs import Config
 from ...configs.schema import Fake
 from ...errors import Interrupted, first_cause, with_deadline
@@ -54,61 +56,43 @@ from .heartbeat import RoleSignal
 from .processes import ProcessManager, RoleProcess, role_names
 from .replicas import END_S, ReplicaManager, Spawn
 
-IMPORT_S = 60.0
-"""Beyond `start_s`: what the learner may take to import torch and load the model on a busy machine."""
-
-Plan = Callable[[Spawn], Coroutine[Any, Any, None]]
-"""Starts roles in order and returns when the run is done."""
+IMPORT_S = 60.0  # beyond `start_s`: what the learner may take to import torch and load the model on a busy machine
+Plan = Callable[[Spawn], Coroutine[Any, Any, None]]  # starts roles in order and returns when the run is done
 
 
+@dataclass
 class Supervisor:
     """One run: `train` to the learner's last step, `evaluate` the model in `model.path`, or `fine_tune` it.
 
-    All raise:
-        RoleDied: a role cannot be restarted any more, and for a replica: none is left.
-        Interrupted: SIGINT, SIGTERM or SIGHUP came.
-        ConfigError: a role found its config to be wrong, and for a replica: none is left.
-
-    Args:
-        gpus: the number that each role needs, by name; none for the others.
-        backend: of collectives between learner and replicas.
+    All raise RoleDied where a role cannot be restarted any more, ConfigError where a role found its config to be wrong (both for a
+    replica only if none is left), and Interrupted where SIGINT, SIGTERM or SIGHUP came.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        launcher: Launcher,
-        view: View,
-        *,
-        gpus: Mapping[str, int],
-        backend: Literal["gloo", "nccl"],
-    ) -> None:
-        self._config = config
-        self._dir = run_dir
-        self._launcher = launcher
-        self._view = view
-        self._gpus = gpus
-        self._backend: Literal["gloo", "nccl"] = backend
-        self._keys = make_keys() if config.launch.hosts == "many" else None
-        self._processes = ProcessManager(config, run_dir, launcher, view)
+    config: Config
+    run_dir: Path
+    launcher: Launcher
+    view: View
+    gpus: Mapping[str, int]  # that each role needs, by name; none for the others
+    backend: Literal["gloo", "nccl"]  # of collectives between learner and replicas
+
+    def __post_init__(self) -> None:
+        self._keys = make_keys() if self.config.launch.hosts == "many" else None
+        self._processes = ProcessManager(self.config, self.run_dir, self.launcher, self.view)
         self._interrupted = asyncio.Event()
         self._exit_message = "interrupted"
         self._placements: dict[str, Placement] = {}
         self._rendezvous_ports: dict[str, int] = {}
 
     async def train(self) -> None:
-        """From the first process to the last evaluation."""
-        self._exit_message = f"interrupted; continue with `slipstream resume {self._config.run.dir}`"
-        await self._run(role_names(self._config), self._train)
+        self._exit_message = f"interrupted; continue with `slipstream resume {self.config.run.dir}`"
+        await self._run(role_names(self.config), self._train)
 
     async def evaluate(self, label: str) -> None:
         """Serve `model.path` as it is, and append one evaluation of it to `evaluations.json`."""
-        engines = [name for name in role_names(self._config) if name.startswith("engine-")]
+        engines = [name for name in role_names(self.config) if name.startswith("engine-")]
         await self._run([*engines, "evaluator"], lambda spawn: self._evaluate(label))
 
     async def fine_tune(self) -> None:
-        """The ranks of a supervised fine-tuning, to their end."""
         self._exit_message = "interrupted; no model was written"
 
         async def plan(spawn: Spawn) -> None:
@@ -116,7 +100,7 @@ class Supervisor:
             await asyncio.gather(*map(self._processes.start, ranks))
             await self._processes.watch(ranks)
 
-        await self._run([f"sft-{i}" for i in range(self._config.learner.backend.ranks)], plan)
+        await self._run([f"sft-{i}" for i in range(self.config.learner.backend.ranks)], plan)
 
     def interrupt(self, number: int = signal.SIGINT) -> None:
         """End the run when the learner has written a checkpoint; on the second call, at once."""
@@ -128,17 +112,17 @@ class Supervisor:
         self._interrupted.set()
         if again:
             self._processes.kill_now.set()
-            self._view.event("interrupted again: ending all processes now, without a checkpoint")
+            self.view.event("interrupted again: ending all processes now, without a checkpoint")
         elif any(role.running and role.ready.is_set() for role in self._processes.of_kind("learner")):
-            seconds = self._config.launch.stop_s
-            self._view.event(
+            seconds = self.config.launch.stop_s
+            self.view.event(
                 f"interrupted: waiting up to {seconds:g} s for the learner to write a checkpoint; interrupt again to end at once"
             )
         else:
-            self._view.event("interrupted: waiting for the processes to end; interrupt again to end them at once")
+            self.view.event("interrupted: waiting for the processes to end; interrupt again to end them at once")
 
     async def _run(self, names: Sequence[str], plan: Plan) -> None:
-        """Carry out `plan` with the roles `names`, and all services of the supervisor; no process is left behind."""
+        """Carry out `plan` with the roles `names`, and all services of the supervisor."""
         loop = asyncio.get_running_loop()
         signals = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
@@ -155,15 +139,13 @@ class Supervisor:
                     task.add_done_callback(background.discard)
                     return task
 
-                work = asyncio.create_task(self._carry_out(names, stack, plan, spawn), name="plan")
-                interrupted = asyncio.create_task(self._interrupted.wait(), name="interrupt")
                 try:
-                    await asyncio.wait({work, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+                    with contextlib.suppress(Stopped):
+                        await run_or_stop(self._carry_out(names, stack, plan, spawn), self._interrupted)
                     if self._interrupted.is_set():
                         raise Interrupted(self._exit_message)
-                    await work
                 finally:
-                    for task in (*background, work, interrupted):
+                    for task in background:
                         task.cancel()
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
@@ -175,19 +157,19 @@ class Supervisor:
         self, names: Sequence[str], stack: contextlib.AsyncExitStack, plan: Plan, spawn: Spawn
     ) -> None:
         """Place all roles, start the supervisor's services, then the replicas, then `plan`. `stack` ends it all."""
-        stack.enter_context(logged_to(self._dir / "logs" / "supervisor.log", "supervisor"))
-        if isinstance(self._config.rollout.engine, Fake):
-            self._view.event("rollout.engine.kind=fake is for fault injection: it is slow, and fails as configured")
-        if self._config.weightsync.transport == "shared":
+        stack.enter_context(logged_to(self.run_dir / "logs" / "supervisor.log", "supervisor"))
+        if isinstance(self.config.rollout.engine, Fake):
+            self.view.event("rollout.engine.kind=fake is for fault injection: it is slow, and fails as configured")
+        if self.config.weightsync.transport == "shared":
             from ...weightsync.shared_folder import sweep  # here, because it loads torch
 
             stack.push_async_callback(asyncio.to_thread, sweep)  # files of a learner that was killed
-        stack.push_async_callback(self._launcher.close)
-        self._placements = await self._launcher.place({name: self._gpus.get(name, 0) for name in names})
-        for kind in needs_rendezvous_port(self._config):
+        stack.push_async_callback(self.launcher.close)
+        self._placements = await self.launcher.place({name: self.gpus.get(name, 0) for name in names})
+        for kind in needs_rendezvous_port(self.config):
             if f"{kind}-0" in self._placements:
-                self._rendezvous_ports[kind] = await self._launcher.reserve_port(f"{kind}-0")
-        host = self._launcher.host
+                self._rendezvous_ports[kind] = await self.launcher.reserve_port(f"{kind}-0")
+        host = self.launcher.host
         signals: RpcServer[RoleSignal] = RpcServer(f"tcp://{host}:*", "the supervisor", RoleSignal, keys=self._keys)
         stack.callback(signals.close)
         fleet = StatePublisher(f"tcp://{host}:*", Fleet(), self._keys)
@@ -196,17 +178,17 @@ class Supervisor:
         context = self._context(signals.address, fleet.address)
         replicas = ReplicaManager(
             self._processes,
-            self._launcher,
+            self.launcher,
             fleet.publish,
-            self._view,
+            self.view,
             environment=functools.partial(self._environment, context),
             make_engine=functools.partial(make_engine, context),
-            probe_path=servers.probe_path(self._config),
-            gpus=self._gpus.get("engine-0", 0),
+            probe_path=servers.probe_path(self.config),
+            gpus=self.gpus.get("engine-0", 0),
             pushed=context.pushed,
         )
-        health = HealthMonitor(self._processes, replicas, self._config.launch.heartbeat_s, self._view)
-        control = ControlServer(self._dir, replicas, fleet.address, health.waits, self._keys)
+        health = HealthMonitor(self._processes, replicas, self.config.launch.heartbeat_s, self.view)
+        control = ControlServer(self.run_dir, replicas, fleet.address, health.waits, self._keys)
         for service in (fleet.serve(), health.listen(signals), health.watch(), control.serve()):
             spawn(service)
         for name in names:
@@ -234,17 +216,17 @@ class Supervisor:
             },
         )
         return RunContext(
-            self._config,
+            self.config,
             addresses,
-            run_dir=str(self._dir),
-            backend=self._backend,
+            run_dir=str(self.run_dir),
+            backend=self.backend,
             started_in=os.getcwd(),
             pushed=learner is not None,
         )
 
     def _environment(self, context: RunContext, name: str, placement: Placement) -> dict[str, str]:
         """Environment variables of role `name`."""
-        variables = context.environment(name) | role_environment(self._config, name, placement.gpus)
+        variables = context.environment(name) | role_environment(self.config, name, placement.gpus)
         variables |= self._keys.environment() if self._keys else {}
         kind, _, rank = name.partition("-")
         ranks = sum(other.startswith(f"{kind}-") for other in self._placements)
@@ -270,19 +252,19 @@ class Supervisor:
         await asyncio.gather(*map(processes.start, domain))
         spawn(processes.watch(domain))
         learner = processes.roles["learner-0"]
-        engine_s = self._config.rollout.engine.start_s + IMPORT_S
+        engine_s = self.config.rollout.engine.start_s + IMPORT_S
         await with_deadline(
-            engine_s + self._config.push_s,
+            engine_s + self.config.push_s,
             learner.ready.wait(),
             who="the supervisor",
             waits_for="the learner's first version to be served",
-            hint=f"see {self._dir}/logs/learner-0.log and engine-0.log",
+            hint=f"see {self.run_dir}/logs/learner-0.log and engine-0.log",
         )
-        evaluates = self._config.evaluation.tasks > 0
-        if evaluates and not (self._dir / "evaluations.json").exists():
+        evaluates = self.config.evaluation.tasks > 0
+        if evaluates and not (self.run_dir / "evaluations.json").exists():
             await self._evaluate("warm start")
         for role in processes.of_kind("reward"):
-            hint, waits_for = f"see {self._dir}/logs/reward.log", "the reward server to answer"
+            hint, waits_for = f"see {self.run_dir}/logs/reward.log", "the reward server to answer"
             await with_deadline(engine_s, role.ready.wait(), who="the supervisor", waits_for=waits_for, hint=hint)
         for role in processes.of_kind("worker"):
             await processes.start(role)
@@ -300,7 +282,7 @@ class Supervisor:
 
     async def _end(self) -> None:
         """End everything: first the learner, with a checkpoint, while the buffer and the auxiliary models still answer."""
-        await self._stop(self._config.launch.stop_s, "learner")
+        await self._stop(self.config.launch.stop_s, "learner")
         await self._stop(END_S, "worker", "evaluator", "sft")
         await self._stop(END_S, "buffer", "engine", "reward", *AUX_MODEL_KINDS)
 
