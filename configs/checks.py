@@ -30,9 +30,7 @@ from .reward import FIELDS, Judge, ModelReward, fields_of
 from .schema import Agent, Config, Mixture, PythonEnv, ReasoningGym, parse_memory, parse_size
 from .sft import SftConfig
 
-BF16_NOISE = 0.05
-"""Nats by which log-probs of equal bfloat16 weights differ between implementations, at least now and then."""
-
+BF16_NOISE = 0.05  # nats by which log-probs of equal bfloat16 weights differ between implementations now and then
 BUILT_IN_AGENTS = ("tool_calling", "single_turn")
 _PYTHON_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _PART_NAME = re.compile(r"[\w-]+")
@@ -40,13 +38,9 @@ _PART_NAME = re.compile(r"[\w-]+")
 
 def check(config: Config) -> None:
     """Raises ConfigError with the first impossible combination, naming its keys and what is allowed."""
-    for problem in _problems(config):
-        raise ConfigError(problem)
-
-
-def _problems(config: Config) -> Iterator[str]:
     for find in (_values, _episode, _batch, _correction, _backend, _aux_models, _reward):
-        yield from find(config)
+        for problem in find(config):
+            raise ConfigError(problem)
 
 
 def _values(config: Config) -> Iterator[str]:
@@ -176,7 +170,7 @@ def _reward(config: Config) -> Iterator[str]:
     reward = config.reward
     if not isinstance(reward, ModelReward):
         return
-    if reward.weight == 0:
+    if reward.weights["model"] == 0:
         yield "reward.weights.model: 0 asks a model for nothing; allowed are other numbers, or reward.kind=environment"
     if not isinstance(reward, Judge):
         return

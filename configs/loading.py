@@ -40,6 +40,8 @@ PATHS = ("run.dir", "model.path", "reward.path", "learner.algorithm.kl.reference
 """Keys that hold a path, or a hub name."""
 
 C = TypeVar("C", bound=Config)
+Tree = dict[str, Any]
+Sections = tuple[reflect.StructType, ...]
 
 
 def presets() -> tuple[str, ...]:
@@ -48,19 +50,12 @@ def presets() -> tuple[str, ...]:
 
 
 def load(
-    path_or_preset: str,
-    overrides: Sequence[str] = (),
-    schema: type[C] = Config,
-    notice: Notice = lambda line: None,
+    path_or_preset: str, overrides: Sequence[str] = (), schema: type[C] = Config, notice: Notice = lambda line: None
 ) -> C:
-    """Read a YAML file or a preset, apply overrides such as `buffer.max_staleness=4`, check everything.
+    """Read a YAML file or a preset, apply overrides such as `buffer.max_staleness=4`, check everything. `schema` is `SftConfig` for
+    a config that also has the section `sft`. `notice` receives a line for each section whose kind changed and lost settings.
 
-    Args:
-        schema: `Config`, or `SftConfig` for a config that also has the section `sft`.
-        notice: receives a line for each section whose kind changed and lost settings.
-
-    Raises:
-        ConfigError: one line, naming the key, the value and what is allowed.
+    Raises ConfigError in one line, naming the key, the value and what is allowed.
     """
     top = root(schema)
     data = _read(path_or_preset, top, notice, ())
@@ -77,7 +72,7 @@ def dump(config: Config) -> str:
     return yaml.dump(msgspec.to_builtins(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
-def _read(path_or_preset: str, top: reflect.StructType, notice: Notice, below: tuple[Path, ...]) -> dict[str, Any]:
+def _read(path_or_preset: str, top: reflect.StructType, notice: Notice, below: tuple[Path, ...]) -> Tree:
     """The raw tree of a file and of those that it extends. `below` are the files that led here."""
     path = Path(os.path.expanduser(path_or_preset))
     if below and not path.is_absolute() and path_or_preset not in presets():
@@ -85,9 +80,8 @@ def _read(path_or_preset: str, top: reflect.StructType, notice: Notice, below: t
     if not path.is_file():
         if path_or_preset not in presets():
             where = f"{below[-1]}: extends: " if below else ""
-            raise ConfigError(
-                f"{where}{path_or_preset}: no such file, and no such preset; presets: {', '.join(presets())}"
-            )
+            known = ", ".join(presets())
+            raise ConfigError(f"{where}{path_or_preset}: no such file, and no such preset; presets: {known}")
         path = HERE / f"{path_or_preset}.yaml"
     if path.resolve() in below:
         raise ConfigError(f"{path}: extends itself, by way of {', '.join(p.name for p in below)}")
@@ -112,14 +106,7 @@ def _read(path_or_preset: str, top: reflect.StructType, notice: Notice, below: t
     return base
 
 
-def _merge(
-    base: dict[str, Any],
-    over: dict[str, Any],
-    sections: tuple[reflect.StructType, ...],
-    default: Any,
-    path: str,
-    notice: Notice,
-) -> None:
+def _merge(base: Tree, over: Tree, sections: Sections, default: Any, path: str, notice: Notice) -> None:
     """Write the keys of `over` into `base`, section by section; `default` is the section's kind where `base` has none."""
     tag_field = str(sections[0].tag_field)
     if sections[0].tag is not None and tag_field in over:
@@ -134,14 +121,7 @@ def _merge(
             base[key] = value
 
 
-def _set_kind(
-    node: dict[str, Any],
-    sections: tuple[reflect.StructType, ...],
-    default: Any,
-    new: Any,
-    path: str,
-    notice: Notice,
-) -> None:
+def _set_kind(node: Tree, sections: Sections, default: Any, new: Any, path: str, notice: Notice) -> None:
     """Give a section another kind: settings that mean the same there stay, the others go. `notice` names those that went, unless
     the kinds have nothing in common."""
     tag_field = str(sections[0].tag_field)
@@ -173,7 +153,7 @@ def _parse_override(override: str) -> tuple[tuple[str, ...], str]:
     return keys, text.strip()
 
 
-def _apply(data: dict[str, Any], keys: tuple[str, ...], text: str, top: reflect.StructType, notice: Notice) -> None:
+def _apply(data: Tree, keys: tuple[str, ...], text: str, top: reflect.StructType, notice: Notice) -> None:
     """Set one key of the raw tree. Text stays text where the schema wants text, so that `rollout.engine.memory=0.85` and
     `reward.template={answer} {reference}` work."""
     refused: ConfigError | None = None
@@ -184,31 +164,26 @@ def _apply(data: dict[str, Any], keys: tuple[str, ...], text: str, top: reflect.
         refused = ConfigError(f"{'.'.join(keys)}={text}: {error}")
     node, kind, tag = data, top, None
     for depth, key in enumerate(keys):
-        path = ".".join(keys[: depth + 1])
-        last = depth == len(keys) - 1
+        above, last = ".".join(keys[:depth]), depth == len(keys) - 1
         if sections := variants(kind):
             if last and sections[0].tag is not None and key == sections[0].tag_field:
-                _set_kind(node, sections, tag, value, ".".join(keys[:depth]), notice)
-                return
-            section = _variant(sections, node, tag, ".".join(keys[:depth]))
-            field = _field(section, key, ".".join(keys[:depth]))
+                return _set_kind(node, sections, tag, value, above, notice)
+            field = _field(_variant(sections, node, tag, above), key, above)
             kind, tag = field.type, default_tag(field)
         elif isinstance(kind, reflect.DictType):
             kind = kind.value_type
         elif not isinstance(kind, reflect.AnyType):
-            raise ConfigError(f"{path}: {'.'.join(keys[:depth])} has no keys below it; it is {type_text(kind)}")
-        if last:
-            if refused and not isinstance(kind, reflect.StrType):
-                raise refused
-            node[key] = text if isinstance(kind, reflect.StrType) and not isinstance(value, str) else value
-            return
-        below = node.get(key)
-        node[key] = node = below if isinstance(below, dict) else {}
+            raise ConfigError(f"{above}.{key}: {above} has no keys below it; it is {type_text(kind)}")
+        if not last:
+            below = node.get(key)
+            node[key] = node = below if isinstance(below, dict) else {}
+    wants_text = isinstance(kind, reflect.StrType)
+    if refused and not wants_text:
+        raise refused
+    node[keys[-1]] = text if wants_text and not isinstance(value, str) else value
 
 
-def _variant(
-    sections: tuple[reflect.StructType, ...], node: dict[str, Any], default: Any, path: str
-) -> reflect.StructType:
+def _variant(sections: Sections, node: Tree, default: Any, path: str) -> reflect.StructType:
     """The kind of a section in the raw tree; `default` where the tree has no key `kind`."""
     named = [s for s in sections if s.tag is not None]
     if not named:
@@ -228,10 +203,6 @@ def _field(section: reflect.StructType, key: str, prefix: str) -> reflect.Field:
     for field in section.fields:
         if field.name == key:
             return field
-    raise _unknown(section, key, prefix)
-
-
-def _unknown(section: reflect.StructType, key: str, prefix: str) -> ConfigError:
     allowed = [f.name for f in section.fields]
     if section.tag is not None:
         allowed.insert(0, str(section.tag_field))
@@ -239,7 +210,7 @@ def _unknown(section: reflect.StructType, key: str, prefix: str) -> ConfigError:
     where = f"allowed in {prefix}" if prefix else "allowed at the top"
     of_kind = f" with {section.tag_field} {section.tag}" if section.tag is not None else ""
     hint = _hint(key, here, allowed)
-    return ConfigError(f"{here}{key}: no such key; {hint}{where}{of_kind}: {', '.join(allowed)}")
+    raise ConfigError(f"{here}{key}: no such key; {hint}{where}{of_kind}: {', '.join(allowed)}")
 
 
 def _hint(key: str, here: str, allowed: Sequence[str]) -> str:
@@ -280,7 +251,7 @@ def _validate(value: Any, annotation: Any, default: Any, path: str) -> None:
         _validate_value(value, annotation, path)
 
 
-def _validate_section(value: dict[str, Any], section: reflect.StructType, path: str) -> None:
+def _validate_section(value: Tree, section: reflect.StructType, path: str) -> None:
     here = f"{path}." if path else ""
     annotations = {field.name: field.type for field in msgspec.structs.fields(section.cls)}
     for key, item in value.items():

@@ -47,16 +47,6 @@ class ModelReward(Section, frozen=True):
     """The reward is weights.model x the model's score, added to the last step, plus weights.environment x the environment's
     rewards."""
 
-    @property
-    def weight(self) -> float:
-        """Factor of the model's score."""
-        return self.weights["model"]
-
-    @property
-    def environment(self) -> float:
-        """Factor of the environment's own rewards."""
-        return self.weights["environment"]
-
 
 class Classifier(ModelReward, frozen=True, tag_field="kind", tag="classifier"):
     """A sequence classifier of one label: its logit for all tokens of the episode. It must share the policy's tokenizer."""

@@ -61,8 +61,8 @@ class RewardModel:
         """
         request = self._score(conversation)
         score = await with_deadline(self._score_s, request, who="an episode", waits_for="its reward", hint=HINT)
-        rewards = [self._config.environment * reward for reward in environment] or [0.0]
-        rewards[-1] += self._config.weight * score
+        rewards = [self._config.weights["environment"] * reward for reward in environment] or [0.0]
+        rewards[-1] += self._config.weights["model"] * score
         return tuple(rewards), score
 
     async def _score(self, conversation: ScoredConversation) -> float:
