@@ -27,9 +27,7 @@ from ..envs.base import Message, ToolCall, ToolSpec
 from ..errors import EngineError, PolicyError
 from .base import Completion, ContextExhausted, Generate
 
-RETRY_S = 0.05
-"""Pause after a completion that was aborted before its first token; doubles after each further one in a row."""
-
+RETRY_S = 0.05  # pause after a completion that was aborted before its first token; doubles after each one in a row
 RETRY_LIMIT_S = 2.0  # longest such pause; the episode's deadline ends the retries
 
 

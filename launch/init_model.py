@@ -44,8 +44,7 @@ GENERIC_TEXT = (
 )
 """English and JSON that the tokenizer learns word by word, so that other text is not split into bytes."""
 
-INITIALIZER_RANGE = 0.08
-"""About 1 / sqrt(hidden). With the usual 0.02 so narrow a model does not learn to copy within minutes."""
+INITIALIZER_RANGE = 0.08  # about 1 / sqrt(hidden); with the usual 0.02 so narrow a model learns to copy too slowly
 
 
 class TinyModelShape(msgspec.Struct, frozen=True):

@@ -112,7 +112,6 @@ def gpus_of(config: Config) -> dict[str, int]:
 
 
 def local_placement(config: Config) -> GpuAssignment:
-    """The assignment of this machine's GPUs."""
     import torch
 
     return assign_gpus(gpus_of(config), torch.cuda.device_count())

@@ -10,8 +10,7 @@ from ..errors import ConfigError
 
 KEY = "reward.path"
 
-HEADS = {Classifier: "ForSequenceClassification", Judge: "ForCausalLM"}
-"""The ending of the architecture's name that each kind needs."""
+HEADS = {Classifier: "ForSequenceClassification", Judge: "ForCausalLM"}  # the ending of the architecture's name
 
 
 def check_reward_model(config: Config) -> str:

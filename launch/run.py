@@ -38,22 +38,16 @@ log = logging.getLogger(__name__)
 
 DATABASE = "buffer.sqlite"
 
+# Beginnings of keys that define the groups in the buffer: a resumed run cannot change them.
 IMMUTABLE = ("seed", "env.", "reward.", "agent.renderer", "buffer.group_size", "model.dtype")
-"""Beginnings of keys that define the groups in the buffer: a resumed run cannot change them."""
+QUOTED = 60  # most characters of a value that an error quotes: a template has many lines
 
 C = TypeVar("C", bound=Config)
 
-QUOTED = 60  # most characters of a value that an error quotes: a template has many lines
-
 
 def train(config: Config) -> ReportPaths:
-    """Start a new run and see it through.
-
-    Raises:
-        ConfigError: something is wrong with the config or this machine; nothing was started.
-        RoleDied: the run failed.
-        Interrupted: the run was stopped; it can be resumed.
-    """
+    """Start a new run and see it through. Raises ConfigError where something is wrong with the config or this machine (nothing was
+    started), RoleDied where the run failed, Interrupted where it was stopped and can be resumed."""
     writable("run.dir", config.run.dir)
     run_dir = Path(config.run.dir).resolve()
     config = with_absolute_paths(config)

@@ -53,14 +53,9 @@ PrintLine = Callable[[str], None]
 
 
 def fine_tune(config: SftConfig, print_line: PrintLine) -> SftResult:
-    """Write `sft.out`, a Hugging Face folder; returns the losses.
-
-    Raises:
-        ConfigError: the config, a conversation or this machine is unsuitable; no process was started.
-        LearnerError: a step failed, or a file cannot be written.
-        RoleDied: one of several ranks ended early.
-        Interrupted: on SIGINT or SIGTERM.
-    """
+    """Write `sft.out`, a Hugging Face folder; returns the losses. Raises ConfigError where the config, a conversation or this
+    machine is unsuitable (no process was started), LearnerError where a step failed or a file cannot be written, RoleDied where
+    one of several ranks ended early, Interrupted on SIGINT or SIGTERM."""
     out = Path(config.sft.out).resolve()
     if out.exists():
         raise ConfigError(f"sft.out: {config.sft.out} exists; remove it or name another folder")
@@ -132,7 +127,6 @@ def train(config: SftConfig, examples: list[Example], work: Path, print_line: Pr
 
 
 def run_rank(job: RunContext, print_line: PrintLine) -> None:
-    """The work of one of several ranks."""
     with np.load(job.dir / TOKENS_FILE) as held:
         token_ids, trained = (np.split(held[name], held["ends"][:-1]) for name in ("token_ids", "trained"))
     section = msgspec.json.decode((job.dir / SECTION_FILE).read_bytes(), type=Sft)
@@ -201,8 +195,6 @@ def _disk_errors(path: Path) -> Iterator[None]:
 
 
 class _RankOutput(View):
-    """Prints the events of the ranks."""
-
     def __init__(self, print_line: PrintLine) -> None:
         self._print_line = print_line
 

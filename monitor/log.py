@@ -65,8 +65,6 @@ def _lines_of(error: BaseException | None) -> Iterator[object]:
 
 
 class _CurrentStderr(_Handler):
-    """Writes to the present `sys.stderr`."""
-
     def emit(self, record: logging.LogRecord) -> None:
         try:
             sys.stderr.write(self.format(record) + "\n")

@@ -40,7 +40,6 @@ class MetricsWriter:
             raise StoreError(f"{path}: metrics cannot be written there: {error}") from error
 
     def append(self, row: Row | msgspec.Struct) -> None:
-        """Write one row and flush it to the operating system."""
         values = msgspec.to_builtins(row)
         invalid = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
         if invalid:

@@ -61,8 +61,6 @@ LINES = (
 
 
 class ReportPaths(msgspec.Struct, frozen=True):
-    """The two files."""
-
     html: Path
     png: Path
 

@@ -163,7 +163,6 @@ class TerminalView(View):
 
 
 def _line(*parts: str | tuple[str, str]) -> Text:
-    """One line of (text, style) that is cut at the width of the terminal."""
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 

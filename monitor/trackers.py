@@ -31,11 +31,9 @@ class Tracker(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` at `step`; steps do not decrease."""
-        ...
 
     def close(self) -> None:
         """Write out what is buffered."""
-        ...
 
 
 class TensorBoard:

@@ -69,7 +69,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _custom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "custom_long.py").write_text(CUSTOM)
-    (tmp_path / "custom_broken.py").write_text("class Env(")
+    (tmp_path / "custom_unreadable.py").write_text("class Env(")
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -101,7 +101,10 @@ TINY = ("agent.max_tokens=16", "agent.max_tokens_per_turn=8")
         ),
         ((*LONG, "env.arguments={does: returns a tool}"), ("no valid Observation", "function")),
         ((*LONG, "env.arguments={does: returns no message}"), ("returned no message for the policy to answer",)),
-        (("env.kind=python", "env.factory=custom_broken:Env"), ("env.factory: cannot import", "SyntaxError", "line 1")),
+        (
+            ("env.kind=python", "env.factory=custom_unreadable:Env"),
+            ("env.factory: cannot import", "SyntaxError", "line 1"),
+        ),
         ((*MIXTURE, "env.parts.long.arguments={words: 40}"), ("task 0 of long has",)),
         ((*MIXTURE, "env.parts.sums.family=chain_sums"), ("env.parts.sums.family: 'chain_sums'",)),
         (

@@ -19,7 +19,6 @@ def register(commands: CommandTable) -> None:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print every check's finding; returns 2 where one fails."""
     from ..preflight import CHECKS, run_check
 
     if "=" in options.config:  # the first of the overrides

@@ -26,7 +26,6 @@ def register(commands: CommandTable) -> None:
 
 
 def ledger(options: argparse.Namespace) -> int:
-    """Print a run's ledger; returns the exit status."""
     from ..run import read_ledger
 
     report = read_ledger(Path(options.run))

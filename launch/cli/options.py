@@ -54,7 +54,6 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """`RUN`."""
     parser.add_argument("run", metavar="RUN", help="the folder of a run")
 
 

@@ -42,11 +42,9 @@ class ProcessHandle(Protocol):
 
     async def terminate(self) -> None:
         """Send SIGTERM. Does not raise where the process has ended or cannot be reached."""
-        ...
 
     async def kill(self) -> None:
         """Send SIGKILL to its process group. Does not raise where it has ended, cannot be reached, or is alive after `KILL_S`."""
-        ...
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -82,7 +80,6 @@ class Launcher(Protocol):
 
     async def release(self, role: str) -> None:
         """Free the placement of a role that has ended for good; a second call does nothing."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -113,8 +110,6 @@ def claim_ports(first: int, count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 class LocalProcess:
-    """A child process."""
-
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self.pid = process.pid

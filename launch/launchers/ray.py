@@ -108,7 +108,6 @@ class RayBundle(msgspec.Struct, frozen=True):
     gpus: int
 
     def actor(self, logs: Path) -> Any:
-        """A new actor in it."""
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.index)
         return ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, scheduling_strategy=strategy)(RayActor).remote(
             str(logs)

@@ -70,8 +70,6 @@ Command = AddReplicas | RemoveReplica | GetStatus
 
 
 class ControlRequest(msgspec.Struct, frozen=True, tag=True):
-    """A command, and the run's key."""
-
     key: str
     command: Command
 
@@ -84,8 +82,6 @@ class CommandAccepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True, tag=True):
-    """All replicas, and the waits of all roles, oldest first."""
-
     replicas: tuple[ReplicaListing, ...]
     waits: tuple[RoleWait, ...]
 

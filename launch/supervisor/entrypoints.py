@@ -37,8 +37,7 @@ from .processes import FINAL
 
 log = logging.getLogger(__name__)
 
-CANARY_TOKENS = 32
-"""Length of the prompt whose log-probs verify a push: long enough to reach every kernel, short enough to cost nothing."""
+CANARY_TOKENS = 32  # whose log-probs verify a push: long enough to reach every kernel, short enough to cost nothing
 
 Role = Callable[[RunContext, int, HeartbeatSender, asyncio.Event], Awaitable[None]]
 
@@ -114,7 +113,6 @@ def become_engine(context: RunContext, index: int, listen: str) -> None:
 
 
 def become_reward(context: RunContext) -> None:
-    """Replace this process by the server of the reward model."""
     from ...rollout import reward_server
 
     host, _, port = context.addresses.reward.removeprefix("http://").rpartition(":")
@@ -214,12 +212,11 @@ async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, s
             stack.callback(tracker.close)
 
         def report(metrics: StepMetrics) -> None:
-            if writer is None:
-                return
-            writer.append(metrics)
+            if writer is not None:
+                writer.append(metrics)
+                heartbeat.stepped(metrics)
             for tracker in trackers:
                 tracker.log(metrics.version, scalars(msgspec.to_builtins(metrics)))
-            heartbeat.stepped(metrics)
 
         canary = make_canary(config, CANARY_TOKENS)
         checkpoints, longest = context.dir / "checkpoints", config.agent.max_tokens

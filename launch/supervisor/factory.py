@@ -46,7 +46,6 @@ BUCKET_BYTES = 64 << 20  # largest bucket of tensors in a weight broadcast; the 
 
 
 def make_engine(context: RunContext, replica: ReplicaInfo) -> HttpEngine:
-    """A client of `replica`."""
     from ...learner.model import vocabulary_size
 
     config = context.config
@@ -117,26 +116,20 @@ def make_player(
 ) -> EpisodePlayer:
     """A player of episodes of `split`. `model` scores them, without one their environment does."""
     from ...agents import Session, load_agent, load_renderer
-    from ...agents.base import Generate
     from ...envs import parts_of
     from ...learner.model import load_tokenizer, vocabulary_size
     from ...rollout.player import EpisodePlayer
 
     agent = config.agent
     renderer = load_renderer(agent.renderer, load_tokenizer(config.model.path), thinking=agent.thinking)
-    vocabulary = vocabulary_size(config.model.path)
-
-    def make_session(generate: Generate) -> Session:
-        return Session(
-            renderer,
-            generate,
-            vocabulary=vocabulary,
-            max_tokens_per_turn=agent.max_tokens_per_turn,
-            max_tokens=agent.max_tokens,
-        )
-
-    parts = parts_of(config.env, split, config.seed)
-    stop_token_ids = renderer.get_stop_token_ids()
+    make_session = functools.partial(
+        Session,
+        renderer,
+        vocabulary=vocabulary_size(config.model.path),
+        max_tokens_per_turn=agent.max_tokens_per_turn,
+        max_tokens=agent.max_tokens,
+    )
+    parts, stop_token_ids = parts_of(config.env, split, config.seed), renderer.get_stop_token_ids()
     return EpisodePlayer(
         config, load_agent(agent.kind), parts, router, make_session, stop_token_ids, temperature, model
     )
@@ -181,15 +174,13 @@ def make_aux_models(config: Config, policy: Backend, addresses: Mapping[str, Seq
     def remote(kind: str) -> RemoteModel:
         return RemoteModel(learner, kind, addresses[kind] if policy.rank == 0 else ())
 
-    reference, trained = None, None
-    if needs_reference(algorithm) and learner.aux_models["reference"]:
+    placed, reference, trained = learner.aux_models, None, None
+    if needs_reference(algorithm) and placed["reference"]:
         reference = remote("reference")
     elif needs_reference(algorithm):
         reference = LocalModel(learner, _without_adapters(config, policy) or make_reference(config), policy)
     if needs_critic(algorithm):
-        trained = (
-            remote("critic") if learner.aux_models["critic"] else LocalTrainableModel(learner, make_critic(config))
-        )
+        trained = remote("critic") if placed["critic"] else LocalTrainableModel(learner, make_critic(config))
     return AuxModels(learner, reference, trained)
 
 
@@ -256,9 +247,8 @@ def make_canary(config: Config, length: int) -> Sequence[int]:
     """A fixed prompt of at most `length` arbitrary ids."""
     from ...learner.model import vocabulary_size
 
-    vocabulary = vocabulary_size(config.model.path)
-    pick = random.Random(0)
-    return [pick.randrange(vocabulary) for _ in range(min(length, config.agent.max_tokens - 1))]
+    vocabulary, rng = vocabulary_size(config.model.path), random.Random(0)
+    return [rng.randrange(vocabulary) for _ in range(min(length, config.agent.max_tokens - 1))]
 
 
 @contextlib.asynccontextmanager

@@ -42,7 +42,6 @@ class FleetState:
         self._next = 0
 
     def names(self, count: int) -> list[str]:
-        """Names for `count` new replicas."""
         first, self._next = self._next, self._next + count
         return [f"engine-{i}" for i in range(first, self._next)]
 
@@ -87,7 +86,6 @@ class FleetState:
         self._change(name, info.incarnation, state="draining")
 
     def gone(self, name: str) -> None:
-        """It has left."""
         if self.fleet.replica(name) is not None:
             self._replace([r for r in self.fleet.replicas if r.name != name])
 

@@ -57,7 +57,6 @@ class WaitWatchdog:
         self._stalled = False
 
     def stepped(self, now: float) -> None:
-        """The learner made a step."""
         if self._last_step is not None:
             seconds = now - self._last_step
             self._steps.append(min(seconds, GROWTH * max(self._steps, default=seconds)))
@@ -155,7 +154,6 @@ class HealthMonitor:
 
 
 def _silence(role: RoleProcess, now: float) -> str:
-    """Why a silent role is killed."""
     seconds = f"{now - role.last_seen:.0f} s"
     if role.probe:
         return f"it did not answer for {seconds}{'' if role.ready.is_set() else ' since its start'}"
@@ -180,7 +178,6 @@ def _waits_of(role: RoleProcess, now: float) -> Iterator[RoleWait]:
 
 
 def by_age(waits: Sequence[RoleWait]) -> list[RoleWait]:
-    """Oldest first."""
     return sorted(waits, key=lambda row: -row.wait.age_s)
 
 

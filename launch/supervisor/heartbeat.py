@@ -27,8 +27,7 @@ BEAT_S = 2.0  # between heartbeats; `launch.heartbeat_s` of silence means death
 CLOSE_S = 5.0  # how long the last messages may take to leave when a role ends
 LINGER_MS = 1000
 
-FRAMES = 3
-"""Innermost frames that show where an event loop is blocked: enough to reach the user's code behind a library's."""
+FRAMES = 3  # innermost frames that show where a loop is blocked: enough to reach the user's code behind a library's
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -61,15 +60,11 @@ class StepSummary(msgspec.Struct, frozen=True):
 
 
 class StepReported(msgspec.Struct, frozen=True, tag=True):
-    """The learner made a step."""
-
     role: str
     summary: StepSummary
 
 
 class RoleMessage(msgspec.Struct, frozen=True, tag=True):
-    """A line for the user."""
-
     role: str
     text: str
 
@@ -112,7 +107,6 @@ class HeartbeatSender:
         self._report(state="done")
 
     def stepped(self, metrics: msgspec.Struct) -> None:
-        """Report a step by its `StepMetrics`."""
         summary = msgspec.json.decode(msgspec.json.encode(metrics), type=StepSummary)  # in JSON NaN is null
         self._outbox.put(StepReported(self.role, summary))
 

@@ -142,13 +142,9 @@ class ProcessManager:
             self.view.status(role.name, f"started, pid {role.process.pid}")
 
     async def watch(self, domain: Sequence[RoleProcess]) -> None:
-        """Return when all roles of a failure domain ended well; when one fails, restart all of them.
-
-        Raises:
-            ConfigError: one found its config to be wrong.
-            RoleDied: one failed more often than `launch.restarts` allows, or a restart would not help.
-            DeadlineExceeded: one does not end although it was killed.
-        """
+        """Return when all roles of a failure domain ended well; when one fails, restart all of them. Raises ConfigError where one
+        found its config to be wrong, RoleDied where a restart would not help or `launch.restarts` are spent, DeadlineExceeded
+        where one survives SIGKILL."""
         restarts = self.config.launch.restarts
         while (failed := await self._failure(domain)) is not None:
             error = failed.error

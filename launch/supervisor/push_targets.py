@@ -36,7 +36,6 @@ class PushTargets:
         self._closing: set[asyncio.Task[None]] = set()
 
     def update(self, fleet: Fleet) -> None:
-        """Take over a new fleet."""
         old, self._engines = self._engines, {}
         for replica in fleet.replicas:
             if not replica.answers or replica.state == "draining":
@@ -63,7 +62,6 @@ class PushTargets:
         self._send(name, None, missed + 1, why)
 
     async def close(self) -> None:
-        """Close all clients."""
         for _, engine in self._engines.values():
             self._close(engine)
         self._engines = {}

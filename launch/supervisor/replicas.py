@@ -65,7 +65,6 @@ class ReplicaManager:
         return self._state.names(count)
 
     async def begin(self, placements: dict[str, Placement], spawn: Spawn) -> None:
-        """Start the first replicas."""
         self._spawn = spawn
         for name, placement in placements.items():
             await self._start(name, placement)

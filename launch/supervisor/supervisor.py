@@ -202,7 +202,6 @@ class Supervisor:
         await plan(spawn)
 
     def _context(self, supervisor: str, fleet: str) -> RunContext:
-        """What every role is given."""
         buffer, learner, reward = (self._placements.get(name) for name in ("buffer", "learner-0", "reward"))
         addresses = Addresses(
             supervisor=supervisor,
@@ -225,7 +224,6 @@ class Supervisor:
         )
 
     def _environment(self, context: RunContext, name: str, placement: Placement) -> dict[str, str]:
-        """Environment variables of role `name`."""
         variables = context.environment(name) | role_environment(self.config, name, placement.gpus)
         variables |= self._keys.environment() if self._keys else {}
         kind, _, rank = name.partition("-")
