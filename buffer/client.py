@@ -23,8 +23,8 @@ from ..rpc.security import Keys
 from . import messages as m
 from .client_registry import connection_name
 from .ledger import Counts
-from .messages import BatchPlan, Lease, Stats, TrajectoryBatch
-from .trajectory import DETAIL_LIMIT, EncodedTrajectory, Outcome, Trajectory
+from .messages import BatchPlan, Lease, Stats
+from .trajectory import DETAIL_LIMIT, BatchRow, EncodedRow, EncodedTrajectory, Outcome, Trajectory
 
 RESEND_S = 5.0
 """Time without a reply after which a request is sent again. A lease or a batch may take longer; repeating one is cheap."""
@@ -106,35 +106,35 @@ class BufferClient:
         """Start from weights that contain the commits up to `version`; returns the version to publish them under."""
         return (await self._request(m.Recover(version), m.RecoverReply)).version
 
-    async def take_plan(self, version: int, deadline_s: float) -> BatchPlan:
+    async def take_plan(self, version: int, deadline_s: float) -> BatchPlan[BatchRow]:
         """The batch for `version`, without its arrays; the same for every rank until it is committed.
 
         Raises:
             DeadlineExceeded: it was not complete within `deadline_s`.
         """
-        reply = await self._request(m.TakeBatch(version), m.BatchReply, deadline_s)
+        reply: BatchPlan[EncodedRow] = await self._request(m.TakeBatch(version), BatchPlan, deadline_s)
         groups = tuple(tuple(row.decode() for row in group) for group in reply.groups)
         return BatchPlan(reply.version, reply.oldest_version, groups, reply.withheld, reply.stats)
 
     async def fetch_rows(
-        self, version: int, ids: Sequence[str], deadline_s: float | None = None
+        self, version: int, rows: Sequence[BatchRow], deadline_s: float | None = None
     ) -> tuple[Trajectory, ...]:
-        """The trajectories `ids`, in this order, of the batch of `version`, which is taken and not yet committed.
+        """The trajectories of `rows`, in this order, of the batch of `version`, which is taken and not yet committed.
 
         Raises:
             StateError: there is no such batch, or a trajectory is not in it.
         """
-        reply = await self._request(m.FetchRows(version, tuple(ids)), m.TrajectoriesReply, deadline_s)
-        return tuple(one.decode() for one in reply.trajectories)
+        reply = await self._request(m.FetchRows(version, tuple(row.id for row in rows)), m.RowsReply, deadline_s)
+        return tuple(row.with_arrays(arrays) for row, arrays in zip(rows, reply.arrays, strict=True))
 
-    async def take(self, version: int, deadline_s: float) -> TrajectoryBatch:
+    async def take(self, version: int, deadline_s: float) -> BatchPlan[Trajectory]:
         """The whole batch for `version`. Raises as `take_plan` and `fetch_rows`."""
         start = time.monotonic()
         plan = await self.take_plan(version, deadline_s)
-        ids = [row.id for group in plan.groups for row in group]
-        rows = iter(await self.fetch_rows(version, ids, deadline_s - (time.monotonic() - start)))
+        left = deadline_s - (time.monotonic() - start)
+        rows = iter(await self.fetch_rows(version, list(itertools.chain.from_iterable(plan.groups)), left))
         groups = tuple(tuple(itertools.islice(rows, len(group))) for group in plan.groups)
-        return TrajectoryBatch(version, plan.oldest_version, groups, plan.withheld, plan.stats)
+        return BatchPlan(version, plan.oldest_version, groups, plan.withheld, plan.stats)
 
     async def fresh(self, version: int, limit: int) -> tuple[Trajectory, ...]:
         """At most `limit` delivered trajectories, outside of batches, that hold tokens of `version`."""

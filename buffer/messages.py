@@ -8,10 +8,12 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from ..rpc.wire import RpcMessage, RpcRefusal
 from .ledger import Ledger, Withheld
@@ -37,6 +39,8 @@ Counts = dict[Version, Tokens]
 
 Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 """A running total; the bound keeps sums finite."""
+
+Row = TypeVar("Row", EncodedRow, BatchRow, Trajectory)
 
 GROUPS_AT_ONCE = 256
 """Leases in one reply."""
@@ -202,18 +206,9 @@ class StatsReply(BufferMessage, frozen=True):
     stats: Stats
 
 
-class BatchReply(BufferMessage, frozen=True):
-    """A `BatchPlan` on the wire."""
-
-    version: int
-    oldest_version: int
-    groups: tuple[tuple[EncodedRow, ...], ...]
-    withheld: dict[str, Withheld]
-    stats: Stats
-
-
-class BatchPlan(msgspec.Struct, frozen=True):
-    """One learner step's data without its arrays: groups, oldest first.
+class BatchPlan(BufferMessage, Generic[Row], frozen=True):
+    """One learner step's data: groups, oldest first. Rows are encoded on the wire, without arrays as a rank takes the plan, and
+    trajectories in a batch that is fetched whole.
 
     Attributes:
         version: the version it was taken for.
@@ -225,23 +220,19 @@ class BatchPlan(msgspec.Struct, frozen=True):
 
     version: int
     oldest_version: int
-    groups: tuple[tuple[BatchRow, ...], ...]
+    groups: tuple[tuple[Row, ...], ...]
     withheld: dict[str, Withheld]
     stats: Stats
 
 
-class TrajectoryBatch(msgspec.Struct, frozen=True):
-    """A `BatchPlan` with its arrays."""
+class RowsReply(BufferMessage, frozen=True):
+    """To FetchRows, in its order: the arrays of an `EncodedTrajectory` each. Their headers came with the plan."""
 
-    version: int
-    oldest_version: int
-    groups: tuple[tuple[Trajectory, ...], ...]
-    withheld: dict[str, Withheld]
-    stats: Stats
+    arrays: tuple[NDArray[np.uint8], ...]
 
 
 class TrajectoriesReply(BufferMessage, frozen=True):
-    """To FetchRows, in its order; to RequestFresh, delivered trajectories that are in no batch yet and stay in the buffer."""
+    """Delivered trajectories that are in no batch yet and stay in the buffer."""
 
     trajectories: tuple[EncodedTrajectory, ...]
 
@@ -260,7 +251,16 @@ Request = (
     | RequestFresh
     | RequestStats
 )
-Reply = Ack | LeaseReply | CancelledEpisodes | RecoverReply | StatsReply | BatchReply | TrajectoriesReply
+Reply = (
+    Ack
+    | LeaseReply
+    | CancelledEpisodes
+    | RecoverReply
+    | StatsReply
+    | BatchPlan[EncodedRow]
+    | RowsReply
+    | TrajectoriesReply
+)
 
 Envelope = RpcMessage[Request]
 ReplyEnvelope = RpcMessage[Reply | RpcRefusal]

@@ -3,7 +3,7 @@ reads the store.
 
     request          waits for                                        until
     RequestLease     admission, or a group that lost its worker       LeaseReply; the worker's end
-    TakeBatch        groups_per_batch complete groups                 BatchReply; the client's deadline
+    TakeBatch        groups_per_batch complete groups                 BatchPlan; the client's deadline
 
 Invariants:
 - A request that the state machine forbids, or that its sender may not make (`client_registry`), changes nothing and raises.
@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import StateError, WireError
 from ..rpc.server import RpcRequest, RpcServer
@@ -30,7 +32,7 @@ from .group_table import Episode, Group
 from .ledger import Withheld
 from .replay import Replay
 from .store import CommitRow, NewTrajectory, Store, WriteBatch
-from .trajectory import EncodedTrajectory, sampled_of
+from .trajectory import EncodedRow, EncodedTrajectory, sampled_of
 
 PendingReply = tuple[bytes, int, m.Reply | RpcRefusal]
 """The connection, the number of its request, and the reply."""
@@ -53,10 +55,10 @@ class PendingWrites(msgspec.Struct):
 
 
 class _Batch(NamedTuple):
-    """The batch that was taken last, until it is committed: its plan, and its trajectories by id."""
+    """The batch that was taken last, until it is committed: its plan, and the arrays of its trajectories by id."""
 
-    plan: m.BatchReply
-    trajectories: dict[str, EncodedTrajectory]
+    plan: m.BatchPlan[EncodedRow]
+    arrays: dict[str, NDArray[np.uint8]]
 
 
 class RequestHandler:
@@ -235,26 +237,21 @@ class RequestHandler:
         rows = tuple(tuple(one.row for one in group) for group in trajectories)
         withheld: dict[str, Withheld] = {e.id: e.withheld for g in groups for e in g.in_account("ready") if e.withheld}
         return _Batch(
-            m.BatchReply(version, oldest, rows, withheld, self._stats()),
-            {
-                row.decode().id: one
-                for row, one in zip(itertools.chain(*rows), itertools.chain(*trajectories), strict=True)
-            },
+            m.BatchPlan(version, oldest, rows, withheld, self._stats()),
+            {one.id: one.arrays for one in itertools.chain(*trajectories)},
         )
 
-    def _rows(self, version: int, ids: Sequence[str]) -> m.TrajectoriesReply:
-        """The trajectories `ids` of the batch that is taken. Raises StateError where there is no such batch or row."""
+    def _rows(self, version: int, ids: Sequence[str]) -> m.RowsReply:
+        """Of the trajectories `ids` of the batch that is taken. Raises StateError where there is no such batch or row."""
         groups = self._replay.table.in_state("batched")
         if version != self._replay.version or not groups:
             raise StateError(f"no batch of version {version} is taken; the buffer is at version {self._replay.version}")
-        batch = self._batch = self._batch or self._make_batch(
-            version, groups
-        )  # after a restart of the buffer there is none
-        if unknown := [one for one in ids if one not in batch.trajectories]:
+        batch = self._batch = self._batch or self._make_batch(version, groups)  # none after a restart of the buffer
+        if unknown := [one for one in ids if one not in batch.arrays]:
             raise StateError(f"the batch of version {version} holds no trajectory {unknown[0]!r}")
         if len(set(ids)) < len(ids):
             raise StateError(f"a trajectory of the batch of version {version} was requested twice at once")
-        return m.TrajectoriesReply(tuple(batch.trajectories[one] for one in ids))
+        return m.RowsReply(tuple(batch.arrays[one] for one in ids))
 
     def _trajectories(self, group: Group) -> list[EncodedTrajectory]:
         """Of a group, by member and branch."""

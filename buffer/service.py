@@ -1,7 +1,7 @@
 """The buffer process: an RPC server around the replay state machine and the durable store.
 
     workers ──Register, RequestLease, ReportProgress, DeliverEpisode──> ┌─────────┐ <──────────TakeBatch, CommitBatch── learner
-            <────────────────LeaseReply, CancelledEpisodes, Ack──────── │ service │ ──BatchReply, Ack────────────────────> ranks
+            <────────────────LeaseReply, CancelledEpisodes, Ack──────── │ service │ ──BatchPlan, Ack─────────────────────> ranks
                                                                         └────┬────┘
                                                              Replay (pure) ──┴── Store (SQLite)
 

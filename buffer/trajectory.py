@@ -166,6 +166,12 @@ class BatchRow(TrajectoryHeader, frozen=True, kw_only=True):
     def __len__(self) -> int:
         return self.length
 
+    def with_arrays(self, arrays: NDArray[np.uint8]) -> Trajectory:
+        """The trajectory that the buffer holds `arrays` of. Raises WireError where they are of another length."""
+        if len(arrays) != TOKEN_BYTES * self.length:
+            raise WireError(f"trajectory {self.id!r}: {len(arrays)} bytes of arrays came for {self.length} tokens")
+        return _trajectory(msgspec.structs.astuple(self)[: len(TrajectoryHeader.__struct_fields__)], arrays)
+
 
 class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
     """One branch of one episode, T tokens long.
@@ -252,16 +258,14 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
 
     def decode(self) -> Trajectory:
         """Arrays are views of the bytes. Raises WireError; the invariants of this module are not checked."""
-        tokens, odd = divmod(len(self.arrays), TOKEN_BYTES)
-        if odd:
+        if len(self.arrays) % TOKEN_BYTES:
             raise WireError(f"{len(self.arrays)} bytes of arrays are not {TOKEN_BYTES} for each token")
-        arrays = self.arrays
-        return Trajectory(
-            *_decode_header(self.header),
-            token_ids=arrays[: 4 * tokens].view(np.int32),
-            behavior_logprobs=arrays[4 * tokens : 8 * tokens].view(np.float32),
-            loss_mask=arrays[8 * tokens :].view(np.bool_),
-        )
+        return _trajectory(_decode_header(self.header), self.arrays)
+
+    @property
+    def id(self) -> str:
+        """Of the trajectory. The header must be one that was decoded before."""
+        return _id_decoder.decode(memoryview(self.header)[1:]).id
 
     @property
     def row(self) -> EncodedRow:
@@ -276,7 +280,22 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
         return len(self.header) + self.arrays.nbytes
 
 
-_header_decoder = msgspec.msgpack.Decoder(TrajectoryHeader)
+def _trajectory(header: tuple[Any, ...], arrays: NDArray[np.uint8]) -> Trajectory:
+    """Of the values of a `TrajectoryHeader` and uint8[9 T]."""
+    tokens = len(arrays) // TOKEN_BYTES
+    return Trajectory(
+        *header,
+        token_ids=arrays[: 4 * tokens].view(np.int32),
+        behavior_logprobs=arrays[4 * tokens : 8 * tokens].view(np.float32),
+        loss_mask=arrays[8 * tokens :].view(np.bool_),
+    )
+
+
+class _Id(msgspec.Struct):
+    id: str
+
+
+_id_decoder, _header_decoder = msgspec.msgpack.Decoder(_Id), msgspec.msgpack.Decoder(TrajectoryHeader)
 
 
 def _decode_header(header: bytes) -> tuple[Any, ...]:

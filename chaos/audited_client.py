@@ -89,7 +89,7 @@ class AuditedClient(BufferClient):
         self.audit_log.append(LearnerRecovered(kept=version, version=recovered))
         return recovered
 
-    async def take_plan(self, version: int, deadline_s: float) -> BatchPlan:
+    async def take_plan(self, version: int, deadline_s: float) -> BatchPlan[BatchRow]:
         batch = await super().take_plan(version, deadline_s)
         episodes: dict[str, list[BatchRow]] = {}
         for trajectory in itertools.chain.from_iterable(batch.groups):

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from ..buffer.client import BufferClient
 from ..buffer.messages import BatchPlan
-from ..buffer.trajectory import Trajectory
+from ..buffer.trajectory import BatchRow, Trajectory
 from ..configs.schema import Learner
 from ..errors import DeadlineExceeded
 from ..weightsync.publisher import Publisher
@@ -113,7 +113,7 @@ class TrainingLoop:
         await self._checkpoints.save_last(state)
         return state
 
-    async def _take(self, state: CheckpointState, stop: asyncio.Event) -> BatchPlan | None:
+    async def _take(self, state: CheckpointState, stop: asyncio.Event) -> BatchPlan[BatchRow] | None:
         """Collective. The batch of `state.version`, None when any rank was asked to stop; replicas are updated meanwhile. Raises
         DeadlineExceeded without a batch in `learner.batch_s`, after a checkpoint of all that was learned."""
         take = asyncio.create_task(self._buffer.take_plan(state.version, self._config.batch_s), name="batch")
@@ -131,13 +131,13 @@ class TrainingLoop:
             stopped.cancel()
 
     async def _step(
-        self, taken: BatchPlan, state: CheckpointState
+        self, taken: BatchPlan[BatchRow], state: CheckpointState
     ) -> tuple[TrainBatch, PolicyStepResult, AuxModelsResult]:
         """Compute advantages, then step the policy and the trained aux model. This rank fetches the rows that it works on."""
         rows: dict[str, Trajectory] = {}
         flat = flatten(taken.groups, state.version, withheld=taken.withheld, shape=self._shape)
         if self._aux_models.models:
-            flat = await self._fetch(state.version, flat, self._aux_models.scored_rows(flat), rows)
+            flat = await self._fetch(taken, flat, self._aux_models.scored_rows(flat), rows)
             flat = await self._aux_models.score(flat)
         credited = assign_advantages(flat, self._advantage, self._returns)
         batch = trainable(credited, max_staleness=state.version - taken.oldest_version)
@@ -145,19 +145,20 @@ class TrainingLoop:
         wanted = {*chain.from_iterable(chain.from_iterable(plan))}
         if self._aux_models.models:
             wanted.update(self._aux_models.trained_rows(batch))
-        batch = await self._fetch(state.version, batch, wanted, rows)
+        batch = await self._fetch(taken, batch, wanted, rows)
         fresh = await self._buffer.fresh(state.version, FRESH) if self._backend.rank == 0 else ()
         aux_result = self._aux_models.learn(batch) if self._aux_models.models else None
         result = self._stepper.step(batch, plan, fresh, state)
         return batch, result, await aux_result() if aux_result else AuxModelsResult()
 
     async def _fetch(
-        self, version: int, batch: TrainBatch, wanted: Collection[int], rows: dict[str, Trajectory]
+        self, taken: BatchPlan[BatchRow], batch: TrainBatch, wanted: Collection[int], rows: dict[str, Trajectory]
     ) -> TrainBatch:
         """`batch` with the tokens of its sequences `wanted`. Those that are not among `rows` are fetched and added to these."""
-        missing = [name for name in (batch.ids[i] for i in sorted(wanted)) if name not in rows]
+        names = {batch.ids[i] for i in wanted} - rows.keys()
+        missing = [row for row in chain.from_iterable(taken.groups) if row.id in names]
         if missing:
-            rows |= {row.id: row for row in await self._buffer.fetch_rows(version, missing)}
+            rows |= {row.id: row for row in await self._buffer.fetch_rows(taken.version, missing)}
         return with_rows(batch, rows.values()) if wanted else batch
 
     async def _commit(self, state: CheckpointState) -> CheckpointState:

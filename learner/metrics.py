@@ -10,7 +10,7 @@ import numpy as np
 
 from ..buffer.ledger import Withheld
 from ..buffer.messages import BatchPlan, Stats
-from ..buffer.trajectory import TrajectoryHeader
+from ..buffer.trajectory import BatchRow, TrajectoryHeader
 from ..weightsync.plan import PushReport
 from .algorithms.policy_loss import BY_STALENESS, effective_sample_size
 from .backend import BackendStepResult
@@ -256,7 +256,7 @@ class StepTimer:
         self._ended = time.perf_counter()
         self._before = stats
 
-    def took(self, batch: BatchPlan) -> None:
+    def took(self, batch: BatchPlan[BatchRow]) -> None:
         """Mark that the batch has arrived."""
         self._took = time.perf_counter()
         self._at_take = batch.stats

@@ -176,7 +176,7 @@ class RpcClient:
                 self._resolve(frames)
             await self._socket.poll()
 
-    def _resolve(self, frames: list[bytes]) -> None:
+    def _resolve(self, frames: Sequence[Frame]) -> None:
         """Complete the request that a message replies to; one that cannot be decoded fails all that are pending."""
         try:
             reply = wire.decode(self._reply_type, frames)

@@ -117,7 +117,7 @@ class RpcServer(Generic[M]):
                 if self.dropped & (self.dropped - 1) == 0:
                     log.warning("%s dropped message %d that is no request: %s", self.name, self.dropped, error)
                 continue
-            yield RpcRequest(identity, request.number, request.message)
+            yield RpcRequest(bytes(identity), request.number, request.message)
 
     def reply(self, identity: bytes, number: int, message: Any) -> None:
         """Reply to request `number` of the connection `identity`; nothing for a one-way message."""

@@ -45,6 +45,10 @@ NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 COPY_BYTES = 128 << 10
 """Smaller frames are copied when they are sent: pyzmq frees a frame that is not in another thread, which costs more."""
 
+KEEP_BYTES = 16 << 10
+"""Larger frames stay where libzmq received them, and are sent on from there; smaller ones are copied, because libzmq may keep its
+whole input buffer for them."""
+
 Frame = bytes | memoryview
 M = TypeVar("M")
 
@@ -102,7 +106,11 @@ def _to_index(value: Any) -> int:
     """Append an array to the frames; the header has its index."""
     if not isinstance(value, np.ndarray):
         raise NotImplementedError(f"cannot encode {type(value)}")
-    _call.arrays.append(np.ascontiguousarray(value).view(np.uint8).data)
+    received = value.base
+    if isinstance(received, memoryview) and received.nbytes == value.nbytes:
+        _call.arrays.append(received)  # a whole frame, as it came
+    else:
+        _call.arrays.append(np.ascontiguousarray(value).view(np.uint8).data)
     return len(_call.arrays) - 1
 
 
@@ -160,18 +168,23 @@ class AsyncSocket:
         """Queue a message. Raises `zmq.Again` when there is no room for it."""
         send, last = self._direct.send, len(frames) - 1
         for i, frame in enumerate(frames):
-            send(frame, MORE if i < last else NOBLOCK, copy=len(frame) < COPY_BYTES)
+            flags = MORE if i < last else NOBLOCK
+            if isinstance(frame, memoryview) and isinstance(frame.obj, zmq.Frame):
+                send(frame.obj, flags, copy=False)
+            else:
+                send(frame, flags, copy=len(frame) < COPY_BYTES)
         polling = self._polling
         # A send may consume the wake-up that the poller waits for.
         if polling is not None and not polling.done() and int(self._direct.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             polling.set_result(zmq.POLLIN)
 
-    def receive(self) -> list[bytes] | None:
+    def receive(self) -> list[Frame] | None:
         """The next message; None when there is none."""
         try:
-            return self._direct.recv_multipart(NOBLOCK)
+            frames = self._direct.recv_multipart(NOBLOCK, copy=False)
         except zmq.Again:
             return None
+        return [f.bytes if len(f) < KEEP_BYTES else memoryview(f).toreadonly() for f in frames]  # type: ignore[arg-type]
 
     async def poll(self, timeout_s: float | None = None) -> None:
         """Return when a message can be received, or after `timeout_s`."""

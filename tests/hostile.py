@@ -176,7 +176,7 @@ def replies(rng: random.Random, captured: Sequence[Frames]) -> Frames:
     messages: list[m.Reply] = [
         m.Ack(),
         RpcRefusal("no"),
-        m.BatchReply(0, 0, ((EncodedTrajectory.of(trajectory("0.0.0")).row,),), {}, stats),
+        m.BatchPlan(0, 0, ((EncodedTrajectory.of(trajectory("0.0.0")).row,),), {}, stats),
     ]
     return frames_of(m.ReplyEnvelope(rng.randrange(100), rng.choice(messages)))
 

@@ -20,8 +20,8 @@ from slipstream.buffer import client as client_module
 from slipstream.buffer import messages as m
 from slipstream.buffer.client import BufferClient, R
 from slipstream.buffer.ledger_report import ledger_report
-from slipstream.buffer.messages import TrajectoryBatch
-from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Outcome
+from slipstream.buffer.messages import BatchPlan
+from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Outcome, Trajectory
 from slipstream.errors import StateError
 from slipstream.rpc import wire
 from slipstream.rpc.wire import RpcRefusal
@@ -100,7 +100,7 @@ async def work(client: BufferClient) -> None:
             await client.deliver(episode, sampled, FINISHED, (trajectory(episode, version=lease.version),))
 
 
-async def learn(client: BufferClient, batches: list[TrajectoryBatch], until: asyncio.Event) -> None:
+async def learn(client: BufferClient, batches: list[BatchPlan[Trajectory]], until: asyncio.Event) -> None:
     version = await client.recover(0)
     mark_served(client, version)
     while not until.is_set():
@@ -146,7 +146,7 @@ class Mallory:
 async def test_hostile_messages_change_nothing_and_keep_nobody_from_work(tmp_path: Path, address: str) -> None:
     path, rng = tmp_path / "buffer.sqlite", random.Random(0)
     captured: collections.deque[Frames] = collections.deque(maxlen=500)
-    batches: list[TrajectoryBatch] = []
+    batches: list[BatchPlan[Trajectory]] = []
     over = asyncio.Event()
     context = zmq.asyncio.Context()
     async with service(path, address) as process, contextlib.AsyncExitStack() as stack:
@@ -314,7 +314,8 @@ async def test_no_order_of_requests_ends_the_service_or_opens_the_ledger(tmp_pat
             m.LeaseReply,
             m.CancelledEpisodes,
             m.RecoverReply,
-            m.BatchReply,
+            m.BatchPlan,
+            m.RowsReply,
             m.TrajectoriesReply,
             m.StatsReply,
         }

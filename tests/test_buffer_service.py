@@ -19,13 +19,13 @@ from slipstream.buffer import messages as m
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.ledger_report import ledger_report
-from slipstream.buffer.messages import Lease, TrajectoryBatch
+from slipstream.buffer.messages import BatchPlan, Lease
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
 from slipstream.configs.schema import Buffer
-from slipstream.errors import DeadlineExceeded, StateError, StoreError
+from slipstream.errors import DeadlineExceeded, StateError, StoreError, WireError
 from slipstream.rpc import wire
-from slipstream.tests.episodes import SAMPLED, trajectory
+from slipstream.tests.episodes import SAMPLED, row_of, trajectory
 from slipstream.tests.fleets import buffer_service, mark_served, publishing_fleet
 from slipstream.tests.stores import segments, sql
 
@@ -86,7 +86,7 @@ async def work(client: BufferClient, delivered: Callable[[], None] = lambda: Non
         delivered()
 
 
-async def learn(client: BufferClient, steps: int) -> list[TrajectoryBatch]:
+async def learn(client: BufferClient, steps: int) -> list[BatchPlan[Trajectory]]:
     version = await client.recover(0)
     mark_served(client, version)
     batches = []
@@ -98,7 +98,7 @@ async def learn(client: BufferClient, steps: int) -> list[TrajectoryBatch]:
     return batches
 
 
-def trained_ids(batches: list[TrajectoryBatch]) -> list[str]:
+def trained_ids(batches: list[BatchPlan[Trajectory]]) -> list[str]:
     return [t.id for batch in batches for group in batch.groups for t in group]
 
 
@@ -145,26 +145,29 @@ async def test_a_rank_fetches_the_rows_that_it_trains_on(path: Path, address: st
             mark_served(first, await first.recover(0))
             await play(worker, await worker.lease())
             with pytest.raises(StateError, match="no batch of version 0 is taken; the buffer is at version 0"):
-                await second.fetch_rows(0, ["0.0.0.0"])
+                await second.fetch_rows(0, [row_of(trajectory("0.0.0"))])
             plan = await first.take_plan(0, SOON)
             assert [(row.id, len(row), row.sampled) for row in plan.groups[0]] == [
                 ("0.0.0.0", 1 + SAMPLED, SAMPLED),
                 ("0.0.1.0", 1 + SAMPLED, SAMPLED),
             ]
-            (row,) = await second.fetch_rows(0, ["0.0.1.0"])
+            one, other = plan.groups[0]
+            (row,) = await second.fetch_rows(0, [other])
             with pytest.raises(StateError, match="worker is no rank"):
-                await worker.fetch_rows(0, ["0.0.0.0"])
+                await worker.fetch_rows(0, [one])
         async with serving(path, address):  # a restart of the buffer changes nothing
-            again = await second.fetch_rows(0, ["0.0.1.0", "0.0.0.0"])
-            assert [one.id for one in again] == ["0.0.1.0", "0.0.0.0"]
+            again = await second.fetch_rows(0, [other, one])
+            assert [each.id for each in again] == ["0.0.1.0", "0.0.0.0"]
             assert again[0].token_ids.tolist() == row.token_ids.tolist() == list(range(1 + SAMPLED))
             with pytest.raises(StateError, match=r"the batch of version 0 holds no trajectory '1\.0\.0\.0'"):
-                await second.fetch_rows(0, ["0.0.0.0", "1.0.0.0"])
+                await second.fetch_rows(0, [one, row_of(trajectory("1.0.0"))])
+            with pytest.raises(WireError, match=r"trajectory '0\.0\.0\.0': 54 bytes of arrays came for 3 tokens"):
+                await second.fetch_rows(0, [msgspec.structs.replace(one, length=3)])
             with pytest.raises(StateError, match="requested twice at once"):
-                await second.fetch_rows(0, ["0.0.0.0", "0.0.0.0"])
+                await second.fetch_rows(0, [one, one])
             await first.commit(0)
             with pytest.raises(StateError, match="no batch of version 0 is taken; the buffer is at version 1"):
-                await second.fetch_rows(0, ["0.0.0.0"])
+                await second.fetch_rows(0, [one])
 
 
 async def test_two_ranks_get_the_same_batch_until_it_is_committed(path: Path, address: str) -> None:
@@ -631,7 +634,7 @@ async def test_requests_that_come_again_late_change_nothing(path: Path, address:
             await play(client, await client.lease())
             await play(client, await client.lease())
         for version in range(2):
-            assert isinstance(await ask(dealer, 10 + version, m.TakeBatch(version)), m.BatchReply)
+            assert isinstance(await ask(dealer, 10 + version, m.TakeBatch(version)), m.BatchPlan)
             assert await ask(dealer, 20 + version, m.CommitBatch(version)) == m.Ack()
             mark_served(address, version + 1)
         before = await ask(dealer, 40, m.RequestStats())

@@ -118,9 +118,9 @@ def test_a_batch_survives_the_wire() -> None:
     stats = m.Stats(3, Ledger(generated=9, ready=3, withheld={"late": 1}, discarded={"stale": 5}), 1, 2, 3.5, 0.5)
     example = EncodedTrajectory.of(EXAMPLE)
     row = example.row
-    sent = m.ReplyEnvelope(1, m.BatchReply(3, 2, ((row,), (row, row)), {"3.1.2": "late"}, stats))
+    sent = m.ReplyEnvelope(1, m.BatchPlan(3, 2, ((row,), (row, row)), {"3.1.2": "late"}, stats))
     got = wire.decode(m.ReplyEnvelope, wire.encode(sent)).message
-    assert isinstance(got, m.BatchReply)
+    assert isinstance(got, m.BatchPlan)
     assert got.stats == stats
     assert got.withheld == {"3.1.2": "late"}
     assert [len(group) for group in got.groups] == [1, 2]
@@ -128,6 +128,7 @@ def test_a_batch_survives_the_wire() -> None:
         assert len(row) == len(EXAMPLE)
         assert all(getattr(row, name) == getattr(EXAMPLE, name) for name in TrajectoryHeader.__struct_fields__)
         assert row.versions().tolist() == EXAMPLE.versions().tolist()
+        assert same(row.with_arrays(example.arrays), EXAMPLE)
     sent = m.ReplyEnvelope(2, m.TrajectoriesReply((example, example)))
     got = wire.decode(m.ReplyEnvelope, wire.encode(sent)).message
     assert isinstance(got, m.TrajectoriesReply)

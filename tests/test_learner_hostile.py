@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.messages import BatchPlan
-from slipstream.buffer.trajectory import FINISHED, Trajectory
+from slipstream.buffer.trajectory import FINISHED, BatchRow, Trajectory
 from slipstream.configs.algorithm import Algorithm, Grpo, Ppo
 from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Buffer, Learner, Model
@@ -309,7 +309,7 @@ async def test_tasks_that_no_member_fails_end_at_the_deadline_with_their_number(
 )
 async def test_a_batch_with_nothing_to_train_on_is_named(folders, tmp_path, change, match) -> None:
     class Forging(ReadyBuffer):
-        async def take_plan(self, version: int, deadline_s: float) -> BatchPlan:
+        async def take_plan(self, version: int, deadline_s: float) -> BatchPlan[BatchRow]:
             return msgspec.structs.replace(await super().take_plan(version, deadline_s), **change)
 
     bench = Bench(tmp_path, folders[0], learner())

@@ -14,7 +14,7 @@ import pytest
 import torch
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.messages import BatchPlan, Stats
-from slipstream.buffer.trajectory import Trajectory
+from slipstream.buffer.trajectory import BatchRow, Trajectory
 from slipstream.configs.schema import Learner
 from slipstream.errors import DeadlineExceeded, EngineError, LearnerError
 from slipstream.learner.backend import BackendStepResult, PolicyLoss
@@ -96,13 +96,13 @@ class Buffer:
     async def recover(self, version: int) -> int:
         return version
 
-    async def take_plan(self, version: int, deadline_s: float) -> BatchPlan:
+    async def take_plan(self, version: int, deadline_s: float) -> BatchPlan[BatchRow]:
         await asyncio.sleep(self.batch_in)
         return BatchPlan(version, 0, (tuple(map(row_of, self.group(version))),), {}, await self.stats())
 
-    async def fetch_rows(self, version: int, ids: Sequence[str]) -> tuple[Trajectory, ...]:
-        rows = {row.id: row for row in self.group(version)}
-        return tuple(rows[name] for name in ids)
+    async def fetch_rows(self, version: int, rows: Sequence[BatchRow]) -> tuple[Trajectory, ...]:
+        held = {one.id: one for one in self.group(version)}
+        return tuple(held[row.id] for row in rows)
 
     def group(self, version: int) -> list[Trajectory]:
         return [trajectory(f"0.0.{member}", version=version) for member in range(2)]

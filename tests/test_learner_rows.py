@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Trajectory, Turn, VersionSpan
+from slipstream.buffer.trajectory import FINISHED, BatchRow, EncodedTrajectory, Trajectory, Turn, VersionSpan
 from slipstream.configs.algorithm import Algorithm, Gae, Grpo
 from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Buffer, Learner, Model, Optimizer
@@ -55,9 +55,9 @@ class RecordingClient(BufferClient):
 
     fetched: list[str]
 
-    async def fetch_rows(self, version: int, ids: Sequence[str]) -> tuple[Trajectory, ...]:
-        self.fetched = [*getattr(self, "fetched", ()), *ids]
-        return await super().fetch_rows(version, ids)
+    async def fetch_rows(self, version: int, rows: Sequence[BatchRow]) -> tuple[Trajectory, ...]:
+        self.fetched = [*getattr(self, "fetched", ()), *(row.id for row in rows)]
+        return await super().fetch_rows(version, rows)
 
 
 def episode(episode_id: str, prompt: int, answer: int) -> Trajectory:
@@ -202,9 +202,9 @@ async def test_headers_have_lengths_and_prompts_and_rows_come_for_the_taken_batc
         prompts = [{row.prompt for row in group} for group in plan.groups]
         assert [len(one) for one in prompts] == [1, 1]  # one for all members of a group
         assert prompts[0] != prompts[1]
-        last = headers[-1].id
+        last = headers[-1]
         (row,) = await client.fetch_rows(0, [last])
-        assert np.array_equal(row.token_ids, rows[last].token_ids)
+        assert np.array_equal(row.token_ids, rows[last.id].token_ids)
         with pytest.raises(StateError):
             await client.fetch_rows(1, [last])
 
