@@ -161,7 +161,7 @@ async def test_a_rank_fetches_the_rows_that_it_trains_on(path: Path, address: st
             assert again[0].token_ids.tolist() == row.token_ids.tolist() == list(range(1 + SAMPLED))
             with pytest.raises(StateError, match=r"the batch of version 0 holds no trajectory '1\.0\.0\.0'"):
                 await second.fetch_rows(0, [one, row_of(trajectory("1.0.0"))])
-            with pytest.raises(WireError, match=r"trajectory '0\.0\.0\.0': 54 bytes of arrays came for 3 tokens"):
+            with pytest.raises(WireError, match=r"trajectory '0\.0\.0\.0': 36 bytes of arrays came for 3 tokens"):
                 await second.fetch_rows(0, [msgspec.structs.replace(one, length=3)])
             with pytest.raises(StateError, match="requested twice at once"):
                 await second.fetch_rows(0, [one, one])

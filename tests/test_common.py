@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from slipstream.common.fsio import write_atomic
+from slipstream.common.owned_folders import SERVER_FILES, sweep
 from slipstream.common.tasks import Stopped, in_thread, run_or_stop
-from slipstream.common.temporary import remove_abandoned_folders
 
 SOON = 20.0
 
@@ -146,7 +146,7 @@ def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "slipstream-server-notes").mkdir()  # a user's
     becomes = (
-        "import os; from slipstream.common.temporary import temporary_environment;"
+        "import os; from slipstream.common.owned_folders import temporary_environment;"
         "os.execvpe('sh', ['sh', '-c', 'touch $TMPDIR/socket; echo $TMPDIR $TORCHINDUCTOR_CACHE_DIR; exec sleep 60'],"
         " os.environ | temporary_environment())"
     )
@@ -156,8 +156,8 @@ def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next(
         assert process.stdout is not None
         folder, kernels = map(Path, process.stdout.readline().decode().split())
         assert folder.parent == kernels.parent == tmp_path
-        remove_abandoned_folders()
+        sweep(tmp_path, SERVER_FILES)
         assert (folder / "socket").exists()  # it lives
         process.kill()
-    remove_abandoned_folders()
+    sweep(tmp_path, SERVER_FILES)
     assert [path.name for path in tmp_path.iterdir()] == ["slipstream-server-notes"]

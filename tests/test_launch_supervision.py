@@ -310,8 +310,8 @@ async def test_a_newcomer_that_cannot_live_does_not_end_the_run(name: str, tmp_p
 
 HOLDER = """
 import time
-from slipstream.weightsync.shared_folder import SharedFolder
-print(SharedFolder().path, flush=True)
+from slipstream.common.owned_folders import SHARED_MEMORY, WEIGHTS, OwnedFolder
+print(OwnedFolder(SHARED_MEMORY, WEIGHTS).path, flush=True)
 time.sleep(600)
 """
 

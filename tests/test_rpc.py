@@ -247,3 +247,46 @@ async def test_an_address_in_use_is_an_error_and_leaves_nothing_open() -> None:
     async with serving(total) as server:
         with pytest.raises(zmq.ZMQError, match="in use"):
             RpcServer(server.address, "another", Add)
+
+
+async def test_a_large_array_is_sent_on_from_where_it_was_received() -> None:
+    """As the buffer forwards what it got; a part of it, or a small one, is sent as any array."""
+    values = np.arange(wire.KEEP_BYTES, dtype=np.int32)
+    context = zmq.asyncio.Context()
+    pair = [context.socket(zmq.PAIR) for _ in range(2)]
+    pair[1].connect(f"tcp://127.0.0.1:{pair[0].bind_to_random_port('tcp://127.0.0.1')}")
+    first, second = map(wire.AsyncSocket, pair)
+
+    async def echo(array: NDArray[np.int32]) -> tuple[list[wire.Frame], NDArray[np.int32]]:
+        """The frames of `array` after it was received and encoded again, and what arrives of these."""
+        async with asyncio.timeout(SOON):
+            await first.poll_send()
+            first.send(wire.encode(Add(array)))
+            await second.poll()
+        received = second.receive()
+        assert received is not None
+        again = wire.encode(wire.decode(Add, received))
+        second.send(again)
+        async with asyncio.timeout(SOON):
+            await first.poll()
+        returned = first.receive()
+        assert returned is not None
+        return again, wire.decode(Add, returned).values
+
+    try:
+        frames, arrived = await echo(values)
+        assert isinstance(frames[1], memoryview)
+        assert isinstance(frames[1].obj, zmq.Frame)
+        assert arrived.tolist() == values.tolist()
+        assert not arrived.flags.writeable
+        for part in (arrived[5:9], arrived[::2], arrived[::-1]):
+            frames, again = await echo(part)
+            assert again.tolist() == part.tolist()
+        assert (await echo(values[:3]))[1].tolist() == [0, 1, 2]
+        first.send(wire.encode(Add(arrived[::-1])))  # as large as the frame that it is of
+        await second.poll()
+        assert wire.decode(Add, second.receive() or []).values.tolist() == values[::-1].tolist()
+    finally:
+        for socket in pair:
+            socket.close(0)
+        context.term()

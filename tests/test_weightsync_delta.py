@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file, save_file
+from slipstream.common import owned_folders
+from slipstream.common.owned_folders import WEIGHTS, OwnedFolder
 from slipstream.errors import DeadlineExceeded, WeightSyncError
 from slipstream.tests.replicas import CPU, LocalReplica
-from slipstream.weightsync import delta, shared_folder, transports
+from slipstream.weightsync import delta, transports
 from slipstream.weightsync.plan import AckCollector, BroadcastSource
 from slipstream.weightsync.replica import PushTarget
 from slipstream.weightsync.snapshot import WeightSnapshot, as_bytes, checksum
@@ -25,7 +27,6 @@ from slipstream.weightsync.staging import WeightStaging
 from slipstream.weightsync.transports import (
     FileTransport,
     Manifest,
-    SharedFolder,
     WeightFolder,
     read_manifest,
 )
@@ -156,19 +157,19 @@ def test_a_write_that_fails_leaves_nothing_and_is_named(tmp_path: Path) -> None:
 def test_shared_memory_is_removed_at_the_end_and_after_a_death(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from slipstream.weightsync.transports import SharedFolder\n"
-        "folder = SharedFolder(Path(sys.argv[1])); (folder.path / 'w').write_bytes(b'x'); print(folder.path, flush=True)\n"
+        "from slipstream.common.owned_folders import WEIGHTS, OwnedFolder\n"
+        "folder = OwnedFolder(Path(sys.argv[1]), WEIGHTS); (folder.path / 'w').write_bytes(b'x'); print(folder.path, flush=True)\n"
         "sys.stdin.read(); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None
     theirs = Path(other.stdout.readline().strip())
-    ours = SharedFolder(tmp_path)
+    ours = OwnedFolder(tmp_path, WEIGHTS)
     assert ours.path != theirs
     assert (theirs / "w").exists()  # its owner lives
     other.communicate("", 30)
-    second = SharedFolder(tmp_path)
+    second = OwnedFolder(tmp_path, WEIGHTS)
     assert not theirs.exists()
     assert ours.path.exists()
     ours.close()
@@ -252,16 +253,16 @@ def test_two_writers_of_one_version_do_not_share_a_file(tmp_path: Path, monkeypa
 
 def test_a_new_folder_is_never_swept_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process sweeps just before the folder is locked."""
-    lock = shared_folder._try_lock
+    lock = owned_folders._try_lock
 
     def swept_before(folder: Path) -> int | None:
         monkeypatch.undo()
-        shared_folder.sweep(tmp_path)
+        owned_folders.sweep(tmp_path, WEIGHTS)
         return lock(folder)
 
-    monkeypatch.setattr(shared_folder, "_try_lock", swept_before)
-    folder = SharedFolder(tmp_path)
-    shared_folder.sweep(tmp_path)
+    monkeypatch.setattr(owned_folders, "_try_lock", swept_before)
+    folder = OwnedFolder(tmp_path, WEIGHTS)
+    owned_folders.sweep(tmp_path, WEIGHTS)
     assert list(tmp_path.iterdir()) == [folder.path]
     folder.close()
     assert list(tmp_path.iterdir()) == []

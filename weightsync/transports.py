@@ -29,6 +29,7 @@ import torch
 from safetensors.torch import save_file
 
 from ..common.fsio import write_atomic
+from ..common.owned_folders import SHARED_MEMORY, WEIGHTS, OwnedFolder
 from ..common.tasks import in_thread
 from ..configs.schema import TransportKind
 from ..errors import WeightSyncError
@@ -36,7 +37,6 @@ from . import delta
 from .broadcast import BroadcastTransport
 from .plan import AckCollector, DeltaSource, FileSource, Source
 from .replica import PushResult, PushTarget, Transport, await_reply, each
-from .shared_folder import SharedFolder
 from .snapshot import WeightSnapshot
 
 KEPT_ON_DISK = 2
@@ -57,7 +57,11 @@ def make_transport(
     if kind == "broadcast":
         return BroadcastTransport(acks, host, backend, device, bucket_bytes)
     if kind == "shared":
-        shared = SharedFolder()
+        try:
+            shared = OwnedFolder(SHARED_MEMORY, WEIGHTS)
+        except OSError as error:
+            message = f"weightsync.transport=shared: {SHARED_MEMORY} cannot be used: {error}; take disk"
+            raise WeightSyncError(message) from error
         return FileTransport(WeightFolder(shared.path, keep=1), acks, on_close=shared.close)
     return FileTransport(WeightFolder(folder, KEPT_ON_DISK), acks, deltas=kind == "delta")
 

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,8 +22,8 @@ from typing import Protocol
 
 import msgspec
 
+from ...common.owned_folders import SERVER_FILES, sweep
 from ...common.process import PARENT
-from ...common.temporary import remove_abandoned_folders
 from ...errors import ConfigError, DeadlineExceeded, with_deadline
 from ..resources import GpuAssignment, free_gpus
 
@@ -177,7 +178,7 @@ class LocalLauncher:
 
     async def close(self) -> None:
         await asyncio.gather(*(process.kill() for started in self._started.values() for process in started))
-        remove_abandoned_folders()
+        sweep(Path(tempfile.gettempdir()), SERVER_FILES)
 
     def _ports(self, count: int) -> list[int]:
         """The next ports after the configured first one; without one, free ports that were not reserved before: a role may not

@@ -24,9 +24,9 @@ import uvloop
 
 from ...common.fsio import write_atomic
 from ...common.gc import freeze_startup_objects
+from ...common.owned_folders import temporary_environment
 from ...common.process import set_parent_death_signal
 from ...common.tasks import Stopped, run_or_stop
-from ...common.temporary import temporary_environment
 from ...configs.schema import AuxModel
 from ...errors import ConfigError, SlipstreamError, first_cause
 from ...monitor.log import setup_logging

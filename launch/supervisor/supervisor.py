@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ...common.owned_folders import SHARED_MEMORY, WEIGHTS, sweep
 from ...common.tasks import Stopped, run_or_stop
 from ...configs import Config
 from ...configs.schema import Fake
@@ -161,9 +162,7 @@ class Supervisor:
         if isinstance(self.config.rollout.engine, Fake):
             self.view.event("rollout.engine.kind=fake is for fault injection: it is slow, and fails as configured")
         if self.config.weightsync.transport == "shared":
-            from ...weightsync.shared_folder import sweep  # here, because it loads torch
-
-            stack.push_async_callback(asyncio.to_thread, sweep)  # files of a learner that was killed
+            stack.push_async_callback(asyncio.to_thread, sweep, SHARED_MEMORY, WEIGHTS)  # of a learner that was killed
         stack.push_async_callback(self.launcher.close)
         self._placements = await self.launcher.place({name: self.gpus.get(name, 0) for name in names})
         for kind in needs_rendezvous_port(self.config):

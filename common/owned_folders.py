@@ -1,0 +1,81 @@
+"""Folders that go away with their process, also when it is killed: weights in shared memory, temporary files of inference servers.
+
+Invariants:
+- The process that makes a folder holds its lock, and so does every program and process that inherits the lock. `sweep` removes a
+  folder whose lock is free.
+- A folder gets the name that `sweep` looks for only once it is locked.
+- The path of a temporary folder is short: it holds Unix sockets, whose paths may have 107 characters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import getpass
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+WEIGHTS = "slipstream-weights-"
+SERVER_FILES = "slipstream-server-"
+"""Prefixes of a learner's folder in shared memory, and of a server's temporary folder."""
+
+_LOCK = ".lock"
+
+
+class OwnedFolder:
+    """A new folder of this process in `root`. Making one removes those of dead processes.
+
+    Args:
+        inherited: a program that replaces this process holds the lock in its turn.
+
+    Raises:
+        OSError: `root` cannot be written.
+    """
+
+    def __init__(self, root: Path, prefix: str, *, inherited: bool = False) -> None:
+        sweep(root, prefix)
+        folder = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=root))
+        (folder / _LOCK).touch()
+        self._lock = _try_lock(folder)
+        if inherited and self._lock is not None:
+            os.set_inheritable(self._lock, True)
+        self.path = folder.rename(root / folder.name.removeprefix("."))
+
+    def close(self) -> None:
+        """Remove it; processes that have mapped its files keep them."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def sweep(root: Path, prefix: str) -> None:
+    """Remove the folders of dead processes."""
+    for folder in root.glob(f"{prefix}*/"):
+        with contextlib.suppress(OSError):  # of another user, or no owned folder: it has no lock
+            if (lock := _try_lock(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def temporary_environment() -> dict[str, str]:
+    """Environment variables that give the program that replaces this process a temporary folder of its own. Compiled kernels
+    stay in torch's usual folder, for the next process to find."""
+    root = tempfile.gettempdir()
+    kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{root}/torchinductor_{getpass.getuser()}")
+    folder = OwnedFolder(Path(root), SERVER_FILES, inherited=True)
+    return {"TMPDIR": str(folder.path), "TORCHINDUCTOR_CACHE_DIR": kernels}
+
+
+def _try_lock(folder: Path) -> int | None:
+    """A descriptor that holds the folder's lock until it is closed; None when another process holds it."""
+    descriptor = os.open(folder / _LOCK, os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
