@@ -15,7 +15,7 @@ import msgspec
 
 from ..configs import Config
 from ..configs.schema import ReasoningGym
-from ..envs.reasoning_gym import ReasoningGymSource
+from ..envs.reasoning_gym import ReasoningGymEnv
 
 PRESET = "quickstart"
 
@@ -134,7 +134,7 @@ def arms(staleness: Sequence[int], trl: bool) -> list[Arm]:
     return [TRL, *ours] if trl else ours
 
 
-def tasks(config: Config) -> ReasoningGymSource:
+def tasks(config: Config) -> ReasoningGymEnv:
     """What every arm with this config trains on, and who scores it."""
     assert isinstance(config.env, ReasoningGym)
-    return ReasoningGymSource(config.env, "train", config.seed)
+    return ReasoningGymEnv(config.env, "train", config.seed)

@@ -26,7 +26,7 @@ from reasoning_gym.utils import extract_answer
 from ..configs.schema import ReasoningGym
 from ..errors import ConfigError, EnvError
 from .base import JSON, Message, Observation, StepResult, Task, ToolCall
-from .simple import Split
+from .simple import SimpleEnv, Split
 from .tools import CALCULATOR, InvalidCall, calculate, call_tool, in_thread
 
 CHUNK = 500  # tasks generated from one seed: the default dataset size of the families
@@ -34,16 +34,18 @@ SYSTEM = "Answer as <answer>...</answer>."
 SYSTEM_WITH_CALCULATOR = "Answer as <answer>...</answer>. You may calculate first."
 
 
-class ReasoningGymSource:
-    """An endless, deterministic supply of one family's tasks."""
+class ReasoningGymEnv(SimpleEnv):
+    """One family's tasks. An episode is question, calls if there is a calculator, answer."""
 
     def __init__(self, config: ReasoningGym, split: Split, seed: int, key: str = "env") -> None:
         """Raises ConfigError, naming `key`, where the family or a parameter does not exist or the family rejects it."""
         _check(config, key)
+        super().__init__(split=split, seed=seed)
         self.config = config
         self.name = config.family
-        self._split: Split = split
-        self._seed = seed
+        self._tools = {CALCULATOR.spec.name: CALCULATOR} if config.calculator else {}
+        self._max_turns = config.max_turns if config.calculator else 1
+        self._index = self._turns = self._calls = self._errors = 0
         self._lock = threading.RLock()  # all members of a group need the same task at the same time
         self._chunk = lru_cache(maxsize=8)(self._make_chunk)
         self._entry = lru_cache(maxsize=1024)(self._make_entry)  # the members of a group use each several times
@@ -53,13 +55,9 @@ class ReasoningGymSource:
             raise ConfigError(f"{key}.parameters: {config.family} refuses {config.parameters}: {error!r}") from error
 
     def task(self, index: int) -> Task:
-        """The `index`-th task. Its payload holds the question so that `reset` can check that this process generates the same."""
+        """See `TaskSource.task`. The payload holds the question so that `reset` can check that this process generates the same."""
         question = self.entry(index)["question"]
-        return Task(f"{self.name}-{self._split}-{self._seed}-{index}", {"index": index, "question": question})
-
-    def make(self) -> ReasoningGymEnv:
-        """A fresh environment for one episode."""
-        return ReasoningGymEnv(self)
+        return Task(f"{self.name}-{self.split}-{self.seed}-{index}", {"index": index, "question": question})
 
     def entry(self, index: int) -> dict[str, Any]:
         """The family's entry: `question`, `answer`, `metadata`."""
@@ -115,22 +113,11 @@ class ReasoningGymSource:
         return self._chunk(index // CHUNK)[index % CHUNK]
 
     def _make_chunk(self, chunk: int) -> ProceduralDataset:
-        digest = hashlib.blake2b(f"{self.name}/{self._seed}/{chunk}".encode(), digest_size=4).digest()
+        digest = hashlib.blake2b(f"{self.name}/{self.seed}/{chunk}".encode(), digest_size=4).digest()
         half = 1 << 31
         # Families seed item i of a dataset with seed + i: the whole chunk must stay inside its half.
-        seed = int.from_bytes(digest) % (half - CHUNK) + (half if self._split == "eval" else 0)
+        seed = int.from_bytes(digest) % (half - CHUNK) + (half if self.split == "eval" else 0)
         return reasoning_gym.create_dataset(self.name, **self.config.parameters, seed=seed, size=CHUNK)
-
-
-class ReasoningGymEnv:
-    """One episode: question, calls if there is a calculator, answer."""
-
-    def __init__(self, source: ReasoningGymSource) -> None:
-        self._source = source
-        self._tools = {CALCULATOR.spec.name: CALCULATOR} if source.config.calculator else {}
-        self._max_turns = source.config.max_turns if source.config.calculator else 1
-        self._index = 0
-        self._turns = self._calls = self._errors = 0
 
     async def reset(self, task: Task) -> Observation:
         """Raises EnvError where this process generates another question than the task holds."""
@@ -147,20 +134,17 @@ class ReasoningGymEnv:
             replies = tuple([await self._call(call) for call in message.tool_calls])
         else:
             answer = extract_answer(message.content)
-            reward = await in_thread(self._source.score, self._index, answer)
+            reward = await in_thread(self.score, self._index, answer)
             return self._end(reward, answered=answer is not None)
         return StepResult(replies) if self._turns < self._max_turns else self._end(0.0, answered=False, truncated=True)
 
-    async def close(self) -> None:
-        """No resources to release."""
-
     def _open(self, task: Task) -> Observation:
-        if self._source.entry(self._index)["question"] != task.payload["question"]:
+        if self.entry(self._index)["question"] != task.payload["question"]:
             raise EnvError(
                 f"{task.id}: this process generates another question than the task holds; "
                 "start every process with the same PYTHONHASHSEED and env section"
             )
-        return self._source.opening(self._index)
+        return self.opening(self._index)
 
     async def _call(self, call: ToolCall) -> Message:
         reply, valid = await call_tool(self._tools, call)

@@ -61,9 +61,9 @@ def task_source(config: ReasoningGym | PythonEnv, split: Split, seed: int, key: 
     """
     if isinstance(config, ReasoningGym):
         # Imported here: importing reasoning-gym takes over a second, and engines and learners do not need it.
-        from .reasoning_gym import ReasoningGymSource
+        from .reasoning_gym import ReasoningGymEnv
 
-        return ReasoningGymSource(config, split, seed, key)
+        return ReasoningGymEnv(config, split, seed, key)
     factory = load_target(f"{key}.factory", config.factory)
     try:
         source = factory(split=split, seed=seed, **config.arguments)

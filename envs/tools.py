@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import contextlib
 import contextvars
 import functools
 import inspect
 import operator
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,29 +36,21 @@ TOOL_S = 60.0  # longest tool call outside a run
 
 
 class ToolCallTracker:
-    """The tool calls of one episode: `tool_s` is the longest call in seconds, `tool` the name of the running tool or ""."""
+    """The tool calls of one episode: `tool_s` is the longest call in seconds, `tool` the name of the running tool or "". As a context
+    manager it is the current one in this context, and in tasks and threads that start in it."""
 
     def __init__(self, tool_s: float = TOOL_S) -> None:
         self.tool_s = tool_s
         self.tool = ""
 
+    def __enter__(self) -> None:
+        self._token = _TRACKER.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        _TRACKER.reset(self._token)
+
 
 _TRACKER: contextvars.ContextVar[ToolCallTracker] = contextvars.ContextVar("tool calls")
-
-
-def current_tracker() -> ToolCallTracker:
-    """The tracker of the episode that runs in this context; a new one outside a run."""
-    return _TRACKER.get(None) or ToolCallTracker()
-
-
-@contextlib.contextmanager
-def track_tool_calls(tracker: ToolCallTracker) -> Iterator[None]:
-    """Make `tracker` the current one in this context, and in tasks and threads that start in it."""
-    token = _TRACKER.set(tracker)
-    try:
-        yield
-    finally:
-        _TRACKER.reset(token)
 
 
 async def in_thread(function: Callable[..., T], *arguments: object) -> T:
@@ -93,7 +84,7 @@ async def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> tuple[Message,
     Raises:
         ToolError: the tool failed, or did not return within `rollout.tool_s`.
     """
-    tracker = current_tracker()
+    tracker = _TRACKER.get(None) or ToolCallTracker()
     try:
         if call.name not in tools:
             raise InvalidCall(f"there is no tool {call.name!r}; use {', '.join(sorted(tools)) or 'none'}")

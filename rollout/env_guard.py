@@ -21,7 +21,7 @@ import msgspec
 from ..buffer.trajectory import NAME_LIMIT
 from ..common.tasks import being_cancelled
 from ..envs import EnvPart
-from ..envs.base import JSON, Environment, Message, Observation, StepResult, Task
+from ..envs.base import Environment, Message, Observation, StepResult, Task
 from ..envs.tools import ToolCallTracker, in_thread
 from ..errors import DeadlineExceeded, EnvError, ToolError, describe, with_deadline
 from .loop_watchdog import calls_user_code
@@ -76,8 +76,7 @@ class EnvGuard:
         self._inner: Environment | None = None
         self._closed = False
         self.calls = ToolCallTracker(limits.tool_s)
-        self.task_id = ""
-        self.payload: JSON = {}
+        self.task = Task("")
         self.opening: tuple[Message, ...] = ()
         self.transcript: list[Message] = []
         self.rewards: list[float] = []
@@ -95,8 +94,7 @@ class EnvGuard:
                 task = await self._in_time(in_thread(self._part.source.task, index), f"task {index}")
                 if not isinstance(task.id, str) or len(task.id) > NAME_LIMIT:
                     raise EnvError(f"its id must be text of at most {NAME_LIMIT} characters, not {task.id!r:.100}")
-                self.task_id = task.id
-                self.payload = task.payload
+                self.task = task
         return task
 
     @calls_user_code
@@ -128,12 +126,12 @@ class EnvGuard:
                 await with_deadline(
                     CLOSE_S,
                     run_isolated(self._inner.close),
-                    who=f"task {self.task_id}",
+                    who=f"task {self.task.id}",
                     waits_for="its environment to close",
                     hint="what the environment holds may leak",
                 )
         except Exception:
-            log.exception("%s: close raised on task %s", self._part.name, self.task_id)
+            log.exception("%s: close raised on task %s", self._part.name, self.task.id)
 
     @property
     def _opened(self) -> Environment:

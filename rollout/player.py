@@ -32,7 +32,6 @@ from ..buffer.messages import Lease
 from ..buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory
 from ..configs.schema import Config
 from ..envs import EnvPart, require_penalties
-from ..envs.tools import track_tool_calls
 from ..errors import DeadlineExceeded, EngineError, EnvError, PolicyError, ToolError, describe
 from .engines.base import SamplingParams
 from .env_guard import REWARD_LIMIT, EnvGuard, EpisodeLimits, EscapedException, run_isolated
@@ -42,16 +41,12 @@ from .router import Router
 
 log = logging.getLogger(__name__)
 
-MakeSession = Callable[[Generate], Session]
-
 OnTokens = Callable[[Completion], None]  # called with every completion that arrived, whole or partial
 
 
 class EpisodeResult(msgspec.Struct, frozen=True):
-    """How an episode ended, and its trajectories; none when it failed and is not trained on.
-
-    `reward` is the sum of the step rewards, the environment's or a reward model's; of a failure its penalty, or 0 and meaningless.
-    """
+    """How an episode ended, and its trajectories; none when it failed and is not trained on. `reward` is the sum of the step rewards,
+    the environment's or a reward model's; of a failure its penalty, or 0 and meaningless."""
 
     outcome: Outcome
     reward: float
@@ -72,7 +67,7 @@ class EpisodePlayer:
         agent: Agent,
         parts: Sequence[EnvPart],
         router: Router,
-        make_session: MakeSession,
+        make_session: Callable[[Generate], Session],
         stop_token_ids: Sequence[int],
         temperature: float,
         model: RewardModel | None = None,
@@ -90,21 +85,22 @@ class EpisodePlayer:
         self._limits = limits or EpisodeLimits(rollout.episode_s, rollout.step_s, rollout.tool_s)
         self._trained_failures = {reason for reason, failure in rollout.failures.items() if failure.then == "train"}
         self._task_locks = [asyncio.Lock() for _ in parts]
-        self._top_p = rollout.top_p
-        self._temperature = temperature
-        self._stop_token_ids = tuple(stop_token_ids)
+        self._sampling = SamplingParams(
+            1, temperature=temperature, top_p=rollout.top_p, stop_token_ids=tuple(stop_token_ids)
+        )
 
     async def play(self, lease: Lease, member: int, *, on_tokens: OnTokens = lambda completion: None) -> EpisodeResult:
         """Play one episode of `lease`. `on_tokens` receives every completion as it arrives, and the partial ones that were cut off
         with the episode or that the agent cancelled."""
-        temperature = 0.0 if member in lease.greedy else self._temperature
-        sampling = SamplingParams(1, temperature=temperature, top_p=self._top_p, stop_token_ids=self._stop_token_ids)
+        sampling = self._sampling
+        if member in lease.greedy:
+            sampling = msgspec.structs.replace(sampling, temperature=0.0)
         requests = _Requests(self.router, lease.episode(member), lease.oldest_version, sampling, on_tokens)
         session, part = self._make_session(requests.generate), self.parts[lease.env]
         env = EnvGuard(part, self._limits, self._task_locks[lease.env])
         started = time.perf_counter()
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(track_tool_calls(env.calls))
+            stack.enter_context(env.calls)
             stack.push_async_callback(requests.close)
             stack.push_async_callback(env.close)
             outcome = await _run_agent(self._agent, env, session, lease.task, self._limits.episode_s)
@@ -129,7 +125,7 @@ class EpisodePlayer:
             group_id=lease.group_id,
             attempt=lease.attempt,
             member=member,
-            task_id=env.task_id,
+            task_id=env.task.id,
             env=part.name,
             reward=reward,
             turn_rewards=turn_rewards,
@@ -185,7 +181,7 @@ class _Requests:
 
 async def _score(model: RewardModel, env: EnvGuard, session: Session) -> tuple[tuple[float, ...], float]:
     """The rewards by step, and the score of `model`. Raises EngineError or DeadlineExceeded where there is no valid score."""
-    reference = env.payload.get("reference", "")
+    reference = env.task.payload.get("reference", "")
     text = reference if isinstance(reference, str) else msgspec.json.encode(reference).decode()
     conversation = ScoredConversation(session.branches[-1].token_ids, env.opening, tuple(env.transcript), text)
     rewards, score = await model.rewards(env.rewards, conversation)
@@ -220,6 +216,6 @@ async def _run_agent(agent: Agent, env: EnvGuard, session: Session, index: int, 
     except PolicyError as error:
         return Outcome("failed", "policy", str(error))
     except Exception as error:  # an agent is user code: its exceptions end an episode, not a worker
-        log.exception("the agent raised on task %s", env.task_id)
+        log.exception("the agent raised on task %s", env.task.id)
         return Outcome("failed", "policy", str(error) if isinstance(error, EscapedException) else describe(error))
     return FINISHED if env.done and not env.truncated else TRUNCATED
