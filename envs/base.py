@@ -26,10 +26,8 @@ class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One chat message. `tool_calls` only on `assistant`; `tool_call_id` and `name` only on `tool`.
-
-    `malformed` is why an assistant message could not be parsed into tool calls; "" when it could.
-    """
+    """One chat message. `tool_calls` only on `assistant`; `tool_call_id` and `name` only on `tool`. `malformed` is why an assistant
+    message could not be parsed into tool calls; "" when it could."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
@@ -62,10 +60,8 @@ class Observation(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What follows an assistant message: new messages, and the reward of this step.
-
-    `done` ends the episode; with `truncated` it ends by a limit of the environment, not by an action of the policy.
-    """
+    """What follows an assistant message: new messages, and the reward of this step. `done` ends the episode; with `truncated` it
+    ends by a limit of the environment, not by an action of the policy."""
 
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
@@ -90,14 +86,12 @@ class Environment(Protocol):
 
 
 class TaskSource(Protocol):
-    """A named, endless, deterministic supply of tasks, and a factory of environments for them.
-
-    `task(i)` must return the same task for the same `i` in every process. Training uses indices from 0 upwards; evaluation uses
-    those of a disjoint source, created with `split="eval"`.
+    """A named, endless, deterministic supply of tasks, and a factory of environments for them. `task(i)` must return the same task
+    for the same `i` in every process. Training uses indices from 0 upwards; evaluation uses those of a disjoint source, created
+    with `split="eval"`.
 
     A source may declare `penalty`, a finite number: the reward of a failed episode where the config trains on failures
-    (`rollout.failures.REASON.then=train`). Without one, or with None, failed episodes of this environment are never trained on.
-    """
+    (`rollout.failures.REASON.then=train`). Without one, or with None, failed episodes of this environment are never trained on."""
 
     name: str
 

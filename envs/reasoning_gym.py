@@ -65,11 +65,8 @@ class ReasoningGymEnv(SimpleEnv):
             return self._entry(index)
 
     def score(self, index: int, answer: str | None) -> float:
-        """The verifier's score; 0 for no answer, and for one that makes the verifier raise.
-
-        Raises:
-            EnvError: the verifier raises on the family's own answer, too.
-        """
+        """The verifier's score; 0 for no answer, and for one that makes the verifier raise. Raises EnvError: the verifier raises on
+        the family's own answer, too."""
         if answer is None:
             return 0.0
         entry = self.entry(index)
@@ -92,11 +89,9 @@ class ReasoningGymEnv(SimpleEnv):
         return Observation((Message("system", SYSTEM), question))
 
     def demonstration(self, task: Task, rng: random.Random) -> tuple[Observation, tuple[Message, ...]]:
-        """Calculate, then answer; or, in the share `direct_answers` of the conversations, guess without calculating.
-
-        A guess has the sign and the number of digits of the answer and is otherwise random: a bad habit that training has to
-        unlearn. Where the task has no arithmetic expression whose value is the answer, the demonstration answers directly.
-        """
+        """Calculate, then answer; or, in the share `direct_answers` of the conversations, guess without calculating. A guess has
+        the sign and the number of digits of the answer and is otherwise random: a bad habit that training has to unlearn. Where the
+        task has no arithmetic expression whose value is the answer, the demonstration answers directly."""
         index = task.payload["index"]
         entry = self.entry(index)
         answer, expression = str(entry["answer"]), _expression(entry)

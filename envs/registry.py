@@ -16,14 +16,8 @@ from .simple import Split
 
 
 class EnvPart(msgspec.Struct, frozen=True):
-    """One environment of a run.
-
-    Attributes:
-        name: its name in trajectories and reports.
-        share: its weight in every batch, relative to the other environments' shares.
-        source: its tasks.
-        penalty: reward of its failed episodes where they are trained on; None where it declares none.
-    """
+    """One environment of a run: its name in trajectories and reports, its weight in every batch relative to the others' shares, its
+    tasks, and the reward of its failed episodes where they are trained on, None where it declares none."""
 
     name: str
     share: float
@@ -32,11 +26,8 @@ class EnvPart(msgspec.Struct, frozen=True):
 
 
 def parts_of(config: ReasoningGym | PythonEnv | Mixture, split: Split, seed: int) -> tuple[EnvPart, ...]:
-    """The environments of a run; `Lease.env` is an index into them.
-
-    Raises:
-        ConfigError: as `task_source`, naming the part; or a penalty that is not a finite number.
-    """
+    """The environments of a run; `Lease.env` is an index into them. Raises ConfigError: as `task_source`, naming the part; or a
+    penalty that is not a finite number."""
     if isinstance(config, Mixture):
         return tuple(_part(f"env.parts.{name}", name, part, split, seed) for name, part in config.parts.items())
     return (_part("env", "", config, split, seed),)
@@ -55,10 +46,7 @@ def require_penalties(parts: Sequence[EnvPart], failures: Mapping[Reason, Failur
 
 def task_source(config: ReasoningGym | PythonEnv, split: Split, seed: int, key: str = "env") -> TaskSource:
     """The tasks of `split`; sources of different splits or seeds share no random seed. `key` is the config section of `config`.
-
-    Raises:
-        ConfigError: an unknown family, parameter, module or name, or a factory that rejects its arguments.
-    """
+    Raises ConfigError: an unknown family, parameter, module or name, or a factory that rejects its arguments."""
     if isinstance(config, ReasoningGym):
         # Imported here: importing reasoning-gym takes over a second, and engines and learners do not need it.
         from .reasoning_gym import ReasoningGymEnv

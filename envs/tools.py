@@ -36,8 +36,8 @@ TOOL_S = 60.0  # longest tool call outside a run
 
 
 class ToolCallTracker:
-    """The tool calls of one episode: `tool_s` is the longest call in seconds, `tool` the name of the running tool or "". As a context
-    manager it is the current one in this context, and in tasks and threads that start in it."""
+    """The tool calls of one episode: `tool_s` is the longest call in seconds, `tool` the name of the running tool or "". Entered,
+    it is the tracker of this context, and of tasks and threads that start in it."""
 
     def __init__(self, tool_s: float = TOOL_S) -> None:
         self.tool_s = tool_s
@@ -55,11 +55,9 @@ _TRACKER: contextvars.ContextVar[ToolCallTracker] = contextvars.ContextVar("tool
 
 async def in_thread(function: Callable[..., T], *arguments: object) -> T:
     """`function(*arguments)` in a thread of its own; raises what it raises. For everything that blocks or computes for long:
-    verifiers, task generators, clients that are not asynchronous.
-
-    When the caller is cancelled, or its deadline passes, the function is interrupted. Threads share the interpreter's lock: a
-    function that holds it for minutes, such as a pathological regular expression, belongs in a process.
-    """
+    verifiers, task generators, clients that are not asynchronous. When the caller is cancelled, or its deadline passes, the
+    function is interrupted. Threads share the interpreter's lock: a function that holds it for minutes, such as a pathological
+    regular expression, belongs in a process."""
     work = functools.partial(contextvars.copy_context().run, function, *arguments)
     return await tasks.in_thread(work, getattr(function, "__qualname__", type(function).__name__), interrupt=True)
 
@@ -69,21 +67,16 @@ class InvalidCall(ToolError):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A tool: its specification, and the function or coroutine function from arguments to the text that the policy reads.
-
-    `run` raises InvalidCall for wrong arguments. A plain function is called in a thread, and may block.
-    """
+    """A tool: its specification, and the function or coroutine function from arguments to the text that the policy reads. `run`
+    raises InvalidCall for wrong arguments. A plain function is called in a thread, and may block."""
 
     spec: ToolSpec
     run: Callable[[JSON], str] | Callable[[JSON], Awaitable[str]]
 
 
 async def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> tuple[Message, bool]:
-    """The `tool` message that answers `call`, and whether the call was valid.
-
-    Raises:
-        ToolError: the tool failed, or did not return within `rollout.tool_s`.
-    """
+    """The `tool` message that answers `call`, and whether the call was valid. Raises ToolError: the tool failed, or did not return
+    within `rollout.tool_s`."""
     tracker = _TRACKER.get(None) or ToolCallTracker()
     try:
         if call.name not in tools:
@@ -116,11 +109,8 @@ async def _run(tool: Tool, arguments: JSON, seconds: float) -> str:
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression over + - * / // % ** and parentheses, exact for integers.
-
-    Raises:
-        InvalidCall: not arithmetic, too long, too large, or undefined such as a division by zero.
-    """
+    """The value of an arithmetic expression over + - * / // % ** and parentheses, exact for integers. Raises InvalidCall: not
+    arithmetic, too long, too large, or undefined such as a division by zero."""
     if len(expression) > MAX_EXPRESSION:
         raise InvalidCall(f"the expression has {len(expression)} characters; at most {MAX_EXPRESSION}")
     try:

@@ -36,13 +36,8 @@ MEMORY = 0.5
 
 
 class Concurrency:
-    """The cap of one worker.
-
-    Args:
-        group_size: episodes per group.
-        max_concurrent: sequences that one server decodes at once.
-        workers: worker processes that share the servers; each starts with an equal share.
-    """
+    """The cap of one worker, for servers that each decode `max_concurrent` sequences at once. `workers` processes share the
+    servers; each starts with an equal share."""
 
     def __init__(self, group_size: int, max_concurrent: int, workers: int) -> None:
         self._group_size = group_size

@@ -59,15 +59,9 @@ def checked(value: object, kind: type[T]) -> T:
 
 
 class EnvGuard:
-    """The environment of one episode as the agent sees it: records rewards, metrics and messages, and turns exceptions, contract
-    violations and overruns into EnvError or ToolError.
-
-    Attributes:
-        opening: the messages that `reset` returned.
-        transcript: all messages since, of the policy and of the environment.
-        rewards: by step.
-        seconds: time spent in the environment.
-    """
+    """The environment of one episode as the agent sees it: turns exceptions, contract violations and overruns into EnvError or
+    ToolError. Records rewards by step, metrics, the seconds spent here, the `opening` that `reset` returned, and the `transcript`
+    of all messages since."""
 
     def __init__(self, part: EnvPart, limits: EpisodeLimits, task_lock: asyncio.Lock) -> None:
         self._part = part
@@ -169,11 +163,8 @@ class EnvGuard:
 
 async def run_isolated(function: Callable[[], Awaitable[T]]) -> T:
     """Await user code in a task of its own: it may cancel that task, and none of its exceptions is mistaken for a cancellation of
-    the caller. When the caller is cancelled the user code is, too; if it ignores that it is abandoned.
-
-    Raises:
-        EscapedException: it raised something outside `Exception`.
-    """
+    the caller. When the caller is cancelled the user code is, too; if it ignores that it is abandoned. Raises EscapedException: it
+    raised something outside `Exception`."""
     task = asyncio.create_task(_contain(function))
     try:
         await asyncio.wait({task})

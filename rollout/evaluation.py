@@ -18,14 +18,8 @@ from .player import EpisodePlayer, EpisodeResult
 
 
 class EvaluationScore(msgspec.Struct, frozen=True):
-    """The rewards of a set of episodes.
-
-    Attributes:
-        tasks: episodes that did not fail; the mean is over these.
-        reward_mean: mean return; None where all failed.
-        reward_stderr: its standard error; None where all failed.
-        outcomes: episodes by outcome, `failed_*` included.
-    """
+    """The rewards of a set of episodes: their mean over the `tasks` that did not fail and its standard error, None where all
+    failed; and the episodes by outcome, `failed_*` included."""
 
     tasks: int
     reward_mean: float | None
@@ -34,14 +28,8 @@ class EvaluationScore(msgspec.Struct, frozen=True):
 
 
 class EvaluationResult(EvaluationScore, frozen=True, kw_only=True):
-    """One entry of `evaluations.json`.
-
-    Attributes:
-        label: when in the run it was made (`warm start`, `final`).
-        version: policy version.
-        seconds: wall time.
-        environments: of a mixture, the scores by environment.
-    """
+    """One entry of `evaluations.json`. `label` is when in the run it was made (`warm start`, `final`), `environments` the scores by
+    environment of a mixture."""
 
     label: str
     version: int
@@ -53,11 +41,7 @@ class EvaluationResult(EvaluationScore, frozen=True, kw_only=True):
 
 async def evaluate(player: EpisodePlayer, label: str, tasks: int) -> EvaluationResult:
     """Play `tasks` tasks once each: of each environment its share, from its first task on; as many at a time as the servers decode
-    at once.
-
-    Raises:
-        EvaluationError: all episodes failed.
-    """
+    at once. Raises EvaluationError: all episodes failed."""
     started = time.perf_counter()
     slots = asyncio.Semaphore(player.concurrency)
     counts = Admission(0, tasks, tuple(part.share for part in player.parts)).quotas([0] * len(player.parts))
@@ -74,10 +58,8 @@ async def evaluate(player: EpisodePlayer, label: str, tasks: int) -> EvaluationR
     if total.reward_mean is None or total.reward_stderr is None:
         outcome = results[0].outcome
         raise EvaluationError(f"{label}: all {tasks} episodes failed, the first by {outcome.reason}: {outcome.detail}")
-    scores = {
-        part.name: _score([result for result, (at, _) in zip(results, chosen, strict=True) if at == env])
-        for env, part in enumerate(player.parts)
-    }
+    played = [[r for r, (at, _) in zip(results, chosen, strict=True) if at == env] for env in range(len(player.parts))]
+    scores = {part.name: _score(episodes) for part, episodes in zip(player.parts, played, strict=True)}
     versions = [t.version_spans[-1].version for r in results for t in r.trajectories if t.version_spans]
     return EvaluationResult(
         **msgspec.structs.asdict(total),

@@ -45,8 +45,8 @@ OnTokens = Callable[[Completion], None]  # called with every completion that arr
 
 
 class EpisodeResult(msgspec.Struct, frozen=True):
-    """How an episode ended, and its trajectories; none when it failed and is not trained on. `reward` is the sum of the step rewards,
-    the environment's or a reward model's; of a failure its penalty, or 0 and meaningless."""
+    """How an episode ended, and its trajectories; none when it failed and is not trained on. `reward` is the sum of the rewards by
+    step, the environment's or a reward model's; of a failure its penalty, or 0 and meaningless."""
 
     outcome: Outcome
     reward: float
@@ -55,11 +55,8 @@ class EpisodeResult(msgspec.Struct, frozen=True):
 
 class EpisodePlayer:
     """Plays episodes, for the worker and the evaluation. `Lease.env` is an index into `parts`; `concurrency` is how many episodes
-    the initial replicas decode at once; `limits` are those of `config` unless given.
-
-    Raises:
-        ConfigError: failures are to be trained on and an environment declares no penalty.
-    """
+    the initial replicas decode at once; `limits` are those of `config` unless given. Raises ConfigError: failures are to be trained
+    on and an environment declares no penalty."""
 
     def __init__(
         self,

@@ -53,12 +53,8 @@ class RewardModel:
     async def rewards(
         self, environment: Sequence[float], conversation: ScoredConversation
     ) -> tuple[tuple[float, ...], float]:
-        """The rewards of an episode by step, and the model's score; `environment` are the environment's rewards.
-
-        Raises:
-            EngineError: the server does not answer, or its answer is invalid.
-            DeadlineExceeded: no score within `score_s` seconds.
-        """
+        """The rewards of an episode by step, and the model's score; `environment` are the environment's rewards. Raises
+        EngineError: the server does not answer, or its answer is invalid; DeadlineExceeded: no score within `score_s` seconds."""
         request = self._score(conversation)
         score = await with_deadline(self._score_s, request, who="an episode", waits_for="its reward", hint=HINT)
         rewards = [self._config.weights["environment"] * reward for reward in environment] or [0.0]
@@ -142,10 +138,7 @@ def fill_template(template: str, values: dict[str, str]) -> str:
 
 def parse_score(answer: JudgeResponse) -> float:
     """The score in a judge's answer: its last non-empty line is exactly `Score: X`, in any case, X a decimal number from 0 to 1.
-
-    Raises:
-        EngineError: it is not, or the answer was truncated.
-    """
+    Raises EngineError: it is not, or the answer was truncated."""
     if len(answer.choices) != 1 or answer.choices[0].message.content is None:
         raise EngineError("the judge answered no text")
     choice = answer.choices[0]

@@ -197,9 +197,8 @@ class Router:
         *,
         on_cancelled: Callable[[Completion], None] = lambda completion: None,
     ) -> Completion:
-        """One completion, or the beginning of one (`abort`, one token or more), from a replica at `oldest_version` or later.
-
-        When the caller is cancelled, `on_cancelled` receives the tokens that had arrived.
+        """One completion, or the beginning of one (`abort`, one token or more), from a replica at `oldest_version` or later. When
+        the caller is cancelled, `on_cancelled` receives the tokens that had arrived.
 
         Raises:
             DeadlineExceeded: not one token arrived within `request_s`.

@@ -42,14 +42,8 @@ CANCELLED = EpisodeResult(Outcome("failed", "unwanted", "its lease was lost, or 
 
 
 class Worker:
-    """Plays as many episodes at once as the servers can take, until `stop`.
-
-    Args:
-        player: plays one episode. Its router must be entered; the caller keeps its fleet up to date.
-        buffer: grants leases and takes trajectories.
-        group_size: episodes per group (`buffer.group_size`).
-        workers: worker processes that share the servers (`rollout.workers`).
-    """
+    """Plays as many episodes at once as the servers can take, until `stop`. The router of `player` must be entered; the caller
+    keeps its fleet up to date. `workers` processes share the servers (`rollout.workers`)."""
 
     def __init__(self, player: EpisodePlayer, buffer: BufferClient, group_size: int, workers: int) -> None:
         self._player = player

@@ -87,8 +87,7 @@ class HttpClient:
         seconds: float | None = None,
         reuse: bool = False,
     ) -> bytes:
-        """One request and its whole answer. Without `reuse` on a new connection: after an error a server closes the
-        connection.
+        """One request and its whole answer. Without `reuse` on a new connection: after an error a server closes the old one.
 
         Raises:
             RequestRejected: the server says that the request is wrong.

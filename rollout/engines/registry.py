@@ -18,13 +18,8 @@ LAUNCHES = {Vllm: vllm_server, Sglang: sglang_server, Transformers: own_server, 
 
 
 def command(config: Config, host: str, port: int, *, seed: int) -> list[str]:
-    """The command line of a server that listens on `port` of `host`.
-
-    Replicas need different seeds: with equal ones they sample the same tokens for the members of a group.
-
-    Raises:
-        ConfigError: the kind is not installed, or does not support this config.
-    """
+    """The command line of a server that listens on `port` of `host`. Replicas need different seeds: with equal ones they sample the
+    same tokens for the members of a group. Raises ConfigError: the kind is not installed, or does not support this config."""
     return LAUNCHES[type(config.rollout.engine)].command(config, host, port, seed=seed)
 
 

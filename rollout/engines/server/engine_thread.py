@@ -60,19 +60,13 @@ class _Output:
 
 
 class EngineThread:
-    """Runs `runner` for the event loop that `start` was called in.
-
-    Args:
-        runner: computes the tokens.
-        failed: called in the engine thread with the error that ended it.
-    """
+    """Runs `runner` for the event loop that `start` was called in; calls `failed`, in its own thread, with the error that ended
+    it."""
 
     def __init__(self, runner: ModelRunner, failed: Callable[[BaseException], None]) -> None:
-        self.version = UNPUSHED
-        """The version of the weights that the next token is sampled from."""
+        self.version = UNPUSHED  # of the weights that the next token is sampled from
         self.paused = False
-        self.load = EngineLoad(0, 0, 0.0)
-        """As of the last step."""
+        self.load = EngineLoad(0, 0, 0.0)  # as of the last step
         self._runner = runner
         self._failed = failed
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -105,11 +99,8 @@ class EngineThread:
         return await asyncio.wrap_future(answer)
 
     async def submit(self, sequence: Sequence, interval: int | None = CHUNK) -> asyncio.Queue[WireChoice]:
-        """Begin to decode. The queue gets chunks of `interval` tokens (None: all in one), the last one with a finish reason.
-
-        Raises:
-            BadRequest: the id is in use.
-        """
+        """Begin to decode. The queue gets chunks of `interval` tokens (None: all in one), the last one with a finish reason. Raises
+        BadRequest: the id is in use."""
         stream: asyncio.Queue[WireChoice] = asyncio.Queue()
 
         def add() -> None:

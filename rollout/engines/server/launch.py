@@ -1,8 +1,7 @@
 """Command line and environment of Slipstream's own server, for the kinds `transformers` and `fake`.
 
 Invariants:
-- A server listens at the given host and port only.
-- A server uses one CPU thread.
+- A server listens at the given host and port only, and uses one CPU thread.
 """
 
 from __future__ import annotations
@@ -21,17 +20,8 @@ MODULE = "slipstream.rollout.engines.server"
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One server; its only argument, as JSON.
-
-    Attributes:
-        model: a Hugging Face folder or hub name.
-        dtype: of weights and activations.
-        seed: of sampling; replicas need different ones.
-        memory: bytes of KV cache, or a share of the GPU's memory in (0, 1).
-        max_concurrent: sequences decoded at once.
-        max_tokens: of a prompt and its completion together.
-        replica: which replica this is, for faults.
-    """
+    """One server; its only argument, as JSON. `model` is a folder or hub name, `memory` bytes of KV cache or a share of the GPU's
+    memory in (0, 1), `max_tokens` of a prompt and its completion together, `replica` which one this is, for faults."""
 
     kind: Literal["transformers", "fake"]
     model: str

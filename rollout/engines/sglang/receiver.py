@@ -43,17 +43,13 @@ class ReceiverCommand(msgspec.Struct, frozen=True):
 
 
 class SglangReceiver:
-    """One rank's receiver.
-
-    Args:
-        updater: SGLang's own object that updates the weights of this rank's model.
-    """
+    """One rank's receiver; `updater` is SGLang's own object that updates the weights of this rank's model."""
 
     def __init__(self, updater: Any) -> None:
         config = updater.model_config
         self.tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
         device = torch.device(f"cuda:{updater.gpu_id}" if updater.device == "cuda" else updater.device)
-        self._staging = WeightStaging.for_checkpoint(
+        self.staging = WeightStaging.for_checkpoint(
             updater.tp_rank, device, config.model_path, config.revision, tied=self.tied
         )
         self._joining: tuple[threading.Thread, list[str]] | None = None  # and why it failed
@@ -75,17 +71,13 @@ class SglangReceiver:
                     )
                 if errors:
                     raise WeightSyncError(errors[0])
-            self._staging.begin(command.begin)
+            self.staging.begin(command.begin)
 
     def _join(self, plan: GroupPlan, errors: list[str]) -> None:
         try:
-            self._staging.join(plan)
+            self.staging.join(plan)
         except WeightSyncError as error:
             errors.append(str(error))
-
-    def take(self, version: int) -> Tensors:
-        """The staged tensors of `version`. Raises WeightSyncError when it is not staged whole."""
-        return self._staging.take(version)
 
 
 _receiver: SglangReceiver | None = None  # the receiver of this process: SGLang calls functions, not objects
@@ -93,10 +85,8 @@ _ready: Tensors = []  # what `load` is about to load
 
 
 def handle(manager: Any, request: Any, original: Callable[[Any, Any], Any] | None) -> Any:
-    """Execute the command in `request`, or, with the `original` method of SGLang's update manager, load the staged version.
-
-    Returns SGLang's answer to the request.
-    """
+    """Execute the command in `request`, or, with the `original` method of SGLang's update manager, load the staged version. Returns
+    SGLang's answer to the request."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput  # pyright: ignore[reportMissingImports]
 
     global _receiver
@@ -135,10 +125,9 @@ def _swap(original: Callable[[Any, Any], Any], manager: Any, request: Any, recei
         EndWeightUpdateReqInput,
     )
 
-    tensors: Tensors = []
-    failed = ""
+    tensors, failed = [], ""
     try:
-        tensors = receiver.take(int(request.weight_version))
+        tensors = receiver.staging.take(int(request.weight_version))
     except WeightSyncError as error:
         failed = str(error)
     ranks = dist.get_world_size(manager.tp_cpu_group)

@@ -27,14 +27,8 @@ BATCH_TOKENS = 1024
 
 
 class TransformersModelRunner:
-    """See `ModelRunner` for the methods.
-
-    Args:
-        model: loaded with attention `attention.PAGED`; its device is used for all tensors.
-        blocks: KV blocks of `paging.PAGE` tokens; the longest sequence must fit.
-        max_concurrent: sequences decoded at once.
-        seed: of sequences without one.
-    """
+    """See `ModelRunner` for the methods. `model` has the attention `attention.PAGED`; the longest sequence must fit into `blocks`
+    KV blocks of `paging.PAGE` tokens; `seed` is for sequences without one."""
 
     def __init__(self, model: PreTrainedModel, *, blocks: int, max_concurrent: int, seed: int) -> None:
         self.model = model

@@ -28,11 +28,9 @@ PAGE = 32  # tokens per KV block. Shared prefixes are whole blocks; chat turns a
 
 
 class SaltedCache(PagedAttentionCache):
-    """A paged KV cache of `blocks` blocks of `PAGE` tokens, whose prefixes are shared within a salt only.
-
-    Blocks are found by a chain of hashes over token ids. For hashing, the first id of a sequence is replaced by a number that is
-    unique to the pair of salt and id: chains of different salts are never equal.
-    """
+    """A paged KV cache of `blocks` blocks of `PAGE` tokens, whose prefixes are shared within a salt only. Blocks are found by a
+    chain of hashes over token ids. For hashing, the first id of a sequence is replaced by a number that is unique to the pair of
+    salt and id: chains of different salts are never equal."""
 
     def __init__(self, config: PreTrainedConfig, blocks: int, device: torch.device, dtype: torch.dtype) -> None:
         options = ContinuousBatchingConfig(
@@ -87,13 +85,8 @@ class PriorityScheduler(FIFOScheduler):
 
 
 class PagedBatch(msgspec.Struct, frozen=True):
-    """One forward pass.
-
-    Attributes:
-        requests: sequences, in the order of the queries.
-        inputs: keyword arguments of the model's `forward`.
-        sampled: those of `requests` that get a token: the rows of the logits, in order.
-    """
+    """One forward pass: sequences in the order of the queries, the arguments of the model's `forward`, and those of `requests` that
+    get a token, the rows of the logits in order."""
 
     requests: tuple[FutureRequestState, ...]
     inputs: dict[str, object]
