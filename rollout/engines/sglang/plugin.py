@@ -1,15 +1,5 @@
-"""SGLang plugin entry point (group `sglang.srt.plugins`), called in every process of a server.
-
-It changes SGLang 0.5.23 through the hooks that plugins may register:
-
-    _send_command      HTTP server  a command reaches the receiver while requests run
-    _pause             HTTP server  mode `abort` takes milliseconds, not a second
-    _end_of_aborted    HTTP server  the last chunk of a request that was aborted in the queue repeats no token
-    _watch_schedulers  HTTP server  the server ends at once when its scheduler dies
-    _listen            HTTP server  the server ends at once when its port is taken
-    _update            scheduler    commands and staged weights go to `receiver`
-    _report_versions   scheduler    every chunk of a stream names the versions of its tokens, not the last only
-    _no_eos            scheduler    only the stop tokens of a request end it
+"""SGLang plugin entry point (group `sglang.srt.plugins`), called in every process of a server. It changes SGLang 0.5.23 through the
+hooks that plugins may register: those in `HOOKS`, the first five in the HTTP server's process, the others in the schedulers'.
 
 Invariants:
 - Importing this module imports neither torch nor SGLang. A hook that SGLang cannot apply is an error in the server's log; pushes
@@ -115,6 +105,7 @@ async def _listen(original: Callable[..., Awaitable[None]], server: Any, *args: 
 
 
 def _update(original: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
+    """Commands and staged weights go to the receiver."""
     if request.load_format not in (COMMAND, LOADER):
         return original(manager, request)
     from . import receiver  # imports torch and SGLang
@@ -137,6 +128,7 @@ def _report_versions(original: Callable[..., None], stream: Any, *, req: Any) ->
 
 
 def _no_eos(original: Callable[[Any], set[int] | None], config: Any) -> set[int]:
+    """Only the stop tokens of a request end it."""
     return set()
 
 

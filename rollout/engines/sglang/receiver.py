@@ -6,12 +6,10 @@ The learner's client calls SGLang's own `/update_weights_from_tensor`; `load_for
     LOADER    load the staged version, as SGLang loads any update: paused, with the new version recorded for every running
               request, and the cache dropped on request.
 
-Invariants:
-- The model does not change before all ranks hold every tensor of a version, verified: after the death of the learner, or for a
-  name or shape that the model does not have, the old weights keep serving.
+Invariants, besides those of `WeightStaging`:
+- The model does not change before all ranks hold every tensor of a version, verified.
 - The scheduler never waits for the learner: joining a group and receiving have their own threads.
-- If loading itself fails, the exception ends the server: a replica with half a policy must not serve, and the supervisor starts
-  another.
+- If loading itself fails, the exception ends the server: a replica with half a policy must not serve.
 """
 
 from __future__ import annotations

@@ -24,28 +24,19 @@ from ....errors import EngineError
 PAGED = "slipstream_paged"
 
 
-class DecodeGroup(msgspec.Struct, frozen=True):
-    """`count` sequences with one query each. Their keys are rows of `width`; `mask` (bool[count, 1, 1, width]) is true for real
-    keys and false for padding."""
-
-    count: int
-    width: int
-    mask: torch.Tensor
-
-
 class Layout(msgspec.Struct, frozen=True):
     """Cache rows of one batch, for the layers of one kind. Queries: decode groups first, then prompts.
 
     Attributes:
         read: int64[k], cache rows of all keys in the order of the queries; empty when no key comes from the cache.
         write: int64[q], cache rows of the queries' own keys.
-        decodes: sequences with one query.
+        decodes: bool[n, 1, 1, width] per group of n sequences with one query, whose keys are padded to `width`: which are real.
         prompts: queries and keys of every other sequence.
     """
 
     read: torch.Tensor
     write: torch.Tensor
-    decodes: tuple[DecodeGroup, ...]
+    decodes: tuple[torch.Tensor, ...]
     prompts: tuple[tuple[int, int], ...]
 
 
@@ -95,13 +86,12 @@ def paged_attention(
     keys, values = allocator.update(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, layout.read, layout.write)
     outputs = []  # each [q, heads, head_dim]
     row = at = 0
-    for group in layout.decodes:
-        n = group.count * group.width
-        shape = (group.count, group.width, *keys.shape[1:])
-        k, v = (t[at : at + n].view(shape).transpose(1, 2) for t in (keys, values))
-        q = query[0, :, row : row + group.count].transpose(0, 1).unsqueeze(2)
-        outputs.append(attend(q, k, v, group.mask).squeeze(2))
-        row, at = row + group.count, at + n
+    for mask in layout.decodes:
+        n, width = mask.shape[0], mask.shape[-1]
+        k, v = (t[at : at + n * width].view(n, width, *t.shape[1:]).transpose(1, 2) for t in (keys, values))
+        q = query[0, :, row : row + n].transpose(0, 1).unsqueeze(2)
+        outputs.append(attend(q, k, v, mask).squeeze(2))
+        row, at = row + n, at + n * width
     for queries, length in layout.prompts:
         k, v = (t[at : at + length].transpose(0, 1).unsqueeze(0) for t in (keys, values))
         mask = _causal(queries, length, sliding_window, query.device)
@@ -143,9 +133,5 @@ def _eager(
     return weights[..., : key.shape[2]] @ value
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Layouts replace the mask."""
-
-
 AttentionInterface.register(PAGED, paged_attention)
-AttentionMaskInterface.register(PAGED, _no_mask)
+AttentionMaskInterface.register(PAGED, lambda *_, **__: None)  # layouts replace the mask

@@ -57,13 +57,13 @@ class TransformersModelRunner:
     def step(self) -> list[SampledToken]:
         if not self.busy():
             return []
-        batch = lay_out(self._cache, self._schedule(), self._device)
-        inputs = dict(batch.inputs)
+        requests, inputs = lay_out(self._cache, self._schedule(), self._device)
         keep = inputs["logits_to_keep"] if self._slices_hidden else inputs.pop("logits_to_keep")
         logits = self.model(**inputs).logits[0]
         logits = (logits if self._slices_hidden else logits[keep]).float()
-        sampled = self._sample(logits, batch.sampled) if batch.sampled else []
-        for request in batch.requests:
+        new = [request for request in requests if request.has_new_token]
+        sampled = self._sample(logits, new) if new else []
+        for request in requests:
             self._cache.mark_complete_blocks(request.state, request.complete_blocks)
         for entry in sampled:
             if entry.finish is not None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from itertools import groupby
 
-import msgspec
 import torch
 from transformers import PreTrainedConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -22,7 +21,7 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
-from .attention import DecodeGroup, Layout
+from .attention import Layout
 
 PAGE = 32  # tokens per KV block. Shared prefixes are whole blocks; chat turns are short.
 
@@ -84,18 +83,12 @@ class PriorityScheduler(FIFOScheduler):
         return sorted(self.waiting_requests.values(), key=lambda state: self.ranks[state.request_id])
 
 
-class PagedBatch(msgspec.Struct, frozen=True):
-    """One forward pass: sequences in the order of the queries, the arguments of the model's `forward`, and those of `requests` that
-    get a token, the rows of the logits in order."""
-
-    requests: tuple[FutureRequestState, ...]
-    inputs: dict[str, object]
-    sampled: tuple[FutureRequestState, ...]
-
-
-def lay_out(cache: PagedAttentionCache, scheduled: list[FutureRequestState], device: torch.device) -> PagedBatch:
-    """Turn what the scheduler chose into a batch, and count its tokens as cached."""
-    decodes = sorted((r for r in scheduled if r.query_length == 1), key=_length)
+def lay_out(
+    cache: PagedAttentionCache, scheduled: list[FutureRequestState], device: torch.device
+) -> tuple[tuple[FutureRequestState, ...], dict[str, object]]:
+    """What the scheduler chose as one forward pass: the sequences in the order of their queries, and the arguments of the model's
+    `forward`. Those that get a token are the rows of the logits, in order. Counts the tokens as cached."""
+    decodes = sorted((r for r in scheduled if r.query_length == 1), key=lambda r: r.state.position_offset)
     classes = [tuple(group) for _, group in groupby(decodes, key=_length_class)]
     prompts = tuple(r for r in scheduled if r.query_length > 1)
     requests = (*(r for group in classes for r in group), *prompts)
@@ -116,7 +109,7 @@ def lay_out(cache: PagedAttentionCache, scheduled: list[FutureRequestState], dev
         "cache": cache,
         "use_cache": False,
     }
-    return PagedBatch(requests, inputs, tuple(r for r in requests if r.has_new_token))
+    return requests, inputs
 
 
 def _layout(
@@ -140,7 +133,7 @@ def _layout(
             write += allocator.get_write_indices(request.state.request_id, request.state.position_offset, 1)
         lengths = torch.tensor([len(row) for row in rows], device=device)
         mask = torch.arange(width, device=device) < lengths[:, None]
-        groups.append(DecodeGroup(len(rows), width, mask[:, None, None]))
+        groups.append(mask[:, None, None])
     cached = bool(classes) or any(r.state.position_offset for r in prompts)
     sizes = []
     for request in prompts:
@@ -157,10 +150,6 @@ def _layout(
         tuple(groups),
         tuple(sizes),
     )
-
-
-def _length(request: FutureRequestState) -> int:
-    return request.state.position_offset
 
 
 def _length_class(request: FutureRequestState) -> int:

@@ -1,12 +1,9 @@
 """The engine side of a weight push: runs in vLLM's worker processes, as its weight transfer backend `slipstream`.
 
-Invariants:
-- The engine goes on generating while a version arrives: `WeightStaging` receives it in its own thread.
-- The model does not change before every tensor of a version has arrived and was verified: after the death of the learner, or for
-  a name or shape that the model does not have, the old weights keep serving.
+Invariants, besides those of `WeightStaging`:
 - A staged version that is never swapped in is replaced by the next one, and never loaded.
 - If loading itself fails, the model stays unusable and its next step ends the engine process: a replica with half a policy must
-  not serve, and the supervisor starts another.
+  not serve.
 
 vLLM calls, over its HTTP routes: `init_transfer_engine` before broadcasts, then per version `start_weight_update`,
 `receive_weights`, and while paused `finish_weight_update`.
@@ -35,7 +32,7 @@ from ....weightsync.staging import WeightStaging
 
 @dataclass
 class JoinInfo(WeightTransferInitInfo):
-    """Body of `/init_weight_transfer_engine`: a GroupPlan as a JSON object."""
+    """Body of `/init_weight_transfer_engine`; vLLM makes it of a JSON object."""
 
     plan: GroupPlan
 
@@ -45,7 +42,7 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class ReceiveInfo(WeightTransferUpdateInfo):
-    """Body of `/update_weights`: a TransferPlan as a JSON object."""
+    """Body of `/update_weights`."""
 
     plan: TransferPlan
 
