@@ -170,7 +170,9 @@ async def run_isolated(function: Callable[[], Awaitable[T]]) -> T:
         await asyncio.wait({task})
     except asyncio.CancelledError:
         task.cancel()
-        task.add_done_callback(_retrieve_exception)
+        task.add_done_callback(
+            lambda ended: ended.cancelled() or ended.exception()
+        )  # retrieved: asyncio does not log it
         _, running = await asyncio.wait({task}, timeout=CANCEL_S)
         if running:
             log.error("user code ignores its cancellation and is abandoned: %s", task)
@@ -189,9 +191,3 @@ async def _contain(function: Callable[[], Awaitable[T]]) -> T:
         raise
     except BaseException as error:  # some of these, such as SystemExit, would end the event loop
         raise EscapedException(describe(error)) from error
-
-
-def _retrieve_exception(task: asyncio.Task[T]) -> None:
-    """Mark the exception of an abandoned task as retrieved, so that asyncio does not log it."""
-    if not task.cancelled():
-        task.exception()

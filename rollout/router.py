@@ -67,10 +67,6 @@ class ReplicaConnection:
         self.probes = 0
         self.healthy_since = 0.0
 
-    def is_same(self, info: ReplicaInfo) -> bool:
-        """Whether `info` describes this process, and it has not been fenced."""
-        return (self.info.incarnation, self.info.url) == (info.incarnation, info.url) and info.state != "starting"
-
     async def generate(self, request: InflightRequest, version: int) -> Completion:
         self.in_flight += 1
         self.idle.clear()
@@ -133,9 +129,10 @@ class Router:
             return
         infos = {info.name: info for info in fleet.replicas}
         for name, connection in list(self._connections.items()):
-            if name in infos and connection.is_same(infos[name]):
-                connection.info = infos[name]
-            else:
+            info, known = infos.get(name), connection.info
+            if info and (info.incarnation, info.url) == (known.incarnation, known.url) and info.state != "starting":
+                connection.info = info
+            else:  # removed, restarted or fenced
                 self._retire(self._connections.pop(name))
         for name, info in infos.items():
             if info.state == "serving" and name not in self._connections:

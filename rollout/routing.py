@@ -184,13 +184,13 @@ class RoutingTable:
         return replica.load + len(request.token_ids) - cached
 
     def _cheapest(self, request: RouteRequest) -> ReplicaState | None:
-        able = [r for r in self.replicas.values() if self._has_slot(r) and r.serves(request.oldest_version)]
-        return min(able, key=lambda replica: self._rank(request, replica), default=None)
+        def rank(replica: ReplicaState) -> tuple[bool, int, int]:
+            # Equal replicas are ordered by a hash of the episode: workers that start at the same time spread over all of them.
+            spread = zlib.crc32(f"{request.episode_id} {replica.info.name}".encode())
+            return replica.paused, self.cost(request, replica), spread
 
-    def _rank(self, request: RouteRequest, replica: ReplicaState) -> tuple[bool, int, int]:
-        # Equal replicas are ordered by a hash of the episode: workers that start at the same time spread over all of them.
-        spread = zlib.crc32(f"{request.episode_id} {replica.info.name}".encode())
-        return replica.paused, self.cost(request, replica), spread
+        able = [r for r in self.replicas.values() if self._has_slot(r) and r.serves(request.oldest_version)]
+        return min(able, key=rank, default=None)
 
     def _has_slot(self, replica: ReplicaState) -> bool:
         return replica.serving and len(replica.tokens) < self._limit

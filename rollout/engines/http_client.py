@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -62,7 +62,7 @@ class HttpClient:
         self.request_s = request_s
         self.first_s = max(IDLE_LEAST_S, FIRST_SHARE * request_s)
         self.idle_s = max(IDLE_LEAST_S, IDLE_SHARE * request_s)
-        self._opened: aiohttp.ClientSession | None = None
+        self._session: aiohttp.ClientSession | None = None
         self._aborts: dict[asyncio.Timeout, tuple[str, object]] = {}
         self._sending: set[asyncio.Future[None]] = set()
 
@@ -73,7 +73,7 @@ class HttpClient:
         for scope in aborts:
             scope.reschedule(0)  # cancels its block in the next turn of the loop
         await asyncio.gather(*self._sending, *(self._abort(path, body) for path, body in aborts.values()))
-        session, self._opened = self._opened, None
+        session, self._session = self._session, None
         if session is not None:
             await session.close()
 
@@ -101,16 +101,14 @@ class HttpClient:
 
         return await self._within(seconds, exchange(), path)
 
-    async def stream(
-        self, path: str, body: object, on_event: Callable[[bytes], None], *, seconds: float | None = None
-    ) -> None:
+    async def stream(self, path: str, body: object, on_event: Callable[[bytes], None]) -> None:
         """POST, and pass the data of each server-sent event to `on_event` until `[DONE]`.
 
         Raises:
             Disconnected: the stream ended early, or nothing came for too long (`ServerUnresponsive`).
             RequestRejected: the server says that the request is wrong.
             EngineError: not reachable, or another answer that is not 200; and whatever `on_event` raises.
-            DeadlineExceeded: the stream did not end within `seconds`, by default `request_s`.
+            DeadlineExceeded: the stream did not end within `request_s`.
         """
 
         async def exchange() -> None:
@@ -137,7 +135,7 @@ class HttpClient:
             if not done:
                 raise Disconnected(f"{self.name} at {self.url} ended the stream of {path} early")
 
-        await self._within(seconds, exchange(), path)
+        await self._within(None, exchange(), path)
 
     @asynccontextmanager
     async def aborting(self, path: str, body: object) -> AsyncIterator[None]:
@@ -174,22 +172,20 @@ class HttpClient:
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise EngineError(f"{self.name} at {self.url} answered something impossible: {error}") from error
 
-    async def metrics(
-        self, names: Iterable[str], labels: Mapping[str, str] | None = None, path: str = "/metrics"
-    ) -> dict[str, float]:
+    async def metrics(self, names: Sequence[str], labels: Mapping[str, str] | None = None) -> dict[str, float]:
         """Values of these Prometheus samples, summed over all with `labels`. Raises EngineError where one is missing."""
-        values: dict[str, float | None] = dict.fromkeys(names)
-        text = (await self.call("GET", path, reuse=True)).decode()
+        values: dict[str, float] = {}
+        text = (await self.call("GET", "/metrics", reuse=True)).decode()
         # Parsing all histograms of a server is slow.
-        wanted = [line for line in text.splitlines() if line.startswith(tuple(values))]
+        wanted = [line for line in text.splitlines() if line.startswith(tuple(names))]
         for family in text_string_to_metric_families("\n".join(wanted) + "\n"):
             for sample in family.samples:
-                if sample.name in values and (labels or {}).items() <= sample.labels.items():
-                    values[sample.name] = (values[sample.name] or 0.0) + sample.value
-        for name, value in values.items():
-            if value is None:
-                raise EngineError(f"{self.name} at {self.url}{path} has no metric {name}")
-        return {name: value or 0.0 for name, value in values.items()}
+                if sample.name in names and (labels or {}).items() <= sample.labels.items():
+                    values[sample.name] = values.get(sample.name, 0.0) + sample.value
+        for name in names:
+            if name not in values:
+                raise EngineError(f"{self.name} at {self.url}/metrics has no metric {name}")
+        return values
 
     async def wait_for_answer(self, path: str, deadline_s: float) -> None:
         """Return as soon as a GET of `path` succeeds; DeadlineExceeded when it does not within `deadline_s`."""
@@ -212,14 +208,16 @@ class HttpClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         headers = {"Content-Type": "application/json"} | ({} if reuse else {"Connection": "close"})
         data = msgspec.json.encode(body) if body is not None else None
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        url = self.url + path
         try:
-            async with self._session().request(
-                method, self.url + path, params=query, data=data, headers=headers
-            ) as response:
+            async with self._session.request(method, url, params=query, data=data, headers=headers) as response:
                 if response.status != 200:
                     reason = (await response.read()).decode(errors="replace").strip()[:500]
                     kind = RequestRejected if response.status in REFUSALS else ErrorStatus
-                    raise kind(f"{self.name} at {self.url}{path} answered {response.status}: {reason}")
+                    raise kind(f"{self.name} at {url} answered {response.status}: {reason}")
                 yield response
         except aiohttp.ClientConnectorError as error:
             raise EngineError(f"{self.name} at {self.url} is not reachable: {error}") from error
@@ -231,12 +229,6 @@ class HttpClient:
         return await with_deadline(
             seconds or self.request_s, exchange, who=self.name, waits_for=f"answer to {path}", hint=HINT
         )
-
-    def _session(self) -> aiohttp.ClientSession:
-        if self._opened is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-            self._opened = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
-        return self._opened
 
 
 async def is_healthy(url: str, path: str, seconds: float) -> bool | None:

@@ -33,6 +33,7 @@ from .http_client import Disconnected, HttpClient
 STREAM_INTERVAL = 16  # tokens per chunk of a stream; the first token has its own chunk
 UNPUSHED = "default"  # the version that vLLM and SGLang report for weights that they loaded themselves
 IMPOSSIBLE = -9999.0  # what servers report for a log-prob that is minus infinity or not a number
+FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 Body = dict[str, Any]  # a request in the JSON of its server
 
 
@@ -170,7 +171,7 @@ class HttpEngine(HttpClient, ABC):
         try:
             async with self.aborting(*self.abort_request(body)):
                 await self.stream(self.generate_path, body, answer.add_chunk)
-            if not answer.ended:
+            if answer.finish is None:
                 raise Disconnected(f"{self.name} at {self.url} ended a completion without a reason")
         except Disconnected as error:
             raise EngineFailure(str(error), answer.certain(version)) from error
@@ -221,14 +222,10 @@ class HttpEngine(HttpClient, ABC):
 
 
 class CompletionStream(ABC):
-    """A completion as it arrives; subclasses decode the chunks of one kind of server.
+    """A completion as it arrives: all tokens, log-probs and spans so far, which end where the server has reported versions, and the
+    finish reason once there is one. Subclasses decode the chunks of one kind of server."""
 
-    Attributes:
-        ended: a finish reason has arrived.
-        tokens, logprobs, spans: all so far; spans end where the server has reported versions.
-    """
-
-    ended = False
+    finish: str | None = None
 
     def __init__(self, engine: HttpEngine, sampling: SamplingParams) -> None:
         self.engine = engine
@@ -241,9 +238,11 @@ class CompletionStream(ABC):
     def add_chunk(self, event: bytes) -> None:
         """Add a chunk. Raises EngineError where the server failed, refuses the request, or the chunk is invalid."""
 
-    @abstractmethod
     def reason(self) -> FinishReason:
         """The finish reason. Raises EngineError for one that the request does not allow."""
+        if self.finish not in FINISH:
+            raise EngineError(f"{self.engine.name}: unknown finish reason {self.finish!r}")
+        return FINISH[self.finish]
 
     def whole(self, version: int | None) -> Completion:
         """The checked completion of a request that was sent with `version`. Raises EngineError where it is invalid."""

@@ -26,8 +26,6 @@ from .plugin import COMMAND, LOADER
 CANARY_PRIORITY = 1  # priority of a score; higher goes first, and completions have 0
 # Largest top-k of a truncated distribution: beyond 4096, SGLang does not report the distribution that it sampled from.
 SUPPORT = 4000
-FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-
 PAUSE: dict[Partial, str] = {"recompute": "retract", "keep_kv": "in_place", "abort_resume": "abort"}
 
 
@@ -67,7 +65,7 @@ class _Loads(msgspec.Struct):
 
 
 class _Answer(CompletionStream):
-    _finish: _Finish | None = None
+    _end = _Finish("")
 
     def add_chunk(self, event: bytes) -> None:
         chunk, engine = self.engine.decode(event, _Chunk), self.engine
@@ -87,19 +85,17 @@ class _Answer(CompletionStream):
         if meta.weight_versions is not None:
             self.spans = meta.weight_versions
         if meta.finish_reason is not None:
-            self._finish, self.ended = meta.finish_reason, True
+            self._end, self.finish = meta.finish_reason, meta.finish_reason.type
 
     def reason(self) -> FinishReason:
-        name, finish = self.engine.name, self._finish
-        if finish is None or finish.type not in FINISH:
-            raise EngineError(f"{name}: unknown finish reason {finish!r}")
-        if finish.status_code is not None:
-            raise _refusal(finish.status_code)(f"{name} refused a request: {finish.status_code} {finish.message}")
-        if finish.type == "stop" and finish.matched not in self.sampling.stop_token_ids:
+        name, end = self.engine.name, self._end
+        if end.status_code is not None:
+            raise _refusal(end.status_code)(f"{name} refused a request: {end.status_code} {end.message}")
+        if end.type == "stop" and end.matched not in self.sampling.stop_token_ids:
             raise EngineError(
-                f"{name} stopped at {finish.matched!r}, which is no stop token of the request; its weights may be broken"
+                f"{name} stopped at {end.matched!r}, which is no stop token of the request; its weights may be broken"
             )
-        return FINISH[finish.type]
+        return super().reason()
 
 
 class SglangEngine(HttpEngine):

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ....agents.base import FinishReason
 from ....configs.schema import Partial
 from ....errors import EngineError
 from ....weightsync.plan import GroupPlan, TransferPlan
@@ -18,8 +17,6 @@ from ..base import EngineLoad, RequestRejected, SamplingParams
 from ..http_client import REFUSALS, Disconnected
 from ..http_engine import STREAM_INTERVAL, Body, CompletionStream, HttpEngine
 from ..server.protocol import ABORT_PREFIX, Generated
-
-FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 PAUSE: dict[Partial, dict[str, str]] = {
     "recompute": {"mode": "keep", "clear_cache": "true"},
@@ -29,8 +26,6 @@ PAUSE: dict[Partial, dict[str, str]] = {
 
 
 class _Answer(CompletionStream):
-    _finish: str | None = None
-
     def add_chunk(self, event: bytes) -> None:
         chunk, engine = self.engine.decode(event, Generated), self.engine
         if chunk.error is not None:
@@ -40,13 +35,7 @@ class _Answer(CompletionStream):
             self.tokens += choice.token_ids or ()
             self.logprobs += [entry.logprob for entry in (choice.logprobs and choice.logprobs.content) or ()]
             self.spans = self.spans if choice.weight_versions is None else choice.weight_versions
-            if choice.finish_reason is not None:
-                self._finish, self.ended = choice.finish_reason, True
-
-    def reason(self) -> FinishReason:
-        if self._finish not in FINISH:
-            raise EngineError(f"{self.engine.name}: unknown finish reason {self._finish!r}")
-        return FINISH[self._finish]
+            self.finish = choice.finish_reason or self.finish
 
 
 class VllmEngine(HttpEngine):
