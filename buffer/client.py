@@ -13,7 +13,6 @@ import itertools
 import time
 import uuid
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TypeVar
 
 import msgspec
@@ -26,9 +25,8 @@ from .ledger import Counts
 from .messages import BatchPlan, Lease, Stats
 from .trajectory import DETAIL_LIMIT, BatchRow, EncodedRow, EncodedTrajectory, Outcome, Trajectory
 
+# Time without a reply after which a request is sent again. A lease or a batch may take longer; repeating one is cheap.
 RESEND_S = 5.0
-"""Time without a reply after which a request is sent again. A lease or a batch may take longer; repeating one is cheap."""
-
 R = TypeVar("R")
 
 
@@ -57,9 +55,7 @@ class BufferClient:
         )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._rpc.close()
 
     # --- workers --------------------------------------------------------------------------------------------------
@@ -77,8 +73,7 @@ class BufferClient:
         replaces a cancelled one."""
         async with self._leasing:
             request = m.RequestLease(self.name, min(groups, m.GROUPS_AT_ONCE))
-            granted = await self._request(request, m.LeaseReply, float("inf"), "a lease from the buffer")
-            return granted.lease, *granted.more
+            return (await self._request(request, m.LeaseReply, float("inf"), "a lease from the buffer")).leases
 
     async def progress(self, generated: dict[str, Counts], slot_s: float, idle_slot_s: float) -> tuple[str, ...]:
         """Report running totals; returns the episodes among them to cancel."""
@@ -148,7 +143,7 @@ class BufferClient:
         await self._request(m.MarkCheckpointed(version), m.Ack)
 
     async def stats(self) -> Stats:
-        return (await self._request(m.RequestStats(), m.StatsReply)).stats
+        return await self._request(m.RequestStats(), Stats)
 
     async def _request(
         self, request: m.Request, reply_type: type[R], deadline_s: float | None = None, waits_for: str = ""

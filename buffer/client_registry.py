@@ -23,9 +23,7 @@ from ..errors import StateError
 from .lease_manager import LeaseManager
 from .messages import Lease, LeaseReply
 
-KNOWN = 1 << 14
-"""Workers, and unanswered requests, that are remembered; more than any run today has."""
-
+KNOWN = 1 << 14  # workers, and unanswered requests, that are remembered; more than any run today has
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -156,7 +154,7 @@ class LeaseQueue:
             return client.reply if request.number == client.answered else None
         leases = [lease for i in range(request.groups) if (lease := self._leases.granted(request.name(i)))]
         if leases:  # the buffer answered before it restarted
-            return _reply(leases)
+            return LeaseReply(tuple(leases))
         enqueue(self._waiting, worker, request)
         return None
 
@@ -172,7 +170,7 @@ class LeaseQueue:
                 break
         replies = list[tuple[bytes, int, LeaseReply]]()
         for worker, leases in granted.items():
-            request, reply = self._waiting.pop(worker), _reply(leases)
+            request, reply = self._waiting.pop(worker), LeaseReply(tuple(leases))
             request.client.answered, request.client.reply = request.number, reply
             replies.append((request.identity, request.number, reply))
         return replies
@@ -188,10 +186,6 @@ def enqueue(waiting: dict[K, V], key: K, value: V) -> None:
 def connection_name(name: str, incarnation: str) -> bytes:
     """The ZeroMQ identity of a client."""
     return f"{name}/{incarnation}".encode()
-
-
-def _reply(leases: list[Lease]) -> LeaseReply:
-    return LeaseReply(leases[0], tuple(leases[1:]))
 
 
 def _parse(connection: bytes) -> tuple[str, str]:

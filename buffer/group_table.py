@@ -25,13 +25,10 @@ from .trajectory import Outcome
 
 GroupState = Literal["open", "leased", "ready", "batched", "trained", "discarded"]
 EpisodeAccount = Literal["in_flight", "ready", "trained", "discarded"]
-
-FAILED = "failed_"
-"""Prefix of the discard reasons that are the outcome of the episode itself."""
-
+FAILED = "failed_"  # prefix of the discard reasons that are the outcome of the episode itself
+# Discard reason of tokens that were generated for an episode and are in none of its trajectories: of a completion that
+# was cut off, or that the agent did not wait for.
 UNUSED = "unused"
-"""Discard reason of tokens that were generated for an episode and are in none of its trajectories: of a completion that was cut
-off, or that the agent did not wait for."""
 
 
 class Episode(msgspec.Struct):
@@ -136,8 +133,7 @@ class Group(msgspec.Struct):
         return sum(e.member == member and e.reason == reason and e.settled for e in self.episodes.values())
 
 
-Changed = tuple[Group, Sequence[Episode]]
-"""A group, and those of its episodes whose rows are out of date."""
+Changed = tuple[Group, Sequence[Episode]]  # A group, and those of its episodes whose rows are out of date
 
 
 class GroupTable:

@@ -19,20 +19,13 @@ from .messages import Lease
 from .sample_filter import dropped
 from .trajectory import Outcome
 
-MIN_MEMBERS = 2
-"""A group's mean is a baseline from two members on."""
-
+MIN_MEMBERS = 2  # A group's mean is a baseline from two members on
+# Discard reason of a group whose members all have the same reward, under dynamic sampling.
 EQUAL_REWARDS = "equal_rewards"
-"""Discard reason of a group whose members all have the same reward, under dynamic sampling."""
-
-GREEDY = 0
-"""The member that is sampled greedily, under `ReplayConfig.greedy`."""
-
-NO_BASELINE = "no_baseline"
-"""Discard reason of a group whose greedy member failed: the others have no baseline."""
-
+GREEDY = 0  # The member that is sampled greedily, under `ReplayConfig.greedy`
+NO_BASELINE = "no_baseline"  # discard reason of a group whose greedy member failed: the others have no baseline
+# States of groups that no version was trained on yet.
 WAITING: tuple[GroupState, ...] = ("open", "leased", "ready", "batched")
-"""States of groups that no version was trained on yet."""
 
 
 class LeaseManager:

@@ -13,21 +13,15 @@ from typing import Literal
 
 import msgspec
 
-Counts = dict[int, int]
-"""Policy version -> tokens."""
-
+Counts = dict[int, int]  # policy version -> tokens
+# Every other account is the reason for which tokens were discarded, or with the prefix `WITHHELD` were withheld.
 ACCOUNTS = ("in_flight", "ready", "trained")
-"""Every other account is the reason for which tokens were discarded, or with the prefix `WITHHELD` were withheld."""
-
-WITHHELD = "withheld_"
-"""Prefix of the accounts of tokens in a committed step that carried no loss there."""
-
+WITHHELD = "withheld_"  # prefix of the accounts of tokens in a committed step that carried no loss there
+# Reason for withholding single tokens: they are older than the bound. A group without other tokens is discarded for it.
 STALE = "stale"
-"""Reason for withholding single tokens: they are older than the bound. A group without other tokens is discarded for it."""
-
+# Why no token of an episode carries loss. `late`: it ended after its group was complete. `baseline`: it was sampled
+# greedily, as the baseline of the others. `filtered`: others of its group were selected by their rewards.
 Withheld = Literal["late", "baseline", "filtered"]
-"""Why no token of an episode carries loss. `late`: it ended after its group was complete. `baseline`: it was sampled greedily, as
-the baseline of the others. `filtered`: others of its group were selected by their rewards."""
 
 
 class Ledger(msgspec.Struct):

@@ -20,7 +20,8 @@ from .segments import read_arrays, segments_path, starts_of
 from .trajectory import LENGTH_LIMIT, TOKEN_BYTES
 
 T = TypeVar("T")
-
+# Episodes that contradict themselves: in no account, of another length than their tokens, with more tokens of a version
+# kept than generated, or with arrays, while they are there, that hold another number of sampled tokens.
 MISCOUNTED = """
 SELECT count(*) FROM episodes e WHERE account NOT IN ('in_flight', 'ready', 'trained', 'discarded')
     OR length <> (SELECT coalesce(sum(value), 0) FROM json_each(e.generated))
@@ -32,13 +33,10 @@ SELECT count(*) FROM episodes e WHERE account NOT IN ('in_flight', 'ready', 'tra
                 ELSE coalesce(sum(sampled), 0) END
             FROM (SELECT sampled_tokens(arrays, length) AS sampled FROM trajectories WHERE episode_id = e.id LIMIT -1)))
 """
-"""Episodes that contradict themselves: in no account, of another length than their tokens, with more tokens of a version kept than
-generated, or with arrays, while they are there, that hold another number of sampled tokens."""
-
+# An episode whose counts are damaged.
 UNREADABLE = """
 SELECT id FROM episodes WHERE NOT (json_valid(generated) AND json_valid(kept)) LIMIT 1
 """
-"""An episode whose counts are damaged."""
 
 
 class LedgerReport(msgspec.Struct, frozen=True):

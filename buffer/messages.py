@@ -19,31 +19,16 @@ from ..rpc.wire import RpcMessage, RpcRefusal
 from .ledger import Ledger, Withheld
 from .trajectory import BatchRow, EncodedRow, EncodedTrajectory, Outcome, Trajectory
 
-Name = Annotated[str, Meta(min_length=1, max_length=100)]
-"""Of a worker, or of one of its processes."""
-
-EpisodeId = Annotated[str, Meta(max_length=64)]
-"""`group.attempt.member`."""
-
-TrajectoryId = Annotated[str, Meta(max_length=84)]
-"""`group.attempt.member.branch`."""
-
+Name = Annotated[str, Meta(min_length=1, max_length=100)]  # of a worker, or of one of its processes
+EpisodeId = Annotated[str, Meta(max_length=64)]  # `group.attempt.member`
+TrajectoryId = Annotated[str, Meta(max_length=84)]  # `group.attempt.member.branch`
+# A count of one episode's tokens; the bound keeps a forged one from overflowing the store.
 Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
-"""A count of one episode's tokens; the bound keeps a forged one from overflowing the store."""
-
-Version = Annotated[int, Meta(ge=0, lt=1 << 31)]
-"""A policy version: int32 in the learner's arrays."""
-
-Counts = dict[Version, Tokens]
-"""Policy version -> sampled tokens."""
-
-Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
-"""A running total; the bound keeps sums finite."""
-
+Version = Annotated[int, Meta(ge=0, lt=1 << 31)]  # A policy version: int32 in the learner's arrays
+Counts = dict[Version, Tokens]  # policy version -> sampled tokens
+Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]  # A running total; the bound keeps sums finite
 Row = TypeVar("Row", EncodedRow, BatchRow, Trajectory)
-
-GROUPS_AT_ONCE = 256
-"""Leases in one reply."""
+GROUPS_AT_ONCE = 256  # leases in one reply
 
 
 class BufferMessage(msgspec.Struct, frozen=True, tag=True):
@@ -165,8 +150,7 @@ class Ack(BufferMessage, frozen=True):
 
 
 class LeaseReply(BufferMessage, frozen=True):
-    lease: Lease
-    more: tuple[Lease, ...] = ()
+    leases: Annotated[tuple[Lease, ...], Meta(min_length=1)]
 
 
 class CancelledEpisodes(BufferMessage, frozen=True):
@@ -181,7 +165,7 @@ class RecoverReply(BufferMessage, frozen=True):
     version: int
 
 
-class Stats(msgspec.Struct, frozen=True):
+class Stats(BufferMessage, frozen=True):
     """The buffer at one instant: `leased_groups` are running, `ready_groups` are complete and not committed.
 
     Attributes:
@@ -200,10 +184,6 @@ class Stats(msgspec.Struct, frozen=True):
     refilled_groups: int = 0
     dropped: int = 0
     refused: int = 0
-
-
-class StatsReply(BufferMessage, frozen=True):
-    stats: Stats
 
 
 class BatchPlan(BufferMessage, Generic[Row], frozen=True):
@@ -252,14 +232,7 @@ Request = (
     | RequestStats
 )
 Reply = (
-    Ack
-    | LeaseReply
-    | CancelledEpisodes
-    | RecoverReply
-    | StatsReply
-    | BatchPlan[EncodedRow]
-    | RowsReply
-    | TrajectoriesReply
+    Ack | LeaseReply | CancelledEpisodes | RecoverReply | Stats | BatchPlan[EncodedRow] | RowsReply | TrajectoriesReply
 )
 
 Envelope = RpcMessage[Request]

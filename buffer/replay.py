@@ -26,8 +26,7 @@ from .group_table import Episode, Group, GroupTable
 from .lease_manager import LeaseManager
 from .ledger import VersionLedgers
 
-STRAGGLER = "straggler"
-"""Discard reason of an episode that still ran when its group was put into a batch."""
+STRAGGLER = "straggler"  # discard reason of an episode that still ran when its group was put into a batch
 
 
 class Replay:

@@ -34,11 +34,10 @@ from .replay import Replay
 from .store import CommitRow, NewTrajectory, Store, WriteBatch
 from .trajectory import EncodedRow, EncodedTrajectory, sampled_of
 
-PendingReply = tuple[bytes, int, m.Reply | RpcRefusal]
-"""The connection, the number of its request, and the reply."""
-
+PendingReply = tuple[bytes, int, m.Reply | RpcRefusal]  # the connection, the number of its request, and the reply
+# Bytes of cached trajectories: 900 episodes of 8k tokens. Longer ones are read back from the file, which costs little
+# for them.
 CACHE_BYTES = 64 << 20
-"""Bytes of cached trajectories: 900 episodes of 8k tokens. Longer ones are read back from the file, which costs little for them."""
 
 
 class PendingWrites(msgspec.Struct):
@@ -178,7 +177,7 @@ class RequestHandler:
                 self._fresh_requests.append((identity, received.number, version, limit))
                 return None
             case m.RequestStats():
-                return m.StatsReply(self._stats())
+                return self._stats()
         return m.Ack()
 
     def _require_holder(self, worker: str, episode_id: str) -> None:

@@ -12,30 +12,23 @@ import sqlite3
 
 from .trajectory import TOKEN_BYTES
 
+# Groups that can no longer change; `:settled` is `ReplayCounters.settled`.
 SETTLED = (
     "(state = 'discarded' OR (state = 'trained' AND trained_at <= :settled))"
     " AND NOT EXISTS (SELECT 1 FROM episodes WHERE group_id = groups.id AND NOT settled)"
 )
-"""Groups that can no longer change; `:settled` is `ReplayCounters.settled`."""
-
-GROUPS_AT_ONCE = 256
-"""Groups of one transaction: more would delay the replies of a round."""
-
-CUT_BYTES = 32 << 20
-"""How much is cut off the file at a time, for the same reason."""
-
-SLACK = 0.9
-"""A buffer over its limit shrinks to this share of it, so that it does not exceed the limit again at once."""
-
+GROUPS_AT_ONCE = 256  # groups of one transaction: more would delay the replies of a round
+CUT_BYTES = 32 << 20  # how much is cut off the file at a time, for the same reason
+SLACK = 0.9  # A buffer over its limit shrinks to this share of it, so that it does not exceed the limit again at once
+# Where the arrays end that rows name.
 END = (
     f"SELECT coalesce(max(arrays + {TOKEN_BYTES} * length), 0) FROM trajectories"
     " WHERE typeof(arrays) = 'integer' AND arrays < 1 << 62 AND length BETWEEN 1 AND 1 << 31"  # a damaged row may hold anything
 )
+# Whether rows name arrays between two positions.
 NAMED = "SELECT EXISTS (SELECT 1 FROM trajectories WHERE arrays >= ? AND arrays < ?)"
-"""Where the arrays end that rows name, and whether rows name any between two positions."""
-
 _LEAVING = "(SELECT id FROM leaving)"
-
+# ARRAYS, ROWS: the groups that may lose them, and the statements that delete them.
 ARRAYS = (
     "SELECT DISTINCT group_id FROM trajectories INDEXED BY held CROSS JOIN groups ON groups.id = group_id"
     f" WHERE arrays IS NOT NULL AND {SETTLED} ORDER BY group_id LIMIT {GROUPS_AT_ONCE}",
@@ -50,7 +43,6 @@ ROWS = (
     f"DELETE FROM episodes WHERE group_id IN {_LEAVING}",
     f"DELETE FROM groups WHERE id IN {_LEAVING}",
 )
-"""Each: the groups that may lose it, and the statements that delete it."""
 
 
 def sizes(db: sqlite3.Connection) -> tuple[int, int]:

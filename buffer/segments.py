@@ -23,12 +23,8 @@ from pathlib import Path
 from ..common.fsio import fsync_directory
 from ..rpc.wire import Frame
 
-SEGMENT_BYTES = 16 << 20
-"""Size after which the next segment begins; one row can keep this much from being deleted."""
-
-BUFFERS_AT_ONCE = 1024
-"""Buffers of one write (IOV_MAX)."""
-
+SEGMENT_BYTES = 16 << 20  # size after which the next segment begins; one row can keep this much from being deleted
+BUFFERS_AT_ONCE = 1024  # buffers of one write (IOV_MAX)
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
 
 

@@ -34,23 +34,19 @@ from .schema import SCHEMA, SCHEMA_VERSION, connect, require_schema, store_error
 from .segments import SegmentLog, segments_path
 from .trajectory import LENGTH_LIMIT, TOKEN_BYTES, EncodedTrajectory, Outcome, Trajectory
 
-WAL_BYTES = 64 << 20
-"""The log beside the file is truncated to this after a larger transaction."""
-
+WAL_BYTES = 64 << 20  # the log beside the file is truncated to this after a larger transaction
+# Values of one statement, where SQLite takes so many, and the bytes after which it takes no more: it holds a copy of
+# them.
 VALUES_AT_ONCE, BYTES_AT_ONCE = 10_000, 16 << 20
-"""Values of one statement, where SQLite takes so many, and the bytes after which it takes no more: it holds a copy of them."""
-
 Row = tuple[object, ...]
-
+# Of an episode: all its branches have the same.
 REWARD = (
     "CASE WHEN account IN ('ready', 'trained')"
     " THEN (SELECT reward FROM trajectories WHERE episode_id = episodes.id LIMIT 1) END AS reward"
 )
-"""Of an episode: all its branches have the same."""
-
 _UPDATED = ["account", "length", "generated", "kept", "settled", "final", "withheld", "loss_from", "reason", "outcome"]
+# Of an episode's row: id, group and worker stay, and so their index entries; `REPLACE` would rewrite all of them.
 UPSERT = "ON CONFLICT (id) DO UPDATE SET " + ", ".join(f"{column} = excluded.{column}" for column in _UPDATED)
-"""Of an episode's row: id, group and worker stay, and so their index entries; `REPLACE` would rewrite all of them."""
 
 
 class CommitRow(msgspec.Struct, frozen=True):

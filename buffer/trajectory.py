@@ -24,18 +24,11 @@ from numpy.typing import NDArray
 from ..errors import WireError
 from ..rpc.wire import FORMAT
 
+# Tokens in one trajectory. Beyond any context served today; keeps a forged header from allocating memory.
 LENGTH_LIMIT = 1 << 22
-"""Tokens in one trajectory. Beyond any context served today; keeps a forged header from allocating memory."""
-
-TOKEN_BYTES = 9
-"""Bytes of arrays per token: an id (int32), a log-prob (float32), and whether it was sampled."""
-
-NAME_LIMIT = 1000
-"""Characters of a task's or environment's name."""
-
-DETAIL_LIMIT = 4000
-"""Characters of a failure's detail."""
-
+TOKEN_BYTES = 9  # bytes of arrays per token: an id (int32), a log-prob (float32), and whether it was sampled
+NAME_LIMIT = 1000  # characters of a task's or environment's name
+DETAIL_LIMIT = 4000  # characters of a failure's detail
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 

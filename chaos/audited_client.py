@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from ..buffer.client import BufferClient
 from ..buffer.messages import BatchPlan, Lease
@@ -43,11 +42,9 @@ class AuditedClient(BufferClient):
         self._logged: dict[str, Counts] = {}
         return await super().__aenter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self.audit_log.close()
-        await super().__aexit__(kind, error, tb)
+        await super().__aexit__(*exception)
 
     async def leases(self, groups: int) -> tuple[Lease, ...]:
         leases = await super().leases(groups)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 
+# Gen-0 GC threshold. Thousands of trajectories and requests live for a moment and are in no reference cycle; with
+# Python's own threshold of 700 they are scanned again and again.
 YOUNG = 10_000
-"""Gen-0 GC threshold. Thousands of trajectories and requests live for a moment and are in no reference cycle; with Python's own
-threshold of 700 they are scanned again and again."""
 
 
 def freeze_startup_objects() -> None:

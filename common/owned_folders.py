@@ -18,10 +18,8 @@ import tempfile
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-WEIGHTS = "slipstream-weights-"
-SERVER_FILES = "slipstream-server-"
-"""Prefixes of a learner's folder in shared memory, and of a server's temporary folder."""
-
+WEIGHTS = "slipstream-weights-"  # prefix of a learner's folder in shared memory
+SERVER_FILES = "slipstream-server-"  # prefix of a server's temporary folder
 _LOCK = ".lock"
 
 

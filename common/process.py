@@ -11,9 +11,7 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-
-PARENT = "SLIPSTREAM_PARENT"
-"""Variable with the id of the process that started a role."""
+PARENT = "SLIPSTREAM_PARENT"  # variable with the id of the process that started a role
 
 
 def set_parent_death_signal(parent: int | None = None) -> None:

@@ -12,9 +12,7 @@ import time
 
 import msgspec
 
-LISTED = 8
-"""Kinds of waits that one process lists: the oldest."""
-
+LISTED = 8  # kinds of waits that one process lists: the oldest
 NO_DIGITS = str.maketrans("", "", string.digits)
 
 
@@ -70,8 +68,7 @@ def _kind(who: str, waits_for: str) -> str:
     return f"{who} {waits_for}".translate(NO_DIGITS)
 
 
-_active: dict[int, TrackedWait] = {}
-"""By `id()`, oldest first."""
+_active: dict[int, TrackedWait] = {}  # by `id()`, oldest first
 
 
 def current_waits(limit: int = LISTED) -> tuple[Wait, ...]:

@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import zmq
@@ -29,9 +28,7 @@ from . import wire
 from .security import Keys, configure_client
 from .wire import FRAME_LIMIT, LINGER_MS, ONE_WAY, AsyncSocket, Frame, RpcMessage, RpcRefusal, enable_keepalive
 
-STEP_S = 5.0
-"""Longest step by which a deadline is counted down."""
-
+STEP_S = 5.0  # longest step by which a deadline is counted down
 R = TypeVar("R")
 
 
@@ -225,9 +222,7 @@ class RpcNotifier:
     def __enter__(self) -> RpcNotifier:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def notify(self, message: Any) -> bool:

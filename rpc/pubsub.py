@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
 import zmq
@@ -25,12 +24,8 @@ from . import wire
 from .security import CurveServer, Keys, configure_client
 
 log = logging.getLogger(__name__)
-
-REPEAT_S = 5.0
-"""Between repetitions of an unchanged state: one small frame, for a subscriber whose connection lost one."""
-
-CLOSE_LINGER_MS = 500
-"""How long the last snapshot may take to leave when the publisher closes."""
+REPEAT_S = 5.0  # between repetitions of an unchanged state: one small frame, for a subscriber whose connection lost one
+CLOSE_LINGER_MS = 500  # how long the last snapshot may take to leave when the publisher closes
 
 
 class Revisioned(Protocol):
@@ -118,9 +113,7 @@ class StateSubscriber(Generic[S]):
         self._reader = asyncio.create_task(self._read(), name="state subscriber")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._reader.cancel()
         await asyncio.wait({self._reader})
         self._socket.close()

@@ -22,15 +22,11 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 log = logging.getLogger(__name__)
 
 VARIABLE = "SLIPSTREAM_KEYS"
-
+# libzmq's events for a peer without CURVE, with another server's key, and with a client key that is not the run's.
 HANDSHAKE_FAILURES = (
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
 )
-"""libzmq's events for a peer without CURVE, with another server's key, and with a client key that is not the run's."""
-
-HANDSHAKE_MS = 10_000
-"""A peer that has not proved its key by then is disconnected."""
-
+HANDSHAKE_MS = 10_000  # A peer that has not proved its key by then is disconnected
 _numbers = itertools.count()
 
 

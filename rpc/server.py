@@ -36,10 +36,7 @@ from .security import CurveServer, Keys
 from .wire import FRAME_LIMIT, LINGER_MS, ONE_WAY, AsyncSocket, RpcMessage, RpcRefusal, enable_keepalive
 
 log = logging.getLogger(__name__)
-
-BACKLOG = 64
-"""Messages of one connection that wait to be read, after which its sender waits."""
-
+BACKLOG = 64  # messages of one connection that wait to be read, after which its sender waits
 M = TypeVar("M")
 
 

@@ -24,31 +24,20 @@ from msgspec import Meta
 
 from ..errors import WireError
 
-FORMAT = b"\x04"
-"""First byte of every message. Raise it when a struct on the wire changes meaning."""
-
+FORMAT = b"\x04"  # First byte of every message. Raise it when a struct on the wire changes meaning.
+# Bytes of one frame: the arrays of the longest trajectory, `buffer.trajectory.LENGTH_LIMIT` tokens of 9 bytes.
 FRAME_LIMIT = 36 << 20
-"""Bytes of one frame: the arrays of the longest trajectory, `buffer.trajectory.LENGTH_LIMIT` tokens of 9 bytes."""
-
-ONE_WAY = 0
-"""Number of a message that gets no reply."""
-
-LINGER_MS = 500
-"""How long queued messages outlive their socket: libzmq aborts a process that drops half of a message."""
-
+ONE_WAY = 0  # number of a message that gets no reply
+LINGER_MS = 500  # how long queued messages outlive their socket: libzmq aborts a process that drops half of a message
+# TCP probes a silent connection after this long, and closes it when the probe is not answered for as long again.
 KEEPALIVE_S = 5
-"""TCP probes a silent connection after this long, and closes it when the probe is not answered for as long again."""
-
+# As numbers: `|` of pyzmq's enums takes longer than the call.
 NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-"""As numbers: `|` of pyzmq's enums takes longer than the call."""
-
+# Smaller frames are copied when they are sent: pyzmq frees a frame that is not in another thread, which costs more.
 COPY_BYTES = 128 << 10
-"""Smaller frames are copied when they are sent: pyzmq frees a frame that is not in another thread, which costs more."""
-
+# Larger frames stay where libzmq received them, and are sent on from there; smaller ones are copied, because libzmq may
+# keep its whole input buffer for them.
 KEEP_BYTES = 16 << 10
-"""Larger frames stay where libzmq received them, and are sent on from there; smaller ones are copied, because libzmq may keep its
-whole input buffer for them."""
-
 Frame = bytes | memoryview
 M = TypeVar("M")
 

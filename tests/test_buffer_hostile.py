@@ -133,7 +133,7 @@ class Mallory:
         while True:
             envelope = wire.decode(m.ReplyEnvelope, await self.socket.recv_multipart())
             match reply := envelope.message:
-                case m.StatsReply(stats) if envelope.number == LAST:
+                case m.Stats() as stats if envelope.number == LAST:
                     return stats
                 case RpcRefusal():
                     self.refused += 1
@@ -317,7 +317,7 @@ async def test_no_order_of_requests_ends_the_service_or_opens_the_ledger(tmp_pat
             m.BatchPlan,
             m.RowsReply,
             m.TrajectoriesReply,
-            m.StatsReply,
+            m.Stats,
         }
         assert version > 1
         stats = await observer.stats()
