@@ -485,7 +485,7 @@ async def test_a_repeated_wish_gets_the_same_lease_also_after_a_restart(path: Pa
             assert await ask(dealer, 2, wish) == lease
             other = await ask(dealer, 3, wish)
             assert isinstance(other, m.LeaseReply)
-            assert other.lease.group_id == 1
+            assert other.leases[0].group_id == 1
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------------
@@ -658,7 +658,7 @@ async def test_a_wish_has_one_answer_also_when_its_lease_is_lost(path: Path, add
                 pass
             assert await ask(dealer, 2, m.RequestLease("a")) == lost
             assert await ask(
-                dealer, 3, m.ReportProgress("a", {lost.lease.episode(0): {}}, 0.0, 0.0)
+                dealer, 3, m.ReportProgress("a", {lost.leases[0].episode(0): {}}, 0.0, 0.0)
             ) == m.CancelledEpisodes(("0.0.0",))
 
 
