@@ -38,8 +38,7 @@ PolicyLoss = Callable[[torch.Tensor, torch.Tensor, MicroBatch], LossOutput]
 """(log-probs float32[N], entropy float32[N], row) -> LossOutput. It is called on rows without a trained token too, and then
 returns 0 under the same names."""
 
-Gather = Callable[[torch.Tensor], torch.Tensor]
-"""`Backend.gather`."""
+Gather = Callable[[torch.Tensor], torch.Tensor]  # `Backend.gather`
 
 BatchLoss = Callable[[Sequence[MicroBatch], Gather], PolicyLoss]
 """Collective. (this rank's rows of one step, gather) -> the loss on each of them. It computes what depends on the whole step, such
@@ -69,7 +68,6 @@ class Scorer(Protocol):
 
     def close(self) -> None:
         """Free the model and leave the process group. No other method may be called afterwards."""
-        ...
 
 
 class Backend(Scorer, Protocol):
@@ -113,9 +111,7 @@ class Backend(Scorer, Protocol):
 
     def save(self, directory: Path, state: CheckpointState) -> Future[None]:
         """Collective. Begin to write sharded weights, optimizer and `state` as they are now; the next step may begin meanwhile.
-
-        The directory appears complete or not at all. The future is done when it exists, and fails with a LearnerError.
-        """
+        The directory appears complete or not at all. The future is done when it exists, and fails with a LearnerError."""
         ...
 
     def load(self, directory: Path) -> CheckpointState:
@@ -124,7 +120,6 @@ class Backend(Scorer, Protocol):
 
     def export(self, directory: Path) -> None:
         """Collective. A Hugging Face folder in the serving dtype, tokenizer included; complete or not at all."""
-        ...
 
 
 # --- what does not depend on how a model is split over ranks

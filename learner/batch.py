@@ -9,10 +9,9 @@ Invariants:
 - `token_ids` and `behavior_logprobs` are 0 in sequences whose rows this rank has not fetched (`with_rows`).
 - A member's reward counts once, however many branches it has. Its turns are those of its branches, one branch after the other.
 - A failed episode is here only where the worker was configured to train on it. Its reward is the penalty that its environment
-  declared, given after its last turn. Earlier rewards of it count for nothing.
-- Shaping (`estimators.overlong`) adds to the reward that an estimator sees, after the last turn. Statistics, and the buffer's
-  dynamic sampling and filter, have the reward without it. Failures are not shaped.
-- No reward that is not a finite number reaches an estimator.
+  declared, given after its last turn.
+- Shaping (`estimators.overlong`) adds to the reward that an estimator sees, after the last turn, but not to that of statistics, of
+  the buffer's dynamic sampling and filter, or of failures.
 - A sampled token carries loss exactly when its staleness is within the bound and its episode is not masked; others are context.
 """
 
@@ -31,8 +30,7 @@ from ..buffer.ledger import Withheld
 from ..buffer.trajectory import BatchRow, Trajectory, TrajectoryHeader
 from ..errors import LearnerError
 
-Group = tuple[TrajectoryHeader, ...]
-"""All branches of all members of one task group."""
+Group = tuple[TrajectoryHeader, ...]  # all branches of all members of one task group
 
 Shaping = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 """Lengths of episodes in tokens of their longest branch, int64[E], to what is added to their rewards, float64[E]."""
@@ -42,9 +40,6 @@ ALL_TRAINED: Mapping[str, Withheld] = {}
 
 class TrainBatch(msgspec.Struct, frozen=True):
     """S sequences of N tokens in all, which have K turns and belong to E episodes.
-
-    `flatten` and the estimators fill every column. Credit is computed from all of them; the step reads the columns by token and
-    by sequence only.
 
     Attributes:
         token_ids: int32[N].
@@ -127,7 +122,7 @@ class TrainBatch(msgspec.Struct, frozen=True):
         starts = self.offsets[chosen]
         offsets = _offsets(sizes)
         tokens = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
-        columns = {name: getattr(self, name) for name in TOKEN_COLUMNS}
+        columns = {name: column for name in TOKEN_COLUMNS if (column := getattr(self, name)) is not None}
         return msgspec.structs.replace(
             self,
             offsets=offsets,
@@ -135,15 +130,16 @@ class TrainBatch(msgspec.Struct, frozen=True):
             episode=self.episode[chosen],
             ids=tuple(self.ids[i] for i in chosen),
             prompts=None if self.prompts is None else self.prompts[chosen],
-            **{name: None if column is None else column[tokens] for name, column in columns.items()},
+            **{name: column[tokens] for name, column in columns.items()},
         )
 
 
+AUX_COLUMNS = ("reference_logprobs", "values", "penalties", "returns")
 TOKEN_COLUMNS = (
     *("token_ids", "loss_mask", "sampled", "behavior_logprobs", "staleness", "mixed", "advantages", "turn"),
-    *("reference_logprobs", "values", "penalties", "returns"),
+    *AUX_COLUMNS,
 )
-"""Columns of `TrainBatch` with one entry per token."""
+"""Columns of `TrainBatch` with one entry per token; those that aux models give may be None."""
 
 
 def make_batch(
@@ -326,19 +322,16 @@ def trainable(batch: TrainBatch, max_staleness: int) -> TrainBatch:
     np.maximum.at(ends, sequence[at], at + 1 - batch.offsets[sequence[at]])
     kept = np.flatnonzero(ends)
 
-    def where_trained(column: NDArray[Any] | None) -> NDArray[Any] | None:
-        return None if column is None else np.where(mask, column, column.dtype.type(0))
-
     columns = {
-        name: where_trained(getattr(batch, name)) for name in ("reference_logprobs", "values", "penalties", "returns")
+        name: np.where(mask, column, column.dtype.type(0))
+        for name in ("behavior_logprobs", "advantages", *AUX_COLUMNS)
+        if (column := getattr(batch, name)) is not None
     }
     narrowed = msgspec.structs.replace(
         batch,
         loss_mask=mask,
-        behavior_logprobs=where_trained(batch.behavior_logprobs),
         staleness=np.where(mask, batch.staleness, np.int32(-1)),
         mixed=batch.mixed & mask,
-        advantages=where_trained(batch.advantages),
         **columns,
     )
     return narrowed.select(kept.tolist(), ends[kept])

@@ -41,13 +41,12 @@ READING = (
     RuntimeError,
     ValueError,
     msgspec.DecodeError,
-    pickle.UnpicklingError,  # torch's metadata
+    pickle.UnpicklingError,
     CheckpointException,
 )
 """Errors that mean missing or damaged files."""
 
-CLOSE_S = 5.0
-"""Longest wait at the learner's end for a write that is under way."""
+CLOSE_S = 5.0  # longest wait at the learner's end for a write that is under way
 
 
 class CheckpointState(msgspec.Struct, frozen=True):

@@ -40,10 +40,8 @@ class Checkpointer:
         self._saving: asyncio.Task[None] | None = None
 
     async def recover(self, score_canary: Callable[[], torch.Tensor]) -> CheckpointState:
-        """Collective. Load the newest checkpoint, if any; the buffer rolls back commits that it does not contain.
-
-        Args:
-            score_canary: the policy's log-probs of the fixed prompt.
+        """Collective. Load the newest checkpoint, if any; the buffer rolls back commits that it does not contain. `score_canary`
+        gives the policy's log-probs of the fixed prompt.
 
         Raises:
             CheckpointError: it is damaged, of another model, or computes no numbers.

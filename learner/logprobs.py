@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CPU_CHUNK, GPU_CHUNK = 1 << 18, 1 << 24
-"""Float32 numbers of a chunk: 1 MiB stays in a core's cache; 64 MiB are several rows of the largest vocabularies."""
+CPU_CHUNK, GPU_CHUNK = 1 << 18, 1 << 24  # float32 numbers: 1 MiB stays in a core's cache
 
 LOWEST = torch.finfo(torch.float32).min
 """In place of the -inf of a token that a model forbids: exp(-inf) * -inf is NaN, its share of an entropy is 0."""
@@ -40,8 +39,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     d log p_y / dz = onehot(y) - p        dH / dz = -p (log p + H)
 
-    Given the normalizer and H, a rank of a split vocabulary needs its own logits only. Megatron's own
-    `vocab_parallel_cross_entropy` gives no entropy and overwrites its logits.
+    Given the normalizer and H, a rank of a split vocabulary needs its own logits only.
     """
 
     @staticmethod

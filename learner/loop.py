@@ -12,8 +12,7 @@
     every rank         the previous checkpoint, at the next, at the end  learner.batch_s, then DeadlineExceeded
 
 Invariants:
-- All ranks run this same loop over the same batches: `take` gives every rank the same headers until the batch is committed. Each
-  plans the same steps from them, and fetches the rows that it works on.
+- All ranks run this same loop over the same headers; each plans the same steps, and fetches the rows that it works on.
 - The commit comes after the optimizer step and before the weights are gathered, so no rank asks for a batch too early.
 - Only rank 0 commits, publishes, reports and prunes.
 - The ranks agree on a stop between two steps. A stop leaves a checkpoint of the last commit.
@@ -43,24 +42,19 @@ from .metrics import AuxModelsResult, PolicyStepResult, StepMetrics, StepTimer, 
 from .replica_updates import ReplicaUpdates
 from .step import PolicyStepper
 
-FRESH = 8
-"""Trajectories scored per step only to compare learner and engine; a few percent of a batch."""
+FRESH = 8  # trajectories scored per step only to compare learner and engine; a few percent of a batch
 
 
 class TrainingLoop:
     """One rank of the learner.
 
     Args:
-        config: the learner's section.
-        backend: this rank's part of the model.
-        buffer: where batches come from.
         publisher: on rank 0 how weights leave; None on the others.
         joined: set on rank 0 whenever a replica answers that serves no version yet.
         checkpoints: folder of the checkpoints.
         canary_ids: the fixed prompt of every push.
         report: receives each step's metrics, on rank 0.
         longest: tokens of the longest possible episode, `agent.max_tokens`.
-        aux_models: this rank's part of the aux models.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -165,36 +166,30 @@ class PolicyStepResult(msgspec.Struct, frozen=True):
     mismatch: float
     compared: int
 
-    def mean(self, name: str) -> float:
-        """A loss statistic, mean over the batch's trained tokens."""
-        return sum(r.means[name] * r.tokens for r in self.results) / sum(r.tokens for r in self.results)
+    @property
+    def means(self) -> dict[str, float]:
+        """The loss's statistics, means over the batch's trained tokens."""
+        return mean_over(self.results)
 
     def by_staleness(self) -> dict[str, dict[str, float]]:
         """The fields `*_by_staleness` of `StepMetrics`, over the batch's trained tokens."""
-        names = {name for result in self.results for name in result.means if "/" in name}
-        totals = {n: sum(r.means.get(n, 0.0) * r.tokens for r in self.results) for n in names}
-        weight = sum(total for name, total in totals.items() if name.startswith("importance/"))
-        ess, kl, clipped, weights = (dict[str, float]() for _ in range(4))
-        for staleness in sorted(int(name.removeprefix("tokens/")) for name in names if name.startswith("tokens/")):
-            tokens = totals[f"tokens/{staleness}"]
-            if tokens > 0:
-                means = {name: totals[f"{name}/{staleness}"] / tokens for name in BY_STALENESS}
-                ess[str(staleness)] = effective_sample_size(means)
-                kl[str(staleness)] = means["kl"]
-                clipped[str(staleness)] = means["clip_fraction"]
-                weights[str(staleness)] = means["importance"] * tokens / weight
-        return {
-            "ess_by_staleness": ess,
-            "kl_by_staleness": kl,
-            "clip_fraction_by_staleness": clipped,
-            "weight_by_staleness": weights,
-        }
+        means = self.means
+        found = {f"{name}_by_staleness": dict[str, float]() for name in ("ess", "kl", "clip_fraction", "weight")}
+        weight = sum(mean for name, mean in means.items() if name.startswith("importance/"))
+        for staleness in sorted(int(name.removeprefix("tokens/")) for name in means if name.startswith("tokens/")):
+            if share := means[f"tokens/{staleness}"]:
+                at = {name: means[f"{name}/{staleness}"] / share for name in BY_STALENESS}
+                at |= {"ess": effective_sample_size(at), "weight": at["importance"] * share / weight}
+                for name, values in found.items():
+                    values[str(staleness)] = at[name.removesuffix("_by_staleness")]
+        return found
 
 
 def mean_over(results: Sequence[BackendStepResult]) -> dict[str, float]:
-    """Means of the sums that several steps reported, over their trained tokens."""
+    """Means of the sums that several steps reported, over their trained tokens; a sum that a step lacks is 0 there."""
     tokens = sum(result.tokens for result in results)
-    return {name: sum(r.means[name] * r.tokens for r in results) / tokens for name in results[0].means}
+    names = dict.fromkeys(chain.from_iterable(result.means for result in results))
+    return {name: sum(r.means.get(name, 0.0) * r.tokens for r in results) / tokens for name in names}
 
 
 def summarize(
@@ -280,7 +275,7 @@ class StepTimer:
         total_s, step_s, wait_s = now - self._ended, self._stepped - self._took, self._took - self._ended
         before, after = self._before, self._after
         slot_s = after.slot_s - before.slot_s
-        results = done.results
+        results, means = done.results, done.means
         metrics = StepMetrics(
             **msgspec.structs.asdict(batch),
             step=state.step,
@@ -307,12 +302,12 @@ class StepTimer:
             mismatch_max=done.mismatch,
             mismatch_tokens=done.compared,
             loss=sum(r.loss for r in results) / len(results),
-            ess=effective_sample_size({n: done.mean(n) for n in ("importance", "importance_square")}),
-            kl=done.mean("kl"),
-            entropy=done.mean("entropy"),
-            clip_fraction=done.mean("clip_fraction"),
-            dropped_fraction=done.mean("dropped"),
-            kl_reference=done.mean("kl_reference") if "kl_reference" in results[0].means else 0.0,
+            ess=effective_sample_size(means),
+            kl=means["kl"],
+            entropy=means["entropy"],
+            clip_fraction=means["clip_fraction"],
+            dropped_fraction=means["dropped"],
+            kl_reference=means.get("kl_reference", 0.0),
             **done.by_staleness(),
             **msgspec.structs.asdict(aux_result),
             grad_norm=max(r.grad_norm for r in results),

@@ -35,14 +35,9 @@ PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 FILES = {"model": ("*.safetensors",), "tokenizer": ("tokenizer.json", "*.model", "vocab.*")}
 """A folder holds one of each. Without the second, transformers silently makes an empty tokenizer of the family."""
 
-MODEL_KEY = "model.path"
-"""Where the config names the policy."""
-
-HUB_S = 10.0
-"""Seconds for the hub to answer whether a name exists."""
-
-LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)
-"""Errors of the loaders for missing, malformed, foreign and mismatched files."""
+MODEL_KEY = "model.path"  # where the config names the policy
+HUB_S = 10.0  # seconds for the hub to answer whether a name exists
+LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)  # of missing, malformed, foreign files
 
 
 class ModelShape(msgspec.Struct, frozen=True):

@@ -26,18 +26,12 @@ from ..buffer.trajectory import Trajectory
 from .batch import TrainBatch, by_token, make_batch, supervised, trainable
 from .distributed import gather_rows
 
-ATTENTION_EVEN_LENGTH = 24_576
-"""Tokens at which attention costs as much as the matrices: about 12 x hidden size, here for a hidden size of 2048."""
+ATTENTION_EVEN_LENGTH = 24_576  # tokens at which attention costs as much as the matrices, for a hidden size of 2048
 
 
-BUNDLES = 4
-"""Least number of bundles per rank, of several ranks: with fewer, the ranks' work would differ much."""
-
-Head = tuple[Hashable, int]
-"""A key for the prefix of a sequence, and the tokens of that prefix; sequences with equal heads share them."""
-
-LEAST = 16
-"""Shortest prefix that is worth a copy of its keys and values, in tokens."""
+BUNDLES = 4  # least number of bundles per rank, of several ranks: with fewer, the ranks' work would differ much
+Head = tuple[Hashable, int]  # a key for the prefix of a sequence, and its tokens; sequences with equal heads share them
+LEAST = 16  # shortest prefix that is worth a copy of its keys and values, in tokens
 
 LEAST_SHARE = 4
 """A shared prefix is at least one in so many tokens of its sequence. After a shared prefix, attention computes the whole square of
@@ -91,9 +85,7 @@ def plan_steps(
     batch: TrainBatch, count: int, rank: int, world_size: int, budget: int, *, shares_prefixes: bool
 ) -> list[list[list[int]]]:
     """Of each of at most `count` optimizer steps the micro-batches of `rank`, as indices of the sequences of `batch`.
-
-    It needs no token ids and no log-probs: `microbatches` of each of `minibatches` are the same.
-    """
+    `microbatches` of each of `minibatches` are the same; this needs no token ids and no log-probs."""
     found = []
     for part in split([cost(size) for size in batch.sizes.tolist()], count):
         if part:
@@ -134,8 +126,7 @@ def _heads(batch: TrainBatch) -> list[Head]:
 
 
 def to_microbatch(batch: TrainBatch) -> MicroBatch:
-    """All sequences of `batch` as tensors. Proximal log-probs are NaN at tokens with loss until `with_proximal`, which may come as
-    late as in the step's own forward pass. Values that are computed from them before are NaN too."""
+    """All sequences of `batch` as tensors. Proximal log-probs are NaN at tokens with loss until `with_proximal`."""
     starts = np.repeat(batch.offsets[:-1], batch.sizes)
     return MicroBatch(
         token_ids=torch.from_numpy(batch.token_ids.astype(np.int64)),
@@ -163,16 +154,13 @@ def scoring_microbatch(sequences: Sequence[Sequence[int]]) -> MicroBatch:
 
 
 def with_proximal(microbatch: MicroBatch, logprobs: torch.Tensor) -> MicroBatch:
-    """`microbatch` with the log-probs of the policy as it was before the batch's first step: as `Backend.logprobs` gave them, or
-    as that step's own forward pass did (`step.py`)."""
+    """`microbatch` with the log-probs of the policy as it was before the batch's first step."""
     return msgspec.structs.replace(microbatch, proximal_logprobs=torch.where(microbatch.loss_mask, logprobs, 0.0))
 
 
 def mismatch(microbatches: Sequence[MicroBatch]) -> tuple[float, int]:
     """Largest |learner - engine| log-prob in nats over this rank's tokens of staleness 0, 0 where there are none; their number.
-
-    Tokens of a mixed policy are left out: the engine computed them from other keys and values, and rightly differs.
-    """
+    Tokens of a mixed policy are left out: the engine computed them from other keys and values."""
     gaps = [
         (m.proximal_logprobs - m.behavior_logprobs)[m.loss_mask & (m.staleness == 0) & ~m.mixed].abs()
         for m in microbatches
@@ -266,10 +254,8 @@ def bundle(lengths: Sequence[int], heads: Sequence[Head], limit: int) -> list[li
 
 
 def split(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """`parts` lists of indices with nearly equal total cost: longest first to the least loaded (Graham 1969).
-
-    No list costs more than 4/3 of the best possible maximum; lists are empty where there are fewer items than parts.
-    """
+    """`parts` lists of indices with nearly equal total cost, at most 4/3 of the best possible maximum: longest first to the least
+    loaded (Graham 1969). Lists are empty where there are fewer items than parts."""
     shares: list[list[int]] = [[] for _ in range(parts)]
     loads = [(0.0, part) for part in range(parts)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

@@ -23,14 +23,9 @@ from .batch import TrainBatch, supervised
 from .packing import MicroBatch, microbatches
 from .step import warm_up_cosine
 
-WARMUP_SHARE = 0.05
-"""Share of the steps over which the learning rate rises; AdamW's second moment needs a few dozen steps to settle."""
-
-FINAL_SHARE = 0.1
-"""Share of the steps, at the end, over which the reported loss is averaged."""
-
-Example = tuple[Sequence[int] | NDArray[np.int32], Sequence[bool] | NDArray[np.bool_]]
-"""Token ids of a conversation, and which of them are imitated."""
+WARMUP_SHARE = 0.05  # share of the steps over which the learning rate rises, until AdamW's second moment settles
+FINAL_SHARE = 0.1  # share of the steps, at the end, over which the reported loss is averaged
+Example = tuple[Sequence[int] | NDArray[np.int32], Sequence[bool] | NDArray[np.bool_]]  # token ids, which are imitated
 
 
 class SftProgress(msgspec.Struct, frozen=True):

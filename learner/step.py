@@ -34,8 +34,7 @@ from .packing import (
     with_proximal,
 )
 
-FLOOR = 0.1
-"""Share of the peak at which the cosine of the learning rate ends."""
+FLOOR = 0.1  # share of the peak at which the cosine of the learning rate ends
 
 
 class PolicyStepper:
@@ -110,7 +109,7 @@ class PolicyStepper:
         return self._backend.step(rows, on_policy, lr)
 
 
-# --- learning rates: pure functions of the step, so that a resumed run needs no scheduler state
+# --- learning rates: pure functions of the step, without state
 
 
 def warm_up(peak: float, step: int, warmup_steps: int) -> float:

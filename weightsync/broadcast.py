@@ -41,11 +41,8 @@ from .plan import AckCollector, BroadcastSource, GroupPlan
 from .replica import PushResult, PushTarget, await_reply, failures, names
 from .snapshot import WeightSnapshot, pack
 
-GRACE_S = 1.0
-"""After a first failure: longest wait for the other members to report an error or to finish."""
-
-CONNECT = timedelta(seconds=5)
-"""Deadline of a connection to a store that has just answered: its owner may have given up meanwhile."""
+GRACE_S = 1.0  # after a first failure: longest wait for the other members to report an error or to finish
+CONNECT = timedelta(seconds=5)  # to a store that has just answered: its owner may have given up meanwhile
 
 
 class BroadcastTransport:

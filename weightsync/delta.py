@@ -25,8 +25,7 @@ from ..errors import WeightSyncError
 from .plan import TransferPlan
 from .snapshot import as_bytes, dtype_of
 
-_BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
-"""Element size in bytes -> an integer of that size."""
+_BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}  # element size in bytes -> an integer of that size
 
 
 def differences(

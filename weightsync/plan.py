@@ -28,11 +28,8 @@ from ..errors import WeightSyncError
 from ..rpc.client import RpcNotifier
 from ..rpc.server import RpcRequest, RpcServer
 
-LINGER_MS = 5000
-"""How long `send_ack` waits for a learner that does not take the message."""
-
-MAX_BYTES, MAX_ERROR = 1 << 16, 2000
-"""Of one ack, above which its sender is disconnected; and characters of an error, which is cut there."""
+LINGER_MS = 5000  # how long `send_ack` waits for a learner that does not take the message
+MAX_BYTES, MAX_ERROR = 1 << 16, 2000  # of one ack, above which its sender is disconnected; characters of an error
 
 
 class GroupPlan(msgspec.Struct, frozen=True):

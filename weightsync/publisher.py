@@ -50,27 +50,17 @@ from .transports import make_transport
 
 logger = logging.getLogger(__name__)
 
-PROBE_S = 5.0
-"""Longest wait for a replica to report its version: it answers between two steps."""
-
-CANARY_SHARE = 0.2
-"""Of a cohort's seconds: the least that is kept for the canary."""
-
-QUARTER = 4
-"""`cohort=0`: one of so many replicas changes weights at a time."""
+PROBE_S = 5.0  # longest wait for a replica to report its version: it answers between two steps
+CANARY_SHARE = 0.2  # of a cohort's seconds: the least that is kept for the canary
+QUARTER = 4  # `cohort=0`: one of so many replicas changes weights at a time
 
 GRACE_SHARE = 0.1
 """Of `push_s`: how long `publish` waits for the first attempt of a `catch_up`. Without it no new replica would ever get a version
 while batches are always ready."""
 
-RETRY_S = 5.0
-"""Until `catch_up` retries a replica that it did not reach; doubled each time."""
-
-RETRY_MOST_S = 320.0
-"""Longest such time."""
-
-Probed = tuple[dict[str, int | None], dict[str, str]]
-"""Replica name -> the version that it reports; replica name -> why it did not answer."""
+RETRY_S = 5.0  # until `catch_up` retries a replica that it did not reach; doubled each time
+RETRY_MOST_S = 320.0  # longest such time
+Probed = tuple[dict[str, int | None], dict[str, str]]  # name -> reported version; name -> why none
 
 
 class Publisher:

@@ -42,17 +42,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NOTHING = -1
-"""The version of a replica whose weights are not verified."""
-
-STAGE_SHARE = 0.6
-"""Of an attempt's seconds: the deadline of the acks."""
-
-SWAP_SHARE = 0.8
-"""Of an attempt's seconds: the deadline of all swaps; the remaining seconds are kept for resuming."""
-
-CANCEL_RESUME_S = 1.0
-"""Longest wait for the resume of a replica that left, or of any when the attempt is cancelled."""
+NOTHING = -1  # the version of a replica whose weights are not verified
+STAGE_SHARE = 0.6  # of an attempt's seconds: the deadline of the acks
+SWAP_SHARE = 0.8  # of an attempt's seconds: the deadline of all swaps; the remaining seconds are kept for resuming
+CANCEL_RESUME_S = 1.0  # longest wait for the resume of a replica that left, or of any when the attempt is cancelled
 
 
 class ReplicaControl(Protocol):

@@ -27,8 +27,7 @@ from ..common.tasks import in_thread
 from ..errors import StateError, WeightSyncError
 from .plan import Source, TransferPlan
 
-ALIGNMENT = 64
-"""Bytes. A cache line; also what vector kernels want of a tensor that is used in place."""
+ALIGNMENT = 64  # bytes. A cache line; also what vector kernels want of a tensor that is used in place.
 
 
 class Canary(msgspec.Struct, frozen=True):

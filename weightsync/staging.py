@@ -35,14 +35,9 @@ from .weight_check import TIED, are_adapters, base_weights, check_weights, check
 
 logger = logging.getLogger(__name__)
 
-TAKE_S = 60.0
-"""Longest wait for the staging thread. The learner sends a swap only after the ack, so there is normally none."""
-
-Tensors = list[tuple[str, torch.Tensor]]
-"""Hugging Face name and tensor, in the plan's order."""
-
-_Base = tuple[int, dict[str, torch.Tensor]]
-"""A version that is kept, and its tensors."""
+TAKE_S = 60.0  # longest wait for the staging thread; normally none, since the learner swaps after the ack
+Tensors = list[tuple[str, torch.Tensor]]  # Hugging Face name and tensor, in the plan's order
+_Base = tuple[int, dict[str, torch.Tensor]]  # a version that is kept, and its tensors
 
 
 class _Transfer:

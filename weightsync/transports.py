@@ -39,8 +39,7 @@ from .plan import AckCollector, DeltaSource, FileSource, Source
 from .replica import PushResult, PushTarget, Transport, await_reply, each
 from .snapshot import WeightSnapshot
 
-KEPT_ON_DISK = 2
-"""Versions. A reader elsewhere that has just read `latest.json` has time to open the files it names."""
+KEPT_ON_DISK = 2  # versions. A reader elsewhere that has just read `latest.json` has time to open the files it names.
 
 
 def make_transport(

@@ -27,11 +27,8 @@ from .plan import TransferPlan
 
 logger = logging.getLogger(__name__)
 
-Shapes = dict[str, tuple[int, ...]]
-"""Hugging Face name -> shape."""
-
-TIED = frozenset({"lm_head.weight"})
-"""Names that a push may lack where embeddings are tied."""
+Shapes = dict[str, tuple[int, ...]]  # Hugging Face name -> shape
+TIED = frozenset({"lm_head.weight"})  # names that a push may lack where embeddings are tied
 
 WEIGHT, DOWN, UP = ".weight", ".lora_A.weight", ".lora_B.weight"
 """What the names of a layer's weight [out, in], of A [rank, in] and of B [out, rank] end with. B holds the adapter's scale."""

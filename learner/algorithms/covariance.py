@@ -13,12 +13,9 @@ ranks are those of all tokens, however they are packed and split over ranks. Wit
     kl_cov     I = the tokens with the floor(share x N) largest Cov, of these those with Cov > 0
                loss = - r A + BETA KL(q || p) for tokens in I, elsewhere - r A
 
-Clip-Cov's clip is that of the authors' code, whose scripts open it wide (1 and 1). Their code skips tokens that this clip holds
-already, and computes covariances from the current policy within a batch; here the draw is fixed before its step.
-
-KL-Cov estimates the divergence of one token by r - 1 - log r (k3, Schulman 2020), unbiased for tokens that q samples; the authors'
-code takes |log r|. In the first optimizer step of a batch p is q: the penalty begins to hold with the second, so that `minibatches`
-should be 2 or more.
+Other than in the authors' code, covariances and the draw are fixed before the step, and KL-Cov estimates the divergence of a token
+by r - 1 - log r (k3, Schulman 2020) and not by |log r|. In the first optimizer step of a batch p is q: its penalty begins to hold
+with the second, so that `minibatches` should be 2 or more.
 
 Invariants:
 - Every rank computes the same thresholds from the same gathered numbers; a token is selected by them and its own numbers only.
@@ -38,14 +35,9 @@ from ..packing import MicroBatch
 from .policy_loss import Selection, Surrogate, Tokens
 from .surrogates import clipped_surrogate
 
-LOW, HIGH = 1.0, 5.0
-"""Covariances between which Clip-Cov draws tokens, the authors': far above the mean, without the few that are off any scale."""
-
-BETA = 1.0
-"""Weight of KL-Cov's divergence, as in the authors' scripts."""
-
-Covariance = Callable[[MicroBatch], torch.Tensor]
-"""float64[K]: the covariance of each trained token of a row."""
+LOW, HIGH = 1.0, 5.0  # covariances between which Clip-Cov draws tokens, the authors': far above the mean
+BETA = 1.0  # weight of KL-Cov's divergence, as in the authors' scripts
+Covariance = Callable[[MicroBatch], torch.Tensor]  # float64[K]: the covariance of each trained token of a row
 
 
 def covariance(rows: Sequence[MicroBatch], gather: Gather) -> tuple[Covariance, torch.Tensor]:
@@ -67,10 +59,8 @@ def count(share: float, tokens: int) -> int:
 
 
 def random_tokens(share: float, low: float, high: float, rows: Sequence[MicroBatch], gather: Gather) -> Selection:
-    """Collective. Selects a random `share` of all tokens among those with a covariance in [low, high], or all of them if fewer.
-
-    Each token's random number is a hash of the token (`token_hashes`), so that the draw depends neither on ranks nor on packing.
-    """
+    """Collective. Selects a random `share` of all tokens among those with a covariance in [low, high], or all of them if fewer. The
+    random numbers are `token_hashes`, so that the draw depends neither on ranks nor on packing."""
     of_row, gathered = covariance(rows, gather)
     local = [torch.stack([of_row(row), token_hashes(row)], dim=1) for row in rows]
     covariances, hashes = gather(torch.cat([torch.zeros(0, 2, dtype=torch.float64), *local])).unbind(1)
@@ -86,11 +76,8 @@ def random_tokens(share: float, low: float, high: float, rows: Sequence[MicroBat
 
 
 def token_hashes(row: MicroBatch) -> torch.Tensor:
-    """float64[K] in [0, 1): a hash of each trained token's id, position in its sequence and behavior log-prob.
-
-    These come with the data and are exact: a log-prob that is computed again may differ in its last bit. The mixing is that of
-    SplitMix64 (Steele, Lea & Flood 2014), in arithmetic that wraps around.
-    """
+    """float64[K] in [0, 1): a hash of each trained token's id, position in its sequence and behavior log-prob, which come with the
+    data and are exact. The mixing is that of SplitMix64 (Steele, Lea & Flood 2014), in arithmetic that wraps around."""
     key = row.token_ids[row.loss_mask] * 1_000_003 + row.position_ids[row.loss_mask]
     x = key * -7046029254386353131 + row.behavior_logprobs[row.loss_mask].float().view(torch.int32).long()
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
@@ -115,10 +102,7 @@ def clip_cov(config: ClipCov, tokens: Tokens) -> Surrogate:
     plain = clipped_surrogate(log_ratio.masked_fill(tokens.selected, 0.0), tokens.advantages, low, high)
     # A NaN log-prob must not be dropped silently.
     nothing = torch.zeros_like(plain.loss).masked_fill(log_ratio.isnan(), math.nan)
-    return Surrogate(
-        loss=torch.where(tokens.selected, nothing, plain.loss),
-        clipped=plain.clipped | tokens.selected,
-    )
+    return Surrogate(torch.where(tokens.selected, nothing, plain.loss), plain.clipped | tokens.selected)
 
 
 def kl_cov_selection(config: KlCov, rows: Sequence[MicroBatch], gather: Gather) -> Selection:

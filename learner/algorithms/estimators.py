@@ -24,11 +24,8 @@ from ...configs.algorithm import Grpo, Opo, ReinforcePP, ReinforcePPBaseline, Re
 from ...errors import LearnerError
 from ..batch import Shaping, TrainBatch
 
-EPSILON = 1e-4
-"""Standard deviations below this are noise of floating point, not a difference between answers, and are not made large."""
-
-Advantage = Callable[[TrainBatch], NDArray[np.float64]]
-"""An estimator: the advantage of every token, float64[N], NaN where it does not judge."""
+EPSILON = 1e-4  # standard deviations below this are noise of floating point and are not made large
+Advantage = Callable[[TrainBatch], NDArray[np.float64]]  # NaN where it does not judge a token
 
 
 def assign_advantages(batch: TrainBatch, advantage: Advantage, returns: Advantage | None = None) -> TrainBatch:
@@ -196,7 +193,7 @@ def grpo(config: Grpo, batch: TrainBatch) -> NDArray[np.float64]:
         A_i = (r_i - mean(r)) / (std(r) + eps)        GRPO, Shao et al. 2024, arXiv:2402.03300
         A_i =  r_i - mean(r)                          Dr. GRPO, Liu et al. 2025, arXiv:2503.20783
 
-    The standard deviation is the population's. Dividing by it weighs tasks that are nearly always or nearly never solved more.
+    The standard deviation is the population's.
     """
     return at_episodes(batch, relative_within(batch.groups, episode_rewards(batch), normalize=config.normalize))
 
@@ -206,8 +203,6 @@ def rloo(_: Rloo, batch: TrainBatch) -> NDArray[np.float64]:
     Kool et al. 2019.
 
         A_i = r_i - 1 / (G - 1) * sum over j != i of r_j  =  G / (G - 1) * (r_i - mean(r))
-
-    The baseline does not depend on what it is subtracted from, so the gradient is unbiased.
     """
     rewards, size = episode_rewards(batch), np.bincount(batch.groups)[batch.groups]
     centered = rewards - mean_within(batch.groups, rewards)
@@ -219,9 +214,8 @@ def reinforce_pp(_: ReinforcePP, batch: TrainBatch) -> NDArray[np.float64]:
 
         A_i = (r_i - mean(r)) / std(r)
 
-    The standard deviation is the population's. An episode counts once in both, however long; implementations that take them over
-    tokens weigh long episodes more. The paper's penalty for leaving a reference model is `algorithm.kl`. Answers to hard and to
-    easy tasks are compared: where tasks differ much, `reinforce_pp_baseline` has less variance.
+    The standard deviation is the population's. An episode counts once in both, however long. The paper's penalty for leaving a
+    reference model is `algorithm.kl`.
     """
     return at_episodes(batch, whitened(episode_rewards(batch)))
 
@@ -229,9 +223,7 @@ def reinforce_pp(_: ReinforcePP, batch: TrainBatch) -> NDArray[np.float64]:
 def reinforce_pp_baseline(_: ReinforcePPBaseline, batch: TrainBatch) -> NDArray[np.float64]:
     """REINFORCE++ with baseline (ibid.): centered within the group, normalized over all episodes of the batch.
 
-        c_gi = r_gi - mean over j of r_gj             A_gi = (c_gi - mean(c)) / std(c)
-
-    Unlike GRPO's, the scale is the same for all tasks: a group in which answers hardly differ stays small.
+    c_gi = r_gi - mean over j of r_gj             A_gi = (c_gi - mean(c)) / std(c)
     """
     return at_episodes(batch, whitened(relative_within(batch.groups, episode_rewards(batch), normalize=False)))
 
@@ -241,9 +233,8 @@ def opo(_: Opo, batch: TrainBatch) -> NDArray[np.float64]:
 
         A_i = r_i - sum(l * r) / sum(l),    l the lengths of the group's episodes in sampled tokens, withheld ones included
 
-    The baseline of least variance weighs a reward by the squared norm of its answer's gradient; under the paper's assumption that
-    gradients of tokens are alike and orthogonal, that is the length. The paper trains strictly on-policy, here
-    `buffer.max_staleness=0` with one minibatch; with older tokens the baseline is still valid, and no longer optimal.
+    The paper assumes gradients of tokens that are alike and orthogonal, and trains strictly on-policy: `buffer.max_staleness=0`
+    with one minibatch. With older tokens the baseline is valid, and not optimal.
     """
     rewards = episode_rewards(batch)
     return at_episodes(batch, rewards - mean_within(batch.groups, rewards, batch.lengths.astype(np.float64)))
@@ -252,9 +243,8 @@ def opo(_: Opo, batch: TrainBatch) -> NDArray[np.float64]:
 def remax(_: Remax, batch: TrainBatch) -> NDArray[np.float64]:
     """ReMax (Li et al. 2023, arXiv:2310.10505): A_i = r_i - r_g, with g the greedy episode of the group, at temperature 0.
 
-    The baseline depends on the task and not on what was sampled, so the gradient is unbiased. The paper has one sampled episode for
-    each greedy one, here `buffer.group_size=2`; in larger groups all share the baseline. The greedy episode carries no loss: it is
-    no sample of the policy. A penalty for leaving a reference policy comes off sampled episodes only.
+    The paper has one sampled episode for each greedy one, here `buffer.group_size=2`; in larger groups all share the baseline. The
+    greedy episode carries no loss and pays no penalty for leaving a reference policy: it is no sample of the policy.
     """
     rewards, greedy = episode_rewards(batch), batch.greedy.astype(np.float64)
     compared = np.bincount(batch.groups, greedy)[batch.groups] > 0
@@ -265,9 +255,7 @@ def remax(_: Remax, batch: TrainBatch) -> NDArray[np.float64]:
 def win_rate(_: WinRate, batch: TrainBatch) -> NDArray[np.float64]:
     """How often an episode is better than another answer (SPPO, Wu et al. 2024, arXiv:2405.00675, with rewards as preferences).
 
-        A_i = 1 / (G - 1) * sum over j != i of ([r_i > r_j] + [r_i = r_j] / 2)  -  1 / 2
-
-    Only the order of rewards matters: A lies between -1/2 and 1/2 whatever their size.
+    A_i = 1 / (G - 1) * sum over j != i of ([r_i > r_j] + [r_i = r_j] / 2)  -  1 / 2
     """
     rewards = episode_rewards(batch)
     rates = np.zeros(len(rewards))
@@ -290,7 +278,7 @@ def overlong(zone: int, longest: int) -> Shaping | None:
         (longest - zone - tokens) / zone  where   longest - zone < tokens <= longest
         -1                                beyond
 
-    The paper limits the tokens of an answer. `agent.max_tokens`, here `longest`, limits a context: the prompt, all answers and the
-    tools' outputs. An episode is as long as the context of its longest branch. None where `zone` is 0: nothing is punished.
+    `agent.max_tokens`, here `longest`, limits the whole context, where the paper's limit is that of an answer. An episode is as
+    long as the context of its longest branch. None where `zone` is 0: nothing is punished.
     """
     return (lambda tokens: np.clip((longest - zone - tokens) / zone, -1.0, 0.0)) if zone else None

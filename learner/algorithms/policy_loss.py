@@ -12,9 +12,8 @@
       sequence_mean   1/S sum_s 1/T_s sum_t l      every sequence counts the same (GRPO, Shao et al. 2024, arXiv:2402.03300)
       fixed_length    1/S sum_s 1/L sum_t l        Dr. GRPO's (Liu et al. 2025, arXiv:2503.20783): no length is favored
 
-  L is `agent.max_tokens`, a constant that no batch changes. Backends divide a loss sum by N; the other means scale each token by
-  N / (S T_s) and N / (S L). That is exact under gradient accumulation and over ranks: sequences are never cut, and N and S are
-  gathered from all ranks before the step.
+  L is `agent.max_tokens`. Backends divide a loss sum by N; the other means scale each token by N / (S T_s) and N / (S L). That is
+  exact over micro-batches and ranks: sequences are never cut, and N and S are gathered from all ranks before the step.
 - Imitation: the positive-example language-model loss of VAPO (Yue et al. 2025, arXiv:2504.05118). With P the trained tokens of
   episodes whose reward is above 0, in the whole step, it adds  coefficient x - 1 / |P| sum over t in P of log p_t.  It is a mean
   over its own tokens, whatever the aggregation is, and no correction weights it.
@@ -110,14 +109,9 @@ class Surrogate(msgspec.Struct, frozen=True):
 
 SurrogateLoss = Callable[[Tokens], Surrogate]
 
-Selection = Callable[[MicroBatch], torch.Tensor]
-"""bool[K]: which trained tokens of a row of this step a loss treats differently."""
-
-BatchSelection = Callable[[Sequence[MicroBatch], Gather], Selection]
-"""Collective. The selection of the step on these rows."""
-
-Correction = Callable[[Tokens], tuple[torch.Tensor, torch.Tensor]]
-"""Weight of each token, float[K], and bool[K], whether it carries loss at all."""
+Selection = Callable[[MicroBatch], torch.Tensor]  # bool[K]: which trained tokens a loss treats differently
+BatchSelection = Callable[[Sequence[MicroBatch], Gather], Selection]  # collective
+Correction = Callable[[Tokens], tuple[torch.Tensor, torch.Tensor]]  # weight, whether it carries loss
 
 
 def trained_tokens(
@@ -268,9 +262,8 @@ def correction_of(config: Algorithm) -> Correction:
 
     `auto` is `truncated` for losses around the proximal policy, else `none`.
 
-    Tokens were sampled by the behavior policy b: older weights, and another implementation of them. A loss around the proximal
-    policy q assumes that q sampled its tokens; the importance weight q / b corrects that. With T trained tokens in the sequence, by
-    `level`,
+    A loss around the proximal policy q assumes that q sampled its tokens; the importance weight q / b corrects that. With T trained
+    tokens in the sequence, by `level`,
 
         token       w_t = q_t / b_t
         sequence    w = prod_t q_t / b_t               exact for whole sequences, and of enormous variance where they are long
@@ -289,11 +282,11 @@ def correction_of(config: Algorithm) -> Correction:
         any around q, masked, token         IcePop (Ling team 2025, arXiv:2510.18855)
         any around q, rejected, sequence    sequences masked by their weight (Liu et al. 2025, "When speed kills stability")
 
-    Losses around the behavior policy (`SELF_CORRECTING`) hold the weight in their ratio p / b. `masked` and `rejected` drop there
-    what they drop elsewhere and weigh nothing; `truncated` would weigh twice and is refused in the config.
+    Losses around the behavior policy (`SELF_CORRECTING`) hold the weight in their ratio p / b: there `masked` and `rejected` only
+    drop, and `truncated` is refused in the config.
 
-    Dropped tokens still count in what the step's loss is divided by: dropping many makes a step smaller.
-    They are reported as `dropped`. A NaN log-prob is not dropped: it reaches the loss, and the step is refused.
+    Dropped tokens still count in what the step's loss is divided by. A NaN log-prob is not dropped: it reaches the loss, and the
+    step is refused.
     """
     own = isinstance(config.loss, SELF_CORRECTING)
     chosen = config.correction
@@ -340,9 +333,8 @@ def kl_estimate(kind: Estimator, logprobs: torch.Tensor, reference: torch.Tensor
         k2 = (log r)^2 / 2          biased, low variance; its gradient is that of the divergence
         k3 = r - 1 - log r          unbiased, never negative
 
-    In the loss (GRPO, Shao et al. 2024, arXiv:2402.03300, equation 4) the gradient passes through log p of each estimate. That of
-    k1 has mean 0 over tokens that p sampled: it does not hold the policy. In the reward (Ouyang et al. 2022, arXiv:2203.02155)
-    nothing is differentiated, and k1 is the usual choice.
+    In the loss (GRPO, Shao et al. 2024, arXiv:2402.03300, equation 4) the gradient passes through log p; that of k1 has mean 0 and
+    does not hold the policy. In the reward (Ouyang et al. 2022, arXiv:2203.02155) k1 is the usual choice.
     """
     log_r = reference - logprobs
     match kind:

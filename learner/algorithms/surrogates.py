@@ -24,11 +24,8 @@ import torch
 from ...configs.algorithm import Cispo, DecoupledPpo, DualClipPpo, Gspo, Ppo, Sapo, Sppo
 from .policy_loss import LOG_RATIO_LIMIT, Surrogate, Tokens
 
-DUAL_CLIP = 3.0
-"""c of dual-clip PPO, the paper's."""
-
-POSITIVE, NEGATIVE = 1.0, 1.05
-"""SAPO's temperatures tau, where A > 0 and elsewhere; the paper's."""
+DUAL_CLIP = 3.0  # c of dual-clip PPO, the paper's
+POSITIVE, NEGATIVE = 1.0, 1.05  # SAPO's temperatures tau, where A > 0 and elsewhere; the paper's
 
 
 def clipped_surrogate(log_ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> Surrogate:
@@ -41,8 +38,8 @@ def clipped_surrogate(log_ratio: torch.Tensor, advantages: torch.Tensor, low: fl
 def ppo(config: Ppo | DualClipPpo, tokens: Tokens) -> Surrogate:
     """PPO (Schulman et al. 2017, arXiv:1707.06347, equation 7) and dual-clip PPO (Ye et al. 2020, arXiv:1912.09729).
 
-    The ratio covers the whole way from the policy that sampled to the one that steps: nothing is left to correct. Staleness alone
-    uses up its clip range. The second bound keeps a token that became much likelier since it was sampled from dominating.
+    The ratio covers the whole way from the policy that sampled to the one that steps: nothing is left to correct. The second bound
+    keeps a token that became much likelier since it was sampled from dominating.
     """
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
     log_ratio = tokens.current - tokens.behavior
@@ -66,9 +63,9 @@ def decoupled_ppo(config: DecoupledPpo, tokens: Tokens) -> Surrogate:
 def gspo(config: Gspo, tokens: Tokens) -> Surrogate:
     """GSPO (Zheng et al. 2025, arXiv:2507.18071): ratio and clip belong to the sequence, as the reward does.
 
-    This is the paper's GSPO-token: equal to GSPO in value and gradient where all tokens of a sequence have one advantage, and right
-    where they have not, as with credit by turn. The paper's mean over sequences is `aggregation: sequence_mean`. The paper's old
-    policy is the proximal one here: the clip is ten-thousandths wide, less than staleness or another kernel makes of s.
+    This is the paper's GSPO-token, which equals GSPO where all tokens of a sequence have one advantage. The paper's mean over
+    sequences is `aggregation: sequence_mean`, its old policy here the proximal one: the clip is less wide than what staleness makes
+    of s.
     """
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
     log_s = tokens.sequence_mean((tokens.current - tokens.proximal).detach())
@@ -80,9 +77,8 @@ def gspo(config: Gspo, tokens: Tokens) -> Surrogate:
 def cispo(config: Cispo, tokens: Tokens) -> Surrogate:
     """CISPO (MiniMax 2025, arXiv:2506.13585, equations 4 and 5): the weight is clipped, never the update.
 
-    Every token keeps its gradient. The paper imposes no lower bound. The weight is that of the policy that steps over the one
-    that sampled: a truncated importance weight in itself, so that nothing is left to correct. `clipped` marks where the weight
-    was clipped.
+    Every token keeps its gradient. The paper imposes no lower bound. The weight corrects for staleness in itself. `clipped` marks
+    where it was clipped.
     """
     log_cap = math.log1p(config.clip_high)
     log_ratio = (tokens.current - tokens.behavior).detach()
@@ -94,7 +90,6 @@ def sapo(config: Sapo, tokens: Tokens) -> Surrogate:
     """SAPO (Gao et al. 2025, arXiv:2511.20347): a smooth gate where PPO has a hard clip; `clipped` is false everywhere.
 
     The gate's slope f'(r) = 4 s (1 - s), with s the sigmoid, is 1 at r = 1, the plain policy gradient, and vanishes on both sides.
-    Negative advantages raise many unsampled tokens at once; their gate closes a little sooner.
     """
     ratio = (tokens.current - tokens.proximal).clamp(max=LOG_RATIO_LIMIT).exp()
     tau = torch.full_like(ratio, NEGATIVE).masked_fill(tokens.advantages > 0, POSITIVE)
@@ -105,9 +100,9 @@ def sapo(config: Sapo, tokens: Tokens) -> Surrogate:
 def sppo(config: Sppo, tokens: Tokens) -> Surrogate:
     """SPPO (Wu et al. 2024, arXiv:2405.00675, equation 4.4): the log-ratio of a sequence is regressed on its win rate.
 
-    The paper's square of log(p(y) / q(y)) - eta (P(y wins) - 1/2), with A = P - 1/2 (`estimators.win_rate`). Divided by 2 eta its
-    gradient begins as that of the policy gradient, - A sum_t grad log p_t, and fades as the log-ratio comes to eta A. Nothing is
-    clipped: beyond eta A the gradient changes its sign.
+    The paper's square of log(p(y) / q(y)) - eta (P(y wins) - 1/2), with A = P - 1/2 (`estimators.win_rate`), divided by 2 eta: its
+    gradient begins as the policy gradient's, - A sum_t grad log p_t, fades as the log-ratio comes to eta A, and changes sign
+    beyond.
     """
     log_ratio = tokens.sequence_sum(tokens.current - tokens.proximal)
     lengths = tokens.lengths[tokens.sequence]

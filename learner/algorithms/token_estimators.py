@@ -26,8 +26,7 @@ from .estimators import (
 )
 from .policy_loss import sequences_of, step_totals
 
-ALPHA = 0.05
-"""VAPO's; an episode of fewer than 20 tokens has lambda 0."""
+ALPHA = 0.05  # VAPO's; an episode of fewer than 20 tokens has lambda 0
 
 
 def turn_level(config: TurnLevel, batch: TrainBatch) -> NDArray[np.float64]:
@@ -41,13 +40,11 @@ def turn_level(config: TurnLevel, batch: TrainBatch) -> NDArray[np.float64]:
         A_ik = (R_ik - mean(R_.k)) / (std(R_.k) + eps)
 
     where mean and population standard deviation are over those episodes of the group that reached turn k; without `normalize`
-    nothing is divided. It equals GRPO's where episodes have one turn, and where all have as many, only the last is rewarded and
-    gamma is 1. A turn that a single episode of the group reached has nothing to be compared with and gets 0.
+    nothing is divided. A turn that a single episode of the group reached gets 0.
 
-    The k-th completion of an episode belongs to the k-th step of its environment. Trajectories do not record in which order the
-    completions of several branches came: they are taken branch by branch, as these were opened. That is wrong for an agent that
-    returns to an older branch: LearnerError where an episode has not one reward for each turn. A failure that is trained on has its
-    penalty after its last turn.
+    The k-th completion of an episode belongs to the k-th step of its environment, branch by branch in the order in which these were
+    opened. LearnerError where an episode has not one reward for each turn. A failure that is trained on has its penalty after its
+    last turn.
     """
     rewards = np.split(turn_rewards(batch), np.cumsum(batch.turns)[:-1])
     returns = np.concatenate([discounted_sums(each, config.gamma) for each in rewards])

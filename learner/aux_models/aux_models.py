@@ -28,10 +28,10 @@ from ..batch import TrainBatch
 from ..checkpoint import STATE_FILE, CheckpointState, path_of, prune
 from ..metrics import AuxModelsResult
 from ..packing import minibatches
-from .base import AuxModel, Outputs, Pending, TrainableAuxModel
+from .base import LocalModel, LocalTrainableModel, Outputs, Pending
+from .remote import RemoteModel
 
-TRAINED = "beside"
-"""Folder among the policy's checkpoints for those of the trained aux model, by the same names."""
+TRAINED = "beside"  # folder among the policy's checkpoints for those of the trained aux model, by the same names
 
 
 class AuxModels:
@@ -47,7 +47,10 @@ class AuxModels:
     """
 
     def __init__(
-        self, config: Learner, reference: AuxModel | None = None, trained: TrainableAuxModel | None = None
+        self,
+        config: Learner,
+        reference: LocalModel | RemoteModel | None = None,
+        trained: LocalTrainableModel | RemoteModel | None = None,
     ) -> None:
         if needs_reference(config.algorithm) != (reference is not None):
             raise LearnerError(
@@ -60,7 +63,7 @@ class AuxModels:
         self._algorithm = config.algorithm
         self._reference = reference
         self._trained = trained
-        self.models: list[AuxModel] = [model for model in (trained, reference) if model is not None]
+        self.models: list[LocalModel | RemoteModel] = [model for model in (trained, reference) if model is not None]
 
     def scored_rows(self, batch: TrainBatch) -> Collection[int]:
         """The sequences of `batch` whose tokens and log-probs this rank needs for `score`."""

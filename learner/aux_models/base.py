@@ -1,9 +1,10 @@
-"""The interface of an aux model to the learner, models that the learner's ranks hold, and what each of a model's ranks computes.
+"""Models that the learner's ranks hold next to the policy, and what each of a model's ranks computes.
 
     local     each learner rank scores its part ──gather──> all ranks have all outputs
     remote    each rank of the model scores its part ──reply──> rank 0 of the learner ──broadcast──> all ranks have all outputs
 
 Invariants:
+- All ranks of the learner make the same calls to a model in the same order.
 - Parts follow from sequence lengths and the number of parts only. Each rank gets the whole batch and takes its part.
 - A request returns a `Pending`. A remote model works meanwhile; a local one begins when the result is awaited.
 """
@@ -32,53 +33,8 @@ from .critic import explained_variance, value_loss
 
 T = TypeVar("T")
 
-Pending = Callable[[], Awaitable[T]]
-"""Collective. Waits for the result; to be called once."""
-
-Outputs = NDArray[np.float32]
-"""float32[N], a number for each token of a batch, 0 where `loss_mask` is false."""
-
-
-class AuxModel(Protocol):
-    """A model that is scored with and never stepped. All ranks of the learner make the same calls in the same order.
-
-    Attributes:
-        remote: whether processes of its own hold it.
-    """
-
-    remote: bool
-
-    def scored_rows(self, batch: TrainBatch) -> Sequence[int]:
-        """The sequences of `batch` whose tokens this rank needs for `score`."""
-        ...
-
-    def score(self, batch: TrainBatch) -> Pending[Outputs]:
-        """Begin to compute the outputs at the tokens of `loss_mask`; the same on all ranks."""
-        ...
-
-    def close(self) -> None:
-        """To be called before the policy's backend is closed."""
-        ...
-
-
-class TrainableAuxModel(AuxModel, Protocol):
-    """An aux model that is trained, and checkpointed with the policy."""
-
-    def trained_rows(self, batch: TrainBatch, minibatches: int) -> Sequence[int]:
-        """The sequences of `batch` whose tokens this rank needs for `learn` on so many parts of it."""
-        ...
-
-    def learn(self, parts: Sequence[TrainBatch]) -> Pending[AuxModelsResult]:
-        """Begin one step on each of `parts`, which are the same on all ranks; rank 0 gets the result."""
-        ...
-
-    def save(self, directory: Path, state: CheckpointState) -> Awaitable[None]:
-        """Begin to write `directory`, as `Backend.save` does; the next step may begin meanwhile."""
-        ...
-
-    async def load(self, directory: Path) -> None:
-        """Resume from `save`, whether the model was local or remote then."""
-        ...
+Pending = Callable[[], Awaitable[T]]  # collective. Waits for the result; to be called once.
+Outputs = NDArray[np.float32]  # float32[N], a number for each token of a batch, 0 where `loss_mask` is false
 
 
 class RankModel(Scorer, Protocol):
@@ -127,7 +83,8 @@ def _shares(batch: TrainBatch, size: int, budget: int) -> list[list[list[int]]]:
 
 
 class LocalModel:
-    """Implements `AuxModel`. The data ranks of `ranks` share the batch and gather the outputs of their parts of `model`."""
+    """A model that is scored with and never stepped. The data ranks of `ranks` share the batch and gather the outputs of their
+    parts of `model`. `remote`: whether processes of its own hold it."""
 
     remote = False
 
@@ -137,10 +94,13 @@ class LocalModel:
         self._ranks = ranks
 
     def scored_rows(self, batch: TrainBatch) -> Sequence[int]:
+        """The sequences of `batch` whose tokens this rank needs for `score`."""
         shares = _shares(batch, self._ranks.data_size, self._budget)
         return list(chain.from_iterable(shares[self._ranks.data_rank]))
 
     def score(self, batch: TrainBatch) -> Pending[Outputs]:
+        """Begin to compute the outputs at the tokens of `loss_mask`; the same on all ranks."""
+
         async def result() -> Outputs:
             rank, size = self._ranks.data_rank, self._ranks.data_size
             local = torch.from_numpy(score_part(self._model, batch, rank, size, self._budget))
@@ -150,11 +110,12 @@ class LocalModel:
         return result
 
     def close(self) -> None:
+        """To be called before the policy's backend is closed."""
         self._model.close()
 
 
 class LocalTrainableModel(LocalModel):
-    """Implements `TrainableAuxModel`. Its data ranks need not be those of the policy."""
+    """A model that is trained, and checkpointed with the policy. Its data ranks need not be those of the policy."""
 
     def __init__(self, config: Learner, model: Backend) -> None:
         super().__init__(config, model, model)
@@ -162,19 +123,24 @@ class LocalTrainableModel(LocalModel):
         self._trained = model
 
     def trained_rows(self, batch: TrainBatch, minibatches: int) -> Sequence[int]:
+        """The sequences of `batch` whose tokens this rank needs for `learn` on so many parts of it."""
         model = self._trained
         local = model.data_rank, model.data_size, self._budget
         plan = plan_steps(batch, minibatches, *local, shares_prefixes=model.shares_prefixes)
         return [i for step in plan for row in step for i in row]
 
     def learn(self, parts: Sequence[TrainBatch]) -> Pending[AuxModelsResult]:
+        """Begin one step on each of `parts`, which are the same on all ranks; rank 0 gets the result."""
+
         async def result() -> AuxModelsResult:
             return take_steps(self._trained, self._config, parts)
 
         return result
 
     def save(self, directory: Path, state: CheckpointState) -> Awaitable[None]:
+        """Begin to write `directory`, as `Backend.save` does."""
         return asyncio.wrap_future(self._trained.save(directory, state))
 
     async def load(self, directory: Path) -> None:
+        """Resume from `save`, whether the model was local or remote then."""
         self._trained.load(directory)

@@ -125,7 +125,7 @@ R = TypeVar("R", RankOutputs, AuxModelTrained, AuxModelDone)
 
 
 class RemoteModel:
-    """Implements `TrainableAuxModel`; of a model that is never trained, `AuxModel`.
+    """The same methods as `LocalTrainableModel`; of a model that is never trained, as `LocalModel`.
 
     Args:
         config: the learner's section.
@@ -180,7 +180,7 @@ class RemoteModel:
         await self._ask(LoadAuxModel(str(directory)), AuxModelDone)()
 
     def close(self) -> None:
-        """See `AuxModel.close`. The model stays."""
+        """Leave the model, which stays."""
         for client in self._clients:
             client.close()
         self._context.term()

@@ -39,21 +39,16 @@ from ...errors import LearnerError
 from ..packing import LEAST, MicroBatch, sharing_pays
 from .parallelism import ContextParallelGroup
 
-PACKED = "slipstream_packed"
-"""Its name for `attn_implementation`."""
+PACKED = "slipstream_packed"  # its name for `attn_implementation`
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
-FLASH_HEADS = 8, 256
-"""FlashAttention's head sizes: multiples of the first, up to the second."""
-
-AMPERE = 8, 0
-"""Compute capability of the first GPUs that FlashAttention runs on."""
+FLASH_HEADS = 8, 256  # FlashAttention's head sizes: multiples of the first, up to the second
+AMPERE = 8, 0  # compute capability of the first GPUs that FlashAttention runs on
 
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """Allows keys with fewer heads than queries; torch 2.11 always does."""
 
-Heads = tuple[tuple[int, int], ...]
-"""Of each sequence of a row, the range of its prefix in the row; empty where it has its own."""
+Heads = tuple[tuple[int, int], ...]  # of each sequence the range of its prefix in the row; empty where it has its own
 
 
 class SequenceBoundaries(msgspec.Struct, frozen=True):

@@ -25,8 +25,7 @@ from . import lora
 
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
 
-MOMENT = ("optimizer.state.", ".exp_avg")
-"""Around the name of a trained parameter, the key of its first moment."""
+MOMENT = ("optimizer.state.", ".exp_avg")  # around the name of a trained parameter, the key of its first moment
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from ...weightsync import weight_check as adapters
 
-ALPHA = 32
-"""With alpha / rank as scale, and alpha the same for all ranks, the best learning rate hardly depends on the rank."""
+ALPHA = 32  # with alpha / rank as scale the best learning rate hardly depends on the rank
 
 SEED = 0
 BASE, DOWN, UP = ".base_layer.weight", ".lora_A.default.weight", ".lora_B.default.weight"

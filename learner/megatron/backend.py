@@ -46,8 +46,7 @@ from .fit import check_family, check_layout
 from .layout import form_groups, groups, layout_here
 from .rows import LocalMicroBatch, local_row, padded_length
 
-Output = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""The last stage's result for a row: the loss to backpropagate, and sums to report."""
+Output = tuple[torch.Tensor, dict[str, torch.Tensor]]  # the loss to backpropagate, and sums to report
 
 RowLoss = Callable[[torch.Tensor, torch.Tensor, MicroBatch], Output]
 """(log-probs float32[N], entropy float32[N], row on the device) -> Output."""

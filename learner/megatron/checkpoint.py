@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from ..checkpoint import READING, CheckpointState, Saver, read_state, unreadable
 from .family import MegatronPolicy
 
-FORMAT = CheckpointingConfig("torch_dist", 1)
-"""Megatron's, and its version."""
+FORMAT = CheckpointingConfig("torch_dist", 1)  # Megatron's, and its version
 
 
 def save(

@@ -12,11 +12,8 @@ from ...configs.backends import Megatron
 from ...errors import ConfigError
 
 KEY = "learner.backend"
-VERSION = "0.16.1"
-"""Versions of megatron-core: `cpu.py` rewrites its source, and `checkpoint.py` calls its internals."""
-
-ENGINES = "2.10.", "2.11."
-"""Versions of TransformerEngine that megatron-core takes, without those that multiply for a mixture's router in TF32."""
+VERSION = "0.16.1"  # versions of megatron-core: `cpu.py` rewrites its source, and `checkpoint.py` calls its internals
+ENGINES = "2.10.", "2.11."  # versions of TransformerEngine without those that multiply for a router in TF32
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama")
 ROPES = ("default", "linear", "llama3")

@@ -19,8 +19,7 @@ import torch
 
 from ..packing import MicroBatch
 
-FILLER = 512
-"""Tokens of a filler sequence: attention among them costs little, and there are few of them."""
+FILLER = 512  # tokens of a filler sequence: attention among them costs little, and there are few of them
 
 
 class LocalMicroBatch(msgspec.Struct, frozen=True):
