@@ -77,7 +77,6 @@ class Backend(Scorer, Protocol):
         rank: this process among all `world_size`; rank 0 talks to the buffer and the replicas.
         data_rank: which of the `data_size` parts of a batch this rank takes. Ranks that share one copy of the model, or the work on
             their rows, have one data rank and take the same rows.
-        device: where this rank computes.
         shares_prefixes: whether a common prefix of sequences of a row is computed once (`packing.py`).
     """
 
@@ -102,11 +101,9 @@ class Backend(Scorer, Protocol):
         ...
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective. Hugging Face name and full tensor in the serving dtype, one at a time, in a fixed order.
-
-        Tied tensors appear once. The caller owns each tensor. Every rank must exhaust the iterator. Where adapters are trained,
-        only the adapters (`weightsync/adapters.py`).
-        """
+        """Collective. Hugging Face name and full tensor in the serving dtype, one at a time, in a fixed order; tied tensors once,
+        and only the adapters where these are trained (`weight_check.py`). The caller owns each tensor. Every rank must exhaust the
+        iterator."""
         ...
 
     def save(self, directory: Path, state: CheckpointState) -> Future[None]:

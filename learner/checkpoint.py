@@ -94,7 +94,6 @@ class Saver:
 
 
 def path_of(root: Path, step: int) -> Path:
-    """Folder of the checkpoint at `step`."""
     return root / f"step-{step:08d}"
 
 
@@ -110,7 +109,6 @@ def prune(root: Path, keep: int) -> None:
 
 
 def read_state(directory: Path) -> CheckpointState:
-    """What a complete checkpoint contains."""
     return msgspec.json.decode((directory / STATE_FILE).read_bytes(), type=CheckpointState)
 
 

@@ -41,12 +41,8 @@ class Checkpointer:
 
     async def recover(self, score_canary: Callable[[], torch.Tensor]) -> CheckpointState:
         """Collective. Load the newest checkpoint, if any; the buffer rolls back commits that it does not contain. `score_canary`
-        gives the policy's log-probs of the fixed prompt.
-
-        Raises:
-            CheckpointError: it is damaged, of another model, or computes no numbers.
-            ConfigError: there is none, and the model at `model.path` computes no numbers.
-        """
+        gives the policy's log-probs of the fixed prompt. Raises CheckpointError: it is damaged, of another model, or computes no
+        numbers. ConfigError: there is none, and the model at `model.path` computes no numbers."""
         complete = [path for path in checkpoints(self._folder) if self._aux_models.saved_with(path)]
         state = self._saved
         if complete:
@@ -79,7 +75,6 @@ class Checkpointer:
         await self._finish()
 
     async def close(self) -> None:
-        """Stop waiting for the checkpoint that was begun."""
         if self._saving is not None:
             self._saving.cancel()
             await asyncio.wait({self._saving})

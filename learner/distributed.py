@@ -42,13 +42,9 @@ def is_single_rank() -> bool:
 
 
 def join(device: torch.device, timeout_s: float) -> bool:
-    """Collective. Join the process group that the environment names, or one of a single rank. False where this process
-    joined before, for another model.
-
-    Raises:
-        ConfigError: the environment names half of one.
-        LearnerError: the other ranks did not join in time.
-    """
+    """Collective. Join the process group that the environment names, or one of a single rank. False where this process joined
+    before, for another model. Raises ConfigError: the environment names half of one. LearnerError: the other ranks did not join in
+    time."""
     if dist.is_initialized():
         return False
     kinds = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -127,7 +123,6 @@ def broadcast_from_first(values: torch.Tensor) -> torch.Tensor:
 
 
 def maximum_of(value: float, device: torch.device) -> float:
-    """Collective. The largest `value` of any rank."""
     tensor = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.item()

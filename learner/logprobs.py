@@ -20,15 +20,12 @@ LOWEST = torch.finfo(torch.float32).min
 def token_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of `targets` and entropy, in nats, under softmax(logits / temperature). Both can be differentiated.
+    """Log-prob of `targets` and entropy, in nats, under softmax(logits / temperature): float32[K] each. Both can be differentiated.
 
     Args:
         logits: [K, V], any float dtype; [K, V / R] where the vocabulary is split over the R ranks of `group`, in their order.
         targets: int64[K], ids in the whole vocabulary.
         group: makes the call collective: every rank gets the results, and differentiates them by its own logits.
-
-    Returns:
-        float32[K], float32[K].
     """
     split = group if group is not None and group.size() > 1 else None
     return _TokenLogprobs.apply(logits, targets, temperature, split)  # pyright: ignore[reportReturnType]
@@ -97,7 +94,6 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _chunks(logits: torch.Tensor) -> list[slice]:
-    """Rows that are converted to float32 at a time."""
     elements = CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK
     rows = max(1, elements // logits.shape[-1])
     return [slice(start, start + rows) for start in range(0, len(logits), rows)]

@@ -51,7 +51,6 @@ class TrainingLoop:
     Args:
         publisher: on rank 0 how weights leave; None on the others.
         joined: set on rank 0 whenever a replica answers that serves no version yet.
-        checkpoints: folder of the checkpoints.
         canary_ids: the fixed prompt of every push.
         report: receives each step's metrics, on rank 0.
         longest: tokens of the longest possible episode, `agent.max_tokens`.

@@ -153,10 +153,9 @@ class AuxModelsResult(msgspec.Struct, frozen=True):
 
 
 class PolicyStepResult(msgspec.Struct, frozen=True):
-    """The optimizer steps of one batch, one per minibatch.
+    """The optimizer steps of one batch, one per minibatch, at learning rate `lr`.
 
     Attributes:
-        lr: their learning rate.
         mismatch: largest learner-engine difference in nats, over all ranks.
         compared: the number of compared tokens; only rank 0 has fresh ones.
     """
@@ -195,7 +194,6 @@ def mean_over(results: Sequence[BackendStepResult]) -> dict[str, float]:
 def summarize(
     groups: Sequence[Group], trained: TrainBatch, withheld: Mapping[str, Withheld] = ALL_TRAINED
 ) -> BatchSummary:
-    """Statistics of `groups` and of `trained`, the sequences of them that carry loss."""
     everything = sum(trajectory.sampled for group in groups for trajectory in group)
     groups = [tuple(t for t in group if withheld.get(t.episode) != "baseline") for group in groups]
     branches = [trajectory for group in groups for trajectory in group]
@@ -252,13 +250,11 @@ class StepTimer:
         self._before = stats
 
     def took(self, batch: BatchPlan[BatchRow]) -> None:
-        """Mark that the batch has arrived."""
         self._took = time.perf_counter()
         self._at_take = batch.stats
         self._context = sum(len(trajectory) for group in batch.groups for trajectory in group)
 
     def stepped(self, stats: Stats) -> None:
-        """Mark that the step is committed; `stats` are the buffer's now."""
         self._stepped = time.perf_counter()
         self._after = stats
 
@@ -270,7 +266,6 @@ class StepTimer:
         aux_result: AuxModelsResult,
         push: PushReport,
     ) -> StepMetrics:
-        """The metrics of the step that made `state`, after its weights are pushed."""
         now = time.perf_counter()
         total_s, step_s, wait_s = now - self._ended, self._stepped - self._took, self._took - self._ended
         before, after = self._before, self._after

@@ -41,13 +41,8 @@ LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)  # of m
 
 
 class ModelShape(msgspec.Struct, frozen=True):
-    """The sizes that decide whether an engine can serve a model as configured.
-
-    Attributes:
-        positions: longest context of the model, in tokens.
-        heads: query heads.
-        kv_numbers: entries of the KV cache per token, over all layers.
-    """
+    """Sizes that decide whether an engine can serve a model: its longest context in tokens, query heads, and entries of the KV
+    cache per token over all layers."""
 
     positions: int
     heads: int
@@ -60,7 +55,6 @@ def read_config(path: str) -> PretrainedConfig:
 
 
 def read_shape(path: str) -> ModelShape:
-    """The shape of a decoder, from its config. Raises ConfigError where there is none."""
     config: Any = read_config(path)
     return ModelShape(config.max_position_embeddings, config.num_attention_heads, kv_bytes_per_token(config, 1))
 
@@ -113,7 +107,6 @@ def vocabulary_size(path: str) -> int:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a folder or hub name. Raises ConfigError where there is none."""
     return _load(AutoTokenizer, path, "tokenizer")
 
 

@@ -70,7 +70,6 @@ class MicroBatch(msgspec.Struct, frozen=True):
     returns: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same with its tensors on `device`."""
         tensors = {k: v.to(device) for k, v in msgspec.structs.asdict(self).items() if isinstance(v, torch.Tensor)}
         return msgspec.structs.replace(self, **tensors)
 

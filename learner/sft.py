@@ -47,11 +47,9 @@ class HeldOut(msgspec.Struct, frozen=True):
 
 
 class SftResult(msgspec.Struct, frozen=True):
-    """The outcome of a fine-tuning.
+    """The outcome of a fine-tuning on `sequences` of `tokens` in all, context included.
 
     Attributes:
-        sequences: how many were trained on.
-        tokens: in these, context included.
         loss: mean over the last tenth of the steps, nats per trained token.
         held_out: before the first epoch and after each; empty where nothing is held out.
     """
@@ -76,16 +74,8 @@ def run_sft(
     seed: int,
     report: Callable[[SftProgress | HeldOut], None],
 ) -> SftResult:
-    """Collective. Train for `config.epochs`.
-
-    Args:
-        backend: at temperature 1.
-        tokens_per_microbatch: tokens packed into one forward pass.
-        report: called after every step and every evaluation, on every rank.
-
-    Raises:
-        ConfigError: no sequence has a token to train on.
-    """
+    """Collective. Train for `config.epochs` with `backend` at temperature 1. `report` is called after every step and every
+    evaluation, on every rank. Raises ConfigError: no sequence has a token to train on."""
     examples = supervised(sequences)
     examples = examples.select([i for i, one in enumerate(examples) if one.loss_mask.any()])
     if not len(examples):
@@ -128,7 +118,6 @@ def _split(examples: TrainBatch, share: float, generator: np.random.Generator) -
 
 
 def _evaluated(backend: Backend, held: TrainBatch, budget: int, epoch: int) -> HeldOut:
-    """Collective. The loss on `held`, each rank on its part."""
     rows = microbatches(held, backend.data_rank, backend.data_size, budget)
     scored = backend.logprobs(rows)
     pairs = [(-one[row.loss_mask].double().sum(), row.loss_mask.sum()) for one, row in zip(scored, rows, strict=True)]

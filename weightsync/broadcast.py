@@ -88,11 +88,9 @@ class BroadcastTransport:
         return result
 
     def forget(self, name: str) -> None:
-        """Close the replica's group."""
         self._drop([name])
 
     def close(self) -> None:
-        """Leave all groups; the replicas go on serving."""
         for members in list(self._groups):
             self._groups.pop(members).close()
 
@@ -133,7 +131,6 @@ class BroadcastTransport:
     async def _send(
         self, snapshot: WeightSnapshot, targets: Sequence[PushTarget], group: BroadcastGroup, seconds: float
     ) -> dict[str, str]:
-        """Announce and send; replica name -> why it does not hold the snapshot."""
         deadline = time.monotonic() + seconds
         with contextlib.ExitStack() as stack:
             expected = [
@@ -260,10 +257,8 @@ class BroadcastGroup:
             ) from error
 
     def close(self) -> None:
-        """Leave: sockets close as soon as no collective runs in another thread, and that fails the other members at once.
-
-        Explicit, because a traceback that refers to the group would keep it open.
-        """
+        """Leave: sockets close as soon as no collective runs in another thread, which fails the other members at once. Explicit,
+        because a traceback that refers to the group would keep it open."""
         self._group = None
         self._store = None
         if self._rendezvous is not None:

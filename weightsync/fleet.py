@@ -54,7 +54,6 @@ class Fleet(msgspec.Struct, frozen=True):
         return min((r.version for r in self.replicas if r.state == "serving" and r.version is not None), default=None)
 
     def replica(self, name: str) -> ReplicaInfo | None:
-        """The replica called `name`."""
         return next((r for r in self.replicas if r.name == name), None)
 
     def ended(self) -> Fleet:
@@ -63,13 +62,11 @@ class Fleet(msgspec.Struct, frozen=True):
 
 
 class ReplicaReport(msgspec.Struct, frozen=True):
-    """What the learner knows of a replica; a later report about it replaces an earlier one.
+    """What the learner knows of a replica's process `incarnation`; a later report about it replaces an earlier one.
 
     Attributes:
-        name, incarnation: which process of which replica.
         version: that it is verified to serve; None when a push did not reach it.
-        missed_pushes: pushes in a row that did not reach it.
-        why: the reason of the last such push.
+        missed_pushes: pushes in a row that did not reach it; `why` not the last one.
     """
 
     name: str

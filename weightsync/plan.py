@@ -68,11 +68,9 @@ class TransferPlan(msgspec.Struct, frozen=True):
     """One version's tensors: Hugging Face names, torch dtype names (`float32`), shapes; one entry per tensor.
 
     Attributes:
-        source: where the bytes are.
         checksum: xxh3 (64 bit, hex) over the bytes of all tensors, in order.
         keep: the receiver keeps a copy in host memory, the base of the next delta.
-        acks: ZeroMQ address to which every receiving rank sends its `WeightAck`.
-        receiver: the name of this attempt in the acks.
+        acks: ZeroMQ address to which every receiving rank sends its `WeightAck`, for the attempt `receiver`.
     """
 
     version: int
@@ -100,11 +98,9 @@ class PushReport(msgspec.Struct, frozen=True):
     """What one publish did.
 
     Attributes:
-        version: the version pushed.
-        pushed: names of the replicas that serve it now.
+        pushed: names of the replicas that serve `version` now.
         failed: replica name -> why it does not serve the version; `catch_up` retries it.
-        pause_ms: longest time a replica did not generate.
-        transfer_ms: duration of the transfer, inside or outside the pause; the longest of any cohort.
+        pause_ms, transfer_ms: longest time a replica did not generate; longest transfer to a cohort.
         push_ms: from the first cohort to the last.
         sent_bytes: bytes that left the learner, written files included.
         canary: largest difference in nats between the learner's and a replica's canary log-probs.
@@ -144,7 +140,6 @@ class ExpectedAcks:
         await asyncio.shield(self._all)
 
     def add(self, ack: WeightAck) -> None:
-        """Count an ack, if it is one of those expected."""
         if ack.version != self.version or ack.rank not in self._missing or self._all.done():
             return
         if ack.error:
@@ -187,7 +182,6 @@ class AckCollector:
             del self._expected[expected.receiver]
 
     def close(self) -> None:
-        """Stop listening."""
         if self._reader is not None:
             self._reader.cancel()
         self._server.close()

@@ -68,17 +68,13 @@ class Publisher:
 
     Args:
         replicas: the fleet at the start; they may be down.
-        transport: how the bytes travel, see `transports`.
-        folder: where transports `disk` and `delta` write, for example `run_dir/weights`.
+        folder: where transports `disk` and `delta` write.
         host: address of this process that the replicas can reach.
-        backend: of `broadcast`: `gloo`, or `nccl` where learner and replicas have GPUs of their own.
-        device: where this process sends from with `nccl`.
-        bucket_bytes: broadcast tensors travel in buckets of at most this size.
+        backend: of `broadcast`: `gloo`, or `nccl` where learner and replicas have GPUs of their own; then it sends from `device`.
         push_s: longest push to the whole fleet, second attempts and the canary included.
         canary_tolerance: largest difference of a canary log-prob, in nats.
         dtype: what the engines serve in; tensors are converted before they travel.
         cohort: replicas that change weights at the same time; 0 is a quarter of them, at least one.
-        partial: what becomes of requests under way when weights change.
         on_served: called with (replica, version) as soon as a replica is verified.
         on_lost: called with (replica, reason) at every failure of a replica, repeated ones included.
 
@@ -158,9 +154,8 @@ class Publisher:
     ) -> PushReport:
         """Take a snapshot of the weights and roll it over the replicas that serve; over all that answer if none does yet.
 
-        `named_weights` is iterated here, in the caller's thread: it may be a collective. With `pushed == ()` in the report no
-        replica serves the version yet; the caller decides whether to `catch_up` later or to stop. Raises WeightSyncError: a
-        replica took the weights twice and still does not compute what the learner computes.
+        `named_weights` is iterated here, in the caller's thread: it may be a collective. Raises WeightSyncError: a replica took the
+        weights twice and still does not compute what the learner computes.
         """
         canary = Canary(tuple(canary_ids), tuple(canary_logprobs))
         snapshot = await take_snapshot(version, named_weights, self._dtype, canary)
@@ -175,11 +170,8 @@ class Publisher:
             return await self._roll(snapshot, cohorts, await self._probe([t for cohort in cohorts for t in cohort]))
 
     async def catch_up(self) -> PushReport | None:
-        """Push the snapshot to replicas that do not serve it: new, fenced or restarted ones.
-
-        One that this does not reach is `failed` in the report, and left out until its retry is due, see `retry_in`. A `publish`
-        cancels it. None when there is no such replica, or no snapshot yet. Raises as `publish`.
-        """
+        """Push the snapshot to replicas that do not serve it: new, fenced or restarted ones. None when there is no such replica, or
+        no snapshot yet. One that this does not reach is left out until its retry is due, see `retry_in`. Raises as `publish`."""
         async with self._lock:
             if self._snapshot is None:
                 return None

@@ -72,7 +72,7 @@ class PushTarget:
         paused_at: when its pause was sent (`time.perf_counter`), None once it has resumed.
         unverified: its swap was sent, and its weights are not known yet.
         swapped: the version that it last confirmed to have swapped in.
-        missed_pushes: how often in a row `catch_up` did not reach it; not tried again before `retry_at` (`time.monotonic`).
+        missed_pushes: how often in a row `catch_up` did not reach it; it waits until `retry_at` (`time.monotonic`).
     """
 
     def __init__(self, replica: ReplicaControl) -> None:
@@ -92,7 +92,6 @@ class PushTarget:
         return self._left.is_set()
 
     def leave(self) -> None:
-        """It leaves the fleet: requests to it end."""
         self._left.set()
 
     async def request(self, answer: Awaitable[T]) -> T:
@@ -113,7 +112,6 @@ class PushTarget:
             await asyncio.wait({self._command})
 
     async def pause(self, mode: Partial) -> None:
-        """Pause it. Raises as `request`."""
         self._check_member()
         if self.paused_at is None:
             self.paused_at = time.perf_counter()  # before the call: a pause without an answer may have happened
@@ -171,10 +169,9 @@ class PushResult(msgspec.Struct):
     Attributes:
         failed: replica name -> why it did not get the weights.
         canary: replica name -> canary difference in nats, of those that were asked; above the tolerance it is not verified.
-        pause_s: the longest time that a replica was paused.
-        transfer_s: the longest transfer.
+        pause_s, transfer_s: the longest time that a replica was paused; the longest transfer.
         sent_bytes: bytes that left the learner, written files included.
-        wrong: of the last replica that took the weights twice and still computes something else.
+        wrong: a replica took the weights twice and still computes something else.
     """
 
     failed: dict[str, str] = {}
@@ -185,7 +182,6 @@ class PushResult(msgspec.Struct):
     wrong: WeightSyncError | None = None
 
     def add(self, other: PushResult) -> None:
-        """Add what `other` did."""
         self.failed |= other.failed
         self.canary |= other.canary
         self.pause_s = max(self.pause_s, other.pause_s)
@@ -195,16 +191,13 @@ class PushResult(msgspec.Struct):
 
 
 class Transport(Protocol):
-    """One way to move a snapshot to replicas.
-
-    What a replica serves does not change. `transfer` returns when every ack is in or can no longer come, within its seconds.
-    """
+    """One way to move a snapshot to replicas. What a replica serves does not change."""
 
     async def transfer(
         self, snapshot: WeightSnapshot, targets: Sequence[PushTarget], seconds: float, *, retry: bool
     ) -> PushResult:
-        """Have all `targets` stage `snapshot`; their failures are in the result. `retry`: reuse nothing of an earlier attempt.
-        Raises WeightSyncError: no target can be reached this way, for example because the disk is full."""
+        """Have all `targets` stage `snapshot`, within `seconds`; their failures are in the result. `retry`: reuse nothing of an
+        earlier attempt. Raises WeightSyncError: no target can be reached this way, for example because the disk is full."""
         ...
 
     def forget(self, name: str) -> None:
@@ -270,7 +263,6 @@ class PushAttempt:
             failed |= await each({t.name: self._switch(t) for t in ready if t.name not in staged.failed})
 
     async def _settle(self, target: PushTarget) -> None:
-        """Wait for a command of an earlier push."""
         waits_for, hint = f"{target.name} to finish its last command", "see its log; it stays paused until then"
         await await_reply(self._stage_s, target.settle(), waits_for, hint)
         if target.unverified and target.swapped == self._push.snapshot.version:  # its swap was only late
@@ -302,7 +294,6 @@ class PushAttempt:
 
 
 def names(targets: Sequence[PushTarget]) -> str:
-    """For messages: `engine-0, engine-1`."""
     return ", ".join(target.name for target in targets)
 
 

@@ -71,11 +71,9 @@ class WeightSnapshot(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def plan(self, source: Source, *, bucket_bytes: int, keep: bool, acks: str, receiver: str) -> TransferPlan:
-        """The plan of one transfer of this snapshot to `receiver`."""
         return TransferPlan(
             version=self.version,
             names=self.names,
@@ -93,13 +91,9 @@ class WeightSnapshot(msgspec.Struct, frozen=True):
 async def take_snapshot(
     version: int, named_weights: Iterable[tuple[str, torch.Tensor]], dtype: str, canary: Canary = NO_CANARY
 ) -> WeightSnapshot:
-    """Copy the weights. Iterating `named_weights` may be a collective: it happens here, in the caller's thread. The checksum is
-    computed in another thread.
-
-    Raises:
-        WeightSyncError: a tensor, or a log-prob of the canary, is not finite.
-        StateError: the canary has not one log-prob fewer than tokens.
-    """
+    """Copy the weights. Iterating `named_weights` may be a collective: it happens here, in the caller's thread. Raises
+    WeightSyncError: a tensor, or a log-prob of the canary, is not finite. StateError: the canary has not one log-prob fewer than
+    tokens."""
     canary.check()
     names, tensors = [], []
     for name, tensor in named_weights:
@@ -179,7 +173,6 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def nbytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Bytes of a dense tensor."""
     return dtype.itemsize * math.prod(shape)
 
 

@@ -58,8 +58,8 @@ class WeightStaging:
     Args:
         rank: of this process within its replica, from 0.
         device: where `nccl` receives.
-        check: raises WeightSyncError when the plan does not match the model. Runs in the staging thread.
-        base: the weights that the model was first loaded from, which adapters are added to. Runs in the staging thread.
+        check: raises WeightSyncError when the plan does not match the model. Runs in the staging thread, as `base` does.
+        base: the weights that the model was first loaded from, which adapters are added to.
     """
 
     def __init__(
@@ -147,7 +147,6 @@ class WeightStaging:
             group.close()
 
     def _stage(self, transfer: _Transfer) -> None:
-        """The thread: receive one version, then send the ack."""
         plan = transfer.plan
         arrived, tensors = Tensors(), Tensors()
         try:

@@ -66,13 +66,9 @@ def make_transport(
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """`latest.json`: the version published last, for readers that get no pushes, such as another cluster.
-
-    Attributes:
-        checksum: xxh3 over the tensors in the order of `names`, see `TransferPlan`.
-        full: name of the file with all tensors, "" when only a delta was written.
-        delta: name of the file with what differs from version `base`, "" when there is none.
-    """
+    """`latest.json`: the version published last, for readers that get no pushes, such as another cluster. `checksum` is that of
+    `TransferPlan`; `full` names the file with all tensors, `delta` that with what differs from version `base`, "" where there is
+    none."""
 
     version: int
     checksum: str
@@ -142,12 +138,8 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 class FileTransport:
-    """Files of the newest snapshot that the replicas read, each written at its first use.
-
-    Args:
-        deltas: replicas that kept the version before get a file of what changed since, where that is smaller.
-        on_close: called at the end.
-    """
+    """Files of the newest snapshot that the replicas read, each written at its first use. With `deltas` replicas that kept the
+    version before get a file of what changed since, where that is smaller."""
 
     def __init__(
         self,
@@ -195,11 +187,9 @@ class FileTransport:
         return result
 
     def forget(self, name: str) -> None:
-        """The base that it keeps is unknown."""
         self._kept.pop(name, None)
 
     def close(self) -> None:
-        """Remove what does not outlive the learner."""
         self._before = self._newest = None
         self._kept.clear()
         self._on_close()
@@ -220,7 +210,6 @@ class FileTransport:
             return self._paths[kind]
 
     async def _stage(self, target: PushTarget, snapshot: WeightSnapshot, source: Source, seconds: float) -> None:
-        """Have `target` stage `snapshot` from its file."""
         with self._acks.expect(target.name, snapshot.version, target.replica.ranks) as expected:
             plan = snapshot.plan(
                 source, bucket_bytes=0, keep=self._deltas, acks=self._acks.address, receiver=expected.receiver

@@ -87,7 +87,6 @@ def _folder(model: str, revision: str | None) -> Path:
 
 
 def are_adapters(names: Iterable[str]) -> bool:
-    """Whether a push of `names` holds adapters."""
     return any(name.endswith((DOWN, UP)) for name in names)
 
 

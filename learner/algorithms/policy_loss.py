@@ -117,7 +117,6 @@ Correction = Callable[[Tokens], tuple[torch.Tensor, torch.Tensor]]  # weight, wh
 def trained_tokens(
     logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch, selection: Selection | None
 ) -> Tokens:
-    """The trained tokens of `row`; log-probs and entropies are float[N]."""
     trained = row.loss_mask
     sequence, lengths = sequences_of(row)
     return Tokens(

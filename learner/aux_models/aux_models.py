@@ -38,12 +38,8 @@ class AuxModels:
     """One learner rank's part of the aux models.
 
     Args:
-        config: the learner's section.
         reference: the policy that `algorithm.kl`, or process rewards, are relative to; None where neither is used.
         trained: a critic for advantages of kind `gae`, for `prime` a policy that becomes a process reward model; None for others.
-
-    Attributes:
-        models: those that there are.
     """
 
     def __init__(
@@ -100,16 +96,13 @@ class AuxModels:
         return [] if self._trained is None else [self._trained.save(_next_to(path_of(checkpoints, state.step)), state)]
 
     def saved_with(self, checkpoint: Path) -> bool:
-        """Whether a checkpoint of the policy has one of the trained model."""
         return self._trained is None or (_next_to(checkpoint) / STATE_FILE).is_file()
 
     async def load(self, checkpoint: Path) -> None:
-        """Collective. Load the trained model that was saved with a checkpoint of the policy."""
         if self._trained is not None:
             await self._trained.load(_next_to(checkpoint))
 
     def prune(self, checkpoints: Path, keep: int) -> None:
-        """Remove all but the newest `keep` checkpoints. One rank calls it, between saves."""
         if self._trained is not None:
             prune(checkpoints / TRAINED, keep)
 

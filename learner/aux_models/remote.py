@@ -32,12 +32,7 @@ from .base import Outputs, Pending, in_order
 
 
 class Sequences(msgspec.Struct, frozen=True):
-    """The columns of a `TrainBatch` that aux models use.
-
-    Attributes:
-        lengths: of each sequence.
-        token_ids, loss_mask, reference_logprobs, returns, positive: those of `TrainBatch`.
-    """
+    """The columns of a `TrainBatch` that aux models use, and the `lengths` of its sequences."""
 
     lengths: NDArray[np.int32]
     token_ids: NDArray[np.int32]
@@ -98,7 +93,6 @@ Reply = RankOutputs | AuxModelTrained | AuxModelDone
 
 
 def pack(batch: TrainBatch) -> Sequences:
-    """The columns of `batch` that aux models use."""
     return Sequences(
         lengths=batch.sizes.astype(np.int32),
         token_ids=batch.token_ids,
@@ -110,7 +104,6 @@ def pack(batch: TrainBatch) -> Sequences:
 
 
 def unpack(packed: Sequences) -> TrainBatch:
-    """The batch; columns that were not packed are the defaults of `make_batch`."""
     return make_batch(
         packed.token_ids,
         packed.loss_mask,
@@ -125,13 +118,8 @@ R = TypeVar("R", RankOutputs, AuxModelTrained, AuxModelDone)
 
 
 class RemoteModel:
-    """The same methods as `LocalTrainableModel`; of a model that is never trained, as `LocalModel`.
-
-    Args:
-        config: the learner's section.
-        kind: of the model's roles, `reference` or `critic`.
-        addresses: of its ranks, on rank 0 of the learner; none on the others, which get its broadcast.
-    """
+    """The same methods as `LocalTrainableModel`; of a model that is never trained, as `LocalModel`. `kind` is that of its roles;
+    `addresses` of its ranks are known on rank 0 of the learner, the others get its broadcast."""
 
     remote = True
 
@@ -190,7 +178,6 @@ class RemoteModel:
         return {client.name: client.send(request, expected) for client in self._clients}
 
     def _ask(self, request: Request, expected: type[R]) -> Pending[list[R]]:
-        """Send `request`; the replies of all ranks."""
         sent, what = self._send(request, expected), type(request).__name__
 
         def silent() -> str:

@@ -39,7 +39,6 @@ class AuxModelService:
         self._trained = trained
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
-        """Serve requests until cancelled."""
         server: RpcServer[m.Request] = RpcServer(self._address, self._name, m.Request, frame_limit=None)
         try:
             on_ready()

@@ -52,13 +52,8 @@ Heads = tuple[tuple[int, int], ...]  # of each sequence the range of its prefix 
 
 
 class SequenceBoundaries(msgspec.Struct, frozen=True):
-    """Where the sequences of a row are cut, in FlashAttention's terms.
-
-    Attributes:
-        queries, keys: int32[S + 1] offsets.
-        longest_query, longest_key: tokens of the longest sequence.
-        kept: int64[K], positions of those keys in the row, one sequence after the other; None where they are the row's own.
-    """
+    """Where the sequences of a row are cut, in FlashAttention's terms: int32[S + 1] offsets of queries and keys, the longest of
+    each, and int64[K], the positions of those keys in the row, one sequence after the other; None where they are the row's own."""
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -68,8 +63,8 @@ class SequenceBoundaries(msgspec.Struct, frozen=True):
 
 
 class PackedMask:
-    """Where the sequences of a row are cut, which prefixes they continue, and which rank of a shared row this is. It is an
-    opaque object because a compiler would specialize on plain arguments and compile again for every packing."""
+    """Where the sequences of a row are cut, which prefixes they continue, and which rank of a shared row this is. Opaque, because
+    a compiler would specialize on plain arguments and compile again for every packing."""
 
     def __init__(
         self,
@@ -85,7 +80,6 @@ class PackedMask:
 
     @cached_property
     def cuts(self) -> SequenceBoundaries:
-        """Once for all layers."""
         lengths = [end - start for start, end in pairwise(self.cu_seqlens)]
         queries = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=self._device)
         if not any(stop > head for head, stop in self.heads):
@@ -99,7 +93,6 @@ class PackedMask:
 
 
 def hide_from_compiler() -> None:
-    """Exclude attention from compiled layers."""
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
 
 
@@ -259,7 +252,6 @@ class SharedPrefixPlan(msgspec.Struct, frozen=True):
 
 
 def unshared(row: MicroBatch) -> SharedPrefixPlan:
-    """The plan of a row in which nothing is shared."""
     positions = torch.arange(len(row.token_ids))
     return SharedPrefixPlan(positions, positions, row.cu_seqlens)
 

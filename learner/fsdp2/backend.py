@@ -223,7 +223,6 @@ class Fsdp2Backend(ShardedBackend, Fsdp2Model):
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Backend.named_weights`."""
         return self._gathered(lora.only_adapters if self._adapted else self._as_stored)
 
     def without_adapters(self) -> WithoutAdapters | None:

@@ -35,6 +35,5 @@ def check(device: torch.device, model: PretrainedConfig) -> None:
 
 
 def apply(family: str) -> None:
-    """Patch `family`, so that models built from now on use Liger's kernels."""
     liger = import_module("liger_kernel.transformers")  # not at the top: it needs Triton
     getattr(liger, f"apply_liger_kernel_to_{family}")(**KERNELS)

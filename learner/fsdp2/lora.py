@@ -56,7 +56,7 @@ def merged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def only_adapters(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The adapters among `tensors`, as `weightsync/adapters.py` has them travel."""
+    """The adapters among `tensors`, as `weightsync/weight_check.py` has them travel."""
     merged_weights: dict[str, torch.Tensor] = {}
     for stem in (name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)):
         merged_weights[stem + adapters.DOWN], merged_weights[stem + adapters.UP] = _factors(tensors, stem)
@@ -70,5 +70,4 @@ def _factors(tensors: dict[str, torch.Tensor], stem: str) -> tuple[torch.Tensor,
 
 
 def rank_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """The rank of adapters among weights, 0 where there are none."""
     return next((shape[0] for name, shape in shapes.items() if name.endswith(DOWN)), 0)

@@ -96,7 +96,6 @@ class ContextParallelGroup:
         )
 
     def part(self, tokens: int) -> slice:
-        """This rank's of a row of `tokens`."""
         each = tokens // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 

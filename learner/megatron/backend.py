@@ -106,11 +106,9 @@ class MegatronModel(ShardedModel):
             dist.destroy_process_group()
 
     def _prepared(self) -> list[Any]:
-        """The modules that passes run through, one for each virtual stage."""
         return list(self._parts)
 
     def _write(self, parameter: Any, shard: torch.Tensor) -> None:
-        """Give a parameter of this rank its weights, float32."""
         parameter.copy_(shard)
 
     def _passes(
@@ -197,7 +195,6 @@ class MegatronBackend(ShardedBackend, MegatronModel):
         self._optimizer.zero_grad()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Backend.named_weights`. Every rank gets every tensor."""
         weights = full_weights(self._parts)
         while True:
             with all_ranks_agree("gathering weights"):
@@ -236,7 +233,6 @@ class MegatronBackend(ShardedBackend, MegatronModel):
                 parameter.main_param.copy_(shard.reshape(-1)[held.start : held.end])
 
     def _total(self, found: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
-        """The sums over rows and data ranks by name, on every rank."""
         stages = self._groups.stages
         sums: list[dict[str, float]] = [{}]
         if stages.rank() == stages.size() - 1:

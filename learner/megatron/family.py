@@ -30,7 +30,6 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def transformer_config(config: PretrainedConfig, layout: Megatron, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's words for `config`, split by `layout`."""
     piped, virtual = layout.pipeline_parallel > 1, layout.virtual_stages > 1
     experts: dict[str, Any] = {}
     if config.model_type == "qwen3_moe":
@@ -87,7 +86,6 @@ def transformer_config(config: PretrainedConfig, layout: Megatron, dtype: torch.
 
 
 def head_dim(config: PretrainedConfig) -> int:
-    """Numbers of one attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -142,7 +140,6 @@ def names_of(part: MegatronPolicy, expert_rank: int) -> dict[str, torch.nn.Param
 
 
 def experts_held(config: TransformerConfig) -> int:
-    """Experts of a layer that one expert rank holds."""
     return (config.num_moe_experts or 0) // among().experts.size()
 
 

@@ -1,7 +1,7 @@
 """Which Hugging Face weights make up a Megatron parameter, and how it is split over tensor ranks: pure functions on tensors.
 
-Names on the Megatron side carry *global* layer and expert numbers, so that they are the same in every layout; names on the Hugging
-Face side are those of a checkpoint's files. Qwen3, Qwen3-MoE and Llama share one table.
+Names on the Megatron side carry *global* layer and expert numbers, so that they are the same in every layout. Qwen3, Qwen3-MoE and
+Llama share one table.
 
 Invariants:
 - `hugging` of what `megatron` made for every index gives the tensors back, bit for bit, for any number of parts.
@@ -25,8 +25,7 @@ class WeightRule(msgspec.Struct, frozen=True):
     Attributes:
         sources: Hugging Face names of its weights.
         split: dimension that is split over tensor ranks, None where each has all of it.
-        fusion: how the sources are arranged in it: `qkv` by groups of query heads with their key and value, `gate_up` concatenated,
-            each split separately.
+        fusion: `qkv` by groups of query heads with their key and value, `gate_up` concatenated, each split separately.
     """
 
     sources: tuple[str, ...]
@@ -89,17 +88,12 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter belongs to an expert, which expert ranks have one each of."""
     return ".local_experts." in name
 
 
 def megatron(rule: WeightRule, tensors: Sequence[torch.Tensor], groups: int, parts: int, index: int) -> torch.Tensor:
-    """Tensor rank `index` of `parts`: its shard of the parameter.
-
-    Args:
-        tensors: one for each of `rule.sources`.
-        groups: key-value heads; each has a group of query heads.
-    """
+    """Tensor rank `index` of `parts`: its shard of the parameter made of `tensors`, one for each of `rule.sources`, where `groups`
+    key-value heads have a group of query heads each."""
     if rule.fusion == "gate_up":
         return torch.cat([tensor.chunk(parts)[index] for tensor in tensors])
     if rule.fusion == "qkv":

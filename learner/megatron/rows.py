@@ -26,8 +26,7 @@ class LocalMicroBatch(msgspec.Struct, frozen=True):
     """This context rank's part of a row of L padded tokens.
 
     Attributes:
-        token_ids: int64[1, L / C].
-        position_ids: int64[1, L / C].
+        token_ids, position_ids: int64[1, L / C].
         cu_seqlens: offsets of the padded sequences in the whole row, from 0 to L.
         sources: int64[K], positions in `token_ids` whose logits predict a trained token.
         targets: int64[K], the trained tokens.
@@ -49,7 +48,6 @@ def padded_length(row: MicroBatch, unit: int, context: int) -> int:
 
 
 def local_row(row: MicroBatch, length: int, context: int, rank: int) -> LocalMicroBatch:
-    """The part of context rank `rank` of a row padded to `length`."""
     cuts, origin = [0], []
     for start, end in pairwise(row.cu_seqlens):
         padding = _up(end - start, _chunks(context)) - (end - start)

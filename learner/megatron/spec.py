@@ -78,7 +78,6 @@ class PackedAttention(MegatronModule):
 
 
 def block_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules | ModuleSpec:
-    """The layers of this stage."""
     if torch.cuda.is_available() and config.params_dtype is torch.bfloat16:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=virtual_stage)
     count = get_num_layers_to_build(config, vp_stage=virtual_stage)
