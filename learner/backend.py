@@ -71,21 +71,16 @@ class Scorer(Protocol):
 
 
 class Backend(Scorer, Protocol):
-    """Holds the policy, its optimizer and its sharding. Methods marked *collective* are called by every rank together.
+    """Holds the policy, its optimizer and its sharding. Methods marked *collective* are called by every rank together."""
 
-    Attributes:
-        rank: this process among all `world_size`; rank 0 talks to the buffer and the replicas.
-        data_rank: which of the `data_size` parts of a batch this rank takes. Ranks that share one copy of the model, or the work on
-            their rows, have one data rank and take the same rows.
-        shares_prefixes: whether a common prefix of sequences of a row is computed once (`packing.py`).
-    """
-
-    rank: int
+    rank: int  # this process among all `world_size`; rank 0 talks to the buffer and the replicas
     world_size: int
+    # which of the `data_size` parts of a batch this rank takes. Ranks that share one copy of the model, or the work
+    # on their rows, have one data rank and take the same rows.
     data_rank: int
     data_size: int
     device: torch.device
-    shares_prefixes: bool
+    shares_prefixes: bool  # whether a common prefix of sequences of a row is computed once (`packing.py`)
 
     def maximum(self, value: float) -> float:
         """Collective. The largest `value` of any rank."""

@@ -39,64 +39,38 @@ ALL_TRAINED: Mapping[str, Withheld] = {}
 
 
 class TrainBatch(msgspec.Struct, frozen=True):
-    """S sequences of N tokens in all, which have K turns and belong to E episodes.
+    """S sequences of N tokens in all, which have K turns and belong to E episodes."""
 
-    Attributes:
-        token_ids: int32[N].
-        loss_mask: bool[N], tokens that carry loss.
-        sampled: bool[N], tokens that the policy sampled.
-        behavior_logprobs: float32[N], of the policy that sampled them, 0 elsewhere.
-        staleness: int32[N], learner version minus the version that sampled the token, -1 elsewhere.
-        mixed: bool[N], tokens sampled from a mixed policy (`VersionSpan.mixed`).
-        advantages: float64[N]; rounded to float32 when they are packed.
-        turn: int32[N], the turn that the token belongs to, -1 outside of all turns.
-        reference_logprobs: float32[N], of the reference policy; None where there is none.
-        values: float32[N], outputs of the trained aux model: a critic's values, a process reward model's
-            log(policy / reference); None where there is none.
-        penalties: float32[N], taken off the rewards; None for no penalty.
-        returns: float32[N], the critic's targets; None where there is no critic.
-        offsets: int64[S + 1], where sequences begin and end on the token axis.
-        positive: bool[S], whether the reward of the sequence's episode is above 0.
-        episode: int64[S], the sequence's episode.
-        ids: S trajectory ids.
-        prompts: int64[S], hashes of the tokens before the first sampled one; None where all token ids are here.
-        episode_ids: E names, for messages.
-        groups: int64[E], the task group, counted from 0 without gaps.
-        rewards: float64[E], the return; of a failure that is trained on, its penalty.
-        lengths: int64[E], sampled tokens of all branches.
-        turns: int64[E], completions; their sum is K.
-        steps: int64[E], environment steps that have a reward; their sum is R.
-        step_rewards: float64[R], the reward after each step, episode by episode.
-        greedy: bool[E], baselines that were played at temperature 0.
-        masked: bool[E], episodes that carry no loss and are compared with.
-    """
-
-    token_ids: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
-    sampled: NDArray[np.bool_]
-    behavior_logprobs: NDArray[np.float32]
-    staleness: NDArray[np.int32]
-    mixed: NDArray[np.bool_]
-    advantages: NDArray[np.float64]
-    turn: NDArray[np.int32]
-    offsets: NDArray[np.int64]
-    positive: NDArray[np.bool_]
-    episode: NDArray[np.int64]
-    ids: tuple[str, ...]
-    episode_ids: tuple[str, ...]
-    groups: NDArray[np.int64]
-    rewards: NDArray[np.float64]
-    lengths: NDArray[np.int64]
-    turns: NDArray[np.int64]
-    steps: NDArray[np.int64]
-    step_rewards: NDArray[np.float64]
-    greedy: NDArray[np.bool_]
-    masked: NDArray[np.bool_]
+    token_ids: NDArray[np.int32]  # int32[N]
+    loss_mask: NDArray[np.bool_]  # bool[N], tokens that carry loss
+    sampled: NDArray[np.bool_]  # bool[N], tokens that the policy sampled
+    behavior_logprobs: NDArray[np.float32]  # float32[N], of the policy that sampled them, 0 elsewhere
+    staleness: NDArray[np.int32]  # int32[N], learner version minus the version that sampled the token, -1 elsewhere
+    mixed: NDArray[np.bool_]  # bool[N], tokens sampled from a mixed policy (`VersionSpan.mixed`)
+    advantages: NDArray[np.float64]  # float64[N]; rounded to float32 when they are packed
+    turn: NDArray[np.int32]  # int32[N], the turn that the token belongs to, -1 outside of all turns
+    offsets: NDArray[np.int64]  # int64[S + 1], where sequences begin and end on the token axis
+    positive: NDArray[np.bool_]  # bool[S], whether the reward of the sequence's episode is above 0
+    episode: NDArray[np.int64]  # int64[S], the sequence's episode
+    ids: tuple[str, ...]  # S trajectory ids
+    episode_ids: tuple[str, ...]  # E names, for messages
+    groups: NDArray[np.int64]  # int64[E], the task group, counted from 0 without gaps
+    rewards: NDArray[np.float64]  # float64[E], the return; of a failure that is trained on, its penalty
+    lengths: NDArray[np.int64]  # int64[E], sampled tokens of all branches
+    turns: NDArray[np.int64]  # int64[E], completions; their sum is K
+    steps: NDArray[np.int64]  # int64[E], environment steps that have a reward; their sum is R
+    step_rewards: NDArray[np.float64]  # float64[R], the reward after each step, episode by episode
+    greedy: NDArray[np.bool_]  # bool[E], baselines that were played at temperature 0
+    masked: NDArray[np.bool_]  # bool[E], episodes that carry no loss and are compared with
+    # int64[S], hashes of the tokens before the first sampled one; None where all token ids are here
     prompts: NDArray[np.int64] | None = None
+    # float32[N], of the reference policy; None where there is none
     reference_logprobs: NDArray[np.float32] | None = None
+    # float32[N], outputs of the trained aux model: a critic's values, a process reward model's log(policy /
+    # reference); None where there is none
     values: NDArray[np.float32] | None = None
-    penalties: NDArray[np.float32] | None = None
-    returns: NDArray[np.float32] | None = None
+    penalties: NDArray[np.float32] | None = None  # float32[N], taken off the rewards; None for no penalty
+    returns: NDArray[np.float32] | None = None  # float32[N], the critic's targets; None where there is no critic
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

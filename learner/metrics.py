@@ -20,127 +20,81 @@ from .checkpoint import CheckpointState
 
 
 class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of `StepMetrics` about the batch.
+    """The fields of `StepMetrics` about the batch."""
 
-    Attributes:
-        reward_mean: mean return of the batch's episodes.
-        reward_std: its standard deviation over episodes.
-        staleness_mean: learner version minus sampling version, mean over trained tokens.
-        staleness_max: the same, maximum.
-        staleness_tokens: trained tokens by staleness (`{"0": 120, "1": 30}`).
-        tokens_trained: tokens that carried loss in this step.
-        tokens_withheld: sampled tokens of this batch that were too old, or of episodes without loss (`buffer.ledger.Withheld`).
-        mixed_tokens: trained tokens sampled by new weights from keys and values of older ones too (`rollout.partial=keep_kv`).
-        episodes: episodes in the batch.
-        episode_tokens_mean: sampled tokens per episode.
-        turns_mean: completions per episode.
-        environment: what the environment reported (`StepResult.metrics`), mean by name over the episodes that reported it.
-    """
-
-    reward_mean: float
-    reward_std: float
-    staleness_mean: float
-    staleness_max: int
-    staleness_tokens: dict[str, int]
-    tokens_trained: int
+    reward_mean: float  # mean return of the batch's episodes
+    reward_std: float  # its standard deviation over episodes
+    staleness_mean: float  # learner version minus sampling version, mean over trained tokens
+    staleness_max: int  # the same, maximum
+    staleness_tokens: dict[str, int]  # trained tokens by staleness (`{"0": 120, "1": 30}`)
+    tokens_trained: int  # tokens that carried loss in this step
+    # sampled tokens of this batch that were too old, or of episodes without loss (`buffer.ledger.Withheld`)
     tokens_withheld: int
+    # trained tokens sampled by new weights from keys and values of older ones too (`rollout.partial=keep_kv`)
     mixed_tokens: int
-    episodes: int
-    episode_tokens_mean: float
-    turns_mean: float
+    episodes: int  # episodes in the batch
+    episode_tokens_mean: float  # sampled tokens per episode
+    turns_mean: float  # completions per episode
+    # what the environment reported (`StepResult.metrics`), mean by name over the episodes that reported it
     environment: dict[str, float]
 
 
 class StepMetrics(BatchSummary, frozen=True, kw_only=True):
-    """Measured between the end of the previous step and the end of this one, unless stated otherwise.
+    """Measured between the end of the previous step and the end of this one, unless stated otherwise."""
 
-    Attributes:
-        step: optimizer batches contained in the weights, from 1.
-        version: the policy version that this step made.
-        time: seconds since the epoch, at the end of the step.
-        tokens_discarded: tokens discarded for any reason since the previous step.
-        groups_refilled: groups discarded since the previous step because all their rewards were equal (`buffer.dynamic_sampling`).
-        messages_dropped: malformed messages to the buffer, since its process started.
-        peers_refused: attempts to connect to the buffer without the run's keys, since its process started.
-        rollout_tokens_per_s: tokens generated per second since the previous step.
-        overlap_tokens_per_s: tokens generated per second while the learner was stepping.
-        learner_tokens_per_s: tokens (context included) per second of stepping.
-        learner_idle: share of the time in which the learner waited for a batch, 0 to 1.
-        rollout_idle: share of the episode slots that were empty because no lease was granted, 0 to 1.
-        slots: episodes that all workers would play in sum at once, mean; follows how busy the servers are.
-        replicas: inference servers that took the push and serve its version.
-        replicas_failed: replicas that did not.
-        wait_s: seconds waited for the batch.
-        step_s: seconds from the batch to its commit: rows, aux models and their steps, advantages, proximal log-probs, forward,
-            backward and optimizer.
-        push_s: seconds of the whole weight push.
-        pause_ms: longest pause of a replica in the push.
-        transfer_ms: time of the transfer.
-        canary: largest canary difference after the push, nats.
-        mismatch_max: largest difference in nats between the learner's and the engine's log-prob of a token sampled at the
-            learner's own version: tokens of staleness 0 in the batch, and in a few trajectories that were delivered since
-            the batch was taken; 0 when there were none. Tokens of a mixed policy do not count. In the batch the
-            learner's are the proximal log-probs, of the step's own forward pass or of a scoring pass before it (`step.py`).
-        mismatch_tokens: how many tokens that maximum is over, all ranks together.
-        loss: the policy loss.
-        ess: effective sample size of the importance weights over tokens, as a share, 0 to 1.
-        kl: mean over trained tokens of the k3 estimate of KL(behavior || current), nats (Schulman 2020).
-        kl_reference: mean over trained tokens of the k3 estimate of KL(current || reference), nats; 0 where there is no reference.
-        value_loss: half the mean squared error of the critic before its step; 0 where there is no critic.
-        explained_variance: 1 - the mean squared error / the variance of the returns; 0 where there is no critic.
-        reward_model_loss: cross-entropy of outcomes under the process reward model before its step, nats; 0 where there is none.
-        reward_model_accuracy: share of trained tokens whose sequence it classified correctly; 0 where there is none.
-        entropy: mean entropy of the policy at trained tokens, nats.
-        clip_fraction: share of trained tokens where the loss's own clip was active.
-        dropped_fraction: share of trained tokens whose loss the correction dropped (`learner.algorithm.correction`).
-        ess_by_staleness: `ess` among the trained tokens of each staleness (`{"0": 0.99, "1": 0.9}`).
-        kl_by_staleness: `kl`, likewise.
-        clip_fraction_by_staleness: `clip_fraction`, likewise.
-        weight_by_staleness: share of all importance weight on tokens of this staleness; sums to 1.
-        grad_norm: before clipping.
-        lr: learning rate used.
-    """
-
-    step: int
-    version: int
-    time: float
-    tokens_discarded: int
+    step: int  # optimizer batches contained in the weights, from 1
+    version: int  # the policy version that this step made
+    time: float  # seconds since the epoch, at the end of the step
+    tokens_discarded: int  # tokens discarded for any reason since the previous step
+    # groups discarded since the previous step because all their rewards were equal (`buffer.dynamic_sampling`)
     groups_refilled: int = 0
-    messages_dropped: int
-    peers_refused: int
-    rollout_tokens_per_s: float
-    overlap_tokens_per_s: float
-    learner_tokens_per_s: float
-    learner_idle: float
-    rollout_idle: float
-    slots: float
-    replicas: int
-    replicas_failed: int
-    wait_s: float
+    messages_dropped: int  # malformed messages to the buffer, since its process started
+    peers_refused: int  # attempts to connect to the buffer without the run's keys, since its process started
+    rollout_tokens_per_s: float  # tokens generated per second since the previous step
+    overlap_tokens_per_s: float  # tokens generated per second while the learner was stepping
+    learner_tokens_per_s: float  # tokens (context included) per second of stepping
+    learner_idle: float  # share of the time in which the learner waited for a batch, 0 to 1
+    rollout_idle: float  # share of the episode slots that were empty because no lease was granted, 0 to 1
+    slots: float  # episodes that all workers would play in sum at once, mean; follows how busy the servers are
+    replicas: int  # inference servers that took the push and serve its version
+    replicas_failed: int  # replicas that did not
+    wait_s: float  # seconds waited for the batch
+    # seconds from the batch to its commit: rows, aux models and their steps, advantages, proximal log-probs, forward,
+    # backward and optimizer
     step_s: float
-    push_s: float
-    pause_ms: float
-    transfer_ms: float
-    canary: float
+    push_s: float  # seconds of the whole weight push
+    pause_ms: float  # longest pause of a replica in the push
+    transfer_ms: float  # time of the transfer
+    canary: float  # largest canary difference after the push, nats
+    # largest difference in nats between the learner's and the engine's log-prob of a token sampled at the learner's
+    # own version: tokens of staleness 0 in the batch, and in a few trajectories that were delivered since the batch
+    # was taken; 0 when there were none. Tokens of a mixed policy do not count. In the batch the learner's are the
+    # proximal log-probs, of the step's own forward pass or of a scoring pass before it (`step.py`).
     mismatch_max: float
-    mismatch_tokens: int
-    loss: float
-    ess: float
-    kl: float
-    entropy: float
-    clip_fraction: float
+    mismatch_tokens: int  # how many tokens that maximum is over, all ranks together
+    loss: float  # the policy loss
+    ess: float  # effective sample size of the importance weights over tokens, as a share, 0 to 1
+    kl: float  # mean over trained tokens of the k3 estimate of KL(behavior || current), nats (Schulman 2020)
+    entropy: float  # mean entropy of the policy at trained tokens, nats
+    clip_fraction: float  # share of trained tokens where the loss's own clip was active
+    # share of trained tokens whose loss the correction dropped (`learner.algorithm.correction`)
     dropped_fraction: float = 0.0
+    # mean over trained tokens of the k3 estimate of KL(current || reference), nats; 0 where there is no reference
     kl_reference: float = 0.0
-    value_loss: float = 0.0
+    value_loss: float = 0.0  # half the mean squared error of the critic before its step; 0 where there is no critic
+    # 1 - the mean squared error / the variance of the returns; 0 where there is no critic
     explained_variance: float = 0.0
+    # cross-entropy of outcomes under the process reward model before its step, nats; 0 where there is none
     reward_model_loss: float = 0.0
+    # share of trained tokens whose sequence it classified correctly; 0 where there is none
     reward_model_accuracy: float = 0.0
+    # `ess` among the trained tokens of each staleness (`{"0": 0.99, "1": 0.9}`)
     ess_by_staleness: dict[str, float] = {}
-    kl_by_staleness: dict[str, float] = {}
-    clip_fraction_by_staleness: dict[str, float] = {}
-    weight_by_staleness: dict[str, float] = {}
-    grad_norm: float
-    lr: float
+    kl_by_staleness: dict[str, float] = {}  # `kl`, likewise
+    clip_fraction_by_staleness: dict[str, float] = {}  # `clip_fraction`, likewise
+    weight_by_staleness: dict[str, float] = {}  # share of all importance weight on tokens of this staleness; sums to 1
+    grad_norm: float  # before clipping
+    lr: float  # learning rate used
 
 
 class AuxModelsResult(msgspec.Struct, frozen=True):
@@ -153,17 +107,12 @@ class AuxModelsResult(msgspec.Struct, frozen=True):
 
 
 class PolicyStepResult(msgspec.Struct, frozen=True):
-    """The optimizer steps of one batch, one per minibatch, at learning rate `lr`.
-
-    Attributes:
-        mismatch: largest learner-engine difference in nats, over all ranks.
-        compared: the number of compared tokens; only rank 0 has fresh ones.
-    """
+    """The optimizer steps of one batch, one per minibatch, at learning rate `lr`."""
 
     results: tuple[BackendStepResult, ...]
     lr: float
-    mismatch: float
-    compared: int
+    mismatch: float  # largest learner-engine difference in nats, over all ranks
+    compared: int  # the number of compared tokens; only rank 0 has fresh ones
 
     @property
     def means(self) -> dict[str, float]:

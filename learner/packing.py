@@ -39,35 +39,23 @@ the remaining tokens, not half of it: for a long remainder that costs more than 
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
-    """One micro-batch: S sequences, N tokens in all.
+    """One micro-batch: S sequences, N tokens in all."""
 
-    Attributes:
-        token_ids: int64[N].
-        position_ids: int64[N], restarting at 0 with each sequence.
-        cu_seqlens: S + 1 offsets, from 0 to N.
-        loss_mask: bool[N], tokens that carry loss; false at the first token of each sequence.
-        behavior_logprobs: float32[N], of the policy that sampled them, 0 where not trained.
-        proximal_logprobs: float32[N], of the policy at the start of this step, 0 where not trained; NaN where still unknown.
-        advantages: float32[N], 0 where not trained.
-        staleness: int32[N], learner version minus the version that sampled the token, -1 where not trained.
-        mixed: bool[N], trained tokens sampled from keys and values of older weights too: no version reproduces their log-prob.
-        positive: bool[N], trained tokens of episodes whose reward is above 0.
-        reference_logprobs: float32[N], of the reference policy, 0 where not trained; None where there is none.
-        returns: float32[N], a critic's targets, 0 where not trained; None where there is none.
-    """
-
-    token_ids: torch.Tensor
-    position_ids: torch.Tensor
-    cu_seqlens: tuple[int, ...]
-    loss_mask: torch.Tensor
-    behavior_logprobs: torch.Tensor
+    token_ids: torch.Tensor  # int64[N]
+    position_ids: torch.Tensor  # int64[N], restarting at 0 with each sequence
+    cu_seqlens: tuple[int, ...]  # S + 1 offsets, from 0 to N
+    loss_mask: torch.Tensor  # bool[N], tokens that carry loss; false at the first token of each sequence
+    behavior_logprobs: torch.Tensor  # float32[N], of the policy that sampled them, 0 where not trained
+    # float32[N], of the policy at the start of this step, 0 where not trained; NaN where still unknown
     proximal_logprobs: torch.Tensor
-    advantages: torch.Tensor
-    staleness: torch.Tensor
+    advantages: torch.Tensor  # float32[N], 0 where not trained
+    staleness: torch.Tensor  # int32[N], learner version minus the version that sampled the token, -1 where not trained
+    # bool[N], trained tokens sampled from keys and values of older weights too: no version reproduces their log-prob
     mixed: torch.Tensor
-    positive: torch.Tensor
+    positive: torch.Tensor  # bool[N], trained tokens of episodes whose reward is above 0
+    # float32[N], of the reference policy, 0 where not trained; None where there is none
     reference_logprobs: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
+    returns: torch.Tensor | None = None  # float32[N], a critic's targets, 0 where not trained; None where there is none
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {k: v.to(device) for k, v in msgspec.structs.asdict(self).items() if isinstance(v, torch.Tensor)}

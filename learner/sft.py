@@ -47,17 +47,12 @@ class HeldOut(msgspec.Struct, frozen=True):
 
 
 class SftResult(msgspec.Struct, frozen=True):
-    """The outcome of a fine-tuning on `sequences` of `tokens` in all, context included.
-
-    Attributes:
-        loss: mean over the last tenth of the steps, nats per trained token.
-        held_out: before the first epoch and after each; empty where nothing is held out.
-    """
+    """The outcome of a fine-tuning on `sequences` of `tokens` in all, context included."""
 
     sequences: int
     tokens: int
-    loss: float
-    held_out: tuple[HeldOut, ...]
+    loss: float  # mean over the last tenth of the steps, nats per trained token
+    held_out: tuple[HeldOut, ...]  # before the first epoch and after each; empty where nothing is held out
 
 
 def negative_log_likelihood(logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch) -> LossOutput:

@@ -22,23 +22,15 @@ from ..rpc.pubsub import StateSubscriber
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True):
-    """One replica.
+    """One replica."""
 
-    Attributes:
-        name: `engine-0`, ...; never used again for another.
-        url: `http://host:port`.
-        incarnation: how often its process was restarted; what is known of an earlier one is void.
-        state: `starting`: no work yet. `serving`: takes requests. `draining`: takes none and will leave.
-        version: the policy version served, None while starting.
-        answers: its process has answered, so that weights can be pushed to it.
-    """
-
-    name: str
-    url: str
-    incarnation: int = 0
+    name: str  # `engine-0`, ...; never used again for another
+    url: str  # `http://host:port`
+    incarnation: int = 0  # how often its process was restarted; what is known of an earlier one is void
+    # `starting`: no work yet. `serving`: takes requests. `draining`: takes none and will leave.
     state: Literal["starting", "serving", "draining"] = "starting"
-    version: int | None = None
-    answers: bool = False
+    version: int | None = None  # the policy version served, None while starting
+    answers: bool = False  # its process has answered, so that weights can be pushed to it
 
 
 class Fleet(msgspec.Struct, frozen=True):
@@ -62,17 +54,12 @@ class Fleet(msgspec.Struct, frozen=True):
 
 
 class ReplicaReport(msgspec.Struct, frozen=True):
-    """What the learner knows of a replica's process `incarnation`; a later report about it replaces an earlier one.
-
-    Attributes:
-        version: that it is verified to serve; None when a push did not reach it.
-        missed_pushes: pushes in a row that did not reach it; `why` not the last one.
-    """
+    """What the learner knows of a replica's process `incarnation`; a later report about it replaces an earlier one."""
 
     name: str
     incarnation: int
-    version: int | None
-    missed_pushes: int = 0
+    version: int | None  # that it is verified to serve; None when a push did not reach it
+    missed_pushes: int = 0  # pushes in a row that did not reach it; `why` not the last one
     why: str = ""
 
 

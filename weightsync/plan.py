@@ -65,13 +65,7 @@ Source = BroadcastSource | FileSource | DeltaSource
 
 
 class TransferPlan(msgspec.Struct, frozen=True):
-    """One version's tensors: Hugging Face names, torch dtype names (`float32`), shapes; one entry per tensor.
-
-    Attributes:
-        checksum: xxh3 (64 bit, hex) over the bytes of all tensors, in order.
-        keep: the receiver keeps a copy in host memory, the base of the next delta.
-        acks: ZeroMQ address to which every receiving rank sends its `WeightAck`, for the attempt `receiver`.
-    """
+    """One version's tensors: Hugging Face names, torch dtype names (`float32`), shapes; one entry per tensor."""
 
     version: int
     names: tuple[str, ...]
@@ -79,9 +73,9 @@ class TransferPlan(msgspec.Struct, frozen=True):
     shapes: tuple[tuple[int, ...], ...]
     bucket_bytes: int
     source: Source
-    checksum: str
-    keep: bool
-    acks: str
+    checksum: str  # xxh3 (64 bit, hex) over the bytes of all tensors, in order
+    keep: bool  # the receiver keeps a copy in host memory, the base of the next delta
+    acks: str  # ZeroMQ address to which every receiving rank sends its `WeightAck`, for the attempt `receiver`
     receiver: str
 
 
@@ -95,25 +89,16 @@ class WeightAck(msgspec.Struct, frozen=True):
 
 
 class PushReport(msgspec.Struct, frozen=True):
-    """What one publish did.
-
-    Attributes:
-        pushed: names of the replicas that serve `version` now.
-        failed: replica name -> why it does not serve the version; `catch_up` retries it.
-        pause_ms, transfer_ms: longest time a replica did not generate; longest transfer to a cohort.
-        push_ms: from the first cohort to the last.
-        sent_bytes: bytes that left the learner, written files included.
-        canary: largest difference in nats between the learner's and a replica's canary log-probs.
-    """
+    """What one publish did."""
 
     version: int
-    pushed: tuple[str, ...]
-    failed: dict[str, str]
-    pause_ms: float = 0.0
-    transfer_ms: float = 0.0
-    push_ms: float = 0.0
-    sent_bytes: int = 0
-    canary: float = 0.0
+    pushed: tuple[str, ...]  # names of the replicas that serve `version` now
+    failed: dict[str, str]  # replica name -> why it does not serve the version; `catch_up` retries it
+    pause_ms: float = 0.0  # longest time a replica did not generate; longest transfer to a cohort
+    transfer_ms: float = 0.0  # longest time a replica did not generate; longest transfer to a cohort
+    push_ms: float = 0.0  # from the first cohort to the last
+    sent_bytes: int = 0  # bytes that left the learner, written files included
+    canary: float = 0.0  # largest difference in nats between the learner's and a replica's canary log-probs
 
 
 def send_ack(address: str, ack: WeightAck) -> None:

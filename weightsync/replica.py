@@ -164,22 +164,15 @@ class PushTarget:
 
 
 class PushResult(msgspec.Struct):
-    """What attempts, or a transfer, did.
+    """What attempts, or a transfer, did."""
 
-    Attributes:
-        failed: replica name -> why it did not get the weights.
-        canary: replica name -> canary difference in nats, of those that were asked; above the tolerance it is not verified.
-        pause_s, transfer_s: the longest time that a replica was paused; the longest transfer.
-        sent_bytes: bytes that left the learner, written files included.
-        wrong: a replica took the weights twice and still computes something else.
-    """
-
-    failed: dict[str, str] = {}
+    failed: dict[str, str] = {}  # replica name -> why it did not get the weights
+    # replica name -> canary difference in nats, of those that were asked; above the tolerance it is not verified
     canary: dict[str, float] = {}
-    pause_s: float = 0.0
-    transfer_s: float = 0.0
-    sent_bytes: int = 0
-    wrong: WeightSyncError | None = None
+    pause_s: float = 0.0  # the longest time that a replica was paused; the longest transfer
+    transfer_s: float = 0.0  # the longest time that a replica was paused; the longest transfer
+    sent_bytes: int = 0  # bytes that left the learner, written files included
+    wrong: WeightSyncError | None = None  # a replica took the weights twice and still computes something else
 
     def add(self, other: PushResult) -> None:
         self.failed |= other.failed

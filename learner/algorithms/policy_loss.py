@@ -62,33 +62,20 @@ BY_STALENESS = ("tokens", "importance", "importance_square", "kl", "clip_fractio
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """The K trained tokens of a row, in its order. A sequence without one has length 0 and appears nowhere.
+    """The K trained tokens of a row, in its order. A sequence without one has length 0 and appears nowhere."""
 
-    Attributes:
-        current: float[K], log-probs under the policy that is stepped, p; the only ones with a gradient besides `entropy`.
-        proximal: float[K], under the policy at the start of the batch, q.
-        behavior: float[K], under the policies that sampled them, b.
-        advantages: float[K].
-        entropy: float[K], of the current policy, nats.
-        sequence: int64[K], the sequence in the row, from 0.
-        staleness: int32[K], learner version minus the one that sampled.
-        lengths: int64[S], trained tokens of each of the row's S sequences.
-        selected: bool[K], tokens that the loss treats differently; all false for losses that select none.
-        positive: bool[K], tokens of episodes whose reward is above 0.
-        reference: float[K], log-probs under the reference policy; None where there is none.
-    """
-
+    # float[K], log-probs under the policy that is stepped, p; the only ones with a gradient besides `entropy`
     current: torch.Tensor
-    proximal: torch.Tensor
-    behavior: torch.Tensor
-    advantages: torch.Tensor
-    entropy: torch.Tensor
-    sequence: torch.Tensor
-    staleness: torch.Tensor
-    lengths: torch.Tensor
-    selected: torch.Tensor
-    positive: torch.Tensor
-    reference: torch.Tensor | None = None
+    proximal: torch.Tensor  # float[K], under the policy at the start of the batch, q
+    behavior: torch.Tensor  # float[K], under the policies that sampled them, b
+    advantages: torch.Tensor  # float[K]
+    entropy: torch.Tensor  # float[K], of the current policy, nats
+    sequence: torch.Tensor  # int64[K], the sequence in the row, from 0
+    staleness: torch.Tensor  # int32[K], learner version minus the one that sampled
+    lengths: torch.Tensor  # int64[S], trained tokens of each of the row's S sequences
+    selected: torch.Tensor  # bool[K], tokens that the loss treats differently; all false for losses that select none
+    positive: torch.Tensor  # bool[K], tokens of episodes whose reward is above 0
+    reference: torch.Tensor | None = None  # float[K], log-probs under the reference policy; None where there is none
 
     def sequence_sum(self, values: torch.Tensor) -> torch.Tensor:
         """float[K]: for each token the sum of `values` over the trained tokens of its sequence."""

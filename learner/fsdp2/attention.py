@@ -235,19 +235,13 @@ AttentionMaskInterface.register(PACKED, _no_mask)
 
 
 class SharedPrefixPlan(msgspec.Struct, frozen=True):
-    """The M tokens to compute for the N of a row.
+    """The M tokens to compute for the N of a row."""
 
-    Attributes:
-        kept: int64[M], their positions in the row, in its order.
-        where: int64[N], for each token of the row its position among the kept ones.
-        cu_seqlens: offsets of the row's sequences among the kept tokens.
-        heads: of each sequence, the range of its prefix among the kept tokens; empty where it has its own. No entries where no
-            prefix is shared.
-    """
-
-    kept: torch.Tensor
-    where: torch.Tensor
-    cu_seqlens: tuple[int, ...]
+    kept: torch.Tensor  # int64[M], their positions in the row, in its order
+    where: torch.Tensor  # int64[N], for each token of the row its position among the kept ones
+    cu_seqlens: tuple[int, ...]  # offsets of the row's sequences among the kept tokens
+    # of each sequence, the range of its prefix among the kept tokens; empty where it has its own. No entries where no
+    # prefix is shared.
     heads: tuple[tuple[int, int], ...] = ()
 
 

@@ -20,16 +20,11 @@ Fusion = Literal["none", "qkv", "gate_up"]
 
 
 class WeightRule(msgspec.Struct, frozen=True):
-    """One Megatron parameter.
+    """One Megatron parameter."""
 
-    Attributes:
-        sources: Hugging Face names of its weights.
-        split: dimension that is split over tensor ranks, None where each has all of it.
-        fusion: `qkv` by groups of query heads with their key and value, `gate_up` concatenated, each split separately.
-    """
-
-    sources: tuple[str, ...]
-    split: int | None = None
+    sources: tuple[str, ...]  # Hugging Face names of its weights
+    split: int | None = None  # dimension that is split over tensor ranks, None where each has all of it
+    # `qkv` by groups of query heads with their key and value, `gate_up` concatenated, each split separately
     fusion: Fusion = "none"
 
 

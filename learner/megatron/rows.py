@@ -23,22 +23,14 @@ FILLER = 512  # tokens of a filler sequence: attention among them costs little, 
 
 
 class LocalMicroBatch(msgspec.Struct, frozen=True):
-    """This context rank's part of a row of L padded tokens.
+    """This context rank's part of a row of L padded tokens."""
 
-    Attributes:
-        token_ids, position_ids: int64[1, L / C].
-        cu_seqlens: offsets of the padded sequences in the whole row, from 0 to L.
-        sources: int64[K], positions in `token_ids` whose logits predict a trained token.
-        targets: int64[K], the trained tokens.
-        positions: int64[K], where they stand in the row without padding.
-    """
-
-    token_ids: torch.Tensor
-    position_ids: torch.Tensor
-    cu_seqlens: tuple[int, ...]
-    sources: torch.Tensor
-    targets: torch.Tensor
-    positions: torch.Tensor
+    token_ids: torch.Tensor  # int64[1, L / C]
+    position_ids: torch.Tensor  # int64[1, L / C]
+    cu_seqlens: tuple[int, ...]  # offsets of the padded sequences in the whole row, from 0 to L
+    sources: torch.Tensor  # int64[K], positions in `token_ids` whose logits predict a trained token
+    targets: torch.Tensor  # int64[K], the trained tokens
+    positions: torch.Tensor  # int64[K], where they stand in the row without padding
 
 
 def padded_length(row: MicroBatch, unit: int, context: int) -> int:
