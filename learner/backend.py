@@ -75,9 +75,7 @@ class Backend(Scorer, Protocol):
 
     rank: int  # this process among all `world_size`; rank 0 talks to the buffer and the replicas
     world_size: int
-    # which of the `data_size` parts of a batch this rank takes. Ranks that share one copy of the model, or the work
-    # on their rows, have one data rank and take the same rows.
-    data_rank: int
+    data_rank: int  # of `data_size`; ranks of one data rank share a copy of the model, or the work on their rows
     data_size: int
     device: torch.device
     shares_prefixes: bool  # whether a common prefix of sequences of a row is computed once (`packing.py`)

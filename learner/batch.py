@@ -62,13 +62,9 @@ class TrainBatch(msgspec.Struct, frozen=True):
     step_rewards: NDArray[np.float64]  # float64[R], the reward after each step, episode by episode
     greedy: NDArray[np.bool_]  # bool[E], baselines that were played at temperature 0
     masked: NDArray[np.bool_]  # bool[E], episodes that carry no loss and are compared with
-    # int64[S], hashes of the tokens before the first sampled one; None where all token ids are here
-    prompts: NDArray[np.int64] | None = None
-    # float32[N], of the reference policy; None where there is none
-    reference_logprobs: NDArray[np.float32] | None = None
-    # float32[N], outputs of the trained aux model: a critic's values, a process reward model's log(policy /
-    # reference); None where there is none
-    values: NDArray[np.float32] | None = None
+    prompts: NDArray[np.int64] | None = None  # int64[S], hashes of tokens before the first sampled one
+    reference_logprobs: NDArray[np.float32] | None = None  # float32[N], of the reference policy
+    values: NDArray[np.float32] | None = None  # float32[N], a critic's, or a reward model's log(policy / reference)
     penalties: NDArray[np.float32] | None = None  # float32[N], taken off the rewards; None for no penalty
     returns: NDArray[np.float32] | None = None  # float32[N], the critic's targets; None where there is no critic
 

@@ -13,12 +13,12 @@ Invariants:
 
 from __future__ import annotations
 
-import pickle
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from pickle import UnpicklingError
 
 import msgspec
 import torch
@@ -35,16 +35,8 @@ from .model import load_tokenizer
 
 STATE_FILE = "state.json"
 
-READING = (
-    OSError,
-    EOFError,
-    RuntimeError,
-    ValueError,
-    msgspec.DecodeError,
-    pickle.UnpicklingError,
-    CheckpointException,
-)
-"""Errors that mean missing or damaged files."""
+# Errors that mean missing or damaged files.
+READING = (OSError, EOFError, RuntimeError, ValueError, msgspec.DecodeError, UnpicklingError, CheckpointException)
 
 CLOSE_S = 5.0  # longest wait at the learner's end for a write that is under way
 

@@ -28,15 +28,14 @@ class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: int  # the same, maximum
     staleness_tokens: dict[str, int]  # trained tokens by staleness (`{"0": 120, "1": 30}`)
     tokens_trained: int  # tokens that carried loss in this step
-    # sampled tokens of this batch that were too old, or of episodes without loss (`buffer.ledger.Withheld`)
-    tokens_withheld: int
-    # trained tokens sampled by new weights from keys and values of older ones too (`rollout.partial=keep_kv`)
-    mixed_tokens: int
+    tokens_withheld: int  # sampled tokens that were too old, or of episodes without loss (`buffer.ledger.Withheld`)
+    mixed_tokens: int  # trained tokens sampled by new weights from keys and values of older ones (`keep_kv`)
     episodes: int  # episodes in the batch
     episode_tokens_mean: float  # sampled tokens per episode
     turns_mean: float  # completions per episode
-    # what the environment reported (`StepResult.metrics`), mean by name over the episodes that reported it
-    environment: dict[str, float]
+    environment: dict[
+        str, float
+    ]  # what environments reported (`StepResult.metrics`), means by name over their episodes
 
 
 class StepMetrics(BatchSummary, frozen=True, kw_only=True):
@@ -46,8 +45,7 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     version: int  # the policy version that this step made
     time: float  # seconds since the epoch, at the end of the step
     tokens_discarded: int  # tokens discarded for any reason since the previous step
-    # groups discarded since the previous step because all their rewards were equal (`buffer.dynamic_sampling`)
-    groups_refilled: int = 0
+    groups_refilled: int = 0  # discarded because all rewards were equal (`buffer.dynamic_sampling`)
     messages_dropped: int  # malformed messages to the buffer, since its process started
     peers_refused: int  # attempts to connect to the buffer without the run's keys, since its process started
     rollout_tokens_per_s: float  # tokens generated per second since the previous step
@@ -59,17 +57,13 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     replicas: int  # inference servers that took the push and serve its version
     replicas_failed: int  # replicas that did not
     wait_s: float  # seconds waited for the batch
-    # seconds from the batch to its commit: rows, aux models and their steps, advantages, proximal log-probs, forward,
-    # backward and optimizer
-    step_s: float
+    step_s: float  # seconds from the batch to its commit: rows, aux models, advantages, forward, backward, optimizer
     push_s: float  # seconds of the whole weight push
     pause_ms: float  # longest pause of a replica in the push
     transfer_ms: float  # time of the transfer
     canary: float  # largest canary difference after the push, nats
-    # largest difference in nats between the learner's and the engine's log-prob of a token sampled at the learner's
-    # own version: tokens of staleness 0 in the batch, and in a few trajectories that were delivered since the batch
-    # was taken; 0 when there were none. Tokens of a mixed policy do not count. In the batch the learner's are the
-    # proximal log-probs, of the step's own forward pass or of a scoring pass before it (`step.py`).
+    # largest difference in nats between the learner's proximal and the engine's log-prob of a token of staleness 0, in the batch
+    # and in a few trajectories delivered since it was taken; 0 when there were none. Tokens of a mixed policy do not count.
     mismatch_max: float
     mismatch_tokens: int  # how many tokens that maximum is over, all ranks together
     loss: float  # the policy loss
@@ -77,19 +71,13 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     kl: float  # mean over trained tokens of the k3 estimate of KL(behavior || current), nats (Schulman 2020)
     entropy: float  # mean entropy of the policy at trained tokens, nats
     clip_fraction: float  # share of trained tokens where the loss's own clip was active
-    # share of trained tokens whose loss the correction dropped (`learner.algorithm.correction`)
-    dropped_fraction: float = 0.0
-    # mean over trained tokens of the k3 estimate of KL(current || reference), nats; 0 where there is no reference
-    kl_reference: float = 0.0
+    dropped_fraction: float = 0.0  # share of trained tokens whose loss the correction dropped
+    kl_reference: float = 0.0  # k3 estimate of KL(current || reference), mean over trained tokens, nats
     value_loss: float = 0.0  # half the mean squared error of the critic before its step; 0 where there is no critic
-    # 1 - the mean squared error / the variance of the returns; 0 where there is no critic
-    explained_variance: float = 0.0
-    # cross-entropy of outcomes under the process reward model before its step, nats; 0 where there is none
-    reward_model_loss: float = 0.0
-    # share of trained tokens whose sequence it classified correctly; 0 where there is none
-    reward_model_accuracy: float = 0.0
-    # `ess` among the trained tokens of each staleness (`{"0": 0.99, "1": 0.9}`)
-    ess_by_staleness: dict[str, float] = {}
+    explained_variance: float = 0.0  # 1 - mean squared error / variance of the returns; 0: no critic
+    reward_model_loss: float = 0.0  # cross-entropy of outcomes before its step, nats; 0: no reward model
+    reward_model_accuracy: float = 0.0  # share of trained tokens in sequences that it classified correctly
+    ess_by_staleness: dict[str, float] = {}  # `ess` by staleness (`{"0": 0.99, "1": 0.9}`)
     kl_by_staleness: dict[str, float] = {}  # `kl`, likewise
     clip_fraction_by_staleness: dict[str, float] = {}  # `clip_fraction`, likewise
     weight_by_staleness: dict[str, float] = {}  # share of all importance weight on tokens of this staleness; sums to 1

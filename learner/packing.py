@@ -27,15 +27,11 @@ from .batch import TrainBatch, by_token, make_batch, supervised, trainable
 from .distributed import gather_rows
 
 ATTENTION_EVEN_LENGTH = 24_576  # tokens at which attention costs as much as the matrices, for a hidden size of 2048
-
-
 BUNDLES = 4  # least number of bundles per rank, of several ranks: with fewer, the ranks' work would differ much
 Head = tuple[Hashable, int]  # a key for the prefix of a sequence, and its tokens; sequences with equal heads share them
 LEAST = 16  # shortest prefix that is worth a copy of its keys and values, in tokens
-
+# A shared prefix is at least one in so many tokens of its sequence: after one, attention computes a whole square, not half of it.
 LEAST_SHARE = 4
-"""A shared prefix is at least one in so many tokens of its sequence. After a shared prefix, attention computes the whole square of
-the remaining tokens, not half of it: for a long remainder that costs more than the prefix."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
@@ -46,15 +42,12 @@ class MicroBatch(msgspec.Struct, frozen=True):
     cu_seqlens: tuple[int, ...]  # S + 1 offsets, from 0 to N
     loss_mask: torch.Tensor  # bool[N], tokens that carry loss; false at the first token of each sequence
     behavior_logprobs: torch.Tensor  # float32[N], of the policy that sampled them, 0 where not trained
-    # float32[N], of the policy at the start of this step, 0 where not trained; NaN where still unknown
-    proximal_logprobs: torch.Tensor
+    proximal_logprobs: torch.Tensor  # float32[N], at the start of this step, 0 where not trained; NaN where unknown
     advantages: torch.Tensor  # float32[N], 0 where not trained
     staleness: torch.Tensor  # int32[N], learner version minus the version that sampled the token, -1 where not trained
-    # bool[N], trained tokens sampled from keys and values of older weights too: no version reproduces their log-prob
-    mixed: torch.Tensor
+    mixed: torch.Tensor  # bool[N], trained tokens from keys and values of older weights too; no version gives these
     positive: torch.Tensor  # bool[N], trained tokens of episodes whose reward is above 0
-    # float32[N], of the reference policy, 0 where not trained; None where there is none
-    reference_logprobs: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None  # float32[N], 0 where not trained; None: no reference
     returns: torch.Tensor | None = None  # float32[N], a critic's targets, 0 where not trained; None where there is none
 
     def to(self, device: torch.device) -> MicroBatch:

@@ -4,7 +4,6 @@ The model and the buffer are stand-ins that are always ready: what is tested is 
 """
 
 import asyncio
-import collections
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -32,6 +31,9 @@ STEPS = 6
 STATS = Stats(version=0, ledger=Ledger(), leased_groups=0, ready_groups=1, slot_s=0.0, idle_slot_s=0.0)
 
 
+MEANS = ("importance", "importance_square", "kl", "entropy", "clip_fraction", "dropped")
+
+
 class Model:
     """A backend whose steps make the policy of the next seed."""
 
@@ -57,7 +59,7 @@ class Model:
 
     def step(self, rows: Sequence[MicroBatch], loss: PolicyLoss, lr: float) -> BackendStepResult:
         self.seed += 1
-        return BackendStepResult(0.0, 0.0, 1, collections.defaultdict(lambda: 1.0))
+        return BackendStepResult(0.0, 0.0, 1, dict.fromkeys(MEANS, 1.0))
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from make_model(self.seed).state_dict().items()

@@ -27,7 +27,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
     name: str  # `engine-0`, ...; never used again for another
     url: str  # `http://host:port`
     incarnation: int = 0  # how often its process was restarted; what is known of an earlier one is void
-    # `starting`: no work yet. `serving`: takes requests. `draining`: takes none and will leave.
+    # starting: no work yet. serving: takes requests. draining: takes none and will leave.
     state: Literal["starting", "serving", "draining"] = "starting"
     version: int | None = None  # the policy version served, None while starting
     answers: bool = False  # its process has answered, so that weights can be pushed to it

@@ -167,8 +167,7 @@ class PushResult(msgspec.Struct):
     """What attempts, or a transfer, did."""
 
     failed: dict[str, str] = {}  # replica name -> why it did not get the weights
-    # replica name -> canary difference in nats, of those that were asked; above the tolerance it is not verified
-    canary: dict[str, float] = {}
+    canary: dict[str, float] = {}  # replica name -> difference in nats, verified or not
     pause_s: float = 0.0  # the longest time that a replica was paused; the longest transfer
     transfer_s: float = 0.0  # the longest time that a replica was paused; the longest transfer
     sent_bytes: int = 0  # bytes that left the learner, written files included

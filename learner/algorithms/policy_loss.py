@@ -64,8 +64,7 @@ BY_STALENESS = ("tokens", "importance", "importance_square", "kl", "clip_fractio
 class Tokens(msgspec.Struct, frozen=True):
     """The K trained tokens of a row, in its order. A sequence without one has length 0 and appears nowhere."""
 
-    # float[K], log-probs under the policy that is stepped, p; the only ones with a gradient besides `entropy`
-    current: torch.Tensor
+    current: torch.Tensor  # float[K], under the policy that is stepped, p; only it and `entropy` have a gradient
     proximal: torch.Tensor  # float[K], under the policy at the start of the batch, q
     behavior: torch.Tensor  # float[K], under the policies that sampled them, b
     advantages: torch.Tensor  # float[K]

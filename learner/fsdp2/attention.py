@@ -240,9 +240,7 @@ class SharedPrefixPlan(msgspec.Struct, frozen=True):
     kept: torch.Tensor  # int64[M], their positions in the row, in its order
     where: torch.Tensor  # int64[N], for each token of the row its position among the kept ones
     cu_seqlens: tuple[int, ...]  # offsets of the row's sequences among the kept tokens
-    # of each sequence, the range of its prefix among the kept tokens; empty where it has its own. No entries where no
-    # prefix is shared.
-    heads: tuple[tuple[int, int], ...] = ()
+    heads: tuple[tuple[int, int], ...] = ()  # of each sequence the range of its prefix among the kept, if shared
 
 
 def unshared(row: MicroBatch) -> SharedPrefixPlan:

@@ -24,8 +24,7 @@ class WeightRule(msgspec.Struct, frozen=True):
 
     sources: tuple[str, ...]  # Hugging Face names of its weights
     split: int | None = None  # dimension that is split over tensor ranks, None where each has all of it
-    # `qkv` by groups of query heads with their key and value, `gate_up` concatenated, each split separately
-    fusion: Fusion = "none"
+    fusion: Fusion = "none"  # `qkv`: by groups of query heads; `gate_up`: each split separately, concatenated
 
 
 WHOLE = {
