@@ -170,7 +170,6 @@ def flatten(
     Args:
         version: the learner's policy version.
         withheld: ids of episodes that the others are compared with and that carry no loss, and why.
-        shape: what is added to the rewards of episodes; None for nothing.
 
     Raises:
         LearnerError: a group is empty, a reward is not finite, a failed episode carries rewards from before it failed, or the

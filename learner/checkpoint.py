@@ -1,14 +1,11 @@
-"""Checkpoints of any backend: folders that appear complete or not at all, and the exported Hugging Face folder.
+"""Checkpoints of any backend, and the exported Hugging Face folder.
 
     save ──copy──> training goes on
              └──> a thread writes ──flush──rename──> the future is done: the checkpoint is complete
 
-    root/step-00000010/       weights that are trained and their AdamW state, in the backend's own format
-                   state.json their step and version
-
-Invariants:
-- Everything is written and flushed into a hidden sibling, then renamed; a folder named `step-*` is complete.
-- Names that start with a dot are leftovers of a crash: they are never read, and the next save or prune removes them.
+Everything is written and flushed into a hidden sibling, then renamed: a folder named `step-*` is complete. It holds the weights
+that are trained and their AdamW state in the backend's own format, and `state.json`. Names that start with a dot are leftovers of a
+crash: they are never read, and the next save or prune removes them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Invariants:
 - A process joins the process group once, however many models it holds. The model that joined first leaves it.
-- Every group has the same deadline: a rank waits for the others for `timeout_s` in any collective. Inside `all_ranks_agree` a
-  missed deadline is a LearnerError.
+- Every group has the same deadline; inside `all_ranks_agree` a missed one is a LearnerError.
 - One rank runs the same code as many. Without the launcher's variables it is a group of its own, without a port.
 """
 

@@ -1,8 +1,5 @@
-"""Log-probs and entropies of given tokens from logits, in float32, one chunk of rows at a time.
-
-Plain autograd would keep a float32 copy of [K, V] for log-softmax and another for the entropy. Here the logits are kept once, in
-the model's own dtype, and float32 exists for a chunk at a time, forward and backward.
-"""
+"""Log-probs and entropies of given tokens from logits, in float32, one chunk of rows at a time: plain autograd would keep two
+float32 copies of [K, V]. Here the logits are kept once, in the model's own dtype."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Invariants:
 - `check_model` reads config and tokenizer only, never a weight, so that a wrong path is reported before anything starts.
-- Local files come first: a folder is never looked up on the hub, a hub name only where its files are not cached.
-- Master weights are float32, whatever the folder holds.
+- A folder is never looked up on the hub, a hub name only where its files are not cached.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
     TrainBatch ──minibatches──> MicroBatch ──proximal log-probs──> loss ──> step of the policy
 
-Invariants:
-- The proximal policy of all steps of a batch is the policy at the start of the batch.
-- With one step per batch, the step's own forward pass gives the proximal log-probs: nothing is computed twice. Losses that choose
-  tokens before the step are the exception.
+The proximal policy of all steps of a batch is the policy at its start. With one step per batch, the step's own forward pass gives
+the proximal log-probs, unless the loss chooses tokens before the step.
 """
 
 from __future__ import annotations

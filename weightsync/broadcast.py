@@ -2,16 +2,13 @@
 
     join_group (only if the cohort's members changed or its group failed) ──> receive_weights on all ──> send ──> acks
 
-Invariants of the transport:
+Invariants:
 - No replica is in two groups: making a group closes those that share a member with it.
 - A group that was part of any failure is closed, which ends the waits of its members, and is made anew next time.
 - Nothing is sent before every member has answered the announcement.
-
-Invariants of a group, which is independent of the process groups of the learner and of the engines:
-- Nothing global is touched: no `torch.distributed.init_process_group`, no default group, no environment left behind.
+- A group is independent of the process groups of the learner and of the engines: nothing global is touched.
 - Construction returns once the whole group has met; every collective has the plan's deadline and ends in WeightSyncError.
 - A member that leaves closes its sockets, which fails the others at once; so does closing the rendezvous before all have met.
-- The rendezvous listens on the plan's host only.
 
 Imported by vLLM's and SGLang's processes: only packages that both have may be imported here.
 """

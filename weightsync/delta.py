@@ -5,11 +5,8 @@ A delta is a safetensors file. For each tensor `NAME` of the plan that changed i
     NAME:indices   int32 or int64 [k], ascending positions in the flattened tensor
     NAME:values    int8/16/32/64 [k], the new bits of those elements
 
-or `NAME:whole`, the new tensor itself, where that is not larger.
-
-Invariants:
-- Values are compared and sent as bits: a NaN keeps its payload, -0.0 is not 0.0. Base + delta is the new version, bit for bit.
-- The base is not written to: what did not change is shared between the versions.
+or `NAME:whole`, the new tensor itself, where that is not larger. Values are compared and sent as bits: a NaN keeps its payload,
+-0.0 is not 0.0. The base is not written to: what did not change is shared between the versions.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@
                                                                                         │
     buffer, workers, learner <── every change, as a whole fleet, over rpc.pubsub ───────┘
 
-Invariants:
-- One process, the supervisor, decides what the fleet is; all others subscribe to it.
-- `serving` means verified: the learner has seen the replica's canary at `version` since its process started.
+Only the supervisor decides what the fleet is. `serving` means verified: the learner has seen the replica's canary at `version`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""The learner's end of a weight push: one snapshot of the policy, rolled over the fleet cohort by cohort.
-
-    version()      every replica reports what it serves; one that does not answer is left out
-    update_cohort  one cohort after the other; the replicas of a cohort side by side, all others generate
-                   each replica: stage, verify, pause, swap, canary, resume (see `replica`)
-    on_served      called for each replica as soon as its canary is verified
+"""The learner's end of a weight push: one snapshot of the policy, rolled over the fleet cohort by cohort (`replica.py`).
 
 Invariants:
 - A replica changes weights only while it is paused, wholly or not at all. It serves a version only when its canary is verified;
   every other replica of a push is in `failed` with a reason.
 - A replica that fails or is late is fenced: named, left out, reported (`on_lost`), and back in service only when `catch_up` has
-  verified it. It delays the others by at most its cohort's share of `push_s`, and the push by at most `push_s`.
+  verified it. It delays the others by at most its cohort's share of `push_s`.
 - The snapshot outlives the push: a replica that joins or returns gets it through `catch_up`, without the learner's other ranks.
-- The fleet may change at any time, also during a push: a replica that leaves is dropped at once, a new one waits for `catch_up`.
-- `catch_up` delays `publish` by at most `GRACE_SHARE`, and only during its first attempt: one that has not ended by then is
-  cancelled, and the replicas that it did not reach are retried later, each time after twice as long.
+- The fleet may change during a push: a replica that leaves is dropped at once, a new one waits for `catch_up`.
+- `catch_up` delays `publish` by at most `GRACE_SHARE`, and only during its first attempt. Then it is cancelled, and the replicas
+  that it did not reach are retried later, each time after twice as long.
 - A replica that does not confirm its swap stays paused and fenced; `catch_up` resumes it once it does.
 - A replica that takes the weights twice and still computes something else stops the push: the cohorts that have not begun keep
   serving the version before.
@@ -33,6 +28,7 @@ import torch
 
 from ..configs.schema import Partial, TransportKind
 from ..errors import EngineError, WeightSyncError
+from .broadcast import BroadcastTransport
 from .plan import AckCollector, PushReport
 from .replica import (
     NOTHING,
@@ -41,12 +37,13 @@ from .replica import (
     PushSettings,
     PushTarget,
     ReplicaControl,
+    Transport,
     await_reply,
     each,
     failures,
 )
 from .snapshot import Canary, WeightSnapshot, take_snapshot
-from .transports import make_transport
+from .transports import file_transport
 
 logger = logging.getLogger(__name__)
 
@@ -102,14 +99,10 @@ class Publisher:
     ) -> None:
         self._acks = AckCollector(host)
         try:
-            self._transport = make_transport(
-                transport,
-                self._acks,
-                host=host,
-                backend=backend,
-                device=device,
-                bucket_bytes=bucket_bytes,
-                folder=folder,
+            self._transport: Transport = (
+                BroadcastTransport(self._acks, host, backend, device, bucket_bytes)
+                if transport == "broadcast"
+                else file_transport(transport, folder, self._acks)
             )
         except BaseException:
             self._acks.close()

@@ -7,16 +7,12 @@
     canary    the replica's log-probs of a fixed prompt equal the learner's
     resume    before the canary where the server computes nothing while paused (vLLM, SGLang), else after it
 
-Where the canary comes after the resume, requests under way sample for that moment from weights that are verified by checksum only;
-if the canary is then off, their tokens keep the version's label.
-
 Invariants:
 - A request to a target that leaves the fleet ends at once.
-- A command (pause, swap, resume) is never revoked: a server goes on with it after its client hangs up. The caller may stop
-  waiting; the command stays known until it has settled, and the next one is sent only then.
-- A target is unverified from the moment its swap is sent until its weights are known. An unverified target stays paused: a token
-  sampled between the load and the version's change would be labeled with the wrong version. A later attempt waits for it, then
-  resumes it.
+- A command (pause, swap, resume) is never revoked: a server goes on with it after its client hangs up. The next one is sent only
+  when it has settled.
+- A target is unverified from the moment its swap is sent until its weights are known, and stays paused: a token sampled between the
+  load and the version's change would be labeled with the wrong version. A later attempt waits for it, then resumes it.
 - Every other paused target is resumed, whatever happened. Each target fails by itself, and before the swap keeps its old weights.
 - An attempt ends within its seconds. After a cancellation it takes at most `CANCEL_RESUME_S` to resume paused targets.
 - A second push after a canary that was off pauses with `recompute`, which drops all keys and values of wrong weights.
@@ -65,25 +61,17 @@ class ReplicaControl(Protocol):
 
 
 class PushTarget:
-    """What the publisher knows of one replica.
-
-    Attributes:
-        verified: the version that its canary confirmed, NOTHING when fenced or new.
-        paused_at: when its pause was sent (`time.perf_counter`), None once it has resumed.
-        unverified: its swap was sent, and its weights are not known yet.
-        swapped: the version that it last confirmed to have swapped in.
-        missed_pushes: how often in a row `catch_up` did not reach it; it waits until `retry_at` (`time.monotonic`).
-    """
+    """What the publisher knows of one replica."""
 
     def __init__(self, replica: ReplicaControl) -> None:
         self.replica = replica
         self.name = replica.name
-        self.verified = NOTHING
-        self.paused_at: float | None = None
-        self.unverified = False
-        self.swapped = NOTHING
-        self.missed_pushes = 0
-        self.retry_at = 0.0
+        self.verified = NOTHING  # the version that its canary confirmed, NOTHING when fenced or new
+        self.paused_at: float | None = None  # when its pause was sent (`time.perf_counter`), None once it has resumed
+        self.unverified = False  # its swap was sent, and its weights are not known yet
+        self.swapped = NOTHING  # the version that it last confirmed to have swapped in
+        self.missed_pushes = 0  # how often in a row `catch_up` did not reach it
+        self.retry_at = 0.0  # of the next `catch_up` that tries it (`time.monotonic`)
         self._left = asyncio.Event()
         self._command: asyncio.Future[None] | None = None
 

@@ -5,11 +5,10 @@
     staging thread:                └─> receive / map / patch, checksum ──┴──> ack to the learner
 
 Invariants:
-- `begin` returns at once; the engine continues with its old weights. An error in the thread is reported to the learner and by
-  `take`, and has no other effect.
+- An error in the thread is reported to the learner and by `take`, and has no other effect.
 - `take` returns the whole version, whose bytes had the plan's checksum. After a push of adapters it is the model with them added.
-- Staged tensors are in host memory: on a GPU there is no room for a second model next to the KV cache. A mapped file is shared
-  with every other process that maps it. They may be the base of the next delta: never write to them.
+- Staged tensors are in host memory: a GPU has no room for a second model. Others may map the same file, and they may be the base of
+  the next delta: never write to them.
 - A broadcast takes over the group; only a broadcast that succeeded returns it, since otherwise the group's state is unknown.
 
 Imported by vLLM's and SGLang's processes: only packages that both have may be imported here.

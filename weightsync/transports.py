@@ -1,15 +1,10 @@
-"""Transports that write a file, and the transport that a config names.
-
-    shared   one file in this host's shared memory, mapped by all its replicas
-    disk     one file in the run's folder
-    delta    what changed, for replicas that kept the version before; the whole file for the others
+"""Transports that write a file, which replicas on this host map (`shared`) or any replica reads (`disk`, `delta`).
 
 Invariants:
 - A file is written once per version; after a replica refuses it, the retry writes it anew.
 - A file appears whole, by a rename, and is never modified: a process that has mapped it keeps its bytes after its removal.
 - `latest.json` names only existing files, and never returns to an earlier version.
-- Concurrent writers are safe: one that was abandoned because its disk was stuck may go on in its thread while another writes the
-  same version, or the next.
+- Concurrent writers are safe: one that was abandoned because its disk was stuck may go on in its thread.
 - A delta is relative to the version published before, and only for replicas whose ack confirmed that version.
 """
 
@@ -22,7 +17,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import torch
@@ -34,35 +28,11 @@ from ..common.tasks import in_thread
 from ..configs.schema import TransportKind
 from ..errors import WeightSyncError
 from . import delta
-from .broadcast import BroadcastTransport
 from .plan import AckCollector, DeltaSource, FileSource, Source
-from .replica import PushResult, PushTarget, Transport, await_reply, each
+from .replica import PushResult, PushTarget, await_reply, each
 from .snapshot import WeightSnapshot
 
 KEPT_ON_DISK = 2  # versions. A reader elsewhere that has just read `latest.json` has time to open the files it names.
-
-
-def make_transport(
-    kind: TransportKind,
-    acks: AckCollector,
-    *,
-    host: str,
-    backend: Literal["gloo", "nccl"],
-    device: torch.device,
-    bucket_bytes: int,
-    folder: Path,
-) -> Transport:
-    """The transport that `weightsync.transport` names. Arguments and errors are those of `Publisher`."""
-    if kind == "broadcast":
-        return BroadcastTransport(acks, host, backend, device, bucket_bytes)
-    if kind == "shared":
-        try:
-            shared = OwnedFolder(SHARED_MEMORY, WEIGHTS)
-        except OSError as error:
-            message = f"weightsync.transport=shared: {SHARED_MEMORY} cannot be used: {error}; take disk"
-            raise WeightSyncError(message) from error
-        return FileTransport(WeightFolder(shared.path, keep=1), acks, on_close=shared.close)
-    return FileTransport(WeightFolder(folder, KEPT_ON_DISK), acks, deltas=kind == "delta")
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -235,6 +205,19 @@ class FileTransport:
             Manifest(snapshot.version, snapshot.checksum, snapshot.names, delta=path.name, base=before.version)
         )
         return path
+
+
+def file_transport(kind: TransportKind, folder: Path, acks: AckCollector) -> FileTransport:
+    """Transport `shared`, `disk` or `delta`; the latter two write to `folder`. Raises WeightSyncError: it, or shared memory,
+    cannot be used."""
+    if kind == "shared":
+        try:
+            shared = OwnedFolder(SHARED_MEMORY, WEIGHTS)
+        except OSError as error:
+            message = f"weightsync.transport=shared: {SHARED_MEMORY} cannot be used: {error}; take disk"
+            raise WeightSyncError(message) from error
+        return FileTransport(WeightFolder(shared.path, keep=1), acks, on_close=shared.close)
+    return FileTransport(WeightFolder(folder, KEPT_ON_DISK), acks, deltas=kind == "delta")
 
 
 def _same_layout(one: WeightSnapshot, other: WeightSnapshot) -> bool:

@@ -37,11 +37,11 @@ WEIGHT, DOWN, UP = ".weight", ".lora_A.weight", ".lora_B.weight"
 def check_weights(plan: TransferPlan, known: Shapes | None, *, optional: Set[str]) -> None:
     """Compare a plan with the checkpoint that the model was first loaded from; None skips the check. Raises WeightSyncError: a name
     is unknown, is missing and not in `optional`, or has another shape."""
-    given = dict(zip(plan.names, plan.shapes, strict=True))
-    if known is not None and are_adapters(given):
-        return check_adapters(given, known)
     if known is None:
         return
+    given = dict(zip(plan.names, plan.shapes, strict=True))
+    if are_adapters(given):
+        return check_adapters(given, known)
     if unknown := sorted(given.keys() - known.keys()):
         raise WeightSyncError(
             f"version {plan.version}: the model has no tensor {unknown[0]!r} ({len(unknown)} unknown names)"

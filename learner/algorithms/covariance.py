@@ -54,7 +54,7 @@ def covariance(rows: Sequence[MicroBatch], gather: Gather) -> tuple[Covariance, 
 
 
 def count(share: float, tokens: int) -> int:
-    """floor(share x N) as in the paper, but at least one, as in its authors' code: else small batches would select none."""
+    """floor(share x N), but at least one, as in the authors' code: else small batches would select none."""
     return max(1, math.floor(share * tokens))
 
 

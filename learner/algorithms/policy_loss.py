@@ -167,12 +167,7 @@ def _scale(kind: Aggregation, longest: int, totals: StepTotals, tokens: Tokens) 
 
 
 def batch_loss(config: Algorithm, surrogate: SurrogateLoss, select: BatchSelection | None, longest: int) -> BatchLoss:
-    """The policy loss: from the rows of one step to the loss on each of them.
-
-    Args:
-        select: which tokens of the step `surrogate` treats differently; None for losses that select none.
-        longest: L, tokens.
-    """
+    """The policy loss: from the rows of one step to the loss on each of them. `longest` is L, tokens."""
     correct, kl = correction_of(config), config.kl
 
     def of_step(rows: Sequence[MicroBatch], gather: Gather) -> PolicyLoss:
@@ -244,7 +239,6 @@ def effective_sample_size(means: dict[str, float]) -> float:
 
 def correction_of(config: Algorithm) -> Correction:
     """The weight between the policies that sampled and the policy at the start of the batch: what `config.correction` asks for.
-
     `auto` is `truncated` for losses around the proximal policy, else `none`.
 
     A loss around the proximal policy q assumes that q sampled its tokens; the importance weight q / b corrects that. With T trained
@@ -258,7 +252,7 @@ def correction_of(config: Algorithm) -> Correction:
         masked      by w where low <= w <= high; tokens outside carry no loss
         rejected    by w; a sequence with any w outside carries no loss
 
-    No weight carries a gradient. With other levels than `token` every w of a sequence is the same, and masked is rejected.
+    No weight carries a gradient. Sources:
 
         decoupled_ppo, truncated, token     Hilton et al. 2021, arXiv:2110.00641, with the cap of IMPALA (Espeholt et al. 2018,
                                             arXiv:1802.01561); uncapped it is AReaL's (Fu et al. 2025, arXiv:2505.24298)
@@ -268,10 +262,7 @@ def correction_of(config: Algorithm) -> Correction:
         any around q, rejected, sequence    sequences masked by their weight (Liu et al. 2025, "When speed kills stability")
 
     Losses around the behavior policy (`SELF_CORRECTING`) hold the weight in their ratio p / b: there `masked` and `rejected` only
-    drop, and `truncated` is refused in the config.
-
-    Dropped tokens still count in what the step's loss is divided by. A NaN log-prob is not dropped: it reaches the loss, and the
-    step is refused.
+    drop. Dropped tokens still count in what the step's loss is divided by. A NaN log-prob is not dropped: the step is refused.
     """
     own = isinstance(config.loss, SELF_CORRECTING)
     chosen = config.correction

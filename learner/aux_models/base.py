@@ -3,10 +3,8 @@
     local     each learner rank scores its part ──gather──> all ranks have all outputs
     remote    each rank of the model scores its part ──reply──> rank 0 of the learner ──broadcast──> all ranks have all outputs
 
-Invariants:
-- All ranks of the learner make the same calls to a model in the same order.
-- Parts follow from sequence lengths and the number of parts only. Each rank gets the whole batch and takes its part.
-- A request returns a `Pending`. A remote model works meanwhile; a local one begins when the result is awaited.
+All ranks of the learner make the same calls to a model in the same order. Each gets the whole batch and takes its part, which
+follows from sequence lengths only. A request returns a `Pending`: a remote model works meanwhile, a local one when it is awaited.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """One rank of a remote aux model: serves the learner's requests, with its peers in the backend's own collectives.
 
-    who waits       for what                                   until
-    the rank        the learner's next request                 the run's end
-    the rank        its peers, in each collective              the backend's timeout, then LearnerError
-    a request       the one before it                          that is done
-
 Invariants:
-- Every rank gets the same requests in the same order from the learner, and computes its part of each.
+- Every rank gets the same requests in the same order from the learner, and computes its part of each, one after the other.
 - A checkpoint is written while the next requests are served.
 - A request that fails ends the rank with its error; no error reply is sent. The other ranks and the learner end too.
 """

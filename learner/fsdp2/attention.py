@@ -4,8 +4,7 @@
     elsewhere                    one call of torch's scaled dot-product attention for each
 
 Invariants:
-- A token attends to itself and to earlier tokens of its own sequence only; sequences are cut by `cu_seqlens`, and may continue a
-  prefix of another one.
+- A token attends to itself and to earlier tokens of its own sequence only.
 - An option that this file does not implement (soft caps, attention sinks, dropout) is an error, never ignored.
 - Models are called with `use_cache=False`: with a cache, transformers silently packs wrongly.
 
@@ -14,10 +13,8 @@ Sequences of a row may share a prefix, which is computed once (`plan_sharing`):
     the row         P P P P a a a   P P P P b b   P P P P c c c     what losses see: three sequences with one prompt
     computed        P P P P a a a   b b           c c c             b and c attend to the prompt before a
 
-- Only tokens before the first trained one of either sequence are shared: trained tokens are never merged.
-- Every token attends to the same tokens at the same positions as in its own sequence. Its hidden state is the same, and the
-  gradients of several sequences add up at a shared token.
-- The computed tokens are at most those that `packing.share` counts. A row in which nothing is shared is computed as it is.
+Only tokens before the first trained one of either sequence are shared. Every token attends to the same tokens at the same positions
+as in its own sequence, so that its hidden state is the same; gradients of several sequences add up at a shared token.
 """
 
 from __future__ import annotations
@@ -118,15 +115,9 @@ def packed_attention(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sequence: work grows with the sum of squared lengths.
-
-    Args:
-        query: [1, heads, N, head_dim]; `key` and `value` may have fewer heads (grouped-query attention).
-        packed: how the whole row is cut, of which these N tokens are a rank's.
-
-    Returns:
-        [1, N, heads, head_dim] and None (no attention weights).
-    """
+    """Causal attention within each sequence: work grows with the sum of squared lengths. `query` is [1, heads, N, head_dim]; `key`
+    and `value` may have fewer heads. `packed` is how the whole row is cut, of which these N tokens are a rank's. Returns [1, N,
+    heads, head_dim] and None (no attention weights)."""
     asked = {"softcap": softcap, "attention sinks": s_aux, "position bias": position_bias, "dropout": dropout or None}
     unsupported = [name for name, value in asked.items() if value is not None]
     if unsupported or packed is None or attention_mask is not None:

@@ -41,17 +41,9 @@ from .parallelism import DataParallelGroups, check_heads
 
 
 class Fsdp2Model(ShardedModel):
-    """Implements `Scorer`.
-
-    Args:
-        model: path and compute dtype.
-        config: how it is sharded; `ranks` and `tokens_per_microbatch` are the caller's.
-        temperature: log-probs and entropies are those of softmax(logits / temperature).
-        timeout_s: longest that a rank waits for the others in any collective.
-
-    Raises:
-        ConfigError: the model cannot be loaded or sharded so, there is no such device, or the rendezvous variables are incomplete.
-    """
+    """Implements `Scorer`. Log-probs and entropies are those of softmax(logits / temperature); a rank waits for the others for at
+    most `timeout_s` in any collective. Raises ConfigError: the model cannot be loaded or sharded so, there is no such device, or
+    the rendezvous variables are incomplete."""
 
     def __init__(self, model: Model, config: Fsdp2, *, temperature: float, timeout_s: float) -> None:
         self._temperature = temperature

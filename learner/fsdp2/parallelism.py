@@ -9,12 +9,8 @@ Ranks share the tokens of a row by heads (DeepSpeed-Ulysses, Jacobs et al. 2023,
     work on single tokens    tokens [r n/C, (r + 1) n/C) of the row      on context rank r of C
     attention                all n tokens, heads [r h/C, (r + 1) h/C)    one exchange before it, one after
 
-Invariants:
-- Sums over rows count each row once: they run over `data`, ranks of different rows.
-- A process that was not started as one of several ranks holds whole rows.
-- A row is padded to a multiple of C by a sequence without loss, so that parts have equal shapes.
-- Every rank of a row has the log-probs of all its tokens and computes the same loss. Each sends back the gradient of its own tokens
-  only, so the gradients of the ranks *add up* to that of the row.
+A row is padded to a multiple of C by a sequence without loss. Every rank of a row has the log-probs of all its tokens and computes
+the same loss. Each sends back the gradient of its own tokens only, so the gradients of the ranks *add up* to that of the row.
 """
 
 from __future__ import annotations

@@ -53,8 +53,7 @@ RowLoss = Callable[[torch.Tensor, torch.Tensor, MicroBatch], Output]
 
 
 class MegatronModel(ShardedModel):
-    """Implements `Scorer`; arguments and errors are those of `Fsdp2Model`. A process that is no rank holds all of the model,
-    whatever `layout` says."""
+    """Implements `Scorer`; arguments and errors are those of `Fsdp2Model`. A process that is no rank holds all of the model."""
 
     def __init__(self, model: Model, layout: Megatron, *, temperature: float, timeout_s: float) -> None:
         self.device = choose_device(layout.device)

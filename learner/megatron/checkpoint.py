@@ -1,9 +1,8 @@
-"""Checkpoints in Megatron's own distributed format, inside a folder that appears complete or not at all (`learner/checkpoint.py`).
+"""Checkpoints in Megatron's own distributed format (`learner/checkpoint.py`).
 
 Invariants:
-- It has the float32 master weights with their moments, by name and not by rank: any layout reads what any other wrote. It also
-  has one number, the count of AdamW's steps; rates and decays are the config's, how parameters are
-  grouped is the layout's, and what the model computes with is made of the master weights.
+- It has the float32 master weights with their moments, by name and not by rank, and the count of AdamW's steps: any layout reads
+  what any other wrote. Rates and decays are the config's.
 - A checkpoint of another model, with more or fewer weights or of other shapes, is refused before anything is changed.
 - What is written is what was there when `save` was called, whatever is trained meanwhile.
 - Files are written by a thread of this process. Megatron's writer would fork and leave a helper process behind.

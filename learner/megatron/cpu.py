@@ -1,9 +1,5 @@
-"""Megatron-core on a machine without CUDA.
-
-Megatron-core takes CUDA for the device in a few dozen lines. Here its modules are compiled from their own source, with the CPU in
-those lines, which are those of one version: `fit.check_installed` refuses others. torch stays as it is, so that nothing else in
-the process notices; with CUDA nothing is changed at all.
-"""
+"""Megatron-core on a machine without CUDA: its modules are compiled from their own source, with the CPU in the few dozen lines that
+take CUDA for the device. These are those of one version: `fit.check_installed` refuses others. With CUDA nothing is changed."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
-"""Model families: a Hugging Face config as Megatron's, the model built from it, and its weights there and back.
-
-Invariants:
-- Configs have passed `fit.py`: what Megatron would compute in another way does not come here.
-- Rotary frequencies are transformers' own, so that every static kind of scaling is the same there and here.
-- Logits are computed where they are asked for, and nowhere else: context costs no vocabulary.
-"""
+"""Model families: a Hugging Face config as Megatron's, the model built from it, and its weights there and back. Configs have passed
+`fit.py`. Rotary frequencies are transformers' own, so that every static kind of scaling is the same there and here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Packed rows as one rank sees them.
 
 Context parallelism cuts every sequence into 2 x C chunks, of which rank r has chunks r and 2 C - 1 - r: causal attention is then as
-much work for one as for another ("zigzag", the order that TransformerEngine expects). Sequence parallelism and the pipeline want
-lengths of their own.
+much work for one as for another ("zigzag", the order that TransformerEngine expects).
 
 Invariants:
 - A sequence is padded at its end only, where causal attention does not see it, to a multiple of 2 x C.
