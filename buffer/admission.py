@@ -59,51 +59,32 @@ def _apportion(shares: tuple[float, ...], given: tuple[int, ...], groups: int) -
 
 
 class ReplayConfig(msgspec.Struct, frozen=True):
-    """When a group is complete.
+    """When a group is complete."""
 
-    Attributes:
-        group_size: members of a group.
-        min_members: a group is complete once this many were kept; the others are late.
-        on_deadline: what happens to tokens past the staleness bound.
-        lease_s: a lease ends after this many seconds without a report.
-        retries: failure reason -> how often a member that failed so is leased again.
-        dynamic_sampling: a group whose members all have the same reward is discarded; another one replaces it.
-        filter: which of a group's episodes are trained on, by their rewards (`sample_filter`).
-        greedy: member 0 of each group is sampled greedily as the others' baseline; no group is complete without it.
-    """
-
-    group_size: int
-    min_members: int
-    on_deadline: OnDeadline
-    lease_s: float
-    retries: Mapping[str, int] = {}
+    group_size: int  # members of a group
+    min_members: int  # a group is complete once this many were kept; the others are late
+    on_deadline: OnDeadline  # what happens to tokens past the staleness bound
+    lease_s: float  # a lease ends after this many seconds without a report
+    retries: Mapping[str, int] = {}  # failure reason -> how often a member that failed so is leased again
+    # A group whose members all have the same reward is discarded; another one replaces it.
     dynamic_sampling: bool = False
-    filter: Filter = "none"
+    filter: Filter = "none"  # which of a group's episodes are trained on, by their rewards (`sample_filter`)
+    # Member 0 of each group is sampled greedily as the others' baseline; no group is complete without it.
     greedy: bool = False
 
 
 class ReplayCounters(msgspec.Struct):
-    """The state machine's own numbers; stored with every transaction.
+    """The state machine's own numbers; stored with every transaction."""
 
-    Attributes:
-        version: of the learner's weights.
-        served: newest version that the fleet has served; None before the first push.
-        next_group: number of the next new group.
-        recovered_from: version of the checkpoint that `version` was recovered from, until the next commit.
-        checkpointed: commits up to this version are in a checkpoint.
-        cursors: the next task of each environment.
-        trained: groups of each environment that were trained on.
-        refilled: groups that were discarded because their members all had the same reward.
-    """
-
-    version: int = 0
-    served: int | None = None
-    next_group: int = 0
+    version: int = 0  # of the learner's weights
+    served: int | None = None  # newest version that the fleet has served; None before the first push
+    next_group: int = 0  # number of the next new group
+    # Version of the checkpoint that `version` was recovered from, until the next commit.
     recovered_from: int | None = None
-    checkpointed: int = 0
-    cursors: list[int] = []
-    trained: list[int] = []
-    refilled: int = 0
+    checkpointed: int = 0  # commits up to this version are in a checkpoint
+    cursors: list[int] = []  # the next task of each environment
+    trained: list[int] = []  # groups of each environment that were trained on
+    refilled: int = 0  # groups that were discarded because their members all had the same reward
 
     @property
     def settled(self) -> int:

@@ -29,17 +29,13 @@ V = TypeVar("V")
 
 
 class WorkerClient(msgspec.Struct):
-    """The newest process of a worker.
+    """The newest process of a worker."""
 
-    Attributes:
-        incarnation: which process.
-        slot_s, idle_slot_s: its running totals.
-        answered, reply: the number of its last lease request that was answered, and the reply.
-    """
-
-    incarnation: str
+    incarnation: str  # which process
+    # slot_s, idle_slot_s: its running totals
     slot_s: float = 0.0
     idle_slot_s: float = 0.0
+    # answered, reply: the number of its last lease request that was answered, and the reply
     answered: int = -1
     reply: LeaseReply | None = None
 

@@ -32,35 +32,21 @@ UNUSED = "unused"
 
 
 class Episode(msgspec.Struct):
-    """One attempt at one member of a group.
+    """One attempt at one member of a group."""
 
-    Attributes:
-        id: `group.attempt.member`.
-        worker: the worker that runs it.
-        account: where its tokens are; `trained` includes tokens withheld from the loss.
-        generated: tokens sampled so far by version, as the worker reports them.
-        kept: sampled tokens in the delivered trajectories, by version.
-        settled: its end was delivered, or its worker process is gone: later reports about it change nothing.
-        final: its member needs no other attempt: it was kept, or failed with no retry left.
-        withheld: why none of its tokens carries loss; its reward still counts in its group. None where they may carry loss.
-        loss_from: once trained, the oldest version whose tokens carried loss; None where none did.
-        reason: why it was discarded.
-        outcome: how it ended.
-        reward: its return, while its trajectories are kept.
-    """
-
-    id: str
-    worker: str = ""
-    account: EpisodeAccount = "in_flight"
-    generated: Counts = {}
-    kept: Counts = {}
-    settled: bool = False
-    final: bool = False
+    id: str  # `group.attempt.member`
+    worker: str = ""  # the worker that runs it
+    account: EpisodeAccount = "in_flight"  # where its tokens are; `trained` includes tokens withheld from the loss
+    generated: Counts = {}  # tokens sampled so far by version, as the worker reports them
+    kept: Counts = {}  # sampled tokens in the delivered trajectories, by version
+    settled: bool = False  # its end was delivered, or its worker process is gone: later reports about it change nothing
+    final: bool = False  # its member needs no other attempt: it was kept, or failed with no retry left
+    # Why none of its tokens carries loss; its reward still counts in its group. None where they may carry loss.
     withheld: Withheld | None = None
-    loss_from: int | None = None
-    reason: str = ""
-    outcome: Outcome | None = None
-    reward: float | None = None
+    loss_from: int | None = None  # once trained, the oldest version whose tokens carried loss; None where none did
+    reason: str = ""  # why it was discarded
+    outcome: Outcome | None = None  # how it ended
+    reward: float | None = None  # its return, while its trajectories are kept
 
     @property
     def member(self) -> int:
@@ -91,28 +77,17 @@ class Episode(msgspec.Struct):
 
 
 class Group(msgspec.Struct):
-    """The episodes of one task.
+    """The episodes of one task."""
 
-    Attributes:
-        id: in the order in which groups were first leased.
-        env: index of the run's environment.
-        task: index of its task there.
-        attempt: how often it was leased before.
-        request: the lease request that the lease answered.
-        leased_at: policy version that the engines served then.
-        deadline: when the lease ends, in the caller's clock.
-        trained_at: the version that was made from it.
-    """
-
-    id: int
-    env: int = 0
-    task: int = 0
+    id: int  # in the order in which groups were first leased
+    env: int = 0  # index of the run's environment
+    task: int = 0  # index of its task there
     state: GroupState = "open"
-    attempt: int = 0
-    request: str = ""
-    leased_at: int = 0
-    deadline: float = 0.0
-    trained_at: int | None = None
+    attempt: int = 0  # how often it was leased before
+    request: str = ""  # the lease request that the lease answered
+    leased_at: int = 0  # policy version that the engines served then
+    deadline: float = 0.0  # when the lease ends, in the caller's clock
+    trained_at: int | None = None  # the version that was made from it
     episodes: dict[str, Episode] = {}
 
     def in_account(self, account: EpisodeAccount) -> list[Episode]:

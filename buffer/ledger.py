@@ -25,23 +25,14 @@ Withheld = Literal["late", "baseline", "filtered"]
 
 
 class Ledger(msgspec.Struct):
-    """Tokens by account.
+    """Tokens by account."""
 
-    Attributes:
-        generated: all tokens that engines returned to workers.
-        in_flight: in running episodes.
-        ready: delivered; waiting for a batch or in one that is not committed.
-        trained: carried loss in a committed step.
-        withheld: in a committed step without loss: reason, `stale` or one of `Withheld` -> tokens.
-        discarded: reason -> tokens.
-    """
-
-    generated: int = 0
-    in_flight: int = 0
-    ready: int = 0
-    trained: int = 0
-    withheld: dict[str, int] = {}
-    discarded: dict[str, int] = {}
+    generated: int = 0  # all tokens that engines returned to workers
+    in_flight: int = 0  # in running episodes
+    ready: int = 0  # delivered; waiting for a batch or in one that is not committed
+    trained: int = 0  # carried loss in a committed step
+    withheld: dict[str, int] = {}  # in a committed step without loss: reason, `stale` or one of `Withheld` -> tokens
+    discarded: dict[str, int] = {}  # reason -> tokens
 
     def add(self, account: str, tokens: int) -> None:
         """Add `tokens` (may be negative) to an account or a reason; a reason that falls to 0 is removed."""

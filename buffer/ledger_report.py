@@ -40,24 +40,16 @@ SELECT id FROM episodes WHERE NOT (json_valid(generated) AND json_valid(kept)) L
 
 
 class LedgerReport(msgspec.Struct, frozen=True):
-    """A run's tokens.
+    """A run's tokens."""
 
-    Attributes:
-        total: all of them.
-        by_version: policy version -> its ledger.
-        by_length: an episode's tokens, rounded down to a power of two -> the ledger of such episodes.
-        generated_length: mean length of an episode, over generated tokens.
-        trained_length: the same over tokens that carried loss; None before the first step. Where it is smaller, long episodes
-            are discarded more often.
-        miscounted: episodes whose rows or arrays contradict the ledger.
-    """
-
-    total: Ledger
-    by_version: dict[int, Ledger]
-    by_length: dict[int, Ledger]
-    generated_length: float
+    total: Ledger  # all of them
+    by_version: dict[int, Ledger]  # policy version -> its ledger
+    by_length: dict[int, Ledger]  # an episode's tokens, rounded down to a power of two -> the ledger of such episodes
+    generated_length: float  # mean length of an episode, over generated tokens
+    # The same over tokens that carried loss; None before the first step. Where it is smaller, long episodes are
+    # discarded more often.
     trained_length: float | None
-    miscounted: int
+    miscounted: int  # episodes whose rows or arrays contradict the ledger
 
     @property
     def balances(self) -> bool:

@@ -36,27 +36,16 @@ class BufferMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """Permission to run some members of a task group.
+    """Permission to run some members of a task group."""
 
-    Attributes:
-        group_id: the group's number.
-        attempt: how often the group was leased before; part of the episode ids.
-        members: the episodes of the group to run.
-        version: policy version the engines served when the lease was granted.
-        oldest_version: replicas that serve an older version must not be used.
-        env: index of the run's environment.
-        task: index of the task there.
-        greedy: those of `members` that are sampled at temperature 0.
-    """
-
-    group_id: int
-    attempt: int
-    members: tuple[int, ...]
-    version: int
-    oldest_version: int
-    env: int = 0
-    task: int = 0
-    greedy: tuple[int, ...] = ()
+    group_id: int  # the group's number
+    attempt: int  # how often the group was leased before; part of the episode ids
+    members: tuple[int, ...]  # the episodes of the group to run
+    version: int  # policy version the engines served when the lease was granted
+    oldest_version: int  # replicas that serve an older version must not be used
+    env: int = 0  # index of the run's environment
+    task: int = 0  # index of the task there
+    greedy: tuple[int, ...] = ()  # those of `members` that are sampled at temperature 0
 
     def episode(self, member: int) -> str:
         """The id of a member's episode under this lease."""
@@ -166,43 +155,30 @@ class RecoverReply(BufferMessage, frozen=True):
 
 
 class Stats(BufferMessage, frozen=True):
-    """The buffer at one instant: `leased_groups` are running, `ready_groups` are complete and not committed.
-
-    Attributes:
-        refilled_groups: discarded because all rewards were equal, since the run began; others replaced them.
-        slot_s, idle_slot_s: summed over workers since the service started.
-        dropped: messages that were no request, since the service started.
-        refused: attempts to connect without this run's keys, since the service started; a peer may try often.
-    """
+    """The buffer at one instant: `leased_groups` are running, `ready_groups` are complete and not committed."""
 
     version: int
     ledger: Ledger
     leased_groups: int
     ready_groups: int
+    # slot_s, idle_slot_s: summed over workers since the service started
     slot_s: float
     idle_slot_s: float
-    refilled_groups: int = 0
-    dropped: int = 0
-    refused: int = 0
+    refilled_groups: int = 0  # discarded because all rewards were equal, since the run began; others replaced them
+    dropped: int = 0  # messages that were no request, since the service started
+    refused: int = 0  # attempts to connect without this run's keys, since the service started; a peer may try often
 
 
 class BatchPlan(BufferMessage, Generic[Row], frozen=True):
     """One learner step's data: groups, oldest first. Rows are encoded on the wire, without arrays as a rank takes the plan, and
-    trajectories in a batch that is fetched whole.
+    trajectories in a batch that is fetched whole."""
 
-    Attributes:
-        version: the version it was taken for.
-        oldest_version: tokens sampled by an older version are context without loss.
-        groups: all branches of all episodes that were kept, group by group.
-        withheld: ids of episodes among them that carry no loss, and why; their rewards count in their groups.
-        stats: the buffer when the batch was handed out.
-    """
-
-    version: int
-    oldest_version: int
-    groups: tuple[tuple[Row, ...], ...]
+    version: int  # the version it was taken for
+    oldest_version: int  # tokens sampled by an older version are context without loss
+    groups: tuple[tuple[Row, ...], ...]  # all branches of all episodes that were kept, group by group
+    # Ids of episodes among them that carry no loss, and why; their rewards count in their groups.
     withheld: dict[str, Withheld]
-    stats: Stats
+    stats: Stats  # the buffer when the batch was handed out
 
 
 class RowsReply(BufferMessage, frozen=True):

@@ -41,16 +41,11 @@ CACHE_BYTES = 64 << 20
 
 
 class PendingWrites(msgspec.Struct):
-    """What requests changed since the last transaction, besides groups.
+    """What requests changed since the last transaction, besides groups."""
 
-    Attributes:
-        trajectories: delivered, by episode.
-        rolled_back_to: the commits after this version no longer count.
-    """
-
-    trajectories: dict[str, list[NewTrajectory]] = {}
+    trajectories: dict[str, list[NewTrajectory]] = {}  # delivered, by episode
     commits: list[CommitRow] = []
-    rolled_back_to: int | None = None
+    rolled_back_to: int | None = None  # the commits after this version no longer count
 
 
 class _Batch(NamedTuple):

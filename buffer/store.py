@@ -66,19 +66,14 @@ class NewTrajectory(NamedTuple):
 
 
 class WriteBatch(msgspec.Struct, frozen=True):
-    """What one transaction stores.
+    """What one transaction stores."""
 
-    Attributes:
-        counters: JSON of `ReplayCounters`.
-        rolled_back_to: the commits after this version no longer count.
-    """
-
-    counters: str
+    counters: str  # JSON of `ReplayCounters`
     groups: Sequence[Row]
     episodes: Sequence[Row]
     trajectories: Sequence[NewTrajectory]
     commits: Sequence[CommitRow]
-    rolled_back_to: int | None
+    rolled_back_to: int | None  # the commits after this version no longer count
 
     @classmethod
     def of(

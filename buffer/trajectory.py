@@ -88,37 +88,21 @@ TRUNCATED = Outcome("truncated")
 
 
 class TrajectoryHeader(msgspec.Struct, frozen=True):
-    """Everything about one branch of one episode but its arrays.
+    """Everything about one branch of one episode but its arrays."""
 
-    Attributes:
-        id: `group.attempt.member.branch`; unique over the life of a run.
-        group_id: the task group, numbered in the order of first leases.
-        member: which of the group's episodes.
-        branch: which branch of the episode, 0 for the first.
-        task_id: the environment's name for the task.
-        env: the environment's name.
-        version_spans: policy versions of the sampled tokens.
-        turns: completions in order.
-        reward: the episode's return (the same on all its branches).
-        turn_rewards: reward after each turn of the episode.
-        outcome: how it ended.
-        timings: seconds by name (`environment`, `total`).
-        metrics: numbers that the environment reports.
-    """
-
-    id: Annotated[str, Meta(max_length=84)]
-    group_id: Number
-    member: Number
-    branch: Number
-    task_id: str
-    env: str
-    version_spans: tuple[VersionSpan, ...]
-    turns: tuple[Turn, ...]
-    reward: float
-    turn_rewards: tuple[float, ...]
-    outcome: Outcome
-    timings: dict[str, float] = {}
-    metrics: dict[str, float] = {}
+    id: Annotated[str, Meta(max_length=84)]  # `group.attempt.member.branch`; unique over the life of a run
+    group_id: Number  # the task group, numbered in the order of first leases
+    member: Number  # which of the group's episodes
+    branch: Number  # which branch of the episode, 0 for the first
+    task_id: str  # the environment's name for the task
+    env: str  # the environment's name
+    version_spans: tuple[VersionSpan, ...]  # policy versions of the sampled tokens
+    turns: tuple[Turn, ...]  # completions in order
+    reward: float  # the episode's return (the same on all its branches)
+    turn_rewards: tuple[float, ...]  # reward after each turn of the episode
+    outcome: Outcome  # how it ended
+    timings: dict[str, float] = {}  # seconds by name (`environment`, `total`)
+    metrics: dict[str, float] = {}  # numbers that the environment reports
 
     @property
     def episode(self) -> str:
@@ -167,17 +151,11 @@ class BatchRow(TrajectoryHeader, frozen=True, kw_only=True):
 
 
 class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
-    """One branch of one episode, T tokens long.
+    """One branch of one episode, T tokens long."""
 
-    Attributes:
-        token_ids: int32[T].
-        loss_mask: bool[T], true where the policy sampled the token.
-        behavior_logprobs: float32[T], nats, 0 where masked.
-    """
-
-    token_ids: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
-    behavior_logprobs: NDArray[np.float32]
+    token_ids: NDArray[np.int32]  # int32[T]
+    loss_mask: NDArray[np.bool_]  # bool[T], true where the policy sampled the token
+    behavior_logprobs: NDArray[np.float32]  # float32[T], nats, 0 where masked
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -232,15 +210,10 @@ class EncodedRow(msgspec.Struct, frozen=True):
 
 
 class EncodedTrajectory(msgspec.Struct, frozen=True):
-    """A trajectory as its worker encoded it: these bytes are delivered, stored, and sent to the learner.
+    """A trajectory as its worker encoded it: these bytes are delivered, stored, and sent to the learner."""
 
-    Attributes:
-        header: the format byte of `rpc.wire`, and msgpack of a `TrajectoryHeader`.
-        arrays: uint8[9 T]: token ids, log-probs, loss mask.
-    """
-
-    header: bytes
-    arrays: NDArray[np.uint8]
+    header: bytes  # the format byte of `rpc.wire`, and msgpack of a `TrajectoryHeader`
+    arrays: NDArray[np.uint8]  # uint8[9 T]: token ids, log-probs, loss mask
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> EncodedTrajectory:

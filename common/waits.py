@@ -17,21 +17,13 @@ NO_DIGITS = str.maketrans("", "", string.digits)
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """The oldest of the waits of one kind; waits of a kind differ only in digits.
+    """The oldest of the waits of one kind; waits of a kind differ only in digits."""
 
-    Attributes:
-        who: the waiter.
-        waits_for: what it waits for.
-        age_s: seconds since it began.
-        deadline_s: seconds after which it fails; None if it ends only with its caller.
-        alike: number of waits of this kind, this one included.
-    """
-
-    who: str
-    waits_for: str
-    age_s: float
-    deadline_s: float | None
-    alike: int = 1
+    who: str  # the waiter
+    waits_for: str  # what it waits for
+    age_s: float  # seconds since it began
+    deadline_s: float | None  # seconds after which it fails; None if it ends only with its caller
+    alike: int = 1  # number of waits of this kind, this one included
 
     @property
     def kind(self) -> str:
