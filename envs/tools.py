@@ -6,7 +6,6 @@ Invariants:
   is C code, is abandoned. It does not keep the process alive, and its result is dropped.
 - A wrong call of the policy raises `InvalidCall`; the policy receives its message as the tool's result.
 - A tool that fails, or exceeds its deadline, raises a plain ToolError; the policy never sees it, and it never becomes a reward.
-- A tool does not block the event loop: it runs as a coroutine, or else in a thread.
 - The calculator cannot hang or exhaust memory: length, depth and the size of every number are bounded before it computes.
 """
 

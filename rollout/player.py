@@ -89,10 +89,9 @@ class EpisodePlayer:
     async def play(self, lease: Lease, member: int, *, on_tokens: OnTokens = lambda completion: None) -> EpisodeResult:
         """Play one episode of `lease`. `on_tokens` receives every completion as it arrives, and the partial ones that were cut off
         with the episode or that the agent cancelled."""
-        sampling = self._sampling
-        if member in lease.greedy:
-            sampling = msgspec.structs.replace(sampling, temperature=0.0)
-        requests = _Requests(self.router, lease.episode(member), lease.oldest_version, sampling, on_tokens)
+        greedy = {"temperature": 0.0} if member in lease.greedy else {}
+        sampling = msgspec.structs.replace(self._sampling, **greedy)
+        requests = _Requests(self.router, lease, member, sampling, on_tokens)
         session, part = self._make_session(requests.generate), self.parts[lease.env]
         env = EnvGuard(part, self._limits, self._task_locks[lease.env])
         started = time.perf_counter()
@@ -108,10 +107,9 @@ class EpisodePlayer:
             try:
                 turn_rewards, score = await _score(self._model, env, session)
                 metrics = metrics | {"reward_environment": sum(env.rewards), "reward_model": score}
-            except (EngineError, DeadlineExceeded) as error:
-                outcome = Outcome("failed", "reward", str(error))
             except Exception as error:  # messages and payload are user data: rendering them as text may raise anything
-                outcome = Outcome("failed", "reward", describe(error))
+                ours = isinstance(error, EngineError | DeadlineExceeded)
+                outcome = Outcome("failed", "reward", str(error) if ours else describe(error))
             timings |= {"total": time.perf_counter() - started, "reward": time.perf_counter() - scoring_started}
         reward = sum(turn_rewards)
         if not outcome.trainable:
@@ -137,14 +135,13 @@ class _Requests:
     """The completions that one episode has in flight; each runs in the task of the agent that awaits it."""
 
     def __init__(
-        self, router: Router, episode_id: str, oldest_version: int, sampling: SamplingParams, on_tokens: OnTokens
+        self, router: Router, lease: Lease, member: int, sampling: SamplingParams, on_tokens: OnTokens
     ) -> None:
         self._router = router
-        self._episode_id = episode_id
-        self._oldest_version = oldest_version
+        self._episode_id, self._oldest_version = lease.episode(member), lease.oldest_version
         self._sampling = sampling
         self._on_tokens = on_tokens
-        self._in_flight: dict[asyncio.Task[object] | None, asyncio.Future[None]] = {}
+        self._in_flight: dict[asyncio.Task[object], asyncio.Future[None]] = {}
         self._closed = False
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int) -> Completion:
@@ -153,6 +150,7 @@ class _Requests:
             raise PolicyError(f"episode {self._episode_id} is over; its policy no longer answers")
         sampling = msgspec.structs.replace(self._sampling, max_tokens=max_tokens)
         task = asyncio.current_task()
+        assert task is not None
         ended = self._in_flight[task] = asyncio.get_running_loop().create_future()
         try:
             completion = await self._router.generate(
@@ -169,8 +167,7 @@ class _Requests:
         self._closed = True
         in_flight = dict(self._in_flight)
         for task in in_flight:
-            if task is not None:
-                task.cancel()
+            task.cancel()
         if in_flight:
             await asyncio.wait(in_flight.values())
         self._router.end_episode(self._episode_id)

@@ -51,21 +51,17 @@ class Assignment(msgspec.Struct, frozen=True):
 
 
 class ReplicaState:
-    """One incarnation of one replica.
-
-    Attributes:
-        tokens: by request in flight, its prompt tokens and expected completion tokens; `load` is their sum.
-        seen: newest version that its completions reported; ahead of the fleet's state for a moment after a push.
-        failed: it failed a request and has passed no probe since.
-        paused: it aborted requests to take weights, and has shown neither another version nor a whole completion since.
-    """
+    """One incarnation of one replica."""
 
     def __init__(self, info: ReplicaInfo) -> None:
         self.info = info
-        self.tokens: dict[int, int] = {}
-        self.load = 0
-        self.seen = -1
-        self.failed = False
+        self.tokens: dict[int, int] = {}  # by request in flight, its prompt tokens and expected completion tokens
+        self.load = 0  # their sum
+        self.seen = (
+            -1
+        )  # newest version that its completions reported; ahead of the fleet's state for a moment after a push
+        self.failed = False  # it failed a request and has passed no probe since
+        # It aborted requests to take weights, and has shown neither another version nor a whole completion since.
         self.paused = False
 
     @property

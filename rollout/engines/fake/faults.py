@@ -52,21 +52,14 @@ VARIABLE = "SLIPSTREAM_FAULTS"
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Something that goes wrong, once per process.
-
-    Attributes:
-        at: the request at which it happens; `token` is between two tokens.
-        do: end the process, stop answering, answer 500, wait `seconds` first, or answer something impossible.
-        nth: on which occurrence, 1-based.
-        seconds: how long a delay takes.
-        replica: only on this replica, counted from 0 in the order in which replicas were added; -1 is any.
-    """
+    """Something that goes wrong, once per process: end it, stop answering, answer 500, wait `seconds` first, or answer something
+    impossible."""
 
     at: Literal["start", "generate", "token", "score", "pause", "resume", "join", "receive", "swap", "health"]
     do: Literal["die", "freeze", "refuse", "delay", "lie"]
     nth: Positive = 1
     seconds: AboveZero = 1.0
-    replica: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    replica: Annotated[int, msgspec.Meta(ge=-1)] = -1  # in the order in which replicas were added, from 0; -1 is any
 
 
 # Pairs of `at` and `do` that mean nothing: a start and a token have no answer, and no false answer means healthy.

@@ -2,8 +2,8 @@
 
 Invariants:
 - The last line of its log says why it ended, unless it was stopped by a signal.
-- A server whose engine thread has failed ends at once: a replica with half a policy must not serve.
-- SIGTERM ends it at once: clients continue running requests on other replicas.
+- A failed engine thread ends it at once, since a replica with half a policy must not serve. So does SIGTERM: clients continue
+  running requests on other replicas.
 """
 
 from __future__ import annotations

@@ -25,19 +25,13 @@ PAGED = "slipstream_paged"
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Cache rows of one batch, for the layers of one kind. Queries: decode groups first, then prompts.
+    """Cache rows of one batch, for the layers of one kind. Queries: decode groups first, then prompts. A group is n sequences with
+    one query each, whose keys are padded to `width`; its mask is true for real keys."""
 
-    Attributes:
-        read: int64[k], cache rows of all keys in the order of the queries; empty when no key comes from the cache.
-        write: int64[q], cache rows of the queries' own keys.
-        decodes: bool[n, 1, 1, width] per group of n sequences with one query, whose keys are padded to `width`: which are real.
-        prompts: queries and keys of every other sequence.
-    """
-
-    read: torch.Tensor
-    write: torch.Tensor
-    decodes: tuple[torch.Tensor, ...]
-    prompts: tuple[tuple[int, int], ...]
+    read: torch.Tensor  # int64[k]: of all keys in the order of the queries; empty when no key comes from the cache
+    write: torch.Tensor  # int64[q]: of the queries' own keys
+    decodes: tuple[torch.Tensor, ...]  # bool[n, 1, 1, width]
+    prompts: tuple[tuple[int, int], ...]  # queries and keys of every other sequence
 
 
 def paged_attention(

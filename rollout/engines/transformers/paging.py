@@ -4,7 +4,6 @@ Three things differ from transformers' own paged cache and scheduler: the cache 
 sequences are ordered by priority, and batches are laid out for `attention.paged_attention`.
 
 Invariants:
-- A prefix is shared only by sequences of equal salt.
 - A sequence that lost its keys and values keeps its position in the queue: before later ones of equal priority.
 - A batch holds queries in the order of its layouts: sequences that decode by length class, then prompts.
 """

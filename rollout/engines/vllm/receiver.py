@@ -4,9 +4,6 @@ Invariants, besides those of `WeightStaging`:
 - A staged version that is never swapped in is replaced by the next one, and never loaded.
 - If loading itself fails, the model stays unusable and its next step ends the engine process: a replica with half a policy must
   not serve.
-
-vLLM calls, over its HTTP routes: `init_transfer_engine` before broadcasts, then per version `start_weight_update`,
-`receive_weights`, and while paused `finish_weight_update`.
 """
 
 from __future__ import annotations
