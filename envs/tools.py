@@ -28,8 +28,7 @@ from .base import JSON, Message, ToolCall, ToolSpec
 
 T = TypeVar("T")
 
-# Characters in one expression: more than any arithmetic task needs, and shallow enough for the recursive parser.
-MAX_EXPRESSION = 200
+MAX_EXPRESSION = 200  # characters: more than any arithmetic task needs, and shallow enough for the recursive parser
 MAX_BITS = 256  # bits of the largest integer (77 digits): a result must not flood the policy's context
 TOOL_S = 60.0  # longest tool call outside a run
 

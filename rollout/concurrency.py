@@ -21,18 +21,15 @@ from collections.abc import Sequence
 
 from .engines.base import EngineLoad
 
-# Growth per second, as a share of what the servers decode at once: doubles the initial cap in half a minute.
-GROWTH = 0.03
+GROWTH = 0.03  # per second, as a share of what the servers decode at once: doubles the initial cap in half a minute
 CUT = 0.25  # share of the cap that one second of full congestion takes away
 # Queued requests, as a share of those that the servers decode at once, that count as full congestion. Growth and cut balance at a
 # congestion of GROWTH / CUT, a queue of 6 % of the servers' slots: no server idles between episodes, and requests wait little.
 QUEUE_FULL = 0.5
 KV_FREE = 0.80  # KV cache usage up to which there is no congestion: sequences in flight still grow
-# KV cache usage that counts as full congestion. Beyond it a server preempts sequences and recomputes their KV.
-KV_FULL = 0.95
+KV_FULL = 0.95  # KV cache usage that counts as full congestion: beyond it a server preempts and recomputes
 TURNOVER = 0.1  # share of a used-up cap that may be free: many short episodes end while new leases are on their way
-# Weight of the newest sample in the congestion: a group that starts sends eight requests at once, which is no congestion.
-MEMORY = 0.5
+MEMORY = 0.5  # weight of the newest sample: a group that starts sends many requests at once, which is no congestion
 
 
 class Concurrency:

@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Largest absolute reward of a step: sums of rewards, their squares and float32 advantages stay finite.
-REWARD_LIMIT = 1e30
+REWARD_LIMIT = 1e30  # of a step, absolute: sums of rewards, their squares and float32 advantages stay finite
 CLOSE_S = 30.0  # how long an environment may take to release its resources; its episode keeps its slot meanwhile
 CANCEL_S = 5.0  # how long user code may take to end once it is cancelled
 

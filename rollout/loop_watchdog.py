@@ -24,11 +24,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 BLOCK_S = 5.0  # longest stretch without an `await`: it delays the tokens of all other episodes
 CHECKS = 10  # checks in `BLOCK_S`; all of them must find that the loop has not turned
-# Ignored by processes without a handler for it; Go's runtime preempts with it for the same reason.
-SIGNAL = signal.SIGURG
+SIGNAL = signal.SIGURG  # ignored by processes without a handler; Go's runtime preempts with it for the same reason
 PACKAGE = Path(__file__).parent.parent
-# Folders whose code is not interrupted.
-OUR_FOLDERS = ("agents", "buffer", "launch", "learner", "monitor", "rollout", "weightsync")
+OUR_FOLDERS = ("agents", "buffer", "launch", "learner", "monitor", "rollout", "weightsync")  # not interrupted
 _user_code_callers: set[CodeType] = set()
 
 

@@ -40,10 +40,8 @@ from .routing import RouteRequest, RoutingTable
 
 log = logging.getLogger(__name__)
 
-# Requests of one worker on a replica beyond those that it decodes at once, so that a free slot is filled without a round trip.
-AHEAD = 4
-# Pause before the second probe in a row of one replica; the first runs at once, and each further pause doubles.
-PROBE_S = 0.25
+AHEAD = 4  # requests of a worker beyond those that a replica decodes at once: free slots fill without a round trip
+PROBE_S = 0.25  # pause before the second probe in a row; the first runs at once, and each further pause doubles
 # Longest pause between two probes; and how long a replica must have been healthy for its next failure to count as its first.
 BACKOFF_S = 8.0
 PROBE_IDS = (0, 0)  # prompt that a probe scores: any will do

@@ -32,8 +32,7 @@ from .player import EpisodePlayer, EpisodeResult
 
 log = logging.getLogger(__name__)
 
-# Between progress reports: fine enough to see the tokens generated during one learner step, a small message each.
-PROGRESS_S = 0.5
+PROGRESS_S = 0.5  # between progress reports: fine enough to see what is generated during one learner step
 SAMPLE_S = 1.0  # between samples of the servers' load; the second that `Concurrency` counts in
 GOODBYE_S = 5.0  # how long a stopping worker tries to return its leases; after that they expire
 FAILURES = 64  # failed episodes in a row, or twice the slots where that is more, after which the worker gives up

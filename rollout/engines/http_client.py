@@ -25,10 +25,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How long an idle connection is kept for the next request. Servers keep it longer, lest a request meet a closing socket.
-KEEPALIVE_S = 3.0
-# How long the servers of a run keep an idle connection; their default of 5 s is too near to `KEEPALIVE_S` on a busy machine.
-SERVER_KEEPALIVE_S = 600
+KEEPALIVE_S = 3.0  # of an idle connection; servers keep it longer, lest a request meet a closing socket
+SERVER_KEEPALIVE_S = 600  # the servers' default of 5 s is too near to `KEEPALIVE_S` on a busy machine
 ABORT_S = 5.0  # longest wait for a server to confirm an abort; it takes milliseconds
 # Longest wait for the first chunk of a stream, as a share of `request_s`: a request may queue, and the remaining time must
 # suffice for another replica.
@@ -102,14 +100,8 @@ class HttpClient:
         return await self._within(seconds, exchange(), path)
 
     async def stream(self, path: str, body: object, on_event: Callable[[bytes], None]) -> None:
-        """POST, and pass the data of each server-sent event to `on_event` until `[DONE]`.
-
-        Raises:
-            Disconnected: the stream ended early, or nothing came for too long (`ServerUnresponsive`).
-            RequestRejected: the server says that the request is wrong.
-            EngineError: not reachable, or another answer that is not 200; and whatever `on_event` raises.
-            DeadlineExceeded: the stream did not end within `request_s`.
-        """
+        """POST, and pass the data of each server-sent event to `on_event` until `[DONE]`. Raises as `call` and as `on_event`, and
+        Disconnected: the stream ended early, or nothing came for too long (`ServerUnresponsive`)."""
 
         async def exchange() -> None:
             done, rest, silence_s = False, b"", self.first_s

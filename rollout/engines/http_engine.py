@@ -61,13 +61,11 @@ class HttpEngine(HttpClient, ABC):
     DeadlineExceeded when the server does not answer. `close` ends completions in flight with EngineFailure and aborts them.
 
     Args:
-        url: `http://host:port`.
         vocab_size: token ids must lie in `[0, vocab_size)`.
         max_model_len: tokens of a prompt and its completion together.
         initial_version: the version of the weights that a server loaded itself; None refuses their completions, because versions
             in a trajectory must not be guessed.
-        request_s: longest wait for a completion or a control call.
-        push_s: longest wait for one call of a weight push.
+        request_s, push_s: longest wait for a completion or a control call, and for one call of a weight push.
         ranks: processes that each hold a shard of the replica's weights, and join a broadcast group.
         partial: what weight pushes do with requests under way; with `keep_kv` spans name the version of the KV used.
         scores_paused: whether the server computes scores while paused (our own does, vLLM and SGLang do not). Then no request

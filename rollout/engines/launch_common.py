@@ -7,8 +7,7 @@ from pathlib import Path
 from ...configs.schema import parse_memory
 from ...errors import ConfigError
 
-# One thread per process on CPU: two servers of two threads each on two cores spin against each other.
-CPU_THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+CPU_THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # more spin against each other
 
 
 def hub_environment(path: str) -> dict[str, str]:

@@ -19,15 +19,15 @@ from aiohttp.typedefs import Middleware
 from ....errors import SlipstreamError
 from ....weightsync.plan import GroupPlan, TransferPlan
 from ....weightsync.staging import WeightStaging
+from ..http_engine import STREAM_INTERVAL
 from .contract import RequestLimits
-from .engine_thread import CHUNK, EngineThread
+from .engine_thread import EngineThread
 from .protocol import ABORT_PREFIX, BadRequest, Generated, GenerateRequest, Logprobs, WireChoice, logprob
 from .weights import ModelWeights
 
 T = TypeVar("T")
 
-# Bytes of one request: a prompt of millions of tokens, or the plan of a model of a million tensors.
-BODY_LIMIT = 256 << 20
+BODY_LIMIT = 256 << 20  # bytes: a prompt of millions of tokens, or the plan of a model of a million tensors
 
 
 class _InitBody(msgspec.Struct, frozen=True):
@@ -92,7 +92,7 @@ class HttpApp:
         sequence = body.sequence(self._limits)
         if body.sampling_params.prompt_logprobs is not None:
             return await self._score(body)
-        interval = (body.sampling_params.stream_interval or CHUNK) if body.stream else None
+        interval = (body.sampling_params.stream_interval or STREAM_INTERVAL) if body.stream else None
         chunks = await self._engine.submit(sequence, interval)
         try:
             if body.stream:

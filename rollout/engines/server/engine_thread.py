@@ -27,9 +27,6 @@ from .protocol import BadRequest, Logprobs, WireChoice, logprob
 
 T = TypeVar("T")
 
-# Default tokens per chunk of a stream: the most that the death of a server costs; larger chunks cost less to send.
-CHUNK = 16
-
 
 class _Output:
     """The tokens of one sequence that were not sent yet, and the spans of all."""
@@ -98,7 +95,7 @@ class EngineThread:
         self._commands.put(command)
         return await asyncio.wrap_future(answer)
 
-    async def submit(self, sequence: Sequence, interval: int | None = CHUNK) -> asyncio.Queue[WireChoice]:
+    async def submit(self, sequence: Sequence, interval: int | None) -> asyncio.Queue[WireChoice]:
         """Begin to decode. The queue gets chunks of `interval` tokens (None: all in one), the last one with a finish reason. Raises
         BadRequest: the id is in use."""
         stream: asyncio.Queue[WireChoice] = asyncio.Queue()

@@ -18,8 +18,7 @@ from ..base import SamplingParams
 from ..http_engine import IMPOSSIBLE, OutputSpan, ServerError
 from .contract import RequestLimits, Sequence
 
-# vLLM's internal name of a request is its id with this prefix; `/abort_requests` takes that name.
-ABORT_PREFIX = "generate-tokens-"
+ABORT_PREFIX = "generate-tokens-"  # with the id, vLLM's internal name of a request, which `/abort_requests` takes
 
 
 class BadRequest(Exception):

@@ -18,16 +18,8 @@ from ..base import SamplingParams
 def draw(
     logits: torch.Tensor, samplings: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> tuple[list[int], list[float]]:
-    """One token per row, by inversion of its distribution function.
-
-    Args:
-        logits: float32[n, vocabulary].
-        samplings: n of them.
-        uniforms: n numbers in [0, 1).
-
-    Returns:
-        n tokens and their log-probs in nats.
-    """
+    """One token per row of `logits` (float32[n, vocabulary]), by inversion of its distribution function at one of n `uniforms` in
+    [0, 1); the n tokens and their log-probs in nats."""
     greedy = [s.temperature == 0.0 for s in samplings]
     temperatures = [s.temperature or 1.0 for s in samplings]
     if any(t != 1.0 for t in temperatures):

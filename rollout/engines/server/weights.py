@@ -35,10 +35,8 @@ class ModelWeights:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._held: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-        self.shapes = checkpoint_shapes(model)
-        """Name -> shape of every tensor that a push may hold."""
-        self.optional = frozenset(getattr(model, "all_tied_weights_keys", None) or {})
-        """Names that a push may lack, because they are tied to others."""
+        self.shapes = checkpoint_shapes(model)  # of every tensor that a push may hold
+        self.optional = frozenset(getattr(model, "all_tied_weights_keys", None) or {})  # tied: a push may lack these
         conversions = getattr(model, "_weight_conversions", None) or []
         renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         converters = [c for c in conversions if isinstance(c, WeightConverter)]

@@ -24,8 +24,7 @@ from ..http_engine import Body, CompletionStream, HttpEngine, OutputSpan, Server
 from .plugin import COMMAND, LOADER
 
 CANARY_PRIORITY = 1  # priority of a score; higher goes first, and completions have 0
-# Largest top-k of a truncated distribution: beyond 4096, SGLang does not report the distribution that it sampled from.
-SUPPORT = 4000
+SUPPORT = 4000  # largest top-k: beyond 4096, SGLang does not report the distribution that it sampled from
 PAUSE: dict[Partial, str] = {"recompute": "retract", "keep_kv": "in_place", "abort_resume": "abort"}
 
 

@@ -27,15 +27,12 @@ from ..http_engine import STREAM_INTERVAL
 from ..launch_common import CPU_THREADS, hub_environment, kv_memory
 from .plugin import GROUP, LOADER, NAME
 
-# The package; in a checkout also where `make install-sglang` makes its environment.
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[3]  # the package; in a checkout `.venv-sglang` lies there
 SHIM = Path(__file__).resolve().parent / "shim"
 
 SPARE = 8  # SGLang ends a completion up to this many tokens before the context it was given is full
-# Share of a host's memory for weights and KV cache on CPU; `max-total-tokens` sets the real, lower limit.
-HOST_SHARE = 0.9
-# No imports from the working directory: metadata of an old build there would hide the installed plugin.
-ISOLATED = ("-P",)
+HOST_SHARE = 0.9  # of a host's memory for weights and KV cache on CPU; `max-total-tokens` is the real, lower limit
+ISOLATED = ("-P",)  # no imports from the working directory: metadata of an old build there would hide the plugin
 PYTHON = "SLIPSTREAM_SGLANG_PYTHON"  # environment variable that names the Python that has SGLang
 PROBE_S = 60.0  # longest wait for the other Python to list its packages; it takes 0.1 s
 PROBE = f"""

@@ -29,8 +29,7 @@ from ....weightsync.staging import Tensors, WeightStaging
 
 HEAD = "lm_head.weight"
 
-# Longest wait for the thread that joins a group, once weights are announced: the learner has joined the group by then.
-JOIN_S = 2.0
+JOIN_S = 2.0  # longest wait for a group once weights are announced: the learner has joined it by then
 
 
 class ReceiverCommand(msgspec.Struct, frozen=True):

@@ -50,14 +50,8 @@ def paged_attention(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Without `cache` one sequence; with it the batch that `layouts` (by layer kind) describes.
-
-    Args:
-        query: [1, heads, q, head_dim]; `key` and `value` may have fewer heads (grouped-query attention).
-
-    Returns:
-        [1, q, heads, head_dim] and None (no attention weights).
-    """
+    """Without `cache` one sequence; with it the batch that `layouts` (by layer kind) describes. `query` is [1, heads, q, head_dim];
+    `key` and `value` may have fewer heads (grouped-query attention). Returns [1, q, heads, head_dim] and no attention weights."""
     arguments = {"a position bias": position_bias, "a mask of its own": attention_mask}
     if unsupported := [name for name, value in arguments.items() if value is not None]:
         raise EngineError(f"{type(module).__name__} asks for {', '.join(unsupported)}, which paged attention cannot do")

@@ -22,8 +22,7 @@ from .model_runner import TransformersModelRunner
 from .paging import PAGE
 
 CHECK_TOKENS = 2 * PAGE + 1  # tokens of the prompt that is computed before a server listens: more than one block
-# Nats by which two ways of computing may differ; unsupported attention differs by several.
-TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5}
+TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5}  # nats; unsupported attention differs by several
 ACTIVATIONS = 0.1  # of the GPU memory that a server may use: the share of forward passes, beside weights and KV cache
 
 
@@ -72,9 +71,8 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
 
 
 def _kv_bytes(memory: int | float, device: torch.device) -> int:
+    """`memory` in bytes; a share is of a GPU's memory, the command line refuses it on CPU."""
     if isinstance(memory, int):
         return memory
-    if device.type != "cuda":
-        raise ConfigError(f"rollout.engine.memory: {memory} is not allowed here; write a size such as 128MiB")
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(memory * total * (1.0 - ACTIVATIONS)) - (total - free))

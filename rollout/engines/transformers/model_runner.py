@@ -22,8 +22,7 @@ from ..server.contract import DecodingSequence, SampledToken, Sequence
 from ..server.sampling import draw
 from .paging import PriorityScheduler, SaltedCache, lay_out
 
-# Most tokens of one forward pass: a long prompt is computed in pieces, so that other sequences do not wait for all of it.
-BATCH_TOKENS = 1024
+BATCH_TOKENS = 1024  # of one forward pass: long prompts are computed in pieces, so that other sequences do not wait
 
 
 class TransformersModelRunner:

@@ -18,8 +18,7 @@ from ..http_client import SERVER_KEEPALIVE_S
 from ..launch_common import CPU_THREADS, hub_environment, kv_memory
 from .plugin import BACKEND
 
-# What `vllm serve` runs; the `vllm` command itself is broken in the wheel for CPU.
-MODULE = "vllm.entrypoints.launchers.api_server.entry"
+MODULE = "vllm.entrypoints.launchers.api_server.entry"  # the `vllm` command is broken in the wheel for CPU
 # `gpu-memory-utilization` beside a size for the KV cache. vLLM uses the size, but refuses to start where its default share, 0.92,
 # is not free: on a GPU that other processes use, too.
 NOMINAL_SHARE = 0.01

@@ -18,8 +18,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Operators for which torchvision registers shape functions, even if its library was not loaded.
-OPERATORS = ("nms", "qnms")
+OPERATORS = ("nms", "qnms")  # torchvision registers their shape functions even without its library
 
 
 class _BeforeTorchvision(MetaPathFinder):
