@@ -48,7 +48,8 @@ class ReasoningGymEnv(SimpleEnv):
         self._index = self._turns = self._calls = self._errors = 0
         self._lock = threading.RLock()  # all members of a group need the same task at the same time
         self._chunk = lru_cache(maxsize=8)(self._make_chunk)
-        self._entry = lru_cache(maxsize=1024)(self._make_entry)  # the members of a group use each several times
+        # The members of a group use each several times.
+        self._entry = lru_cache(maxsize=1024)(lambda index: self._chunk(index // CHUNK)[index % CHUNK])
         try:
             self.entry(0)
         except Exception as error:  # families raise different errors for wrong parameters, some only when generating
@@ -103,9 +104,6 @@ class ReasoningGymEnv(SimpleEnv):
         call = ToolCall(CALCULATOR.spec.name, {"expression": expression})
         result = Message("tool", calculate(expression), name=call.name)
         return opening, (Message("assistant", "", (call,)), result, _answer(result.content))
-
-    def _make_entry(self, index: int) -> dict[str, Any]:
-        return self._chunk(index // CHUNK)[index % CHUNK]
 
     def _make_chunk(self, chunk: int) -> ProceduralDataset:
         digest = hashlib.blake2b(f"{self.name}/{self.seed}/{chunk}".encode(), digest_size=4).digest()

@@ -75,8 +75,7 @@ class EnvGuard:
         self.rewards: list[float] = []
         self.metrics: dict[str, float] = {}
         self.seconds = 0.0
-        self.done = False
-        self.truncated = False
+        self.finished = False
 
     @calls_user_code
     async def open(self, index: int) -> Task:
@@ -108,7 +107,7 @@ class EnvGuard:
             result = msgspec.structs.replace(result, messages=checked(result.messages, tuple[Message, ...]))
             self.transcript += (message, *result.messages)
             self.metrics |= {name: float(value) for name, value in result.metrics.items()}
-            self.done, self.truncated = result.done, result.truncated
+            self.finished = result.done and not result.truncated
         return result
 
     async def close(self) -> None:
@@ -169,9 +168,8 @@ async def run_isolated(function: Callable[[], Awaitable[T]]) -> T:
         await asyncio.wait({task})
     except asyncio.CancelledError:
         task.cancel()
-        task.add_done_callback(
-            lambda ended: ended.cancelled() or ended.exception()
-        )  # retrieved: asyncio does not log it
+        # Its exception is retrieved, so that asyncio does not log it.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         _, running = await asyncio.wait({task}, timeout=CANCEL_S)
         if running:
             log.error("user code ignores its cancellation and is abandoned: %s", task)

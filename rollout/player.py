@@ -212,4 +212,4 @@ async def _run_agent(agent: Agent, env: EnvGuard, session: Session, index: int, 
     except Exception as error:  # an agent is user code: its exceptions end an episode, not a worker
         log.exception("the agent raised on task %s", env.task.id)
         return Outcome("failed", "policy", str(error) if isinstance(error, EscapedException) else describe(error))
-    return FINISHED if env.done and not env.truncated else TRUNCATED
+    return FINISHED if env.finished else TRUNCATED

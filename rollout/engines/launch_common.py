@@ -15,10 +15,10 @@ def hub_environment(path: str) -> dict[str, str]:
     return {"HF_HUB_OFFLINE": "1"} if Path(path).is_dir() else {}
 
 
-def kv_memory(text: str, on_cpu: bool, key: str = "rollout.engine.memory") -> int | float:
-    """The KV cache of a server, from `text` at `key` of the config: bytes, or a share of the GPU's memory. Raises ConfigError: it
-    is neither, or a share on CPU."""
-    memory = parse_memory(text, key)
+def kv_memory(text: str, on_cpu: bool) -> int | float:
+    """The KV cache of a server, from `rollout.engine.memory`: bytes, or a share of the GPU's memory. Raises ConfigError: it is
+    neither, or a share on CPU."""
+    memory = parse_memory(text)
     if isinstance(memory, float) and on_cpu:
-        raise ConfigError(f"{key}: {text!r} is not allowed here; write a size such as 128MiB")
+        raise ConfigError(f"rollout.engine.memory: {text!r} is not allowed here; write a size such as 128MiB")
     return memory

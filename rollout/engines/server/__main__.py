@@ -32,10 +32,8 @@ from .launch import Options
 
 log = logging.getLogger("slipstream.rollout.engines.server")
 
-KINDS = {
-    "transformers": "..transformers.engine",
-    "fake": "..fake.engine",
-}  # kind -> module with `serve(options: Options) -> EngineServer`
+# Kind -> module with `serve(options: Options) -> EngineServer`.
+KINDS = {"transformers": "..transformers.engine", "fake": "..fake.engine"}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,7 +53,7 @@ async def _serve(served: EngineServer, options: Options) -> None:
     device = next(served.runner.model.parameters()).device
     staging = WeightStaging(0, device, served.weights.check, functools.partial(base_weights, options.model))
     engine = EngineThread(served.runner, _fail)
-    app = HttpApp(engine, served.limits, staging, served.weights).app(*served.middlewares)
+    app = HttpApp(engine, served, staging).app()
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     heap.freeze_startup_objects()

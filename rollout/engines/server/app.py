@@ -14,16 +14,14 @@ from typing import Literal, TypeVar
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 
 from ....errors import SlipstreamError
 from ....weightsync.plan import GroupPlan, TransferPlan
 from ....weightsync.staging import WeightStaging
 from ..http_engine import STREAM_INTERVAL
-from .contract import RequestLimits
+from .contract import EngineServer
 from .engine_thread import EngineThread
 from .protocol import ABORT_PREFIX, BadRequest, Generated, GenerateRequest, Logprobs, WireChoice, logprob
-from .weights import ModelWeights
 
 T = TypeVar("T")
 
@@ -49,19 +47,15 @@ class _AbortBody(msgspec.Struct, frozen=True):
 
 
 class HttpApp:
-    """The routes over `engine`, which starts with the app; `staging` receives weights meanwhile, `weights` loads them."""
+    """The routes over `engine`, which starts with the app; `staging` receives weights meanwhile."""
 
-    def __init__(
-        self, engine: EngineThread, limits: RequestLimits, staging: WeightStaging, weights: ModelWeights
-    ) -> None:
+    def __init__(self, engine: EngineThread, server: EngineServer, staging: WeightStaging) -> None:
         self._engine = engine
-        self._limits = limits
+        self._server = server
         self._staging = staging
-        self._weights = weights
 
-    def app(self, *middlewares: Middleware) -> web.Application:
-        """The aiohttp application; `middlewares` handle every request first."""
-        app = web.Application(middlewares=(*middlewares, _errors), client_max_size=BODY_LIMIT)
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=(*self._server.middlewares, _errors), client_max_size=BODY_LIMIT)
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -89,7 +83,7 @@ class HttpApp:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = _decode(await request.read(), GenerateRequest)
-        sequence = body.sequence(self._limits)
+        sequence = body.sequence(self._server.limits)
         if body.sampling_params.prompt_logprobs is not None:
             return await self._score(body)
         interval = (body.sampling_params.stream_interval or STREAM_INTERVAL) if body.stream else None
@@ -161,7 +155,7 @@ class HttpApp:
         if not version.isdigit():
             raise BadRequest(f"weight_version {version!r} is not a policy version")
         tensors = await asyncio.to_thread(self._staging.take, int(version))
-        await self._engine.swap(version, lambda: self._weights.load(tensors))
+        await self._engine.swap(version, lambda: self._server.weights.load(tensors))
         return _json({"message": "Weight update finished"})
 
 

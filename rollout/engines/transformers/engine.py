@@ -71,8 +71,9 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
 
 
 def _kv_bytes(memory: int | float, device: torch.device) -> int:
-    """`memory` in bytes; a share is of a GPU's memory, the command line refuses it on CPU."""
     if isinstance(memory, int):
         return memory
+    if device.type != "cuda":
+        raise ConfigError(f"rollout.engine.memory: {memory} is not allowed here; write a size such as 128MiB")
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(memory * total * (1.0 - ACTIVATIONS)) - (total - free))

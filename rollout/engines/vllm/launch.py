@@ -100,9 +100,9 @@ def _ranks(config: Config) -> int:
     return engine.tensor_parallel
 
 
-def memory(text: str, cpu: bool, key: str = "rollout.engine.memory") -> dict[str, object]:
-    """vLLM's arguments for the KV cache memory `text` at `key` of the config. Raises ConfigError."""
-    size = kv_memory(text, cpu, key)
+def memory(text: str, cpu: bool) -> dict[str, object]:
+    """vLLM's arguments for the KV cache memory `text`. Raises ConfigError."""
+    size = kv_memory(text, cpu)
     if isinstance(size, int):
         return {"kv-cache-memory-bytes": size, **({} if cpu else {"gpu-memory-utilization": NOMINAL_SHARE})}
     return {"gpu-memory-utilization": size}
