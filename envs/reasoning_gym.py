@@ -83,7 +83,6 @@ class ReasoningGymEnv(SimpleEnv):
             return 0.0
 
     def opening(self, index: int) -> Observation:
-        """The first messages and the tools."""
         question = Message("user", self.entry(index)["question"])
         if self.config.calculator:
             return Observation((Message("system", SYSTEM_WITH_CALCULATOR), question), (CALCULATOR.spec,))
@@ -118,7 +117,6 @@ class ReasoningGymEnv(SimpleEnv):
         return await in_thread(self._open, task)
 
     async def step(self, message: Message) -> StepResult:
-        """Run the tool calls, or score the final answer."""
         self._turns += 1
         if self._tools and message.malformed:
             self._errors += 1
@@ -155,7 +153,6 @@ def _answer(text: str) -> Message:
 
 
 def _guess(answer: str, rng: random.Random) -> str:
-    """A number with the sign and the number of digits of `answer`."""
     digits = len(answer.lstrip("-").partition(".")[0])
     sign = "-" if answer.startswith("-") else ""
     return f"{sign}{rng.randint(10 ** (digits - 1), 10**digits - 1)}"

@@ -50,7 +50,6 @@ class SimpleEnv(ABC):
         return random.Random(f"{self.name}/{self.split}/{self.seed}/{index}")
 
     def make(self) -> Self:
-        """A fresh environment for one episode."""
         return copy.copy(self)
 
     @abstractmethod

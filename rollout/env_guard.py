@@ -79,7 +79,6 @@ class EnvGuard:
 
     @calls_user_code
     async def open(self, index: int) -> Task:
-        """Create the environment and the task."""
         async with self._task_lock:
             with self._attributed(f"task {index}"):
                 self._inner = self._part.source.make()

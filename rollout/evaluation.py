@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -85,6 +86,5 @@ def _score(results: Sequence[EpisodeResult]) -> EvaluationScore:
     outcomes = Counter(f"failed_{r.outcome.reason}" if r.outcome.kind == "failed" else r.outcome.kind for r in results)
     if not n:
         return EvaluationScore(0, None, None, dict(outcomes))
-    mean = sum(rewards) / n
-    variance = sum((r - mean) ** 2 for r in rewards) / (n - 1) if n > 1 else 0.0
-    return EvaluationScore(n, mean, math.sqrt(variance / n), dict(outcomes))
+    deviation = statistics.stdev(rewards) if n > 1 else 0.0
+    return EvaluationScore(n, statistics.fmean(rewards), deviation / math.sqrt(n), dict(outcomes))

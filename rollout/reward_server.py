@@ -17,7 +17,6 @@ AUTO_LENGTH = -1  # for vLLM: the model's own context, or the longest that fits 
 
 
 def model_of(config: Config) -> ModelReward:
-    """The config section of the model to serve."""
     assert isinstance(config.reward, ModelReward), "the config has no reward model to serve"
     return config.reward
 
@@ -42,7 +41,6 @@ def command(config: Config, host: str, port: int) -> list[str]:
 
 
 def environment(config: Config) -> dict[str, str]:
-    """Environment variables of the server, besides the inherited ones."""
     return vllm_server.common_environment(model_of(config).path, ranks=1) | {"PYTHONSAFEPATH": "1"}
 
 

@@ -140,7 +140,6 @@ class Router:
 
     @property
     def serving(self) -> int:
-        """Replicas that take requests."""
         return sum(replica.serving for replica in self._routing.replicas.values())
 
     @property
@@ -180,7 +179,6 @@ class Router:
             await connection.engine.close()  # what is still in flight ends with EngineFailure
 
     def end_episode(self, episode_id: str) -> None:
-        """Drop the episode's pin on a replica."""
         self._routing.end_episode(episode_id)
 
     async def generate(
@@ -264,7 +262,6 @@ class Router:
                 assigned.set_result((assignment.version, self._connections[assignment.replica]))
 
     def _record(self, connection: ReplicaConnection, route: RouteRequest, completion: Completion) -> None:
-        """Update the routing by what `completion` shows of its replica."""
         aborted = completion.finish_reason == "abort"
         version = completion.version_spans[-1].version if completion.version_spans else None
         self._routing.complete(route.number, completion.token_ids, version, aborted=aborted)

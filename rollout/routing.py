@@ -71,7 +71,6 @@ class ReplicaState:
 
     @property
     def serving(self) -> bool:
-        """Whether it takes requests at all."""
         return self.info.state == "serving" and self.info.version is not None and not self.failed
 
     def serves(self, oldest_version: int) -> bool:
@@ -100,7 +99,6 @@ class RoutingTable:
 
     @property
     def waiting(self) -> int:
-        """Requests without a replica."""
         return len(self._waiting)
 
     def update(self, fleet: Fleet) -> None:
@@ -168,7 +166,6 @@ class RoutingTable:
             del self._waiting[position]
 
     def end_episode(self, episode_id: str) -> None:
-        """Drop the episode's pin."""
         self._pins.pop(episode_id, None)
 
     def cost(self, request: RouteRequest, replica: ReplicaState) -> int:

@@ -73,25 +73,21 @@ class Worker:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._report_progress(), name="progress")
             tasks.create_task(self._sample_load(), name="load")
-            await self._lease_groups(tasks)
+            while True:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._free_groups)
+                for lease in await self._buffer.leases(self._free_groups):
+                    for member in lease.members:
+                        self._running[lease.episode(member)] = {}
+                    for member in lease.members:
+                        tasks.create_task(self._episode(lease, member), name=lease.episode(member))
 
     @property
     def _free_groups(self) -> int:
         """Whole groups that may start."""
         return max(0, self._concurrency.cap - len(self._running)) // self._group_size
 
-    async def _lease_groups(self, tasks: asyncio.TaskGroup) -> None:
-        while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._free_groups)
-            for lease in await self._buffer.leases(self._free_groups):
-                for member in lease.members:
-                    self._running[lease.episode(member)] = {}
-                for member in lease.members:
-                    tasks.create_task(self._episode(lease, member), name=lease.episode(member))
-
     async def _episode(self, lease: Lease, member: int) -> None:
-        """Play one episode, deliver it, and free its slot."""
         episode_id = lease.episode(member)
         generated = self._running[episode_id]
 
@@ -131,7 +127,6 @@ class Worker:
             raise EpisodesFail(f"{self._failures} episodes in a row failed, the last by {why}")
 
     async def _sample_load(self) -> None:
-        """Adapt the number of slots to the servers' load."""
         router, concurrency = self._player.router, self._concurrency
         while True:
             samples = await router.engine_loads()

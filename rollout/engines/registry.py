@@ -40,5 +40,4 @@ def probe_path(config: Config) -> str:
 
 
 def kind_of(engine: Servers) -> str:
-    """The value of `rollout.engine.kind`."""
     return str(type(engine).__struct_config__.tag)

@@ -117,7 +117,6 @@ def hit_in_thread(faults: FaultInjector, point: str) -> bool:
 
 
 def middleware(faults: FaultInjector) -> Middleware:
-    """Applies faults to requests."""
 
     @web.middleware
     async def inject(

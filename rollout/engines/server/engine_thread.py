@@ -150,7 +150,6 @@ class EngineThread:
         await self.call(swap)
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:
-        """Log-probs of `token_ids[1:]` under the current weights, paused or not."""
         return await self.call(lambda: self._runner.score(token_ids))
 
     def _run(self) -> None:

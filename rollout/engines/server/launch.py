@@ -58,12 +58,10 @@ def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]
 
 
 def environment(config: Config) -> dict[str, str]:
-    """See `registry.environment`."""
     return CPU_THREADS | {"TOKENIZERS_PARALLELISM": "false"} | hub_environment(config.model.path)
 
 
 def serves_on_cpu(config: Config) -> bool:
-    """See `registry.serves_on_cpu`."""
     if isinstance(config.rollout.engine, Fake):
         return True
     import torch

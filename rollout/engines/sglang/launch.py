@@ -90,7 +90,6 @@ def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]
 
 
 def environment(config: Config) -> dict[str, str]:
-    """See `registry.environment`."""
     variables = (
         {
             "SGLANG_PLUGINS": NAME,
@@ -128,7 +127,6 @@ def _engine(config: Config) -> Sglang:
 
 
 def _python() -> str:
-    """The Python that has SGLang."""
     if named := os.environ.get(PYTHON):
         return named
     if importlib.util.find_spec("sglang"):

@@ -39,8 +39,6 @@ class _Answer(CompletionStream):
 
 
 class VllmEngine(HttpEngine):
-    """One server at `url`; see `HttpEngine` for the arguments."""
-
     generate_path = "/inference/v1/generate"
     version_path = "/weight_info"
     stream_type = _Answer

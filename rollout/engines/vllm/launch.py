@@ -26,7 +26,6 @@ CPU_BLOCK = 32  # tokens per KV block on CPU: vLLM's default of 128 shares no pr
 
 
 def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]:
-    """See `registry.command`."""
     engine = config.rollout.engine
     cpu = serves_on_cpu()
     arguments = {
@@ -61,7 +60,6 @@ def command_line(arguments: Mapping[str, object], *switches: str, cpu: bool) -> 
 
 
 def environment(config: Config) -> dict[str, str]:
-    """See `registry.environment`."""
     routes = {"VLLM_SERVER_DEV_MODE": "1"}  # those for pausing and for weights
     return routes | common_environment(config.model.path, _ranks(config))
 

@@ -48,8 +48,6 @@ class ReceiveInfo(WeightTransferUpdateInfo):
 
 
 class VllmReceiver(WeightTransferEngine[JoinInfo, ReceiveInfo]):
-    """One worker's receiver."""
-
     init_info_cls = JoinInfo
     update_info_cls = ReceiveInfo
     supports_draft_weight_update = False
