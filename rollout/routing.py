@@ -57,9 +57,7 @@ class ReplicaState:
         self.info = info
         self.tokens: dict[int, int] = {}  # by request in flight, its prompt tokens and expected completion tokens
         self.load = 0  # their sum
-        self.seen = (
-            -1
-        )  # newest version that its completions reported; ahead of the fleet's state for a moment after a push
+        self.seen = -1  # newest version that its completions reported; after a push it is ahead of the fleet's state
         self.failed = False  # it failed a request and has passed no probe since
         # It aborted requests to take weights, and has shown neither another version nor a whole completion since.
         self.paused = False
@@ -72,10 +70,6 @@ class ReplicaState:
     @property
     def serving(self) -> bool:
         return self.info.state == "serving" and self.info.version is not None and not self.failed
-
-    def serves(self, oldest_version: int) -> bool:
-        """Whether it has proven `oldest_version` or later."""
-        return self.serving and (self.info.version or 0) >= oldest_version
 
 
 class Pin(msgspec.Struct, frozen=True):
@@ -182,7 +176,8 @@ class RoutingTable:
             spread = zlib.crc32(f"{request.episode_id} {replica.info.name}".encode())
             return replica.paused, self.cost(request, replica), spread
 
-        able = [r for r in self.replicas.values() if self._has_slot(r) and r.serves(request.oldest_version)]
+        oldest = request.oldest_version
+        able = [r for r in self.replicas.values() if self._has_slot(r) and (r.info.version or 0) >= oldest]
         return min(able, key=rank, default=None)
 
     def _has_slot(self, replica: ReplicaState) -> bool:

@@ -122,7 +122,7 @@ def test_an_old_build_in_the_working_directory_hides_nothing(
     (old / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: slipstream-rl\nVersion: 0\n")
     (old / "entry_points.txt").write_text("")
     monkeypatch.chdir(tmp_path)
-    sglang_server._packages.cache_clear()
+    sglang_server._on_cpu.cache_clear()
     assert "-P" in sglang_server.command(configure(folder), servers.LOOPBACK, 1)
 
 

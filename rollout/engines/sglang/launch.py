@@ -140,13 +140,9 @@ def _python() -> str:
     )
 
 
-def _on_cpu(python: str) -> bool:
-    return "cpu" in (_packages(python).torch or "")
-
-
 @functools.cache
-def _packages(python: str) -> _Packages:
-    """The packages of `python`. Raises ConfigError where a server could not start."""
+def _on_cpu(python: str) -> bool:
+    """Whether the torch of `python` is for CPU. Raises ConfigError where a server could not start."""
     try:
         listed = subprocess.run([python, *ISOLATED, "-c", PROBE], capture_output=True, timeout=PROBE_S, check=True)
         packages = msgspec.json.decode(listed.stdout, type=_Packages)
@@ -159,7 +155,7 @@ def _packages(python: str) -> _Packages:
             f"{PYTHON}: {python!r} has sglang but not slipstream, which receives the weights;"
             f" run `{python} -m pip install --no-deps {ROOT}`"
         )
-    return packages
+    return "cpu" in packages.torch
 
 
 def _memory(config: Config, cpu: bool) -> dict[str, object]:
