@@ -1,17 +1,5 @@
-"""An environment in ten lines: one class that is both the task source and the episode.
-
-    class Guess(SimpleEnv):
-        def task(self, index):
-            return Task(f"guess-{index}", {"secret": self.rng(index).randint(1, 9)})
-
-        async def reset(self, task):
-            self.secret = task.payload["secret"]
-            return Observation((Message("user", "Guess a digit."),))
-
-        async def step(self, message):
-            return StepResult(reward=float(message.content == str(self.secret)), done=True)
-
-Selected in a config by `env: {kind: python, factory: "my_package.my_module:Guess"}`.
+"""An environment in ten lines: one class that is both the task source and the episode. The README has an example. A config selects
+it by `env: {kind: python, factory: "my_package.my_module:MyEnv"}`.
 
 Invariants:
 - `make` returns a shallow copy for each episode; `reset` sets the state of one episode.

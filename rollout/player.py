@@ -1,12 +1,5 @@
 """One episode from lease to trajectories: runs the agent against its environment and decides how the episode ended.
-
-    what exceeds its limit                 outcome        limit
-    task, reset, step                      environment    rollout.episode_s / 5
-    a tool, called by `call_tool`          tool           rollout.episode_s / 10, or with its step
-    a completion                           engine         rollout.episode_s / 5
-    the score of a reward model            reward         Config.score_s
-    the whole episode                      timeout        rollout.episode_s
-    code without an await                  its owner's    loop_watchdog.BLOCK_S
+`docs/environments.md` lists the limits, and the outcome of what exceeds one.
 
 Invariants:
 - A failure is never a reward: an exception becomes `failed(reason)`, and the reason names the component at fault. Where failures

@@ -36,7 +36,6 @@ PROGRESS_S = 0.5  # between progress reports: fine enough to see what is generat
 SAMPLE_S = 1.0  # between samples of the servers' load; the second that `Concurrency` counts in
 GOODBYE_S = 5.0  # how long a stopping worker tries to return its leases; after that they expire
 FAILURES = 64  # failed episodes in a row, or twice the slots where that is more, after which the worker gives up
-# The result of an episode that the buffer cancelled.
 CANCELLED = EpisodeResult(Outcome("failed", "unwanted", "its lease was lost, or its group is complete"), 0.0, ())
 
 

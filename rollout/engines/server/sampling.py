@@ -33,9 +33,8 @@ def draw(
         mass = logprobs.double().exp().cumsum(-1)
         total = mass[:, -1]
         at = torch.tensor(uniforms, dtype=torch.float64, device=logits.device) * total
-        at = torch.minimum(
-            at, torch.nextafter(total, torch.zeros_like(total))
-        )  # rounded up, it would exceed the last index
+        # Rounded up, it would exceed the last index.
+        at = torch.minimum(at, torch.nextafter(total, torch.zeros_like(total)))
         # Without finite weights nothing is found; the client then rejects the log-prob.
         tokens = torch.searchsorted(mass, at[:, None], right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
         if any(greedy):

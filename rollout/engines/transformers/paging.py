@@ -41,8 +41,7 @@ class SaltedCache(PagedAttentionCache):
             max_memory_percent=1.0,
         )
         super().__init__(config, options, device, DistributedHelper(None, None), dtype, True)
-        self.salts: dict[str, str] = {}
-        """Sequence -> salt. A sequence must be here before it is scheduled."""
+        self.salts: dict[str, str] = {}  # by sequence, which must be here before it is scheduled
         self._heads: dict[tuple[str, int], int] = {}
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:

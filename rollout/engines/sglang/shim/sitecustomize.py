@@ -1,9 +1,7 @@
 """Lets SGLang's server run without a GPU, unpatched. Python imports this at the start of each process whose PYTHONPATH names this
-folder; `sglang/launch.py` sets that on CPU only.
-
-SGLang imports two packages that exist for GPUs only. `sgl_kernel`, its compiled kernels, is replaced by the package of that name in
-this folder. `torchvision` from PyPI is a CUDA build, whose library does not load with the CPU build of torch; its Python part then
-fails on operators that the library would have declared. They are declared here just before its import.
+folder; `sglang/launch.py` sets that on CPU only. SGLang's compiled kernels, `sgl_kernel`, are replaced by the package of that name
+here. `torchvision` from PyPI is a CUDA build, whose library does not load with the CPU build of torch; its Python part then fails
+on operators that the library would have declared. They are declared here just before its import.
 
 Invariants:
 - No module of slipstream is imported, and no other before SGLang imports it: this runs in every Python process of the server.
