@@ -12,10 +12,11 @@ Invariants:
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -55,72 +56,32 @@ class BackendStepResult(msgspec.Struct, frozen=True):
     means: dict[str, float]
 
 
-class Scorer(Protocol):
+class Scorer(ABC):
     """A model that is scored with and never stepped, such as a reference policy: it has neither optimizer nor checkpoints."""
 
+    @abstractmethod
     def logprobs(self, rows: Sequence[MicroBatch], temperature: float | None = None) -> list[torch.Tensor]:
         """Collective. float32[N] per row on CPU, without gradient, 0 where not trained (ranks may have unequal counts).
 
         Among ranks that share a data rank, the rows of the first are scored; each rank gets back as many as it gave. `temperature`
         replaces the one that the policy is trained at.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Free the model and leave the process group. No other method may be called afterwards."""
 
 
-class Backend(Scorer, Protocol):
-    """Holds the policy, its optimizer and its sharding. Methods marked *collective* are called by every rank together."""
+class ShardedModel(Scorer):
+    """A model that is split over ranks. Methods marked *collective* are called by every rank together."""
 
     rank: int  # this process among all `world_size`; rank 0 talks to the buffer and the replicas
     world_size: int
     data_rank: int  # of `data_size`; ranks of one data rank share a copy of the model, or the work on their rows
     data_size: int
     device: torch.device
-    shares_prefixes: bool  # whether a common prefix of sequences of a row is computed once (`packing.py`)
-
-    def maximum(self, value: float) -> float:
-        """Collective. The largest `value` of any rank."""
-        ...
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective. float64[n, C] of each data rank, concatenated in their order, on CPU (n may differ and be 0)."""
-        ...
-
-    def step(self, rows: Sequence[MicroBatch], loss: PolicyLoss, lr: float) -> BackendStepResult:
-        """Collective. Forward, backward, clip, one optimizer step over this rank's rows (ranks may have unequal counts). Raises
-        LearnerError: no rank has a trained token, or the loss or the gradient is not finite; the weights are unchanged."""
-        ...
-
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective. Hugging Face name and full tensor in the serving dtype, one at a time, in a fixed order; tied tensors once,
-        and only the adapters where these are trained (`weight_check.py`). The caller owns each tensor. Every rank must exhaust the
-        iterator."""
-        ...
-
-    def save(self, directory: Path, state: CheckpointState) -> Future[None]:
-        """Collective. Begin to write sharded weights, optimizer and `state` as they are now; the next step may begin meanwhile.
-        The directory appears complete or not at all. The future is done when it exists, and fails with a LearnerError."""
-        ...
-
-    def load(self, directory: Path) -> CheckpointState:
-        """Collective. Resume from `save`, also on another number of ranks."""
-        ...
-
-    def export(self, directory: Path) -> None:
-        """Collective. A Hugging Face folder in the serving dtype, tokenizer included; complete or not at all."""
-
-
-# --- what does not depend on how a model is split over ranks
-
-
-class ShardedModel:
-    """Implements parts of `Scorer`. `_data` are the ranks that have different rows; passes come in multiples of `_multiple`."""
-
-    device: torch.device
-    _data: dist.ProcessGroup
-    _multiple = 1
+    _data: dist.ProcessGroup  # ranks that have different rows
+    _multiple = 1  # passes come in multiples of it
 
     def _pad_passes(self, rows: Sequence[MicroBatch]) -> tuple[list[MicroBatch], int]:
         """Collective. These rows, padded to the largest number on any data rank and to at least one; trained tokens on all ranks.
@@ -134,20 +95,25 @@ class ShardedModel:
         return [*rows, *[scoring_microbatch([[0]])] * (count - len(rows))], int(counts[:, 1].sum())
 
 
-class ShardedBackend(ShardedModel):
-    """Implements parts of `Backend`."""
+class Backend(ShardedModel):
+    """Holds the policy, its optimizer and its sharding."""
 
+    shares_prefixes: bool  # whether a common prefix of sequences of a row is computed once (`packing.py`)
     _optimizer: Any
 
     def maximum(self, value: float) -> float:
+        """Collective. The largest `value` of any rank."""
         with all_ranks_agree("comparing a number"):
             return maximum_of(value, self.device)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective. float64[n, C] of each data rank, concatenated in their order, on CPU (n may differ and be 0)."""
         with all_ranks_agree("gathering numbers"):
             return gather_rows(values, self.device, self._data)
 
     def step(self, rows: Sequence[MicroBatch], loss: PolicyLoss, lr: float) -> BackendStepResult:
+        """Collective. Forward, backward, clip, one optimizer step over this rank's rows (ranks may have unequal counts). Raises
+        LearnerError: no rank has a trained token, or the loss or the gradient is not finite; the weights are unchanged."""
         with all_ranks_agree("stepping"):
             padded, tokens = self._pad_passes(rows)
             if tokens == 0:
@@ -168,13 +134,32 @@ class ShardedBackend(ShardedModel):
         means = {name: value / tokens for name, value in sums.items()}
         return BackendStepResult(loss=loss_mean, grad_norm=grad_norm, tokens=tokens, means=means)
 
+    @abstractmethod
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Collective. Hugging Face name and full tensor in the serving dtype, one at a time, in a fixed order; tied tensors once,
+        and only the adapters where these are trained (`weight_check.py`). The caller owns each tensor. Every rank must exhaust the
+        iterator."""
+
+    @abstractmethod
+    def save(self, directory: Path, state: CheckpointState) -> Future[None]:
+        """Collective. Begin to write sharded weights, optimizer and `state` as they are now; the next step may begin meanwhile.
+        The directory appears complete or not at all. The future is done when it exists, and fails with a LearnerError."""
+
+    @abstractmethod
+    def load(self, directory: Path) -> CheckpointState:
+        """Collective. Resume from `save`, also on another number of ranks."""
+
+    @abstractmethod
+    def export(self, directory: Path) -> None:
+        """Collective. A Hugging Face folder in the serving dtype, tokenizer included; complete or not at all."""
+
+    @abstractmethod
     def _backward(self, rows: Sequence[MicroBatch], loss: PolicyLoss, tokens: int) -> dict[str, float]:
         """Collective. Compute the gradient of the mean loss; the sums over rows and ranks by name, `loss` among them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _clip_gradients(self) -> float:
         """Collective. The norm of the gradient before it is clipped."""
-        raise NotImplementedError
 
     def _zero_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)

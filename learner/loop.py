@@ -128,20 +128,17 @@ class TrainingLoop:
         """Compute advantages, then step the policy and the trained aux model. This rank fetches the rows that it works on."""
         rows: dict[str, Trajectory] = {}
         flat = flatten(taken.groups, state.version, withheld=taken.withheld, shape=self._shape)
-        if self._aux_models.models:
-            flat = await self._fetch(taken, flat, self._aux_models.scored_rows(flat), rows)
-            flat = await self._aux_models.score(flat)
+        flat = await self._fetch(taken, flat, self._aux_models.scored_rows(flat), rows)
+        flat = await self._aux_models.score(flat)
         credited = assign_advantages(flat, self._advantage, self._returns)
         batch = trainable(credited, max_staleness=state.version - taken.oldest_version)
         plan = self._stepper.plan(batch)
-        wanted = {*chain.from_iterable(chain.from_iterable(plan))}
-        if self._aux_models.models:
-            wanted.update(self._aux_models.trained_rows(batch))
+        wanted = {*chain.from_iterable(chain.from_iterable(plan)), *self._aux_models.trained_rows(batch)}
         batch = await self._fetch(taken, batch, wanted, rows)
         fresh = await self._buffer.fresh(state.version, FRESH) if self._backend.rank == 0 else ()
-        aux_result = self._aux_models.learn(batch) if self._aux_models.models else None
+        aux_result = self._aux_models.learn(batch)
         result = self._stepper.step(batch, plan, fresh, state)
-        return batch, result, await aux_result() if aux_result else AuxModelsResult()
+        return batch, result, await aux_result()
 
     async def _fetch(
         self, taken: BatchPlan[BatchRow], batch: TrainBatch, wanted: Collection[int], rows: dict[str, Trajectory]

@@ -22,10 +22,9 @@ from slipstream.errors import LearnerError, StateError, first_cause
 from slipstream.launch.supervisor.factory import make_aux_models, make_backend, make_critic
 from slipstream.learner.aux_models import remote as m
 from slipstream.learner.aux_models.aux_models import TRAINED, AuxModels
-from slipstream.learner.aux_models.base import RankModel
 from slipstream.learner.aux_models.remote import RemoteModel
 from slipstream.learner.aux_models.service import AuxModelService
-from slipstream.learner.backend import Backend
+from slipstream.learner.backend import Backend, ShardedModel
 from slipstream.learner.batch import TrainBatch, supervised
 from slipstream.learner.checkpoint import CheckpointState, path_of
 from slipstream.rpc import security as curve
@@ -132,7 +131,7 @@ def critic(folders: list[Path]) -> Iterator[Backend]:
 
 @contextlib.asynccontextmanager
 async def serving(
-    config: Learner, address: str, model: RankModel, trained: Backend | None
+    config: Learner, address: str, model: ShardedModel, trained: Backend | None
 ) -> AsyncIterator[tuple[RemoteModel, asyncio.Task[None]]]:
     """A rank that serves, and the learner's end."""
     ready = asyncio.Event()

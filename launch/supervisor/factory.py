@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from ...buffer.client import BufferClient
     from ...envs.simple import Split
     from ...learner.aux_models.aux_models import AuxModels
-    from ...learner.aux_models.base import RankModel
-    from ...learner.backend import Backend, Scorer
+    from ...learner.backend import Backend, Scorer, ShardedModel
     from ...rollout.engines.http_engine import HttpEngine
     from ...rollout.player import EpisodePlayer
     from ...rollout.reward_model import RewardModel
@@ -198,7 +197,7 @@ def _reference_model(config: Config) -> Model:
     return structs.replace(config.model, path=(kl.reference if isinstance(kl, Kl) else "") or config.model.path)
 
 
-def make_reference(config: Config) -> RankModel:
+def make_reference(config: Config) -> ShardedModel:
     """The policy before the first step, or the model that `learner.algorithm.kl` names, sharded according to `learner.backend`."""
     chosen, model = config.learner.backend, _reference_model(config)
     temperature, timeout_s = config.rollout.temperature, collective_s(config)

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -33,13 +33,6 @@ T = TypeVar("T")
 
 Pending = Callable[[], Awaitable[T]]  # collective. Waits for the result; to be called once.
 Outputs = NDArray[np.float32]  # float32[N], a number for each token of a batch, 0 where `loss_mask` is false
-
-
-class RankModel(Scorer, Protocol):
-    """A scorer with a data rank, as `Backend` has it."""
-
-    data_rank: int
-    data_size: int
 
 
 def score_part(model: Scorer, batch: TrainBatch, rank: int, size: int, budget: int) -> NDArray[np.float32]:

@@ -16,16 +16,16 @@ from pathlib import Path
 from ...configs.schema import Learner
 from ...errors import StateError
 from ...rpc.server import RpcRequest, RpcServer
-from ..backend import Backend
+from ..backend import Backend, ShardedModel
 from . import remote as m
-from .base import RankModel, score_part, take_steps
+from .base import score_part, take_steps
 
 
 class AuxModelService:
     """Rank `name` of a model, at `address`. `trained` is `model` where it is trained, else None."""
 
     def __init__(
-        self, config: Learner, name: str, address: str, model: RankModel, trained: Backend | None = None
+        self, config: Learner, name: str, address: str, model: ShardedModel, trained: Backend | None = None
     ) -> None:
         self._config = config
         self._name = name

@@ -30,7 +30,7 @@ from ...configs.backends import Fsdp2
 from ...configs.schema import Model, Optimizer
 from ...errors import ConfigError
 from .. import checkpoint as folders
-from ..backend import PolicyLoss, ShardedBackend, ShardedModel
+from ..backend import Backend, PolicyLoss, Scorer, ShardedModel
 from ..checkpoint import CheckpointState, Saver
 from ..distributed import all_ranks_agree, choose_device, new_gloo_group
 from ..logprobs import token_logprobs
@@ -41,7 +41,7 @@ from .parallelism import DataParallelGroups, check_heads
 
 
 class Fsdp2Model(ShardedModel):
-    """Implements `Scorer`. Log-probs and entropies are those of softmax(logits / temperature); a rank waits for the others for at
+    """Log-probs and entropies are those of softmax(logits / temperature); a rank waits for the others for at
     most `timeout_s` in any collective. Raises ConfigError: the model cannot be loaded or sharded so, there is no such device, or
     the rendezvous variables are incomplete."""
 
@@ -162,22 +162,25 @@ class Fsdp2Model(ShardedModel):
         return token_logprobs(self._model(logits_to_keep=positions, **inputs).logits[0], targets, temperature)
 
 
-class WithoutAdapters:
-    """Implements `Scorer`: the model of `policy` without its adapters. It has no tensors of its own."""
+class WithoutAdapters(Scorer):
+    """The model of `policy` without its adapters. It has no tensors of its own."""
 
     def __init__(self, policy: Fsdp2Model) -> None:
         self._policy = policy
 
     def logprobs(self, rows: Sequence[MicroBatch], temperature: float | None = None) -> list[torch.Tensor]:
-        with lora.off(self._policy._model):
+        from peft.helpers import rescale_adapter_scale
+
+        # peft's own switch would freeze and unfreeze parameters that FSDP2 has copied.
+        with rescale_adapter_scale(self._policy._model, 0):
             return self._policy.logprobs(rows, temperature)
 
     def close(self) -> None:
         """See `Scorer.close`. The policy stays."""
 
 
-class Fsdp2Backend(ShardedBackend, Fsdp2Model):
-    """Implements `Backend`. The caller reads the learning rate and warm-up of `optimizer`, and gives each step its rate."""
+class Fsdp2Backend(Backend, Fsdp2Model):
+    """The caller reads the learning rate and warm-up of `optimizer`, and gives each step its rate."""
 
     def __init__(
         self, model: Model, optimizer: Optimizer, config: Fsdp2, *, temperature: float, timeout_s: float

@@ -8,8 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedModel
@@ -31,16 +30,6 @@ def adapt(model: PreTrainedModel, rank: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         inject_adapter_in_model(config, model)
-
-
-@contextlib.contextmanager
-def off(model: PreTrainedModel) -> Iterator[None]:
-    """Within this context adapters are scaled by 0. peft's own switch would freeze and unfreeze parameters that FSDP2 has
-    copied."""
-    from peft.helpers import rescale_adapter_scale
-
-    with rescale_adapter_scale(model, 0):
-        yield
 
 
 def merged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from ...configs.backends import Megatron
 from ...configs.schema import Model, Optimizer
 from .. import checkpoint as folders
-from ..backend import PolicyLoss, ShardedBackend, ShardedModel
+from ..backend import Backend, PolicyLoss, ShardedModel
 from ..checkpoint import CheckpointState, Saver
 from ..distributed import all_ranks_agree, choose_device, join, new_gloo_group
 from ..logprobs import token_logprobs
@@ -53,7 +53,7 @@ RowLoss = Callable[[torch.Tensor, torch.Tensor, MicroBatch], Output]
 
 
 class MegatronModel(ShardedModel):
-    """Implements `Scorer`; arguments and errors are those of `Fsdp2Model`. A process that is no rank holds all of the model."""
+    """Arguments and errors are those of `Fsdp2Model`. A process that is no rank holds all of the model."""
 
     def __init__(self, model: Model, layout: Megatron, *, temperature: float, timeout_s: float) -> None:
         self.device = choose_device(layout.device)
@@ -163,8 +163,8 @@ class MegatronModel(ShardedModel):
         return backward_from, count, {name: value.detach() for name, value in report.items()}
 
 
-class MegatronBackend(ShardedBackend, MegatronModel):
-    """Implements `Backend`; arguments are those of `Fsdp2Backend`."""
+class MegatronBackend(Backend, MegatronModel):
+    """Arguments are those of `Fsdp2Backend`."""
 
     shares_prefixes = False
 
