@@ -94,8 +94,8 @@ class PushReport(msgspec.Struct, frozen=True):
     version: int
     pushed: tuple[str, ...]  # names of the replicas that serve `version` now
     failed: dict[str, str]  # replica name -> why it does not serve the version; `catch_up` retries it
-    pause_ms: float = 0.0  # longest time a replica did not generate; longest transfer to a cohort
-    transfer_ms: float = 0.0  # longest time a replica did not generate; longest transfer to a cohort
+    pause_ms: float = 0.0  # longest time a replica did not generate
+    transfer_ms: float = 0.0  # longest transfer to a cohort
     push_ms: float = 0.0  # from the first cohort to the last
     sent_bytes: int = 0  # bytes that left the learner, written files included
     canary: float = 0.0  # largest difference in nats between the learner's and a replica's canary log-probs

@@ -156,8 +156,8 @@ class PushResult(msgspec.Struct):
 
     failed: dict[str, str] = {}  # replica name -> why it did not get the weights
     canary: dict[str, float] = {}  # replica name -> difference in nats, verified or not
-    pause_s: float = 0.0  # the longest time that a replica was paused; the longest transfer
-    transfer_s: float = 0.0  # the longest time that a replica was paused; the longest transfer
+    pause_s: float = 0.0  # the longest time that a replica was paused
+    transfer_s: float = 0.0  # the longest transfer
     sent_bytes: int = 0  # bytes that left the learner, written files included
     wrong: WeightSyncError | None = None  # a replica took the weights twice and still computes something else
 
