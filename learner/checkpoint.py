@@ -46,8 +46,7 @@ class CheckpointState(msgspec.Struct, frozen=True):
 
 
 class Saver:
-    """Collective. Writes checkpoints in a thread of its own while training goes on. `group` holds all ranks and is used
-    by that thread only."""
+    """Writes checkpoints in a thread of its own, the only user of `group`, which holds all ranks, while training goes on."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

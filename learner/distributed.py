@@ -35,15 +35,14 @@ def choose_device(name: str) -> torch.device:
 
 
 def is_single_rank() -> bool:
-    """Whether no launcher started this process as one of several ranks, as in a fine-tuning on one rank. It then holds the whole
-    model, whatever the config says about ranks."""
+    """Whether no launcher started this process as one of several ranks. It then holds the whole model, whatever the config
+    says."""
     return not any(name in os.environ for name in RENDEZVOUS)
 
 
 def join(device: torch.device, timeout_s: float) -> bool:
     """Collective. Join the process group that the environment names, or one of a single rank. False where this process joined
-    before, for another model. Raises ConfigError: the environment names half of one. LearnerError: the other ranks did not join in
-    time."""
+    before. Raises ConfigError: the environment names half of one. LearnerError: the other ranks did not join in time."""
     if dist.is_initialized():
         return False
     kinds = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -106,8 +106,8 @@ class TrainingLoop:
         return state
 
     async def _take(self, state: CheckpointState, stop: asyncio.Event) -> BatchPlan[BatchRow] | None:
-        """Collective. The batch of `state.version`, None when any rank was asked to stop; replicas are updated meanwhile. Raises
-        DeadlineExceeded without a batch in `learner.batch_s`, after a checkpoint of all that was learned."""
+        """Collective. The batch of `state.version`, None when any rank was asked to stop. Raises DeadlineExceeded without one in
+        `learner.batch_s`, after a checkpoint of all that was learned."""
         take = asyncio.create_task(self._buffer.take_plan(state.version, self._config.batch_s), name="batch")
         stopped = asyncio.create_task(stop.wait(), name="stop")
         try:

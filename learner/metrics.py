@@ -164,8 +164,7 @@ def _sampled_turns(branch: TrajectoryHeader) -> int:
 
 
 def _environment(groups: Sequence[Group]) -> dict[str, float]:
-    """Means of the environments' metrics over episodes, each counted by its first branch. In a batch of several environments also
-    by environment, rewards included."""
+    """Means of the environments' metrics over episodes, by their first branch; of several environments also by environment."""
     first = {trajectory.episode: trajectory for group in reversed(groups) for trajectory in reversed(group)}
     episodes = [trajectory for trajectory in first.values() if trajectory.outcome.trainable]
     several = len({trajectory.env for trajectory in episodes}) > 1

@@ -40,8 +40,7 @@ LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)  # of m
 
 
 class ModelShape(msgspec.Struct, frozen=True):
-    """Sizes that decide whether an engine can serve a model: its longest context in tokens, query heads, and entries of the KV
-    cache per token over all layers."""
+    """Longest context in tokens, query heads, and entries of the KV cache per token over all layers."""
 
     positions: int
     heads: int
@@ -100,8 +99,7 @@ def check_files(path: str, key: str) -> PretrainedConfig:
 
 @functools.cache
 def vocabulary_size(path: str) -> int:
-    """Rows of the model's embedding: every token id is below it. Read once per process. Raises ConfigError where there is no
-    model."""
+    """Rows of the model's embedding: every token id is below it. Raises ConfigError where there is no model."""
     return _load(AutoConfig, path, "config").vocab_size
 
 
@@ -110,8 +108,8 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 def load_model(path: str, attention: str) -> PreTrainedModel:
-    """The causal LM of a folder or hub name: float32, on CPU, without dropout, attending by implementation `attention`. Raises
-    ConfigError where there is none, its weights do not fit its config, or it cannot attend by `attention`."""
+    """The causal LM of a folder or hub name: float32, on CPU, without dropout. Raises ConfigError where there is none, its weights
+    do not fit its config, or it cannot attend by `attention`."""
     model: PreTrainedModel = _load(
         AutoModelForCausalLM, path, "causal language model", dtype=torch.float32, attn_implementation=attention
     )

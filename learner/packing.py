@@ -78,8 +78,7 @@ def plan_steps(
 def microbatches(
     batch: TrainBatch, rank: int, world_size: int, budget: int, *, shares_prefixes: bool = False
 ) -> list[MicroBatch]:
-    """The micro-batches of `rank`, each of at most `budget` tokens or a single longer sequence; may be empty. With
-    `shares_prefixes` (see `Backend`) a shared prefix counts once."""
+    """The micro-batches of `rank`, each of at most `budget` tokens or a single longer sequence; may be empty."""
     return [to_microbatch(batch.select(row)) for row in _shares(batch, world_size, budget, shares_prefixes)[rank]]
 
 
@@ -88,10 +87,8 @@ def _shares(batch: TrainBatch, world_size: int, budget: int, shares_prefixes: bo
 
 
 def _heads(batch: TrainBatch) -> list[Head]:
-    """Of each sequence its prefix before the first token with loss, where sharing it is faster; else a unique key.
-
-    Without the token ids a prefix is known by its hash, and only where it ends at the first sampled token.
-    """
+    """Of each sequence its prefix before the first token with loss, where sharing it is faster; else a unique key. Without the
+    token ids a prefix is known by its hash, and only where it ends at the first sampled token."""
     heads: list[Head] = []
     for i, (start, end) in enumerate(zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True)):
         size = int(batch.loss_mask[start:end].argmax())
@@ -186,8 +183,7 @@ def cost(length: int) -> float:
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Micro-batches of at most `budget` tokens by first-fit decreasing (at most 11/9 of the optimum, Johnson 1973), as
-    indices into `lengths`."""
+    """Micro-batches of at most `budget` tokens by first-fit decreasing (Johnson 1973), as indices into `lengths`."""
     rows: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -217,8 +213,7 @@ def share(
 
 
 def bundle(lengths: Sequence[int], heads: Sequence[Head], limit: int) -> list[list[int]]:
-    """Indices of sequences with equal heads together, in bundles of at most `limit` tokens with each head counted once, or of a
-    single sequence."""
+    """Indices of sequences with equal heads together, at most `limit` tokens with each head counted once, or a single sequence."""
     bundles: list[list[int]] = []
     open_ones: dict[Head, tuple[list[int], int]] = {}
     for index, (length, head) in enumerate(zip(lengths, heads, strict=True)):

@@ -69,8 +69,8 @@ def run_sft(
     seed: int,
     report: Callable[[SftProgress | HeldOut], None],
 ) -> SftResult:
-    """Collective. Train for `config.epochs` with `backend` at temperature 1. `report` is called after every step and every
-    evaluation, on every rank. Raises ConfigError: no sequence has a token to train on."""
+    """Collective. Train for `config.epochs` with `backend` at temperature 1. Raises ConfigError: no sequence has a token to train
+    on."""
     examples = supervised(sequences)
     examples = examples.select([i for i, one in enumerate(examples) if one.loss_mask.any()])
     if not len(examples):

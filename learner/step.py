@@ -59,9 +59,9 @@ class PolicyStepper:
         fresh: Sequence[Trajectory],
         state: CheckpointState,
     ) -> PolicyStepResult:
-        """Collective. Step the policy on `batch`, of which this rank has the rows of its `plan`. On `fresh` trajectories, which
-        the engines sampled just now, engine and learner are compared. Raises LearnerError: there is no token to train, or the step
-        failed (`Backend.step`); the weights are unchanged."""
+        """Collective. Step the policy on `batch`, of which this rank has the rows of its `plan`; engine and learner are compared
+        on `fresh` trajectories. Raises LearnerError: there is no token to train, or `Backend.step` failed; the weights are
+        unchanged."""
         backend, config = self._backend, self._config
         if not len(batch):
             raise LearnerError(

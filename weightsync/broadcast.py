@@ -96,8 +96,7 @@ class BroadcastTransport:
             self._groups.pop(members).close()
 
     async def _make_group(self, targets: Sequence[PushTarget], seconds: float) -> BroadcastGroup:
-        """A new group of all ranks of `targets`, whose collectives have a deadline of `seconds`. Raises WeightSyncError,
-        EngineError, DeadlineExceeded: a member did not join."""
+        """A new group of all ranks of `targets`. Raises WeightSyncError, EngineError, DeadlineExceeded: a member did not join."""
         members = tuple(target.name for target in targets)
         self._drop(members)
         rendezvous = Rendezvous(self._host, seconds)

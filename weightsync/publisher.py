@@ -123,10 +123,7 @@ class Publisher:
         self.update(replicas)
 
     def update(self, replicas: Sequence[ReplicaControl]) -> None:
-        """Set the fleet; call it on every change, in the loop, also during a push.
-
-        A known name with another client object is another replica: the state of the earlier one is dropped.
-        """
+        """Set the fleet; call it on every change, in the loop, also during a push. Another client object is another replica."""
         targets: dict[str, PushTarget] = {}
         for replica in replicas:
             known = self._targets.get(replica.name)
@@ -270,8 +267,8 @@ class Publisher:
     async def _update_cohort(
         self, push: PushSettings, targets: Sequence[PushTarget], seconds: float, *, separately: bool
     ) -> PushResult:
-        """Push to one cohort within `seconds`: all in one transfer, then those that failed one by one, then the canary of each.
-        `separately`: without the first."""
+        """All in one transfer, unless `separately`, then those that failed one by one, then the canary of each, within
+        `seconds`."""
         began, result = time.monotonic(), PushResult()
         push_s = (1 - CANARY_SHARE) * seconds
         again = list(targets)

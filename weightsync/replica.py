@@ -197,8 +197,7 @@ class PushSettings(msgspec.Struct, frozen=True):
 
 
 class PushAttempt:
-    """One attempt at `targets`: all stage, then each pauses, swaps and resumes. `retry`: a first attempt failed. `mode`: how they
-    are paused, by default that of the push."""
+    """One attempt at `targets`: all stage, then each pauses (by `mode`), swaps and resumes. `retry`: a first attempt failed."""
 
     def __init__(
         self,

@@ -81,8 +81,8 @@ class WeightStaging:
     def for_checkpoint(
         cls, rank: int, device: torch.device, model: str, revision: str | None, *, tied: bool
     ) -> WeightStaging:
-        """Staging for a model that an engine loaded from the safetensors of `model`, a folder or a hub name; plans are checked
-        against those. `tied`: embeddings are tied, so that `lm_head` may be missing."""
+        """Staging for a model that an engine loaded from the safetensors of `model`; plans are checked against those. `tied`:
+        `lm_head` may be missing."""
         shapes = functools.cache(lambda: checkpoint_shapes(model, revision))
 
         def check(plan: TransferPlan) -> None:
@@ -132,8 +132,8 @@ class WeightStaging:
             self._transfer = None
 
     def close(self) -> None:
-        """Drop everything and leave the group, without waiting for a thread in a collective: it ends when the other members
-        leave, at the latest at the group's deadline."""
+        """Drop everything and leave the group. A thread in a collective ends when the other members leave, at the latest at its
+        deadline."""
         self.discard()
         self._leave()
         with self._lock:

@@ -85,8 +85,7 @@ class WeightFolder:
         return path
 
     def publish(self, manifest: Manifest) -> None:
-        """Replace `latest.json`; its entry for another file of the same version stays. Does nothing if a later version was
-        written."""
+        """Replace `latest.json`, unless a later version was written; its entry for another file of the same version stays."""
         with self._lock:
             if manifest.version != self._versions[-1]:
                 return
@@ -167,8 +166,7 @@ class FileTransport:
     async def _file(
         self, kind: str, write: Callable[[], Path | None], deadline: float, result: PushResult
     ) -> Path | None:
-        """The file that `write` makes of the newest snapshot, None if it declines; bytes written now are added to `result`. Raises
-        WeightSyncError, DeadlineExceeded: it cannot be written, or not in time."""
+        """The file that `write` makes of the newest snapshot, None if it declines. Raises WeightSyncError, DeadlineExceeded."""
         async with self._writing:
             if kind not in self._paths:
                 assert self._newest is not None
@@ -208,8 +206,7 @@ class FileTransport:
 
 
 def file_transport(kind: TransportKind, folder: Path, acks: AckCollector) -> FileTransport:
-    """Transport `shared`, `disk` or `delta`; the latter two write to `folder`. Raises WeightSyncError: it, or shared memory,
-    cannot be used."""
+    """Transport `shared`, `disk` or `delta`. Raises WeightSyncError: `folder`, or shared memory, cannot be used."""
     if kind == "shared":
         try:
             shared = OwnedFolder(SHARED_MEMORY, WEIGHTS)

@@ -59,8 +59,7 @@ def count(share: float, tokens: int) -> int:
 
 
 def random_tokens(share: float, low: float, high: float, rows: Sequence[MicroBatch], gather: Gather) -> Selection:
-    """Collective. Selects a random `share` of all tokens among those with a covariance in [low, high], or all of them if fewer. The
-    random numbers are `token_hashes`, so that the draw depends neither on ranks nor on packing."""
+    """Collective. Selects a random `share` of all tokens among those with a covariance in [low, high], or all of them if fewer."""
     of_row, gathered = covariance(rows, gather)
     local = [torch.stack([of_row(row), token_hashes(row)], dim=1) for row in rows]
     covariances, hashes = gather(torch.cat([torch.zeros(0, 2, dtype=torch.float64), *local])).unbind(1)
@@ -76,8 +75,8 @@ def random_tokens(share: float, low: float, high: float, rows: Sequence[MicroBat
 
 
 def token_hashes(row: MicroBatch) -> torch.Tensor:
-    """float64[K] in [0, 1): a hash of each trained token's id, position in its sequence and behavior log-prob, which come with the
-    data and are exact. The mixing is that of SplitMix64 (Steele, Lea & Flood 2014), in arithmetic that wraps around."""
+    """float64[K] in [0, 1): a hash of each trained token's id, position and behavior log-prob, mixed as in SplitMix64 (Steele, Lea
+    & Flood 2014), in arithmetic that wraps around."""
     key = row.token_ids[row.loss_mask] * 1_000_003 + row.position_ids[row.loss_mask]
     x = key * -7046029254386353131 + row.behavior_logprobs[row.loss_mask].float().view(torch.int32).long()
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):

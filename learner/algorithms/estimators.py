@@ -154,8 +154,8 @@ def _finite(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def mean_within(
     groups: NDArray[np.int64], values: NDArray[np.float64], weights: NDArray[np.float64] | None = None
 ) -> NDArray[np.float64]:
-    """float64[M]: for each entry the mean of `values`, float64[M], over the entries of its group, weighted by `weights`,
-    float64[M], if given; 0 where they are all 0. `groups` int64[M] counts from 0."""
+    """float64[M]: for each entry the mean of `values` over the entries of its group, weighted by `weights`; 0 where they are all
+    0."""
     weights = np.ones(len(values)) if weights is None else weights
     totals, sums = np.bincount(groups, weights), np.bincount(groups, weights * values)
     return np.divide(sums, totals, out=np.zeros_like(sums), where=totals > 0)[groups]

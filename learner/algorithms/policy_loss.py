@@ -131,8 +131,8 @@ def sequences_of(row: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class StepTotals(msgspec.Struct, frozen=True):
-    """Of one step on all ranks: trained tokens, sequences that have one, trained tokens of episodes with a reward above 0, and the
-    largest staleness of a trained token, -1 where there are none."""
+    """Of one step on all ranks; `positive`: trained tokens of episodes with a reward above 0, `stalest`: -1 where there are
+    none."""
 
     tokens: float
     sequences: float

@@ -53,9 +53,7 @@ def ppo(config: Ppo | DualClipPpo, tokens: Tokens) -> Surrogate:
 
 def decoupled_ppo(config: DecoupledPpo, tokens: Tokens) -> Surrogate:
     """Decoupled PPO (Hilton, Cobbe & Schulman 2021, arXiv:2110.00641) without its weight q / b, which is the correction's.
-
-    Separate bounds of the clip are those of DAPO (Yu et al. 2025, arXiv:2503.14476).
-    """
+    Separate bounds of the clip are those of DAPO (Yu et al. 2025, arXiv:2503.14476)."""
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
     return clipped_surrogate(tokens.current - tokens.proximal, tokens.advantages, low, high)
 
@@ -87,10 +85,8 @@ def cispo(config: Cispo, tokens: Tokens) -> Surrogate:
 
 
 def sapo(config: Sapo, tokens: Tokens) -> Surrogate:
-    """SAPO (Gao et al. 2025, arXiv:2511.20347): a smooth gate where PPO has a hard clip; `clipped` is false everywhere.
-
-    The gate's slope f'(r) = 4 s (1 - s), with s the sigmoid, is 1 at r = 1, the plain policy gradient, and vanishes on both sides.
-    """
+    """SAPO (Gao et al. 2025, arXiv:2511.20347): a smooth gate where PPO has a hard clip. Its slope f'(r) = 4 s (1 - s), with s the
+    sigmoid, is 1 at r = 1, the plain policy gradient, and vanishes on both sides."""
     ratio = (tokens.current - tokens.proximal).clamp(max=LOG_RATIO_LIMIT).exp()
     tau = torch.full_like(ratio, NEGATIVE).masked_fill(tokens.advantages > 0, POSITIVE)
     gate = torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau

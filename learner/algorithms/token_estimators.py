@@ -111,10 +111,8 @@ def prime(config: Prime, batch: TrainBatch) -> NDArray[np.float64]:
 
 
 def process_loss(beta: float) -> BatchLoss:
-    """Cross-entropy of the outcome of each sequence, given sigmoid(beta x its log-ratio), mean over the step's sequences.
-
-    Reported sums: `cross_entropy` and `right`, 1 at each token of a sequence whose outcome is more likely than not.
-    """
+    """Cross-entropy of the outcome of each sequence, given sigmoid(beta x its log-ratio), mean over the step's sequences. Reported
+    sums: `cross_entropy` and `right`, 1 at each token of a sequence whose outcome is more likely than not."""
 
     def loss(rows: Sequence[MicroBatch], gather: Gather) -> PolicyLoss:
         totals = step_totals(rows, gather)

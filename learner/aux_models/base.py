@@ -52,8 +52,7 @@ def in_order(outputs: NDArray[np.float32], batch: TrainBatch, size: int, budget:
 
 
 def take_steps(model: Backend, config: Learner, parts: Sequence[TrainBatch]) -> AuxModelsResult:
-    """Collective among the ranks of `model`: one step on each of `parts`, of a critic where the algorithm is `gae`, of a
-    process reward model where it is `prime`."""
+    """Collective among the ranks of `model`: one step of a critic (`gae`) or process reward model (`prime`) on each of `parts`."""
     advantage, budget = config.algorithm.advantage, config.backend.tokens_per_microbatch
     local, shared = (model.data_rank, model.data_size, budget), model.shares_prefixes
     rows = [microbatches(part, *local, shares_prefixes=shared) for part in parts]
@@ -74,8 +73,8 @@ def _shares(batch: TrainBatch, size: int, budget: int) -> list[list[list[int]]]:
 
 
 class LocalModel:
-    """A model that is scored with and never stepped. The data ranks of `ranks` share the batch and gather the outputs of their
-    parts of `model`. `remote`: whether processes of its own hold it."""
+    """A model that is never stepped. The data ranks of `ranks` share the batch and gather the outputs of their parts of
+    `model`."""
 
     remote = False
 

@@ -37,10 +37,8 @@ class Critic(Fsdp2Backend):
 
 
 def value_loss(values: torch.Tensor, _: torch.Tensor, row: MicroBatch) -> LossOutput:
-    """Half the squared error against the returns, summed over trained tokens (Schulman et al. 2017, arXiv:1707.06347, equation 9).
-
-    Reported sums: `error_square`, `return` and `return_square`; see `explained_variance`.
-    """
+    """Half the squared error against the returns, summed over trained tokens (Schulman et al. 2017, arXiv:1707.06347, equation
+    9)."""
     trained = values[row.loss_mask]
     returns = torch.zeros_like(trained) if row.returns is None else row.returns[row.loss_mask]
     if row.returns is None and len(trained):

@@ -118,8 +118,8 @@ R = TypeVar("R", RankOutputs, AuxModelTrained, AuxModelDone)
 
 
 class RemoteModel:
-    """The same methods as `LocalTrainableModel`; of a model that is never trained, as `LocalModel`. `kind` is that of its roles;
-    `addresses` of its ranks are known on rank 0 of the learner, the others get its broadcast."""
+    """The same methods as `LocalTrainableModel`. Only rank 0 of the learner knows `addresses` of ranks; the others get its
+    broadcast."""
 
     remote = True
 

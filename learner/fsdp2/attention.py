@@ -115,9 +115,8 @@ def packed_attention(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sequence: work grows with the sum of squared lengths. `query` is [1, heads, N, head_dim]; `key`
-    and `value` may have fewer heads. `packed` is how the whole row is cut, of which these N tokens are a rank's. Returns [1, N,
-    heads, head_dim] and None (no attention weights)."""
+    """Causal attention within each sequence. `query` is [1, heads, N, head_dim]; `key` and `value` may have fewer heads. `packed`
+    is how the whole row is cut, of which these N tokens are a rank's. Returns [1, N, heads, head_dim] and None (no weights)."""
     asked = {"softcap": softcap, "attention sinks": s_aux, "position bias": position_bias, "dropout": dropout or None}
     unsupported = [name for name, value in asked.items() if value is not None]
     if unsupported or packed is None or attention_mask is not None:
@@ -204,8 +203,7 @@ def _sdpa(
 
 
 def _band(length: int, window: int | None, device: torch.device, before: int = 0) -> torch.Tensor | None:
-    """bool[length, before + length], causal and at most `window` tokens back, of tokens after `before` others; None where
-    it equals plain causal."""
+    """bool[length, before + length], causal and at most `window` tokens back, after `before` others; None: plain causal."""
     near = window is None or before + length <= window
     if near and not before:
         return None

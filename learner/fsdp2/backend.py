@@ -41,9 +41,8 @@ from .parallelism import DataParallelGroups, check_heads
 
 
 class Fsdp2Model(ShardedModel):
-    """Log-probs and entropies are those of softmax(logits / temperature); a rank waits for the others for at
-    most `timeout_s` in any collective. Raises ConfigError: the model cannot be loaded or sharded so, there is no such device, or
-    the rendezvous variables are incomplete."""
+    """Log-probs and entropies are those of softmax(logits / temperature). Raises ConfigError: the model cannot be loaded or
+    sharded so, there is no such device, or the rendezvous variables are incomplete."""
 
     def __init__(self, model: Model, config: Fsdp2, *, temperature: float, timeout_s: float) -> None:
         self._temperature = temperature

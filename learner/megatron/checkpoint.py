@@ -55,8 +55,8 @@ def save(
 
 
 def load(directory: Path, wrapped: Sequence[DistributedDataParallel], optimizer: Any) -> CheckpointState:
-    """Collective. Read `directory` into `optimizer` and the `wrapped` parts of its model, split as they are now. Errors
-    are those of `fsdp2.checkpoint.load`."""
+    """Collective. Read `directory` into `optimizer` and the `wrapped` parts of its model. Errors are those of
+    `fsdp2.checkpoint.load`."""
     try:
         state = read_state(directory)
         moments = _moments([part.module for part in wrapped], optimizer, loading=True)

@@ -92,8 +92,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Let `megatron.core` be imported without CUDA; does nothing with CUDA, or a second time. Raises LearnerError where
-    it was imported before, and therefore for CUDA."""
+    """Let `megatron.core` be imported without CUDA. Raises LearnerError where it was imported before, and therefore for CUDA."""
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if PACKAGE in sys.modules:
