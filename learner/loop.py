@@ -45,27 +45,19 @@ FRESH = 8  # trajectories scored per step only to compare learner and engine; a 
 
 
 class TrainingLoop:
-    """One rank of the learner.
-
-    Args:
-        publisher: on rank 0 how weights leave; None on the others.
-        joined: set on rank 0 whenever a replica answers that serves no version yet.
-        canary_ids: the fixed prompt of every push.
-        report: receives each step's metrics, on rank 0.
-        longest: tokens of the longest possible episode, `agent.max_tokens`.
-    """
+    """One rank of the learner."""
 
     def __init__(
         self,
         config: Learner,
         backend: Backend,
         buffer: BufferClient,
-        publisher: Publisher | None,
-        joined: asyncio.Event,
+        publisher: Publisher | None,  # on rank 0 how weights leave; None on the others
+        joined: asyncio.Event,  # set on rank 0 whenever a replica answers that serves no version yet
         checkpoints: Path,
-        canary_ids: Sequence[int],
-        report: Callable[[StepMetrics], None],
-        longest: int,
+        canary_ids: Sequence[int],  # the fixed prompt of every push
+        report: Callable[[StepMetrics], None],  # receives each step's metrics, on rank 0
+        longest: int,  # tokens of the longest possible episode, `agent.max_tokens`
         aux_models: AuxModels | None = None,
     ) -> None:
         self._config, self._backend, self._buffer, self._report = config, backend, buffer, report

@@ -50,52 +50,34 @@ logger = logging.getLogger(__name__)
 PROBE_S = 5.0  # longest wait for a replica to report its version: it answers between two steps
 CANARY_SHARE = 0.2  # of a cohort's seconds: the least that is kept for the canary
 QUARTER = 4  # `cohort=0`: one of so many replicas changes weights at a time
-
+# Of `push_s`: how long `publish` waits for the first attempt of a `catch_up`. Without it no new replica would get a version while
+# batches are always ready.
 GRACE_SHARE = 0.1
-"""Of `push_s`: how long `publish` waits for the first attempt of a `catch_up`. Without it no new replica would ever get a version
-while batches are always ready."""
-
 RETRY_S = 5.0  # until `catch_up` retries a replica that it did not reach; doubled each time
 RETRY_MOST_S = 320.0  # longest such time
 Probed = tuple[dict[str, int | None], dict[str, str]]  # name -> reported version; name -> why none
 
 
 class Publisher:
-    """Pushes versions to the fleet. Make it within the running loop.
-
-    Args:
-        replicas: the fleet at the start; they may be down.
-        folder: where transports `disk` and `delta` write.
-        host: address of this process that the replicas can reach.
-        backend: of `broadcast`: `gloo`, or `nccl` where learner and replicas have GPUs of their own; then it sends from `device`.
-        push_s: longest push to the whole fleet, second attempts and the canary included.
-        canary_tolerance: largest difference of a canary log-prob, in nats.
-        dtype: what the engines serve in; tensors are converted before they travel.
-        cohort: replicas that change weights at the same time; 0 is a quarter of them, at least one.
-        on_served: called with (replica, version) as soon as a replica is verified.
-        on_lost: called with (replica, reason) at every failure of a replica, repeated ones included.
-
-    Raises:
-        WeightSyncError: the transport's folder cannot be used.
-    """
+    """Pushes versions to the fleet. Make it within the running loop. Raises WeightSyncError: a folder cannot be used."""
 
     def __init__(
         self,
-        replicas: Sequence[ReplicaControl],
+        replicas: Sequence[ReplicaControl],  # the fleet at the start; they may be down
         *,
         transport: TransportKind,
-        folder: Path,
-        host: str,
-        backend: Literal["gloo", "nccl"],
+        folder: Path,  # where transports `disk` and `delta` write
+        host: str,  # address of this process that the replicas can reach
+        backend: Literal["gloo", "nccl"],  # `nccl`: learner and replicas have GPUs of their own; it sends from `device`
         device: torch.device,
         bucket_bytes: int,
-        push_s: float,
-        canary_tolerance: float,
-        dtype: Literal["float32", "bfloat16"],
-        cohort: int = 0,
+        push_s: float,  # longest push to the whole fleet, second attempts and the canary included
+        canary_tolerance: float,  # largest difference of a canary log-prob, in nats
+        dtype: Literal["float32", "bfloat16"],  # what the engines serve in; tensors are converted before they travel
+        cohort: int = 0,  # replicas that change weights at the same time; 0 is a quarter of them, at least one
         partial: Partial = "recompute",
-        on_served: Callable[[str, int], None] | None = None,
-        on_lost: Callable[[str, str], None] | None = None,
+        on_served: Callable[[str, int], None] | None = None,  # (replica, version), as soon as it is verified
+        on_lost: Callable[[str, str], None] | None = None,  # (replica, reason), at every failure
     ) -> None:
         self._acks = AckCollector(host)
         try:

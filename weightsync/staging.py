@@ -52,21 +52,14 @@ class _Transfer:
 
 
 class WeightStaging:
-    """One rank's staging area.
-
-    Args:
-        rank: of this process within its replica, from 0.
-        device: where `nccl` receives.
-        check: raises WeightSyncError when the plan does not match the model. Runs in the staging thread, as `base` does.
-        base: the weights that the model was first loaded from, which adapters are added to.
-    """
+    """One rank's staging area. `check` and `base` run in the staging thread."""
 
     def __init__(
         self,
-        rank: int,
-        device: torch.device,
-        check: Callable[[TransferPlan], None],
-        base: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple,
+        rank: int,  # of this process within its replica, from 0
+        device: torch.device,  # where `nccl` receives
+        check: Callable[[TransferPlan], None],  # raises WeightSyncError when a plan does not match the model
+        base: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple,  # the first weights, for adapters
     ) -> None:
         self._rank = rank
         self._device = device

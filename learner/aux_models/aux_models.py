@@ -35,18 +35,13 @@ TRAINED = "beside"  # folder among the policy's checkpoints for those of the tra
 
 
 class AuxModels:
-    """One learner rank's part of the aux models.
-
-    Args:
-        reference: the policy that `algorithm.kl`, or process rewards, are relative to; None where neither is used.
-        trained: a critic for advantages of kind `gae`, for `prime` a policy that becomes a process reward model; None for others.
-    """
+    """One learner rank's part of the aux models."""
 
     def __init__(
         self,
         config: Learner,
-        reference: LocalModel | RemoteModel | None = None,
-        trained: LocalTrainableModel | RemoteModel | None = None,
+        reference: LocalModel | RemoteModel | None = None,  # for `algorithm.kl` and process rewards
+        trained: LocalTrainableModel | RemoteModel | None = None,  # for `gae` a critic, for `prime` a reward model
     ) -> None:
         if needs_reference(config.algorithm) != (reference is not None):
             raise LearnerError(
