@@ -61,11 +61,9 @@ class Scorer(ABC):
 
     @abstractmethod
     def logprobs(self, rows: Sequence[MicroBatch], temperature: float | None = None) -> list[torch.Tensor]:
-        """Collective. float32[N] per row on CPU, without gradient, 0 where not trained (ranks may have unequal counts).
-
-        Among ranks that share a data rank, the rows of the first are scored; each rank gets back as many as it gave. `temperature`
-        replaces the one that the policy is trained at.
-        """
+        """Collective. float32[N] per row on CPU, without gradient, 0 where not trained (ranks may have unequal counts). Of ranks
+        that share a data rank, the rows of the first are scored; each gets back as many as it gave. `temperature` replaces that of
+        training."""
 
     @abstractmethod
     def close(self) -> None:

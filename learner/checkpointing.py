@@ -1,9 +1,5 @@
-"""The timing of checkpoints, and recovery from the newest one.
-
-Invariants:
-- Checkpoints are written one at a time, while training goes on.
-- The buffer learns of a checkpoint when it is complete on disk, not before. From then on its commits are final.
-"""
+"""The timing of checkpoints, one at a time, while training goes on; and recovery from the newest one. The buffer learns of a
+checkpoint when it is complete on disk, not before. From then on its commits are final."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def is_single_rank() -> bool:
-    """Whether no launcher started this process as one of several ranks. It then holds the whole model, whatever the config
-    says."""
+    """Whether no launcher started this process as one of several ranks. It then holds the whole model, whatever the config says."""
     return not any(name in os.environ for name in RENDEZVOUS)
 
 

@@ -29,11 +29,9 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """With z = logits / T, p = softmax(z), H = -sum p log p:
+    """With z = logits / T, p = softmax(z), H = -sum p log p, a rank of a split vocabulary needs its own logits only:
 
     d log p_y / dz = onehot(y) - p        dH / dz = -p (log p + H)
-
-    Given the normalizer and H, a rank of a split vocabulary needs its own logits only.
     """
 
     @staticmethod

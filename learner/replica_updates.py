@@ -1,9 +1,5 @@
-"""New weights to the replicas: each version is pushed, and replicas that join or come back are updated meanwhile.
-
-Invariants:
-- Only rank 0 has a publisher. The other ranks take part in the collectives that gather the weights.
-- At most one catch-up runs at a time, in a task of its own. A push cancels it inside the publisher.
-"""
+"""New weights to the replicas: each version is pushed by rank 0, and replicas that join or come back are updated meanwhile, by at
+most one catch-up at a time, in a task of its own. The other ranks take part in the collectives that gather the weights."""
 
 from __future__ import annotations
 

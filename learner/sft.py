@@ -1,9 +1,5 @@
-"""Supervised fine-tuning: the same backend, a loss that is minus the log-likelihood of the marked tokens.
-
-Invariants:
-- Every rank calls `run_sft` with the same sequences and seed, and takes its part of each step.
-- An epoch visits each sequence once, except those held out. A step has about `tokens_per_step` packed tokens.
-"""
+"""Supervised fine-tuning: the same backend, a loss that is minus the log-likelihood of the marked tokens. Every rank calls
+`run_sft` with the same sequences and seed, and takes its part of each step."""
 
 from __future__ import annotations
 

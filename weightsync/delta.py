@@ -49,11 +49,8 @@ def differences(
 
 
 def apply(path: str | Path, plan: TransferPlan, base: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of each entry of `plan`, from the delta at `path` and the tensors it is relative to.
-
-    Single-threaded on purpose: an engine computes in the same process. Raises WeightSyncError: the base lacks a tensor that the
-    delta changes.
-    """
+    """Name and tensor of each entry of `plan`, from the delta at `path` and the tensors it is relative to; in one thread, because
+    an engine computes in the same process. Raises WeightSyncError: the base lacks a tensor that the delta changes."""
     with safe_open(path, framework="pt") as file:
         keys = set(file.keys())
         for name, dtype_name, shape in zip(plan.names, plan.dtypes, plan.shapes, strict=True):

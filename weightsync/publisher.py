@@ -124,11 +124,9 @@ class Publisher:
         canary_ids: Sequence[int],
         canary_logprobs: Sequence[float],
     ) -> PushReport:
-        """Take a snapshot of the weights and roll it over the replicas that serve; over all that answer if none does yet.
-
-        `named_weights` is iterated here, in the caller's thread: it may be a collective. Raises WeightSyncError: a replica took the
-        weights twice and still does not compute what the learner computes.
-        """
+        """Take a snapshot of the weights, in the caller's thread, and roll it over the replicas that serve; over all that answer
+        if none does yet. Raises WeightSyncError: a replica took the weights twice and still does not compute what the learner
+        computes."""
         canary = Canary(tuple(canary_ids), tuple(canary_logprobs))
         snapshot = await take_snapshot(version, named_weights, self._dtype, canary)
         await self._cancel_catch_up()

@@ -188,12 +188,10 @@ def discounted_sums(values: NDArray[np.float64], discount: float) -> NDArray[np.
 
 
 def grpo(config: Grpo, batch: TrainBatch) -> NDArray[np.float64]:
-    """Group-relative: the other answers to the same task are the baseline.
+    """Group-relative: the other answers to the same task are the baseline. The standard deviation is the population's.
 
-        A_i = (r_i - mean(r)) / (std(r) + eps)        GRPO, Shao et al. 2024, arXiv:2402.03300
-        A_i =  r_i - mean(r)                          Dr. GRPO, Liu et al. 2025, arXiv:2503.20783
-
-    The standard deviation is the population's.
+    A_i = (r_i - mean(r)) / (std(r) + eps)        GRPO, Shao et al. 2024, arXiv:2402.03300
+    A_i =  r_i - mean(r)                          Dr. GRPO, Liu et al. 2025, arXiv:2503.20783
     """
     return at_episodes(batch, relative_within(batch.groups, episode_rewards(batch), normalize=config.normalize))
 
@@ -210,12 +208,11 @@ def rloo(_: Rloo, batch: TrainBatch) -> NDArray[np.float64]:
 
 
 def reinforce_pp(_: ReinforcePP, batch: TrainBatch) -> NDArray[np.float64]:
-    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): no baseline by task, normalized over all episodes of the batch.
+    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): no baseline by task, normalized over all episodes of the batch, each counted
+    once however long. The standard deviation is the population's. The paper's penalty for leaving a reference model is
+    `algorithm.kl`.
 
         A_i = (r_i - mean(r)) / std(r)
-
-    The standard deviation is the population's. An episode counts once in both, however long. The paper's penalty for leaving a
-    reference model is `algorithm.kl`.
     """
     return at_episodes(batch, whitened(episode_rewards(batch)))
 
@@ -241,11 +238,9 @@ def opo(_: Opo, batch: TrainBatch) -> NDArray[np.float64]:
 
 
 def remax(_: Remax, batch: TrainBatch) -> NDArray[np.float64]:
-    """ReMax (Li et al. 2023, arXiv:2310.10505): A_i = r_i - r_g, with g the greedy episode of the group, at temperature 0.
-
-    The paper has one sampled episode for each greedy one, here `buffer.group_size=2`; in larger groups all share the baseline. The
-    greedy episode carries no loss and pays no penalty for leaving a reference policy: it is no sample of the policy.
-    """
+    """ReMax (Li et al. 2023, arXiv:2310.10505): A_i = r_i - r_g, with g the greedy episode of the group, at temperature 0. It
+    carries no loss: it is no sample of the policy. The paper has one sampled episode for each greedy one, here
+    `buffer.group_size=2`."""
     rewards, greedy = episode_rewards(batch), batch.greedy.astype(np.float64)
     compared = np.bincount(batch.groups, greedy)[batch.groups] > 0
     baseline = mean_within(batch.groups, rewards, greedy)

@@ -36,11 +36,9 @@ def clipped_surrogate(log_ratio: torch.Tensor, advantages: torch.Tensor, low: fl
 
 
 def ppo(config: Ppo | DualClipPpo, tokens: Tokens) -> Surrogate:
-    """PPO (Schulman et al. 2017, arXiv:1707.06347, equation 7) and dual-clip PPO (Ye et al. 2020, arXiv:1912.09729).
-
-    The ratio covers the whole way from the policy that sampled to the one that steps: nothing is left to correct. The second bound
-    keeps a token that became much likelier since it was sampled from dominating.
-    """
+    """PPO (Schulman et al. 2017, arXiv:1707.06347, equation 7) and dual-clip PPO (Ye et al. 2020, arXiv:1912.09729). The ratio
+    covers the whole way from the policy that sampled to the one that steps. The second bound keeps a token that became much
+    likelier since it was sampled from dominating."""
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
     log_ratio = tokens.current - tokens.behavior
     if not isinstance(config, DualClipPpo):
@@ -73,11 +71,8 @@ def gspo(config: Gspo, tokens: Tokens) -> Surrogate:
 
 
 def cispo(config: Cispo, tokens: Tokens) -> Surrogate:
-    """CISPO (MiniMax 2025, arXiv:2506.13585, equations 4 and 5): the weight is clipped, never the update.
-
-    Every token keeps its gradient. The paper imposes no lower bound. The weight corrects for staleness in itself. `clipped` marks
-    where it was clipped.
-    """
+    """CISPO (MiniMax 2025, arXiv:2506.13585, equations 4 and 5): the weight is clipped, where `clipped` is true, and never the
+    update. The paper imposes no lower bound. The weight corrects for staleness in itself."""
     log_cap = math.log1p(config.clip_high)
     log_ratio = (tokens.current - tokens.behavior).detach()
     weight = log_ratio.clamp(max=log_cap).exp()

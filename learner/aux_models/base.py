@@ -73,8 +73,7 @@ def _shares(batch: TrainBatch, size: int, budget: int) -> list[list[list[int]]]:
 
 
 class LocalModel:
-    """A model that is never stepped. The data ranks of `ranks` share the batch and gather the outputs of their parts of
-    `model`."""
+    """A model that is never stepped. The data ranks of `ranks` share the batch and gather the outputs of their parts of `model`."""
 
     remote = False
 

@@ -1,9 +1,5 @@
-"""The critic: the policy's model with a head that predicts, before each token, the return from there on.
-
-Invariants:
-- It begins with a head of zeros: its first values are 0 on every rank.
-- FSDP2 shards it over all of its ranks, whatever backend the policy has. Each rank takes rows of its own.
-"""
+"""The critic: the policy's model with a head that predicts, before each token, the return from there on. It begins with a head of
+zeros. FSDP2 shards it over all of its ranks, whatever backend the policy has; each rank takes rows of its own."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""Checkpoints in torch's distributed format, inside a folder that appears complete or not at all (`learner/checkpoint.py`).
-
-Invariants:
-- Stored are the weights that are trained and their AdamW state, by parameter name: any number of ranks can read them.
-- What is written is what was there when `save` was called, whatever is trained meanwhile.
-"""
+"""Checkpoints in torch's distributed format (`learner/checkpoint.py`): the weights that are trained and their AdamW state as they
+were when `save` was called, by parameter name, so that any number of ranks can read them."""
 
 from __future__ import annotations
 

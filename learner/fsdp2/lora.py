@@ -1,9 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) through peft: W + alpha / rank B A, with W frozen.
 
-Invariants:
-- Every linear layer but the output has one; fused experts, which are no linear layers, have none.
-- B starts at 0 and A is drawn from a fixed seed: the policy starts as the base, the same on any number of ranks.
-- Pushes and checkpoints have the adapters only; an export is the merged model.
+Every linear layer but the output has one; fused experts have none. B starts at 0 and A is drawn from a fixed seed: the policy
+starts as the base, the same on any number of ranks. Pushes and checkpoints have the adapters only; an export is the merged model.
 """
 
 from __future__ import annotations
