@@ -68,6 +68,8 @@ class AuxModels:
 
     async def score(self, batch: TrainBatch) -> TrainBatch:
         """Collective. `batch` with the columns that the aux models give: reference log-probs, penalties and values."""
+        if not self.models:
+            return batch
         pending = [(model, model.score(batch)) for model in self.models[::-1]]
         # A remote model works while the local ones compute.
         outputs = {model: await result() for model, result in sorted(pending, key=lambda one: one[0].remote)}
