@@ -31,7 +31,7 @@ from ..configs.reward import ModelReward
 from ..configs.schema import parse_memory
 from ..errors import ConfigError, EnvError, with_deadline
 from .launchers.local import claim_ports
-from .resources import AUX_MODEL_KINDS, local_placement, needs_rendezvous_port, ranks_by_kind, ranks_of
+from .resources import local_placement, needs_rendezvous_port, ranks_of
 from .reward_check import check_reward_model
 
 if TYPE_CHECKING:
@@ -70,10 +70,8 @@ def installation(config: Config) -> str:
         for dots, module in wanted.findall(path.read_text(encoding="utf-8")):
             target = (*folders[: len(folders) + 1 - len(dots)], *filter(None, module.split(".")))
             if not root.joinpath(*target).is_dir() and not root.joinpath(*target).with_suffix(".py").is_file():
-                missing, importer = ".".join(("slipstream", *target)), path.relative_to(root)
-                raise ConfigError(
-                    f"installation: {missing} is missing, which {importer} imports; install Slipstream again"
-                )
+                missing = f"{'.'.join(('slipstream', *target))} is missing, which {path.relative_to(root)} imports"
+                raise ConfigError(f"installation: {missing}; install Slipstream again")
     return f"slipstream {__version__}, {files} modules in {root}"
 
 
@@ -120,9 +118,8 @@ def devices(config: Config) -> str:
         raise ConfigError("learner.backend.device: cuda, but torch sees no GPU; allowed here are auto and cpu")
     placement = local_placement(config)
     shown = ", ".join(f"{role} on GPU {'+'.join(map(str, gpus))}" for role, gpus in placement.gpus.items())
-    return (
-        f"{count} GPUs, {os.cpu_count()} cores{': ' + shown if shown else ''}; collectives run on {placement.backend}"
-    )
+    found = f"{count} GPUs, {os.cpu_count()} cores{': ' + shown if shown else ''}"
+    return f"{found}; collectives run on {placement.backend}"
 
 
 def placed_by_ray(config: Config) -> bool:
@@ -183,11 +180,7 @@ def learner(config: Config) -> str:
             check_heads(model, chosen.context_parallel)
             if "liger" in chosen.options and not placed_by_ray(config):
                 liger.check(choose_device(chosen.device), model)
-    placed = [
-        f", ranks of {kind}: {ranks}"
-        for kind, ranks in ranks_by_kind(config).items()
-        if kind in AUX_MODEL_KINDS and ranks
-    ]
+    placed = [f", ranks of {kind}: {ranks}" for kind, ranks in config.learner.aux_models.items() if ranks]
     return f"{chosen.__struct_config__.tag}, ranks: {chosen.ranks}{''.join(placed)}"
 
 
@@ -211,9 +204,8 @@ def environment(config: Config) -> str:
         except Exception as error:  # whatever the user's own code raises
             raise ConfigError(f"env: {part.name} raised {type(error).__name__} for task 0: {error}") from error
         if not isinstance(task, Task) or not isinstance(task.id, str):
-            raise ConfigError(
-                f"env: {part.name} returned {task!r:.100} for task 0; return Task(id, payload), the id a text"
-            )
+            wanted = "return Task(id, payload), the id a text"
+            raise ConfigError(f"env: {part.name} returned {task!r:.100} for task 0; {wanted}")
     whole = sum(part.share for part in parts)
     return ", ".join(f"{p.name} {p.share / whole:.0%}" if len(parts) > 1 else p.name for p in parts)
 
@@ -253,10 +245,8 @@ async def _opening(part: EnvPart, step_s: float) -> Observation:
     from ..envs import Observation
     from ..rollout.env_guard import checked
 
-    env, hint = (
-        part.source.make(),
-        "check the environment, or raise rollout.episode_s, a fifth of which a step may take",
-    )
+    env = part.source.make()
+    hint = "check the environment, or raise rollout.episode_s, a fifth of which a step may take"
     try:
         work = env.reset(part.source.task(0))
         opening = await with_deadline(step_s, work, who=part.name, waits_for="the reset of task 0", hint=hint)
@@ -313,16 +303,12 @@ def writable(key: str, path: str) -> Path:
 def check_model_fits(config: Config, shape: ModelShape) -> None:
     """Raises ConfigError where the engine would refuse to serve a model of this shape."""
     engine, tokens = config.rollout.engine, config.agent.max_tokens
+    ranks, path = ranks_of(engine), config.model.path
     if tokens > shape.positions:
-        raise ConfigError(
-            f"agent.max_tokens: {tokens} is more than the {shape.positions} positions of {config.model.path}"
-        )
-    ranks = ranks_of(engine)
+        raise ConfigError(f"agent.max_tokens: {tokens} is more than the {shape.positions} positions of {path}")
     if shape.heads % ranks:
-        raise ConfigError(
-            f"rollout.engine.tensor_parallel: {ranks} does not divide the {shape.heads} attention heads of "
-            f"{config.model.path}"
-        )
+        heads = f"the {shape.heads} attention heads of {path}"
+        raise ConfigError(f"rollout.engine.tensor_parallel: {ranks} does not divide {heads}")
     size = parse_memory(engine.memory)
     if isinstance(size, int):
         needed = tokens * shape.kv_numbers * (2 if config.model.dtype == "bfloat16" else 4) // ranks

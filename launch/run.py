@@ -53,12 +53,9 @@ def train(config: Config) -> ReportPaths:
     config = with_absolute_paths(config)
     refuse_active(run_dir)
     if run_dir.is_dir() and any(run_dir.iterdir()):
-        raise ConfigError(
-            f"run.dir: {config.run.dir} is not empty; continue it with `slipstream resume {config.run.dir}`, "
-            "or name a new folder"
-        )
+        continues = f"continue it with `slipstream resume {config.run.dir}`"
+        raise ConfigError(f"run.dir: {config.run.dir} is not empty; {continues}, or name a new folder")
     preflight(config)
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     return _supervise(config, run_dir)
 
 
@@ -95,7 +92,6 @@ def resume(config: Config, before: Config, run_dir: Path) -> ReportPaths:
             "have a baseline episode, and the buffer has groups already; start a new run"
         )
     preflight(config)
-    (run_dir / "logs").mkdir(exist_ok=True)
     return _supervise(config, run_dir)
 
 
@@ -105,6 +101,7 @@ def without_reward_model(config: C) -> C:
 
 
 def _supervise(config: Config, run_dir: Path) -> ReportPaths:
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with run_lock(run_dir):
         write_atomic(run_dir / "config.yaml", dump(config).encode())
         try:

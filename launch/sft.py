@@ -30,7 +30,6 @@ from msgspec import structs
 
 from ..common.fsio import write_atomic
 from ..configs import Config, SftConfig
-from ..configs.sft import Sft
 from ..errors import ConfigError, Interrupted, LearnerError, RoleDied
 from ..monitor.terminal import View
 from .preflight import preflight, writable
@@ -46,7 +45,7 @@ log = logging.getLogger(__name__)
 RESULT_FILE = "sft.json"  # in the model's folder: an `SftResult`
 MODEL_FOLDER = "model"  # in the hidden folder: becomes `sft.out`
 TOKENS_FILE = "tokens.npz"  # in the hidden folder: the tokens that several ranks train on
-SECTION_FILE = "section.json"  # in the hidden folder: the section `sft` of the config, for several ranks
+CONFIG_FILE = "config.json"  # in the hidden folder: the config, for several ranks
 LOGS_FOLDER = "logs"  # in the hidden folder: the logs of several ranks and of their supervisor
 STEPS_PER_LINE = 20  # steps between two printed lines
 PrintLine = Callable[[str], None]
@@ -107,9 +106,8 @@ def train(config: SftConfig, examples: list[Example], work: Path, print_line: Pr
 
     def report(news: SftProgress | HeldOut) -> None:
         if isinstance(news, HeldOut):
-            print_line(
-                f"sft epoch {news.epoch}/{config.sft.epochs}  held out {news.loss:.3f} over {news.tokens} tokens"
-            )
+            epoch = f"{news.epoch}/{config.sft.epochs}"
+            print_line(f"sft epoch {epoch}  held out {news.loss:.3f} over {news.tokens} tokens")
         elif news.step % STEPS_PER_LINE == 0 or news.step == news.steps:
             print_line(f"sft step {news.step}/{news.steps}  loss {news.loss:.3f}  {news.tokens_per_s:.0f} tokens/s")
 
@@ -129,8 +127,7 @@ def train(config: SftConfig, examples: list[Example], work: Path, print_line: Pr
 def run_rank(job: RunContext, print_line: PrintLine) -> None:
     with np.load(job.dir / TOKENS_FILE) as held:
         token_ids, trained = (np.split(held[name], held["ends"][:-1]) for name in ("token_ids", "trained"))
-    section = msgspec.json.decode((job.dir / SECTION_FILE).read_bytes(), type=Sft)
-    config = SftConfig(**structs.asdict(job.config), sft=section)
+    config = msgspec.json.decode((job.dir / CONFIG_FILE).read_bytes(), type=SftConfig)
     train(config, list(zip(token_ids, trained, strict=True)), job.dir, print_line)
 
 
@@ -146,7 +143,7 @@ def _supervise(config: SftConfig, examples: list[Example], work: Path, print_lin
             trained=np.fromiter(chain.from_iterable(mask for _, mask in examples), dtype=np.bool_),
             ends=np.cumsum([len(ids) for ids, _ in examples]),
         )
-        (work / SECTION_FILE).write_bytes(msgspec.json.encode(config.sft))
+        (work / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
     run = {name: value for name, value in structs.asdict(config).items() if name != "sft"}
     asyncio.run(make_supervisor(Config(**run), work, _RankOutput(print_line), gpus).fine_tune())
 
@@ -189,9 +186,8 @@ def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise LearnerError(
-            f"{path} could not be written: {error.strerror or error}; check the disk", final=False
-        ) from error
+        why = error.strerror or error
+        raise LearnerError(f"{path} could not be written: {why}; check the disk", final=False) from error
 
 
 class _RankOutput(View):

@@ -13,9 +13,8 @@ DEFAULT = "quickstart"
 
 
 def register(commands: CommandTable) -> None:
-    add_config(
-        commands.add("doctor", doctor, "check this machine and a config for what would break a run"), default=DEFAULT
-    )
+    parser = commands.add("doctor", doctor, "check this machine and a config for what would break a run")
+    add_config(parser, default=DEFAULT)
 
 
 def doctor(options: argparse.Namespace) -> int:

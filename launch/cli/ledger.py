@@ -43,14 +43,12 @@ def print_report(report: LedgerReport, by: str, console: Console) -> None:
     names |= {f"discarded/{reason}": f"discarded: {reason}" for reason in sorted(report.total.discarded)}
     shown, wide = list(names), console.options.update(max_width=10_000)
     while shown:
-        count = len(shown)
-        while (
-            count > 1
-            and Measurement.get(console, wide, _table(report, by, names, shown[:count])).minimum > console.width
-        ):
-            count -= 1
-        console.print(_table(report, by, names, shown[:count]))
-        shown = shown[count:]
+        for count in range(len(shown), 0, -1):
+            table = _table(report, by, names, shown[:count])
+            if count == 1 or Measurement.get(console, wide, table).minimum <= console.width:
+                console.print(table)
+                shown = shown[count:]
+                break
     console.print(_verdict(report))
 
 

@@ -38,13 +38,10 @@ class CommandTable:
 
 def add_config(parser: argparse.ArgumentParser, *, default: str | None = None, or_run: bool = False) -> None:
     """`CONFIG [key=value ...]`; `CONFIG` may be left out where it has a default."""
-    metavar, text = (
-        ("CONFIG|RUN", "a YAML file, a preset, or a run folder") if or_run else ("CONFIG", "a YAML file, or a preset")
-    )
-    if default:
-        parser.add_argument("config", metavar=metavar, nargs="?", default=default, help=f"{text}; default: {default}")
-    else:
-        parser.add_argument("config", metavar=metavar, help=text)
+    metavar = "CONFIG|RUN" if or_run else "CONFIG"
+    text = "a YAML file, a preset, or a run folder" if or_run else "a YAML file, or a preset"
+    text += f"; default: {default}" if default else ""
+    parser.add_argument("config", metavar=metavar, nargs="?" if default else None, default=default, help=text)
     add_overrides(parser)
 
 

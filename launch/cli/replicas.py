@@ -81,9 +81,8 @@ async def _add(control: ControlAddress, run_dir: Path, count: int, *, wait: bool
     def settled(fleet: Fleet) -> bool:
         """Every new replica serves, or one of them has left the fleet."""
         infos = [fleet.replica(name) for name in accepted.names]
-        return fleet.revision >= accepted.revision and (
-            any(info is None for info in infos) or all(info is not None and info.state == "serving" for info in infos)
-        )
+        states = {info.state if info else "gone" for info in infos}
+        return fleet.revision >= accepted.revision and ("gone" in states or states == {"serving"})
 
     fleet = await _wait_for_fleet(control, run_dir, settled, f"{names} to serve")
     if missing := [name for name in accepted.names if fleet.replica(name) is None]:
@@ -109,13 +108,9 @@ async def _wait_for_fleet(
     seconds = config.rollout.engine.start_s + config.push_s + config.learner.batch_s
     async with StateSubscriber(control.fleet, Fleet(), control.keys) as subscriber:
         settling = subscriber.until(lambda fleet: fleet.revision > 0 and (not fleet.replicas or settled(fleet)))
-        fleet = await with_deadline(
-            seconds,
-            _unless_exited(settling, control.pid),
-            who="slipstream replicas",
-            waits_for=waits_for,
-            hint=f"it may still happen; see `slipstream replicas {run_dir} list` and {run_dir / 'logs'}",
-        )
+        hint = f"it may still happen; see `slipstream replicas {run_dir} list` and {run_dir / 'logs'}"
+        work = _unless_exited(settling, control.pid)
+        fleet = await with_deadline(seconds, work, who="slipstream replicas", waits_for=waits_for, hint=hint)
     if fleet is None or not fleet.replicas:  # the last replica cannot be removed: an empty fleet is the end of the run
         raise EngineError(f"the run ended while `slipstream replicas` waited for {waits_for}")
     return fleet

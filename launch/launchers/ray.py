@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 class RayActor:
     """The actor: starts and ends one role's process on its host."""
 
-    def __init__(self, logs: str) -> None:
-        Path(logs).mkdir(parents=True, exist_ok=True)
-        self._launcher = LocalLauncher(Path(logs), 0)
+    def __init__(self, logs: Path) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self._launcher = LocalLauncher(logs, 0)
         self._process: ProcessHandle | None = None
 
     async def reserve(self, loopback: bool, port: int) -> tuple[str, int]:
@@ -109,9 +109,8 @@ class RayBundle(msgspec.Struct, frozen=True):
 
     def actor(self, logs: Path) -> Any:
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.index)
-        return ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, scheduling_strategy=strategy)(RayActor).remote(
-            str(logs)
-        )
+        options = {"num_cpus": self.cpus, "num_gpus": self.gpus, "scheduling_strategy": strategy}
+        return ray.remote(**options)(RayActor).remote(logs)
 
     @property
     def alive(self) -> bool:
@@ -145,14 +144,12 @@ class RayLauncher:
         here = ray.util.get_node_ip_address()
         if self._many_hosts:
             self.host = here
-        new = {}
+        new = dict(roles)
         for role, gpus in roles.items():
-            vacant = next((b for b in self._free if b.gpus == gpus and b.alive), None)
-            if vacant is None:
-                new[role] = gpus
-            else:
+            if vacant := next((b for b in self._free if b.gpus == gpus and b.alive), None):
                 self._free.remove(vacant)
                 self._bundles[role] = vacant
+                del new[role]
         placed: dict[str, Placement] = {}
         try:
             if new:
@@ -185,19 +182,13 @@ class RayLauncher:
         wanted, free = sum(roles.values()), int(ray.available_resources().get("GPU", 0))
         if self._groups and wanted > free:
             raise ConfigError(f"{', '.join(roles)} want {wanted} GPUs, and Ray has {free} that are free; ask for fewer")
-        bundles = [
-            {name: amount for name, amount in {"CPU": float(cpus), "GPU": float(gpus), **affinity}.items() if amount}
-            for gpus in roles.values()
-        ]
+        wishes = [{"CPU": float(cpus), "GPU": float(gpus), **affinity} for gpus in roles.values()]
+        bundles = [{name: amount for name, amount in wish.items() if amount} for wish in wishes]
         group = placement_group(bundles, strategy="PACK")
         try:
-            await with_deadline(
-                PLACE_S,
-                group.ready(),
-                who="the Ray launcher",
-                waits_for=f"room for {len(roles)} roles, {bundles}",
-                hint=f"the cluster has {ray.cluster_resources()}; ask for fewer replicas, ranks or workers",
-            )
+            room = f"room for {len(roles)} roles, {bundles}"
+            hint = f"the cluster has {ray.cluster_resources()}; ask for fewer replicas, ranks or workers"
+            await with_deadline(PLACE_S, group.ready(), who="the Ray launcher", waits_for=room, hint=hint)
         except BaseException:
             remove_placement_group(group)
             raise
@@ -218,9 +209,8 @@ class RayLauncher:
         """The answer of an actor. Raises the actor's own SlipstreamError, RayActorError where the actor is lost, RoleDied for any
         other error, DeadlineExceeded after `PLACE_S`."""
         try:
-            return await with_deadline(
-                PLACE_S, reference, who="the Ray launcher", waits_for=what, hint="is the node alive? see `ray status`"
-            )
+            hint = "is the node alive? see `ray status`"
+            return await with_deadline(PLACE_S, reference, who="the Ray launcher", waits_for=what, hint=hint)
         except RayTaskError as error:
             if isinstance(error.cause, SlipstreamError):
                 raise error.cause from error
@@ -239,9 +229,8 @@ class RayLauncher:
             await self._move(role)
             return await self._start(role, command, environment)
         except (RayActorError, DeadlineExceeded) as error:
-            raise RoleDied(
-                f"the placement of {role} at {self._hosts[role]} is lost, and Ray has no other: {_line(error)}"
-            ) from error
+            lost = f"the placement of {role} at {self._hosts[role]} is lost"
+            raise RoleDied(f"{lost}, and Ray has no other: {_line(error)}") from error
 
     async def _start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> ProcessHandle:
         actor = self._actors[role]
@@ -254,9 +243,8 @@ class RayLauncher:
         actor = self._actors[role] = self._bundles[role].actor(self._logs)
         host, _ = await self._answer(actor.reserve.remote(not self._many_hosts, 0), f"another placement for {role}")
         if host != self._hosts[role] and role.partition("-")[0] not in MOBILE:
-            raise RoleDied(
-                f"the placement of {role} is lost; Ray has another at {host}, but the others know it at {self._hosts[role]}"
-            )
+            elsewhere = f"Ray has another at {host}, but the others know it at {self._hosts[role]}"
+            raise RoleDied(f"the placement of {role} is lost; {elsewhere}")
         self._hosts[role] = host
 
     async def release(self, role: str) -> None:

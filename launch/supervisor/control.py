@@ -103,10 +103,8 @@ class ControlServer:
     async def serve(self) -> None:
         """Serve until cancelled; `control.json` exists for as long."""
         server = RpcServer("tcp://127.0.0.1:*", "the supervisor", ControlRequest, keys=self.keys)
-        path, address = (
-            self.run_dir / FILE,
-            ControlAddress(os.getpid(), server.address, self.fleet_address, self.key, self.keys),
-        )
+        path = self.run_dir / FILE
+        address = ControlAddress(os.getpid(), server.address, self.fleet_address, self.key, self.keys)
         try:
             write_atomic(path, msgspec.json.encode(address), mode=0o600)
             await server.serve(self._handle, "the next command")
@@ -148,11 +146,9 @@ def read_control_address(run_dir: Path) -> ControlAddress:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=ControlAddress)
     except FileNotFoundError:
-        raise ConfigError(
-            f"{run_dir} is only starting or just ending; try again in a moment"
-            if locked
-            else f"{run_dir} is not running; if it has not finished, `slipstream resume {run_dir}` continues it"
-        ) from None
+        idle = f"is not running; if it has not finished, `slipstream resume {run_dir}` continues it"
+        why = "is only starting or just ending; try again in a moment" if locked else idle
+        raise ConfigError(f"{run_dir} {why}") from None
     except PermissionError:
         raise ConfigError(f"{path} may be read only by the user who started the run") from None
     except msgspec.MsgspecError as error:

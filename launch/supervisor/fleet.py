@@ -78,9 +78,8 @@ class FleetState:
         if info.state == "draining":
             raise ConfigError(f"{name} is leaving already")
         if info.state == "serving" and not any(r.state == "serving" for r in self.fleet.replicas if r.name != name):
-            raise ConfigError(
-                f"{name} is the last serving replica; add another, and remove this one when that one serves"
-            )
+            wanted = "add another, and remove this one when that one serves"
+            raise ConfigError(f"{name} is the last serving replica; {wanted}")
         if not self.others(name):
             raise ConfigError(f"{name} is the last replica; add another before it is removed")
         self._change(name, info.incarnation, state="draining")

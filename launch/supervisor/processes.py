@@ -185,13 +185,10 @@ class ProcessManager:
             for end in asyncio.as_completed(ends):
                 if (failed := await end) is not None:
                     await asyncio.gather(*(role.process.kill() for role in domain if role.process))
-                    await with_deadline(
-                        2 * KILL_S,  # the launcher has waited half of it
-                        asyncio.gather(*ends),
-                        who="the supervisor",
-                        waits_for=f"{' and '.join(role.name for role in domain)} to end after SIGKILL",
-                        hint="a process is stuck in the kernel, or its host is lost",
-                    )
+                    waits_for = f"{' and '.join(role.name for role in domain)} to end after SIGKILL"
+                    hint = "a process is stuck in the kernel, or its host is lost"
+                    seconds, ended = 2 * KILL_S, asyncio.gather(*ends)  # the launcher has waited half of it
+                    await with_deadline(seconds, ended, who="the supervisor", waits_for=waits_for, hint=hint)
                     return failed
             return None
         finally:
