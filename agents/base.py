@@ -29,10 +29,8 @@ class Completion(msgspec.Struct, frozen=True):
     finish_reason: FinishReason
 
 
-class Generate(Protocol):
-    """How a session samples: token ids in, a completion of at most `max_tokens` out."""
-
-    async def __call__(self, token_ids: Sequence[int], max_tokens: int) -> Completion: ...
+Generate = Callable[[Sequence[int], int], Awaitable[Completion]]
+"""How a session samples: token ids and the number of tokens to sample at most in, a completion out."""
 
 
 class ContextExhausted(Exception):

@@ -83,8 +83,6 @@ class Prime(Section, frozen=True, tag_field="kind", tag="prime"):
 
 
 class Clipped(Section, frozen=True):
-    """A loss that clips a ratio of the current policy."""
-
     clip_low: AboveZero = 0.2
     """The loss clips its ratio at 1 - clip_low."""
     clip_high: AboveZero = 0.2
@@ -175,8 +173,6 @@ class Uncorrected(NoCorrection, frozen=True, tag_field="kind", tag="uncorrected"
 
 
 class Weighed(Section, frozen=True):
-    """Tokens weighed by proximal / behavior."""
-
     level: Level = "token"
     """Of what the weight is: of a token, of its whole sequence, or the geometric mean over the sequence."""
     high: AboveZero = 2.0
@@ -237,8 +233,6 @@ class KlInReward(Kl, frozen=True, tag_field="kind", tag="reward"):
 
 
 class Algorithm(Section, frozen=True):
-    """What the step optimizes."""
-
     advantage: Grpo | Rloo | ReinforcePP | ReinforcePPBaseline | Opo | Remax | WinRate | TurnLevel | Gae | Prime = (
         field(default_factory=Grpo)
     )

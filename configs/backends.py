@@ -12,8 +12,6 @@ Option = Literal["recompute", "compile", "offload", "liger"]
 
 
 class Ranks(Section, frozen=True):
-    """What every kind of backend has."""
-
     ranks: Positive = 1
     """Learner processes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -37,8 +37,6 @@ class EnvironmentReward(Section, frozen=True, tag_field="kind", tag="environment
 
 
 class ModelReward(Section, frozen=True):
-    """The fields of both kinds of models."""
-
     path: str
     """The model: a Hugging Face folder, or a hub name. Its weights stay as they are."""
     weights: dict[Literal["model", "environment"], float] = field(

@@ -21,8 +21,6 @@ from .section import AboveZero, Fraction, NonNegative, Positive, Section
 
 
 class Run(Section, frozen=True):
-    """Where a run lives."""
-
     dir: str = "runs/default"
     """Folder of this run: config, metrics, buffer, checkpoints, report. `train` wants it new; `resume` continues it."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
@@ -30,8 +28,6 @@ class Run(Section, frozen=True):
 
 
 class Model(Section, frozen=True):
-    """The policy."""
-
     path: str = "models/quickstart"
     """A Hugging Face folder, or a hub name."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -39,8 +35,6 @@ class Model(Section, frozen=True):
 
 
 class Tasks(Section, frozen=True, kw_only=True):
-    """What every single environment has."""
-
     share: AboveZero = 1.0
     """In a mixture: its part of the groups, in the same unit as the shares of the other parts."""
 
@@ -82,8 +76,6 @@ def shares_of(env: ReasoningGym | PythonEnv | Mixture) -> tuple[float, ...]:
 
 
 class Agent(Section, frozen=True):
-    """How the policy acts."""
-
     kind: str = "tool_calling"
     """`tool_calling`, `single_turn`, or `package.module:coroutine` of your own."""
     renderer: str = "qwen3"
@@ -100,8 +92,6 @@ Partial = Literal["recompute", "keep_kv", "abort_resume"]
 
 
 class Servers(Section, frozen=True):
-    """What every kind of engine has."""
-
     replicas: Positive = 1
     """Servers to start with; `slipstream replicas RUN add|remove` changes their number while the run goes on."""
     max_concurrent: Positive = 64
@@ -113,8 +103,6 @@ class Servers(Section, frozen=True):
 
 
 class SplitServers(Servers, frozen=True):
-    """Servers whose replicas may have several processes."""
-
     tensor_parallel: Positive = 1
     """Processes (GPUs) that one replica is split over."""
 
@@ -161,8 +149,6 @@ again."""
 
 
 class Rollout(Section, frozen=True):
-    """Where tokens come from."""
-
     engine: Vllm | Sglang | Transformers | Fake = field(default_factory=Vllm)
     """The inference servers."""
     partial: Partial = "recompute"
@@ -199,8 +185,6 @@ class Rollout(Section, frozen=True):
 
 
 class Buffer(Section, frozen=True):
-    """Where trajectories wait, and the staleness bound."""
-
     max_staleness: NonNegative = 2
     """No token older than this many policy versions is trained on. 0 is synchronous training."""
     groups_per_batch: Positive = 8
@@ -227,8 +211,6 @@ class Buffer(Section, frozen=True):
 
 
 class Optimizer(Section, frozen=True):
-    """AdamW."""
-
     lr: AboveZero = 1e-6
     """Learning rate after warm-up, then constant."""
     warmup_steps: NonNegative = 0
@@ -243,13 +225,10 @@ class Optimizer(Section, frozen=True):
 
 AuxModel = Literal["reference", "critic"]
 
-NO_AUX_PROCESSES: dict[AuxModel, int] = {"reference": 0, "critic": 0}
-"""The learner's ranks hold all models."""
+NO_AUX_PROCESSES: dict[AuxModel, int] = {"reference": 0, "critic": 0}  # the learner's ranks hold all models
 
 
 class Learner(Section, frozen=True):
-    """Where the policy improves."""
-
     steps: Positive = 100
     """Learner steps in the whole run."""
     backend: Fsdp2 | Megatron = field(default_factory=Fsdp2)
@@ -273,8 +252,6 @@ TransportKind = Literal["broadcast", "shared", "disk", "delta"]
 
 
 class WeightSync(Section, frozen=True):
-    """How new weights travel back."""
-
     transport: TransportKind = "broadcast"
     """`broadcast`: collectives (NCCL or gloo). `shared`: one copy in this host's shared memory, for all replicas. `disk`: a file
     under `run.dir`, which other clusters may read too. `delta`: such a file of changed values only, where that is smaller."""
@@ -285,8 +262,6 @@ class WeightSync(Section, frozen=True):
 
 
 class Evaluation(Section, frozen=True):
-    """Fresh tasks, the environment's own verifier, no training."""
-
     tasks: NonNegative = 128
     """Tasks before the first and after the last step; 0 skips both."""
     temperature: Annotated[float, Meta(ge=0.0)] = 1.0
@@ -294,8 +269,6 @@ class Evaluation(Section, frozen=True):
 
 
 class Launch(Section, frozen=True):
-    """How processes start and what happens when they end."""
-
     kind: Literal["local", "ray", "ray_cluster"] = "local"
     """`local`: child processes of this one. `ray`: a Ray placement group on this host, on loopback (`RAY_ADDRESS` names an
     existing cluster). `ray_cluster`: spread over the cluster's hosts. Across hosts the buffer, auxiliary models, heartbeats, the
@@ -321,8 +294,6 @@ class Launch(Section, frozen=True):
 
 
 class Config(Section, frozen=True):
-    """A whole run."""
-
     seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     """Seeds tasks, sampling and initialization."""
     run: Run = field(default_factory=Run)

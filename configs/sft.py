@@ -35,7 +35,5 @@ class Sft(Section, frozen=True):
 
 
 class SftConfig(Config, frozen=True):
-    """A run's configuration with the section `sft`."""
-
     sft: Sft = field(default_factory=Sft)
     """Supervised fine-tuning."""

@@ -2,7 +2,7 @@
 
 Invariants:
 - No global state: figures are made without pyplot, styles apply only inside `_styled`.
-- Every color is one of `COLOURS`; in an SVG each becomes the CSS variable of the same name.
+- Every color is one of `COLORS`; in an SVG each becomes the CSS variable of the same name.
 - Without data a function returns None, and the report says what is missing.
 """
 

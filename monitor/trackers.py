@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases behind one protocol; `metrics.jsonl` is written in addition.
+"""TensorBoard and Weights & Biases, in addition to `metrics.jsonl`.
 
 Invariants:
 - `check_trackers` finds a missing package before a process starts.
@@ -13,9 +13,9 @@ import logging
 import netrc
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlparse
 
 import msgspec
@@ -24,16 +24,6 @@ from ..configs import Config
 from ..errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-
-class Tracker(Protocol):
-    """Receives the metrics of every step."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record `values` at `step`; steps do not decrease."""
-
-    def close(self) -> None:
-        """Write out what is buffered."""
 
 
 class TensorBoard:
@@ -83,8 +73,8 @@ class Wandb:
         self._run.finish()
 
 
-_TRACKERS: dict[str, Callable[[Path, Config], Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb}
-"""By name, which is also that of the package."""
+Tracker = TensorBoard | Wandb
+_TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb}  # by name, which is also that of the package
 
 
 def check_trackers(names: Sequence[str]) -> None:
