@@ -31,7 +31,7 @@ from ..configs.reward import ModelReward
 from ..configs.schema import parse_memory
 from ..errors import ConfigError, EnvError, with_deadline
 from .launchers.local import claim_ports
-from .resources import local_placement, needs_rendezvous_port, ranks_of
+from .resources import assign_gpus, gpus_of, needs_rendezvous_port, ranks_of
 from .reward_check import check_reward_model
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def devices(config: Config) -> str:
         return f"{count} GPUs and {os.cpu_count()} cores here; Ray places the roles"
     if backend.device == "cuda" and not count:
         raise ConfigError("learner.backend.device: cuda, but torch sees no GPU; allowed here are auto and cpu")
-    placement = local_placement(config)
+    placement = assign_gpus(gpus_of(config), count)
     shown = ", ".join(f"{role} on GPU {'+'.join(map(str, gpus))}" for role, gpus in placement.gpus.items())
     found = f"{count} GPUs, {os.cpu_count()} cores{': ' + shown if shown else ''}"
     return f"{found}; collectives run on {placement.backend}"
@@ -241,7 +241,6 @@ def prompt(config: Config) -> str:
 
 
 async def _opening(part: EnvPart, step_s: float) -> Observation:
-    """The first observation of task 0."""
     from ..envs import Observation
     from ..rollout.env_guard import checked
 

@@ -21,7 +21,6 @@ from ..configs.reward import ModelReward
 from ..configs.schema import NO_AUX_PROCESSES, Servers, Sglang, Vllm
 from ..errors import ConfigError
 
-PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 AUX_MODEL_KINDS = tuple(NO_AUX_PROCESSES)  # kinds of roles of placed auxiliary models
 RANKED = ("learner", "sft", *AUX_MODEL_KINDS)  # kinds of roles whose processes are the ranks of one model
 PUSHING = ("learner", "engine")  # kinds of roles between which weights are transferred; the others may share GPUs
@@ -111,12 +110,6 @@ def gpus_of(config: Config) -> dict[str, int]:
     return needed_gpus(config, engines=not servers.serves_on_cpu(config), learners=learners, reward=reward)
 
 
-def local_placement(config: Config) -> GpuAssignment:
-    import torch
-
-    return assign_gpus(gpus_of(config), torch.cuda.device_count())
-
-
 def role_environment(config: Config, role: str, gpus: tuple[int, ...] = ()) -> dict[str, str]:
     """Environment variables of a role. Those that the user has set win, except CUDA_VISIBLE_DEVICES."""
     cores = os.cpu_count() or 1
@@ -127,16 +120,10 @@ def role_environment(config: Config, role: str, gpus: tuple[int, ...] = ()) -> d
         threads = max(1, (cores - config.rollout.engine.replicas) // sum(ranks_by_kind(config).values()))
     wanted = {
         "OMP_NUM_THREADS": str(threads),
-        **PASSIVE,
+        "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "PYTHONHASHSEED": str(config.seed % 2**32),  # some task families depend on the order of sets
     }
     chosen = {name: os.environ.get(name, value) for name, value in wanted.items()}
     return chosen | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
-
-
-def wait_passively() -> None:
-    """Make the threads of this process wait without spinning. Call before torch is imported."""
-    for name, value in PASSIVE.items():
-        os.environ.setdefault(name, value)

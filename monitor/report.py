@@ -115,7 +115,6 @@ def _charts(rows: Sequence[Row], evaluations: Sequence[EvaluationRecord], config
 
 
 def _training(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
-    """What the rows of metrics amount to."""
     tokens, canary = staleness_tokens(rows), column(rows, "canary")
     total = sum(tokens.values())
     average = sum(staleness * number for staleness, number in tokens.items()) / max(total, 1)

@@ -49,13 +49,11 @@ A first run on a laptop, from a random model to an evaluated policy:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     try:
-        from ..resources import wait_passively
-
         words = sys.argv[1:] if arguments is None else arguments
         parser = make_parser(words[0] if words else "")
         options, unparsed = parser.parse_known_args(arguments)
         merge_overrides(parser, options, unparsed)
-        wait_passively()
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: waiting threads do not spin
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # as in the roles, which download what is missing
         sys.path.append(os.getcwd())  # where the user's own environments and agents are
         return options.command(options)

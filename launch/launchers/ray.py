@@ -170,7 +170,6 @@ class RayLauncher:
         return (await self._port(role)).port
 
     async def _port(self, role: str) -> Placement:
-        """An address on the host of `role`."""
         reserved = self._actors[role].reserve.remote(not self._many_hosts, self._next_port)
         placement = Placement(*await self._answer(reserved, f"a port for {role}"))
         self._next_port += 1 if self._next_port else 0

@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -37,8 +36,6 @@ from .processes import FINAL
 
 log = logging.getLogger(__name__)
 
-CANARY_TOKENS = 32  # whose log-probs verify a push: long enough to reach every kernel, short enough to cost nothing
-
 Role = Callable[[RunContext, int, HeartbeatSender, asyncio.Event], Awaitable[None]]
 
 
@@ -58,9 +55,9 @@ def run_role(name: str, label: str = "", listen: str = "") -> int:
         "buffer": buffer,
         "worker": worker,
         "learner": learner,
-        "reference": aux_model("reference"),
-        "critic": aux_model("critic"),
-        "evaluator": evaluator(label),
+        "reference": functools.partial(aux_model, "reference"),
+        "critic": functools.partial(aux_model, "critic"),
+        "evaluator": functools.partial(evaluator, label),
         "sft": sft,
     }
     if kind not in roles:
@@ -95,12 +92,6 @@ async def _until_stopped(role: Role, context: RunContext, index: int, heartbeat:
     finally:
         if following is not None:
             following.cancel()
-
-
-def _ready(heartbeat: HeartbeatSender) -> None:
-    """Report that the role works; everything that stays in memory is loaded."""
-    freeze_startup_objects()
-    heartbeat.ready()
 
 
 def become_engine(context: RunContext, index: int, listen: str) -> None:
@@ -141,7 +132,7 @@ async def buffer(context: RunContext, index: int, heartbeat: HeartbeatSender, st
     stopped.add_done_callback(lambda _: service.stop())
     try:
         async with following_fleet(context.addresses.fleet, lambda fleet: service.mark_served(fleet.version)):
-            await service.serve(functools.partial(_ready, heartbeat))
+            await service.serve(heartbeat.ready)
     finally:
         stopped.cancel()
 
@@ -155,35 +146,29 @@ async def worker(context: RunContext, index: int, heartbeat: HeartbeatSender, st
     async with make_router(context) as router, make_reward(context) as model:
         player = make_player(config, router, split="train", temperature=temperature, model=model)
         async with make_buffer_client(context, f"worker-{index}") as client:
-            _ready(heartbeat)
+            heartbeat.ready()
             await Worker(player, client, config.buffer.group_size, config.rollout.workers).run(stop)
 
 
-def evaluator(label: str) -> Role:
-    """The role that evaluates the version the engines serve and appends the result, called `label`, to `evaluations.json`."""
+async def evaluator(
+    label: str, context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event
+) -> None:
+    """Evaluate the version that the engines serve; append the result, called `label`, to `evaluations.json`."""
+    from ...rollout.evaluation import by_environment, evaluate
+    from .factory import make_player, make_router
 
-    async def evaluate_once(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
-        from ...rollout.evaluation import by_environment, evaluate
-        from .factory import make_player, make_router
-
-        config = context.config
-        async with make_router(context) as router:
-            player = make_player(config, router, split="eval", temperature=config.evaluation.temperature)
-            _ready(heartbeat)
-            result = await run_or_stop(evaluate(player, label, config.evaluation.tasks), stop)
-        append_json(context.dir / "evaluations.json", result)
-        heartbeat.send_message(
-            f"{label}: reward {result.reward_mean:.3f} ± {result.reward_stderr:.3f} over {result.tasks} fresh tasks"
-            f"{by_environment(result)}"
-        )
-
-    return evaluate_once
-
-
-def append_json(path: Path, item: msgspec.Struct) -> None:
-    """Append `item` to the JSON list in a file, atomically."""
-    items = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw]) if path.exists() else []
-    write_atomic(path, msgspec.json.format(msgspec.json.encode([*items, item])))
+    config = context.config
+    async with make_router(context) as router:
+        player = make_player(config, router, split="eval", temperature=config.evaluation.temperature)
+        heartbeat.ready()
+        result = await run_or_stop(evaluate(player, label, config.evaluation.tasks), stop)
+    path = context.dir / "evaluations.json"
+    before = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw]) if path.exists() else []
+    write_atomic(path, msgspec.json.format(msgspec.json.encode([*before, result])))
+    heartbeat.send_message(
+        f"{label}: reward {result.reward_mean:.3f} ± {result.reward_stderr:.3f} over {result.tasks} fresh tasks"
+        f"{by_environment(result)}"
+    )
 
 
 async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
@@ -218,36 +203,34 @@ async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, s
             for tracker in trackers:
                 tracker.log(metrics.version, scalars(msgspec.to_builtins(metrics)))
 
-        canary = make_canary(config, CANARY_TOKENS)
+        canary = make_canary(config)
         checkpoints, longest = context.dir / "checkpoints", config.agent.max_tokens
         loop = TrainingLoop(
             config.learner, backend, client, publisher, joined, checkpoints, canary, report, longest, aux_models
         )
-        state = await loop.run(stop, functools.partial(_ready, heartbeat))
+        state = await loop.run(stop, heartbeat.ready)
         if state.step >= config.learner.steps:
             backend.export(context.dir / "model")
             heartbeat.done()
             await loop.serve(stop)
 
 
-def aux_model(kind: AuxModel) -> Role:
+async def aux_model(
+    kind: AuxModel, context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event
+) -> None:
     """A rank of the placed auxiliary model `kind`, which it serves until it is stopped."""
+    from ...learner.aux_models.service import AuxModelService
+    from .factory import make_critic, make_reference, ranked
 
-    async def serve(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
-        from ...learner.aux_models.service import AuxModelService
-        from .factory import make_critic, make_reference, ranked
-
-        config = ranked(context.config, context.config.learner.aux_models[kind])
-        trained = make_critic(config) if kind == "critic" else None
-        model = trained or make_reference(config)
-        try:
-            address = context.addresses.aux_models[kind][index]
-            service = AuxModelService(context.config.learner, heartbeat.role, address, model, trained)
-            await run_or_stop(service.serve(functools.partial(_ready, heartbeat)), stop)
-        finally:
-            model.close()
-
-    return serve
+    config = ranked(context.config, context.config.learner.aux_models[kind])
+    trained = make_critic(config) if kind == "critic" else None
+    model = trained or make_reference(config)
+    try:
+        address = context.addresses.aux_models[kind][index]
+        service = AuxModelService(context.config.learner, heartbeat.role, address, model, trained)
+        await run_or_stop(service.serve(heartbeat.ready), stop)
+    finally:
+        model.close()
 
 
 async def sft(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:

@@ -25,8 +25,6 @@ from ...weightsync.fleet import ReplicaInfo, ReplicaReport, following_fleet
 from ..resources import ranks_of
 from ..run_context import RunContext
 
-CLIENT_FACTORY = "SLIPSTREAM_BUFFER_CLIENT"  # see `make_buffer_client`
-
 if TYPE_CHECKING:
     import torch
 
@@ -41,6 +39,8 @@ if TYPE_CHECKING:
     from ...rollout.router import Router
     from ...weightsync.publisher import Publisher
 
+CLIENT_FACTORY = "SLIPSTREAM_BUFFER_CLIENT"  # see `make_buffer_client`
+CANARY_TOKENS = 32  # whose log-probs verify a push: long enough to reach every kernel, short enough to cost nothing
 BUCKET_BYTES = 64 << 20  # largest bucket of tensors in a weight broadcast; the receiver holds one next to its KV cache
 
 
@@ -242,12 +242,12 @@ def make_demonstrations(config: SftConfig) -> Iterator[Demonstration]:
             yield f"env: task {index} of {part.name}", *demonstration
 
 
-def make_canary(config: Config, length: int) -> Sequence[int]:
-    """A fixed prompt of at most `length` arbitrary ids."""
+def make_canary(config: Config) -> Sequence[int]:
+    """A fixed prompt of at most `CANARY_TOKENS` arbitrary ids."""
     from ...learner.model import vocabulary_size
 
     vocabulary, rng = vocabulary_size(config.model.path), random.Random(0)
-    return [rng.randrange(vocabulary) for _ in range(min(length, config.agent.max_tokens - 1))]
+    return [rng.randrange(vocabulary) for _ in range(min(CANARY_TOKENS, config.agent.max_tokens - 1))]
 
 
 @contextlib.asynccontextmanager

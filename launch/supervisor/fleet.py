@@ -46,15 +46,12 @@ class FleetState:
         return [f"engine-{i}" for i in range(first, self._next)]
 
     def join(self, name: str, url: str) -> None:
-        """A new replica, whose process is about to start."""
         self._replace([*self.fleet.replicas, ReplicaInfo(name, url)])
 
     def answers(self, name: str, incarnation: int) -> None:
-        """Its process has answered for the first time."""
         self._change(name, incarnation, answers=True)
 
     def served(self, name: str, version: int, incarnation: int) -> None:
-        """It is verified to serve `version`."""
         self._change(name, incarnation, state="serving", version=version, answers=True)
 
     def lost(self, name: str, incarnation: int) -> None:
@@ -62,7 +59,6 @@ class FleetState:
         self._change(name, incarnation, state="starting", version=None)
 
     def died(self, name: str) -> None:
-        """Its process has ended; another may follow."""
         info = self.fleet.replica(name)
         if info is not None:
             later = info.incarnation + 1

@@ -92,7 +92,6 @@ class HealthMonitor:
         self._watchdog = WaitWatchdog()
 
     async def listen(self, server: RpcServer[RoleSignal]) -> None:
-        """Take the roles' signals until cancelled."""
         while True:
             for request in server.requests():
                 self._receive(request.message)

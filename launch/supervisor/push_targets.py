@@ -53,11 +53,9 @@ class PushTargets:
                 self._close(entry[1])
 
     def served(self, name: str, version: int) -> None:
-        """A replica is verified to serve `version`."""
         self._send(name, version, 0, "")
 
     def lost(self, name: str, why: str) -> None:
-        """A push did not reach a replica."""
         missed = self._reports[name].missed_pushes if name in self._reports else 0
         self._send(name, None, missed + 1, why)
 

@@ -140,7 +140,6 @@ class ReplicaManager:
         self._spawn(self._watch(role))
 
     async def _watch(self, role: RoleProcess) -> None:
-        """From its first process to the end of its last."""
         try:
             await self.processes.watch([role])
         except (RoleDied, ConfigError) as error:
@@ -158,7 +157,6 @@ class ReplicaManager:
                 self._state.served(name, 0, info.incarnation)
 
     async def _retire(self, info: ReplicaInfo, role: RoleProcess) -> None:
-        """Abort its requests, then end it."""
         if role.ready.is_set():
             try:
                 await self._abort_requests(info)
