@@ -35,7 +35,7 @@ def render_demonstration(
     assistant, or the assistant speaks twice in a row."""
     if not messages or messages[0].role != "assistant" or messages[-1].role != "assistant":
         raise PolicyError("a demonstration must begin and end with the assistant")
-    tools = to_tools(opening.tools) or None
+    tools = to_tools(opening.tools)
     history, pending = list(opening.messages), list[Message]()
     token_ids = renderer.render_ids(to_chat(history), tools=tools, add_generation_prompt=True)
     loss_mask = [False] * len(token_ids)

@@ -92,9 +92,7 @@ class Session:
         branch = self._extend(messages, tuple(tools)) or self._open(messages, tuple(tools))
         prompt = list(branch.token_ids)
         completion = await self._complete(branch)
-        parsed = self._renderer.parse_response(
-            list(completion.token_ids), tools=to_tools(tools) or None, prompt_ids=prompt
-        )
+        parsed = self._renderer.parse_response(list(completion.token_ids), tools=to_tools(tools), prompt_ids=prompt)
         reply = _message(parsed, call_prefix=f"{len(self.branches)}.{len(branch.turns)}")
         branch.history = [*messages, reply]
         return reply
@@ -157,13 +155,8 @@ class Session:
             if not seen or tools != branch.tools or list(messages[:seen]) != branch.history:
                 continue
             start = branch.turns[-1].start
-            bridged = self._renderer.bridge_to_next_turn(
-                branch.token_ids[:start],
-                branch.token_ids[start:],
-                to_chat(messages[seen:]),
-                tools=to_tools(tools) or None,
-            )
-            size = len(branch.token_ids)
+            sampled, size, new = branch.token_ids[start:], len(branch.token_ids), to_chat(messages[seen:])
+            bridged = self._renderer.bridge_to_next_turn(branch.token_ids[:start], sampled, new, tools=to_tools(tools))
             if bridged is None or bridged.token_ids[:size] != branch.token_ids:
                 return None
             self._require_room(len(bridged.token_ids))
@@ -172,7 +165,7 @@ class Session:
         return None
 
     def _open(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...]) -> Branch:
-        prompt = self._renderer.render_ids(to_chat(messages), tools=to_tools(tools) or None, add_generation_prompt=True)
+        prompt = self._renderer.render_ids(to_chat(messages), tools=to_tools(tools), add_generation_prompt=True)
         self._require_room(len(prompt))
         return self._add_branch(prompt, tools)
 
@@ -205,16 +198,9 @@ class Session:
         if reason == "abort":  # the parts have used up the budget
             reason = "length"
             branch.turns[-1] = Turn(start, end, reason)
-        return Completion(
-            tuple(branch.token_ids[start:]),
-            tuple(branch.logprobs[start:]),
-            tuple(
-                _shifted(msgspec.structs.replace(s, start=max(s.start, start)), -start)
-                for s in branch.version_spans
-                if s.end > start
-            ),
-            reason,
-        )
+        spans = (msgspec.structs.replace(s, start=max(s.start, start)) for s in branch.version_spans if s.end > start)
+        shifted = tuple(_shifted(span, -start) for span in spans)
+        return Completion(tuple(branch.token_ids[start:]), tuple(branch.logprobs[start:]), shifted, reason)
 
 
 def _shifted(span: VersionSpan, by: int) -> VersionSpan:
@@ -230,9 +216,8 @@ def _check(part: Completion, room: int) -> None:
             f"version spans over {len(covered)}; check that its version is supported"
         )
     if not tokens and part.finish_reason != "abort":
-        raise EngineError(
-            f"the engine returned no token but `{part.finish_reason}`; check that its version is supported"
-        )
+        what = f"no token but `{part.finish_reason}`"
+        raise EngineError(f"the engine returned {what}; check that its version is supported")
 
 
 def _message(parsed: ParsedResponse, call_prefix: str) -> Message:
@@ -254,13 +239,13 @@ def to_chat(messages: Sequence[Message]) -> list[ChatMessage]:
     return [_chat(message) for message in messages]
 
 
-def to_tools(tools: Sequence[ToolSpec]) -> list[ChatTool]:
-    """Tools wrapped as `{"type": "function", "function": ...}`, the form in which models were trained on them."""
+def to_tools(tools: Sequence[ToolSpec]) -> list[ChatTool] | None:
+    """Tools wrapped as `{"type": "function", "function": ...}`, the form in which models were trained on them; None for none."""
     wrapped = [
         {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
         for t in tools
     ]
-    return cast(list[ChatTool], wrapped)
+    return cast(list[ChatTool], wrapped) or None
 
 
 def _chat(message: Message) -> ChatMessage:

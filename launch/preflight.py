@@ -230,7 +230,7 @@ def prompt(config: Config) -> str:
     for part in parts:
         opening = asyncio.run(_opening(part, config.rollout.step_s))
         tools = to_tools(opening.tools) if config.agent.kind == "tool_calling" else None
-        tokens = len(renderer.render_ids(to_chat(opening.messages), tools=tools or None, add_generation_prompt=True))
+        tokens = len(renderer.render_ids(to_chat(opening.messages), tools=tools, add_generation_prompt=True))
         if tokens >= room:
             raise ConfigError(
                 f"agent.max_tokens: {room} leaves no room for an answer: the prompt of task 0 of {part.name} has {tokens} tokens; "

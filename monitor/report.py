@@ -89,12 +89,9 @@ def write_report(folder: Path, ledger: Mapping[str, Any] | None = None) -> Repor
 
 @functools.cache
 def _template() -> jinja2.Template:
+    loader, undefined = jinja2.FileSystemLoader(Path(__file__).parent), jinja2.StrictUndefined
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, undefined=undefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"count": count, "duration": duration, "reward": reward, "share": share}
     environment.globals["missing_value"] = MISSING

@@ -160,14 +160,10 @@ class LocalLauncher:
         return self._ports(1)[0]
 
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> ProcessHandle:
+        env, no_input = {**os.environ, **environment, PARENT: str(os.getpid())}, asyncio.subprocess.DEVNULL
         with (self._logs / f"{role}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **environment, PARENT: str(os.getpid())},
-                start_new_session=True,
+                *command, stdin=no_input, stdout=log, stderr=log, env=env, start_new_session=True
             )
         self._started[role].append(LocalProcess(process))
         return self._started[role][-1]

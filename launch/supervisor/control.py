@@ -167,13 +167,9 @@ async def send_command(
     """The supervisor's reply to `command`, sent by `who`. Raises ConfigError if it refuses, DeadlineExceeded if it is silent."""
     client = RpcClient(control.address, who, "the supervisor", Reply, keys=control.keys)
     try:
-        return await client.request(
-            ControlRequest(control.key, command),
-            expected,
-            REPLY_S,
-            waits_for=f"the supervisor, process {control.pid}",
-            hint="is it stopped, the run on another host, or of another version of Slipstream?",
-        )
+        request, waits_for = ControlRequest(control.key, command), f"the supervisor, process {control.pid}"
+        hint = "is it stopped, the run on another host, or of another version of Slipstream?"
+        return await client.request(request, expected, REPLY_S, waits_for=waits_for, hint=hint)
     except RequestRefused as error:
         raise ConfigError(error.reason) from None
     finally:

@@ -94,6 +94,12 @@ async def _until_stopped(role: Role, context: RunContext, index: int, heartbeat:
             following.cancel()
 
 
+def _ready(heartbeat: HeartbeatSender) -> None:
+    """Report that the role works; everything that stays in memory is loaded."""
+    freeze_startup_objects()
+    heartbeat.ready()
+
+
 def become_engine(context: RunContext, index: int, listen: str) -> None:
     """Replace this process by the server of replica `index`, which listens on `host:port`."""
     from ...rollout.engines import registry as servers
@@ -132,7 +138,7 @@ async def buffer(context: RunContext, index: int, heartbeat: HeartbeatSender, st
     stopped.add_done_callback(lambda _: service.stop())
     try:
         async with following_fleet(context.addresses.fleet, lambda fleet: service.mark_served(fleet.version)):
-            await service.serve(heartbeat.ready)
+            await service.serve(functools.partial(_ready, heartbeat))
     finally:
         stopped.cancel()
 
@@ -146,7 +152,7 @@ async def worker(context: RunContext, index: int, heartbeat: HeartbeatSender, st
     async with make_router(context) as router, make_reward(context) as model:
         player = make_player(config, router, split="train", temperature=temperature, model=model)
         async with make_buffer_client(context, f"worker-{index}") as client:
-            heartbeat.ready()
+            _ready(heartbeat)
             await Worker(player, client, config.buffer.group_size, config.rollout.workers).run(stop)
 
 
@@ -160,7 +166,7 @@ async def evaluator(
     config = context.config
     async with make_router(context) as router:
         player = make_player(config, router, split="eval", temperature=config.evaluation.temperature)
-        heartbeat.ready()
+        _ready(heartbeat)
         result = await run_or_stop(evaluate(player, label, config.evaluation.tasks), stop)
     path = context.dir / "evaluations.json"
     before = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw]) if path.exists() else []
@@ -208,7 +214,7 @@ async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, s
         loop = TrainingLoop(
             config.learner, backend, client, publisher, joined, checkpoints, canary, report, longest, aux_models
         )
-        state = await loop.run(stop, heartbeat.ready)
+        state = await loop.run(stop, functools.partial(_ready, heartbeat))
         if state.step >= config.learner.steps:
             backend.export(context.dir / "model")
             heartbeat.done()
@@ -228,7 +234,7 @@ async def aux_model(
     try:
         address = context.addresses.aux_models[kind][index]
         service = AuxModelService(context.config.learner, heartbeat.role, address, model, trained)
-        await run_or_stop(service.serve(heartbeat.ready), stop)
+        await run_or_stop(service.serve(functools.partial(_ready, heartbeat)), stop)
     finally:
         model.close()
 

@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...common.gc import freeze_startup_objects
 from ...common.waits import Wait, current_waits
 from ...rpc.client import RpcNotifier
 from ...weightsync.fleet import ReplicaReport
@@ -102,8 +101,6 @@ class HeartbeatSender:
         self._thread.join(CLOSE_S)
 
     def ready(self) -> None:
-        """Report that the role works; everything that stays in memory is loaded."""
-        freeze_startup_objects()
         self._report(state="ready")
 
     def done(self) -> None:

@@ -213,13 +213,9 @@ class Supervisor:
                 for kind in AUX_MODEL_KINDS
             },
         )
+        pushed = learner is not None
         return RunContext(
-            self.config,
-            addresses,
-            run_dir=str(self.run_dir),
-            backend=self.backend,
-            started_in=os.getcwd(),
-            pushed=learner is not None,
+            self.config, addresses, str(self.run_dir), self.backend, started_in=os.getcwd(), pushed=pushed
         )
 
     def _environment(self, context: RunContext, name: str, placement: Placement) -> dict[str, str]:
@@ -250,19 +246,17 @@ class Supervisor:
         spawn(processes.watch(domain))
         learner = processes.roles["learner-0"]
         engine_s = self.config.rollout.engine.start_s + IMPORT_S
-        await with_deadline(
-            engine_s + self.config.push_s,
-            learner.ready.wait(),
-            who="the supervisor",
-            waits_for="the learner's first version to be served",
-            hint=f"see {self.run_dir}/logs/learner-0.log and engine-0.log",
+        until, logs = functools.partial(with_deadline, who="the supervisor"), self.run_dir / "logs"
+        first_s, waits_for = engine_s + self.config.push_s, "the learner's first version to be served"
+        await until(
+            first_s, learner.ready.wait(), waits_for=waits_for, hint=f"see {logs}/learner-0.log and engine-0.log"
         )
         evaluates = self.config.evaluation.tasks > 0
         if evaluates and not (self.run_dir / "evaluations.json").exists():
             await self._evaluate("warm start")
         for role in processes.of_kind("reward"):
-            hint, waits_for = f"see {self.run_dir}/logs/reward.log", "the reward server to answer"
-            await with_deadline(engine_s, role.ready.wait(), who="the supervisor", waits_for=waits_for, hint=hint)
+            waits_for = "the reward server to answer"
+            await until(engine_s, role.ready.wait(), waits_for=waits_for, hint=f"see {logs}/reward.log")
         for role in processes.of_kind("worker"):
             await processes.start(role)
             spawn(processes.watch([role]))
