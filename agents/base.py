@@ -19,14 +19,12 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """The n tokens that an engine sampled after a prompt, the stop token included if there was one, with n log-probs in nats under
-    the distribution that was sampled from. `version_spans` are half-open ranges that cover the n tokens in order. `finish_reason`
-    is `abort` when the request was interrupted and may be continued."""
+    """The n tokens that an engine sampled after a prompt, the stop token included if there was one."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    version_spans: tuple[VersionSpan, ...]
-    finish_reason: FinishReason
+    logprobs: tuple[float, ...]  # in nats, under the distribution that was sampled from
+    version_spans: tuple[VersionSpan, ...]  # half-open ranges that cover the n tokens in order
+    finish_reason: FinishReason  # `abort`: the request was interrupted and may be continued
 
 
 Generate = Callable[[Sequence[int], int], Awaitable[Completion]]

@@ -29,10 +29,8 @@ def load_agent(kind: str) -> Agent:
 
 def load_renderer(name: str, tokenizer: Any, *, thinking: bool) -> Renderer:
     """The chat format `name` over `tokenizer` (a transformers tokenizer); `thinking` applies to formats with such a switch.
-    Sampled thinking stays in the context of later turns: the policy saw it when it acted.
-
-    Raises ConfigError naming `agent.renderer`: an unknown name, or a tokenizer without the special tokens of that format.
-    """
+    Sampled thinking stays in the context of later turns: the policy saw it when it acted. Raises ConfigError naming
+    `agent.renderer` where the name is unknown, or the tokenizer has not the special tokens of that format."""
     try:
         config = config_from_name(name)
     except ValueError as error:

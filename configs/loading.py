@@ -52,11 +52,9 @@ def presets() -> tuple[str, ...]:
 def load(
     path_or_preset: str, overrides: Sequence[str] = (), schema: type[C] = Config, notice: Notice = lambda line: None
 ) -> C:
-    """Read a YAML file or a preset, apply overrides such as `buffer.max_staleness=4`, check everything. `schema` is `SftConfig` for
-    a config that also has the section `sft`. `notice` receives a line for each section whose kind changed and lost settings.
-
-    Raises ConfigError in one line, naming the key, the value and what is allowed.
-    """
+    """Read a YAML file or a preset, apply overrides such as `buffer.max_staleness=4`, check everything. `schema` is `SftConfig`
+    for a config that also has the section `sft`; `notice` receives a line for each section whose kind changed and lost settings.
+    Raises ConfigError in one line, naming the key, the value and what is allowed."""
     top = root(schema)
     data = _read(path_or_preset, top, notice, ())
     for keys, text in sorted(map(_parse_override, overrides), key=lambda o: (len(o[0]), o[0][-1] != "kind")):

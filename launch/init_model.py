@@ -48,18 +48,16 @@ INITIALIZER_RANGE = 0.08  # about 1 / sqrt(hidden); with the usual 0.02 so narro
 
 
 class TinyModelShape(msgspec.Struct, frozen=True):
-    """A Qwen3 decoder with tied embeddings; the defaults have about a million parameters. `heads` query heads of `head_dim` each;
-    `intermediate` is the width of the gated MLP; `context` is the number of positions the model declares; at most `vocabulary`
-    tokens are learned, and the model has as many as were, rounded up to a multiple of 64."""
+    """A Qwen3 decoder with tied embeddings; the defaults have about a million parameters."""
 
     hidden: int = 192
     layers: int = 2
-    heads: int = 6
+    heads: int = 6  # of queries
     kv_heads: int = 6
     head_dim: int = 32
-    intermediate: int = 512
-    context: int = 2048
-    vocabulary: int = 1024
+    intermediate: int = 512  # width of the gated MLP
+    context: int = 2048  # positions that the model declares
+    vocabulary: int = 1024  # most tokens to learn; the model has those that were, rounded up to a multiple of 64
 
 
 def init_model(
@@ -71,11 +69,9 @@ def init_model(
     shape: TinyModelShape = TinyModelShape(),  # noqa: B008  (frozen)
     samples: int = 512,
 ) -> int:
-    """Write a randomly initialized model and its tokenizer into `directory`, which is created; returns the number of parameters.
-    The demonstrations of `sources`, `samples` of each, train the tokenizer, in the chat format of `agent`.
-
-    Raises ConfigError where `directory` is not empty, or the chat format does not fit a Qwen3 tokenizer.
-    """
+    """Write a randomly initialized model and its tokenizer, which the demonstrations of `sources` train, `samples` of each, in the
+    chat format of `agent`; returns the number of parameters. Raises ConfigError where `directory` is not empty, or the chat format
+    does not fit a Qwen3 tokenizer."""
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} is not empty; name a new folder for the model")
     byte_tokenizer = _hugging_face_tokenizer(_byte_level(), shape.context)

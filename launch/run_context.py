@@ -22,28 +22,25 @@ ROLE = "SLIPSTREAM_ROLE"
 
 
 class Addresses(msgspec.Struct, frozen=True):
-    """Where the processes listen: ZeroMQ addresses of the supervisor (heartbeats), the fleet snapshots, the buffer and the ranks
-    of each placed auxiliary model by its kind; the host of learner rank 0, the rendezvous of a push; the URL of the reward server,
-    if there is one."""
+    """Where the processes listen: hosts, and addresses of ZeroMQ."""
 
-    supervisor: str
-    fleet: str
+    supervisor: str  # for heartbeats
+    fleet: str  # the fleet snapshots
     buffer: str
-    learner_host: str
-    reward: str = ""
-    aux_models: dict[str, tuple[str, ...]] = {}
+    learner_host: str  # of rank 0, the rendezvous of a push
+    reward: str = ""  # URL of the reward server, if there is one
+    aux_models: dict[str, tuple[str, ...]] = {}  # the ranks of each placed auxiliary model, by its kind
 
 
 class RunContext(msgspec.Struct, frozen=True):
-    """A run, for its processes. `backend` is of collectives between learner and replicas; `started_in` is the folder that the run
-    was started from; `pushed` tells whether a learner pushes versions: else engines serve what they loaded, as version 0."""
+    """A run, for its processes."""
 
     config: Config
     addresses: Addresses
     run_dir: str
-    backend: Literal["gloo", "nccl"]
-    started_in: str
-    pushed: bool
+    backend: Literal["gloo", "nccl"]  # of collectives between learner and replicas
+    started_in: str  # the folder that the run was started from
+    pushed: bool  # a learner pushes versions; without one engines serve what they loaded, as version 0
 
     @property
     def dir(self) -> Path:

@@ -26,10 +26,8 @@ DISTINCT_TRACEBACKS = 1000  # distinct tracebacks that a handler remembers; it f
 
 
 class _Handler(logging.Handler):
-    """Logs a traceback once. Its repetitions are lines without it, at powers of two, with their number: 2nd, 4th, 8th, ...
-
-    Two tracebacks are equal where the types of the errors and the lines of code are; messages may differ.
-    """
+    """Logs a traceback once; its repetitions are lines without it, at powers of two, with their number: 2nd, 4th, 8th, ... Two
+    tracebacks are equal where the types of the errors and the lines of code are; messages may differ."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

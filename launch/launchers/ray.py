@@ -120,12 +120,9 @@ class RayBundle(msgspec.Struct, frozen=True):
 
 
 class RayLauncher:
-    """Places roles on the cluster that `RAY_ADDRESS` names, or on a Ray that it starts here and stops again.
-
-    Every role takes one CPU; in a Ray started here roles that are placed later take none: there a CPU is only a number. With
-    `many_hosts` they spread over the cluster and listen on node addresses, else they are on this node, on loopback. `logs` and
-    `first_port` are as in `LocalLauncher`.
-    """
+    """Places roles on the cluster that `RAY_ADDRESS` names, or on a Ray that it starts here and stops again; over `many_hosts` of
+    the cluster, else on this node and on loopback. Every role takes one CPU; in a Ray started here roles that are placed later
+    take none: there a CPU is only a number."""
 
     def __init__(self, logs: Path, first_port: int, *, many_hosts: bool) -> None:
         self.host = "127.0.0.1"

@@ -40,14 +40,13 @@ T = TypeVar("T")
 
 
 class ControlAddress(msgspec.Struct, frozen=True):
-    """What `control.json` holds: the supervisor's pid, the ZeroMQ addresses of the channel and of the fleet's snapshots, the key
-    that a request must contain, and the CURVE keys of the run, where it has any."""
+    """What `control.json` holds."""
 
-    pid: int
+    pid: int  # of the supervisor
     address: str
-    fleet: str
-    key: str
-    keys: Keys | None = None
+    fleet: str  # address of the fleet's snapshots
+    key: str  # what a request must contain
+    keys: Keys | None = None  # CURVE keys of the run, where it has any
 
 
 class AddReplicas(msgspec.Struct, frozen=True, tag=True):

@@ -31,18 +31,13 @@ FRAMES = 3  # innermost frames that show where a loop is blocked: enough to reac
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """What a role is doing; a later heartbeat replaces an earlier one.
-
-    `waits` are its oldest waits, one of each kind. `done` is a role that serves until it is stopped, its work finished. `stuck_at`
-    is where its event loop has been blocked for a beat or longer, which is no sign of life. `replicas` is what the learner's rank
-    0 knows.
-    """
+    """What a role is doing; a later heartbeat replaces an earlier one."""
 
     role: str
-    waits: tuple[Wait, ...] = ()
-    state: Literal["starting", "ready", "done"] = "starting"
-    stuck_at: str = ""
-    replicas: tuple[ReplicaReport, ...] = ()
+    waits: tuple[Wait, ...] = ()  # its oldest, one of each kind
+    state: Literal["starting", "ready", "done"] = "starting"  # `done`: its work is finished, it serves until stopped
+    stuck_at: str = ""  # where its event loop has been blocked for a beat or longer, which is no sign of life
+    replicas: tuple[ReplicaReport, ...] = ()  # what the learner's rank 0 knows of them
 
 
 class StepSummary(msgspec.Struct, frozen=True):

@@ -46,45 +46,31 @@ TRANSIENT = re.compile(
 
 @dataclass
 class RoleProcess:
-    """One role as the supervisor sees it.
-
-    Attributes:
-        probe: URL and path at which a server that sends no heartbeats answers while it is well; None for the other roles.
-        on_ready, on_end: called when the process answers its first probe, and when a process has ended.
-        deadline: when silence means that the process hangs; infinite while nothing is expected of it.
-        last_seen: time of the last sign of life; the start counts.
-        waits, stuck_at: as the role reported at `waits_at`.
-        error: why the process ends, as it reported or as the supervisor decided; `expected` unless it is an unforeseen exception.
-        stopping: it was asked to end and is not restarted.
-        changing: held while a process is started or ended.
-        log_start: size of the role's log when the process was started.
-        served: whether this process served a version; None where no versions are pushed to it.
-        previous_error: of the process before this one, if that did no work.
-    """
+    """One role as the supervisor sees it."""
 
     name: str
     environment: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
-    probe: tuple[str, str] | None = None
-    on_ready: Callable[[], None] = lambda: None
-    on_end: Callable[[], None] = lambda: None
+    probe: tuple[str, str] | None = None  # URL and path at which a server without heartbeats answers while it is well
+    on_ready: Callable[[], None] = lambda: None  # its process has answered the first probe
+    on_end: Callable[[], None] = lambda: None  # its process has ended
     process: ProcessHandle | None = None
     exit_status: int | None = None
     restarts: int = 0
-    deadline: float = float("inf")
-    last_seen: float = 0.0
-    waits: tuple[Wait, ...] = ()
+    deadline: float = float("inf")  # when silence means that the process hangs; infinite while nothing is expected
+    last_seen: float = 0.0  # time of the last sign of life; the start counts
+    waits: tuple[Wait, ...] = ()  # as the role reported at `waits_at`
     waits_at: float = 0.0
     stuck_at: str = ""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    error: str = ""
-    expected: bool = False
-    stopping: bool = False
-    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    log_start: int = 0
-    served: bool | None = None
-    previous_error: str = ""
+    error: str = ""  # why the process ends, as it reported or as the supervisor decided
+    expected: bool = False  # the error is not an unforeseen exception
+    stopping: bool = False  # it was asked to end and is not restarted
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a process is started or ended
+    log_start: int = 0  # size of the role's log when the process was started
+    served: bool | None = None  # whether this process served a version; None where no versions are pushed to it
+    previous_error: str = ""  # of the process before this one, if that did no work
 
     @property
     def kind(self) -> str:

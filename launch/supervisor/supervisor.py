@@ -63,11 +63,9 @@ Plan = Callable[[Spawn], Coroutine[Any, Any, None]]  # starts roles in order and
 
 @dataclass
 class Supervisor:
-    """One run: `train` to the learner's last step, `evaluate` the model in `model.path`, or `fine_tune` it.
-
-    All raise RoleDied where a role cannot be restarted any more, ConfigError where a role found its config to be wrong (both for a
-    replica only if none is left), and Interrupted where SIGINT, SIGTERM or SIGHUP came.
-    """
+    """One run: `train` to the learner's last step, `evaluate` the model in `model.path`, or `fine_tune` it. All raise RoleDied
+    where a role cannot be restarted any more, ConfigError where a role found its config to be wrong (both for a replica only if
+    none is left), and Interrupted where SIGINT, SIGTERM or SIGHUP came."""
 
     config: Config
     run_dir: Path
