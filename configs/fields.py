@@ -92,16 +92,13 @@ MODULES = (schema, algorithm, backends, reward, sft)  # where sections are decla
 def docstrings() -> dict[str, dict[str, str]]:
     """Class name -> field name -> the string under that field."""
     found: dict[str, dict[str, str]] = {}
-    for node in (node for module in MODULES for node in ast.parse(inspect.getsource(module)).body):
-        if not isinstance(node, ast.ClassDef):
-            continue
+    nodes = (node for module in MODULES for node in ast.parse(inspect.getsource(module)).body)
+    for node in (node for node in nodes if isinstance(node, ast.ClassDef)):
         fields = found.setdefault(node.name, {})
-        for here, after in zip(node.body, node.body[1:], strict=False):
-            match here, after:
+        for pair in zip(node.body, node.body[1:], strict=False):
+            match pair:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as text)):
                     fields[name] = inspect.cleandoc(text)
-                case _:
-                    continue
     return found
 
 
@@ -119,17 +116,15 @@ def describe(config: Config) -> list[FieldDoc]:
 
 
 def _describe(section: msgspec.Struct, prefix: str) -> Iterator[FieldDoc]:
-    docs = docs_of(type(section))
-    for field in _fields(section):
-        key, value = prefix + field.name, getattr(section, field.name)
+    (kind,) = variants(reflect.type_info(type(section)))
+    for field in kind.fields:
+        doc, value = _field_doc(kind, field, prefix), getattr(section, field.name)
         if not isinstance(value, msgspec.Struct):
-            yield FieldDoc(key, type_text(field.type), _value_text(value), docs[field.name])
+            yield structs.replace(doc, value=_value_text(value))
             continue
-        tag = value.__struct_config__.tag
-        if tag is not None:
-            allowed = "one of " + ", ".join(str(v.tag) for v in variants(field.type))
-            yield FieldDoc(f"{key}.{value.__struct_config__.tag_field}", allowed, str(tag), docs[field.name])
-        yield from _describe(value, key + ".")
+        if (tag := value.__struct_config__.tag) is not None:
+            yield structs.replace(doc, value=str(tag))
+        yield from _describe(value, f"{prefix}{field.name}.")
 
 
 @functools.cache
@@ -167,10 +162,6 @@ def _field_doc(section: reflect.StructType, field: reflect.Field, prefix: str) -
         return FieldDoc(f"{key}.{below[0].tag_field}", f"one of {tags}", str(default_tag(field)), doc)
     default = field.default_factory() if field.default is msgspec.NODEFAULT and not field.required else field.default
     return FieldDoc(key, type_text(field.type), "(required)" if field.required else _value_text(default), doc)
-
-
-def _fields(section: msgspec.Struct) -> tuple[reflect.Field, ...]:
-    return variants(reflect.type_info(type(section)))[0].fields
 
 
 def _value_text(value: object) -> str:
