@@ -33,8 +33,6 @@ class Addresses(msgspec.Struct, frozen=True):
 
 
 class RunContext(msgspec.Struct, frozen=True):
-    """A run, for its processes."""
-
     config: Config
     addresses: Addresses
     run_dir: str

@@ -1,7 +1,5 @@
 """The lock of a run folder: one command at a time, and other commands can see whether there is one.
-
-Invariants:
-- The kernel releases the lock when the process that holds it ends, for whatever reason. A pid in a file could be stale.
+The kernel releases it when the process that holds it ends, for whatever reason. A pid in a file could be stale.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ def run_lock(run_dir: Path) -> Iterator[None]:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a command holds the lock now."""
     try:
         with (run_dir / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

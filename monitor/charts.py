@@ -78,7 +78,6 @@ Draw = Callable[[Axes], None]
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    """Write the figure on the light theme's background."""
     with matplotlib.rc_context(_STYLE):
         figure.savefig(path, format="png", dpi=160, facecolor=COLORS["surface"])
 

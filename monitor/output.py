@@ -31,7 +31,6 @@ def open_console(*, stderr: bool = False) -> Console:
 
 
 def print_line(text: str) -> None:
-    """Print one line on stdout at once."""
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()

@@ -47,7 +47,6 @@ A first run on a laptop, from a random model to an evaluated policy:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
     try:
         words = sys.argv[1:] if arguments is None else arguments
         parser = make_parser(words[0] if words else "")

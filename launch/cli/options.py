@@ -24,8 +24,6 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class CommandTable:
-    """The subcommands of one parser."""
-
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._parsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
 

@@ -33,8 +33,6 @@ KILL_S = 10.0  # how long a process may take to end after SIGKILL, while the ker
 
 
 class ProcessHandle(Protocol):
-    """The process of a role."""
-
     pid: int
 
     async def wait(self) -> int:

@@ -101,7 +101,6 @@ def _ready(heartbeat: HeartbeatSender) -> None:
 
 
 def become_engine(context: RunContext, index: int, listen: str) -> None:
-    """Replace this process by the server of replica `index`, which listens on `host:port`."""
     from ...rollout.engines import registry as servers
 
     host, _, port = listen.rpartition(":")

@@ -80,7 +80,6 @@ def make_buffer_client(context: RunContext, name: str) -> BufferClient:
 
 @contextlib.asynccontextmanager
 async def make_router(context: RunContext) -> AsyncIterator[Router]:
-    """A router that follows the fleet."""
     from ...rollout.router import Router
 
     rollout = context.config.rollout

@@ -46,8 +46,6 @@ TRANSIENT = re.compile(
 
 @dataclass
 class RoleProcess:
-    """One role as the supervisor sees it."""
-
     name: str
     environment: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
@@ -251,7 +249,6 @@ def last_error(log_file: Path, start: int = 0) -> str:
 
 
 def describe(status: int | None) -> str:
-    """An exit status in words."""
     if status is None:
         return "running"
     if status < 0:

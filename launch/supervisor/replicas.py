@@ -40,8 +40,6 @@ Spawn = Callable[[Coroutine[Any, Any, None]], Task[None]]
 
 @dataclass
 class ReplicaManager:
-    """The engines of a run."""
-
     processes: ProcessManager
     launcher: Launcher
     publish: Callable[[Fleet], None]  # sends a fleet to its subscribers

@@ -121,7 +121,6 @@ class Supervisor:
             self.view.event("interrupted: waiting for the processes to end; interrupt again to end them at once")
 
     async def _run(self, names: Sequence[str], plan: Plan) -> None:
-        """Carry out `plan` with the roles `names`, and all services of the supervisor."""
         loop = asyncio.get_running_loop()
         signals = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
