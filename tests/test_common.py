@@ -119,13 +119,15 @@ for number in range(10**9):
 def test_a_reader_never_sees_a_part_of_it(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "begun\n"
-        for _ in range(300):
-            data = path.read_bytes()
-            assert len(data) == 200_000
-            assert len(set(data)) == 1
-        writer.kill()
+        try:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "begun\n"
+            for _ in range(300):
+                data = path.read_bytes()
+                assert len(data) == 200_000
+                assert len(set(data)) == 1
+        finally:
+            writer.kill()
     assert len(path.read_bytes()) == 200_000
     write_atomic(path, b"after a crash")
     assert os.listdir(tmp_path) == ["file"]
