@@ -33,8 +33,8 @@ async def answer(engine: ScriptedEngine) -> None:
         call = await engine.calls.get()
         version = engine.serves or 0
         call.grow(40, version=version)
-        say = functools.partial(call.say, 40, 41, 42, version=version)
-        asyncio.get_running_loop().call_later(ANSWER_S, lambda c=call, say=say: c.answer.done() or say())
+        complete = functools.partial(call.complete, 40, 41, 42, version=version)
+        asyncio.get_running_loop().call_later(ANSWER_S, lambda c=call, complete=complete: c.answer.done() or complete())
 
 
 async def follow(client: BufferClient, router: Router, engine: ScriptedEngine) -> None:
@@ -48,8 +48,8 @@ async def follow(client: BufferClient, router: Router, engine: ScriptedEngine) -
 async def work(address: str, name: str, policy: str) -> None:
     made: list[ScriptedEngine] = []
 
-    def make_engine(seat: ReplicaInfo) -> ScriptedEngine:
-        made.append(ScriptedEngine(seat))
+    def make_engine(replica_info: ReplicaInfo) -> ScriptedEngine:
+        made.append(ScriptedEngine(replica_info))
         return made[-1]
 
     renderer = load_renderer("qwen3", load_tokenizer(policy), thinking=False)

@@ -36,7 +36,7 @@ class Played:
     member: int
     worker: str
     tokens: Counter[int] = field(default_factory=Counter)
-    told: Counter[int] = field(default_factory=Counter)
+    reported: Counter[int] = field(default_factory=Counter)
     kept: Counter[int] = field(default_factory=Counter)
     where: str = "in_flight"  # or "ready", or why it was discarded
     settled: bool = False
@@ -127,7 +127,7 @@ class Model:
         books: dict[int, Counter[str]] = defaultdict(Counter)
         for e in self.episodes.values():
             team = self.teams[e.group]
-            for version, tokens in e.told.items():
+            for version, tokens in e.reported.items():
                 books[version]["generated"] += tokens
                 kept = e.kept[version] if e.where == "ready" else 0
                 books[version]["unused" if e.where == "ready" else e.where] += tokens - kept
@@ -165,11 +165,11 @@ class Model:
         return ids
 
     def reported(self, worker: str, episodes: list[str], end: float) -> list[str]:
-        """A worker told of all that it sampled; returns the episodes that nobody waits for."""
+        """A worker told of all that it sampled; returns the episodes to cancel."""
         for name in episodes:
             e, team = self.episodes[name], self.teams[self.episodes[name].group]
             if not e.settled:
-                e.told = Counter(e.tokens)
+                e.reported = Counter(e.tokens)
             if e.where == "in_flight" and e.worker == worker:
                 team.lease = worker, end
         return [name for name in episodes if self.episodes[name].settled or self.episodes[name].where != "in_flight"]
@@ -179,7 +179,7 @@ class Model:
         e = self.episodes[name]
         if e.settled:
             return False
-        team, e.told, e.settled = self.teams[e.group], Counter(e.tokens), True
+        team, e.reported, e.settled = self.teams[e.group], Counter(e.tokens), True
         if e.where != "in_flight":
             return False
         earlier = sum(o.where == f"failed_{failure}" for o in self.of(e.group) if o.member == e.member and o.settled)

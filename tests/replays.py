@@ -35,8 +35,8 @@ def replay_of(
     return replay
 
 
-def lease_of(replay: Replay, worker: str = "a", now: float = 0.0, wish: str = "") -> Lease:
-    lease = replay.leases.grant(worker, now, wish)
+def lease_of(replay: Replay, worker: str = "a", now: float = 0.0, lease_request: str = "") -> Lease:
+    lease = replay.leases.grant(worker, now, lease_request)
     assert lease is not None
     return lease
 

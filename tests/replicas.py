@@ -41,14 +41,14 @@ def logprobs(model: torch.nn.Module, token_ids: Sequence[int]) -> list[float]:
 
 
 class LocalReplica:
-    """A replica whose ranks are `Staging` objects of this process. `journal` collects (name, what happened)."""
+    """A replica whose ranks are `Staging` objects of this process. `call_log` collects (name, what happened)."""
 
-    def __init__(self, name: str, journal: list[tuple[str, str]] | None = None, *, ranks: int = 1) -> None:
+    def __init__(self, name: str, call_log: list[tuple[str, str]] | None = None, *, ranks: int = 1) -> None:
         self.name = name
         self.ranks = ranks
         self.scores_paused = False
         self.model = make_model(0)
-        self.journal = [] if journal is None else journal
+        self.call_log = [] if call_log is None else call_log
         self.paused = False
         self.served: int | None = None
         self.load: Callable[[dict[str, torch.Tensor]], object] = self.model.load_state_dict
@@ -59,7 +59,7 @@ class LocalReplica:
             raise WeightSyncError(f"the model has no {plan.names[0]}")
 
     def _note(self, what: str) -> None:
-        self.journal.append((self.name, what))
+        self.call_log.append((self.name, what))
 
     async def pause(self, mode: str) -> None:
         self.paused = True
@@ -109,8 +109,8 @@ class Outliving(LocalReplica):
     then changes the version; with `refuses` it fails there. While it is not paused, `sampling` notes what each token is drawn from
     and how it is labelled, in `sampled`."""
 
-    def __init__(self, name: str, journal: list[tuple[str, str]] | None = None) -> None:
-        super().__init__(name, journal)
+    def __init__(self, name: str, call_log: list[tuple[str, str]] | None = None) -> None:
+        super().__init__(name, call_log)
         self.go_on = asyncio.Event()
         self.loading = asyncio.Event()
         self.refuses = False

@@ -30,18 +30,18 @@ class Call:
         self.grown = EMPTY
         self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
-    def say(self, *tokens: int, version: int = 0, reason: FinishReason = "stop") -> None:
-        self.answer.set_result(said(*tokens, version=version, reason=reason))
+    def complete(self, *tokens: int, version: int = 0, reason: FinishReason = "stop") -> None:
+        self.answer.set_result(completion_of(*tokens, version=version, reason=reason))
 
     def grow(self, *tokens: int, version: int = 0) -> None:
         """These tokens of the answer have arrived."""
-        self.grown = said(*tokens, version=version, reason="abort")
+        self.grown = completion_of(*tokens, version=version, reason="abort")
 
     def fail(self, error: Exception) -> None:
         self.answer.set_exception(error)
 
 
-def said(*tokens: int, version: int = 0, reason: FinishReason = "stop") -> Completion:
+def completion_of(*tokens: int, version: int = 0, reason: FinishReason = "stop") -> Completion:
     spans = (VersionSpan(0, len(tokens), version),) if tokens else ()
     return Completion(tokens, (-0.5,) * len(tokens), spans, reason)
 
@@ -52,16 +52,16 @@ class ScriptedEngine:
     ranks = 1
     scores_paused = False
 
-    def __init__(self, seat: ReplicaInfo) -> None:
-        self.name = seat.name
-        self.seat = seat
+    def __init__(self, replica_info: ReplicaInfo) -> None:
+        self.name = replica_info.name
+        self.replica_info = replica_info
         self.calls: asyncio.Queue[Call] = asyncio.Queue()
         self.open: list[Call] = []
         self.up = asyncio.Event()
         self.up.set()
         self.computes = asyncio.Event()
         self.computes.set()
-        self.serves: int | None = seat.version
+        self.serves: int | None = replica_info.version
         self.probes = 0
         self.probed = asyncio.Event()
         self.closed = asyncio.Event()
@@ -88,7 +88,7 @@ class ScriptedEngine:
         finally:
             self.open.remove(call)
 
-    def die(self, partial: Callable[[Call], Completion] = lambda call: said(reason="abort")) -> None:
+    def die(self, partial: Callable[[Call], Completion] = lambda call: completion_of(reason="abort")) -> None:
         """Break every connection, and answer no probe."""
         self.up.clear()
         for call in self.open:

@@ -104,7 +104,7 @@ def main() -> int:
     with Background(*arguments) as going:
         threading.Thread(target=_keep_versions, args=(run / "weights", history, stop), daemon=True).start()
         going.until_step(1)
-        told = _torment(going, run, 60 * options.minutes, options.every)
+        reported = _inject_faults(going, run, 60 * options.minutes, options.every)
         stopped = time.time()
         going.process.send_signal(signal.SIGINT)
         output = going.output()
@@ -119,8 +119,8 @@ def main() -> int:
         problems.append(f"{max(gaps):.1f} s without a step")
     if sum(gaps) / len(gaps) > PUSH_S:
         problems.append(f"a push every {sum(gaps) / len(gaps):.1f} s only")
-    problems += _accounts(run, told) + _spans(run, history, policy, told)
-    told |= {
+    problems += _accounts(run, reported) + _spans(run, history, policy, reported)
+    reported |= {
         "engine": options.engine,
         "minutes": (time.monotonic() - began) / 60,
         "steps": len(rows),
@@ -129,7 +129,7 @@ def main() -> int:
         "canary_max_nats": max(row["canary"] for row in rows),
         "problems": problems,
     }
-    sys.stdout.write(json.dumps(told, indent=2) + "\n")
+    sys.stdout.write(json.dumps(reported, indent=2) + "\n")
     return 1 if problems else 0
 
 
@@ -146,7 +146,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-def _torment(going: Background, run: Path, seconds: float, every: float) -> dict[str, object]:
+def _inject_faults(going: Background, run: Path, seconds: float, every: float) -> dict[str, object]:
     """Kill and add by turns; what was done."""
     pick, began, killed, added = random.Random(0), time.monotonic(), [], 0
     turn = 0
@@ -158,8 +158,8 @@ def _torment(going: Background, run: Path, seconds: float, every: float) -> dict
             added += 1
         else:
             there = json.loads(slipstream("replicas", str(run), "list", "--json").stdout)
-            serving = [seat for seat in there if seat["state"] == "serving"]
-            if len(serving) > 1:  # the last one may not be killed for good: nobody would be left
+            serving = [replica_info for replica_info in there if replica_info["state"] == "serving"]
+            if len(serving) > 1:  # the last one may not be killed for good: none would be left
                 victim = pick.choice(serving)
                 os.killpg(victim["pid"], signal.SIGKILL)
                 killed.append(victim["name"])
@@ -180,7 +180,7 @@ def _keep_versions(weights: Path, history: Path, stop: threading.Event) -> None:
                     continue
 
 
-def _accounts(run: Path, told: dict[str, object]) -> list[str]:
+def _accounts(run: Path, reported: dict[str, object]) -> list[str]:
     problems = []
     shown = ledger(run)
     if not shown["closes"]:
@@ -194,11 +194,11 @@ def _accounts(run: Path, told: dict[str, object]) -> list[str]:
         episodes[f"{account} {reason}".strip()] = count
         if reason not in ALLOWED:
             problems.append(f"{count} episodes were lost: {reason}")
-    told |= {"ledger": shown, "episodes": dict(episodes)}
+    reported |= {"ledger": shown, "episodes": dict(episodes)}
     return problems
 
 
-def _spans(run: Path, history: Path, policy: Path, told: dict[str, object]) -> list[str]:
+def _spans(run: Path, history: Path, policy: Path, reported: dict[str, object]) -> list[str]:
     """Every audited token's log-prob under the version that its span names, over the whole prefix."""
     trajectories = _trajectories(run)
     trajectories.sort(key=lambda t: (-len(t.version_spans), -t.group_id))
@@ -227,7 +227,7 @@ def _spans(run: Path, history: Path, policy: Path, told: dict[str, object]) -> l
                 (errors if span.version == version else strangers).append(error)
                 tokens += (span.end - span.start) * (span.version == version)
     worst = max(errors)
-    told |= {
+    reported |= {
         "trajectories": len(trajectories),
         "trajectories_of_several_versions": sum(len(t.version_spans) > 1 for t in trajectories),
         "most_versions_in_one": max(len(t.version_spans) for t in trajectories),

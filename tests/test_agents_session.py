@@ -53,7 +53,7 @@ class Script:
         return Completion(tuple(ids), tuple(-0.5 for _ in ids), spans, reason)
 
 
-def say(tokenizer, text, *, stop=True, version=0, reason=None):
+def reply_of(tokenizer, text, *, stop=True, version=0, reason=None):
     ids = tokenizer.encode(text + ("<|im_end|>" if stop else ""), add_special_tokens=False)
     return ids, version, reason or ("stop" if stop else "length")
 
@@ -76,9 +76,9 @@ async def test_a_later_turn_extends_what_was_sampled(renderer, tokenizer):
     # A call that the tokenizer would have cut differently: rendering it again would not give these tokens back.
     odd = [t for c in CALL.replace("<tool_call>", "").replace("</tool_call>", "") for t in tokenizer.encode(c)]
     begin, end, stop = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>", "<|im_end|>"])
-    said = [begin, *odd, end, stop]
-    assert said != tokenizer.encode(CALL + "<|im_end|>", add_special_tokens=False)
-    script = Script((said, 4, "stop"), say(tokenizer, "<answer>12</answer>", version=5))
+    reply = [begin, *odd, end, stop]
+    assert reply != tokenizer.encode(CALL + "<|im_end|>", add_special_tokens=False)
+    script = Script((reply, 4, "stop"), reply_of(tokenizer, "<answer>12</answer>", version=5))
     played = session(renderer, script)
     call = await played.chat(OPENING, TOOLS)
     assert call.tool_calls[0].arguments == {"expression": "7 + 5"}
@@ -86,20 +86,20 @@ async def test_a_later_turn_extends_what_was_sampled(renderer, tokenizer):
     history = [*OPENING, call, Message("tool", "12", tool_call_id=call.tool_calls[0].id, name="calculator")]
     assert (await played.chat(history, TOOLS)).content == "<answer>12</answer>"
     first, second = script.prompts
-    assert second[: len(first) + len(said)] == first + said
-    assert "<tool_response>\n12\n</tool_response>" in tokenizer.decode(second[len(first) + len(said) :])
+    assert second[: len(first) + len(reply)] == first + reply
+    assert "<tool_response>\n12\n</tool_response>" in tokenizer.decode(second[len(first) + len(reply) :])
     (made,) = trajectories(played)
     assert made.id == "3.1.2.0"
     assert made.token_ids[: len(second)].tolist() == second
-    assert made.loss_mask[len(first) : len(first) + len(said)].all()
-    assert made.sampled == len(said) + len(made) - len(second)
+    assert made.loss_mask[len(first) : len(first) + len(reply)].all()
+    assert made.sampled == len(reply) + len(made) - len(second)
     assert [s.version for s in made.version_spans] == [4, 5]
-    assert [(t.start, t.end) for t in made.turns] == [(len(first), len(first) + len(said)), (len(second), len(made))]
+    assert [(t.start, t.end) for t in made.turns] == [(len(first), len(first) + len(reply)), (len(second), len(made))]
     assert made.token_ids.dtype == np.int32
 
 
 async def test_user_messages_extend_too(renderer, tokenizer):
-    script = Script(say(tokenizer, "<tool_call>\n{oops\n</tool_call>"), say(tokenizer, "<answer>1</answer>"))
+    script = Script(reply_of(tokenizer, "<tool_call>\n{oops\n</tool_call>"), reply_of(tokenizer, "<answer>1</answer>"))
     played = session(renderer, script)
     wrong = await played.chat(OPENING, TOOLS)
     assert "could not be read (invalid json)" in wrong.malformed
@@ -108,7 +108,7 @@ async def test_user_messages_extend_too(renderer, tokenizer):
 
 
 async def test_a_rewritten_history_opens_a_branch_and_masks_nothing(renderer, tokenizer):
-    script = Script(*(say(tokenizer, f"reply {i}") for i in range(3)))
+    script = Script(*(reply_of(tokenizer, f"reply {i}") for i in range(3)))
     played = session(renderer, script)
     first = await played.chat(OPENING)
     summary = [OPENING[0], Message("user", "Summary so far: nothing."), Message("assistant", "Well"), OPENING[1]]
@@ -117,11 +117,11 @@ async def test_a_rewritten_history_opens_a_branch_and_masks_nothing(renderer, to
     zero, one = trajectories(played)
     assert (zero.branch, one.branch) == (0, 1)
     assert (len(zero.turns), len(one.turns)) == (2, 1)
-    assert sum(t.sampled for t in (zero, one)) == 3 * len(say(tokenizer, "reply 0")[0])
+    assert sum(t.sampled for t in (zero, one)) == 3 * len(reply_of(tokenizer, "reply 0")[0])
 
 
 async def test_changed_tools_open_a_branch(renderer, tokenizer):
-    script = Script(say(tokenizer, "a"), say(tokenizer, "b"))
+    script = Script(reply_of(tokenizer, "a"), reply_of(tokenizer, "b"))
     played = session(renderer, script)
     first = await played.chat(OPENING, TOOLS)
     await played.chat([*OPENING, first, Message("user", "Again.")])
@@ -129,7 +129,7 @@ async def test_changed_tools_open_a_branch(renderer, tokenizer):
 
 
 async def test_an_aborted_completion_continues_within_its_budget(renderer, tokenizer):
-    ids, _, _ = say(tokenizer, "<answer>12</answer>")
+    ids, _, _ = reply_of(tokenizer, "<answer>12</answer>")
     script = Script((ids[:1], 1, "abort"), ([], 0, "abort"), (ids[1:2], 1, "abort"), (ids[2:], 2, "stop"))
     played = session(renderer, script, max_tokens_per_turn=10)
     assert (await played.chat(OPENING)).content == "<answer>12</answer>"
@@ -215,7 +215,7 @@ async def test_context_ends_the_episode(renderer, tokenizer):
     prompt = len(renderer.render_ids([{"role": "user", "content": "Hi"}], add_generation_prompt=True))
     with pytest.raises(ContextExhausted):
         await session(renderer, Script(), max_tokens=prompt).chat([Message("user", "Hi")])
-    script = Script(say(tokenizer, "1", stop=False))
+    script = Script(reply_of(tokenizer, "1", stop=False))
     played = session(renderer, script, max_tokens=prompt + 1)
     reply = await played.chat([Message("user", "Hi")])
     assert script.room == [1]
@@ -226,7 +226,7 @@ async def test_context_ends_the_episode(renderer, tokenizer):
 
 
 async def test_a_reply_that_was_cut_short_is_closed_without_loss(renderer, tokenizer):
-    script = Script(say(tokenizer, "1", stop=False), say(tokenizer, "2"))
+    script = Script(reply_of(tokenizer, "1", stop=False), reply_of(tokenizer, "2"))
     played = session(renderer, script)
     reply = await played.chat(OPENING)
     await played.chat([*OPENING, reply, Message("user", "More")])
@@ -247,7 +247,7 @@ async def test_a_reply_that_was_cut_short_is_closed_without_loss(renderer, token
     ],
 )
 async def test_malformed_messages_name_the_fault(renderer, tokenizer, text, complaint):
-    reply = await session(renderer, Script(say(tokenizer, text))).chat(OPENING, TOOLS)
+    reply = await session(renderer, Script(reply_of(tokenizer, text))).chat(OPENING, TOOLS)
     assert complaint in reply.malformed
 
 

@@ -124,11 +124,11 @@ def test_the_running_books_are_told_the_same(tmp_path: Path) -> None:
 
 
 def test_what_is_told_as_json_is_the_total_and_the_rest_by_name(tmp_path: Path) -> None:
-    told = ledger_report(file_of(tmp_path / "buffer.sqlite", *EPISODES)).to_builtins()
-    assert (told["generated"], told["trained"], told["closes"], told["miscounted"]) == (195, 7, True, 0)
-    assert told["withheld"] == {"stale": 4, "late": 100, "baseline": 4, "filtered": 6}
-    assert told["discarded"] == {"unused": 5, "failed_tool": 40, "stale": 2}
-    assert set(told["by_version"]) == {"0", "1", "2"}
+    reported = ledger_report(file_of(tmp_path / "buffer.sqlite", *EPISODES)).to_builtins()
+    assert (reported["generated"], reported["trained"], reported["closes"], reported["miscounted"]) == (195, 7, True, 0)
+    assert reported["withheld"] == {"stale": 4, "late": 100, "baseline": 4, "filtered": 6}
+    assert reported["discarded"] == {"unused": 5, "failed_tool": 40, "stale": 2}
+    assert set(reported["by_version"]) == {"0", "1", "2"}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The bound as arithmetic: budgets and quotas of several environments add up, follow their shares, and starve nobody."""
+"""The bound as arithmetic: budgets and quotas of several environments add up, follow their shares, and starve no environment."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_budgets_and_quotas_add_up_whatever_was_trained(
     assert sum(budgets) == (staleness + 1) * per_batch
     assert sum(quotas) == per_batch
     assert min(*budgets, *quotas) >= 0
-    assert all(quota <= budget for quota, budget in zip(quotas, budgets, strict=True)), "a quota that nobody may fill"
+    assert all(quota <= budget for quota, budget in zip(quotas, budgets, strict=True)), "a quota above its budget"
 
 
 def train(admission: Admission, steps: int) -> list[list[int]]:

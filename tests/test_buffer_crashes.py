@@ -60,8 +60,8 @@ class Buffer:
         )
         self.replay.prune()
 
-    def lease(self, wish: str) -> None:
-        assert self.replay.leases.granted(wish) or self.replay.leases.grant("a", 0.0, wish)
+    def lease(self, lease_request: str) -> None:
+        assert self.replay.leases.granted(lease_request) or self.replay.leases.grant("a", 0.0, lease_request)
         self.save()
 
     def report(self, episode: str, version: int, tokens: int) -> None:
@@ -108,13 +108,13 @@ Message = Callable[[Buffer], None]
 def played(group: int, version: int) -> list[Message]:
     """A group of which one member is late."""
     members = [lambda b, m=m: b.deliver(f"{group}.0.{m}", version) for m in range(3)]
-    return [lambda b: b.lease(f"wish {group}"), *members]
+    return [lambda b: b.lease(f"lease_request {group}"), *members]
 
 
 MESSAGES: list[Message] = [
     lambda b: b.serve(0),
     *played(0, 0),
-    lambda b: b.lease("wish 1"),
+    lambda b: b.lease("lease_request 1"),
     lambda b: b.report("1.0.0", 0, 3),
     lambda b: b.deliver("1.0.1", 0, Outcome("failed", "engine")),
     lambda b: b.deliver("1.0.2", 0),
@@ -137,9 +137,9 @@ MESSAGES: list[Message] = [
     lambda b: b.shrink(),
     lambda b: b.shrink(),
     lambda b: b.shrink(),
-    lambda b: b.lease("wish 3"),
+    lambda b: b.lease("lease_request 3"),
     *[lambda b, m=m: b.deliver(f"3.0.{m}", 4, reward=1.0) for m in range(3)],  # two would be enough if they differed
-    lambda b: b.lease("wish 4"),
+    lambda b: b.lease("lease_request 4"),
     lambda b: b.report("4.0.2", 4, 1),
 ]
 
@@ -269,7 +269,7 @@ def test_a_kill_at_any_statement_leaves_the_last_save_or_the_one_in_progress(
 
 def test_a_kill_at_any_moment_leaves_the_last_save_or_the_one_in_progress(tmp_path: Path) -> None:
     """Not between statements but wherever it hits, while the file grows from one start to the next."""
-    path, said = tmp_path / "buffer.sqlite", 0
+    path, reported = tmp_path / "buffer.sqlite", 0
     for saves in (1, 37, 150):
         reading, writing = os.pipe()
         pid = os.fork()
@@ -278,21 +278,21 @@ def test_a_kill_at_any_moment_leaves_the_last_save_or_the_one_in_progress(tmp_pa
         os.close(writing)
         with open(reading) as pipe:
             for _ in range(saves):
-                said = int(pipe.readline())
+                reported = int(pipe.readline())
             os.kill(pid, signal.SIGKILL)
-            said = max([said, *map(int, (line for line in pipe if line.endswith("\n")))])
+            reported = max([reported, *map(int, (line for line in pipe if line.endswith("\n")))])
         _, status = os.waitpid(pid, 0)
         assert os.WTERMSIG(status) == signal.SIGKILL
         store = Store(path)
         clock, _ = store.load()
         store.close()
-        assert clock.version in (said, said + 1)  # saved, killed before it could say so
+        assert clock.version in (reported, reported + 1)  # saved, killed before it could say so
         assert clock.next_group == clock.version
         assert ledger_report(path).total == Ledger(generated=10 * clock.version, trained=10 * clock.version)
         assert [version for version, *_ in dump(path)["commits"]] == sorted(range(1, clock.version + 1), key=repr)
 
 
-def forever(path: Path, say: int) -> None:
+def forever(path: Path, pipe: int) -> None:
     """One step after the other, a save each; then its version is written to the descriptor `say`."""
     store = Store(path)
     clock, groups = store.load()
@@ -313,4 +313,4 @@ def forever(path: Path, say: int) -> None:
         replay.mark_checkpointed(replay.version)
         store.save(WriteBatch.of(replay.counters(), replay.table.drain(), sent, [CommitRow(replay.version, 0.0, 1)]))
         replay.prune()
-        os.write(say, b"%d\n" % replay.version)
+        os.write(pipe, b"%d\n" % replay.version)

@@ -274,7 +274,7 @@ def test_damaged_arrays_are_named_and_their_place_is_not_used_again(
     sent = trajectory_of("2.0.1", {2: 5})
     with opened(path) as store:
         store.save(WriteBatch.of(store.load()[0], [], [new_trajectory("2.0.1", sent)]))
-    with file.open("r+b" if file.exists() else "wb") as again:  # from a copy that somebody had
+    with file.open("r+b" if file.exists() else "wb") as again:  # as from a copy of the file
         again.write(whole)
     read_all(path)
     with opened(path) as store:

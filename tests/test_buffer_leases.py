@@ -69,16 +69,16 @@ def test_a_buffer_of_other_environments_is_refused() -> None:
 # --- leases ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_wish_is_granted_once() -> None:
+def test_a_lease_request_is_granted_once() -> None:
     replay = replay_of(staleness=3)
-    lease = lease_of(replay, wish="x")
+    lease = lease_of(replay, lease_request="x")
     assert replay.leases.granted("x") == lease
     assert replay.leases.granted("y") is None
     fail(replay, "0.0.0")
     assert replay.leases.granted("x") == lease
     replay.leases.release("a", "worker_lost")
     assert replay.leases.granted("x") is None
-    again = lease_of(replay, "b", wish="y")
+    again = lease_of(replay, "b", lease_request="y")
     assert (replay.leases.granted("x"), replay.leases.granted("y")) == (None, again)
 
 

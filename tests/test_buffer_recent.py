@@ -60,11 +60,11 @@ async def test_leases_are_shared_by_turns_and_never_more_than_wanted(
         version = await learner.recover(0)
         await a.register()
         await b.register()
-        wishes = asyncio.create_task(a.leases(4)), asyncio.create_task(b.leases(4))
-        await a.stats()  # both wishes wait: nothing is served yet, and repeated ones change nothing
+        lease_requests = asyncio.create_task(a.leases(4)), asyncio.create_task(b.leases(4))
+        await a.stats()  # both lease requests wait: nothing is served yet, and repeated ones change nothing
         await asyncio.sleep(0.3)
         mark_served(learner, version)
-        first, second = await asyncio.gather(*wishes)
+        first, second = await asyncio.gather(*lease_requests)
         granted = [lease.group_id for lease in (*first, *second)]
         assert sorted(granted) == [0, 1, 2, 3, 4]  # all that admission allows, each once
         assert {len(first), len(second)} == {2, 3}

@@ -57,15 +57,15 @@ def without_deadline(group: Group) -> Group:
 
 def counts_of(ledgers: dict[int, Ledger]) -> dict[int, Counter[str]]:
     """Version -> account, `generated` among them -> tokens, none of them 0."""
-    told = {v: msgspec.structs.asdict(ledger) for v, ledger in ledgers.items()}
-    for accounts in told.values():
+    reported = {v: msgspec.structs.asdict(ledger) for v, ledger in ledgers.items()}
+    for accounts in reported.values():
         accounts |= {f"withheld_{reason}": tokens for reason, tokens in accounts.pop("withheld").items()}
-    counts = {v: Counter({**accounts.pop("discarded"), **accounts}) for v, accounts in told.items()}
+    counts = {v: Counter({**accounts.pop("discarded"), **accounts}) for v, accounts in reported.items()}
     return {v: +accounts for v, accounts in counts.items() if +accounts}
 
 
 class Runs(RuleBasedStateMachine):
-    """Workers, engines, a learner and crashes. `world.episodes[...].tokens` is what was sampled; `playing` somebody still plays."""
+    """Workers, engines, a learner and crashes. `world.episodes[...].tokens` is what was sampled; `playing` are those still played."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Runs(RuleBasedStateMachine):
         self.store, self.replay = Store(self.path), Replay(*self.given)
         self.db = sqlite3.connect(self.path, isolation_level=None)
         self.now = 0.0
-        self.wishes = 0
+        self.lease_requests = 0
         self.playing: set[str] = set()
         self.alive = [0]  # versions that weights of the present line of training had
         self.archived: set[int] = set()
@@ -138,12 +138,12 @@ class Runs(RuleBasedStateMachine):
         self.grant(worker)
 
     def grant(self, worker: str) -> Lease | None:
-        self.wishes += 1
-        wish = f"wish {self.wishes}"
+        self.lease_requests += 1
+        lease_request = f"lease_request {self.lease_requests}"
         expected = self.world.next_lease()
-        lease = self.replay.leases.grant(worker, self.now, wish)
+        lease = self.replay.leases.grant(worker, self.now, lease_request)
         assert (None if lease is None else (lease.group_id, lease.env)) == expected
-        assert self.replay.leases.granted(wish) == lease  # a client that got no answer
+        assert self.replay.leases.granted(lease_request) == lease  # a client that got no answer
         if lease is None:
             return None
         self.playing |= set(self.world.leased(lease.group_id, lease.env, worker, self.now + LEASE_S))
@@ -182,7 +182,7 @@ class Runs(RuleBasedStateMachine):
     @precondition(lambda self: self.playing)
     @rule(lag=st.integers(0, 4))
     def plays_on(self, lag: int) -> None:
-        """Everybody samples and reports."""
+        """All workers sample and report."""
         for episode in sorted(self.playing):
             self.sample_into(episode, 1, lag)
         for worker in WORKERS:
@@ -283,7 +283,7 @@ class Runs(RuleBasedStateMachine):
 
     @rule(slow=st.integers(0, 2), times=st.integers(1, 4))
     def steps(self, slow: int, times: int) -> None:
-        """Everybody plays, a few episodes go on and get old, the learner takes a step whenever it can."""
+        """All workers play, a few episodes go on and get old, the learner takes a step whenever it can."""
         for _ in range(times):
             for worker in WORKERS:
                 self.grant(worker)

@@ -331,7 +331,7 @@ async def test_leases_name_the_environment_and_its_task(path: Path, address: str
 
 
 async def test_workers_wait_while_nobody_takes_a_batch(path: Path, address: str) -> None:
-    """Admission ends the leases; wishes that are repeated add nothing, and what waits is in the file."""
+    """Admission ends the leases; lease requests that are repeated add nothing, and what waits is in the file."""
     config = Buffer(max_staleness=3, groups_per_batch=4, group_size=2, lease_s=60.0)
     long = 500_000
     small = "from slipstream.buffer import request_handler, service as s\ns.ROUND_BYTES = request_handler.CACHE_BYTES = 4 << 20\n"
@@ -408,7 +408,9 @@ async def test_progress_keeps_a_lease_longer_than_its_deadline(path: Path, addre
         assert (await client.stats()).ledger == Ledger(generated=6, ready=6)
 
 
-async def test_a_new_process_of_a_worker_frees_the_groups_and_wishes_of_the_old(path: Path, address: str) -> None:
+async def test_a_new_process_of_a_worker_frees_the_groups_and_lease_requests_of_the_old(
+    path: Path, address: str
+) -> None:
     async with serving(path, address), asyncio.timeout(SOON):
         async with BufferClient(address, "a") as old:
             await old.register()
@@ -416,9 +418,9 @@ async def test_a_new_process_of_a_worker_frees_the_groups_and_wishes_of_the_old(
             leases = [await old.lease(), await old.lease()]
             await old.register()  # a repeated request changes nothing
             assert (await old.stats()).leased_groups == 2
-            wish = asyncio.create_task(old.lease())
-            await old.stats()  # the wish is there: requests of one client keep their order
-            wish.cancel()
+            lease_request = asyncio.create_task(old.lease())
+            await old.stats()  # the lease request is there: requests of one client keep their order
+            lease_request.cancel()
         async with BufferClient(address, "a") as new:
             await new.register()
             assert (await new.stats()).leased_groups == 0
@@ -446,9 +448,9 @@ async def test_goodbye_gives_groups_back(path: Path, address: str) -> None:
 
 async def test_leases_asked_for_at_once_are_all_granted(path: Path, address: str) -> None:
     async with serving(path, address), BufferClient(address, "a") as client, asyncio.timeout(SOON):
-        wishes = [asyncio.create_task(client.lease()) for _ in range(2)]
+        lease_requests = [asyncio.create_task(client.lease()) for _ in range(2)]
         mark_served(client, 0)
-        assert sorted(lease.group_id for lease in await asyncio.gather(*wishes)) == [0, 1]
+        assert sorted(lease.group_id for lease in await asyncio.gather(*lease_requests)) == [0, 1]
 
 
 @contextlib.asynccontextmanager
@@ -473,17 +475,17 @@ async def ask(dealer: zmq.asyncio.Socket, number: int, request: m.Request) -> m.
     return reply.message
 
 
-async def test_a_repeated_wish_gets_the_same_lease_also_after_a_restart(path: Path, address: str) -> None:
-    wish = m.RequestLease("a")
+async def test_a_repeated_lease_request_gets_the_same_lease_also_after_a_restart(path: Path, address: str) -> None:
+    lease_request = m.RequestLease("a")
     async with asyncio.timeout(SOON):
         async with serving(path, address), raw(address, b"a/1") as dealer:
             mark_served(address, 0)
-            lease = await ask(dealer, 2, wish)
+            lease = await ask(dealer, 2, lease_request)
             assert isinstance(lease, m.LeaseReply)
-            assert await ask(dealer, 2, wish) == lease
+            assert await ask(dealer, 2, lease_request) == lease
         async with serving(path, address), raw(address, b"a/1") as dealer:
-            assert await ask(dealer, 2, wish) == lease
-            other = await ask(dealer, 3, wish)
+            assert await ask(dealer, 2, lease_request) == lease
+            other = await ask(dealer, 3, lease_request)
             assert isinstance(other, m.LeaseReply)
             assert other.leases[0].group_id == 1
 
@@ -544,33 +546,33 @@ async def test_a_learner_out_of_step_is_refused(path: Path, address: str) -> Non
         assert (await client.stats()).ledger == Ledger(generated=6, trained=6)
 
 
-async def waits(wish: asyncio.Task[Lease]) -> bool:
-    await asyncio.wait({wish}, timeout=0.3)
-    return not wish.done()
+async def waits(lease_request: asyncio.Task[Lease]) -> bool:
+    await asyncio.wait({lease_request}, timeout=0.3)
+    return not lease_request.done()
 
 
 async def test_nothing_is_leased_at_a_version_that_no_replica_serves(path: Path, address: str) -> None:
     async with asyncio.timeout(SOON), BufferClient(address, "w") as client:
         async with serving(path, address):
-            wish = asyncio.create_task(client.lease())
-            assert await waits(wish)  # the fleet is not known
+            lease_request = asyncio.create_task(client.lease())
+            assert await waits(lease_request)  # the fleet is not known
             mark_served(client, 1)
-            assert await waits(wish)  # the buffer knows no such version
+            assert await waits(lease_request)  # the buffer knows no such version
             mark_served(client, 0)
-            await play(client, await wish)
+            await play(client, await lease_request)
             mark_served(client, None)
-            wish = asyncio.create_task(client.lease())
-            assert await waits(wish)  # all replicas are lost
+            lease_request = asyncio.create_task(client.lease())
+            assert await waits(lease_request)  # all replicas are lost
             mark_served(client, 0)
-            assert (await wish).group_id == 1
+            assert (await lease_request).group_id == 1
             mark_served(client, None)
         async with serving(path, address):
-            wish = asyncio.create_task(client.lease())
-            assert await waits(wish)  # what was served before the restart does not count
+            lease_request = asyncio.create_task(client.lease())
+            assert await waits(lease_request)  # what was served before the restart does not count
             await client.take(0, SOON)
             await client.commit(0)
             mark_served(client, 1)
-            assert (await wish).version == 1
+            assert (await lease_request).version == 1
 
 
 async def test_a_late_subscriber_learns_the_version_and_a_new_supervisor_starts_from_nothing(
@@ -587,10 +589,10 @@ async def test_a_late_subscriber_learns_the_version_and_a_new_supervisor_starts_
         async with publishing_fleet(address):
             process = await start_process(path, address)
             try:
-                wish = asyncio.create_task(client.lease())
-                assert await waits(wish)
+                lease_request = asyncio.create_task(client.lease())
+                assert await waits(lease_request)
                 mark_served(client, 0)
-                assert (await wish).version == 0
+                assert (await lease_request).version == 0
             finally:
                 process.kill()
                 await process.wait()
@@ -646,8 +648,8 @@ async def test_requests_that_come_again_late_change_nothing(path: Path, address:
             assert (await client.lease()).version == 2
 
 
-async def test_a_wish_has_one_answer_also_when_its_lease_is_lost(path: Path, address: str) -> None:
-    """A worker that was stopped asks again before it reads; another lease would be nobody's."""
+async def test_a_lease_request_has_one_answer_also_when_its_lease_is_lost(path: Path, address: str) -> None:
+    """A worker that was stopped asks again before it reads; another lease would have no worker."""
     config = msgspec.structs.replace(PATIENT, lease_s=0.2)
     async with serving(path, address, config), raw(address, b"a/1") as dealer, asyncio.timeout(SOON):
         mark_served(address, 0)

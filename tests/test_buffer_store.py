@@ -1,4 +1,4 @@
-"""The durable store: what was saved is there, whole, until nobody needs it.
+"""The durable store: what was saved is there, whole, until it is not needed any more.
 
 Damage and full disks are in `test_buffer_damage`, kills at every statement in `test_buffer_crashes`, random runs through a store in
 `test_buffer_replay`.
@@ -99,7 +99,7 @@ def test_which_kv_took_part_comes_back(tmp_path: Path) -> None:
 def test_groups_episodes_and_the_clock_come_back(tmp_path: Path) -> None:
     outcome = Outcome("failed", "tool", "fell over: ä \0 \n")
     episode = Episode("4.1.0", "a", "discarded", {0: 3, 7: 2}, {7: 1}, True, True, "late", 6, "failed_tool", outcome)
-    group = Group(4, 1, 9, "discarded", 1, "wish", 6, episodes={"4.0.0": Episode("4.0.0"), "4.1.0": episode})
+    group = Group(4, 1, 9, "discarded", 1, "lease_request", 6, episodes={"4.0.0": Episode("4.0.0"), "4.1.0": episode})
     clock = ReplayCounters(8, 7, 5, 6, 3, [4, 9], [3, 1])
     with opened(tmp_path / "buffer.sqlite") as store:
         assert store.load() == (ReplayCounters(), [])

@@ -64,9 +64,9 @@ def test_a_full_disk_stops_the_run_once_and_by_name_and_it_can_be_resumed(policy
     before = len((run / "logs" / "buffer.log").read_text().splitlines())
     done = slipstream("resume", str(run), f"learner.steps={reached + 2}", check=False)
     assert done.returncode == 1, done.stderr
-    told = done.stderr.splitlines()[-1]
-    assert told.startswith("slipstream: RoleDied: buffer ended with exit status 3: StoreError: ")
-    assert "malformed" in told or "damaged" in told
+    reported = done.stderr.splitlines()[-1]
+    assert reported.startswith("slipstream: RoleDied: buffer ended with exit status 3: StoreError: ")
+    assert "malformed" in reported or "damaged" in reported
     assert "restart 1 of" not in done.stdout
     assert sum("StoreError" in line for line in (run / "logs" / "buffer.log").read_text().splitlines()[before:]) == 1
     assert leftovers(run) == []

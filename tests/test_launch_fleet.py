@@ -20,81 +20,85 @@ from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 WAIT_S = 10.0
 
 
-def roster_of(*versions: int | None) -> FleetState:
+def fleet_state_of(*versions: int | None) -> FleetState:
     """engine-0, engine-1, ...: serving these versions, or starting."""
-    roster = FleetState()
-    for name, version in zip(roster.names(len(versions)), versions, strict=True):
-        roster.join(name, f"http://127.0.0.1/{name}")
+    fleet_state = FleetState()
+    for name, version in zip(fleet_state.names(len(versions)), versions, strict=True):
+        fleet_state.join(name, f"http://127.0.0.1/{name}")
         if version is not None:
-            roster.served(name, version, 0)
-    return roster
+            fleet_state.served(name, version, 0)
+    return fleet_state
 
 
 def test_one_replica_from_its_first_process_to_its_last() -> None:
-    roster = roster_of(7)
-    (name,) = roster.names(1)
-    roster.join(name, "http://127.0.0.1:1")
-    assert roster.fleet.replica(name) == ReplicaInfo("engine-1", "http://127.0.0.1:1")
-    roster.answers(name, 0)
-    assert roster.fleet.replica(name) == ReplicaInfo("engine-1", "http://127.0.0.1:1", answers=True)
-    roster.served(name, 8, 0)
-    assert roster.fleet.replica(name) == ReplicaInfo("engine-1", "http://127.0.0.1:1", 0, "serving", 8, answers=True)
-    roster.died(name)
-    assert roster.fleet.replica(name) == ReplicaInfo("engine-1", "http://127.0.0.1:1", 1)
-    roster.served(name, 9, 1)
-    roster.lost(name, 1)
-    assert roster.fleet.replica(name) == ReplicaInfo(
+    fleet_state = fleet_state_of(7)
+    (name,) = fleet_state.names(1)
+    fleet_state.join(name, "http://127.0.0.1:1")
+    assert fleet_state.fleet.replica(name) == ReplicaInfo("engine-1", "http://127.0.0.1:1")
+    fleet_state.answers(name, 0)
+    assert fleet_state.fleet.replica(name) == ReplicaInfo("engine-1", "http://127.0.0.1:1", answers=True)
+    fleet_state.served(name, 8, 0)
+    assert fleet_state.fleet.replica(name) == ReplicaInfo(
+        "engine-1", "http://127.0.0.1:1", 0, "serving", 8, answers=True
+    )
+    fleet_state.died(name)
+    assert fleet_state.fleet.replica(name) == ReplicaInfo("engine-1", "http://127.0.0.1:1", 1)
+    fleet_state.served(name, 9, 1)
+    fleet_state.lost(name, 1)
+    assert fleet_state.fleet.replica(name) == ReplicaInfo(
         "engine-1", "http://127.0.0.1:1", 1, "starting", None, answers=True
     )
-    roster.served(name, 9, 1)
-    roster.drain(name)
-    assert roster.fleet.replica(name) == ReplicaInfo("engine-1", "http://127.0.0.1:1", 1, "draining", 9, answers=True)
-    roster.gone(name)
-    assert [seat.name for seat in roster.fleet.replicas] == ["engine-0"]
-    assert roster.names(1) == ["engine-2"]
+    fleet_state.served(name, 9, 1)
+    fleet_state.drain(name)
+    assert fleet_state.fleet.replica(name) == ReplicaInfo(
+        "engine-1", "http://127.0.0.1:1", 1, "draining", 9, answers=True
+    )
+    fleet_state.gone(name)
+    assert [replica_info.name for replica_info in fleet_state.fleet.replicas] == ["engine-0"]
+    assert fleet_state.names(1) == ["engine-2"]
 
 
 def test_the_fleet_serves_its_oldest_version_and_none_without_a_serving_replica() -> None:
     """A rolling push: the version rises with the last replica; a fenced, restarted or leaving one does not hold it back."""
-    roster = roster_of(3, 3, 3, None)
-    versions = [roster.fleet.version]
+    fleet_state = fleet_state_of(3, 3, 3, None)
+    versions = [fleet_state.fleet.version]
     for step in (
-        lambda: roster.served("engine-0", 4, 0),
-        lambda: roster.lost("engine-1", 0),
-        lambda: roster.served("engine-2", 4, 0),
-        lambda: roster.served("engine-1", 4, 0),
-        lambda: roster.served("engine-0", 5, 0),
-        lambda: roster.drain("engine-1"),
-        lambda: roster.died("engine-2"),
-        lambda: roster.lost("engine-0", 0),
-        lambda: roster.served("engine-2", 5, 1),
+        lambda: fleet_state.served("engine-0", 4, 0),
+        lambda: fleet_state.lost("engine-1", 0),
+        lambda: fleet_state.served("engine-2", 4, 0),
+        lambda: fleet_state.served("engine-1", 4, 0),
+        lambda: fleet_state.served("engine-0", 5, 0),
+        lambda: fleet_state.drain("engine-1"),
+        lambda: fleet_state.died("engine-2"),
+        lambda: fleet_state.lost("engine-0", 0),
+        lambda: fleet_state.served("engine-2", 5, 1),
     ):
         step()
-        versions.append(roster.fleet.version)
+        versions.append(fleet_state.fleet.version)
     assert versions == [3, 3, 3, 4, 4, 4, 4, 5, None, 5]
 
 
 def test_what_is_said_of_an_earlier_process_is_void() -> None:
-    roster = roster_of(3)
-    roster.died("engine-0")
-    before = roster.fleet
-    roster.served("engine-0", 4, 0)
-    roster.answers("engine-0", 0)
-    roster.lost("engine-0", 0)
-    roster.served("engine-9", 4, 0)
-    assert roster.fleet is before
+    fleet_state = fleet_state_of(3)
+    fleet_state.died("engine-0")
+    before = fleet_state.fleet
+    fleet_state.served("engine-0", 4, 0)
+    fleet_state.answers("engine-0", 0)
+    fleet_state.lost("engine-0", 0)
+    fleet_state.served("engine-9", 4, 0)
+    assert fleet_state.fleet is before
 
 
 def test_one_that_drains_never_serves_again() -> None:
-    roster = roster_of(3, 3)
-    roster.drain("engine-0")
-    roster.served("engine-0", 4, 0)
-    roster.died("engine-0")
-    seat = roster.fleet.replica("engine-0")
-    assert seat is not None
-    assert seat.state == "draining"
+    fleet_state = fleet_state_of(3, 3)
+    fleet_state.drain("engine-0")
+    fleet_state.served("engine-0", 4, 0)
+    fleet_state.died("engine-0")
+    replica_info = fleet_state.fleet.replica("engine-0")
+    assert replica_info is not None
+    assert replica_info.state == "draining"
     with pytest.raises(ConfigError, match="engine-0 is leaving already"):
-        roster.drain("engine-0")
+        fleet_state.drain("engine-0")
 
 
 @pytest.mark.parametrize(
@@ -107,11 +111,11 @@ def test_one_that_drains_never_serves_again() -> None:
     ],
 )
 def test_who_may_not_leave(versions: tuple[int | None, ...], name: str, why: str) -> None:
-    roster = roster_of(*versions)
-    before = roster.fleet
+    fleet_state = fleet_state_of(*versions)
+    before = fleet_state.fleet
     with pytest.raises(ConfigError, match=why):
-        roster.drain(name)
-    assert roster.fleet is before
+        fleet_state.drain(name)
+    assert fleet_state.fleet is before
 
 
 NAMES = st.sampled_from(["engine-0", "engine-1", "engine-2"])
@@ -126,26 +130,28 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_whatever_happens_snapshots_are_told_apart_and_somebody_stays(steps: list[tuple]) -> None:
-    roster = roster_of(0, 0, None)
+    fleet_state = fleet_state_of(0, 0, None)
     for method, *arguments in steps:
-        before = roster.fleet
-        serving = {seat.name for seat in before.replicas if seat.state == "serving"}
+        before = fleet_state.fleet
+        serving = {replica_info.name for replica_info in before.replicas if replica_info.state == "serving"}
         try:
-            getattr(roster, method)(*arguments)
+            getattr(fleet_state, method)(*arguments)
         except ConfigError:
             assert method == "drain"
-            assert roster.fleet is before
-        after = roster.fleet
+            assert fleet_state.fleet is before
+        after = fleet_state.fleet
         assert (after == before) == (after.revision == before.revision)
         assert after.revision in (before.revision, before.revision + 1)
-        for seat in after.replicas:
-            was = before.replica(seat.name)
+        for replica_info in after.replicas:
+            was = before.replica(replica_info.name)
             assert was is not None
-            assert seat.incarnation == was.incarnation + (method == "died" and seat.name == arguments[0])
-            assert seat.state != "serving" or seat.version is not None
-            assert was.state != "draining" or seat.state == "draining"
+            assert replica_info.incarnation == was.incarnation + (
+                method == "died" and replica_info.name == arguments[0]
+            )
+            assert replica_info.state != "serving" or replica_info.version is not None
+            assert was.state != "draining" or replica_info.state == "draining"
         if method == "drain" and serving:  # who asks a replica to leave never takes the last one
-            assert any(seat.state == "serving" for seat in after.replicas)
+            assert any(replica_info.state == "serving" for replica_info in after.replicas)
 
 
 def test_a_run_that_was_killed_leaves_a_contact_that_is_one_line(tmp_path: Path) -> None:

@@ -241,11 +241,11 @@ def test_a_run_that_is_none(command: str, tmp_path: Path, capsys: pytest.Capture
     assert str(tmp_path) in refused(capsys, command, str(tmp_path))
 
 
-@pytest.mark.parametrize("wish", [("list",), ("add",), ("remove", "engine-0")])
+@pytest.mark.parametrize("asked", [("list",), ("add",), ("remove", "engine-0")])
 def test_replicas_of_a_run_that_is_none(
-    wish: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert f"{tmp_path} holds no run" in refused(capsys, "replicas", str(tmp_path), *wish)
+    assert f"{tmp_path} holds no run" in refused(capsys, "replicas", str(tmp_path), *asked)
 
 
 def test_doctor_names_what_is_wrong_and_goes_on(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ def listed(run: Path) -> dict[str, dict]:
 
 
 def refused(run: Path, *arguments: str) -> str:
-    """The one line of a wish that is refused."""
+    """The one line of a lease request that is refused."""
     done = slipstream("replicas", str(run), *arguments, check=False)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1

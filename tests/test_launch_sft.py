@@ -219,12 +219,12 @@ def test_the_reported_loss_is_that_of_the_written_model(tuned: Path, demonstrati
         chosen = logp[range(len(ids) - 1), tokens[1:]][torch.tensor(mask)[1:]]
         sums.append((-float(chosen.sum()), len(chosen)))
     result = msgspec.json.decode((tuned / "two" / RESULT_FILE).read_bytes(), type=SftResult)
-    told = result.held_out[-1]
+    reported = result.held_out[-1]
     whole = sum(tokens for _, tokens in sums)
-    assert 0 < told.tokens < whole / 3
+    assert 0 < reported.tokens < whole / 3
     # Which were held out is not told: whichever they are, their loss lies among those of single conversations.
     each = [loss / tokens for loss, tokens in sums]
-    assert min(each) < told.loss < max(each)
+    assert min(each) < reported.loss < max(each)
     assert {path.name for path in tuned.iterdir()} == set(LAYOUTS)
 
 

@@ -49,7 +49,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer()
 
     def do_POST(self):
-        print(self.path, flush=True)  # first: whoever has the answer may end this process
+        print(self.path, flush=True)  # first: the test may end this process as soon as it has the answer
         self.answer()
 
     def answer(self):
@@ -136,7 +136,7 @@ async def stage(folder: Path, count: int, *overrides: str) -> AsyncIterator[tupl
         await there.fleets.close()
 
 
-def seat(fleet: Fleet, name: str) -> ReplicaInfo:
+def replica_info(fleet: Fleet, name: str) -> ReplicaInfo:
     found = fleet.replica(name)
     assert found is not None
     return found
@@ -145,23 +145,26 @@ def seat(fleet: Fleet, name: str) -> ReplicaInfo:
 async def test_a_process_that_ends_is_in_the_fleet_before_it_is_started_again(tmp_path: Path) -> None:
     async with stage(tmp_path, 1) as (there, feed):
         there.replicas.update(ReplicaReport("engine-0", 0, 4))
-        assert seat(await feed.until(lambda f: f.replicas[0].state == "serving"), "engine-0").version == 4
+        assert replica_info(await feed.until(lambda f: f.replicas[0].state == "serving"), "engine-0").version == 4
         (row,) = there.replicas.listed()
         assert row.pid is not None
         os.kill(row.pid, signal.SIGKILL)
-        dead = seat(await feed.until(lambda f: f.replicas[0].incarnation == 1), "engine-0")
+        dead = replica_info(await feed.until(lambda f: f.replicas[0].incarnation == 1), "engine-0")
         assert (dead.state, dead.version, dead.answers) == ("starting", None, False)
         await feed.until(lambda f: f.replicas[0].answers)
         assert there.replicas.listed()[0].pid != row.pid
         there.replicas.update(ReplicaReport("engine-0", 0, 9))  # of the process that is dead
-        assert seat(there.replicas.fleet, "engine-0").state == "starting"
+        assert replica_info(there.replicas.fleet, "engine-0").state == "starting"
         there.replicas.update(ReplicaReport("engine-0", 1, 5))
         there.replicas.update(ReplicaReport("engine-0", 1, None, 1, "it was late"))
-        assert seat(await feed.until(lambda f: f.revision >= there.replicas.fleet.revision), "engine-0").version is None
+        assert (
+            replica_info(await feed.until(lambda f: f.revision >= there.replicas.fleet.revision), "engine-0").version
+            is None
+        )
         assert "! engine-0 was left out of a push: it was late" in there.events()
 
 
-async def test_wishes_over_the_control_channel(tmp_path: Path) -> None:
+async def test_commands_over_the_control_channel(tmp_path: Path) -> None:
     async with stage(tmp_path, 1) as (there, feed):
         there.replicas.update(ReplicaReport("engine-0", 0, 0))
         where = read_control_address(tmp_path)
@@ -206,7 +209,9 @@ async def test_one_that_dies_while_it_leaves_is_not_started_again(tmp_path: Path
 async def spend_restarts(there: Stage, feed: StateSubscriber[Fleet], name: str) -> None:
     """Kill `name` twice; it may be started again once."""
     for incarnation in (0, 1):
-        await feed.until(lambda f, n=incarnation: seat(f, name).incarnation == n and seat(f, name).answers)
+        await feed.until(
+            lambda f, n=incarnation: replica_info(f, name).incarnation == n and replica_info(f, name).answers
+        )
         process = there.processes.roles[name].process
         assert process is not None
         await process.kill()
@@ -239,7 +244,7 @@ async def test_one_that_weights_do_not_reach_is_started_again(tmp_path: Path) ->
         before = there.replicas.listed()[0].pid
         for _ in range(3):  # every heartbeat repeats it
             there.replicas.update(ReplicaReport("engine-0", 0, None, MAX_MISSED_PUSHES, "it was late again"))
-        await feed.until(lambda f: seat(f, "engine-0").incarnation == 1 and seat(f, "engine-0").answers)
+        await feed.until(lambda f: replica_info(f, "engine-0").incarnation == 1 and replica_info(f, "engine-0").answers)
         assert there.replicas.listed()[0].pid != before
         why = f"ended with SIGKILL: {MAX_MISSED_PUSHES} pushes in a row did not reach it, the last: it was late again"
         assert f"! engine-0 {why}; restart 1 of 1" in there.events()

@@ -190,7 +190,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HeartbeatSende
         context.term()
 
 
-def heard(socket: zmq.Socket, *, stuck: bool = False) -> Heartbeat:
+def receive_heartbeat(socket: zmq.Socket, *, stuck: bool = False) -> Heartbeat:
     """The next heartbeat of an event loop that turns, or is stuck."""
     deadline = time.monotonic() + WAIT_S
     while True:
@@ -213,13 +213,13 @@ def test_a_beat_carries_the_oldest_waits_however_much_else_is_said(monkeypatch: 
         talker.start()
         try:
             with TrackedWait("worker-0", "a lease"):
-                while not (found := heard(socket)).waits:
+                while not (found := receive_heartbeat(socket)).waits:
                     pass
         finally:
             over.set()
             talker.join(WAIT_S)
         assert [(w.who, w.waits_for) for w in found.waits] == [("worker-0", "a lease")]
-        while heard(socket).waits:
+        while receive_heartbeat(socket).waits:
             pass
 
 
@@ -229,14 +229,14 @@ def test_a_heartbeat_repeats_what_a_lost_message_reported(monkeypatch: pytest.Mo
         heart.ready()
         heart.report_replicas(served)
         for _ in range(2):
-            assert heard(socket).state == "ready"  # these two are lost
+            assert receive_heartbeat(socket).state == "ready"  # these two are lost
         for _ in range(2):
-            beat = heard(socket)
+            beat = receive_heartbeat(socket)
             assert (beat.state, beat.replicas) == ("ready", served)
         heart.done()
-        while heard(socket).state != "done":
+        while receive_heartbeat(socket).state != "done":
             pass
-        assert (heard(socket).state, heard(socket).replicas) == ("done", served)
+        assert (receive_heartbeat(socket).state, receive_heartbeat(socket).replicas) == ("done", served)
 
 
 def code_of_a_user(ended: threading.Event) -> None:
@@ -257,12 +257,12 @@ def test_an_event_loop_that_does_not_turn_is_no_life_and_says_where_it_is(monkey
 
         thread = threading.Thread(target=asyncio.run, args=(role(),))
         thread.start()
-        stuck = heard(socket, stuck=True)
+        stuck = receive_heartbeat(socket, stuck=True)
         assert "code_of_a_user" in stuck.stuck_at
         assert f"{Path(__file__).name}:" in stuck.stuck_at
         assert stuck.waits[0].who == "episode 7"
         ended.set()
-        assert heard(socket).waits == ()
+        assert receive_heartbeat(socket).waits == ()
         thread.join(WAIT_S)
 
 
@@ -339,7 +339,7 @@ async def stage(folder: Path, *overrides: str) -> AsyncIterator[Stage]:
         server.close()
 
 
-async def told(there: Stage) -> None:
+async def reported(there: Stage) -> None:
     """Return when the worker has said what it waits for: with one of its next beats, which set nothing that could be awaited."""
     while not there.worker.waits:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
@@ -349,7 +349,7 @@ async def test_the_command_shows_who_waits_for_what(tmp_path: Path) -> None:
     async with stage(tmp_path) as there:
         await there.processes.start(there.worker)
         await there.worker.ready.wait()
-        await told(there)
+        await reported(there)
         table = asyncio.create_task(asyncio.to_thread(slipstream, "waits", str(tmp_path), "--json"))
         late = asyncio.create_task(forever("the supervisor", "something"))
         rows = json.loads((await table).stdout)
@@ -374,7 +374,7 @@ async def test_who_is_killed_for_silence_is_named_with_its_last_wait(tmp_path: P
         await there.processes.start(there.worker)
         watch = asyncio.create_task(there.processes.watch([there.worker]))
         await there.worker.ready.wait()
-        await told(there)
+        await reported(there)
         assert there.worker.process is not None
         began = time.monotonic()
         os.kill(there.worker.process.pid, signal.SIGSTOP)
@@ -405,7 +405,7 @@ def test_an_event_is_in_the_log_of_the_supervisor(tmp_path: Path, capsys: pytest
         with logged_to(path, "supervisor"), open_view(load("quickstart"), console) as view:
             view.event("no step for 75 s")
             logging.getLogger("slipstream.launch").warning("dropped a heartbeat")
-        logging.getLogger("slipstream.launch").info("nobody listens any more")
+        logging.getLogger("slipstream.launch").info("the terminal is gone")
         (event, dropped) = path.read_text().splitlines()
         assert event.endswith("INFO    [supervisor] slipstream.monitor.terminal: no step for 75 s")
         assert dropped.endswith("[supervisor] slipstream.launch: dropped a heartbeat")

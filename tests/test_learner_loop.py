@@ -202,7 +202,7 @@ async def test_a_joiner_that_never_answers_does_not_delay_a_step(
     assert time.monotonic() - began < 5.0  # an attempt to reach it takes 23 s by itself
     assert state.step == STEPS
     assert serving.served == STEPS
-    assert [what for _, what in wedged.journal] == ["receive"]  # once, and then not before it is due again
+    assert [what for _, what in wedged.call_log] == ["receive"]  # once, and then not before it is due again
 
 
 async def test_a_joiner_gets_its_weights_though_batches_are_always_ready(benches: list[Bench], tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ async def test_leaving_ends_a_catch_up(benches: list[Bench], tmp_path: Path) -> 
     await bench.run()
     bench.publisher.update([serving, wedged])
     running = asyncio.create_task(bench.loop.serve(bench.stop))
-    await until(lambda: wedged.journal)
+    await until(lambda: wedged.call_log)
     bench.stop.set()
     await asyncio.wait_for(running, 3)
     assert not any(task.get_name() == "catch up" for task in asyncio.all_tasks())

@@ -16,7 +16,7 @@ from slipstream.errors import DeadlineExceeded, EngineError, PolicyError
 from slipstream.rollout import router as module
 from slipstream.rollout.engines.base import EngineLoad, RequestRejected, SamplingParams
 from slipstream.rollout.router import AHEAD, Router
-from slipstream.tests.scripted import Call, ScriptedEngine, said, settle
+from slipstream.tests.scripted import Call, ScriptedEngine, completion_of, settle
 from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
 SOON = 10.0
@@ -32,34 +32,40 @@ class World:
         self.made: list[ScriptedEngine] = []
         defaults: dict[str, Any] = {"max_concurrent": 4, "request_s": SOON, "start_s": SOON, "partial": "recompute"}
         self.router = Router(self._make, **(defaults | options))
-        self.seats: dict[str, ReplicaInfo] = {}
+        self.replica_infos: dict[str, ReplicaInfo] = {}
         self.revision = 0
         self.tasks = asyncio.TaskGroup()
 
-    def _make(self, seat: ReplicaInfo) -> ScriptedEngine:
-        self.made.append(ScriptedEngine(seat))
+    def _make(self, replica_info: ReplicaInfo) -> ScriptedEngine:
+        self.made.append(ScriptedEngine(replica_info))
         return self.made[-1]
 
     def __getitem__(self, name: str) -> ScriptedEngine:
         return next(e for e in reversed(self.made) if e.name == name)
 
-    def fleet(self, **seats: ReplicaInfo | None) -> None:
+    def fleet(self, **replica_infos: ReplicaInfo | None) -> None:
         """Change some replicas; None removes one."""
-        self.seats = {n: s for n, s in (self.seats | seats).items() if s is not None}
+        self.replica_infos = {n: s for n, s in (self.replica_infos | replica_infos).items() if s is not None}
         self.revision += 1
-        self.router.update(Fleet(self.revision, tuple(self.seats.values())))
+        self.router.update(Fleet(self.revision, tuple(self.replica_infos.values())))
 
     def serve(self, *names: str, version: int = 0, incarnation: int = 0) -> None:
         self.fleet(**{n: ReplicaInfo(n, f"http://{n}", incarnation, "serving", version) for n in names})
 
     def drain(self, name: str) -> None:
-        seat = self.seats[name]
-        self.fleet(**{name: ReplicaInfo(name, seat.url, seat.incarnation, "draining", seat.version)})
+        replica_info = self.replica_infos[name]
+        self.fleet(
+            **{name: ReplicaInfo(name, replica_info.url, replica_info.incarnation, "draining", replica_info.version)}
+        )
 
     def fence(self, name: str) -> None:
         """A push left it out."""
         self.fleet(
-            **{name: ReplicaInfo(name, self.seats[name].url, self.seats[name].incarnation, "starting", None, True)}
+            **{
+                name: ReplicaInfo(
+                    name, self.replica_infos[name].url, self.replica_infos[name].incarnation, "starting", None, True
+                )
+            }
         )
 
     def request(self, episode: str, *token_ids: int, oldest: int = 0) -> asyncio.Task[Completion]:
@@ -105,7 +111,7 @@ async def test_a_request_waits_for_a_replica_and_is_woken_by_the_fleet() -> None
         w.serve("a", version=3)
         call = await w.call("a")
         assert (call.token_ids, call.version, call.sampling) == ((1, 2), 3, SAMPLING)
-        call.say(5, version=3)
+        call.complete(5, version=3)
         assert (await waiting).token_ids == (5,)
 
 
@@ -115,12 +121,12 @@ async def test_turns_stay_on_their_replica_until_the_weights_change() -> None:
         history = tuple(range(50))
         turn = w.request("e", *history)
         home, call = await w.anywhere()
-        call.say(60)
+        call.complete(60)
         await turn
         for token in range(61, 65):
             history = (*history, token - 1)
             turn = w.request("e", *history)
-            (await w.call(home.name)).say(token)
+            (await w.call(home.name)).complete(token)
             await turn
         other = w.request("other", *range(20))  # a load on that replica that is less than the cache is worth
         w.serve("a", "b", "c", version=1)
@@ -129,8 +135,8 @@ async def test_turns_stay_on_their_replica_until_the_weights_change() -> None:
         elsewhere, moved = await w.anywhere()
         assert elsewhere is not busy  # the cache is void: least loaded
         assert moved.version == 1
-        call.say(1)
-        moved.say(1, version=1)
+        call.complete(1)
+        moved.complete(1, version=1)
         await asyncio.gather(other, second)
 
 
@@ -145,7 +151,7 @@ async def test_a_replica_gets_a_bounded_number_and_the_others_in_order() -> None
         for i in range(len(asked)):
             call = await w.call("a")
             served.append(call.token_ids[0])
-            call.say(7)
+            call.complete(7)
             await asked[i]
             assert len(w["a"].open) <= 2 + AHEAD
         assert served == list(range(len(asked)))
@@ -160,12 +166,12 @@ async def test_only_a_replica_that_has_proven_the_version_is_used() -> None:
         assert w.router.waiting == 1
         old = w.request("old", oldest=1)  # does not wait behind one that no replica can serve yet
         engine, call = await w.anywhere()
-        call.say(4, version=2)  # swapped, but its canary has not been seen
+        call.complete(4, version=2)  # swapped, but its canary has not been seen
         await old
         assert w.router.waiting == 1
         proven = "b" if engine.name == "a" else "a"
         w.serve(proven, version=2)
-        (await w.call(proven)).say(4, version=2)
+        (await w.call(proven)).complete(4, version=2)
         await new
 
 
@@ -184,7 +190,7 @@ async def test_a_replica_that_joins_gets_the_waiting_requests() -> None:
         assert w.router.serving == 2
         for engine in w.made:
             for call in list(engine.open):
-                call.say(1)
+                call.complete(1)
         await asyncio.gather(*asked)
 
 
@@ -198,9 +204,9 @@ async def test_a_replica_that_drains_ends_its_requests_and_gets_no_new_ones() ->
         await settle()
         assert w["a"].open == [call]
         w.serve("b")
-        (await w.call("b")).say(2)
+        (await w.call("b")).complete(2)
         await second
-        call.say(3)
+        call.complete(3)
         assert (await first).token_ids == (3,)
         w.fleet(a=None)
         await w["a"].closed.wait()
@@ -213,10 +219,10 @@ async def test_requests_that_a_drain_aborts_continue_elsewhere_without_a_probe()
         call = await w.call("a")
         w.serve("b")
         w.drain("a")
-        call.say(3, reason="abort")
-        assert (await first) == said(3, reason="abort")
+        call.complete(3, reason="abort")
+        assert (await first) == completion_of(3, reason="abort")
         rest = w.request("e", 1, 2, 3)
-        (await w.call("b")).say(4)
+        (await w.call("b")).complete(4)
         await rest
         assert w["a"].probes == 0
 
@@ -234,7 +240,7 @@ async def test_a_replica_that_is_another_process_now_gets_another_client() -> No
         assert w["a"] is not old
         await old.closed.wait()
         assert call.cancelled
-        again.say(9)
+        again.complete(9)
         assert (await hanging).token_ids == (9,)
 
 
@@ -245,7 +251,7 @@ async def test_the_tokens_of_a_process_that_ends_are_waited_for() -> None:
         engine, _ = await w.anywhere()
         w.fleet(**{engine.name: None})
         await settle()
-        engine.die(lambda call: said(7, 8, reason="abort"))
+        engine.die(lambda call: completion_of(7, 8, reason="abort"))
         assert (await asked).token_ids == (7, 8)
 
 
@@ -259,13 +265,13 @@ async def test_what_runs_on_a_replica_that_is_fenced_goes_on_elsewhere_with_what
         old = w["a"]
         w.fence("a")  # and perhaps it stays paused for ever
         await settle()
-        ends.say(5)  # in time
+        ends.complete(5)  # in time
         assert (await short).token_ids == (5,)
-        assert (await long) == said(7, 8, reason="abort")
+        assert (await long) == completion_of(7, 8, reason="abort")
         await old.closed.wait()
         assert call.cancelled
         rest = w.request("long", 1, 2, 7, 8)
-        (await w.call("b")).say(9)
+        (await w.call("b")).complete(9)
         await rest
         assert old.probes == 0
 
@@ -281,7 +287,7 @@ async def test_a_replica_that_failed_and_was_fenced_serves_again_when_it_has_pro
         assert w.router.serving == 0
         w.serve("a", version=1)
         assert w.router.serving == 1
-        (await w.call("a")).say(1, version=1)
+        (await w.call("a")).complete(1, version=1)
         await asked
 
 
@@ -291,7 +297,7 @@ async def test_the_tokens_of_a_host_that_vanished_are_kept() -> None:
         asked = w.request("e")
         (await w.call("a")).grow(7, 8, 9)
         w.fleet(a=None)
-        assert (await asked) == said(7, 8, 9, reason="abort")
+        assert (await asked) == completion_of(7, 8, 9, reason="abort")
 
 
 # --- deaths -----------------------------------------------------------------------------------------------------------
@@ -324,11 +330,11 @@ async def test_a_death_under_load_costs_no_token_and_no_second() -> None:
         died = w["b"]
         lengths = iter([0, 0, 3, 17, 29, 1])
         started = time.monotonic()
-        died.die(lambda call: said(*rest(call, next(lengths)), reason="abort"))
+        died.die(lambda call: completion_of(*rest(call, next(lengths)), reason="abort"))
         await settle()
         assert len(w["a"].open) == 12  # all of them, at once
         for call in list(w["a"].open):
-            call.say(*rest(call, 30))
+            call.complete(*rest(call, 30))
         assert [await p for p in played] == [[100 * i + n for n in range(30)] for i in range(12)]
         assert time.monotonic() - started < 1.0
         probing = [task for task in asyncio.all_tasks() if task.get_name() == "probe of b"]
@@ -349,7 +355,7 @@ async def test_without_another_replica_requests_wait_for_this_one() -> None:
         while len(w["a"].open) < 3:
             await w.call("a")
         for call in list(w["a"].open):
-            call.say(1)
+            call.complete(1)
         await asyncio.gather(*asked)
 
 
@@ -369,7 +375,7 @@ async def test_a_process_that_lost_its_weights_is_not_used_until_the_fleet_names
             await w["a"].probed.wait()
         assert w.router.waiting == 1
         w.serve("a", version=6, incarnation=1)
-        (await w.call("a")).say(1, version=6)
+        (await w.call("a")).complete(1, version=6)
         await asked
 
 
@@ -396,7 +402,7 @@ async def test_a_replica_that_answers_and_fails_every_request_is_tried_ever_more
         pauses = without_pauses(monkeypatch)
         for _ in range(7):
             (await w.call("a")).fail(EngineError("500"))
-        (await w.call("a")).say(1)
+        (await w.call("a")).complete(1)
         await asked
         monkeypatch.undo()
     assert [p for p in pauses if p] == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
@@ -412,10 +418,10 @@ async def test_a_replica_that_fails_some_requests_is_probed_with_backoff_althoug
         for number in range(5):
             well = w.request(f"well {number}", number)
             calls = {call.token_ids: call for call in (await w.call("a"), await w.call("a"))}
-            calls[(number,)].say(1)
+            calls[(number,)].complete(1)
             await well
             calls[(66,)].fail(EngineError("500"))
-        (await w.call("a")).say(1)
+        (await w.call("a")).complete(1)
         await sick
         monkeypatch.undo()
     assert [p for p in pauses if p] == [1.0, 2.0, 4.0, 8.0]
@@ -425,18 +431,18 @@ async def test_after_a_while_without_a_failure_the_next_one_is_probed_at_once(mo
     pauses: list[float] = []
     sleep = asyncio.sleep
 
-    async def told(seconds: float) -> None:
+    async def reported(seconds: float) -> None:
         pauses.append(seconds)
         await sleep(seconds)
 
     monkeypatch.setattr(module, "BACKOFF_S", 0.05)
     async with world() as w:
         w.serve("a")
-        monkeypatch.setattr(module.asyncio, "sleep", told)
+        monkeypatch.setattr(module.asyncio, "sleep", reported)
         for _ in range(3):
             asked = w.request("e")
             (await w.call("a")).fail(EngineError("500"))
-            (await w.call("a")).say(1)
+            (await w.call("a")).complete(1)
             await asked
             await sleep(0.06)
         monkeypatch.undo()
@@ -458,7 +464,7 @@ async def test_a_replica_that_hangs_is_not_used_although_it_reports_health() -> 
         await settle()
         for number in range(20):  # the hung one has nothing to do, and yet gets nothing
             asked = w.request(f"{number}")
-            (await w.call(other.name)).say(1)
+            (await w.call(other.name)).complete(1)
             await asked
         assert w.router.serving == 1
         hung.computes.set()
@@ -473,10 +479,10 @@ async def test_what_had_arrived_at_the_deadline_goes_on_elsewhere() -> None:
         hung, call = await w.anywhere()
         hung.computes.clear()
         call.grow(7, 8)
-        assert (await slow) == said(7, 8, reason="abort")
+        assert (await slow) == completion_of(7, 8, reason="abort")
         assert call.cancelled
         rest = w.request("e", 1, 2, 7, 8)
-        (await w.call("b" if hung.name == "a" else "a")).say(9)
+        (await w.call("b" if hung.name == "a" else "a")).complete(9)
         await rest
 
 
@@ -487,12 +493,12 @@ async def test_what_had_arrived_at_an_engines_own_deadline_is_kept_and_what_came
         call = await w.call("a")
         call.grow(7, 8)
         call.fail(DeadlineExceeded("a", "an answer", 1.0, "see its log"))
-        assert (await late) == said(7, 8, reason="abort")
+        assert (await late) == completion_of(7, 8, reason="abort")
         wrong = w.request("wrong")
         call = await w.call("a")
         call.grow(7, 8)
         call.fail(EngineError("a log-prob of nan"))
-        (await w.call("a")).say(3)
+        (await w.call("a")).complete(3)
         assert (await wrong).token_ids == (3,)
 
 
@@ -539,16 +545,16 @@ async def test_requests_that_a_pause_aborts_go_elsewhere_or_wait_for_it() -> Non
         w.serve("a", "b")
         asked = w.request("e", *range(40))
         paused, call = await w.anywhere()
-        call.say(40, 41, reason="abort")
+        call.complete(40, 41, reason="abort")
         assert (await asked).finish_reason == "abort"
         assert paused.probes == 0  # an abort of a push is no failure
         other = w["b" if paused.name == "a" else "a"]
         rest = w.request("e", *range(42))
-        (await w.call(other.name)).say(50)
+        (await w.call(other.name)).complete(50)
         await rest
         w.fleet(**{other.name: None})
         late = w.request("e", *range(42))
-        (await w.call(paused.name)).say(51, version=1)  # queued in the paused server
+        (await w.call(paused.name)).complete(51, version=1)  # queued in the paused server
         await late
 
 
@@ -558,8 +564,8 @@ async def test_the_router_retries_an_abort_without_a_token() -> None:
             w.serve("a")
             asked = w.request("e")
             for _ in range(4):
-                (await w.call("a")).say(reason="abort")
-            (await w.call("a")).say(3)
+                (await w.call("a")).complete(reason="abort")
+            (await w.call("a")).complete(3)
             assert (await asked).token_ids == (3,)
             assert w["a"].probes == 4  # each time it had to prove itself: no hot loop
 
@@ -583,7 +589,7 @@ async def test_a_caller_that_is_cancelled_leaves_nothing_behind() -> None:
         await settle()
         assert w.router.waiting == 0  # its slot went to the next
         for left in list(w["a"].open):
-            left.say(1)
+            left.complete(1)
         await asyncio.gather(*flying[1:], next_one)
 
 
@@ -603,7 +609,7 @@ async def test_the_tokens_of_a_cancelled_caller_are_reported() -> None:
         await asyncio.wait({waits, flies})
         assert sorted(completion.token_ids for completion in lost) == [(), (7, 8)]
         for call in list(w["a"].open):
-            call.say(1)
+            call.complete(1)
         await asyncio.gather(*filling)
 
 
@@ -617,7 +623,7 @@ async def test_an_assignment_of_a_cancelled_request_goes_to_the_next() -> None:
         await settle()
         assert [c.token_ids for c in w["a"].open] == [(1,), (2,), (3,), (4,), (99,)]
         for call in list(w["a"].open):
-            call.say(1)
+            call.complete(1)
         await asyncio.gather(*asked[1:], last)
 
 

@@ -31,14 +31,14 @@ async def test_a_server_that_is_killed_under_load_loses_no_token(tmp_path: Path)
     servers = {name: Server(kind, configure(kind, folder), tmp_path / f"{name}.log") for name in "ab"}
     engines: list[VllmEngine] = []
 
-    def make_engine(seat: ReplicaInfo) -> VllmEngine:
+    def make_engine(replica_info: ReplicaInfo) -> VllmEngine:
         options = {"vocab_size": tiny.VOCABULARY, "max_model_len": tiny.CONTEXT, "initial_version": 0}
-        engines.append(VllmEngine(seat.name, seat.url, **options))
+        engines.append(VllmEngine(replica_info.name, replica_info.url, **options))
         return engines[-1]
 
     def fleet(revision: int, restarts: int) -> Fleet:
-        seats = (ReplicaInfo(n, s.url, restarts * (n == "b"), "serving", 0) for n, s in servers.items())
-        return Fleet(revision, tuple(seats))
+        replica_infos = (ReplicaInfo(n, s.url, restarts * (n == "b"), "serving", 0) for n, s in servers.items())
+        return Fleet(revision, tuple(replica_infos))
 
     cut: list[tuple[float, int]] = []
     router = Router(make_engine, max_concurrent=MAX_CONCURRENT, request_s=120.0, start_s=120.0, partial="recompute")

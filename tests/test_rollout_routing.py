@@ -39,14 +39,14 @@ def routed(fleet: Fleet, *requests: RouteRequest, limit: int = LIMIT) -> tuple[R
 
 # --- under any sequence of events -------------------------------------------------------------------------------------
 
-SEATS = st.lists(
+REPLICA_INFOS = st.lists(
     st.tuples(
         st.sampled_from("abcd"),
         st.integers(0, 1),
         st.sampled_from(["starting", "serving", "serving", "draining"]),
         st.one_of(st.none(), st.integers(0, 3)),
     ),
-    unique_by=lambda seat: seat[0],
+    unique_by=lambda replica_info: replica_info[0],
     max_size=4,
 )
 
@@ -58,12 +58,16 @@ def test_bound_order_floor_and_conservation(data: st.DataObject) -> None:
     asked: dict[int, RouteRequest] = {}
     waiting: set[int] = set()
     flying: dict[int, tuple[str, int]] = {}
-    seats: dict[str, ReplicaInfo] = {}
+    replica_infos: dict[str, ReplicaInfo] = {}
     suspects: set[str] = set()
 
     def takes(name: str, request: RouteRequest) -> bool:
-        seat = seats[name]
-        proven = seat.state == "serving" and seat.version is not None and seat.version >= request.oldest_version
+        replica_info = replica_infos[name]
+        proven = (
+            replica_info.state == "serving"
+            and replica_info.version is not None
+            and replica_info.version >= request.oldest_version
+        )
         return proven and name not in suspects
 
     for step in range(data.draw(st.integers(1, 40))):
@@ -88,19 +92,19 @@ def test_bound_order_floor_and_conservation(data: st.DataObject) -> None:
             flying.pop(number, None)
             routing.remove(number)
         elif what == "fleet":
-            drawn = data.draw(SEATS)
+            drawn = data.draw(REPLICA_INFOS)
             found = {n: ReplicaInfo(n, f"http://{n}", i, s, v) for n, i, s, v in drawn}
-            same = {n for n in found if n in seats and found[n].incarnation == seats[n].incarnation}
+            same = {n for n in found if n in replica_infos and found[n].incarnation == replica_infos[n].incarnation}
             suspects &= {n for n in same if found[n].state != "starting"}
             flying = {
                 number: (name, incarnation if name in found and found[name].incarnation == incarnation else -1)
                 for number, (name, incarnation) in flying.items()
             }
-            seats.clear()
-            seats.update(found)
-            routing.update(Fleet(step, tuple(seats.values())))
-        elif what in ("suspect", "well") and seats:
-            name = data.draw(st.sampled_from(sorted(seats)))
+            replica_infos.clear()
+            replica_infos.update(found)
+            routing.update(Fleet(step, tuple(replica_infos.values())))
+        elif what in ("suspect", "well") and replica_infos:
+            name = data.draw(st.sampled_from(sorted(replica_infos)))
             (suspects.add if what == "suspect" else suspects.discard)(name)
             routing.set_failed(name, what == "suspect")
 
@@ -109,15 +113,18 @@ def test_bound_order_floor_and_conservation(data: st.DataObject) -> None:
             assert grant.number in waiting
             assert takes(grant.replica, asked[grant.number])
             waiting.remove(grant.number)
-            flying[grant.number] = (grant.replica, seats[grant.replica].incarnation)
-        load = {n: sum(flight == (n, seat.incarnation) for flight in flying.values()) for n, seat in seats.items()}
+            flying[grant.number] = (grant.replica, replica_infos[grant.replica].incarnation)
+        load = {
+            n: sum(flight == (n, replica_info.incarnation) for flight in flying.values())
+            for n, replica_info in replica_infos.items()
+        }
         assert all(count <= LIMIT for count in load.values())
         assert routing.waiting == len(waiting)
         for number in waiting:  # no request waits while a replica could take it, and none overtook it
-            assert not any(takes(n, asked[number]) and load[n] < LIMIT for n in seats)
+            assert not any(takes(n, asked[number]) and load[n] < LIMIT for n in replica_infos)
             assert not any(g.number > number and takes(g.replica, asked[number]) for g in granted)
     for name, place in routing.replicas.items():
-        here = [n for n, flight in flying.items() if flight == (name, seats[name].incarnation)]
+        here = [n for n, flight in flying.items() if flight == (name, replica_infos[name].incarnation)]
         assert sorted(place.tokens) == sorted(here)
         assert place.load == sum(place.tokens.values())
 

@@ -273,11 +273,11 @@ async def test_weights_that_a_server_loaded_itself_have_the_initial_version(
 ) -> None:
     assert await engine.version() == 0
     assert await off_by(engine, models[0], 0) <= TOLERANCE
-    untold = client(server[0])
-    assert await untold.version() is None
+    unreported = client(server[0])
+    assert await unreported.version() is None
     with pytest.raises(EngineError, match="has no policy version yet"):
-        await untold.generate(PROMPT, GREEDY)
-    await untold.close()
+        await unreported.generate(PROMPT, GREEDY)
+    await unreported.close()
 
 
 async def test_every_chunk_names_the_versions_of_all_tokens_so_far(engine: VllmEngine) -> None:

@@ -105,7 +105,7 @@ class World:
         before = (await self.stats()).ledger.ready
         calls = list(self.engine.open)
         for call in calls:
-            call.say(40, 41, 42)
+            call.complete(40, 41, 42)
         while (await self.stats()).ledger.ready < before + 3 * len(calls):
             pass  # each look is a round trip to the service
 
@@ -129,8 +129,8 @@ async def world(
     service = buffer_service(buffer, path, address, shares=shares, retries=retries, greedy=greedy)
     made: list[ScriptedEngine] = []
 
-    def make_engine(seat: ReplicaInfo) -> ScriptedEngine:
-        made.append(ScriptedEngine(seat))
+    def make_engine(replica_info: ReplicaInfo) -> ScriptedEngine:
+        made.append(ScriptedEngine(replica_info))
         return made[-1]
 
     async with asyncio.timeout(SOON), contextlib.AsyncExitStack() as stack:
@@ -190,7 +190,7 @@ async def test_only_what_stands_empty_for_want_of_a_lease_is_idle(policy: Path, 
         idle = (after.idle_slot_s - before.idle_slot_s) / (after.slot_s - before.slot_s)
         assert idle == pytest.approx((SLOTS - GROUP) / SLOTS, abs=0.02)
         for call in w.engine.open[:1]:
-            call.say(40, 41, 42)
+            call.complete(40, 41, 42)
 
 
 async def test_full_slots_are_not_idle(policy: Path, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ async def test_full_slots_are_not_idle(policy: Path, tmp_path: Path) -> None:
         w.engine.busy = EngineLoad(0, 1, 0.0)  # paused: the slots stay as they are
         await w.until(SLOTS)
         before = await w.stats()
-        w.engine.open[0].say(40, 41, 42)  # seven play, and a group needs room for four
+        w.engine.open[0].complete(40, 41, 42)  # seven play, and a group needs room for four
         while (after := await w.stats()).slot_s < before.slot_s + 0.5:
             pass
         assert after.idle_slot_s == before.idle_slot_s
@@ -240,7 +240,7 @@ async def test_tokens_are_reported_under_the_version_that_sampled_them(policy: P
         (*others, last) = w.unanswered()
         last.grow(40, 41)
         for call in others:
-            call.say(40, 41, 42, version=1)
+            call.complete(40, 41, 42, version=1)
         while (await w.stats()).ledger.ready < 3 * len(others):
             pass
         w.stop.set()
@@ -257,7 +257,7 @@ async def test_tokens_are_reported_under_the_version_that_sampled_them(policy: P
 async def train(w: World, version: int) -> dict[int, int]:
     """Answer one group, train on it; sampled tokens by version."""
     for call in w.unanswered():
-        call.say(40, 41, 42, version=version)
+        call.complete(40, 41, 42, version=version)
     batch = await w.learner.take(version, SOON)
     await w.learner.commit(version)
     counts: dict[int, int] = {}
@@ -274,7 +274,7 @@ async def test_an_episode_of_a_complete_group_is_cancelled(policy: Path, tmp_pat
         for call in slow:
             call.grow(40)
         for call in fast:
-            call.say(40, 41, 42)
+            call.complete(40, 41, 42)
         batch = await w.learner.take(0, SOON)
         assert len(batch.groups[0]) == 2
         while not all(call.cancelled for call in slow):
@@ -333,7 +333,7 @@ async def test_tokens_of_a_call_that_the_agent_gave_up_are_unused(policy: Path, 
         while len(answered := w.unanswered()) < len(given_up):
             await w.engine.calls.get()
         for call in answered:
-            call.say(40, 41, 42)
+            call.complete(40, 41, 42)
         while (stats := await w.stats()).ledger.ready < 3 * len(given_up):
             pass
         assert stats.ledger.discarded == {"unused": 2 * len(given_up)}
@@ -352,7 +352,7 @@ async def test_calls_that_an_agent_left_behind_end_with_its_episode(policy: Path
         for call in left:
             call.grow(40, 41)
         for call in waited_for:
-            call.say(40, 41, 42)
+            call.complete(40, 41, 42)
         while (stats := await w.stats()).ledger.ready < 6:
             pass
         assert all(call.cancelled for call in left)
@@ -389,7 +389,7 @@ async def answer_all(w: World) -> None:
     """Answer every request, until cancelled."""
     while True:
         for call in w.unanswered():
-            call.say(40, 41, 42)
+            call.complete(40, 41, 42)
         await w.engine.calls.get()
 
 
@@ -400,7 +400,7 @@ async def test_the_greedy_member_of_a_group_is_played_at_temperature_0_and_the_o
     async with world(policy, tmp_path, buffer, greedy=True) as w:
         await w.until(GROUP)
         for call in w.unanswered():
-            call.say(*([40] if call.sampling.temperature == 0 else [40, 41]))
+            call.complete(*([40] if call.sampling.temperature == 0 else [40, 41]))
         temperatures = sorted(call.sampling.temperature for call in w.engine.open)
         assert temperatures == [0.0] + [1.0] * (GROUP - 1)
         batch = await w.learner.take(0, SOON)
@@ -410,7 +410,7 @@ async def test_the_greedy_member_of_a_group_is_played_at_temperature_0_and_the_o
         await w.until(1)
         (call,) = w.unanswered()
         assert call.sampling.temperature == 1.0  # an evaluation samples at the player's temperature
-        call.say(40)
+        call.complete(40)
         await evaluating
 
 
@@ -488,7 +488,7 @@ async def answer_versions(w: World) -> None:
     """As `answer_all`, by the version served now."""
     while True:
         for call in w.unanswered():
-            call.say(40, 41, 42, version=w.version)
+            call.complete(40, 41, 42, version=w.version)
         await w.engine.calls.get()
 
 
@@ -520,7 +520,7 @@ async def test_an_evaluation_plays_what_the_servers_decode_at_once(policy: Path,
             await settle()
             peak = max(peak, len(w.unanswered()))
             for call in w.unanswered():
-                call.say(40, 41, version=6)
+                call.complete(40, 41, version=6)
                 played += 1
         result = await evaluating
         assert peak == SLOTS

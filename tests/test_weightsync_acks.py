@@ -12,7 +12,7 @@ from slipstream.rpc import wire
 from slipstream.weightsync.plan import AckCollector, WeightAck, send_ack
 
 
-async def say(address: str, receiver: str, rank: int, version: int, error: str = "") -> None:
+async def report_ack(address: str, receiver: str, rank: int, version: int, error: str = "") -> None:
     await asyncio.to_thread(send_ack, address, WeightAck(receiver, rank, version, error))
 
 
@@ -25,18 +25,18 @@ async def acks():
 
 async def test_a_replica_is_complete_with_its_last_rank(acks: AckCollector) -> None:
     with acks.expect("a", 7, 2) as expected:
-        await say(acks.address, expected.receiver, 1, 7)
+        await report_ack(acks.address, expected.receiver, 1, 7)
         complete = asyncio.create_task(expected.complete())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(complete), 0.2)
         assert "no ack of rank 0" in str(expected)
-        await say(acks.address, expected.receiver, 0, 7)
+        await report_ack(acks.address, expected.receiver, 0, 7)
         await asyncio.wait_for(complete, 5)
 
 
 async def test_an_error_ends_it_at_once_and_is_cut_to_size(acks: AckCollector) -> None:
     with acks.expect("a", 7, 2) as expected:
-        await say(acks.address, expected.receiver, 1, 7, "x" * 100_000)
+        await report_ack(acks.address, expected.receiver, 1, 7, "x" * 100_000)
         with pytest.raises(WeightSyncError, match=r"^rank 1: x{2000}$"):
             await asyncio.wait_for(expected.complete(), 5)
 
@@ -56,17 +56,17 @@ async def test_late_foreign_doubled_and_broken_messages_change_nothing(acks: Ack
             ):
                 await foreign.send_multipart(frames)
             await foreign.send(b"x" * (1 << 20))  # over the limit: cut off
-        await say(acks.address, late.receiver, 0, 7)
-        await say(acks.address, late.receiver, 1, 7, "of an earlier attempt")
-        await say(acks.address, expected.receiver, 0, 6)
-        await say(acks.address, expected.receiver, 5, 7)
-        await say(acks.address, "nobody", 0, 7)
-        await say(acks.address, expected.receiver, 0, 7)
-        await say(acks.address, expected.receiver, 0, 7, "changed its mind")
-        await say(acks.address, other.receiver, 0, 7)
+        await report_ack(acks.address, late.receiver, 0, 7)
+        await report_ack(acks.address, late.receiver, 1, 7, "of an earlier attempt")
+        await report_ack(acks.address, expected.receiver, 0, 6)
+        await report_ack(acks.address, expected.receiver, 5, 7)
+        await report_ack(acks.address, "nobody", 0, 7)
+        await report_ack(acks.address, expected.receiver, 0, 7)
+        await report_ack(acks.address, expected.receiver, 0, 7, "changed its mind")
+        await report_ack(acks.address, other.receiver, 0, 7)
         await asyncio.wait_for(other.complete(), 5)
         assert "no ack of rank 1" in str(expected)
-        await say(acks.address, expected.receiver, 1, 7)
+        await report_ack(acks.address, expected.receiver, 1, 7)
         await asyncio.wait_for(expected.complete(), 5)
 
 

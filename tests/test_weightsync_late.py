@@ -1,6 +1,6 @@
 """Orders that outlive their callers: a server goes on with a pause or a swap when its client hangs up, and answers later or never.
 
-No token may be sampled between the load of a version and the change of its label; so whoever may be between the two stays paused.
+No token may be sampled between the load of a version and the change of its label; so a replica between the two stays paused.
 """
 
 import asyncio
@@ -42,11 +42,11 @@ async def serve_1(fleet: Fleet, late: Outliving, *others: LocalReplica, push_s: 
     assert late.sampled >= {(1, 1)}
     late.go_on.clear()
     late.loading.clear()
-    late.journal.clear()
+    late.call_log.clear()
 
 
 def whats(replica: LocalReplica) -> list[str]:
-    return [what.split()[0] for _, what in replica.journal]
+    return [what.split()[0] for _, what in replica.call_log]
 
 
 async def test_a_swap_that_ends_after_its_deadline_leaves_the_replica_paused_until_catch_up(
@@ -57,7 +57,7 @@ async def test_a_swap_that_ends_after_its_deadline_leaves_the_replica_paused_unt
     report = await fleet.push(2)
     assert report.pushed == ("other",)
     assert "publisher waited" in report.failed["late"]
-    assert sorted(fleet.told[-2:]) == [("late", report.failed["late"]), ("other", 2)]
+    assert sorted(fleet.reported[-2:]) == [("late", report.failed["late"]), ("other", 2)]
     assert late.paused
     assert whats(late) == ["receive", "pause", "load"]  # one swap, and nothing on top of it
 
@@ -191,7 +191,7 @@ async def test_who_scores_while_paused_is_proven_before_it_resumes(fleet: Fleet)
     replica.scores_paused = True
     fleet.publish_to(replica, transport="disk", partial="keep_kv")
     assert (await fleet.push(1)).pushed == ("a",)
-    assert [what for _, what in replica.journal] == [
+    assert [what for _, what in replica.call_log] == [
         *["receive FileSource", "pause keep_kv", "swap 1", "score"],
         *["receive FileSource", "pause recompute", "swap 1", "score", "resume"],
     ]
@@ -229,7 +229,7 @@ async def test_keys_and_values_of_wrong_weights_do_not_outlive_the_second_push(f
     replica = Forgetful("a", 1)  # resumes before its canary
     fleet.publish_to(replica, transport="disk", partial="keep_kv")
     assert (await fleet.push(1)).pushed == ("a",)
-    assert [what for _, what in replica.journal if "pause" in what] == ["pause keep_kv", "pause recompute"]
+    assert [what for _, what in replica.call_log if "pause" in what] == ["pause keep_kv", "pause recompute"]
 
 
 async def test_who_should_score_while_paused_and_does_not_stays_paused_until_catch_up(fleet: Fleet) -> None:

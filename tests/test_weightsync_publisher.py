@@ -32,7 +32,7 @@ class Fleet:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.told: list[tuple[str, int | str]] = []
+        self.reported: list[tuple[str, int | str]] = []
         self.publisher: Publisher
 
     def publish_to(self, *replicas: ReplicaControl, transport: str = "broadcast", **options: Any) -> Publisher:
@@ -44,8 +44,8 @@ class Fleet:
             host="127.0.0.1",
             backend="gloo",
             device=torch.device("cpu"),
-            on_served=lambda name, version: self.told.append((name, version)),
-            on_lost=lambda name, reason: self.told.append((name, reason)),
+            on_served=lambda name, version: self.reported.append((name, version)),
+            on_lost=lambda name, reason: self.reported.append((name, reason)),
             **(defaults | options),
         )
         return self.publisher
@@ -71,11 +71,11 @@ def holds(replica: LocalReplica, version: int) -> bool:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_versions_roll_over_the_fleet_one_cohort_at_a_time(fleet: Fleet, transport: str) -> None:
-    journal: list[tuple[str, str]] = []
-    replicas = [LocalReplica(name, journal, ranks=2 if name == "b" else 1) for name in "abcde"]
+    call_log: list[tuple[str, str]] = []
+    replicas = [LocalReplica(name, call_log, ranks=2 if name == "b" else 1) for name in "abcde"]
     fleet.publish_to(*replicas, transport=transport, partial="keep_kv")
     for version in (1, 2, 3):
-        journal.clear()
+        call_log.clear()
         report = await fleet.push(version)
         assert (report.version, report.pushed, report.failed) == (version, tuple("abcde"), {})
         assert all(holds(replica, version) for replica in replicas)
@@ -83,11 +83,11 @@ async def test_versions_roll_over_the_fleet_one_cohort_at_a_time(fleet: Fleet, t
         assert 0 < report.transfer_ms < report.push_ms
         assert report.sent_bytes > 0
         assert report.canary == 0
-        steps = [(name, what.split()[0]) for name, what in journal if what != "join"]
+        steps = [(name, what.split()[0]) for name, what in call_log if what != "join"]
         assert steps == [(n, w) for n in "abcde" for w in ("receive", "pause", "swap", "resume", "score")]
-        assert ("a", "pause keep_kv") in journal
-    assert fleet.told == [(name, version) for version in (1, 2, 3) for name in "abcde"]
-    assert ("a", "join") not in journal  # the group lasts as long as its members do
+        assert ("a", "pause keep_kv") in call_log
+    assert fleet.reported == [(name, version) for version in (1, 2, 3) for name in "abcde"]
+    assert ("a", "join") not in call_log  # the group lasts as long as its members do
 
 
 async def test_files_are_written_once_per_push_and_shared_memory_is_cleaned(fleet: Fleet) -> None:
@@ -127,7 +127,7 @@ async def test_a_delta_goes_to_those_who_kept_the_version_before_and_the_file_to
     with torch.no_grad():
         model[0].weight[3] += 1.0
     small = await fleet.push(2, model)
-    assert [r.journal[-5] for r in replicas] == [("a", "receive DeltaSource"), ("b", "receive DeltaSource")]
+    assert [r.call_log[-5] for r in replicas] == [("a", "receive DeltaSource"), ("b", "receive DeltaSource")]
     assert small.sent_bytes < full / 3
     assert read_manifest(fleet.folder).base == 1  # type: ignore[union-attr]
 
@@ -139,16 +139,16 @@ async def test_a_delta_goes_to_those_who_kept_the_version_before_and_the_file_to
     caught_up = await publisher.catch_up()
     assert caught_up is not None
     assert caught_up.pushed == ("b", "c")
-    assert replicas[0].journal[-5] == ("a", "receive DeltaSource")
-    assert ("b", "receive FileSource") in reborn.journal
-    assert ("c", "receive FileSource") in late.journal
+    assert replicas[0].call_log[-5] == ("a", "receive DeltaSource")
+    assert ("b", "receive FileSource") in reborn.call_log
+    assert ("c", "receive FileSource") in late.call_log
     with torch.no_grad():
         model[0].weight[5] += 1.0
     assert (await fleet.push(4, model)).pushed == ("a", "b", "c")
-    assert ("c", "receive DeltaSource") in late.journal
+    assert ("c", "receive DeltaSource") in late.call_log
     everything = make_model(9)
     await fleet.push(5, everything)  # all of it changed: a delta would be larger
-    assert replicas[0].journal[-5] == ("a", "receive FileSource")
+    assert replicas[0].call_log[-5] == ("a", "receive FileSource")
 
 
 async def test_groups_follow_the_cohorts_members(fleet: Fleet) -> None:
@@ -156,7 +156,7 @@ async def test_groups_follow_the_cohorts_members(fleet: Fleet) -> None:
     publisher = fleet.publish_to(*replicas[:4], cohort=2)
 
     def joins() -> list[int]:
-        return [sum(what == "join" for _, what in replica.journal) for replica in replicas]
+        return [sum(what == "join" for _, what in replica.call_log) for replica in replicas]
 
     for version in (1, 2):
         assert (await fleet.push(version)).pushed == tuple("abcd")
@@ -203,8 +203,8 @@ async def test_a_replica_that_stays_wrong_stops_the_push_before_the_next_cohort(
         await fleet.push(2)
     assert holds(replicas[0], 2)
     assert holds(replicas[2], 1)
-    assert fleet.told[-2] == ("a", 2)
-    assert fleet.told[-1][0] == "b"
+    assert fleet.reported[-2] == ("a", 2)
+    assert fleet.reported[-1][0] == "b"
 
 
 def flip_last_byte(path: Path) -> None:
@@ -255,13 +255,13 @@ async def test_a_late_member_is_fenced_and_its_cohort_goes_on_without_it(fleet: 
     assert "for b#" in report.failed["b"]
     assert "to hold version 2 (no ack of rank 0)" in report.failed["b"]
     assert holds(replicas[1], 1)  # goes on with what it has, and is not paused
-    assert fleet.told[4:] == [("a", 2), ("b", report.failed["b"]), ("c", 2), ("d", 2)]
+    assert fleet.reported[4:] == [("a", 2), ("b", report.failed["b"]), ("c", 2), ("d", 2)]
     replicas[1].times = 0  # type: ignore[attr-defined]
     assert (await fleet.push(3)).pushed == ("a", "c", "d")  # fenced until it is proven
     caught_up = await fleet.publisher.catch_up()
     assert caught_up is not None
     assert caught_up.pushed == ("b",)
-    assert fleet.told[-1] == ("b", 3)
+    assert fleet.reported[-1] == ("b", 3)
     assert (await fleet.push(4)).pushed == ("a", "b", "c", "d")
     assert await fleet.publisher.catch_up() is None
 
@@ -269,16 +269,16 @@ async def test_a_late_member_is_fenced_and_its_cohort_goes_on_without_it(fleet: 
 async def test_a_swap_that_fails_is_tried_once_more_and_the_paused_are_resumed(fleet: Fleet) -> None:
     class Refuses(LocalReplica):
         async def swap_weights(self, version: int) -> None:
-            self.journal.append((self.name, "swap refused"))
+            self.call_log.append((self.name, "swap refused"))
             raise EngineError(f"{self.name} answered 500")
 
     replicas = [Refuses("a"), LocalReplica("b")]
     fleet.publish_to(*replicas, cohort=2)
     report = await fleet.push(1)
     assert (report.pushed, report.failed) == (("b",), {"a": "a answered 500"})
-    assert sum(what == "swap refused" for _, what in replicas[0].journal) == 2
+    assert sum(what == "swap refused" for _, what in replicas[0].call_log) == 2
     assert not replicas[0].paused
-    assert fleet.told == [("b", 1), ("a", "a answered 500")]
+    assert fleet.reported == [("b", 1), ("a", "a answered 500")]
 
 
 class Stuck(LocalReplica):
@@ -305,7 +305,7 @@ async def test_a_leaver_in_the_middle_of_a_push_is_let_go_at_once(fleet: Fleet, 
     assert (report.pushed, report.failed) == (("a", "c"), {})
     assert holds(replicas[0], 1)
     assert holds(replicas[2], 1)
-    assert fleet.told == [("a", 1), ("c", 1)]
+    assert fleet.reported == [("a", 1), ("c", 1)]
 
 
 @pytest.mark.parametrize("at", ["join_group", "receive_weights", "pause", "swap_weights", "resume", "score", "version"])
@@ -324,7 +324,7 @@ async def test_a_joiner_gets_the_current_version_through_catch_up(fleet: Fleet) 
     publisher = fleet.publish_to(replicas[0])
     assert await publisher.catch_up() is None  # nothing to bring yet
     await fleet.push(1)
-    assert await publisher.catch_up() is None  # nobody is behind
+    assert await publisher.catch_up() is None  # no replica is behind
     publisher.update(replicas)
     report = await publisher.catch_up()
     assert report is not None
@@ -360,7 +360,7 @@ async def test_a_joiner_that_fails_is_tried_again_after_twice_as_long(
         tried, left = receives, publisher.retry_in()
         assert left is not None
         assert wait - 0.1 < left <= wait
-        assert await publisher.catch_up() is None  # not due, whoever asks
+        assert await publisher.catch_up() is None  # not due
         assert receives == tried
         await asyncio.sleep(left)
     joiner.receive_weights = receive

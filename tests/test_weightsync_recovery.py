@@ -52,7 +52,7 @@ class Server:
 
 
 class DiesReceiving(VllmEngine):
-    """The client of a server that is killed once it has begun to receive, when nobody can know it yet."""
+    """The client of a server that is killed once it has begun to receive, before the publisher can know it."""
 
     victim: Server
 
