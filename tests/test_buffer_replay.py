@@ -65,7 +65,7 @@ def counts_of(ledgers: dict[int, Ledger]) -> dict[int, Counter[str]]:
 
 
 class Runs(RuleBasedStateMachine):
-    """Workers, engines, a learner and crashes. `world.episodes[...].tokens` is what was sampled; `playing` are those still played."""
+    """Workers, engines, a learner and crashes. `world.episodes[...].tokens` is what was sampled; `playing` are still played."""
 
     def __init__(self) -> None:
         super().__init__()
