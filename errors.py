@@ -24,8 +24,8 @@ class SlipstreamError(Exception):
     exit_code = 1
     final = False
 
-    def __init__(self, message: str = "", *, final: bool | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, *message: object, final: bool | None = None) -> None:
+        super().__init__(*message)
         self.final = self.final if final is None else final
 
 

@@ -3,9 +3,11 @@
 from .base import Agent as Agent
 from .base import Completion as Completion
 from .base import ContextExhausted as ContextExhausted
+from .base import Generate as Generate
 from .base import Policy as Policy
 from .conversations import read_conversations as read_conversations
 from .demonstrations import Demonstration as Demonstration
+from .demonstrations import RenderedDemonstration as RenderedDemonstration
 from .demonstrations import render_demonstration as render_demonstration
 from .registry import load_agent as load_agent
 from .registry import load_renderer as load_renderer

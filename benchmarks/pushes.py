@@ -87,9 +87,13 @@ async def rolling(folder: Path, size: str, replicas: int) -> Result:
 async def _receive_paused(
     engine: HttpEngine, receive: Callable[[TransferPlan], Awaitable[None]], plan: TransferPlan
 ) -> None:
-    """Receive while paused, as a server without a staging buffer must; the push itself resumes the engine."""
+    """Receive while paused, as a server without a staging buffer must; a push that succeeds resumes the engine."""
     await engine.pause("recompute")
-    await receive(plan)
+    try:
+        await receive(plan)
+    except BaseException:
+        await engine.resume()
+        raise
 
 
 async def _client(router: Router, number: int) -> None:

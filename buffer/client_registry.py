@@ -32,10 +32,10 @@ class WorkerClient(msgspec.Struct):
     """The newest process of a worker."""
 
     incarnation: str  # which process
-    # slot_s, idle_slot_s: its running totals
+    # Its running totals.
     slot_s: float = 0.0
     idle_slot_s: float = 0.0
-    # answered, reply: the number of its last lease request that was answered, and the reply
+    # The number of its last lease request that was answered, and the reply.
     answered: int = -1
     reply: LeaseReply | None = None
 

@@ -108,7 +108,7 @@ class Group(msgspec.Struct):
         return sum(e.member == member and e.reason == reason and e.settled for e in self.episodes.values())
 
 
-Changed = tuple[Group, Sequence[Episode]]  # A group, and those of its episodes whose rows are out of date
+Changed = tuple[Group, Sequence[Episode]]  # a group, and those of its episodes whose rows are out of date
 
 
 class GroupTable:

@@ -19,10 +19,10 @@ from .messages import Lease
 from .sample_filter import dropped
 from .trajectory import Outcome
 
-MIN_MEMBERS = 2  # A group's mean is a baseline from two members on
+MIN_MEMBERS = 2  # a group's mean is a baseline from two members on
 # Discard reason of a group whose members all have the same reward, under dynamic sampling.
 EQUAL_REWARDS = "equal_rewards"
-GREEDY = 0  # The member that is sampled greedily, under `ReplayConfig.greedy`
+GREEDY = 0  # the member that is sampled greedily, under `ReplayConfig.greedy`
 NO_BASELINE = "no_baseline"  # discard reason of a group whose greedy member failed: the others have no baseline
 # States of groups that no version was trained on yet.
 WAITING: tuple[GroupState, ...] = ("open", "leased", "ready", "batched")

@@ -24,9 +24,9 @@ EpisodeId = Annotated[str, Meta(max_length=64)]  # `group.attempt.member`
 TrajectoryId = Annotated[str, Meta(max_length=84)]  # `group.attempt.member.branch`
 # A count of one episode's tokens; the bound keeps a forged one from overflowing the store.
 Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
-Version = Annotated[int, Meta(ge=0, lt=1 << 31)]  # A policy version: int32 in the learner's arrays
+Version = Annotated[int, Meta(ge=0, lt=1 << 31)]  # a policy version: int32 in the learner's arrays
 Counts = dict[Version, Tokens]  # policy version -> sampled tokens
-Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]  # A running total; the bound keeps sums finite
+Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]  # a running total; the bound keeps sums finite
 Row = TypeVar("Row", EncodedRow, BatchRow, Trajectory)
 GROUPS_AT_ONCE = 256  # leases in one reply
 
@@ -161,7 +161,7 @@ class Stats(BufferMessage, frozen=True):
     ledger: Ledger
     leased_groups: int
     ready_groups: int
-    # slot_s, idle_slot_s: summed over workers since the service started
+    # Summed over workers since the service started.
     slot_s: float
     idle_slot_s: float
     refilled_groups: int = 0  # discarded because all rewards were equal, since the run began; others replaced them

@@ -35,8 +35,7 @@ from .store import CommitRow, NewTrajectory, Store, WriteBatch
 from .trajectory import EncodedRow, EncodedTrajectory, sampled_of
 
 PendingReply = tuple[bytes, int, m.Reply | RpcRefusal]  # the connection, the number of its request, and the reply
-# Bytes of cached trajectories: 900 episodes of 8k tokens. Longer ones are read back from the file, which costs little
-# for them.
+# Bytes of cached trajectories: 900 episodes of 8k tokens. Longer ones are read back from the file, which costs little for them.
 CACHE_BYTES = 64 << 20
 
 

@@ -19,7 +19,7 @@ SETTLED = (
 )
 GROUPS_AT_ONCE = 256  # groups of one transaction: more would delay the replies of a round
 CUT_BYTES = 32 << 20  # how much is cut off the file at a time, for the same reason
-SLACK = 0.9  # A buffer over its limit shrinks to this share of it, so that it does not exceed the limit again at once
+SLACK = 0.9  # a buffer over its limit shrinks to this share of it, so that it does not exceed the limit again at once
 # Where the arrays end that rows name.
 END = (
     f"SELECT coalesce(max(arrays + {TOKEN_BYTES} * length), 0) FROM trajectories"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import StoreError
 
-SCHEMA_VERSION = 8  # Raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change
+SCHEMA_VERSION = 8  # raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change
 BUSY_S = 10.0  # how long SQLite waits for another connection that holds the file
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS counters (

@@ -38,8 +38,7 @@ from .request_handler import PendingReply, RequestHandler
 from .store import Store
 
 log = logging.getLogger(__name__)
-# Messages of one round, one transaction, and the bytes after which it takes no more. More would only delay the first
-# reply.
+# Messages of one round, one transaction, and the bytes after which it takes no more. More would only delay the first reply.
 ROUND, ROUND_BYTES = 512, 16 << 20
 # Longest wait for the disk to take one round, which takes milliseconds. A write that hangs cannot be cancelled.
 STORE_S = 120.0

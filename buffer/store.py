@@ -35,8 +35,7 @@ from .segments import SegmentLog, segments_path
 from .trajectory import LENGTH_LIMIT, TOKEN_BYTES, EncodedTrajectory, Outcome, Trajectory
 
 WAL_BYTES = 64 << 20  # the log beside the file is truncated to this after a larger transaction
-# Values of one statement, where SQLite takes so many, and the bytes after which it takes no more: it holds a copy of
-# them.
+# Values of one statement, where SQLite takes so many, and the bytes after which it takes no more: it holds a copy of them.
 VALUES_AT_ONCE, BYTES_AT_ONCE = 10_000, 16 << 20
 Row = tuple[object, ...]
 # Of an episode: all its branches have the same.

@@ -3,7 +3,7 @@
 Invariants:
 - The process that makes a folder holds its lock, and so does every program and process that inherits the lock. `sweep` removes a
   folder whose lock is free.
-- A folder gets the name that `sweep` looks for only once it is locked.
+- A folder gets the name that `sweep` looks for only once it is locked. A process that is killed before leaves an empty hidden one.
 - The path of a temporary folder is short: it holds Unix sockets, whose paths may have 107 characters.
 """
 

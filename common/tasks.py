@@ -19,8 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
-# How long the interpreter waits at exit for abandoned threads: one that ends inside torch's C++ code aborts the
-# process.
+# How long the interpreter waits at exit for abandoned threads: one that ends inside torch's C++ code aborts the process.
 EXIT_JOIN_S = 10.0
 T = TypeVar("T")
 

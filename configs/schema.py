@@ -339,15 +339,15 @@ def parse_size(key: str, text: str) -> int:
     raise ConfigError(f"{key}: {text!r} is not a size; write a number and KiB, MiB or GiB, for example 64MiB")
 
 
-def parse_memory(text: str, key: str = "rollout.engine.memory") -> int | float:
-    """What the config has at `key`: bytes as an int for a size such as `40GiB`, a share of GPU memory as a float for `0.85`.
+def parse_memory(text: str) -> int | float:
+    """`rollout.engine.memory`: bytes as an int for a size such as `40GiB`, a share of GPU memory as a float for `0.85`.
     Raises ConfigError where it is neither."""
     try:
         share = float(text)
     except ValueError:
-        return parse_size(key, text)
+        return parse_size("rollout.engine.memory", text)
     if not 0.0 < share <= 1.0:
         raise ConfigError(
-            f"{key}: {text!r} is neither a share above 0 and at most 1, such as 0.85, nor a size, such as 40GiB"
+            f"rollout.engine.memory: {text!r} is neither a share above 0 and at most 1, such as 0.85, nor a size, such as 40GiB"
         )
     return share

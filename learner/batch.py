@@ -166,8 +166,8 @@ def flatten(
     shape: Shaping | None = None,
 ) -> TrainBatch:
     """All branches of `groups`, episode by episode, without advantages; every sampled token that a logit predicts has loss.
-    Episodes of `withheld` carry none and are compared with. Raises LearnerError: a group is empty, a reward is not finite, a
-    failed episode carries rewards from before it failed, or the branches of one disagree about its reward."""
+    Episodes of `withheld` carry no loss; the others are compared with them. Raises LearnerError: a group is empty, a reward is not
+    finite, a failed episode carries rewards from before it failed, or the branches of one disagree about its reward."""
     by_group = [_episodes(number, group) for number, group in enumerate(groups)]
     episodes = list(chain.from_iterable(by_group))
     branches = list(chain.from_iterable(episodes))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CPU_CHUNK, GPU_CHUNK = 1 << 18, 1 << 24  # float32 numbers: 1 MiB stays in a core's cache
+CPU_CHUNK, GPU_CHUNK = 1 << 18, 1 << 24  # float32 numbers: 1 MiB stays in a core's cache; 64 MiB are many rows
 
 LOWEST = torch.finfo(torch.float32).min
 """In place of the -inf of a token that a model forbids: exp(-inf) * -inf is NaN, its share of an entropy is 0."""

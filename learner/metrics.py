@@ -33,9 +33,8 @@ class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
     episodes: int  # episodes in the batch
     episode_tokens_mean: float  # sampled tokens per episode
     turns_mean: float  # completions per episode
-    environment: dict[
-        str, float
-    ]  # what environments reported (`StepResult.metrics`), means by name over their episodes
+    # What environments reported (`StepResult.metrics`): means by name, over their episodes.
+    environment: dict[str, float]
 
 
 class StepMetrics(BatchSummary, frozen=True, kw_only=True):
@@ -62,7 +61,7 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     pause_ms: float  # longest pause of a replica in the push
     transfer_ms: float  # time of the transfer
     canary: float  # largest canary difference after the push, nats
-    # largest difference in nats between the learner's proximal and the engine's log-prob of a token of staleness 0, in the batch
+    # Largest difference in nats between the learner's proximal and the engine's log-prob of a token of staleness 0, in the batch
     # and in a few trajectories delivered since it was taken; 0 when there were none. Tokens of a mixed policy do not count.
     mismatch_max: float
     mismatch_tokens: int  # how many tokens that maximum is over, all ranks together

@@ -23,7 +23,9 @@ from .text import share
 
 IDLE = 0.15  # a side that is idle for more than this share of the time is starved; less is the noise of single steps
 
-BACKED_OFF = 0.7  # workers that play less than this share of what servers may decode back off from full KV caches
+BACKED_OFF = (
+    0.7  # workers that play less than this share of what servers may decode have backed off from full KV caches
+)
 SMALL_BATCH = 32  # below this many sequences a server mostly reads weights, so that one more costs almost no time
 
 

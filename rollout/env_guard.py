@@ -83,6 +83,8 @@ class EnvGuard:
             with self._attributed(f"task {index}"):
                 self._inner = self._part.source.make()
                 task = await self._in_time(in_thread(self._part.source.task, index), f"task {index}")
+                if not isinstance(task, Task):
+                    raise EnvError(f"it returned {task!r:.100}; return Task(id, payload)")
                 if not isinstance(task.id, str) or len(task.id) > NAME_LIMIT:
                     raise EnvError(f"its id must be text of at most {NAME_LIMIT} characters, not {task.id!r:.100}")
                 self.task = task

@@ -26,7 +26,7 @@ VARIABLE = "SLIPSTREAM_KEYS"
 HANDSHAKE_FAILURES = (
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
 )
-HANDSHAKE_MS = 10_000  # A peer that has not proved its key by then is disconnected
+HANDSHAKE_MS = 10_000  # a peer that has not proved its key by then is disconnected
 _numbers = itertools.count()
 
 

@@ -2,7 +2,7 @@
 
 A simple service answers each request in turn:
 
-    server = RpcServer("tcp://127.0.0.1:*", "supervisor", AddReplicas | ListReplicas)
+    server = RpcServer("tcp://127.0.0.1:*", "supervisor", AddReplicas | GetStatus)
     await server.serve(handler, "the next command")       # until cancelled; server.address has the port
 
 One that works in rounds, as the buffer does, reads what has arrived and replies when it can:

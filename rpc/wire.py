@@ -4,7 +4,7 @@ Invariants:
 - Frame 0 is one format byte and the msgpack of a message; frame 1 + i is array i, in the order in which the header names them.
 - No pickle. An array's dtype comes from the receiver's annotation, its length from its frame; a frame that does not fit is a
   WireError, never a crash.
-- Decoded arrays are read-only views of the frames: nothing is copied.
+- Decoded arrays are read-only views of the frames: decoding copies nothing, receiving copies frames below `KEEP_BYTES`.
 - A socket is awaited by asyncio, and read and written without a future per message; TCP keepalive finds peers that are gone.
 """
 
@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from ..errors import WireError
 
-FORMAT = b"\x04"  # First byte of every message. Raise it when a struct on the wire changes meaning.
+FORMAT = b"\x04"  # first byte of every message. Raise it when a struct on the wire changes meaning.
 # Bytes of one frame: the arrays of the longest trajectory, `buffer.trajectory.LENGTH_LIMIT` tokens of 9 bytes.
 FRAME_LIMIT = 36 << 20
 ONE_WAY = 0  # number of a message that gets no reply
@@ -158,7 +158,7 @@ class AsyncSocket:
         send, last = self._direct.send, len(frames) - 1
         for i, frame in enumerate(frames):
             flags = MORE if i < last else NOBLOCK
-            if isinstance(frame, memoryview) and isinstance(frame.obj, zmq.Frame):
+            if isinstance(frame, memoryview) and isinstance(frame.obj, zmq.Frame) and frame.nbytes == len(frame.obj):
                 send(frame.obj, flags, copy=False)
             else:
                 send(frame, flags, copy=len(frame) < COPY_BYTES)

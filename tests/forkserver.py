@@ -59,7 +59,7 @@ OURS = (
     "slipstream.learner.loop",
     "slipstream.buffer.service",
     "slipstream.rollout.worker",
-    "slipstream.rollout.engines.server.main",
+    "slipstream.rollout.engines.server.app",
     "slipstream.rollout.engines.transformers.engine",
     "slipstream.rollout.engines.fake.engine",
     "slipstream.tests.tiny",

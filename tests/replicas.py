@@ -41,7 +41,7 @@ def logprobs(model: torch.nn.Module, token_ids: Sequence[int]) -> list[float]:
 
 
 class LocalReplica:
-    """A replica whose ranks are `Staging` objects of this process. `call_log` collects (name, what happened)."""
+    """A replica whose ranks are `WeightStaging` objects of this process. `call_log` collects (name, what happened)."""
 
     def __init__(self, name: str, call_log: list[tuple[str, str]] | None = None, *, ranks: int = 1) -> None:
         self.name = name

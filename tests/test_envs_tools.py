@@ -56,6 +56,11 @@ def test_what_is_refused_is_refused_in_one_line(expression, complaint):
     assert "\n" not in str(error.value)
 
 
+def test_an_error_of_a_tool_takes_any_values_as_exceptions_do():
+    assert InvalidCall("no such row", 3).args == ("no such row", 3)
+    assert InvalidCall().args == ()
+
+
 @settings(deadline=None)
 @given(st.text(alphabet="0123456789+-*/%(). e", max_size=200))
 def test_no_expression_hangs_or_raises_anything_else(expression):

@@ -562,6 +562,16 @@ async def test_a_failure_is_trained_with_its_penalty_and_nothing_that_was_earned
         await episode(policy, env, trained_failures=["environment"])
 
 
+async def test_what_is_no_task_is_the_environments_failure(policy: Path) -> None:
+    class Tuple(Ask):
+        def task(self, index: int) -> Task:
+            return cast(Task, ("one", {}))
+
+    result = await episode(policy, Tuple())
+    assert (result.outcome.kind, result.outcome.reason) == ("failed", "environment")
+    assert "it returned ('one', {}); return Task(id, payload)" in result.outcome.detail
+
+
 @pytest.mark.parametrize("name", [3, "x" * 2000, None])
 async def test_a_task_without_a_proper_id_is_the_environments_failure(name: object, policy: Path) -> None:
     class Nameless(Ask):

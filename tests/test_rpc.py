@@ -249,6 +249,12 @@ async def test_an_address_in_use_is_an_error_and_leaves_nothing_open() -> None:
             RpcServer(server.address, "another", Add)
 
 
+def frame_of(array: NDArray[np.int32]) -> memoryview:
+    """The received frame that `array` is a view of."""
+    assert isinstance(array.base, memoryview)
+    return array.base
+
+
 async def test_a_large_array_is_sent_on_from_where_it_was_received() -> None:
     """As the buffer forwards what it got; a part of it, or a small one, is sent as any array."""
     values = np.arange(wire.KEEP_BYTES, dtype=np.int32)
@@ -286,6 +292,8 @@ async def test_a_large_array_is_sent_on_from_where_it_was_received() -> None:
         first.send(wire.encode(Add(arrived[::-1])))  # as large as the frame that it is of
         await second.poll()
         assert wire.decode(Add, second.receive() or []).values.tolist() == values[::-1].tolist()
+        middle = np.frombuffer(frame_of(arrived)[16:32], dtype=np.int32)  # an array of a part of a frame
+        assert (await echo(middle))[1].tolist() == values[4:8].tolist()
     finally:
         for socket in pair:
             socket.close(0)

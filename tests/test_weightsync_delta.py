@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from slipstream.errors import DeadlineExceeded, WeightSyncError
 from slipstream.tests.replicas import CPU, LocalReplica
 from slipstream.weightsync import delta, transports
 from slipstream.weightsync.plan import AckCollector, BroadcastSource
-from slipstream.weightsync.replica import PushTarget
+from slipstream.weightsync.replica import PushResult, PushTarget
 from slipstream.weightsync.snapshot import WeightSnapshot, as_bytes, checksum
 from slipstream.weightsync.staging import WeightStaging
 from slipstream.weightsync.transports import (
@@ -225,6 +226,47 @@ async def test_a_write_that_is_given_up_does_not_disturb_the_ones_after_it(
     assert manifest is not None
     assert (manifest.version, manifest.full) == (2, path.name)
     assert names(tmp_path) == ["latest.json", path.name]
+    acks.close()
+    replica.close()
+
+
+async def test_a_transfer_never_announces_the_file_of_another_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 2 is transferred while version 1 is being written."""
+    writing, go_on, write_full = threading.Event(), threading.Event(), FileTransport._write_full
+
+    def write(self: FileTransport, snapshot: WeightSnapshot) -> Path:
+        if snapshot.version == 1:
+            writing.set()
+            assert go_on.wait(10)
+        return write_full(self, snapshot)
+
+    replica = LocalReplica("a")
+    replica.stagings = [WeightStaging(0, CPU, lambda plan: None)]
+    target, acks = PushTarget(replica), AckCollector("127.0.0.1")
+    monkeypatch.setattr(FileTransport, "_write_full", write)
+    transport = FileTransport(WeightFolder(tmp_path, keep=2), acks)
+    one, two = (
+        WeightSnapshot(
+            version, ("a",), (torch.full((3,), float(version)),), checksum([torch.full((3,), float(version))])
+        )
+        for version in (1, 2)
+    )
+    first = asyncio.create_task(transport.transfer(one, [], 10.0, retry=False))
+    assert (await first).failed == {}  # without a target nothing is written
+    first = asyncio.create_task(
+        transport._file(one, "full", lambda: write(transport, one), time.perf_counter() + 10, PushResult())
+    )
+    assert await asyncio.to_thread(writing.wait, 5)
+    second = asyncio.create_task(transport.transfer(two, [target], 10.0, retry=False))
+    await asyncio.sleep(0)
+    go_on.set()
+    assert await first == tmp_path / "v1.full.safetensors"
+    assert (await second).failed == {}
+    assert replica.stagings[0].take(2)[0][1].tolist() == [2, 2, 2]
+    with pytest.raises(WeightSyncError, match="version 1 is no longer the newest"):
+        await transport._file(one, "full", lambda: write(transport, one), time.perf_counter() + 10, PushResult())
     acks.close()
     replica.close()
 

@@ -39,7 +39,9 @@ from .replica import PushResult, PushTarget, await_reply, failures, names
 from .snapshot import WeightSnapshot, pack
 
 GRACE_S = 1.0  # after a first failure: longest wait for the other members to report an error or to finish
-CONNECT = timedelta(seconds=5)  # to a store that has just answered: its owner may have given up meanwhile
+CONNECT = timedelta(
+    seconds=5
+)  # deadline of a connection to a store that has just answered: its owner may have given up meanwhile
 
 
 class BroadcastTransport:

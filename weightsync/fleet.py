@@ -25,7 +25,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
     name: str  # `engine-0`, ...; never used again for another
     url: str  # `http://host:port`
     incarnation: int = 0  # how often its process was restarted; what is known of an earlier one is void
-    # starting: no work yet. serving: takes requests. draining: takes none and will leave.
+    # Starting: no work yet. serving: takes requests. draining: takes none and will leave.
     state: Literal["starting", "serving", "draining"] = "starting"
     version: int | None = None  # the policy version served, None while starting
     answers: bool = False  # its process has answered, so that weights can be pushed to it
@@ -57,8 +57,8 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     name: str
     incarnation: int
     version: int | None  # that it is verified to serve; None when a push did not reach it
-    missed_pushes: int = 0  # pushes in a row that did not reach it; `why` not the last one
-    why: str = ""
+    missed_pushes: int = 0  # pushes in a row that did not reach it
+    why: str = ""  # why the last of these did not
 
 
 @contextlib.asynccontextmanager

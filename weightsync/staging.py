@@ -59,7 +59,9 @@ class WeightStaging:
         rank: int,  # of this process within its replica, from 0
         device: torch.device,  # where `nccl` receives
         check: Callable[[TransferPlan], None],  # raises WeightSyncError when a plan does not match the model
-        base: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple,  # the first weights, for adapters
+        base: Callable[
+            [], Iterable[tuple[str, torch.Tensor]]
+        ] = tuple,  # weights loaded first, to which adapters are added
     ) -> None:
         self._rank = rank
         self._device = device

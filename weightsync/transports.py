@@ -139,10 +139,12 @@ class FileTransport:
         if before is not None and not retry and _same_layout(before, snapshot):
             kept = [t for t in targets if self._kept.get(t.name) is before]
             work = functools.partial(self._write_delta, snapshot, before)
-            if kept and (path := await self._file("delta", work, began + seconds, result)) is not None:
+            if kept and (path := await self._file(snapshot, "delta", work, began + seconds, result)) is not None:
                 sources |= {t: DeltaSource(str(path), before.version) for t in kept}
         if others := [t for t in targets if t not in sources]:
-            path = await self._file("full", functools.partial(self._write_full, snapshot), began + seconds, result)
+            path = await self._file(
+                snapshot, "full", functools.partial(self._write_full, snapshot), began + seconds, result
+            )
             sources |= {t: FileSource(str(path)) for t in others}
         for target in targets:
             self._kept.pop(target.name, None)  # until its ack is in
@@ -164,18 +166,26 @@ class FileTransport:
         self._on_close()
 
     async def _file(
-        self, kind: str, write: Callable[[], Path | None], deadline: float, result: PushResult
+        self,
+        snapshot: WeightSnapshot,
+        kind: str,
+        write: Callable[[], Path | None],
+        deadline: float,
+        result: PushResult,
     ) -> Path | None:
-        """The file that `write` makes of the newest snapshot, None if it declines. Raises WeightSyncError, DeadlineExceeded."""
+        """The file that `write` makes of `snapshot`, None if it declines. Raises DeadlineExceeded, and WeightSyncError also where a
+        transfer of another snapshot has begun."""
         async with self._writing:
-            if kind not in self._paths:
-                assert self._newest is not None
-                what = f"version {self._newest.version} to be written to {self._folder.path}"
+            paths = self._paths
+            if snapshot is not self._newest:
+                raise WeightSyncError(f"version {snapshot.version} is no longer the newest")
+            if kind not in paths:
+                what = f"version {snapshot.version} to be written to {self._folder.path}"
                 left = deadline - time.perf_counter()
                 path = await await_reply(left, in_thread(write, what), what, "is the disk stuck?")
-                self._paths[kind] = path
+                paths[kind] = path  # of this snapshot, also if another one is the newest by now
                 result.sent_bytes += path.stat().st_size if path else 0
-            return self._paths[kind]
+            return paths[kind]
 
     async def _stage(self, target: PushTarget, snapshot: WeightSnapshot, source: Source, seconds: float) -> None:
         with self._acks.expect(target.name, snapshot.version, target.replica.ranks) as expected:

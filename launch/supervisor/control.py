@@ -88,7 +88,7 @@ class RunStatus(msgspec.Struct, frozen=True, tag=True):
 Reply = CommandAccepted | RunStatus
 
 
-@dataclass
+@dataclass(eq=False)
 class ControlServer:
     """The supervisor's end; `waits` returns the waits of all roles."""
 
@@ -97,7 +97,7 @@ class ControlServer:
     fleet_address: str
     waits: Callable[[], Sequence[RoleWait]] = tuple
     keys: Keys | None = None
-    key: str = field(default_factory=functools.partial(secrets.token_hex, 16))
+    key: str = field(default_factory=functools.partial(secrets.token_hex, 16), repr=False)
 
     async def serve(self) -> None:
         """Serve until cancelled; `control.json` exists for as long."""

@@ -31,7 +31,10 @@ from ..resources import ranks_by_kind
 
 PROBE_S = 5.0  # longest wait for a server to answer that it is well: every kind answers at any time, also while paused
 RETRY_S = 0.2  # between probes of a server that is starting: a foreign server has no event to wait for
-FINISHING = ("evaluator", "sft")  # kinds of roles that end by themselves; the learner serves restarted replicas then
+FINISHING = (
+    "evaluator",
+    "sft",
+)  # kinds of roles that end by themselves; the learner waits for them: a restarted replica needs its weights
 FINAL = 3  # exit status of a role whose error a restart would repeat
 LOG_TAIL = 256 << 10  # bytes at the end of a log that are searched for an error
 ERROR_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
@@ -94,7 +97,7 @@ class RoleProcess:
         return ""
 
 
-@dataclass
+@dataclass(eq=False)
 class ProcessManager:
     """The roles of a run by name. Setting `kill_now` cuts short the time that roles have to end."""
 

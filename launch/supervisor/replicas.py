@@ -38,7 +38,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], Task[None]]
 """Starts background work that lasts as long as the run; its failure ends the run."""
 
 
-@dataclass
+@dataclass(eq=False)
 class ReplicaManager:
     processes: ProcessManager
     launcher: Launcher

@@ -61,7 +61,7 @@ IMPORT_S = 60.0  # beyond `start_s`: what the learner may take to import torch a
 Plan = Callable[[Spawn], Coroutine[Any, Any, None]]  # starts roles in order and returns when the run is done
 
 
-@dataclass
+@dataclass(eq=False)
 class Supervisor:
     """One run: `train` to the learner's last step, `evaluate` the model in `model.path`, or `fine_tune` it. All raise RoleDied
     where a role cannot be restarted any more, ConfigError where a role found its config to be wrong (both for a replica only if

@@ -64,9 +64,11 @@ BY_STALENESS = ("tokens", "importance", "importance_square", "kl", "clip_fractio
 class Tokens(msgspec.Struct, frozen=True):
     """The K trained tokens of a row, in its order. A sequence without one has length 0 and appears nowhere."""
 
-    current: torch.Tensor  # float[K], under the policy that is stepped, p; only it and `entropy` have a gradient
-    proximal: torch.Tensor  # float[K], under the policy at the start of the batch, q
-    behavior: torch.Tensor  # float[K], under the policies that sampled them, b
+    current: (
+        torch.Tensor
+    )  # float[K], log-probs under the policy that is stepped, p; only it and `entropy` have a gradient
+    proximal: torch.Tensor  # float[K], log-probs under the policy at the start of the batch, q
+    behavior: torch.Tensor  # float[K], log-probs under the policies that sampled them, b
     advantages: torch.Tensor  # float[K]
     entropy: torch.Tensor  # float[K], of the current policy, nats
     sequence: torch.Tensor  # int64[K], the sequence in the row, from 0
@@ -97,7 +99,7 @@ SurrogateLoss = Callable[[Tokens], Surrogate]
 
 Selection = Callable[[MicroBatch], torch.Tensor]  # bool[K]: which trained tokens a loss treats differently
 BatchSelection = Callable[[Sequence[MicroBatch], Gather], Selection]  # collective
-Correction = Callable[[Tokens], tuple[torch.Tensor, torch.Tensor]]  # weight, whether it carries loss
+Correction = Callable[[Tokens], tuple[torch.Tensor, torch.Tensor]]  # weight, float[K]; whether it carries loss, bool[K]
 
 
 def trained_tokens(

@@ -31,7 +31,6 @@ class DataParallelGroups:
     of a row. Raises as `join`, and ConfigError where `context` does not divide the ranks."""
 
     def __init__(self, device: torch.device, context: int, timeout_s: float) -> None:
-        self._device = device
         self._timeout = timedelta(seconds=timeout_s)
         self._joined = join(device, timeout_s)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()

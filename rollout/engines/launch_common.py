@@ -7,7 +7,10 @@ from pathlib import Path
 from ...configs.schema import parse_memory
 from ...errors import ConfigError
 
-CPU_THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # more spin against each other
+CPU_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}  # one thread a process: more spin against each other
 
 
 def hub_environment(path: str) -> dict[str, str]:

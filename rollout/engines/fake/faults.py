@@ -117,7 +117,6 @@ def hit_in_thread(faults: FaultInjector, point: str) -> bool:
 
 
 def middleware(faults: FaultInjector) -> Middleware:
-
     @web.middleware
     async def inject(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
