@@ -1,7 +1,7 @@
 """Which tests `make test` leaves to `make test-full`, and in which order and company several processes take them.
 
-The default tier has every test function once at least where that is cheap, and real engines, sockets, databases, collectives, one
-run under Ray and one that is started as users start it. The full tier adds what only widens the matrix: the same test on another
+The default tier has every test function once at least where that is cheap, and real engines, sockets, databases, collectives, Ray,
+and a run that is started as users start it. The full tier adds what only widens the matrix: the same test on another
 engine or layout, longer runs, more kills. A test may also carry `@pytest.mark.full` itself.
 
 As a pytest plugin (`-p slipstream.tests.tiers`) it lists every collected test with its tier, see tests/test_tiers.py.
@@ -19,14 +19,14 @@ FULL = (
     # The conformance suite: vLLM and our fake server go through nearly all of it by default, the others through a part.
     r"test_models::.*@(sglang|transformers|fake)",
     r"test_models::.*(untied|tensor parallel).*@vllm",
-    r"test_(partial|pushes|deaths)::.*@(sglang|transformers)",
+    r"test_(partial|pushes|deaths)::.*@(sglang|transformers|fake)",
     r"test_cancelling::test_a_killed_callers.*@(sglang|transformers|fake)",
-    # Whole runs. The default tier keeps one that is started as users start it, one under Ray, one with kills of every role, one
-    # that is killed as a whole and resumed, and one in which replicas come and go.
+    # Whole runs. The default tier keeps one that is started as users start it, one with kills of every role, one that is killed as
+    # a whole and resumed, one in which replicas come and go, and processes under Ray (`test_launch_ray`).
     r"test_launch_train::test_interrupted_then_resumed",
     r"test_launch_train::test_two_of_each_synchronous",
     r"test_launch_train::test_a_run_on_every_kind_of_server",
-    r"test_launch_train::test_the_same_run_under_ray\[vllm\]",
+    r"test_launch_train::test_the_same_run_under_ray",
     r"test_launch_replicas::test_replicas_come_and_go_under_ray",
     r"test_launch_replicas::test_the_last_replica",
     r"test_launch_replicas::test_a_replica_whose_restarts",
@@ -39,14 +39,17 @@ FULL = (
     r"test_launch_withheld::.*pf-ppo",
     r"test_launch_ray::test_a_node_that_is_lost",
     r"test_launch_ray::test_only_a_role_that_does_not_listen",
-    r"test_launch_ray::test_placements_that_are_lost",
-    r"test_learner_staleness::.*\[(1-drop|4-wait|8-withhold)\]",
+    r"test_learner_staleness::.*\[(0-withhold|1-drop|4-wait|8-withhold)\]",
     r"test_benchmarks_learner::test_bench_learner_end_to_end",
     r"test_launch_input::test_doctor_sees_a_package",
+    # What collects or installs the whole project.
+    r"test_tiers::",
+    r"test_packaging::test_an_installed_wheel",
     # Servers that are started for one refusal.
     r"test_rollout_sglang::test_a_server_whose_port_is_taken",
     # Layouts of the learner.
     r"test_launch_sft::.*\[term\]",
+    r"test_learner_fsdp2_layouts::test_compiled_layers",
 )
 """Patterns of `file::test[parameters]` (of the conformance suite: `...@kind`); each matches a test, or the suite fails."""
 
