@@ -50,6 +50,11 @@ FULL = (
     # Layouts of the learner.
     r"test_launch_sft::.*\[term\]",
     r"test_learner_fsdp2_layouts::test_compiled_layers",
+    r"test_learner_fsdp2::test_supervised_warm_up",
+    # Waits of several seconds that another test of the default tier has, too.
+    r"test_weightsync_publisher::test_a_leaver_in_the_middle.*\[join_group\]",
+    r"test_benchmarks_learner::test_a_contender_that_ends",
+    r"test_launch_waits::test_who_is_killed_for_silence",
 )
 """Patterns of `file::test[parameters]` (of the conformance suite: `...@kind`); each matches a test, or the suite fails."""
 
