@@ -306,18 +306,20 @@ async def take_batches(this: Round, on_batch: Callable[[int], None]) -> Took:
     """What a learner does, without learning; `on_batch` is told how many trajectories there were so far."""
     count, taken = Count(this.counts_from), 0
     async with BufferClient(this.address, "learner-0") as client, publishing_fleet(this.fleet) as served:
+
+        async def commit(version: int) -> None:
+            await client.commit(version)
+            served(version + 1)
+
         served(await client.recover(0))
         with contextlib.suppress(DeadlineExceeded):
             batch = await client.take(0, this.until - time.monotonic())
             while (left := this.until - time.monotonic()) > 0:
                 arrived = sum(len(group) for group in batch.groups)
                 version = batch.version + 1
-                committing = asyncio.create_task(client.commit(batch.version))
                 checkpointed = client.checkpointed(version - version % CHECKPOINT_EVERY)
-                taking = asyncio.gather(checkpointed, client.take(version, left))  # sent in this order
-                await committing
-                served(version)
-                _, batch = await taking
+                # They are sent in this order.
+                _, _, batch = await asyncio.gather(commit(batch.version), checkpointed, client.take(version, left))
                 taken += arrived
                 count.add(arrived)
                 on_batch(taken)

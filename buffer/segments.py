@@ -24,6 +24,7 @@ from ..common.fsio import fsync_directory
 from ..rpc.wire import Frame
 
 SEGMENT_BYTES = 16 << 20  # size after which the next segment begins; one row can keep this much from being deleted
+CACHED_SEGMENTS = 8  # full segments that the kernel may keep in memory, because a batch may be read from them
 BUFFERS_AT_ONCE = 1024  # buffers of one write (IOV_MAX)
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
 
@@ -81,6 +82,8 @@ class SegmentLog:
         self._file = os.open(self._path(self._end), os.O_WRONLY | os.O_CREAT, 0o644)
         self._starts.append(self._end)
         fsync_directory(self._folder)
+        if len(self._starts) > CACHED_SEGMENTS:
+            _drop_from_page_cache(self._path(self._starts[-1 - CACHED_SEGMENTS]))
 
     def _path(self, start: int) -> Path:
         return _segment(self._folder, start)
@@ -108,6 +111,13 @@ def read_arrays(folder: Path, starts: Sequence[int], position: int, size: int) -
 
 def _segment(folder: Path, start: int) -> Path:
     return folder / f"{start:016x}"
+
+
+def _drop_from_page_cache(path: Path) -> None:
+    """Let the kernel use the memory of a file that is on the disk for the next one, instead of more and more."""
+    if hasattr(os, "posix_fadvise"):  # macOS has none
+        with contextlib.suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _write(file: int, frames: Sequence[Frame], at: int) -> None:
