@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ..configs import Config
-from ..configs.schema import ReasoningGym
+from ..configs.environments import ReasoningGym
 from ..envs.reasoning_gym import ReasoningGymEnv
 
 PRESET = "quickstart"

@@ -21,7 +21,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..common import gc as heap
-from ..configs.schema import Agent, Buffer, Config, Model, Partial, PythonEnv, Rollout, TransportKind, Vllm, parse_size
+from ..configs.environments import PythonEnv
+from ..configs.schema import Agent, Buffer, Config, Model, Partial, Rollout, TransportKind, Vllm, parse_size
 from ..errors import WeightSyncError
 from ..launch.launchers.local import LocalLauncher
 from ..launch.run_context import Addresses, RunContext

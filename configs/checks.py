@@ -26,8 +26,9 @@ from .algorithm import (
     needs_reference,
 )
 from .backends import Fsdp2, Megatron, copy_ranks
+from .environments import EnvironmentKind, Mixture, PythonEnv, ReasoningGym, parts_by_key
 from .reward import FIELDS, Judge, ModelReward, fields_of
-from .schema import Agent, Config, Mixture, PythonEnv, ReasoningGym, parse_memory, parse_size
+from .schema import Agent, Config, parse_memory, parse_size
 from .sft import SftConfig
 
 BF16_NOISE = 0.05  # nats by which log-probs of equal bfloat16 weights differ between implementations now and then
@@ -84,8 +85,7 @@ def _episode(config: Config) -> Iterator[str]:
         yield f"agent.kind: {agent.kind!r} is neither of {', '.join(BUILT_IN_AGENTS)}, nor of the form package.module:coroutine"
     if isinstance(env, Mixture) and not env.parts:
         yield "env.parts: a mixture needs at least one environment, for example {sums: {kind: reasoning_gym, share: 2}}"
-    parts = {f"env.parts.{name}": p for name, p in env.parts.items()} if isinstance(env, Mixture) else {"env": env}
-    for key, part in parts.items():
+    for key, part in parts_by_key(env).items():
         yield from _environment(key, part, agent)
     if agent.max_tokens_per_turn > agent.max_tokens:
         yield (
@@ -94,7 +94,7 @@ def _episode(config: Config) -> Iterator[str]:
         )
 
 
-def _environment(key: str, env: ReasoningGym | PythonEnv, agent: Agent) -> Iterator[str]:
+def _environment(key: str, env: EnvironmentKind, agent: Agent) -> Iterator[str]:
     if key != "env" and not _PART_NAME.fullmatch(key.removeprefix("env.parts.")):
         yield f"{key}: a name of a part consists of letters, digits, _ and -"
     if isinstance(env, PythonEnv) and not _PYTHON_NAME.fullmatch(env.factory):

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import inspect as reflect
 from msgspec import structs
 
-from . import algorithm, backends, reward, schema, sft
+from . import algorithm, backends, environments, reward, schema, sft
 from .schema import Config
 
 
@@ -85,7 +85,7 @@ def type_text(kind: reflect.Type) -> str:
             return f"a section with the keys {keys}"
 
 
-MODULES = (schema, algorithm, backends, reward, sft)  # where sections are declared
+MODULES = (schema, algorithm, backends, environments, reward, sft)  # where sections are declared
 
 
 @functools.cache

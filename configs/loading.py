@@ -28,6 +28,7 @@ from msgspec import inspect as reflect
 
 from ..errors import ConfigError
 from .checks import check
+from .environments import PythonEnv, installed_kinds, is_installed, replace_installed_kinds
 from .fields import default_tag, describe_schema, root, type_text, variants
 from .renamed import replacement_of
 from .schema import Config
@@ -59,6 +60,7 @@ def load(
     data = _read(path_or_preset, top, notice, ())
     for keys, text in sorted(map(_parse_override, overrides), key=lambda o: (len(o[0]), o[0][-1] != "kind")):
         _apply(data, keys, text, top, notice)
+    replace_installed_kinds(data)
     _validate(data, schema, None, "")
     config = msgspec.convert(data, schema, strict=True)
     check(config)
@@ -166,8 +168,11 @@ def _apply(data: Tree, keys: tuple[str, ...], text: str, top: reflect.StructType
         if sections := variants(kind):
             if last and sections[0].tag is not None and key == sections[0].tag_field:
                 return _set_kind(node, sections, tag, value, above, notice)
-            field = _field(_variant(sections, node, tag, above), key, above)
-            kind, tag = field.type, default_tag(field)
+            if _are_environments(sections) and is_installed(node.get("kind")):  # its factory knows its arguments
+                kind, tag = reflect.AnyType(), None
+            else:
+                field = _field(_variant(sections, node, tag, above), key, above)
+                kind, tag = field.type, default_tag(field)
         elif isinstance(kind, reflect.DictType):
             kind = kind.value_type
         elif not isinstance(kind, reflect.AnyType):
@@ -191,10 +196,16 @@ def _variant(sections: Sections, node: Tree, default: Any, path: str) -> reflect
         if section.tag == tag:
             return section
     tags = [str(section.tag) for section in named]
+    if _are_environments(sections):
+        tags += sorted(set(installed_kinds()) - set(tags))
     close = difflib.get_close_matches(str(tag).lower(), tags, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     wrong = "must be set" if tag is None else f"{tag!r} is unknown"
     raise ConfigError(f"{path}.{named[0].tag_field}: {wrong}; {hint}allowed: {', '.join(tags)}")
+
+
+def _are_environments(sections: Sections) -> bool:
+    return any(section.cls is PythonEnv for section in sections)
 
 
 def _field(section: reflect.StructType, key: str, prefix: str) -> reflect.Field:

@@ -1,21 +1,22 @@
 """Every knob there is: frozen msgspec structs, unknown keys refused, a docstring under every field.
 
 Invariants:
-- Fewer than 120 fields in all, those of `algorithm` and `backends` included; a knob needs a reason. A limit that follows from
-  others is a property. A run meets the fields of its own kinds only.
+- Fewer than 120 fields in all, those of `algorithm` and `backends` included; the options of a kind of environment do not count. A
+  knob needs a reason. A limit that follows from others is a property. A run meets the fields of its own kinds only.
 - Everything that can be checked without starting a process or reading a file is checked by `check`, which names the key.
 - A choice between kinds is a tagged union: the key `kind` names it, and only that kind's fields are allowed with it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
 from ..errors import ConfigError
 from .algorithm import Algorithm
 from .backends import Fsdp2, Megatron
+from .environments import EnvironmentKind, Mixture, ReasoningGym
 from .reward import EnvironmentReward, Reward
 from .section import AboveZero, Fraction, NonNegative, Positive, Section
 
@@ -32,47 +33,6 @@ class Model(Section, frozen=True):
     """A Hugging Face folder, or a hub name."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Numbers the engines serve in and the learner computes in; the learner's master weights are float32 always."""
-
-
-class Tasks(Section, frozen=True, kw_only=True):
-    share: AboveZero = 1.0
-    """In a mixture: its part of the groups, in the same unit as the shares of the other parts."""
-
-
-class ReasoningGym(Tasks, frozen=True, tag_field="kind", tag="reasoning_gym"):
-    """Tasks generated and verified by reasoning-gym."""
-
-    family: str = "chain_sum"
-    """A reasoning-gym dataset name."""
-    parameters: dict[str, Any] = field(default_factory=dict)
-    """Parameters of that family, for example `{max_digits: 3}`."""
-    calculator: bool = True
-    """Offer the calculator tool; without it every episode is one question and one answer."""
-    max_turns: Positive = 4
-    """Assistant messages before the environment ends the episode."""
-    direct_answers: Fraction = 0.5
-    """Share of demonstrations that answer at once without the calculator; the habit that training has to unlearn."""
-
-
-class PythonEnv(Tasks, frozen=True, tag_field="kind", tag="python"):
-    """Your own environment."""
-
-    factory: str
-    """`package.module:Name`: called with `split` and `seed` and the arguments below, returns a task source."""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the factory."""
-
-
-class Mixture(Section, frozen=True, tag_field="kind", tag="mixture"):
-    """Several environments in one run, each with its share of every batch."""
-
-    parts: dict[str, ReasoningGym | PythonEnv]
-    """The environments by the names that trajectories and reports call them; each of the other kinds, with a `share`."""
-
-
-def shares_of(env: ReasoningGym | PythonEnv | Mixture) -> tuple[float, ...]:
-    """The share of each environment of a run, in the order in which leases number them."""
-    return tuple(part.share for part in env.parts.values()) if isinstance(env, Mixture) else (env.share,)
 
 
 class Agent(Section, frozen=True):
@@ -300,8 +260,8 @@ class Config(Section, frozen=True):
     """Where the run lives."""
     model: Model = field(default_factory=Model)
     """The policy."""
-    env: ReasoningGym | PythonEnv | Mixture = field(default_factory=ReasoningGym)
-    """What the policy acts on."""
+    env: EnvironmentKind | Mixture = field(default_factory=ReasoningGym)
+    """What the policy acts on. Besides these kinds there are those that installed packages add."""
     agent: Agent = field(default_factory=Agent)
     """How it acts."""
     rollout: Rollout = field(default_factory=Rollout)

@@ -23,7 +23,7 @@ from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
-from ..configs.schema import ReasoningGym
+from ..configs.environments import ReasoningGym
 from ..errors import ConfigError, EnvError
 from .base import JSON, Message, Observation, StepResult, Task, ToolCall
 from .simple import SimpleEnv, Split

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from ..configs.schema import Failure, Mixture, PythonEnv, Reason, ReasoningGym
+from ..configs.environments import EnvironmentKind, Mixture, ReasoningGym, parts_by_key
+from ..configs.schema import Failure, Reason
 from ..errors import ConfigError, describe
 from .base import TaskSource
 from .simple import Split
@@ -25,12 +26,13 @@ class EnvPart(msgspec.Struct, frozen=True):
     penalty: float | None
 
 
-def parts_of(config: ReasoningGym | PythonEnv | Mixture, split: Split, seed: int) -> tuple[EnvPart, ...]:
+def parts_of(config: EnvironmentKind | Mixture, split: Split, seed: int) -> tuple[EnvPart, ...]:
     """The environments of a run; `Lease.env` is an index into them. Raises ConfigError: as `task_source`, naming the part; or a
     penalty that is not a finite number."""
-    if isinstance(config, Mixture):
-        return tuple(_part(f"env.parts.{name}", name, part, split, seed) for name, part in config.parts.items())
-    return (_part("env", "", config, split, seed),)
+    sections = parts_by_key(config).items()
+    return tuple(
+        _part(key, key.removeprefix("env").removeprefix(".parts."), part, split, seed) for key, part in sections
+    )
 
 
 def require_penalties(parts: Sequence[EnvPart], failures: Mapping[Reason, Failure]) -> None:
@@ -44,7 +46,7 @@ def require_penalties(parts: Sequence[EnvPart], failures: Mapping[Reason, Failur
                 )
 
 
-def task_source(config: ReasoningGym | PythonEnv, split: Split, seed: int, key: str = "env") -> TaskSource:
+def task_source(config: EnvironmentKind, split: Split, seed: int, key: str = "env") -> TaskSource:
     """The tasks of `split`; sources of different splits or seeds share no random seed. `key` is the config section of `config`.
     Raises ConfigError: an unknown family, parameter, module or name, or a factory that rejects its arguments."""
     if isinstance(config, ReasoningGym):
@@ -68,7 +70,7 @@ def task_source(config: ReasoningGym | PythonEnv, split: Split, seed: int, key: 
     return source
 
 
-def _part(key: str, name: str, config: ReasoningGym | PythonEnv, split: Split, seed: int) -> EnvPart:
+def _part(key: str, name: str, config: EnvironmentKind, split: Split, seed: int) -> EnvPart:
     source = task_source(config, split, seed, key)
     penalty = getattr(source, "penalty", None)
     if penalty is not None and not (isinstance(penalty, int | float) and math.isfinite(penalty)):

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.algorithm import DecoupledPpo, Truncated
-from slipstream.configs.schema import Agent, Optimizer, PythonEnv
+from slipstream.configs.environments import PythonEnv
+from slipstream.configs.schema import Agent, Optimizer
 from slipstream.envs import task_source
 from slipstream.launch.init_model import TinyModelShape, init_model
 from slipstream.tests.runs import query, slipstream, stored_trajectory

@@ -2,7 +2,8 @@ import pytest
 from slipstream.agents import load_agent, load_renderer
 from slipstream.agents.builtin import single_turn, tool_calling
 from slipstream.agents.session import to_chat, to_tools
-from slipstream.configs.schema import Agent, ReasoningGym
+from slipstream.configs.environments import ReasoningGym
+from slipstream.configs.schema import Agent
 from slipstream.envs import Message, Observation, StepResult, Task, task_source
 from slipstream.errors import ConfigError
 from slipstream.launch.init_model import TinyModelShape, init_model

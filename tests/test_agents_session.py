@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.agents import Completion, ContextExhausted, Session, load_agent, load_renderer, render_demonstration
 from slipstream.buffer.trajectory import FINISHED, Turn, VersionSpan
-from slipstream.configs.schema import Agent, ReasoningGym
+from slipstream.configs.environments import ReasoningGym
+from slipstream.configs.schema import Agent
 from slipstream.envs import CALCULATOR, Message, Observation, task_source
 from slipstream.errors import EngineError, PolicyError
 from slipstream.launch.init_model import init_model

@@ -5,8 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from slipstream.configs import Config, SftConfig, check, describe, dump, load, presets
+from slipstream.configs.environments import PythonEnv, shares_of
 from slipstream.configs.renamed import RENAMED
-from slipstream.configs.schema import FAILURES, Failure, shares_of
+from slipstream.configs.schema import FAILURES, Failure
 from slipstream.errors import ConfigError
 
 
@@ -109,6 +110,44 @@ def test_a_mixture_is_written_part_by_part_or_whole(tmp_path):
     assert shares_of(config.env) == (3.0, 1.0)
     assert shares_of(load("quickstart").env) == (1.0,)
     assert load(write(tmp_path, dump(config))) == config
+
+
+@pytest.fixture
+def _installed(tmp_path, monkeypatch):
+    """A package that adds the kind `coins`, as pip leaves it behind."""
+    folder = tmp_path / "their_games-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: their-games\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[slipstream.environments]\ncoins = their_games.coins:Coins\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("_installed")
+def test_a_kind_that_a_package_adds_is_a_python_environment_with_its_factory(tmp_path):
+    coins = PythonEnv(factory="their_games.coins:Coins", arguments={"sides": 3, "fair": {"often": True}}, share=2.0)
+    text = "env: {kind: coins, sides: 3, fair: {often: true}, share: 2}"
+    assert load(write(tmp_path, text)).env == coins
+    assert load(write(tmp_path, f"extends: quickstart\n{text}")).env == coins
+    overrides = ["env.kind=coins", "env.sides=3", "env.fair.often=true", "env.share=2.0"]
+    config = load("quickstart", overrides)
+    assert config.env == coins
+    assert load(write(tmp_path, dump(config))) == config
+    mixed = load("quickstart", ["env={kind: mixture, parts: {a: {kind: reasoning_gym}, b: {kind: coins}}}"])
+    assert mixed.env.parts["b"] == PythonEnv(factory="their_games.coins:Coins")
+
+
+@pytest.mark.usefixtures("_installed")
+def test_an_unknown_kind_is_refused_with_those_of_installed_packages(tmp_path):
+    for key, text in (
+        ("env.kind", "env: {kind: coin}"),
+        ("env.parts.a.kind", "env: {kind: mixture, parts: {a: {kind: coin}}}"),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"{key}: 'coin' is unknown; did you mean coins\? allowed: reasoning_gym, .*coins$"
+        ):
+            load(write(tmp_path, text))
+    with pytest.raises(ConfigError, match=r"agent.kind: 'coins'"):
+        load("quickstart", ["agent.kind=coins"])
 
 
 def test_failures_that_are_not_named_keep_their_policies(tmp_path):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from reasoning_gym.factory import DATASETS
-from slipstream.configs.schema import ReasoningGym
+from slipstream.configs.environments import ReasoningGym
 from slipstream.envs import Message, Task, ToolCall, task_source
 from slipstream.envs.tools import calculate
 from slipstream.errors import ConfigError, EnvError
@@ -90,7 +90,7 @@ def test_tasks_are_endless_and_the_splits_disjoint():
 
 def test_another_process_makes_the_same_tasks():
     program = (
-        "from slipstream.envs import task_source; from slipstream.configs.schema import ReasoningGym;"
+        "from slipstream.envs import task_source; from slipstream.configs.environments import ReasoningGym;"
         "print(task_source(ReasoningGym(), 'train', 7).task(501).payload['question'])"
     )
     shown = subprocess.run(

@@ -1,6 +1,7 @@
 import msgspec
 import pytest
-from slipstream.configs.schema import FAILURES, Failure, Mixture, PythonEnv, ReasoningGym
+from slipstream.configs.environments import Mixture, PythonEnv, ReasoningGym
+from slipstream.configs.schema import FAILURES, Failure
 from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task, parts_of, require_penalties, task_source
 from slipstream.errors import ConfigError
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.ledger_report import LedgerReport
 from slipstream.configs import Config, describe, dump, load
-from slipstream.configs.schema import PythonEnv
+from slipstream.configs.environments import PythonEnv
 from slipstream.launch.cli.ledger import print_report
 from slipstream.launch.cli.main import main
 from slipstream.launch.run_lock import run_lock

@@ -123,7 +123,7 @@ def _become(arguments: list[str], environment: Mapping[str, str]) -> NoReturn:
 async def buffer(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
     from ...buffer.service import BufferService
     from ...configs.algorithm import plays_greedily
-    from ...configs.schema import shares_of
+    from ...configs.environments import shares_of
     from ...weightsync.fleet import following_fleet
 
     shares = shares_of(context.config.env)

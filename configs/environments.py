@@ -1,0 +1,97 @@
+"""What the policy acts on: the built-in kinds of environments, each with its own options.
+
+Invariants:
+- A kind is light: no environment library is imported to read, check or show a config.
+- Options of a kind are not counted by the bound on the number of fields: a run meets those of its own kinds only.
+- Kinds of other packages are `PythonEnv` with another name, see `installed_kinds`.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any, get_args
+
+from msgspec import field
+
+from .section import AboveZero, Fraction, Positive, Section
+
+GROUP = "slipstream.environments"
+"""The entry point group of other packages' kinds. An entry point `theirs = "package.module:Factory"` makes
+`env: {kind: theirs, a: 1}` another way to write `env: {kind: python, factory: "package.module:Factory", arguments: {a: 1}}`."""
+
+
+class Tasks(Section, frozen=True, kw_only=True):
+    share: AboveZero = 1.0
+    """In a mixture: its part of the groups, in the same unit as the shares of the other parts."""
+
+
+class ReasoningGym(Tasks, frozen=True, tag_field="kind", tag="reasoning_gym"):
+    """Tasks generated and verified by reasoning-gym."""
+
+    family: str = "chain_sum"
+    """A reasoning-gym dataset name."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Parameters of that family, for example `{max_digits: 3}`."""
+    calculator: bool = True
+    """Offer the calculator tool; without it every episode is one question and one answer."""
+    max_turns: Positive = 4
+    """Assistant messages before the environment ends the episode."""
+    direct_answers: Fraction = 0.5
+    """Share of demonstrations that answer at once without the calculator; the habit that training has to unlearn."""
+
+
+class PythonEnv(Tasks, frozen=True, tag_field="kind", tag="python"):
+    """Your own environment."""
+
+    factory: str
+    """`package.module:Name`: called with `split` and `seed` and the arguments below, returns a task source."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the factory."""
+
+
+EnvironmentKind = ReasoningGym | PythonEnv
+
+
+class Mixture(Section, frozen=True, tag_field="kind", tag="mixture"):
+    """Several environments in one run, each with its share of every batch."""
+
+    parts: dict[str, EnvironmentKind]
+    """The environments by the names that trajectories and reports call them; each of the other kinds, with a `share`."""
+
+
+BUILT_IN = frozenset(str(kind.__struct_config__.tag) for kind in (*get_args(EnvironmentKind), Mixture))
+
+
+def parts_by_key(env: EnvironmentKind | Mixture) -> dict[str, EnvironmentKind]:
+    """The environments of a run by their config sections, `env` or `env.parts.NAME`, in the order in which leases number them."""
+    return {f"env.parts.{name}": part for name, part in env.parts.items()} if isinstance(env, Mixture) else {"env": env}
+
+
+def shares_of(env: EnvironmentKind | Mixture) -> tuple[float, ...]:
+    """The share of each environment of a run, in the order in which leases number them."""
+    return tuple(part.share for part in parts_by_key(env).values())
+
+
+def installed_kinds() -> dict[str, str]:
+    """The kinds that installed packages add: name -> `package.module:Name` of its factory."""
+    return {point.name: point.value for point in entry_points(group=GROUP)}
+
+
+def is_installed(kind: object) -> bool:
+    """Whether an installed package adds this kind; a built-in kind of the same name comes first."""
+    return isinstance(kind, str) and kind not in BUILT_IN and kind in installed_kinds()
+
+
+def replace_installed_kinds(tree: dict[str, Any]) -> None:
+    """Write the section `env` of a raw config, and every part of a mixture, as kind `python` where a package adds its kind."""
+    env = tree.get("env")
+    if not isinstance(env, dict):
+        return
+    parts = env.get("parts")
+    for section in (env, *(parts.values() if isinstance(parts, dict) else ())):
+        if isinstance(section, dict) and is_installed(section.get("kind")):
+            factory = installed_kinds()[section["kind"]]
+            arguments = {name: value for name, value in section.items() if name not in ("kind", "share")}
+            share = {"share": section["share"]} if "share" in section else {}
+            section.clear()
+            section |= {"kind": "python", "factory": factory, "arguments": arguments, **share}
