@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,11 @@ settings.register_profile("full", max_examples=100, deadline=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Commands of this package are forked from a process that has imported it, unless `SLIPSTREAM_TESTS_EXECUTE` is set."""
+    """Commands of this package are forked from a process that has imported it, unless `SLIPSTREAM_TESTS_EXECUTE` is set. Signals
+    are as in a terminal, also where the tests run under nohup or in the background of a script."""
+    for number, handler in {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}.items():
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
     if not os.environ.get("SLIPSTREAM_TESTS_EXECUTE"):
         forkserver.install()
     if not config.getoption("--hypothesis-profile"):
