@@ -5,6 +5,8 @@ from .base import Completion as Completion
 from .base import ContextExhausted as ContextExhausted
 from .base import Generate as Generate
 from .base import Policy as Policy
+from .base import Reply as Reply
+from .base import SampleRequest as SampleRequest
 from .conversations import read_conversations as read_conversations
 from .demonstrations import Demonstration as Demonstration
 from .demonstrations import RenderedDemonstration as RenderedDemonstration

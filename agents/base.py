@@ -8,9 +8,10 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from ..buffer.trajectory import VersionSpan
 from ..envs.base import Environment, Message, Task, ToolSpec
@@ -35,6 +36,28 @@ class ContextExhausted(Exception):
     """The context or token budget of the episode is exhausted; the episode ends `truncated`."""
 
 
+class SampleRequest(msgspec.Struct, frozen=True):
+    """How to sample replies to a conversation."""
+
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None  # of one reply; the run's limit applies where it is lower
+    stop: tuple[
+        str, ...
+    ] = ()  # texts that end a reply: with the first token that completes one; what follows has no loss
+    n: Annotated[int, Meta(ge=1)] = 1  # replies, each of its own completion
+    trained: bool = True  # False: answered by the policy, without loss
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """One sampled reply, as the policy's message and as what a client shows of it."""
+
+    message: Message
+    content: str  # of the message; of calls that could not be read their text; without what stands after the stop text
+    reasoning: str  # thinking, where the chat format has it
+    prompt_tokens: int
+    completion: Completion  # up to the token that completed the stop text
+    stop: str = ""  # the stop text that ended it
+
+
 class Policy(Protocol):
     """The model as an agent sees it."""
 
@@ -44,9 +67,9 @@ class Policy(Protocol):
         ...
 
     async def generate(self, token_ids: Sequence[int]) -> Completion:
-        """Continue raw token ids. A prompt that does not extend the current branch opens a new one."""
+        """Continue raw token ids. A prompt that does not begin with the tokens of an earlier call opens a new branch."""
         ...
 
 
-Agent = Callable[[Environment, Policy, Task], Awaitable[float]]
-"""Plays one episode and returns its return, the sum of the step rewards."""
+Agent = Callable[[Environment, Policy, Task], Awaitable[float | None]]
+"""Plays one episode. The rewards are those that `env.step` returned. An agent returns their sum, which is checked, or None."""

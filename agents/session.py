@@ -1,20 +1,22 @@
 """The session: a `Policy` that never re-tokenizes what the engine sampled.
 
 Invariants:
-- A branch is one growing list of token ids. Sampled ids enter it as the engine returned them and never change.
-- A later turn is rendered as an exact extension of the branch. Where the chat format cannot extend it, or the agent
-  rewrote the history, a new branch opens; its earlier turns are context without loss. No sampled token is ever masked.
+- Sampled ids enter the record as the engine returned them and never change.
+- A later turn is rendered as an exact extension of the completion that it answers. Where the chat format cannot extend it, or the
+  agent rewrote the history, a new branch opens; its earlier turns are context without loss. No sampled token is ever masked.
+- Calls may run at the same time, and repeat each other: the record is a tree (`tree.py`).
 - Every sampled token carries its log-prob and the policy version that the engine reported for it.
 - A completion that the engine interrupts (`abort`) continues from the tokens it has, within the same token budget.
 - No hot loop: after an abort before the first token, the session waits before it tries again.
+- A lost engine is remembered (`failure`): an agent that swallows the error does not turn it into a reward.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+import bisect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -22,62 +24,41 @@ from renderers import Message as ChatMessage
 from renderers import ParsedResponse, Renderer, ToolCallParseStatus
 from renderers import ToolSpec as ChatTool
 
-from ..buffer.trajectory import Outcome, Trajectory, Turn, VersionSpan
+from ..buffer.trajectory import Outcome, Trajectory
+from ..common.tasks import in_thread
 from ..envs.base import Message, ToolCall, ToolSpec
-from ..errors import EngineError, PolicyError
-from .base import Completion, ContextExhausted, Generate
+from ..errors import DeadlineExceeded, EngineError, PolicyError, describe
+from .base import Completion, ContextExhausted, Generate, Reply, SampleRequest
+from .tree import Branch, ConversationTree, Node, conversation_keys, cut, extended_key, joined
+
+T = TypeVar("T")
 
 RETRY_S = 0.05  # pause after a completion that was aborted before its first token; doubles after each one in a row
 RETRY_LIMIT_S = 2.0  # longest such pause; the episode's deadline ends the retries
-
-
-@dataclass
-class Branch:
-    """The tokens of one conversation; `history` holds its messages, None for raw tokens."""
-
-    token_ids: list[int] = field(default_factory=list)
-    history: list[Message] | None = None
-    tools: tuple[ToolSpec, ...] = ()
-    loss_mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    version_spans: list[VersionSpan] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Append context tokens, which carry no loss."""
-        self.token_ids.extend(token_ids)
-        self.loss_mask.extend([False] * len(token_ids))
-        self.logprobs.extend([0.0] * len(token_ids))
-
-    def record(self, start: int, part: Completion) -> None:
-        """Append sampled tokens to the turn that starts at `start`."""
-        offset = len(self.token_ids)
-        self.token_ids.extend(part.token_ids)
-        self.loss_mask.extend([True] * len(part.token_ids))
-        self.logprobs.extend(part.logprobs)
-        for span in part.version_spans:
-            self._append_span(_shifted(span, offset))
-        if self.turns and self.turns[-1].start == start:
-            self.turns.pop()
-        self.turns.append(Turn(start, len(self.token_ids), part.finish_reason))
-
-    def _append_span(self, span: VersionSpan) -> None:
-        last = self.version_spans[-1] if self.version_spans else None
-        same = last and (last.version, last.kv_version) == (span.version, span.kv_version)
-        if last and same and last.end == span.start:
-            self.version_spans[-1] = VersionSpan(last.start, span.end, span.version, span.kv_version)
-        else:
-            self.version_spans.append(span)
+ONE_REPLY = SampleRequest()
+LONG_TEXT = 1 << 14  # characters of messages that are rendered in a thread: about 10 ms of work
 
 
 class Session:
     """The `Policy` of one episode. `generate` samples from an engine and stops at `renderer.get_stop_token_ids()`; token ids are
-    below `vocabulary`; `max_tokens` bounds prompt and sampled tokens of one branch together."""
+    below `vocabulary`; `max_tokens` bounds prompt and sampled tokens of one branch together; `decode`, the text of token ids, is
+    needed for requests with `stop`. `failure` is the first error of the engine, None while there was none; `exhausted` says
+    whether the last call found no room for another token."""
 
     def __init__(
-        self, renderer: Renderer, generate: Generate, *, vocabulary: int, max_tokens_per_turn: int, max_tokens: int
+        self,
+        renderer: Renderer,
+        generate: Generate,
+        *,
+        vocabulary: int,
+        max_tokens_per_turn: int,
+        max_tokens: int,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self.branches: list[Branch] = []
+        self.failure: EngineError | DeadlineExceeded | None = None
+        self.exhausted = False
+        self.decode = decode
+        self._tree = ConversationTree()
         self._renderer = renderer
         self._generate = generate
         self._vocabulary = vocabulary
@@ -85,17 +66,25 @@ class Session:
         self._max_tokens = max_tokens
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Message:
-        """Reply to a conversation. See `Policy.chat`. Raises PolicyError where the history is empty or ends with an assistant
-        message, EngineError where the engine returned an invalid completion."""
+        """Reply to a conversation. See `Policy.chat`. Raises what `sample` raises."""
+        (reply,) = await self.sample(messages, tools)
+        return reply.message
+
+    async def sample(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), request: SampleRequest = ONE_REPLY
+    ) -> tuple[Reply, ...]:
+        """`request.n` replies to a conversation. Calls may run at the same time. Raises PolicyError where the history is empty,
+        ends with an assistant message or cannot be rendered; ContextExhausted where it leaves no room for another token;
+        EngineError where the engine returned an invalid completion, and what the engine raises."""
         if not messages or messages[-1].role == "assistant":
             raise PolicyError("chat needs a message to answer: the history is empty or ends with the assistant's own")
-        branch = self._extend(messages, tuple(tools)) or self._open(messages, tuple(tools))
-        prompt = list(branch.token_ids)
-        completion = await self._complete(branch)
-        parsed = self._renderer.parse_response(list(completion.token_ids), tools=to_tools(tools), prompt_ids=prompt)
-        reply = _message(parsed, call_prefix=f"{len(self.branches)}.{len(branch.turns)}")
-        branch.history = [*messages, reply]
-        return reply
+        keys, tools = conversation_keys(messages, tools), tuple(tools)
+        if sum(len(message.content) for message in messages) < LONG_TEXT:
+            parent, prompt = self._prompt(messages, tools, keys)
+        else:
+            parent, prompt = await in_thread(lambda: self._prompt(messages, tools, keys), "rendering a prompt")
+        self._require_room(len(prompt))
+        return await _together([self._reply(parent, prompt, tools, request, keys[-1]) for _ in range(request.n)])
 
     async def generate(self, token_ids: Sequence[int]) -> Completion:
         """Continue raw token ids. See `Policy.generate`. Raises ContextExhausted where they leave no room for another token,
@@ -103,13 +92,20 @@ class Session:
         if not token_ids or not all(0 <= token < self._vocabulary for token in token_ids):
             raise PolicyError(f"generate needs token ids between 0 and {self._vocabulary - 1}, and at least one")
         self._require_room(len(token_ids))
-        branch = self.branches[-1] if self.branches else None
-        if branch and list(token_ids[: len(branch.token_ids)]) == branch.token_ids:
-            branch.extend(token_ids[len(branch.token_ids) :])
-            branch.history = None
-        else:
-            branch = self._add_branch(token_ids)
-        return await self._complete(branch)
+        parent, size = self._tree.beginning(token_ids)
+        completion = await self._complete(parent, token_ids, size, ONE_REPLY)
+        self._tree.add(Node(parent, token_ids[size:], completion))
+        return completion
+
+    @property
+    def branches(self) -> list[Branch]:
+        """What was sampled so far, see `ConversationTree.branches`."""
+        return self._tree.branches()
+
+    @property
+    def untrained(self) -> int:
+        """Completions without loss."""
+        return sum(not node.trained for node in self._tree.nodes)
 
     def trajectories(
         self,
@@ -125,7 +121,7 @@ class Session:
         timings: dict[str, float],
         metrics: dict[str, float],
     ) -> tuple[Trajectory, ...]:
-        """The episode as trajectories, one per branch with sampled tokens."""
+        """The episode as trajectories, one per branch."""
         return tuple(
             Trajectory(
                 id=f"{group_id}.{attempt}.{member}.{number}",
@@ -145,66 +141,114 @@ class Session:
                 timings=timings,
                 metrics=metrics,
             )
-            for number, branch in enumerate(b for b in self.branches if b.turns)
+            for number, branch in enumerate(self.branches)
         )
 
-    def _extend(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...]) -> Branch | None:
-        """The branch whose conversation `messages` continues, extended by the new messages; None where there is none."""
-        for branch in reversed(self.branches):
-            seen = len(branch.history or ())
-            if not seen or tools != branch.tools or list(messages[:seen]) != branch.history:
-                continue
-            start = branch.turns[-1].start
-            sampled, size, new = branch.token_ids[start:], len(branch.token_ids), to_chat(messages[seen:])
-            bridged = self._renderer.bridge_to_next_turn(branch.token_ids[:start], sampled, new, tools=to_tools(tools))
-            if bridged is None or bridged.token_ids[:size] != branch.token_ids:
-                return None
-            self._require_room(len(bridged.token_ids))
-            branch.extend(bridged.token_ids[size:])
-            return branch
-        return None
+    def _prompt(
+        self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], keys: Sequence[bytes]
+    ) -> tuple[Node | None, list[int]]:
+        """The completion that the conversation continues, None for a new branch, and the whole prompt."""
+        try:
+            for seen in range(len(messages) - 1, 0, -1):
+                for node in self._tree.ending_with(keys[seen]) if messages[seen - 1].role == "assistant" else ():
+                    extended = self._extended(node, messages[seen:], tools)
+                    if extended is not None:
+                        return node, extended
+            chat, wrapped = to_chat(messages), to_tools(tools)
+            return None, self._renderer.render_ids(chat, tools=wrapped, add_generation_prompt=True)
+        except Exception as error:  # chat formats refuse conversations in different ways
+            raise PolicyError(f"the chat format cannot render the conversation: {describe(error)}") from error
 
-    def _open(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...]) -> Branch:
-        prompt = self._renderer.render_ids(to_chat(messages), tools=to_tools(tools), add_generation_prompt=True)
-        self._require_room(len(prompt))
-        return self._add_branch(prompt, tools)
+    def _extended(self, node: Node, new: Sequence[Message], tools: tuple[ToolSpec, ...]) -> list[int] | None:
+        """The tokens up to `node` and the new messages; None where the chat format has no exact extension."""
+        before, sampled = node.token_ids(), list(node.completion.token_ids)
+        prompt = before[: -len(sampled)]
+        bridged = self._renderer.bridge_to_next_turn(prompt, sampled, to_chat(new), tools=to_tools(tools))
+        return bridged.token_ids if bridged is not None and bridged.token_ids[: len(before)] == before else None
 
-    def _add_branch(self, token_ids: Sequence[int], tools: tuple[ToolSpec, ...] = ()) -> Branch:
-        branch = Branch(tools=tools)
-        branch.extend(token_ids)
-        self.branches.append(branch)
-        return branch
+    async def _reply(
+        self, parent: Node | None, prompt: list[int], tools: tuple[ToolSpec, ...], request: SampleRequest, key: bytes
+    ) -> Reply:
+        start = 0 if parent is None else len(parent.token_ids())
+        completion = await self._complete(parent, prompt, start, request)
+        text, completion = self._stopped(completion, request.stop)
+        ids = list(completion.token_ids)
+        parsed = self._renderer.parse_response(ids, tools=to_tools(tools), prompt_ids=list(prompt))
+        message = _message(parsed, call_prefix=str(len(self._tree.nodes)))
+        content = message.content
+        if message.malformed and not message.tool_calls:
+            content = content or "".join(call.raw for call in parsed.tool_calls)
+        shown = Message("assistant", content.partition(text)[0] if text else content, message.tool_calls)
+        node = Node(parent, prompt[start:], completion, request.trained)
+        self._tree.add(node, [extended_key(key, message), extended_key(key, shown)])
+        return Reply(message, shown.content, parsed.reasoning_content or "", len(prompt), completion, text)
+
+    def _stopped(self, completion: Completion, stop: Sequence[str]) -> tuple[str, Completion]:
+        """The stop text that is completed first, "" for none, and the completion up to the token that completes it."""
+        if not stop:
+            return "", completion
+        decode = self.decode
+        if decode is None:
+            raise PolicyError("this session was made without `decode`, which requests with `stop` need")
+        ids = completion.token_ids
+
+        def said(tokens: int) -> list[str]:
+            text = decode(ids[:tokens])
+            return [one for one in stop if one in text]
+
+        if not said(len(ids)):
+            return "", completion
+        tokens = bisect.bisect_left(range(len(ids)), True, lo=1, key=lambda tokens: bool(said(tokens)))
+        text = decode(ids[:tokens])
+        return min(said(tokens), key=text.index), cut(completion, tokens)
 
     def _require_room(self, prompt: int) -> None:
-        if prompt >= self._max_tokens:
+        self.exhausted = prompt >= self._max_tokens
+        if self.exhausted:
             raise ContextExhausted(f"the prompt has {prompt} tokens; max_tokens is {self._max_tokens}")
 
-    async def _complete(self, branch: Branch) -> Completion:
-        """Sample one completion at the end of `branch`, in as many parts as the engine returns it."""
-        start = len(branch.token_ids)
-        end = min(start + self._max_tokens_per_turn, self._max_tokens)
-        reason = "abort"
-        pause_s = RETRY_S
-        while reason == "abort" and len(branch.token_ids) < end:
-            room = end - len(branch.token_ids)
-            part = await self._generate(tuple(branch.token_ids), room)
-            _check(part, room)
-            if not part.token_ids:
-                await asyncio.sleep(pause_s)
-                pause_s = min(RETRY_LIMIT_S, 2 * pause_s)
-                continue
-            branch.record(start, part)
-            reason, pause_s = part.finish_reason, RETRY_S
-        if reason == "abort":  # the parts have used up the budget
-            reason = "length"
-            branch.turns[-1] = Turn(start, end, reason)
-        spans = (msgspec.structs.replace(s, start=max(s.start, start)) for s in branch.version_spans if s.end > start)
-        shifted = tuple(_shifted(span, -start) for span in spans)
-        return Completion(tuple(branch.token_ids[start:]), tuple(branch.logprobs[start:]), shifted, reason)
+    async def _complete(
+        self, parent: Node | None, prompt: Sequence[int], start: int, request: SampleRequest
+    ) -> Completion:
+        """Sample one completion after `prompt`, in as many parts as the engine returns it. Parts of one that does not come to its
+        end are recorded; `prompt[start:]` are the tokens after `parent`."""
+        most = min(self._max_tokens_per_turn, self._max_tokens - len(prompt), request.max_tokens or self._max_tokens)
+        parts, sampled, pause_s = list[Completion](), list[int](), RETRY_S
+        try:
+            while (not parts or parts[-1].finish_reason == "abort") and len(sampled) < most:
+                room = most - len(sampled)
+                part = await self._generate((*prompt, *sampled), room)
+                _check(part, room)
+                if not part.token_ids:
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(RETRY_LIMIT_S, 2 * pause_s)
+                    continue
+                parts.append(part)
+                sampled += part.token_ids
+                pause_s = RETRY_S
+        except BaseException as error:
+            if isinstance(error, EngineError | DeadlineExceeded) and self.failure is None:
+                self.failure = error
+            if parts:
+                self._tree.add(Node(parent, prompt[start:], joined(parts), request.trained))
+            raise
+        completion = joined(parts)
+        if completion.finish_reason == "abort":  # the parts have used up the budget
+            completion = msgspec.structs.replace(completion, finish_reason="length")
+        return completion
 
 
-def _shifted(span: VersionSpan, by: int) -> VersionSpan:
-    return msgspec.structs.replace(span, start=span.start + by, end=span.end + by)
+async def _together(work: Sequence[Awaitable[T]]) -> tuple[T, ...]:
+    """The results of `work`, which runs at the same time. When one part fails or the caller is cancelled, all end."""
+    if len(work) == 1:
+        return (await work[0],)
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return tuple(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 def _check(part: Completion, room: int) -> None:
@@ -226,7 +270,7 @@ def _message(parsed: ParsedResponse, call_prefix: str) -> Message:
     malformed = "" if parsed.reasoning_complete is not False else "the thinking was not closed"
     for number, call in enumerate(parsed.tool_calls):
         if call.status is ToolCallParseStatus.OK and call.name and isinstance(call.arguments, dict):
-            calls.append(ToolCall(call.name, call.arguments, id=call.id or f"call-{call_prefix}.{number}"))
+            calls.append(ToolCall(call.name, call.arguments, id=call.id or f"call-{call_prefix}-{number}"))
         elif call.status is ToolCallParseStatus.OK:
             malformed = malformed or "the arguments of a tool call must be a JSON object"
         else:

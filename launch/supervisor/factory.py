@@ -119,13 +119,15 @@ def make_player(
     from ...rollout.player import EpisodePlayer
 
     agent = config.agent
-    renderer = load_renderer(agent.renderer, load_tokenizer(config.model.path), thinking=agent.thinking)
+    tokenizer = load_tokenizer(config.model.path)
+    renderer = load_renderer(agent.renderer, tokenizer, thinking=agent.thinking)
     make_session = functools.partial(
         Session,
         renderer,
         vocabulary=vocabulary_size(config.model.path),
         max_tokens_per_turn=agent.max_tokens_per_turn,
         max_tokens=agent.max_tokens,
+        decode=tokenizer.decode,
     )
     parts, stop_token_ids = parts_of(config.env, split, config.seed), renderer.get_stop_token_ids()
     return EpisodePlayer(

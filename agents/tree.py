@@ -1,0 +1,193 @@
+"""The record of a session: a tree whose nodes are completions, and the branches that it is delivered as.
+
+             system, user
+             /          \\              two calls with the same prompt (`n`, or a repeated one)
+        completion    completion
+         /      \\                      the agent continued one of them twice
+    completion  completion
+
+Invariants:
+- A node never changes: context tokens after its parent's last token, then a completion as the engine returned it.
+- Calls that run at the same time, repeat a prompt or continue the same node each add a node of their own.
+- Every token of a trained completion has loss in exactly one branch: that of the node's chain of first children. In branches that
+  fork off later it is context.
+- An untrained completion has no loss. It is context where a trained one follows it, and otherwise in no branch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ..buffer.trajectory import Turn, VersionSpan
+from ..envs.base import Message, ToolSpec
+from .base import Completion
+
+
+@dataclass(eq=False)
+class Node:
+    """One completion: `context` are the tokens between the last one of `parent` and its first. Whoever continues the conversation
+    adds to `children`."""
+
+    parent: Node | None
+    context: Sequence[int]
+    completion: Completion
+    trained: bool = True
+    children: list[Node] = field(default_factory=list)
+
+    def path(self) -> list[Node]:
+        """From the first completion of the conversation to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def own_token_ids(self) -> list[int]:
+        """The tokens that follow its parent's."""
+        return [*self.context, *self.completion.token_ids]
+
+    def token_ids(self) -> list[int]:
+        """All tokens of the conversation up to the completion's last."""
+        return [token for node in self.path() for token in node.own_token_ids()]
+
+
+@dataclass
+class Branch:
+    """The tokens of one conversation, T in all lists; a `Turn` for each completion with loss."""
+
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    version_spans: list[VersionSpan] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append context tokens, which carry no loss."""
+        self.token_ids.extend(token_ids)
+        self.loss_mask.extend([False] * len(token_ids))
+        self.logprobs.extend([0.0] * len(token_ids))
+
+    def record(self, completion: Completion) -> None:
+        """Append a completion, which carries loss."""
+        start = len(self.token_ids)
+        self.token_ids.extend(completion.token_ids)
+        self.loss_mask.extend([True] * len(completion.token_ids))
+        self.logprobs.extend(completion.logprobs)
+        append_spans(self.version_spans, completion.version_spans, start)
+        self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason))
+
+
+class ConversationTree:
+    """All completions of one episode, found by the conversation that ends with them."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []  # in the order in which the completions ended
+        self._roots: list[Node] = []
+        self._by_key: dict[bytes, list[Node]] = {}
+
+    def add(self, node: Node, keys: Sequence[bytes] = ()) -> None:
+        """`keys` are those of the conversations that end with it, see `extended_key`; none for raw tokens."""
+        self.nodes.append(node)
+        (self._roots if node.parent is None else node.parent.children).append(node)
+        for key in dict.fromkeys(keys):
+            self._by_key.setdefault(key, []).append(node)
+
+    def ending_with(self, key: bytes) -> Iterator[Node]:
+        """The completions that end a conversation, the newest first."""
+        return reversed(self._by_key.get(key, ()))
+
+    def beginning(self, token_ids: Sequence[int]) -> tuple[Node | None, int]:
+        """The completion with the most tokens whose conversation begins `token_ids`, and the number of its tokens; the newest of
+        several; None and 0 where there is none."""
+        best: tuple[Node | None, int] = (None, 0)
+        ids, left = list(token_ids), [(root, 0) for root in self._roots]
+        while left:
+            node, start = left.pop()  # later siblings first: the newest is found before the others
+            own = node.own_token_ids()
+            end = start + len(own)
+            if ids[start:end] == own:
+                best = (node, end) if end > best[1] else best
+                left += ((child, end) for child in node.children)
+        return best
+
+    def branches(self) -> list[Branch]:
+        """What is trained on: every completion with loss in one branch, and every branch ends with such a completion. A branch is a
+        completion that is not the first child of another, and first children from there on; ordered by that completion."""
+        kept: set[Node] = set()
+        for node in reversed(self.nodes):  # children come after their parents
+            if node.trained or node in kept:
+                kept.add(node)
+                if node.parent is not None:
+                    kept.add(node.parent)
+        nexts = {node: next((child for child in node.children if child in kept), None) for node in kept}
+        continued = set(nexts.values())
+        return [self._branch(node, nexts) for node in self.nodes if node in kept and node not in continued]
+
+    @staticmethod
+    def _branch(first: Node, nexts: dict[Node, Node | None]) -> Branch:
+        branch = Branch()
+        if first.parent is not None:
+            branch.extend(first.parent.token_ids())
+        node: Node | None = first
+        while node is not None:
+            branch.extend(node.context)
+            if node.trained:
+                branch.record(node.completion)
+            else:
+                branch.extend(node.completion.token_ids)
+            node = nexts[node]
+        return branch
+
+
+def conversation_keys(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[bytes]:
+    """A key for each prefix of a conversation, of 0 to all messages."""
+    keys = [_digest(b"", tools)]
+    for message in messages:
+        keys.append(extended_key(keys[-1], message))
+    return keys
+
+
+def extended_key(key: bytes, message: Message) -> bytes:
+    """The key of a conversation by what it says and not by how a client spells it: ids of calls, the order of keys in their
+    arguments, and blanks around an assistant's content make no difference."""
+    content = message.content.strip() if message.role == "assistant" else message.content
+    return _digest(key, (message.role, content, [(call.name, call.arguments) for call in message.tool_calls]))
+
+
+def _digest(before: bytes, value: object) -> bytes:
+    return hashlib.blake2b(before + msgspec.json.encode(value, order="sorted"), digest_size=16).digest()
+
+
+def append_spans(spans: list[VersionSpan], more: Sequence[VersionSpan], offset: int) -> None:
+    """Append `more`, moved by `offset`; neighbors of the same versions become one."""
+    for span in more:
+        new = msgspec.structs.replace(span, start=span.start + offset, end=span.end + offset)
+        last = spans[-1] if spans else None
+        same = last and (last.version, last.kv_version) == (new.version, new.kv_version)
+        if last and same and last.end == new.start:
+            spans[-1] = msgspec.structs.replace(last, end=new.end)
+        else:
+            spans.append(new)
+
+
+def joined(parts: Sequence[Completion]) -> Completion:
+    """One completion of the parts in which the engine returned it; ended by the last one's reason."""
+    spans: list[VersionSpan] = []
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    for part in parts:
+        append_spans(spans, part.version_spans, len(tokens))
+        tokens += part.token_ids
+        logprobs += part.logprobs
+    return Completion(tuple(tokens), tuple(logprobs), tuple(spans), parts[-1].finish_reason)
+
+
+def cut(completion: Completion, tokens: int) -> Completion:
+    """The first `tokens` tokens of a completion, ended by `stop`."""
+    spans = [msgspec.structs.replace(s, end=min(s.end, tokens)) for s in completion.version_spans if s.start < tokens]
+    return Completion(completion.token_ids[:tokens], completion.logprobs[:tokens], tuple(spans), "stop")
