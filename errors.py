@@ -10,12 +10,16 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import sysconfig
+import traceback
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 from .common.waits import TrackedWait as TrackedWait
 
 T = TypeVar("T")
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 class SlipstreamError(Exception):
@@ -83,13 +87,13 @@ class WeightSyncError(SlipstreamError):
 
 
 class EpisodesFail(SlipstreamError):
-    """So many episodes in a row failed that going on would train on nothing; names the last failure."""
+    """So many of the last episodes failed that going on would train on nothing, or on a biased rest; names the last failure."""
 
     final = True
 
 
 class EvaluationError(SlipstreamError):
-    """Not one episode of an evaluation ended without a failure, so there is no reward to report."""
+    """So many episodes of an evaluation failed that there is no reward to report."""
 
     final = True
 
@@ -140,6 +144,24 @@ async def with_deadline(
 def describe(error: BaseException) -> str:
     """The type of an exception, and its message if it has one."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def describe_user_error(error: BaseException) -> str:
+    """`describe`, and the user's line that raised it: `KeyError: 'x' (my_env.py:12 in step)`."""
+    line = user_line(error)
+    return f"{describe(error)} ({line})" if line else describe(error)
+
+
+def user_line(error: BaseException) -> str:
+    """The innermost line of a traceback that is neither ours nor a library's: `my_env.py:12 in step`; "" where there is none."""
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        path, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
+        package, _, inside = module.partition(".")
+        ours = package == __package__ and inside.partition(".")[0] not in ("examples", "tests")
+        library = path.startswith(("<", _STANDARD_LIBRARY)) or "site-packages" in path or "dist-packages" in path
+        if not ours and not library:
+            return f"{Path(path).name}:{number} in {frame.f_code.co_name}"
+    return ""
 
 
 def first_cause(group: BaseExceptionGroup) -> BaseException:

@@ -85,6 +85,9 @@ class ReplayCounters(msgspec.Struct):
     cursors: list[int] = []  # the next task of each environment
     trained: list[int] = []  # groups of each environment that were trained on
     refilled: int = 0  # groups that were discarded because their members all had the same reward
+    outcomes: dict[
+        str, int
+    ] = {}  # episodes that ended, by `Outcome.label`; without those that the buffer had cancelled
 
     @property
     def settled(self) -> int:
@@ -92,4 +95,5 @@ class ReplayCounters(msgspec.Struct):
         return min(self.checkpointed, -1 if self.served is None else self.served)
 
     def copy(self) -> ReplayCounters:
-        return msgspec.structs.replace(self, cursors=list(self.cursors), trained=list(self.trained))
+        cursors, trained, outcomes = list(self.cursors), list(self.trained), dict(self.outcomes)
+        return msgspec.structs.replace(self, cursors=cursors, trained=trained, outcomes=outcomes)

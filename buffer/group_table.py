@@ -25,7 +25,6 @@ from .trajectory import Outcome
 
 GroupState = Literal["open", "leased", "ready", "batched", "trained", "discarded"]
 EpisodeAccount = Literal["in_flight", "ready", "trained", "discarded"]
-FAILED = "failed_"  # prefix of the discard reasons that are the outcome of the episode itself
 # Discard reason of tokens that were generated for an episode and are in none of its trajectories: of a completion that
 # was cut off, or that the agent did not wait for.
 UNUSED = "unused"

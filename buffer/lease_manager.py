@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from ..common.outcomes import FAILED
 from ..errors import StateError
 from .admission import Admission, ReplayConfig, ReplayCounters
-from .group_table import FAILED, Episode, Group, GroupState, GroupTable
+from .group_table import Episode, Group, GroupState, GroupTable
 from .ledger import Counts
 from .messages import Lease
 from .sample_filter import dropped
-from .trajectory import Outcome
+from .trajectory import UNWANTED, Outcome
 
 MIN_MEMBERS = 2  # a group's mean is a baseline from two members on
 # Discard reason of a group whose members all have the same reward, under dynamic sampling.
@@ -144,6 +145,9 @@ class LeaseManager:
         with self._table.update(group, episode):
             self._table.set_generated(episode, generated)
             episode.settled, episode.outcome = True, outcome
+            if outcome.reason != UNWANTED:
+                ended = self._counters.outcomes
+                ended[outcome.label] = ended.get(outcome.label, 0) + 1
             if episode.account == "in_flight":
                 episode.final = not again
                 if sum(kept.values()) and not again:

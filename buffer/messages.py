@@ -165,6 +165,7 @@ class Stats(BufferMessage, frozen=True):
     slot_s: float
     idle_slot_s: float
     refilled_groups: int = 0  # discarded because all rewards were equal, since the run began; others replaced them
+    outcomes: dict[str, int] = {}  # episodes that ended, by `Outcome.label`, since the run began
     dropped: int = 0  # messages that were no request, since the service started
     refused: int = 0  # attempts to connect without this run's keys, since the service started; a peer may try often
 

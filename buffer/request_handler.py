@@ -281,6 +281,7 @@ class RequestHandler:
             slot_s=slot_s,
             idle_slot_s=idle_slot_s,
             refilled_groups=counters.refilled,
+            outcomes=counters.outcomes,
             dropped=dropped,
             refused=refused,
         )

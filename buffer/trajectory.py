@@ -21,6 +21,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from ..common.outcomes import FAILED
 from ..errors import WireError
 from ..rpc.wire import FORMAT
 
@@ -79,10 +80,16 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
     detail: Annotated[str, Meta(max_length=DETAIL_LIMIT)] = ""
 
     @property
+    def label(self) -> str:
+        """What counts of episodes call it: `finished`, `truncated`, `failed_tool`."""
+        return FAILED + self.reason if self.kind == "failed" else self.kind
+
+    @property
     def trainable(self) -> bool:
         return self.kind != "failed"
 
 
+UNWANTED = "unwanted"  # reason of an episode that the buffer had cancelled: no failure of the run
 FINISHED = Outcome("finished")
 TRUNCATED = Outcome("truncated")
 

@@ -61,7 +61,8 @@ class Observation(msgspec.Struct, frozen=True):
 
 class StepResult(msgspec.Struct, frozen=True):
     """What follows an assistant message: new messages, and the reward of this step. `done` ends the episode; with `truncated` it
-    ends by a limit of the environment, not by an action of the policy."""
+    ends by a limit of the environment, not by an action of the policy. Where several steps give a metric of one name, the last
+    value counts."""
 
     messages: tuple[Message, ...] = ()
     reward: float = 0.0

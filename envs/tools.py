@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..common import tasks
-from ..errors import DeadlineExceeded, ToolError, describe, with_deadline
+from ..errors import DeadlineExceeded, ToolError, describe_user_error, with_deadline
 from .base import JSON, Message, ToolCall, ToolSpec
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ async def _run(tool: Tool, arguments: JSON, seconds: float) -> str:
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError) and tasks.being_cancelled():
             raise
-        raise ToolError(f"the tool {name!r} failed: {describe(error)}") from error
+        raise ToolError(f"the tool {name!r} failed: {describe_user_error(error)}") from error
     if not isinstance(content, str):
         raise ToolError(f"the tool {name!r} returned {type(content).__name__}, not text")
     return content

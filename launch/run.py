@@ -26,7 +26,7 @@ from ..configs.reward import EnvironmentReward, ModelReward
 from ..errors import ConfigError, Interrupted, SlipstreamError
 from ..monitor.output import open_console
 from ..monitor.report import ReportPaths, write_report
-from ..monitor.series import EvaluationRecord, read_evaluations
+from ..monitor.series import EvaluationRecord, evaluation_line, read_evaluations
 from ..monitor.terminal import View, open_view
 from .launchers.local import LocalLauncher
 from .preflight import preflight, writable
@@ -150,9 +150,7 @@ def evaluate(config: Config, label: str) -> EvaluationRecord:
 def summary(report: ReportPaths) -> str:
     """The text printed when a run is done: its evaluations and where its report is."""
     evaluations = read_evaluations(report.html.parent / "evaluations.json")
-    lines = [
-        f"{e.label}: reward {e.reward_mean:.3f} ± {e.reward_stderr:.3f} over {e.tasks} fresh tasks" for e in evaluations
-    ]
+    lines = list(map(evaluation_line, evaluations))
     return "\n".join([*lines, f"report: {report.html}", f"curve:  {report.png}"])
 
 

@@ -45,6 +45,8 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     time: float  # seconds since the epoch, at the end of the step
     tokens_discarded: int  # tokens discarded for any reason since the previous step
     groups_refilled: int = 0  # discarded because all rewards were equal (`buffer.dynamic_sampling`)
+    # Episodes that ended since the previous step, by outcome (`{"finished": 60, "truncated": 1, "failed_tool": 3}`).
+    outcomes: dict[str, int] = {}
     messages_dropped: int  # malformed messages to the buffer, since its process started
     peers_refused: int  # attempts to connect to the buffer without the run's keys, since its process started
     rollout_tokens_per_s: float  # tokens generated per second since the previous step
@@ -213,6 +215,11 @@ class StepTimer:
             time=time.time(),
             tokens_discarded=sum(after.ledger.discarded.values()) - sum(before.ledger.discarded.values()),
             groups_refilled=after.refilled_groups - before.refilled_groups,
+            outcomes={
+                name: ended
+                for name, number in sorted(after.outcomes.items())
+                if (ended := number - before.outcomes.get(name, 0))
+            },
             messages_dropped=after.dropped,
             peers_refused=after.refused,
             rollout_tokens_per_s=(after.ledger.generated - before.ledger.generated) / total_s,

@@ -19,10 +19,11 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
+from ..common.outcomes import WARN_SHARE, failed_share, failures_text
 from ..configs import Config, dump, load
 from . import charts
 from .metrics import Row, read_metrics
-from .series import EvaluationRecord, advise, column, elapsed, mean, read_evaluations, staleness_tokens
+from .series import EvaluationRecord, advise, column, elapsed, mean, outcomes, read_evaluations, staleness_tokens
 from .text import MISSING, count, duration, reward, share
 
 HEALTH = {
@@ -112,7 +113,7 @@ def _charts(rows: Sequence[Row], evaluations: Sequence[EvaluationRecord], config
 
 
 def _training(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
-    tokens, canary = staleness_tokens(rows), column(rows, "canary")
+    tokens, canary, ended = staleness_tokens(rows), column(rows, "canary"), outcomes(rows)
     total = sum(tokens.values())
     average = sum(staleness * number for staleness, number in tokens.items()) / max(total, 1)
     largest = max((staleness for staleness, number in tokens.items() if number), default=0)
@@ -124,6 +125,9 @@ def _training(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
         "speed": speed | {"overlap": overlap / rollout if rollout and overlap is not None else None},
         "canary": float(canary.max()) if mean(canary) is not None else None,
         "advice": advise(rows, config) if config else "",
+        "played": ended,
+        "failures": failures_text(ended),
+        "many_failed": failed_share(ended) > WARN_SHARE,
         "staleness": {"mean": average, "max": largest} if total else None,
     }
 

@@ -15,11 +15,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..common.outcomes import WARN_SHARE, failed_share, failures_text
 from ..configs import Config
 from ..configs.backends import copy_ranks
 from ..errors import StoreError
 from .metrics import Row
-from .text import share
+from .text import reward, share
 
 IDLE = 0.15  # a side that is idle for more than this share of the time is starved; less is the noise of single steps
 
@@ -61,6 +62,17 @@ def read_evaluations(path: Path) -> list[EvaluationRecord]:
         raise StoreError(f"{path}: not a list of evaluations: {error}") from None
 
 
+def evaluation_line(evaluation: EvaluationRecord) -> str:
+    """An evaluation in one line, with the means of a mixture's environments, and how many episodes failed."""
+    e = evaluation
+    line = f"{e.label}: reward {e.reward_mean:.3f} ± {e.reward_stderr:.3f} over {e.tasks} fresh tasks"
+    if e.environments:
+        means = ((name, row.reward_mean) for name, row in e.environments.items())
+        line += f" ({', '.join(f'{name} {reward(value)}' for name, value in means)})"
+    failed = failures_text(e.outcomes)
+    return f"{line}; {failed} and count in no mean" if failed else line
+
+
 def column(rows: Sequence[Row], name: str) -> NDArray[np.float64]:
     """float64[rows]: one metric over the steps, NaN where it is missing or null."""
     values: Iterable[Any] = (row.get(name) for row in rows)
@@ -91,6 +103,15 @@ def staleness_tokens(rows: Sequence[Row]) -> dict[int, int]:
     return dict(sorted(total.items()))
 
 
+def outcomes(rows: Sequence[Row]) -> dict[str, int]:
+    """Episodes that ended in the whole run, by outcome."""
+    total: dict[str, int] = {}
+    for row in rows:
+        for name, number in (row.get("outcomes") or {}).items():
+            total[name] = total.get(name, 0) + number
+    return total
+
+
 def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Moving average over about a tenth of the run, at least 3 steps; ignores NaN. The centered window narrows towards both ends,
     so that the curve starts and ends where the values do."""
@@ -107,6 +128,10 @@ def advise(rows: Sequence[Row], config: Config) -> str:
     if learner is None or rollout is None:
         return ""
     waited = f"The learner waited {share(learner)} of the time for batches; {share(rollout)} of the episode slots were empty."
+    ended = outcomes(rows)
+    if failed_share(ended) > WARN_SHARE:
+        logs = f"{config.run.dir}/logs/worker-*.log"
+        waited = f"{failures_text(ended)}: mend that first, the tracebacks are in {logs}. {waited}"
     replicas = mean(column(steady, "replicas"))
     served = config.rollout.engine.replicas if replicas is None else max(1, round(replicas))
     return f"{waited} {_advice(learner > IDLE, rollout > IDLE, mean(column(steady, 'slots')), served, config)}"

@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from ..common.outcomes import WARN_SHARE, failed_share, failures_text
 from ..configs import Config
 from .metrics import Row
 from .output import open_console
@@ -144,7 +145,7 @@ class TerminalView(View):
         return Group(self._progress, *numbers, *itertools.chain.from_iterable(blocks))
 
     def _numbers(self) -> list[Text]:
-        """One line each for reward, staleness, rollout and learner; a narrow terminal cuts them at the right."""
+        """One line each for reward, staleness, rollout, learner and failures; a narrow terminal cuts them at the right."""
         row = self._row
         now, staleness = row.get("reward_mean"), _staleness(row, self._config.buffer.max_staleness)
         change = f"{_change(now, next(iter(self._rewards), None))} since the first step   "
@@ -159,6 +160,9 @@ class TerminalView(View):
             note = f"   {count(row.get(overlap))} while the learner steps" if overlap else ""
             waiting = (f"idle {share(idle)}", "red" if (idle or 0) > 0.25 else "")
             lines.append(_line(f"{side:11}", (f"{speed:14}", "bold"), waiting, note))
+        if failed := failures_text(row.get("outcomes") or {}):
+            many = failed_share(row["outcomes"]) > WARN_SHARE
+            lines.append(_line(f"{'failures':11}", (failed, "red" if many else ""), " since the step before"))
         return lines
 
 
@@ -169,11 +173,13 @@ def _line(*parts: str | tuple[str, str]) -> Text:
 def step_line(row: Row, config: Config, first_reward: float | None) -> str:
     """A step in one line; the change of the reward is since the first step shown."""
     now = row.get("reward_mean")
+    failed = failures_text(row.get("outcomes") or {})
     return (
         f"step {row.get('step', MISSING)}/{config.learner.steps}  reward {reward(now)} ({_change(now, first_reward)})  "
         f"staleness {_staleness(row, config.buffer.max_staleness)}  "
         f"tok/s rollout {count(row.get('rollout_tokens_per_s'))} learner {count(row.get('learner_tokens_per_s'))}  "
         f"idle rollout {share(row.get('rollout_idle'))} learner {share(row.get('learner_idle'))}"
+        + (f"  {failed}" if failed else "")
     )
 
 

@@ -23,7 +23,7 @@ from ..common.tasks import being_cancelled
 from ..envs import EnvPart
 from ..envs.base import Environment, Message, Observation, StepResult, Task
 from ..envs.tools import ToolCallTracker, in_thread
-from ..errors import DeadlineExceeded, EnvError, ToolError, describe, with_deadline
+from ..errors import DeadlineExceeded, EnvError, ToolError, describe_user_error, with_deadline
 from .loop_watchdog import calls_user_code
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class EnvGuard:
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and being_cancelled():
                 raise
-            raise EnvError(f"{self._part.name}: {call}: {describe(error)}") from error
+            raise EnvError(f"{self._part.name}: {call}: {describe_user_error(error)}") from error
         finally:
             self.seconds += time.perf_counter() - started
 
@@ -178,7 +178,7 @@ async def run_isolated(function: Callable[[], Awaitable[T]]) -> T:
     try:
         return task.result()
     except asyncio.CancelledError as error:
-        raise EscapedException(describe(error)) from error
+        raise EscapedException(describe_user_error(error)) from error
 
 
 @calls_user_code
@@ -188,4 +188,4 @@ async def _contain(function: Callable[[], Awaitable[T]]) -> T:
     except (Exception, asyncio.CancelledError):
         raise
     except BaseException as error:  # some of these, such as SystemExit, would end the event loop
-        raise EscapedException(describe(error)) from error
+        raise EscapedException(describe_user_error(error)) from error

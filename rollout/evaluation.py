@@ -13,7 +13,9 @@ import msgspec
 
 from ..buffer.admission import Admission
 from ..buffer.messages import Lease
+from ..common.outcomes import failures_text
 from ..errors import EvaluationError
+from .failures import FailureLog, too_many_failed
 from .loop_watchdog import EventLoopWatchdog
 from .player import EpisodePlayer, EpisodeResult
 
@@ -42,7 +44,7 @@ class EvaluationResult(EvaluationScore, frozen=True, kw_only=True):
 
 async def evaluate(player: EpisodePlayer, label: str, tasks: int) -> EvaluationResult:
     """Play `tasks` tasks once each: of each environment its share, from its first task on; as many at a time as the servers decode
-    at once. Raises EvaluationError: all episodes failed."""
+    at once. Raises EvaluationError: so many episodes failed that the others say nothing (`failures.END_SHARE`)."""
     started = time.perf_counter()
     slots = asyncio.Semaphore(player.concurrency)
     counts = Admission(0, tasks, tuple(part.share for part in player.parts)).quotas([0] * len(player.parts))
@@ -55,10 +57,15 @@ async def evaluate(player: EpisodePlayer, label: str, tasks: int) -> EvaluationR
 
     async with EventLoopWatchdog():
         results = await asyncio.gather(*(play(i) for i in range(tasks)))
-    total = _score(results)
-    if total.reward_mean is None or total.reward_stderr is None:
-        outcome = results[0].outcome
-        raise EvaluationError(f"{label}: all {tasks} episodes failed, the first by {outcome.reason}: {outcome.detail}")
+    total, failures = _score(results), FailureLog()
+    failed = [(number, result) for number, result in enumerate(results) if not result.outcome.trainable]
+    for number, result in failed:
+        failures.record(f"{number} of the evaluation", result.outcome, result.error)
+    if total.reward_mean is None or total.reward_stderr is None or too_many_failed(total.outcomes):
+        outcome = failed[0][1].outcome
+        raise EvaluationError(
+            f"{label}: {failures_text(total.outcomes)}, the first by {outcome.reason}: {outcome.detail}"
+        )
     played = [[r for r, (at, _) in zip(results, chosen, strict=True) if at == env] for env in range(len(player.parts))]
     scores = {part.name: _score(episodes) for part, episodes in zip(player.parts, played, strict=True)}
     versions = [t.version_spans[-1].version for r in results for t in r.trajectories if t.version_spans]
@@ -71,19 +78,10 @@ async def evaluate(player: EpisodePlayer, label: str, tasks: int) -> EvaluationR
     )
 
 
-def by_environment(evaluation: EvaluationResult) -> str:
-    """The mean of each environment of a mixture, in parentheses; "" for a single environment."""
-    means = [
-        f"{name} {'failed' if score.reward_mean is None else f'{score.reward_mean:.3f}'}"
-        for name, score in evaluation.environments.items()
-    ]
-    return f" ({', '.join(means)})" if means else ""
-
-
 def _score(results: Sequence[EpisodeResult]) -> EvaluationScore:
     rewards = [r.reward for r in results if r.outcome.trainable]
     n = len(rewards)
-    outcomes = Counter(f"failed_{r.outcome.reason}" if r.outcome.kind == "failed" else r.outcome.kind for r in results)
+    outcomes = Counter(r.outcome.label for r in results)
     if not n:
         return EvaluationScore(0, None, None, dict(outcomes))
     deviation = statistics.stdev(rewards) if n > 1 else 0.0

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -25,14 +24,12 @@ from ..buffer.messages import Lease
 from ..buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory
 from ..configs.schema import Config
 from ..envs import EnvPart, require_penalties
-from ..errors import DeadlineExceeded, EngineError, EnvError, PolicyError, ToolError, describe
+from ..errors import DeadlineExceeded, EngineError, EnvError, PolicyError, ToolError, describe_user_error
 from .engines.base import SamplingParams
 from .env_guard import REWARD_LIMIT, EnvGuard, EpisodeLimits, EscapedException, run_isolated
 from .loop_watchdog import calls_user_code
 from .reward_model import RewardModel, ScoredConversation
 from .router import Router
-
-log = logging.getLogger(__name__)
 
 OnTokens = Callable[[Completion], None]  # called with every completion that arrived, whole or partial
 
@@ -44,6 +41,7 @@ class EpisodeResult(msgspec.Struct, frozen=True):
     outcome: Outcome
     reward: float
     trajectories: tuple[Trajectory, ...]
+    error: BaseException | None = None  # by which it failed, where code raised one
 
 
 class EpisodePlayer:
@@ -92,7 +90,7 @@ class EpisodePlayer:
             stack.enter_context(env.calls)
             stack.push_async_callback(requests.close)
             stack.push_async_callback(env.close)
-            outcome = await _run_agent(self._agent, env, session, lease.task, self._limits.episode_s)
+            outcome, error = await _run_agent(self._agent, env, session, lease.task, self._limits.episode_s)
         timings = {"total": time.perf_counter() - started, "environment": env.seconds}
         turn_rewards, metrics = tuple(env.rewards), env.metrics
         if self._model is not None and outcome.trainable and session.branches:
@@ -100,14 +98,15 @@ class EpisodePlayer:
             try:
                 turn_rewards, score = await _score(self._model, env, session)
                 metrics = metrics | {"reward_environment": sum(env.rewards), "reward_model": score}
-            except Exception as error:  # messages and payload are user data: rendering them as text may raise anything
-                ours = isinstance(error, EngineError | DeadlineExceeded)
-                outcome = Outcome("failed", "reward", str(error) if ours else describe(error))
+            except Exception as raised:  # messages and payload are user data: rendering them as text may raise anything
+                ours = isinstance(raised, EngineError | DeadlineExceeded)
+                outcome = Outcome("failed", "reward", str(raised) if ours else describe_user_error(raised))
+                error = raised
             timings |= {"total": time.perf_counter() - started, "reward": time.perf_counter() - scoring_started}
         reward = sum(turn_rewards)
         if not outcome.trainable:
             if part.penalty is None or outcome.reason not in self._trained_failures:
-                return EpisodeResult(outcome, 0.0, ())
+                return EpisodeResult(outcome, 0.0, (), error)
             reward, turn_rewards, metrics = part.penalty, (), {}
         trajectories = session.trajectories(
             group_id=lease.group_id,
@@ -121,7 +120,7 @@ class EpisodePlayer:
             timings=timings,
             metrics=metrics,
         )
-        return EpisodeResult(outcome, reward, trajectories)
+        return EpisodeResult(outcome, reward, trajectories, error)
 
 
 class _Requests:
@@ -182,27 +181,36 @@ async def _call_agent(agent: Agent, env: EnvGuard, session: Session, index: int)
     return await agent(env, session, await env.open(index))
 
 
-async def _run_agent(agent: Agent, env: EnvGuard, session: Session, index: int, episode_s: float) -> Outcome:
-    """Run the agent to its end; every exception becomes an outcome."""
+async def _run_agent(
+    agent: Agent, env: EnvGuard, session: Session, index: int, episode_s: float
+) -> tuple[Outcome, BaseException | None]:
+    """Run the agent to its end; every exception becomes an outcome, and is returned with it."""
     deadline = asyncio.timeout(episode_s)
     try:
         async with deadline:
             await run_isolated(lambda: _call_agent(agent, env, session, index))
     except ContextExhausted:
-        return TRUNCATED
+        return TRUNCATED, None
     except TimeoutError as error:
         if deadline.expired():
-            return Outcome("failed", "timeout", f"the episode took longer than rollout.episode_s={episode_s:g} s")
-        return Outcome("failed", "policy", describe(error))
-    except ToolError as error:
-        return Outcome("failed", "tool", str(error))
-    except EnvError as error:
-        return Outcome("failed", "environment", str(error))
-    except (EngineError, DeadlineExceeded) as error:  # the router's: EnvGuard turns the environment's into EnvError
-        return Outcome("failed", "engine", str(error))
-    except PolicyError as error:
-        return Outcome("failed", "policy", str(error))
+            why = f"the episode took longer than rollout.episode_s={episode_s:g} s"
+            return Outcome("failed", "timeout", why), None
+        return Outcome("failed", "policy", describe_user_error(error)), error
     except Exception as error:  # an agent is user code: its exceptions end an episode, not a worker
-        log.exception("the agent raised on task %s", env.task.id)
-        return Outcome("failed", "policy", str(error) if isinstance(error, EscapedException) else describe(error))
-    return FINISHED if env.finished else TRUNCATED
+        return _failure(error), error
+    return FINISHED if env.finished else TRUNCATED, None
+
+
+def _failure(error: Exception) -> Outcome:
+    """Who is at fault for an exception that ended an agent."""
+    match error:
+        case ToolError():
+            return Outcome("failed", "tool", str(error))
+        case EnvError():
+            return Outcome("failed", "environment", str(error))
+        case EngineError() | DeadlineExceeded():  # the router's: EnvGuard turns the environment's into EnvError
+            return Outcome("failed", "engine", str(error))
+        case PolicyError() | EscapedException():
+            return Outcome("failed", "policy", str(error))
+        case _:
+            return Outcome("failed", "policy", describe_user_error(error))

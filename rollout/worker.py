@@ -18,15 +18,16 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 
 from ..agents.base import Completion
 from ..buffer.client import BufferClient
 from ..buffer.ledger import Counts
 from ..buffer.messages import Lease
-from ..buffer.trajectory import Outcome
+from ..buffer.trajectory import UNWANTED, Outcome
 from ..common.tasks import Stopped, run_or_stop
-from ..errors import EpisodesFail
 from .concurrency import Concurrency
+from .failures import FailureLog, FailureWindow
 from .loop_watchdog import EventLoopWatchdog
 from .player import EpisodePlayer, EpisodeResult
 
@@ -35,22 +36,28 @@ log = logging.getLogger(__name__)
 PROGRESS_S = 0.5  # between progress reports: fine enough to see what is generated during one learner step
 SAMPLE_S = 1.0  # between samples of the servers' load; the second that `Concurrency` counts in
 GOODBYE_S = 5.0  # how long a stopping worker tries to return its leases; after that they expire
-FAILURES = 64  # failed episodes in a row, or twice the slots where that is more, after which the worker gives up
-CANCELLED = EpisodeResult(Outcome("failed", "unwanted", "its lease was lost, or its group is complete"), 0.0, ())
+CANCELLED = EpisodeResult(Outcome("failed", UNWANTED, "its lease was lost, or its group is complete"), 0.0, ())
 
 
 class Worker:
     """Plays as many episodes at once as the servers can take, until `stop`. The router of `player` must be entered; the caller
-    keeps its fleet up to date. `workers` processes share the servers (`rollout.workers`)."""
+    keeps its fleet up to date. `workers` processes share the servers (`rollout.workers`); `tell` shows the user a line."""
 
-    def __init__(self, player: EpisodePlayer, buffer: BufferClient, group_size: int, workers: int) -> None:
+    def __init__(
+        self,
+        player: EpisodePlayer,
+        buffer: BufferClient,
+        group_size: int,
+        workers: int,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._player = player
         self._buffer = buffer
         self._group_size = group_size
         self._concurrency = Concurrency(group_size, player.router.max_concurrent, workers)
         self._running: dict[str, Counts] = {}
         self._cancel_scopes: dict[str, asyncio.Timeout] = {}
-        self._failures = 0
+        self._failures, self._window = FailureLog(tell), FailureWindow(tell)
         self._slot_s = 0.0
         self._idle_slot_s = 0.0
         self._changed = asyncio.Condition()
@@ -111,19 +118,10 @@ class Worker:
             del self._running[episode_id]
             self._changed.notify_all()
         if result is not CANCELLED:
-            self._check_failures(episode_id, result)
-
-    def _check_failures(self, episode_id: str, result: EpisodeResult) -> None:
-        """Log a failure. Raises EpisodesFail after too many in a row."""
-        outcome = result.outcome
-        if result.trajectories and outcome.trainable:
-            self._failures = 0
-            return
-        why = f"{outcome.reason}: {outcome.detail}" if outcome.reason else "nothing fits into agent.max_tokens"
-        log.warning("episode %s failed by %s", episode_id, why)
-        self._failures += 1
-        if self._failures >= max(FAILURES, 2 * self._concurrency.cap):
-            raise EpisodesFail(f"{self._failures} episodes in a row failed, the last by {why}")
+            outcome, slots = result.outcome, self._concurrency.cap
+            if not outcome.trainable:
+                self._failures.record(episode_id, outcome, result.error)
+            self._window.add(outcome, useful=bool(result.trajectories) and outcome.trainable, slots=slots)
 
     async def _sample_load(self) -> None:
         router, concurrency = self._player.router, self._concurrency

@@ -21,6 +21,7 @@ from slipstream.configs.schema import Buffer, Config, Failure, Reason
 from slipstream.envs import Environment, EnvPart, Message, StepResult, Task
 from slipstream.errors import PolicyError, ToolError, first_cause
 from slipstream.learner.model import load_tokenizer, vocabulary_size
+from slipstream.rollout import failures
 from slipstream.rollout import worker as module
 from slipstream.rollout.engines.base import EngineLoad
 from slipstream.rollout.evaluation import EvaluationScore, evaluate
@@ -429,8 +430,9 @@ async def test_a_member_that_failed_is_played_again_while_its_budget_lasts(
         finished = [("finished", 1.0, 1)] * (GROUP - 1)
         assert ends == (finished if then == "drop" else [("failed", -1.0, 0), *finished][:1] + finished)
         assert {t.id.split(".")[1] for t in group} == {"1"}
-        ledger = (await w.stats()).ledger
-        assert ledger.discarded == {"failed_tool": 3 * (GROUP + (then == "drop"))}
+        stats = await w.stats()
+        assert stats.ledger.discarded == {"failed_tool": 3 * (GROUP + (then == "drop"))}
+        assert stats.outcomes == {"failed_tool": GROUP + 1, "finished": GROUP - 1 + (then == "drop")}
         await w.learner.commit(0)
 
 
@@ -438,7 +440,7 @@ async def test_failures_in_a_row_end_the_worker_also_where_they_are_trained_on(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Fragile, "fails", 1 << 30)
-    monkeypatch.setattr(module, "FAILURES", 8)
+    monkeypatch.setattr(failures, "EPISODES", 8)
     config = policies({"tool": Failure(then="train")})
     many = msgspec.structs.replace(BUFFER, groups_per_batch=64)
     with pytest.raises(ExceptionGroup) as caught:

@@ -152,14 +152,16 @@ async def worker(context: RunContext, index: int, heartbeat: HeartbeatSender, st
         player = make_player(config, router, split="train", temperature=temperature, model=model)
         async with make_buffer_client(context, f"worker-{index}") as client:
             _ready(heartbeat)
-            await Worker(player, client, config.buffer.group_size, config.rollout.workers).run(stop)
+            size, workers = config.buffer.group_size, config.rollout.workers
+            await Worker(player, client, size, workers, heartbeat.send_message).run(stop)
 
 
 async def evaluator(
     label: str, context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event
 ) -> None:
     """Evaluate the version that the engines serve; append the result, called `label`, to `evaluations.json`."""
-    from ...rollout.evaluation import by_environment, evaluate
+    from ...monitor.series import evaluation_line, read_evaluations
+    from ...rollout.evaluation import evaluate
     from .factory import make_player, make_router
 
     config = context.config
@@ -170,10 +172,7 @@ async def evaluator(
     path = context.dir / "evaluations.json"
     before = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw]) if path.exists() else []
     write_atomic(path, msgspec.json.format(msgspec.json.encode([*before, result])))
-    heartbeat.send_message(
-        f"{label}: reward {result.reward_mean:.3f} ± {result.reward_stderr:.3f} over {result.tasks} fresh tasks"
-        f"{by_environment(result)}"
-    )
+    heartbeat.send_message(evaluation_line(read_evaluations(path)[-1]))
 
 
 async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:

@@ -52,6 +52,7 @@ class StepSummary(msgspec.Struct, frozen=True):
     learner_tokens_per_s: float | None
     rollout_idle: float | None
     learner_idle: float | None
+    outcomes: dict[str, int] = {}
 
 
 class StepReported(msgspec.Struct, frozen=True, tag=True):
