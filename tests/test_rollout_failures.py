@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
@@ -54,13 +55,10 @@ def test_the_view_is_told_of_the_first_few_kinds_only() -> None:
 
 
 def test_the_users_line_is_named_behind_a_librarys_frames() -> None:
-    import json
-
-    try:
+    with pytest.raises(ValueError, match="Expecting") as caught:
         json.loads("{")
-    except ValueError as error:
-        assert user_line(error).startswith("test_rollout_failures.py:")
-        assert user_line(error).endswith("in test_the_users_line_is_named_behind_a_librarys_frames")
+    assert user_line(caught.value).startswith("test_rollout_failures.py:")
+    assert user_line(caught.value).endswith("in test_the_users_line_is_named_behind_a_librarys_frames")
 
 
 def play(window: FailureWindow, *outcomes: Outcome) -> None:
