@@ -177,7 +177,7 @@ async def _score(model: RewardModel, env: EnvGuard, session: Session) -> tuple[t
 
 
 @calls_user_code
-async def _call_agent(agent: Agent, env: EnvGuard, session: Session, index: int) -> float:
+async def _call_agent(agent: Agent, env: EnvGuard, session: Session, index: int) -> float | None:
     return await agent(env, session, await env.open(index))
 
 

@@ -127,7 +127,7 @@ def make_player(
         vocabulary=vocabulary_size(config.model.path),
         max_tokens_per_turn=agent.max_tokens_per_turn,
         max_tokens=agent.max_tokens,
-        decode=tokenizer.decode,
+        decode=lambda ids: str(tokenizer.decode(list(ids))),
     )
     parts, stop_token_ids = parts_of(config.env, split, config.seed), renderer.get_stop_token_ids()
     return EpisodePlayer(
