@@ -1,0 +1,22 @@
+"""Sandboxes: where everything that the policy writes runs."""
+
+from .base import GIB, MIB, Ended, ExecResult, Limits, Mount, Sandbox, SandboxPool
+from .kinds import require_sandbox
+from .local import LocalPool, LocalSandbox, PythonSession, ShellSession, local_pool
+
+__all__ = [
+    "GIB",
+    "MIB",
+    "Ended",
+    "ExecResult",
+    "Limits",
+    "LocalPool",
+    "LocalSandbox",
+    "Mount",
+    "PythonSession",
+    "Sandbox",
+    "SandboxPool",
+    "ShellSession",
+    "local_pool",
+    "require_sandbox",
+]

@@ -1,0 +1,254 @@
+"""Sandboxes on this host: commands, Python cells and shell commands in confined processes, and the pool that starts them.
+
+Invariants:
+- Every sandbox is used once. A pre-started one has only Python in it, which waits.
+- What a sandbox answers is checked for its form and otherwise taken as the policy's word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import math
+import os
+import resource
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import cast, get_args
+
+from .base import Ended, ExecResult, Limits, Mount
+from .kinds import require_sandbox
+from .process import ConfinedProcess, SandboxEnded
+from .programs import Confinement, Program
+
+FILE_S = 60.0  # longest reading or writing of a file
+ENVELOPE = 4096  # bytes of an answer beside the texts in it
+STARTS = 2 * (os.cpu_count() or 1)  # sandboxes that start at once; more would only be slower, each of them
+SPARE = 4  # sandboxes that wait in the pool of an event loop: 12 MiB each
+
+
+DEFAULT = Limits()
+
+
+class LocalSandbox:
+    """A `Sandbox` on this host."""
+
+    def __init__(self, process: ConfinedProcess, limits: Limits) -> None:
+        self._process = process
+        self._limits = limits
+        self.home = process.home
+        self.python = process.python
+        self.pid = process.pid
+
+    async def run(
+        self, argv: Sequence[str], stdin: bytes = b"", *, wall_s: float | None = None, environ: Mapping[str, str] = {}
+    ) -> ExecResult:
+        limits = self._limits
+        wall_s = limits.wall_s if wall_s is None else wall_s
+        rlimits = (*self._process.rlimits, (resource.RLIMIT_CPU, math.ceil(limits.cpu_s)))
+        request = ("run", list(argv), stdin, dict(environ), wall_s, limits.cpu_s, rlimits, limits.output)
+        try:
+            parts = await self._ask(request, wall_s)
+        except SandboxEnded as end:
+            return ExecResult("", "", None, end.reason)
+        return _result(parts, self._process)
+
+    async def write(self, path: str, data: bytes) -> None:
+        await self._file(("write", path, data))
+
+    async def read(self, path: str) -> bytes:
+        return (await self._file(("read", path, self._limits.disk)))[1]
+
+    async def close(self) -> None:
+        await self._process.close()
+
+    async def _file(self, request: tuple[object, ...]) -> list[bytes]:
+        try:
+            kind, *rest = await self._ask(request, FILE_S)
+        except SandboxEnded as end:
+            raise OSError(errno.EIO, f"the sandbox was ended by what ran in it ({end.reason})") from None
+        if kind == b"error" and len(rest) == 2 and rest[0].isdigit():
+            raise OSError(int(rest[0]), rest[1].decode(errors="replace"), request[1])
+        if kind != b"ok" or (request[0] == "read" and len(rest) != 1):
+            raise OSError(errno.EIO, "what runs in the sandbox answered in its place")
+        return [kind, *rest]
+
+    async def _ask(self, request: tuple[object, ...], seconds: float) -> list[bytes]:
+        limit = max(2 * self._limits.output, self._limits.disk) + ENVELOPE
+        return await self._process.ask(request, seconds=seconds, cpu_s=self._limits.cpu_s, limit=limit)
+
+
+class PythonSession:
+    """Python that keeps its variables between cells. What a cell does ends at most the session. It scores nothing: a cell may
+    answer what it likes."""
+
+    def __init__(self, process: ConfinedProcess, limits: Limits) -> None:
+        self._process = process
+        self._limits = limits
+        self.home = process.home
+        self.pid = process.pid
+
+    @property
+    def ended(self) -> Ended | None:
+        """Why the session has ended; None while it lasts. Another one has none of its variables and files."""
+        reason = self._process.reason
+        return reason if reason in get_args(Ended) else None  # pyright: ignore[reportReturnType]
+
+    async def run(self, code: str, wall_s: float | None = None) -> ExecResult:
+        """Run a cell: `stdout` is what it and its children printed, and the value of an expression at its end; `stderr` its
+        traceback. A cell beyond `wall_s` is interrupted and the session lasts, where Python can interrupt it. Raises ToolError."""
+        limits = self._limits
+        wall_s = limits.wall_s if wall_s is None else wall_s
+        request = (code.encode(errors="replace"), wall_s, limits.output)
+        limit = 2 * limits.output + ENVELOPE
+        try:
+            parts = await self._process.ask(request, seconds=wall_s, cpu_s=limits.cpu_s, limit=limit)
+        except SandboxEnded as end:
+            return ExecResult("", "", None, end.reason)
+        return _result(parts, self._process)
+
+    async def close(self) -> None:
+        """End it. May be called twice."""
+        await self._process.close()
+
+
+SHELL = """cd -- "$(cat .shell/folder 2>/dev/null)" 2>/dev/null
+[ ! -f "$HOME/.shell/variables" ] || . "$HOME/.shell/variables" 2>/dev/null
+trap 'mkdir -p "$HOME/.shell" && pwd > "$HOME/.shell/folder" && export -p > "$HOME/.shell/variables"' EXIT
+eval "$1"
+"""
+
+
+class ShellSession:
+    """A shell that keeps its files, folder and exported variables between commands. Processes in the background end with
+    their command."""
+
+    def __init__(self, sandbox: LocalSandbox) -> None:
+        self.sandbox = sandbox
+
+    async def run(self, command: str, wall_s: float | None = None) -> ExecResult:
+        """Run a command of bash. Raises ToolError."""
+        return await self.sandbox.run(("/bin/bash", "-c", SHELL, "bash", command), wall_s=wall_s)
+
+    async def close(self) -> None:
+        """End it. May be called twice."""
+        await self.sandbox.close()
+
+
+class LocalPool:
+    """A `SandboxPool` on this host that keeps `spare` sandboxes of each program started once one was asked for.
+
+    Args:
+        kind: as for `require_sandbox`.
+        packages: a folder of Python packages (`pip install --target FOLDER ...`) that programs in the sandbox may import.
+        mounts: more files of the host, for all of its sandboxes.
+
+    Raises:
+        ConfigError: nothing can be confined here.
+    """
+
+    def __init__(
+        self,
+        limits: Limits = DEFAULT,
+        *,
+        kind: str | None = None,
+        spare: int = 0,
+        packages: str = "",
+        mounts: tuple[Mount, ...] = (),
+    ) -> None:
+        self.limits = limits
+        self.spare = spare
+        self.confinement: Confinement = require_sandbox(kind)
+        self._packages = packages
+        self._mounts = mounts
+        self._ready: dict[Program, deque[ConfinedProcess]] = {"commands": deque(), "cells": deque()}
+        self._starting: dict[Program, set[asyncio.Task[None]]] = {"commands": set(), "cells": set()}
+        self._starts = asyncio.Semaphore(STARTS)
+        self._closed = False
+
+    async def open(self) -> LocalSandbox:
+        """A sandbox that was never used. Raises ToolError."""
+        return LocalSandbox(await self._take("commands"), self.limits)
+
+    async def open_python(self) -> PythonSession:
+        """A session that was never used. Raises ToolError."""
+        return PythonSession(await self._take("cells"), self.limits)
+
+    async def open_shell(self) -> ShellSession:
+        """A session that was never used. Raises ToolError."""
+        return ShellSession(await self.open())
+
+    async def fill(self, program: Program) -> None:
+        """Return when `spare` sandboxes wait for `program`."""
+        while len(self._ready[program]) < self.spare:
+            self._replace(program)
+            await asyncio.gather(*self._starting[program])
+
+    async def close(self) -> None:
+        """End all that is pre-started; sandboxes that were opened stay."""
+        self._closed = True
+        starting = [task for tasks in self._starting.values() for task in tasks]
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
+        ready = [process for waiting in self._ready.values() for process in waiting]
+        for waiting in self._ready.values():
+            waiting.clear()
+        await asyncio.gather(*(process.close() for process in ready))
+
+    async def _take(self, program: Program) -> ConfinedProcess:
+        waiting, taken = self._ready[program], None
+        while waiting and taken is None:
+            taken = waiting.popleft()
+            if taken.reason is not None or taken.poll() is not None:  # ended while it waited
+                await taken.close()
+                taken = None
+        taken = taken or await self._start(program)
+        self._replace(program)
+        return taken
+
+    async def _start(self, program: Program) -> ConfinedProcess:
+        async with self._starts:
+            launch = self.confinement.launch(program, self.limits, self._packages, self._mounts)
+            process = await ConfinedProcess.start(launch, self.limits)
+            if program == "cells":
+                await process.send(process.rlimits)
+            return process
+
+    def _replace(self, program: Program) -> None:
+        """Start what is missing of the pre-started ones."""
+        starting = self._starting[program]
+        while not self._closed and len(self._ready[program]) + len(starting) < self.spare:
+            task = asyncio.create_task(self._prepare(program), name="start a sandbox")
+            starting.add(task)
+            task.add_done_callback(starting.discard)
+
+    async def _prepare(self, program: Program) -> None:
+        self._ready[program].append(await self._start(program))
+
+
+def _result(parts: list[bytes], process: ConfinedProcess) -> ExecResult:
+    """What a sandbox answered; one that answers otherwise is not ours any more."""
+    try:
+        ended, code, out, err = parts
+        if ended.decode() not in get_args(Ended):
+            raise ValueError(ended)
+        return ExecResult(
+            out.decode(errors="replace"), err.decode(errors="replace"), int(code), cast(Ended, ended.decode())
+        )
+    except ValueError:
+        process.kill("killed")
+        return ExecResult("", "", None, "killed")
+
+
+_pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LocalPool] = weakref.WeakKeyDictionary()
+
+
+def local_pool() -> LocalPool:
+    """The pool of this event loop, which the tools use when they are given none. Raises ConfigError: nothing can be confined
+    here."""
+    loop = asyncio.get_running_loop()
+    if loop not in _pools:
+        _pools[loop] = LocalPool(spare=SPARE)
+    return _pools[loop]

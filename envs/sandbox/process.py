@@ -1,0 +1,243 @@
+"""One confined process, seen from the host: its start, its frames, its end.
+
+Invariants:
+- One request at a time; each has a deadline, after which the process is killed.
+- A process that has ended keeps the reason. `closed` and what ended it from outside are ToolErrors; every other reason is the
+  policy's doing.
+- A caller that is cancelled during a request leaves no half-read answer behind: the process is killed.
+- Nothing of it outlives `close`, nor this process: the sandbox ends when the socket to it is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import marshal
+import os
+import socket
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ...errors import ToolError, with_deadline
+from .base import Ended, Limits, Reason
+from .watchdog import WATCHDOG, Watched
+
+START_S = 60.0  # longest start of a sandbox: a second on a very busy machine, more where all start at once
+END_S = 30.0  # longest wait for the kernel to end killed processes
+GRACE_S = 2.0  # what an answer may take beyond the limit that is enforced inside
+FRAME = 4  # bytes of a length
+MESSAGES = 1 << 14  # bytes of the sandbox's own messages, shown when it does not start
+
+
+class LaunchSpec(msgspec.Struct, frozen=True):
+    """How a confined process is started. `clean` runs in a thread when it has ended; `limits` are rlimits that hold inside."""
+
+    argv: tuple[str, ...]
+    home: str
+    environ: dict[str, str]
+    rlimits: tuple[tuple[int, int], ...]
+    pass_fds: tuple[int, ...] = ()
+    owns_session: bool = (
+        False  # its processes stay in its session, by which they are found; else they are its descendants
+    )
+    files: Callable[[int], int] | None = None  # bytes in its files, by the id of one of its processes
+    clean: Callable[[], None] | None = None
+
+
+class SandboxEnded(Exception):
+    """The process has ended; the argument is the reason."""
+
+    def __init__(self, reason: Ended) -> None:
+        super().__init__(reason)
+        self.reason: Ended = reason
+
+
+class ConfinedProcess:
+    """A started process, which answers requests until it ends; made by `start`."""
+
+    def __init__(
+        self,
+        launch: LaunchSpec,
+        popen: subprocess.Popen[bytes],
+        watched: Watched,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        messages: int,
+    ) -> None:
+        self.home = launch.home
+        self.python = ""
+        self.pid = popen.pid  # of the outermost process, on the host
+        self.rlimits = launch.rlimits
+        self._launch = launch
+        self._popen = popen
+        self._watched = watched
+        self._reader, self._writer = streams
+        self._messages = messages
+        self._lock = asyncio.Lock()
+        self._closed = False
+        self._exiting: asyncio.Task[int] | None = None
+
+    @classmethod
+    async def start(cls, launch: LaunchSpec, limits: Limits) -> ConfinedProcess:
+        """Start it and wait until it is ready. Raises ToolError."""
+        ours, theirs = socket.socketpair()
+        messages, their_messages = os.pipe()
+        streams = await asyncio.open_connection(sock=ours)
+        try:
+            popen = subprocess.Popen(  # noqa: ASYNC220 - returns once the program is executed
+                launch.argv,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=their_messages,
+                pass_fds=launch.pass_fds,
+                env=launch.environ,
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError as error:
+            streams[1].close()
+            os.close(messages)
+            raise ToolError(f"the sandbox did not start: {error}") from error
+        finally:
+            theirs.close()
+            for fd in (their_messages, *launch.pass_fds):
+                os.close(fd)
+        watched = WATCHDOG.watch(popen.pid, limits, launch.owns_session, launch.files)
+        process = cls(launch, popen, watched, streams, messages)
+        try:
+            hint = "the machine is overloaded"
+            await with_deadline(
+                START_S, process._greeting(), who="an episode", waits_for="its sandbox to start", hint=hint
+            )
+        except BaseException:
+            await process.close()
+            raise
+        return process
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why it has ended; None while it runs."""
+        return self._watched.reason
+
+    def poll(self) -> int | None:
+        """The exit status of the outermost process; None while it runs."""
+        return self._popen.poll()
+
+    async def ask(self, request: tuple[Any, ...], *, seconds: float, cpu_s: float, limit: int) -> list[bytes]:
+        """The answer to a request, of at most `limit` bytes. Raises SandboxEnded: the policy has ended it; ToolError."""
+        async with self._lock:
+            self._require_alive()
+            self._watched.allow(cpu_s)
+            try:
+                async with asyncio.timeout(seconds + GRACE_S):
+                    body = marshal.dumps(request, 2)
+                    self._writer.write(len(body).to_bytes(FRAME, "big") + body)
+                    await self._writer.drain()
+                    return _parts(await self._frame(limit))
+            except TimeoutError:
+                self.kill("wall")
+            except ValueError:  # no answer of ours: the policy has taken the process over
+                self.kill("killed")
+            except (asyncio.IncompleteReadError, ConnectionError):
+                await self._ended()
+            except asyncio.CancelledError:
+                self.kill("closed")
+                raise
+            self._require_alive()
+            raise AssertionError("unreachable: it has ended")
+
+    async def send(self, message: tuple[Any, ...]) -> None:
+        """Send what is not answered."""
+        body = marshal.dumps(message, 2)
+        self._writer.write(len(body).to_bytes(FRAME, "big") + body)
+        await self._writer.drain()
+
+    def kill(self, reason: Reason) -> None:
+        """End it now, for `reason` unless it has ended before."""
+        self._watched.kill(reason)
+
+    async def close(self) -> None:
+        """Kill it, wait until its processes are gone and remove its files."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._launch.owns_session:
+            await asyncio.to_thread(self._watched.kill, "closed")  # reads /proc
+        else:
+            self.kill("closed")
+        self._writer.close()
+        try:
+            await self._exit()
+        finally:
+            WATCHDOG.forget(self._watched)
+            os.close(self._messages)
+        if self._launch.clean is not None:
+            await asyncio.to_thread(self._launch.clean)
+
+    async def _greeting(self) -> None:
+        try:
+            ready, _, python = _parts(await self._frame(MESSAGES))
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError):
+            ready, python = b"", b""
+        if ready != b"ready":
+            self.kill("lost")
+            await self._exit()
+            raise ToolError(f"the sandbox did not start: {self._said() or 'it ended'}")
+        self.python = python.decode()
+
+    async def _frame(self, limit: int) -> bytes:
+        size = int.from_bytes(await self._reader.readexactly(FRAME), "big")
+        if size > limit:
+            raise ValueError(f"an answer of {size} bytes")
+        return await self._reader.readexactly(size)
+
+    def _require_alive(self) -> None:
+        reason = self.reason
+        if reason == "lost":
+            raise ToolError(f"the sandbox was ended from outside{': ' + said if (said := self._said()) else ''}")
+        if reason == "closed":
+            raise ToolError("the sandbox is closed")
+        if reason is not None:
+            raise SandboxEnded(reason)
+
+    async def _ended(self) -> None:
+        """Its socket is closed: find out why. A signal to the outermost process, which the policy cannot reach, came from
+        outside."""
+        code = await self._exit()
+        self.kill("lost" if code < 0 else "killed")
+
+    async def _exit(self) -> int:
+        """The exit status of the outermost process, once it has ended."""
+        self._exiting = self._exiting or asyncio.create_task(self._wait(), name="end of a sandbox")
+        return await asyncio.shield(self._exiting)
+
+    async def _wait(self) -> int:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        if self._popen.poll() is None:
+            loop.add_reader(self._watched.pidfd, ended.set)
+            try:
+                hint = "look for processes in state D"
+                await with_deadline(END_S, ended.wait(), who="an episode", waits_for="its sandbox to end", hint=hint)
+            finally:
+                loop.remove_reader(self._watched.pidfd)
+        return self._popen.wait()
+
+    def _said(self) -> str:
+        os.set_blocking(self._messages, False)
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self._messages, MESSAGES).decode(errors="replace").strip().replace("\n", "; ")
+        return ""
+
+
+def _parts(body: bytes) -> list[bytes]:
+    parts, at = [], 0
+    while at < len(body):
+        size = int.from_bytes(body[at : at + FRAME], "big")
+        at += FRAME
+        if at + size > len(body):
+            raise ValueError("a part longer than its answer")
+        parts.append(body[at : at + size])
+        at += size
+    return parts

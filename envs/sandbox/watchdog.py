@@ -1,0 +1,195 @@
+"""Looks at the processes of all sandboxes in one pass over /proc, and kills those that are beyond a limit of all their
+processes together: memory, CPU time, processes, files. The kernel counts these per process, or not at all without a cgroup of
+one's own.
+
+Invariants:
+- A thread of its own: a blocked event loop delays no kill. It runs while there is a sandbox.
+- A look never costs more than a twentieth of the time: after a slow one, on a host with many processes, it waits longer.
+- Processes are signalled by a descriptor (pidfd), or while their session still exists: never one that took over a number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from .base import Limits, Reason
+
+LOOK_S = 0.1  # between looks: a process can fault in a few hundred MiB meanwhile
+SHARE = 20  # a look costs at most one part in so many of the time
+PASSES = 1000  # over a session that forks while it is killed, a millisecond apart
+OWN = 8  # processes of ours in a sandbox, at most
+TICKS = os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A process as /proc shows it."""
+
+    pid: int
+    parent: int
+    session: int
+    cpu_s: float  # its own, and of the children that it has waited for
+    threads: int
+    resident: int  # bytes, shared ones included
+
+
+class Watched:
+    """One sandbox: why it was killed, and what it may still use. `kill` may come from any thread."""
+
+    def __init__(self, pid: int, limits: Limits, owns_session: bool, files: Callable[[int], int] | None) -> None:
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.limits = limits
+        self.reason: Reason | None = None
+        self.files = files
+        self.owns_session = owns_session
+        self._allowed_s: float | None = None  # CPU time that the next look adds to what is used by then
+        self._most_s = float("inf")
+        self._lock = threading.Lock()
+        self._gone = False
+
+    def allow(self, cpu_s: float) -> None:
+        """So much CPU time from now on."""
+        self._allowed_s = cpu_s
+
+    def kill(self, reason: Reason) -> None:
+        with self._lock:
+            if self._gone:
+                return
+            self.reason = self.reason or reason
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        if self.owns_session:
+            kill_session(self.pid)
+
+    def forget(self) -> None:
+        with self._lock:
+            if not self._gone:
+                self._gone = True
+                os.close(self.pidfd)
+
+    def judge(self, processes: list[Seen]) -> Reason | None:
+        """The limit that its processes exceed, if any."""
+        used = sum(p.cpu_s for p in processes)
+        allowed, self._allowed_s = self._allowed_s, None
+        if allowed is not None:
+            self._most_s = used + allowed
+        if used > self._most_s:
+            return "cpu"
+        if sum(p.threads for p in processes) > self.limits.processes + OWN:
+            return "processes"
+        if sum(p.resident for p in processes) > self.limits.memory and _proportional(processes) > self.limits.memory:
+            return "memory"
+        if self.files is not None and processes and self.files(processes[-1].pid) > self.limits.disk:
+            return "disk"
+        return None
+
+
+class Watchdog:
+    """The sandboxes of this process."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, Watched] = {}
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, pid: int, limits: Limits, owns_session: bool, files: Callable[[int], int] | None) -> Watched:
+        watched = Watched(pid, limits, owns_session, files)
+        with self._changed:
+            self._watched[pid] = watched
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="sandbox watchdog", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return watched
+
+    def forget(self, watched: Watched) -> None:
+        with self._changed:
+            if self._watched.get(watched.pid) is watched:
+                del self._watched[watched.pid]
+        watched.forget()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._watched:
+                    self._changed.wait()
+                now = list(self._watched.values())
+            began = time.perf_counter()
+            self._look(now)
+            time.sleep(max(LOOK_S, SHARE * (time.perf_counter() - began)))  # /proc has no event for what is looked for
+
+    def _look(self, sandboxes: list[Watched]) -> None:
+        processes = see_processes()
+        children, sessions = defaultdict[int, list[Seen]](list), defaultdict[int, list[Seen]](list)
+        for process in processes.values():
+            children[process.parent].append(process)
+            sessions[process.session].append(process)
+        for watched in sandboxes:
+            if watched.reason is None and watched.pid in processes:
+                own = sessions[watched.pid] if watched.owns_session else _tree(processes[watched.pid], children)
+                if reason := watched.judge(own):
+                    watched.kill(reason)
+
+
+def see_processes() -> dict[int, Seen]:
+    """Every process of the host that still runs."""
+    found: dict[int, Seen] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended
+                with open(f"/proc/{name}/stat", "rb", buffering=0) as file:
+                    # after the name, which may hold anything: state ppid pgrp session ... utime stime cutime cstime ...
+                    # threads ... rss
+                    fields = file.read(1024).rpartition(b")")[2].split()
+                if fields[0] not in (b"Z", b"X"):
+                    cpu = sum(map(int, fields[11:15])) / TICKS
+                    seen = Seen(int(name), int(fields[1]), int(fields[3]), cpu, int(fields[17]), PAGE * int(fields[21]))
+                    found[seen.pid] = seen
+    return found
+
+
+def kill_session(session: int) -> None:
+    """Kill every process of a session, also those that are forked meanwhile."""
+    for _ in range(PASSES):
+        members = [p.pid for p in see_processes().values() if p.session == session]
+        if not members:
+            return
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
+
+
+def _tree(root: Seen, children: Mapping[int, list[Seen]]) -> list[Seen]:
+    found, waiting = [root], [root]
+    while waiting:
+        below = children.get(waiting.pop().pid, [])
+        found += below
+        waiting += below
+    return found
+
+
+def _proportional(processes: list[Seen]) -> int:
+    """Bytes of memory, each shared page divided among those who share it: what forked processes have in common counts once."""
+    total = 0
+    for process in processes:
+        try:
+            with open(f"/proc/{process.pid}/smaps_rollup", "rb") as file:
+                total += next((int(line.split()[1]) << 10 for line in file if line.startswith(b"Pss:")), 0)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        except OSError:  # not for us to read: as /proc/PID/stat has it
+            total += process.resident
+    return total
+
+
+WATCHDOG = Watchdog()

@@ -1,0 +1,219 @@
+"""Verifiers, each with tries to cheat it. `code` is in test_envs_code.py."""
+
+import asyncio
+import math as numbers
+import os
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from slipstream.envs.verifiers import REWARDS, ProcessLost, choice, exact, f1, gsm8k, in_process
+from slipstream.errors import EnvError
+
+PURE = {"choice": choice, "exact": exact, "f1": f1, "gsm8k": gsm8k}
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "reward"),
+    [
+        ("so 6 * 7 = 42\n#### 42", "Natalia sold ... #### 42", 1),
+        ("#### 1,234", "1234", 1),
+        ("#### $18.00", 18, 1),
+        ("The total is 42 dollars, so \\boxed{42}.", "#### 42", 1),
+        ("He pays 3 and then 42", "#### 42", 1),
+        ("#### 41", "#### 42", 0),
+        ("#### 42 #### 41", "#### 42", 0),  # the last counts
+        ("42", "#### 4", 0),
+        ("", "#### 4", 0),
+        ("#### " + "9" * 5000, "#### 4", 0),
+        ("#### nothing, though 4 was near", "#### 5", 0),
+        ("\\boxed{", "#### 5", 0),
+    ],
+)
+def test_gsm8k(completion, reference, reward):
+    assert gsm8k(completion, reference) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "reward"),
+    [
+        ("B", "B", 1),
+        ("(b)", "B", 0),  # a letter of prose
+        ("(B)", "(B)", 1),
+        ("I think so.\nB) a dog", "b", 1),
+        ("The answer is (C).", "C", 1),
+        ("The answer is A. No: the answer is B.", "B", 1),
+        ("\\boxed{\\text{D}}", "D", 1),
+        ("<answer>C</answer>", "C", 1),
+        ("Answer: **A**", "A", 1),
+        ("A", "B", 0),
+        ("A B C D", "B", 0),
+        ("The answer is A or B or C or D", "B", 0),
+        ("The answer is A, B, C, D", "A", 0),
+        ("\\boxed{A, B}", "B", 0),
+        ("\\boxed{A}\\boxed{B}", "A", 0),
+        ("All of them", "A", 0),
+        ("", "A", 0),
+    ],
+)
+def test_choice(completion, reference, reward):
+    assert choice(completion, reference) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "reward"),
+    [
+        ("The Eiffel Tower", "eiffel tower", 1),
+        ("I know: <answer>Paris.</answer>", ["London", "Paris"], 1),
+        ("<answer>Paris</answer>", {"target": ["paris"]}, 1),
+        ("<answer>Paris</answer> <answer>London</answer>", "Paris", 0),
+        ("<answer>Paris London</answer>", "Paris", 0),
+        ("It is Paris", "Paris", 0),
+        ("the", "a", 0),  # both normalize to nothing
+        ("", "the", 0),
+        ("7", 7, 1),
+    ],
+)
+def test_exact(completion, reference, reward):
+    assert exact(completion, reference) == reward
+
+
+def test_f1():
+    assert f1("<answer>the black cat</answer>", "a black cat") == 1
+    assert f1("black dog", "black cat") == pytest.approx(0.5)
+    assert f1("cat " * 100, "cat") == pytest.approx(2 / 101)
+    assert f1("", "cat") == 0
+    assert f1("every word there is", ["a dog", "word"]) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("gsm8k", "no number"),
+        ("choice", "maybe"),
+        ("choice", 3),
+        ("exact", {"x": 1}),
+        ("exact", []),
+        ("f1", None),
+        ("f1", [[1]]),
+    ],
+)
+def test_a_reference_that_cannot_be_read_is_the_datas_fault(name, reference):
+    with pytest.raises(EnvError, match="the reference"):
+        PURE[name]("anything", reference)
+
+
+@given(st.text() | st.text(alphabet="\\boxed{}#<answer>/ABC0123.,$- \n"))
+def test_no_completion_makes_them_raise(completion):
+    assert all(
+        0 <= PURE[name](completion, wanted) <= 1 for name, wanted in zip(PURE, ("B", "x", "x", "1"), strict=True)
+    )
+
+
+async def test_every_reward_is_awaited_and_named():
+    assert set(REWARDS) == {"math", "choice", "exact", "f1", "gsm8k", "code"}
+    assert await REWARDS["gsm8k"]("#### 3", "3") == 1.0
+
+
+# --- processes that are killed ----------------------------------------------------------------------------------------
+
+
+def spin():
+    while True:
+        pass
+
+
+def hold_the_lock():
+    return 9**9**9
+
+
+def ignore_everything():
+    import signal
+
+    for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_IGN)
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("runaway", [hold_the_lock, ignore_everything])
+async def test_a_runaway_is_killed_within_its_limit_while_the_loop_runs(runaway):
+    await in_process(numbers.sqrt, 4.0, seconds=60)  # a process is there
+    turns, began = 0, time.perf_counter()
+
+    async def step():
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.01)
+            turns += 1
+
+    others = asyncio.create_task(step())
+    with pytest.raises(TimeoutError):
+        await in_process(runaway, seconds=0.5)
+    assert turns > 10
+    others.cancel()
+    assert time.perf_counter() - began < 30
+    assert await in_process(numbers.sqrt, 9.0, seconds=60) == 3.0  # its slot is free
+
+
+async def test_more_runaways_than_slots_all_end():
+    async with asyncio.timeout(120):
+        ended = await asyncio.gather(*(in_process(spin, seconds=0.2) for _ in range(3)), return_exceptions=True)
+    assert [type(error) for error in ended] == [TimeoutError] * 3
+
+
+async def test_a_process_that_dies_is_named_and_replaced():
+    with pytest.raises(ProcessLost, match="ended with status 3"):
+        await in_process(os._exit, 3, seconds=60)
+    assert await in_process(os.path.basename, "a/b", seconds=60) == "b"
+
+
+async def test_what_a_function_raises_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        await in_process(divmod, 1, 0, seconds=60)
+
+
+async def test_a_cancelled_call_leaves_no_process_behind():
+    await in_process(os.getpid, seconds=60)
+    call = asyncio.create_task(in_process(spin, seconds=600))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await in_process(os.getpid, seconds=60) != os.getpid()
+
+
+# --- math --------------------------------------------------------------------------------------------------------------
+
+EQUAL = [
+    ("1/2", "The answer is \\boxed{0.5}", 1),
+    ("\\{1,2\\}", "\\boxed{\\{2,1\\}}", 1),
+    ("x^2+2x+1", "\\boxed{(x+1)^2}", 1),
+    ("10", "so we get 10.", 1),
+    ("\\frac{\\sqrt{3}}{2}", "$\\sqrt{3}/2$", 1),
+    ("(1,2]", "\\boxed{(1, 2]}", 1),
+    (["3", "5"], "\\boxed{5}", 1),
+    ("5", "\\boxed{6}", 0),
+    ("5", "\\boxed{5} \\boxed{6}", 0),
+    ("5", "\\boxed{6} or 5", 0),
+    ("5", "\\boxed{1,2,3,4,5,6}", 0),
+    ("5", "\\boxed{x}", 0),
+    ("5", "", 0),
+    ("5", "\\boxed{" + "(" * 300 + "1" + ")" * 300 + "}", 0),
+]
+
+
+async def test_math():
+    """In one test, since a process takes seconds to import sympy."""
+    pytest.importorskip("math_verify")
+    rewards = await asyncio.gather(*(REWARDS["math"](given, wanted) for wanted, given, _ in EQUAL))
+    assert rewards == [reward for *_, reward in EQUAL]
+    with pytest.raises(EnvError, match="cannot be read"):
+        await REWARDS["math"]("\\boxed{5}", "")
+
+    began = time.perf_counter()  # one that never ends earns nothing, within its limit, and holds back no other
+    runaway = asyncio.create_task(REWARDS["math"]("\\boxed{9^{9^{9^{9}}}}", "5"))
+    assert await REWARDS["math"]("\\boxed{5}", "5") == 1.0
+    assert not runaway.done()
+    assert await runaway == 0.0
+    assert time.perf_counter() - began < 30
