@@ -42,8 +42,8 @@ LONG_TEXT = 1 << 14  # characters of messages that are rendered in a thread: abo
 class Session:
     """The `Policy` of one episode. `generate` samples from an engine and stops at `renderer.get_stop_token_ids()`; token ids are
     below `vocabulary`; `max_tokens` bounds prompt and sampled tokens of one branch together; `decode`, the text of token ids, is
-    needed for requests with `stop`. `failure` is the first error of the engine, None while there was none; `exhausted` says
-    whether the last call found no room for another token."""
+    needed for requests with `stop`. `failure` is the first error of the engine, None while there was none; `exhausted` says why
+    the last call found no room for another token, "" where it did; `metrics` are counted for the trajectories by whoever calls."""
 
     def __init__(
         self,
@@ -56,7 +56,8 @@ class Session:
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.failure: EngineError | DeadlineExceeded | None = None
-        self.exhausted = False
+        self.exhausted = ""
+        self.metrics: dict[str, float] = {}
         self.decode = decode
         self._tree = ConversationTree()
         self._renderer = renderer
@@ -203,9 +204,10 @@ class Session:
         return min(said(tokens), key=text.index), cut(completion, tokens)
 
     def _require_room(self, prompt: int) -> None:
-        self.exhausted = prompt >= self._max_tokens
-        if self.exhausted:
-            raise ContextExhausted(f"the prompt has {prompt} tokens; max_tokens is {self._max_tokens}")
+        full = prompt >= self._max_tokens
+        self.exhausted = f"the prompt has {prompt} tokens; max_tokens is {self._max_tokens}" if full else ""
+        if full:
+            raise ContextExhausted(self.exhausted)
 
     async def _complete(
         self, parent: Node | None, prompt: Sequence[int], start: int, request: SampleRequest

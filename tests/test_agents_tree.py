@@ -18,11 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from renderers import Renderer
 from slipstream.agents import Completion, ContextExhausted, Reply, SampleRequest, Session, load_renderer
-from slipstream.buffer.trajectory import FINISHED, Trajectory, VersionSpan, sampled_of
+from slipstream.buffer.trajectory import VersionSpan
 from slipstream.envs import CALCULATOR, Message, ToolCall
 from slipstream.errors import EngineError, PolicyError
 from slipstream.learner.model import load_tokenizer
 from slipstream.tests.runs import tiny_policy
+from slipstream.tests.sessions import delivered, session_of
 from transformers import PreTrainedTokenizerBase
 
 TOOLS = (CALCULATOR.spec,)
@@ -93,24 +94,6 @@ class Engine:
         sampling.ended = not aborted
         reason = "abort" if aborted else "length" if left else "stop"
         return Completion(tuple(new), tuple(logprobs), (VersionSpan(0, count, version),), reason)
-
-
-def session_of(
-    renderer: Renderer, tokenizer: PreTrainedTokenizerBase, engine: Engine, max_tokens: int = 700
-) -> Session:
-    vocabulary = len(tokenizer)
-    return Session(
-        renderer, engine, vocabulary=vocabulary, max_tokens_per_turn=100, max_tokens=max_tokens, decode=tokenizer.decode
-    )
-
-
-def delivered(session: Session) -> tuple[Trajectory, ...]:
-    trajectories = session.trajectories(
-        group_id=3, attempt=1, member=2, task_id="t", env="e", reward=1.0, turn_rewards=(1.0,), outcome=FINISHED,
-        timings={}, metrics={},
-    )  # fmt: skip
-    sampled_of("3.1.2", trajectories)  # checks each
-    return trajectories
 
 
 class Client:

@@ -127,7 +127,7 @@ def make_player(
         vocabulary=vocabulary_size(config.model.path),
         max_tokens_per_turn=agent.max_tokens_per_turn,
         max_tokens=agent.max_tokens,
-        decode=lambda ids: str(tokenizer.decode(list(ids))),
+        decode=lambda token_ids: str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)),
     )
     parts, stop_token_ids = parts_of(config.env, split, config.seed), renderer.get_stop_token_ids()
     return EpisodePlayer(

@@ -1,0 +1,208 @@
+"""The gateway: one HTTP server per worker process, at which agents that were written elsewhere find their policy.
+
+    http://127.0.0.1:PORT/e/KEY/v1/...      every episode has a URL of its own
+    http://127.0.0.1:PORT/v1/...            or its key as the API key
+    SOCKET                                  the same on a unix socket, for agents without a network
+
+Invariants:
+- An answer begins when its completion has ended; until then a stream has comments that keep the connection open.
+- A failed call says so with a status, and tells clients not to repeat it. What failed is remembered by the session and by the
+  environment's guard: an agent that carries on does not turn a failure into a reward.
+- Only who has an episode's key is answered, and only while the episode runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import secrets
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from ...envs.base import JSON
+from ...errors import DeadlineExceeded, EngineError, PolicyError, describe
+from ..base import ContextExhausted, Reply
+from ..session import Session
+from .anthropic import AnthropicDialect
+from .chat import ChatDialect
+from .dialect import Answer, CompletionRequest, Dialect, event
+from .endpoint import Endpoint, EpisodeCalls
+from .mcp import EnvTools
+from .responses import ResponsesDialect
+
+log = logging.getLogger(__name__)
+
+DIALECTS: tuple[Dialect, ...] = (ChatDialect(), ResponsesDialect(), AnthropicDialect())
+LARGEST_BODY = 1 << 26  # bytes of a request: a conversation of millions of tokens
+KEEPALIVE_S = 5.0  # between comments in a stream: clients and proxies give up after a silence of some tens of seconds
+SHUTDOWN_S = 1.0  # how long connections may take to close; all episodes have ended by then
+OVER = "there is no such episode, or it is over"
+FINAL = {"x-should-retry": "false"}  # header by which OpenAI's and Anthropic's clients do not repeat a call
+
+
+class CallFailure(msgspec.Struct, frozen=True):
+    """Why a call has no replies, as a client is told: an HTTP status, one line, and OpenAI's code for it, or ""."""
+
+    status: int
+    message: str
+    code: str = ""
+
+
+class Gateway:
+    """Serves the episodes of this process. Use as an async context manager, around all episodes. The replies to calls that name a
+    model of the pattern `trained` have loss; others are answered by the policy, too."""
+
+    def __init__(self, trained: str = "policy*", *, keepalive_s: float = KEEPALIVE_S) -> None:
+        self._trained = trained
+        self._keepalive_s = keepalive_s
+        self._episodes: dict[str, EpisodeCalls] = {}
+
+    async def __aenter__(self) -> Gateway:
+        app = web.Application(client_max_size=LARGEST_BODY)
+        for prefix in ("/e/{key}", ""):
+            for version in ("/v1", ""):
+                for dialect in DIALECTS:
+                    app.router.add_post(f"{prefix}{version}{dialect.path}", functools.partial(self._complete, dialect))
+                app.router.add_get(f"{prefix}{version}/models", self._models)
+            app.router.add_route("*", f"{prefix}/mcp", self._mcp)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        await self._runner.setup()
+        self._folder = tempfile.mkdtemp(prefix="slipstream-gateway-")  # of mode 0700
+        self.socket = Path(self._folder) / "socket"
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        await web.UnixSite(self._runner, str(self.socket)).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @contextlib.asynccontextmanager
+    async def endpoint(self, session: Session, tools: EnvTools | None = None) -> AsyncIterator[Endpoint]:
+        """Open for one episode; at the end its calls are cancelled, and later ones are refused."""
+        key = secrets.token_urlsafe(18)
+        calls = self._episodes[key] = EpisodeCalls(session, tools, self._trained)
+        url = f"{self.url}/e/{key}"
+        try:
+            yield Endpoint(url, key, f"{url}/mcp")
+        finally:
+            del self._episodes[key]
+            await calls.close()
+
+    def _calls(self, request: web.Request) -> EpisodeCalls | None:
+        headers = request.headers
+        bearer = headers.get("Authorization", "").removeprefix("Bearer ")
+        return self._episodes.get(request.match_info.get("key") or headers.get("x-api-key") or bearer)
+
+    async def _complete(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
+        calls = self._calls(http)
+        if calls is None:
+            return _failed(dialect, CallFailure(401, OVER, "invalid_api_key"))
+        try:
+            body = await http.read()
+            request = dialect.read(body)
+        except web.HTTPRequestEntityTooLarge:
+            return _failed(dialect, CallFailure(400, f"the request has more than {LARGEST_BODY} bytes"))
+        except PolicyError as error:
+            return _failed(dialect, CallFailure(400, str(error)))
+        retried = http.headers.get("x-stainless-retry-count", "0") != "0"
+        try:
+            work = calls.complete(request, body, retried=retried)
+        except PolicyError:
+            return _failed(dialect, CallFailure(401, OVER, "invalid_api_key"))
+        await asyncio.wait({work}, timeout=self._keepalive_s if request.stream else None)
+        if request.stream and (not work.done() or _failure_of(work) is None):
+            return await self._stream(dialect, http, request, calls, work)
+        if failure := _failure_of(work):
+            return _failed(dialect, failure)
+        return _json(dialect.write(request, _answer(request, calls, work.result())))
+
+    async def _stream(
+        self,
+        dialect: Dialect,
+        http: web.Request,
+        request: CompletionRequest,
+        calls: EpisodeCalls,
+        work: asyncio.Task[tuple[Reply, ...]],
+    ) -> web.StreamResponse:
+        out = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        with contextlib.suppress(ConnectionResetError):  # the client is gone; its call goes on
+            await out.prepare(http)
+            while not work.done():
+                await out.write(b": the policy is sampling\n\n")
+                await asyncio.wait({work}, timeout=self._keepalive_s)
+            if failure := _failure_of(work):
+                await out.write(event(dialect.error(failure.status, failure.message, failure.code), "error"))
+            else:
+                await out.write(b"".join(dialect.events(request, _answer(request, calls, work.result()))))
+            await out.write_eof()
+        return out
+
+    async def _models(self, http: web.Request) -> web.Response:
+        if self._calls(http) is None:
+            return _failed(DIALECTS[0], CallFailure(401, OVER, "invalid_api_key"))
+        policy = {"id": "policy", "object": "model", "created": 0, "owned_by": "slipstream"}
+        return _json({"object": "list", "data": [policy]})
+
+    async def _mcp(self, http: web.Request) -> web.Response:
+        calls = self._calls(http)
+        if calls is None or calls.tools is None:
+            return _json(
+                {"error": OVER if calls is None else "this agent has no tools here"}, 401 if calls is None else 404
+            )
+        if http.method != "POST":  # no stream from the server, no session to end
+            return web.Response(status=405, headers={"Allow": "POST"})
+        body = await http.read()
+        try:
+            work = calls.run(calls.tools.answer(body))
+        except PolicyError:
+            return _json({"error": OVER}, 401)
+        await asyncio.wait({work})
+        if work.cancelled():
+            return _json({"error": OVER}, 401)
+        answer = work.result()
+        return web.Response(status=202) if answer is None else _json(answer)
+
+
+def _answer(request: CompletionRequest, calls: EpisodeCalls, replies: tuple[Reply, ...]) -> Answer:
+    texts: list[tuple[str, ...]] = []
+    if request.logprobs and (decode := calls.session.decode):
+        texts = [tuple(decode([token]) for token in reply.completion.token_ids) for reply in replies]
+    return Answer(uuid.uuid4().hex, int(time.time()), request.model, replies, tuple(texts))
+
+
+def _failure_of(work: asyncio.Task[tuple[Reply, ...]]) -> CallFailure | None:
+    """Why `work`, which has ended, has no replies; None where it has."""
+    if work.cancelled():
+        return CallFailure(401, OVER, "invalid_api_key")
+    match error := work.exception():
+        case None:
+            return None
+        case ContextExhausted():
+            return CallFailure(400, str(error), "context_length_exceeded")
+        case PolicyError():
+            return CallFailure(400, str(error))
+        case EngineError() | DeadlineExceeded():
+            return CallFailure(502, describe(error))
+        case _:
+            log.error("a call of an agent failed", exc_info=error)
+            return CallFailure(500, describe(error))
+
+
+def _failed(dialect: Dialect, failure: CallFailure) -> web.Response:
+    return _json(dialect.error(failure.status, failure.message, failure.code), failure.status, FINAL)
+
+
+def _json(body: JSON, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    encoded = msgspec.json.encode(body)
+    return web.Response(body=encoded, status=status, headers=headers, content_type="application/json")
