@@ -56,7 +56,7 @@ def require_math() -> None:
         import math_verify  # noqa: F401
     except ImportError:
         raise ConfigError(
-            'the verifier `math` needs the package math-verify; run `pip install "slipstream-rl[math]"`'
+            "the verifier `math` needs the package math-verify; run `pip install 'math-verify[antlr4-13-2]'`"
         ) from None
 
 
