@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from renderers import Renderer, RendererConfig, config_from_name, create_renderer
 
-from ..envs.registry import load_target
+from ..envs.loading import load_target
 from ..errors import ConfigError
 from . import builtin
 from .base import Agent

@@ -9,9 +9,10 @@ Invariants:
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from typing import Any, get_args
+from pathlib import Path
+from typing import Annotated, Any, get_args
 
-from msgspec import field
+from msgspec import Meta, field, structs
 
 from .section import AboveZero, Fraction, Positive, Section
 
@@ -49,7 +50,31 @@ class PythonEnv(Tasks, frozen=True, tag_field="kind", tag="python"):
     """Keyword arguments of the factory."""
 
 
-EnvironmentKind = ReasoningGym | PythonEnv
+class DataSection(Tasks, frozen=True):
+    path: str
+    """Rows to train on: a `.jsonl` file with one JSON object a line, a `.parquet` file, or what the `datasets` package loads: a hub
+    name or a folder, `NAME:SUBSET@SPLIT` (split `train` unless given)."""
+    reward: str
+    """`file.py:function` or `package.module:function` of your own."""
+    evaluation: str | Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.05
+    """Rows to evaluate on: another file or name as in `path`, or the share of the rows of `path` that is held out from training, at
+    least one row; 0 holds out none."""
+    prompt: str = ""
+    """Column of the prompt, text or a list of messages; empty finds `prompt`, `messages` or `question`. A name with dots leads into
+    objects."""
+    answer: str = ""
+    """Column of the reference answer; empty finds `answer`, `solution`, `ground_truth` or `reward_model.ground_truth`."""
+    id: str = ""
+    """Column of the row's name in reports; empty finds `id`, else rows are numbered."""
+    system: str = ""
+    """System message before every prompt that has none."""
+
+
+class Dataset(DataSection, frozen=True, tag_field="kind", tag="dataset"):
+    """Your own data: every row is a task, answered once, and scored by a reward function."""
+
+
+EnvironmentKind = ReasoningGym | PythonEnv | Dataset
 
 
 class Mixture(Section, frozen=True, tag_field="kind", tag="mixture"):
@@ -70,6 +95,26 @@ def parts_by_key(env: EnvironmentKind | Mixture) -> dict[str, EnvironmentKind]:
 def shares_of(env: EnvironmentKind | Mixture) -> tuple[float, ...]:
     """The share of each environment of a run, in the order in which leases number them."""
     return tuple(part.share for part in parts_by_key(env).values())
+
+
+def absolute_paths(env: EnvironmentKind | Mixture) -> EnvironmentKind | Mixture:
+    """`env` with absolute paths of its files, so that it means the same in any directory."""
+    if isinstance(env, Mixture):
+        return structs.replace(env, parts={name: _absolute(part) for name, part in env.parts.items()})
+    return _absolute(env)
+
+
+def _absolute(env: EnvironmentKind) -> EnvironmentKind:
+    if not isinstance(env, DataSection):
+        return env
+    file, colon, function = env.reward.rpartition(":")
+    reward = f"{_resolved(file)}:{function}" if file.endswith(".py") and colon else env.reward
+    evaluation = _resolved(env.evaluation) if isinstance(env.evaluation, str) else env.evaluation
+    return structs.replace(env, path=_resolved(env.path), evaluation=evaluation, reward=reward)
+
+
+def _resolved(path: str) -> str:
+    return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 def installed_kinds() -> dict[str, str]:

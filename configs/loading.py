@@ -28,7 +28,7 @@ from msgspec import inspect as reflect
 
 from ..errors import ConfigError
 from .checks import check
-from .environments import PythonEnv, installed_kinds, is_installed, replace_installed_kinds
+from .environments import DataSection, PythonEnv, installed_kinds, is_installed, replace_installed_kinds
 from .fields import default_tag, describe_schema, root, type_text, variants
 from .renamed import replacement_of
 from .schema import Config
@@ -39,6 +39,9 @@ Notice = Callable[[str], None]  # receives a line about what was read
 
 PATHS = ("run.dir", "model.path", "reward.path", "learner.algorithm.kl.reference", "sft.out", "sft.messages")
 """Keys that hold a path, or a hub name."""
+
+DATA_PATHS = ("path", "evaluation", "reward")
+"""Those of environments that read data."""
 
 C = TypeVar("C", bound=Config)
 Tree = dict[str, Any]
@@ -270,7 +273,8 @@ def _validate_section(value: Tree, section: reflect.StructType, path: str) -> No
         if isinstance(item, dict) and isinstance(field.type, reflect.DictType):
             default = {} if field.required else msgspec.to_builtins(field.default_factory())
             item = value[key] = default | item
-        if isinstance(item, str) and here + key in PATHS:
+        names_path = here + key in PATHS or (issubclass(section.cls, DataSection) and key in DATA_PATHS)
+        if isinstance(item, str) and names_path:
             item = value[key] = _expanded(here + key, item)
         _validate(item, annotations[key], default_tag(field), here + key)
     for field in section.fields:

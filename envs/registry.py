@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
-from ..configs.environments import EnvironmentKind, Mixture, ReasoningGym, parts_by_key
+from ..configs.environments import Dataset, EnvironmentKind, Mixture, ReasoningGym, parts_by_key
 from ..configs.schema import Failure, Reason
-from ..errors import ConfigError, describe
+from ..errors import ConfigError
 from .base import TaskSource
+from .loading import load_target
 from .simple import Split
 
 
@@ -54,6 +53,10 @@ def task_source(config: EnvironmentKind, split: Split, seed: int, key: str = "en
         from .reasoning_gym import ReasoningGymEnv
 
         return ReasoningGymEnv(config, split, seed, key)
+    if isinstance(config, Dataset):
+        from .dataset.source import DatasetSource
+
+        return DatasetSource(config, split, seed, key)
     factory = load_target(f"{key}.factory", config.factory)
     try:
         source = factory(split=split, seed=seed, **config.arguments)
@@ -76,19 +79,3 @@ def _part(key: str, name: str, config: EnvironmentKind, split: Split, seed: int)
     if penalty is not None and not (isinstance(penalty, int | float) and math.isfinite(penalty)):
         raise ConfigError(f"{key}: {source.name} declares the penalty {penalty!r}; it must be a finite number, or None")
     return EnvPart(name or source.name, config.share, source, None if penalty is None else float(penalty))
-
-
-def load_target(key: str, target: str) -> Any:
-    """The callable that `package.module:Name` names. Raises ConfigError naming `key`."""
-    module_name, colon, name = target.partition(":")
-    if not (module_name and colon and name):
-        raise ConfigError(f"{key}: {target!r} is not of the form package.module:Name")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # the module is user code
-        raise ConfigError(f"{key}: cannot import {module_name!r} of {target!r}: {describe(error)}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise ConfigError(f"{key}: {module_name!r} has no callable {name!r}; it has {', '.join(public) or 'none'}")
-    return found

@@ -35,7 +35,7 @@ from .resources import assign_gpus, gpus_of, needs_rendezvous_port, ranks_of
 from .reward_check import check_reward_model
 
 if TYPE_CHECKING:
-    from ..envs import EnvPart, Observation
+    from ..envs import EnvPart, Observation, Split
     from ..learner.model import ModelShape
 
 Check = Callable[[Config], str]
@@ -207,15 +207,34 @@ def environment(config: Config) -> str:
             wanted = "return Task(id, payload), the id a text"
             raise ConfigError(f"env: {part.name} returned {task!r:.100} for task 0; {wanted}")
     whole = sum(part.share for part in parts)
-    return ", ".join(f"{p.name} {p.share / whole:.0%}" if len(parts) > 1 else p.name for p in parts)
+    shown = [f"{p.name} {p.share / whole:.0%}" if len(parts) > 1 else p.name for p in parts]
+    return "; ".join([", ".join(shown), *_check_rows(config)])
+
+
+def _check_rows(config: Config) -> list[str]:
+    """Read all rows of data sets, those of evaluations included; how many there are. Raises ConfigError naming the first that is
+    broken."""
+    from ..envs import parts_of
+    from ..envs.dataset.source import DatasetSource
+
+    wanted: dict[Split, str] = {"train": "to train on"}
+    if config.evaluation.tasks:
+        wanted["eval"] = "to evaluate on"
+    found: list[str] = []
+    for split, what in wanted.items():
+        for part in parts_of(config.env, split, config.seed):
+            if isinstance(part.source, DatasetSource):
+                part.source.check()
+                found.append(f"{part.name}: {len(part.source)} rows {what}")
+    return found
 
 
 def prompt(config: Config) -> str:
-    """The first prompt of every environment is shorter than `agent.max_tokens`."""
+    """The first prompt of every environment is shorter than `agent.max_tokens`; longer ones of data sets are counted."""
     from ..agents import load_renderer
-    from ..agents.session import to_chat, to_tools
     from ..envs import parts_of
     from ..learner.model import load_tokenizer
+    from .prompts import leave_out_long_prompts, prompt_tokens
 
     if config.agent.kind not in BUILT_IN_AGENTS:
         return f"only {config.agent.kind} knows it"
@@ -227,17 +246,18 @@ def prompt(config: Config) -> str:
         return "unknown; see environment"
     renderer = load_renderer(config.agent.renderer, load_tokenizer(config.model.path), thinking=config.agent.thinking)
     room, longest = config.agent.max_tokens, 0
+    left_out = leave_out_long_prompts(parts, renderer, config.agent)
     for part in parts:
         opening = asyncio.run(_opening(part, config.rollout.step_s))
-        tools = to_tools(opening.tools) if config.agent.kind == "tool_calling" else None
-        tokens = len(renderer.render_ids(to_chat(opening.messages), tools=tools, add_generation_prompt=True))
+        tokens = prompt_tokens(renderer, config.agent, opening)
         if tokens >= room:
             raise ConfigError(
                 f"agent.max_tokens: {room} leaves no room for an answer: the prompt of task 0 of {part.name} has {tokens} tokens; "
                 f"allowed are {tokens + 1} and more"
             )
         longest = max(longest, tokens)
-    return f"{longest} of {room} tokens"
+    long = [f"; {name}: {n} prompts of {room} tokens or more are left out" for name, n in left_out.items() if n]
+    return f"{longest} of {room} tokens{''.join(long)}"
 
 
 async def _opening(part: EnvPart, step_s: float) -> Observation:

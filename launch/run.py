@@ -22,6 +22,7 @@ from ..common import gc as heap
 from ..common.fsio import write_atomic
 from ..configs import Config, describe, dump
 from ..configs.algorithm import plays_greedily
+from ..configs.environments import absolute_paths
 from ..configs.reward import EnvironmentReward, ModelReward
 from ..errors import ConfigError, Interrupted, SlipstreamError
 from ..monitor.output import open_console
@@ -66,8 +67,9 @@ def refuse_active(run_dir: Path) -> None:
 
 
 def with_absolute_paths(config: C) -> C:
-    """`config` with absolute paths of model folders, so that the run can be resumed from any directory."""
+    """`config` with absolute paths of model folders and of data, so that the run can be resumed from any directory."""
     replace, model, reward = msgspec.structs.replace, config.model, config.reward
+    config = replace(config, env=absolute_paths(config.env))
     if Path(model.path).is_dir():
         config = replace(config, model=replace(model, path=str(Path(model.path).resolve())))
     if isinstance(reward, ModelReward) and Path(reward.path).is_dir():

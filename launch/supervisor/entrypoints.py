@@ -25,7 +25,7 @@ from ...common.fsio import write_atomic
 from ...common.gc import freeze_startup_objects
 from ...common.owned_folders import temporary_environment
 from ...common.process import set_parent_death_signal
-from ...common.tasks import Stopped, run_or_stop
+from ...common.tasks import Stopped, in_thread, run_or_stop
 from ...configs.schema import AuxModel
 from ...errors import ConfigError, SlipstreamError, first_cause
 from ...monitor.log import setup_logging
@@ -149,7 +149,9 @@ async def worker(context: RunContext, index: int, heartbeat: HeartbeatSender, st
     config = context.config
     temperature = config.rollout.temperature
     async with make_router(context) as router, make_reward(context) as model:
-        player = make_player(config, router, split="train", temperature=temperature, model=model)
+        player = await in_thread(
+            lambda: make_player(config, router, split="train", temperature=temperature, model=model), "make_player"
+        )
         async with make_buffer_client(context, f"worker-{index}") as client:
             _ready(heartbeat)
             size, workers = config.buffer.group_size, config.rollout.workers
@@ -166,7 +168,10 @@ async def evaluator(
 
     config = context.config
     async with make_router(context) as router:
-        player = make_player(config, router, split="eval", temperature=config.evaluation.temperature)
+        temperature = config.evaluation.temperature
+        player = await in_thread(
+            lambda: make_player(config, router, split="eval", temperature=temperature), "make_player"
+        )
         _ready(heartbeat)
         result = await run_or_stop(evaluate(player, label, config.evaluation.tasks), stop)
     path = context.dir / "evaluations.json"

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import importlib
+import logging
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from ...rollout.reward_model import RewardModel
     from ...rollout.router import Router
     from ...weightsync.publisher import Publisher
+
+log = logging.getLogger(__name__)
 
 CLIENT_FACTORY = "SLIPSTREAM_BUFFER_CLIENT"  # see `make_buffer_client`
 CANARY_TOKENS = 32  # whose log-probs verify a push: long enough to reach every kernel, short enough to cost nothing
@@ -112,11 +115,13 @@ async def make_reward(context: RunContext) -> AsyncIterator[RewardModel | None]:
 def make_player(
     config: Config, router: Router, *, split: Split, temperature: float, model: RewardModel | None = None
 ) -> EpisodePlayer:
-    """A player of episodes of `split`. `model` scores them, without one their environment does."""
+    """A player of episodes of `split`. `model` scores them, without one their environment does. Takes as long as it takes to render
+    the long prompts of a data set."""
     from ...agents import Session, load_agent, load_renderer
     from ...envs import parts_of
     from ...learner.model import load_tokenizer, vocabulary_size
     from ...rollout.player import EpisodePlayer
+    from ..prompts import leave_out_long_prompts
 
     agent = config.agent
     tokenizer = load_tokenizer(config.model.path)
@@ -130,6 +135,8 @@ def make_player(
         decode=lambda token_ids: str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)),
     )
     parts, stop_token_ids = parts_of(config.env, split, config.seed), renderer.get_stop_token_ids()
+    for name, count in leave_out_long_prompts(parts, renderer, agent).items():
+        log.info("%s: %d rows are left out, their prompts have agent.max_tokens or more", name, count)
     return EpisodePlayer(
         config, load_agent(agent.kind), parts, router, make_session, stop_token_ids, temperature, model
     )

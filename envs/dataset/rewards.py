@@ -1,0 +1,184 @@
+"""Rewards of data sets: a function of the user's, called the way its parameter names ask for.
+
+| parameters | called with |
+|---|---|
+| `completion`, `row` (may be left out) | the policy's answer, and the whole row |
+| `completions`, and any of `prompts`, columns, `**kwargs` | TRL's form: lists of one, as a batch of one answer |
+| `solution_str`, and any of `data_source`, `ground_truth`, `extra_info`, `**kwargs` | verl's form: the answer and the reference |
+
+Invariants:
+- What the function returns is checked: a finite number, or a mapping with one under `reward` or `score`, whose other numbers are
+  metrics. Anything else, text that reads like a number included, is an error of the environment.
+- A plain function runs in a thread, so it may block; a coroutine function runs on the event loop.
+- An exception of the function is reported with its own file and line.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import traceback
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...errors import ConfigError, EnvError, describe
+from ..loading import load_target
+from ..tools import in_thread
+from .examples import Example
+
+IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
+IN_MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+OURS = ("completion", "row")
+VERL = ("solution_str", "data_source", "ground_truth", "extra_info")
+FORMS = "(completion, row), TRL's (prompts, completions, **columns), verl's (solution_str, ground_truth, data_source, extra_info)"
+RESULT_KEYS = ("reward", "score")
+
+
+class Score(msgspec.Struct, frozen=True):
+    """The reward of an answer, and numbers beside it."""
+
+    reward: float
+    metrics: dict[str, float] = {}
+
+
+class RewardFunction:
+    """A function of the user's. `needs_answer`: it is called with the reference answer."""
+
+    def __init__(self, key: str, name: str, function: Callable[..., Any]) -> None:
+        """Raises ConfigError naming `key`: its parameters are of no form that can be called."""
+        self.name = name
+        self._function = function
+        self._is_coroutine = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004  (an object whose call is a coroutine)
+        )
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{key}: {name} cannot be called: {error}") from None
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        required = {p.name for p in parameters if p.name in self._names and p.default is p.empty}
+        required |= {p.name for p in parameters if p.kind is p.POSITIONAL_ONLY}
+        self._columns = required - {"prompts", "completions"} if "completions" in self._names else set[str]()
+        if "completions" in self._names:
+            self._arguments = self._trl
+        elif "solution_str" in self._names and required <= set(VERL):
+            self._arguments = self._verl
+        elif "completion" in self._names and required <= set(OURS):
+            self._arguments = self._ours
+        else:
+            raise ConfigError(f"{key}: {name} takes ({', '.join(p.name for p in parameters)}); allowed are {FORMS}")
+        self.needs_answer = "ground_truth" in required and self._arguments == self._verl
+
+    def check(self, key: str, first: Mapping[str, Any]) -> None:
+        """Raises ConfigError where the function needs columns that the first row lacks."""
+        if missing := sorted(self._columns - set(first)):
+            raise ConfigError(
+                f"{key}: {self.name} needs {', '.join(missing)}, of which the first row has no column; it has {', '.join(first)}"
+            )
+
+    async def __call__(self, completion: str, example: Example) -> Score:
+        """Raises EnvError: the function raised, or returned something else than a reward."""
+        arguments = self._arguments(completion, example)
+        try:
+            if self._is_coroutine:
+                result = await self._function(**arguments)
+            else:
+                result = await in_thread(lambda: self._function(**arguments))
+        except Exception as error:  # the user's own code
+            raise EnvError(f"the reward {self.name} raised {describe(error)}{_where(error)}") from error
+        return read_score(self.name, result[0] if self._arguments == self._trl and _is_list(result) else result)
+
+    def _ours(self, completion: str, example: Example) -> dict[str, Any]:
+        return self._accepted({"completion": completion, "row": example.row})
+
+    def _trl(self, completion: str, example: Example) -> dict[str, Any]:
+        chat = not isinstance(example.prompt, str)
+        answer = [{"role": "assistant", "content": completion}] if chat else completion
+        columns = {name: [value] for name, value in example.row.items() if name not in ("prompts", "completions")}
+        return self._accepted({**columns, "prompts": [example.prompt], "completions": [answer]})
+
+    def _verl(self, completion: str, example: Example) -> dict[str, Any]:
+        row = example.row
+        given = {"solution_str": completion, "ground_truth": example.reference}
+        return self._accepted({**given, "data_source": row.get("data_source"), "extra_info": row.get("extra_info")})
+
+    def _accepted(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return arguments if self._takes_all else {name: v for name, v in arguments.items() if name in self._names}
+
+
+def load_reward(key: str, name: str) -> RewardFunction:
+    """The reward that `file.py:function` or `package.module:function` names. Raises ConfigError naming `key`."""
+    if found := IN_FILE.fullmatch(name):
+        return RewardFunction(
+            key, f"{Path(found['file']).name}:{found['name']}", _from_file(key, found["file"], found["name"])
+        )
+    if IN_MODULE.fullmatch(name):
+        return RewardFunction(key, name, load_target(key, name))
+    raise ConfigError(f"{key}: {name!r} is neither of the form file.py:function nor package.module:function")
+
+
+def read_score(name: str, result: Any) -> Score:
+    """A checked result of a reward function. Raises EnvError."""
+    metrics: dict[str, float] = {}
+    if isinstance(result, Mapping):
+        key = next((key for key in RESULT_KEYS if key in result), None)
+        if key is None:
+            raise EnvError(f"the reward {name} returned {dict(result)!r:.100} without {' or '.join(RESULT_KEYS)}")
+        others = {str(k): number(v) for k, v in result.items() if k != key}
+        metrics = {k: v for k, v in others.items() if v is not None and math.isfinite(v)}
+        result = result[key]
+    reward = number(result)
+    if reward is None:
+        raise EnvError(f"the reward {name} returned {result!r:.100}; a reward is a number")
+    if not math.isfinite(reward):
+        raise EnvError(f"the reward {name} returned {reward}; a reward is a finite number")
+    return Score(reward, metrics)
+
+
+def number(value: Any) -> float | None:
+    """A number of Python, numpy or torch as a float; None for anything else, text included."""
+    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several numbers
+        return None
+
+
+def _is_list(result: Any) -> bool:
+    return isinstance(result, list | tuple) and len(result) == 1
+
+
+def _from_file(key: str, file: str, name: str) -> Callable[..., Any]:
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise ConfigError(f"{key}: there is no file {file}")
+    module_name = f"slipstream_reward_{path.stem}_{zlib.crc32(bytes(path)):x}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look a module up by its name
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # the user's own code
+        raise ConfigError(f"{key}: cannot import {file}: {describe(error)}{_where(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = sorted(n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module_name)
+        raise ConfigError(f"{key}: {file} has no function {name!r}; it has {', '.join(own) or 'none'}")
+    return function
+
+
+def _where(error: BaseException) -> str:
+    """File and line of the user's code that raised, for the end of a message; "" where none of it ran."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if len(frames) > 1 else ""

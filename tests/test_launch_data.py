@@ -1,0 +1,100 @@
+"""A run on the user's own data: refused by file and line, long prompts left out and counted, every row once per epoch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+from slipstream.launch.cli.main import main
+from slipstream.tests.runs import SMALL, Background, check_accounts, metrics, query, slipstream, tiny_policy
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = str(ROOT / "examples" / "own_data" / "train.yaml")
+REWARD = "def score(completion, row):\n    return len(completion) % 2\n"
+ROWS = 30
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.py").write_text(REWARD)
+    rows = [
+        {"id": f"row-{i}", "prompt": "long " * 400 if i in (3, 17) else f"Say {i}.", "answer": ""} for i in range(ROWS)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+OWN = ("env={kind: dataset, path: rows.jsonl, reward: 'my.py:score', evaluation: 0.0}", "evaluation.tasks=0")
+
+
+def test_doctor_counts_rows_and_long_prompts(policy: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "quickstart", f"model.path={policy}", *OWN, "env.evaluation=0.2", "evaluation.tasks=4"]) == 0
+    shown = capsys.readouterr().out
+    assert "rows: 24 rows to train on; rows: 6 rows to evaluate on" in shown
+    assert "prompts of 256 tokens or more are left out" in shown
+
+
+def test_a_broken_row_is_one_line_and_exit_2_before_anything_starts(
+    policy: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (folder / "rows.jsonl").open("a") as file:
+        file.write('{"prompt": "x", "answer"\n')
+    for split in (("env.evaluation=0.0",), ("env.evaluation=rows.jsonl", "env.path=good.jsonl", "evaluation.tasks=4")):
+        (folder / "good.jsonl").write_text('{"prompt": "x", "answer": ""}\n')
+        assert main(["train", "quickstart", f"model.path={policy}", f"run.dir={folder / 'run'}", *OWN, *split]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "rows.jsonl, line 31: no JSON object" in line
+    assert not (folder / "run").exists()
+
+
+def task_ids(run: Path) -> list[str]:
+    """The task of each group, in the order in which the groups began. A group has one task."""
+    sql = "SELECT e.group_id, t.header FROM trajectories t JOIN episodes e ON t.episode_id = e.id ORDER BY e.group_id"
+    found: dict[int, set[str]] = {}
+    for group, header in query(run, sql):
+        found.setdefault(group, set()).add(msgspec.msgpack.decode(header[1:])["task_id"])
+    assert all(len(tasks) == 1 for tasks in found.values())
+    return [tasks.pop() for tasks in found.values()]
+
+
+@pytest.mark.full
+def test_every_row_is_seen_once_per_epoch_though_worker_and_buffer_are_killed(policy: Path, folder: Path) -> None:
+    """Two epochs of 28 rows (of 30, two are too long) in batches of two groups: 28 steps."""
+    run = folder / "run"
+    arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *OWN, "learner.steps=28")
+    with Background(*arguments) as going:
+        for step, victim in ((3, "worker-0"), (6, "buffer"), (10, "worker-0"), (16, "buffer")):
+            going.until_step(step)
+            going.kill(victim)
+        output = going.output()
+        assert going.process.returncode == 0, output
+    assert output.count("ended with SIGKILL") == 4
+    assert {row["step"] for row in metrics(run)} == set(range(1, 29))
+    check_accounts(run)
+    ids = task_ids(run)
+    epoch = Counter(f"rows-train-row-{i}" for i in range(ROWS) if i not in (3, 17))
+    assert Counter(ids[:28]) == epoch
+    assert Counter(ids[28:56]) == epoch
+
+
+@pytest.mark.full
+def test_the_example_trains_from_its_file_and_resumes_from_another_folder(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    monkeypatch.chdir(ROOT)
+    done = slipstream("train", EXAMPLE, f"model.path={policy}", f"run.dir={run}", *SMALL, "learner.steps=2")
+    assert "report" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    slipstream("resume", str(run), "learner.steps=3")
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3]
+    check_accounts(run)
