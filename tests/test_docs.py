@@ -83,13 +83,34 @@ def test_every_configuration_loads(page: Path, tmp_path: Path) -> None:
         load("quickstart", shlex.split(line))
 
 
-def module_of(page: Path, name: str) -> ModuleType:
-    """The first block of Python on a page as a module."""
-    found = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert found
+def module_of(page: Path, name: str, defines: str) -> ModuleType:
+    """The block of Python on a page that defines a name, as a module."""
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (found,) = [block for block in blocks if re.search(rf"^(class|def) {defines}\b", block, re.MULTILINE)]
     module = ModuleType(name)
-    exec(compile(found[1], str(page), "exec"), vars(module))
+    exec(compile(found, str(page), "exec"), vars(module))
     return module
+
+
+async def test_the_data_of_the_page_is_scored_by_its_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row, function and config of the section on data are what they claim together."""
+    page = (ROOT / "docs" / "environments.md").read_text()
+    row, function, config = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("json", "python", "yaml"))
+    assert row
+    assert function
+    assert config
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text(row[1])
+    (tmp_path / "my.py").write_text(function[1])
+    (tmp_path / "config.yaml").write_text(f"extends: quickstart\n{config[1]}")
+    source = task_source(load(str(tmp_path / "config.yaml")).env, "train", 0)
+    env = source.make()
+    opening = await env.reset(source.task(0))
+    assert [m.content for m in opening.messages] == ["Answer with a number.", "What is 17 + 25?"]
+    assert (await env.step(Message("assistant", " 42"))).reward == 1.0
+    assert (await env.step(Message("assistant", "41"))).reward == 0.0
 
 
 @pytest.mark.parametrize(
@@ -105,7 +126,7 @@ def module_of(page: Path, name: str) -> ModuleType:
 )
 async def test_the_environments_of_the_pages_run(page, factory, right, monkeypatch) -> None:
     name = factory.partition(":")[0]
-    monkeypatch.setitem(sys.modules, name, module_of(ROOT / page, name))
+    monkeypatch.setitem(sys.modules, name, module_of(ROOT / page, name, factory.partition(":")[2]))
     config = load("quickstart", ["env.kind=python", f"env.factory={factory}", "agent.kind=single_turn"])
     source = task_source(config.env, "train", 0)
     for answer, reward in ((right, 1.0), (lambda task: "no", 0.0)):
