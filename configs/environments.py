@@ -55,7 +55,8 @@ class DataSection(Tasks, frozen=True):
     """Rows to train on: a `.jsonl` file with one JSON object a line, a `.parquet` file, or what the `datasets` package loads: a hub
     name or a folder, `NAME:SUBSET@SPLIT` (split `train` unless given)."""
     reward: str
-    """`file.py:function` or `package.module:function` of your own."""
+    """`math`, `choice`, `exact`, `f1`, `gsm8k` or `code`, which compare with the reference answer, or `file.py:function` or
+    `package.module:function` of your own."""
     evaluation: str | Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.05
     """Rows to evaluate on: another file or name as in `path`, or the share of the rows of `path` that is held out from training, at
     least one row; 0 holds out none."""

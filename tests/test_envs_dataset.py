@@ -135,6 +135,31 @@ async def test_trl_and_verl_functions_are_called_their_way(folder: Path) -> None
     assert (result.reward, result.metrics) == (1.0, {"acc": 1.0, "from": 5.0})
 
 
+@pytest.mark.parametrize(
+    ("reward", "reference", "right", "wrong"),
+    [
+        ("exact", ["Paris", "City of Paris"], "<answer>paris.</answer>", "Paris or Rome"),
+        ("f1", "the red car", "red car", "bus"),
+        ("choice", "B", "The answer is (B).", "The answer is (C)."),
+        ("gsm8k", "1 + 2 = 3\n#### 3", "So #### 3", "So #### 4"),
+        ("math", "1/2", "\\boxed{0.5}", "\\boxed{2}"),
+    ],
+)
+async def test_a_verifier_is_named(folder: Path, reward: str, reference, right: str, wrong: str) -> None:
+    write("rows.jsonl", [{"question": "?", "answer": reference}] * 3)
+    assert (await answered(dataset(reward=reward), right))[1].reward == 1.0
+    assert (await answered(dataset(reward=reward), wrong))[1].reward < 1.0
+
+
+@pytest.mark.parametrize(("reward", "bad"), [("choice", "none"), ("gsm8k", "x"), ("code", {"inputs": [1]})])
+def test_a_reference_that_a_verifier_cannot_read_is_named_by_file_and_line(folder: Path, reward: str, bad) -> None:
+    good = {"inputs": ["1"], "outputs": ["1"]} if reward == "code" else "B" if reward == "choice" else "3"
+    write("rows.jsonl", [{"question": "?", "answer": answer} for answer in (good, good, bad, good)])
+    source = task_source(dataset(reward=reward, evaluation=0.0), "train", 0)
+    with pytest.raises(ConfigError, match=r"env.path: rows.jsonl, line 3: .*reference"):
+        source.check()
+
+
 async def test_a_coroutine_function_and_metrics(folder: Path) -> None:
     _, result = await answered(dataset(reward="my.py:later"), "four")
     assert (result.reward, result.metrics) == (0.5, {"length": 4.0})
@@ -159,7 +184,7 @@ async def test_a_function_that_gives_no_reward_is_an_error_and_not_a_zero(folder
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        (dataset(reward="score"), "env.reward: 'score' is neither"),
+        (dataset(reward="score"), "env.reward: 'score' is none of math, .*code, and not of the form file.py:function"),
         (dataset(reward="none.py:score"), "env.reward: there is no file none.py"),
         (dataset(reward="my.py:scores"), "env.reward: my.py has no function 'scores'; it has .*score"),
         (

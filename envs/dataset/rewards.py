@@ -1,4 +1,4 @@
-"""Rewards of data sets: a function of the user's, called the way its parameter names ask for.
+"""Rewards of data sets: a verifier by its name, or a function of the user's, called the way its parameter names ask for.
 
 | parameters | called with |
 |---|---|
@@ -30,7 +30,10 @@ import msgspec
 
 from ...errors import ConfigError, EnvError, describe
 from ..loading import load_target
+from ..sandbox import require_sandbox
 from ..tools import in_thread
+from ..verifiers import REWARDS, choice, exact, f1, gsm8k, require_math
+from ..verifiers.code import read_cases
 from .examples import Example
 
 IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
@@ -39,6 +42,10 @@ OURS = ("completion", "row")
 VERL = ("solution_str", "data_source", "ground_truth", "extra_info")
 FORMS = "(completion, row), TRL's (prompts, completions, **columns), verl's (solution_str, ground_truth, data_source, extra_info)"
 RESULT_KEYS = ("reward", "score")
+
+
+READERS: Mapping[str, Callable[[str, Any], float]] = {"choice": choice, "exact": exact, "f1": f1, "gsm8k": gsm8k}
+"""Verifiers that take microseconds: every reference of a data set is tried before a run starts."""
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -84,6 +91,9 @@ class RewardFunction:
                 f"{key}: {self.name} needs {', '.join(missing)}, of which the first row has no column; it has {', '.join(first)}"
             )
 
+    def check_reference(self, reference: Any) -> None:
+        return None
+
     async def __call__(self, completion: str, example: Example) -> Score:
         """Raises EnvError: the function raised, or returned something else than a reward."""
         arguments = self._arguments(completion, example)
@@ -114,15 +124,51 @@ class RewardFunction:
         return arguments if self._takes_all else {name: v for name, v in arguments.items() if name in self._names}
 
 
-def load_reward(key: str, name: str) -> RewardFunction:
-    """The reward that `file.py:function` or `package.module:function` names. Raises ConfigError naming `key`."""
+class VerifierReward:
+    """A verifier of `envs.verifiers`, which compares the answer with the reference."""
+
+    needs_answer = True
+
+    def __init__(self, name: str) -> None:
+        """Raises ConfigError: a package or a sandbox that it needs is missing."""
+        self.name = name
+        if name == "math":
+            require_math()
+        if name == "code":
+            require_sandbox()
+
+    def check(self, key: str, first: Mapping[str, Any]) -> None:
+        return None
+
+    def check_reference(self, reference: Any) -> None:
+        """Raises EnvError where the verifier could not read a reference; `math` reads it only when it scores."""
+        if self.name == "code":
+            read_cases(reference)
+        elif self.name in READERS:
+            READERS[self.name]("", reference)
+
+    async def __call__(self, completion: str, example: Example) -> Score:
+        """Raises EnvError: the reference cannot be read; ToolError: the sandbox failed."""
+        return Score(await REWARDS[self.name](completion, example.reference))
+
+
+def load_reward(key: str, name: str) -> RewardFunction | VerifierReward:
+    """The verifier `name`, or what `file.py:function` or `package.module:function` names. Raises ConfigError naming `key`."""
+    if name in REWARDS:
+        try:
+            return VerifierReward(name)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from None
     if found := IN_FILE.fullmatch(name):
         return RewardFunction(
             key, f"{Path(found['file']).name}:{found['name']}", _from_file(key, found["file"], found["name"])
         )
     if IN_MODULE.fullmatch(name):
         return RewardFunction(key, name, load_target(key, name))
-    raise ConfigError(f"{key}: {name!r} is neither of the form file.py:function nor package.module:function")
+    known = ", ".join(REWARDS)
+    raise ConfigError(
+        f"{key}: {name!r} is none of {known}, and not of the form file.py:function or package.module:function"
+    )
 
 
 def read_score(name: str, result: Any) -> Score:

@@ -104,7 +104,11 @@ class DatasetSource(SimpleEnv):
     def check(self) -> None:
         """Read every row of this split. Raises ConfigError naming the file and the line of the first that cannot be used."""
         for number in self._numbers.tolist():
-            self._valid_example(number)
+            example = self._valid_example(number)
+            try:
+                self._reward.check_reference(example.reference)
+            except EnvError as error:
+                raise ConfigError(f"{self._path_key}: {self._rows.place(number)}: {error}") from None
 
     def _valid_example(self, number: int) -> Example:
         try:
