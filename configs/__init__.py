@@ -7,5 +7,6 @@ from .fields import describe_schema as describe_schema
 from .loading import dump as dump
 from .loading import load as load
 from .loading import presets as presets
+from .loading import run_config as run_config
 from .schema import Config as Config
 from .sft import SftConfig as SftConfig

@@ -294,3 +294,11 @@ def _validate_value(value: Any, annotation: Any, path: str) -> None:
         kinds = [section.tag_field for section in variants(kind) if section.tag == value]
         hint = f"; did you mean {path}.{kinds[0]}={value}?" if kinds else ""
         raise ConfigError(f"{path}: {value!r} is not allowed; expected {type_text(kind)}{hint}") from None
+
+
+def run_config(run: str | Path) -> Path:
+    """The config file of a run folder. Raises ConfigError where the folder holds no run."""
+    path = Path(run) / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{run} holds no run: there is no {path}")
+    return path

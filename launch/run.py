@@ -29,6 +29,7 @@ from ..monitor.output import open_console
 from ..monitor.report import ReportPaths, write_report
 from ..monitor.series import EvaluationRecord, evaluation_line, read_evaluations
 from ..monitor.terminal import View, open_view
+from . import evaluations
 from .launchers.local import LocalLauncher
 from .preflight import preflight, writable
 from .resources import assign_gpus, gpus_of
@@ -144,15 +145,14 @@ def evaluate(config: Config, label: str) -> EvaluationRecord:
     except Interrupted:
         shutil.rmtree(run_dir)
         raise
-    (result,) = read_evaluations(run_dir / "evaluations.json")
+    (result,) = read_evaluations(run_dir / evaluations.FILE)
     shutil.rmtree(run_dir)
     return result
 
 
 def summary(report: ReportPaths) -> str:
     """The text printed when a run is done: its evaluations and where its report is."""
-    evaluations = read_evaluations(report.html.parent / "evaluations.json")
-    lines = list(map(evaluation_line, evaluations))
+    lines = list(map(evaluation_line, read_evaluations(report.html.parent / evaluations.FILE)))
     return "\n".join([*lines, f"report: {report.html}", f"curve:  {report.png}"])
 
 

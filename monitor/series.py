@@ -50,6 +50,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True):
     outcomes: dict[str, int]
     seconds: float
     environments: dict[str, EvaluationRow] = {}
+    step: int = 0  # learner steps in its weights
 
 
 def read_evaluations(path: Path) -> list[EvaluationRecord]:

@@ -20,6 +20,7 @@ COMMANDS = {
     "train": ".train",
     "resume": ".train",
     "eval": ".train",
+    "export": ".train",
     "sft": ".sft",
     "init-model": ".init_model",
     "ledger": ".ledger",

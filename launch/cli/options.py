@@ -52,6 +52,11 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the folder of a run")
 
 
+def add_step(parser: argparse.ArgumentParser) -> None:
+    text = "of the checkpoint of this step; default: of the last step, or of the newest checkpoint of an unfinished run"
+    parser.add_argument("--step", type=int, metavar="N", help=text)
+
+
 def merge_overrides(parser: argparse.ArgumentParser, options: argparse.Namespace, unparsed: Sequence[str]) -> None:
     """Add words that argparse left over because they follow an option; exits with status 2 where one is no override."""
     if any(word.startswith("-") or "=" not in word for word in unparsed) or (unparsed and "overrides" not in options):

@@ -11,10 +11,11 @@ def register(commands: CommandTable) -> None:
     parser = commands.add("role", role, "run one process of a run (the launchers start it)")
     parser.add_argument("name")
     parser.add_argument("--label", default="")
+    parser.add_argument("--step", type=int, default=0)
     parser.add_argument("--listen", default="", metavar="HOST:PORT")
 
 
 def role(options: argparse.Namespace) -> int:
     from ..supervisor.entrypoints import run_role
 
-    return run_role(options.name, options.label, options.listen)
+    return run_role(options.name, options.label, options.step, options.listen)

@@ -1,18 +1,19 @@
-"""`slipstream train`, `resume` and `eval`."""
+"""`slipstream train`, `resume`, `eval` and `export`."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 
 import msgspec
 
 from ... import __version__
-from ...configs import describe_schema, load
+from ...configs import describe_schema, load, run_config
 from ...errors import ConfigError
 from ...monitor.output import print_line, print_notice
 from .config import fields_text
-from .options import CommandTable, add_config, add_overrides, add_run
+from .options import CommandTable, add_config, add_overrides, add_run, add_step
 
 
 def register(commands: CommandTable) -> None:
@@ -22,9 +23,14 @@ def register(commands: CommandTable) -> None:
     parser = commands.add("resume", resume, "continue a run from its newest checkpoint")
     add_run(parser)
     add_overrides(parser)
-    parser = commands.add("eval", evaluate, "play fresh tasks with the model of a config, or of a finished run")
+    parser = commands.add("eval", evaluate, "play fresh tasks with the model of a config, or of a run")
     add_config(parser, or_run=True)
+    add_step(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = commands.add("export", export, "write the model of a run's checkpoint as a Hugging Face folder")
+    add_run(parser)
+    add_step(parser)
+    parser.add_argument("--out", metavar="DIR", help="the new folder; default: RUN/model-step-N")
 
 
 def train(options: argparse.Namespace) -> int:
@@ -47,33 +53,35 @@ def resume(options: argparse.Namespace) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    path = Path(options.config)
-    if path.is_dir():
-        model = path / "model"
-        if not model.is_dir():
-            raise ConfigError(f"{path} holds no finished model; it appears as {model} when the last step is done")
-        config = load(str(run_config(options.config)), [f"model.path={model}", *options.overrides])
-    else:
-        config = load(options.config, options.overrides, notice=print_notice)
-    if not options.json:
-        print_line(f"slipstream {__version__}: checks the config, then evaluates {config.model.path}")
-    from .. import run
+    from ..export import model_at  # takes seconds
 
-    result = run.evaluate(config, label="eval")
+    with contextlib.ExitStack() as stack:
+        if Path(options.config).is_dir():
+            model = stack.enter_context(model_at(options.config, options.step))
+            config = load(str(run_config(options.config)), [f"model.path={model}", *options.overrides])
+        elif options.step is not None:
+            raise ConfigError(f"--step: {options.config} is no folder of a run; only a run has steps")
+        else:
+            config = load(options.config, options.overrides, notice=print_notice)
+        what = Path(config.model.path).name if options.step is not None else config.model.path
+        if not options.json:
+            print_line(f"slipstream {__version__}: checks the config, then evaluates {what}")
+        from .. import run
+
+        result = run.evaluate(config, label="eval")
     if options.json:
         print_line(msgspec.json.encode(result).decode())
         return 0
     outcomes = ", ".join(f"{n} {name}" for name, n in result.outcomes.items())
     print_line(
-        f"{config.model.path}: reward {result.reward_mean:.3f} ± {result.reward_stderr:.3f} "
+        f"{what}: reward {result.reward_mean:.3f} ± {result.reward_stderr:.3f} "
         f"over {result.tasks} tasks ({outcomes}) in {result.seconds:.1f} s"
     )
     return 0
 
 
-def run_config(run: str) -> Path:
-    """The config file of a run folder. Raises ConfigError where the folder holds no run."""
-    path = Path(run) / "config.yaml"
-    if not path.is_file():
-        raise ConfigError(f"{run} holds no run: there is no {path}")
-    return path
+def export(options: argparse.Namespace) -> int:
+    from ..export import export
+
+    print_line(f"the model is in {export(options.run, options.out and Path(options.out), options.step)}")
+    return 0

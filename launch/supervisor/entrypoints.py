@@ -21,7 +21,6 @@ from typing import NoReturn
 import msgspec
 import uvloop
 
-from ...common.fsio import write_atomic
 from ...common.gc import freeze_startup_objects
 from ...common.owned_folders import temporary_environment
 from ...common.process import set_parent_death_signal
@@ -39,9 +38,9 @@ log = logging.getLogger(__name__)
 Role = Callable[[RunContext, int, HeartbeatSender, asyncio.Event], Awaitable[None]]
 
 
-def run_role(name: str, label: str = "", listen: str = "") -> int:
+def run_role(name: str, label: str = "", step: int = 0, listen: str = "") -> int:
     """Run a role (`buffer`, `engine-0`, `worker-0`, `learner-0`, `reference-0`, `critic-0`, `sft-0`, `evaluator`, `reward`) to its
-    end; the exit status. `label` names an evaluation, `listen` is an engine's `host:port`."""
+    end; the exit status. `label` names an evaluation, which is of `step`; `listen` is an engine's `host:port`."""
     set_parent_death_signal()
     setup_logging(name)
     kind, _, index = name.partition("-")
@@ -57,7 +56,7 @@ def run_role(name: str, label: str = "", listen: str = "") -> int:
         "learner": learner,
         "reference": functools.partial(aux_model, "reference"),
         "critic": functools.partial(aux_model, "critic"),
-        "evaluator": functools.partial(evaluator, label),
+        "evaluator": functools.partial(evaluator, label, step),
         "sft": sft,
     }
     if kind not in roles:
@@ -159,11 +158,12 @@ async def worker(context: RunContext, index: int, heartbeat: HeartbeatSender, st
 
 
 async def evaluator(
-    label: str, context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event
+    label: str, step: int, context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event
 ) -> None:
-    """Evaluate the version that the engines serve; append the result, called `label`, to `evaluations.json`."""
-    from ...monitor.series import evaluation_line, read_evaluations
+    """Evaluate the version that the engines serve; append the result, called `label`, to the run's evaluations."""
+    from ...monitor.series import evaluation_line
     from ...rollout.evaluation import evaluate
+    from ..evaluations import append
     from .factory import make_player, make_router
 
     config = context.config
@@ -174,10 +174,7 @@ async def evaluator(
         )
         _ready(heartbeat)
         result = await run_or_stop(evaluate(player, label, config.evaluation.tasks), stop)
-    path = context.dir / "evaluations.json"
-    before = msgspec.json.decode(path.read_bytes(), type=list[msgspec.Raw]) if path.exists() else []
-    write_atomic(path, msgspec.json.format(msgspec.json.encode([*before, result])))
-    heartbeat.send_message(evaluation_line(read_evaluations(path)[-1]))
+    heartbeat.send_message(evaluation_line(append(context.dir, result, step)))
 
 
 async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:

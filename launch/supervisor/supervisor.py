@@ -39,6 +39,7 @@ from ...common.tasks import Stopped, run_or_stop
 from ...configs import Config
 from ...configs.schema import Fake
 from ...errors import Interrupted, first_cause, with_deadline
+from ...learner.checkpoint import checkpoints, read_state
 from ...monitor.log import logged_to
 from ...monitor.output import discard_output
 from ...monitor.terminal import View
@@ -47,6 +48,7 @@ from ...rpc.pubsub import StatePublisher
 from ...rpc.security import make_keys
 from ...rpc.server import RpcServer
 from ...weightsync.fleet import Fleet
+from .. import evaluations
 from ..launchers.local import Launcher, Placement
 from ..resources import AUX_MODEL_KINDS, RANKED, needs_rendezvous_port, role_environment
 from ..run_context import Addresses, RunContext
@@ -87,9 +89,9 @@ class Supervisor:
         await self._run(role_names(self.config), self._train)
 
     async def evaluate(self, label: str) -> None:
-        """Serve `model.path` as it is, and append one evaluation of it to `evaluations.json`."""
+        """Serve `model.path` as it is, and append one evaluation of it to the run's."""
         engines = [name for name in role_names(self.config) if name.startswith("engine-")]
-        await self._run([*engines, "evaluator"], lambda spawn: self._evaluate(label))
+        await self._run([*engines, "evaluator"], lambda spawn: self._evaluate(label, 0))
 
     async def fine_tune(self) -> None:
         self._exit_message = "interrupted; no model was written"
@@ -235,6 +237,10 @@ class Supervisor:
 
     async def _train(self, spawn: Spawn) -> None:
         processes = self._processes
+        complete = checkpoints(self.run_dir / "checkpoints")
+        began = read_state(complete[-1]).step if complete else 0
+        ends = max(began, self.config.learner.steps)
+        evaluations.begin(self.run_dir, ends)
         for role in processes.of_kind("reward", "buffer"):
             await processes.start(role)
             spawn(processes.watch([role]))
@@ -248,9 +254,9 @@ class Supervisor:
         await until(
             first_s, learner.ready.wait(), waits_for=waits_for, hint=f"see {logs}/learner-0.log and engine-0.log"
         )
-        evaluates = self.config.evaluation.tasks > 0
-        if evaluates and not (self.run_dir / "evaluations.json").exists():
-            await self._evaluate("warm start")
+        evaluates, evaluated = self.config.evaluation.tasks > 0, (self.run_dir / evaluations.FILE).exists()
+        if evaluates and not evaluated:
+            await self._evaluate(evaluations.label_of(began), began)
         for role in processes.of_kind("reward"):
             waits_for = "the reward server to answer"
             await until(engine_s, role.ready.wait(), waits_for=waits_for, hint=f"see {logs}/reward.log")
@@ -259,12 +265,12 @@ class Supervisor:
             spawn(processes.watch([role]))
         await learner.done.wait()
         await self._stop(END_S, "worker")
-        if evaluates:
-            await self._evaluate("final")
+        if evaluates and not evaluations.is_evaluated(self.run_dir, ends):
+            await self._evaluate(evaluations.FINAL, ends)
 
-    async def _evaluate(self, label: str) -> None:
+    async def _evaluate(self, label: str, step: int) -> None:
         role = self._processes.roles["evaluator"]
-        role.arguments = ("--label", label)
+        role.arguments = ("--label", label, "--step", str(step))
         await self._processes.start(role)
         await self._processes.watch([role])
 
