@@ -11,6 +11,10 @@ from .conversations import read_conversations as read_conversations
 from .demonstrations import Demonstration as Demonstration
 from .demonstrations import RenderedDemonstration as RenderedDemonstration
 from .demonstrations import render_demonstration as render_demonstration
+from .foreign import ForeignAgent as ForeignAgent
+from .foreign import is_foreign as is_foreign
+from .gateway import Endpoint as Endpoint
+from .gateway import Gateway as Gateway
 from .registry import load_agent as load_agent
 from .registry import load_renderer as load_renderer
 from .session import Session as Session

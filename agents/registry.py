@@ -11,20 +11,24 @@ from ..envs.loading import load_target
 from ..errors import ConfigError
 from . import builtin
 from .base import Agent
+from .foreign import SIGNATURES, ForeignAgent, is_agent, is_foreign
 
 BUILTIN: dict[str, Agent] = {"tool_calling": builtin.tool_calling, "single_turn": builtin.single_turn}
 
 
-def load_agent(kind: str) -> Agent:
-    """The built-in agent `kind`, or the user's, as `package.module:coroutine`. Raises ConfigError naming `agent.kind`."""
+def load_agent(kind: str) -> Agent | ForeignAgent:
+    """The built-in agent `kind`, or the user's, as `package.module:coroutine`; `is_foreign` tells the two signatures apart. Raises
+    ConfigError naming `agent.kind`."""
     if kind in BUILTIN:
         return BUILTIN[kind]
     if ":" not in kind:
         raise ConfigError(f"agent.kind: {kind!r} is not {', '.join(BUILTIN)} or of the form package.module:coroutine")
     agent = load_target("agent.kind", kind)
     if not inspect.iscoroutinefunction(agent):
-        raise ConfigError(f"agent.kind: {kind} is not a coroutine; write `async def agent(env, policy, task) -> float`")
-    return agent
+        raise ConfigError(f"agent.kind: {kind} is not a coroutine; write {SIGNATURES}")
+    if is_agent(agent) or is_foreign(agent):
+        return agent
+    raise ConfigError(f"agent.kind: {kind} takes {inspect.signature(agent)}; write {SIGNATURES}")
 
 
 def load_renderer(name: str, tokenizer: Any, *, thinking: bool) -> Renderer:

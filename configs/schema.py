@@ -37,7 +37,10 @@ class Model(Section, frozen=True):
 
 class Agent(Section, frozen=True):
     kind: str = "tool_calling"
-    """`tool_calling`, `single_turn`, or `package.module:coroutine` of your own."""
+    """`tool_calling`, `single_turn`, or `package.module:coroutine` of your own: `(env, policy, task)` or `(messages, endpoint)`."""
+    trained: str = "policy*"
+    """For agents with an endpoint: a pattern of the model names whose replies are trained on. The policy also answers calls that
+    name other models, without loss."""
     renderer: str = "qwen3"
     """Chat format of the model family, a name known to the `renderers` package."""
     thinking: bool = False

@@ -59,8 +59,8 @@ def checked(value: object, kind: type[T]) -> T:
 
 class EnvGuard:
     """The environment of one episode as the agent sees it: turns exceptions, contract violations and overruns into EnvError or
-    ToolError. Records rewards by step, metrics, the seconds spent here, the `opening` that `reset` returned, and the `transcript`
-    of all messages since."""
+    ToolError, and remembers the first of them as `failure`. Records rewards by step, metrics, the seconds spent here, the `opening`
+    that `reset` returned, and the `transcript` of all messages since."""
 
     def __init__(self, part: EnvPart, limits: EpisodeLimits, task_lock: asyncio.Lock) -> None:
         self._part = part
@@ -76,6 +76,7 @@ class EnvGuard:
         self.metrics: dict[str, float] = {}
         self.seconds = 0.0
         self.finished = False
+        self.failure: EnvError | ToolError | None = None
 
     @calls_user_code
     async def open(self, index: int) -> Task:
@@ -150,12 +151,15 @@ class EnvGuard:
         started = time.perf_counter()
         try:
             yield
-        except ToolError:
+        except ToolError as error:
+            self.failure = self.failure or error
             raise
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and being_cancelled():
                 raise
-            raise EnvError(f"{self._part.name}: {call}: {describe_user_error(error)}") from error
+            failure = EnvError(f"{self._part.name}: {call}: {describe_user_error(error)}")
+            self.failure = self.failure or failure
+            raise failure from error
         finally:
             self.seconds += time.perf_counter() - started
 

@@ -68,7 +68,7 @@ class FailureWindow:
         while len(self._last) > size:
             self._last.popleft()
         self._in_a_row = 0 if useful else self._in_a_row + 1
-        why = f"{outcome.reason}: {outcome.detail}" if outcome.reason else "the agent sampled no token"
+        why = f"{outcome.reason}: {outcome.detail}" if outcome.reason else f"no token to train on: {outcome.detail}"
         if self._in_a_row >= size:
             raise EpisodesFail(f"{self._in_a_row} episodes in a row failed, the last by {why}")
         if len(self._last) < size:

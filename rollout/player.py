@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -24,7 +25,15 @@ from ..buffer.messages import Lease
 from ..buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory
 from ..configs.schema import Config
 from ..envs import EnvPart, require_penalties
-from ..errors import DeadlineExceeded, EngineError, EnvError, PolicyError, ToolError, describe_user_error
+from ..errors import (
+    DeadlineExceeded,
+    EngineError,
+    EnvError,
+    PolicyError,
+    SlipstreamError,
+    ToolError,
+    describe_user_error,
+)
 from .engines.base import SamplingParams
 from .env_guard import REWARD_LIMIT, EnvGuard, EpisodeLimits, EscapedException, run_isolated
 from .loop_watchdog import calls_user_code
@@ -92,7 +101,9 @@ class EpisodePlayer:
             stack.push_async_callback(env.close)
             outcome, error = await _run_agent(self._agent, env, session, lease.task, self._limits.episode_s)
         timings = {"total": time.perf_counter() - started, "environment": env.seconds}
-        turn_rewards, metrics = tuple(env.rewards), env.metrics
+        turn_rewards, metrics = tuple(env.rewards), env.metrics | session.metrics
+        if outcome.trainable and not session.branches:
+            outcome = msgspec.structs.replace(outcome, detail=_why_empty(session))
         if self._model is not None and outcome.trainable and session.branches:
             scoring_started = time.perf_counter()
             try:
@@ -178,13 +189,28 @@ async def _score(model: RewardModel, env: EnvGuard, session: Session) -> tuple[t
 
 @calls_user_code
 async def _call_agent(agent: Agent, env: EnvGuard, session: Session, index: int) -> float | None:
-    return await agent(env, session, await env.open(index))
+    returned = await agent(env, session, await env.open(index))
+    total = sum(env.rewards)
+    if returned is not None and not (isinstance(returned, int | float) and math.isclose(returned, total, abs_tol=1e-6)):
+        raise PolicyError(
+            f"the agent returned {returned!r:.100}, and its rewards by env.step are {total:g}; return None"
+        )
+    return returned
 
 
 async def _run_agent(
     agent: Agent, env: EnvGuard, session: Session, index: int, episode_s: float
 ) -> tuple[Outcome, BaseException | None]:
-    """Run the agent to its end; every exception becomes an outcome, and is returned with it."""
+    """Run the agent to its end; every exception becomes an outcome, and is returned with it. A failure of the environment or the
+    engine is the outcome also where the agent went on after it."""
+    outcome, error = await _end_of_agent(agent, env, session, index, episode_s)
+    failure = env.failure or session.failure
+    return (outcome, error) if failure is None else (_failure(failure), failure)
+
+
+async def _end_of_agent(
+    agent: Agent, env: EnvGuard, session: Session, index: int, episode_s: float
+) -> tuple[Outcome, BaseException | None]:
     deadline = asyncio.timeout(episode_s)
     try:
         async with deadline:
@@ -197,8 +223,19 @@ async def _run_agent(
             return Outcome("failed", "timeout", why), None
         return Outcome("failed", "policy", describe_user_error(error)), error
     except Exception as error:  # an agent is user code: its exceptions end an episode, not a worker
+        if session.exhausted and not isinstance(error, SlipstreamError | EscapedException):
+            return TRUNCATED, None  # what its client made of ContextExhausted
         return _failure(error), error
     return FINISHED if env.finished else TRUNCATED, None
+
+
+def _why_empty(session: Session) -> str:
+    """Why an episode that did not fail has nothing to train on."""
+    if session.exhausted:
+        return session.exhausted
+    if session.untrained:
+        return "the agent named only models that agent.trained does not match"
+    return "the agent sampled no token"
 
 
 def _failure(error: Exception) -> Outcome:

@@ -5,11 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from typing import cast
 
 from renderers import Renderer
-from slipstream.agents import Completion, Session
-from slipstream.agents.base import Generate
+from slipstream.agents import Completion, ForeignAgent, Gateway, Session, is_foreign, load_renderer
+from slipstream.agents.base import Agent, Generate
+from slipstream.buffer.messages import Lease
 from slipstream.buffer.trajectory import FINISHED, Trajectory, VersionSpan, sampled_of
+from slipstream.configs import load
+from slipstream.envs import EnvPart, TaskSource
+from slipstream.rollout.engines.base import SamplingParams
+from slipstream.rollout.env_guard import EpisodeLimits
+from slipstream.rollout.foreign_agent import through_gateway
+from slipstream.rollout.player import EpisodePlayer, EpisodeResult
+from slipstream.rollout.router import Router
 from transformers import PreTrainedTokenizerBase
 
 
@@ -79,3 +88,50 @@ class Script:
             assert any(t.loss_mask[len(prompt) : len(begin)].all() for t in holders)
         assert sum(t.sampled for t in trajectories) == sum(len(sampled) for _, sampled in self.log) - cut
         return len(trajectories)
+
+
+class Engines:
+    """Stands in for the router: samples with one function."""
+
+    def __init__(self, generate: Generate) -> None:
+        self._generate = generate
+
+    async def generate(
+        self, episode_id: str, token_ids: Sequence[int], sampling: SamplingParams, oldest_version: int, **_: object
+    ) -> Completion:
+        return await self._generate(token_ids, sampling.max_tokens)
+
+    def end_episode(self, episode_id: str) -> None:
+        pass
+
+
+LEASE = Lease(3, 1, (2,), 0, 0, 0, 7)
+"""Of task 7; member 2 of attempt 1 of group 3."""
+
+
+async def play_foreign(
+    tokenizer: PreTrainedTokenizerBase,
+    agent: ForeignAgent | Agent,
+    generate: Generate,
+    source: TaskSource,
+    *,
+    max_tokens: int = 700,
+    episode_s: float = 60.0,
+    generated: list[int] | None = None,
+) -> EpisodeResult:
+    """One episode as a worker plays it, through a gateway where `agent` takes an endpoint. `generated` receives the number of
+    tokens of each completion."""
+    renderer = load_renderer("qwen3", tokenizer, thinking=False)
+    counts: list[int] = [] if generated is None else generated
+    async with Gateway() as gateway:
+        player = EpisodePlayer(
+            load("quickstart"),
+            through_gateway(agent, gateway) if is_foreign(agent) else cast(Agent, agent),
+            [EnvPart("env", 1.0, source, None)],
+            cast(Router, Engines(generate)),
+            lambda generate: session_of(renderer, tokenizer, generate, max_tokens),
+            (),
+            1.0,
+            limits=EpisodeLimits(episode_s, 60.0, 60.0),
+        )
+        return await player.play(LEASE, 2, on_tokens=lambda completion: counts.append(len(completion.token_ids)))

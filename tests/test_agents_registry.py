@@ -1,5 +1,5 @@
 import pytest
-from slipstream.agents import load_agent, load_renderer
+from slipstream.agents import is_foreign, load_agent, load_renderer
 from slipstream.agents.builtin import single_turn, tool_calling
 from slipstream.agents.session import to_chat, to_tools
 from slipstream.configs.environments import ReasoningGym
@@ -9,12 +9,42 @@ from slipstream.errors import ConfigError
 from slipstream.launch.init_model import TinyModelShape, init_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+BOTH = r"`async def agent\(env, policy, task\)` or `async def agent\(messages, endpoint\) -> str`"
+
 
 async def my_agent(env, policy, task):
     return 0.5
 
 
+async def foreign(messages, endpoint, retries=3):
+    return "42"
+
+
+class Solver:
+    async def solve(self, messages, endpoint):
+        return "42"
+
+
+solve = Solver().solve
+
+
 def not_a_coroutine(env, policy, task):
+    return 0.5
+
+
+async def takes_one(messages):
+    return ""
+
+
+async def takes_no_task(env, policy):
+    return 0.5
+
+
+async def takes_anything(*arguments):
+    return ""
+
+
+async def takes_by_name(env, policy, *, task):
     return 0.5
 
 
@@ -24,12 +54,21 @@ def test_agents_by_name():
     assert load_agent(f"{__name__}:my_agent").__name__ == "my_agent"
 
 
+def test_an_agent_that_was_written_elsewhere_is_known_by_its_signature():
+    for name, expected in (("my_agent", False), ("foreign", True), ("solve", True)):
+        assert is_foreign(load_agent(f"{__name__}:{name}")) is expected
+
+
 @pytest.mark.parametrize(
     ("kind", "complaint"),
     [
         ("tool_caling", "agent.kind: 'tool_caling' is not tool_calling, single_turn or of the form"),
         ("no_such_package:agent", "agent.kind: cannot import 'no_such_package'"),
-        (f"{__name__}:not_a_coroutine", "agent.kind: .* is not a coroutine"),
+        (f"{__name__}:not_a_coroutine", f"agent.kind: .* is not a coroutine; write {BOTH}"),
+        (f"{__name__}:takes_one", rf"agent.kind: .*:takes_one takes \(messages\); write {BOTH}"),
+        (f"{__name__}:takes_no_task", rf"agent.kind: .* takes \(env, policy\); write {BOTH}"),
+        (f"{__name__}:takes_anything", rf"agent.kind: .* takes \(\*arguments\); write {BOTH}"),
+        (f"{__name__}:takes_by_name", rf"agent.kind: .* takes \(env, policy, \*, task\); write {BOTH}"),
     ],
 )
 def test_wrong_agents_are_named(kind, complaint):

@@ -11,23 +11,33 @@ import numpy as np
 import pytest
 import torch
 from slipstream.buffer.trajectory import FINISHED, Trajectory, Turn, VersionSpan
+from slipstream.configs import load
 from slipstream.configs.algorithm import Algorithm, Grpo, Ppo
+from slipstream.configs.environments import ReasoningGym
+from slipstream.envs.reasoning_gym import ReasoningGymEnv
 from slipstream.learner.algorithms import advantage_of, loss_of
 from slipstream.learner.algorithms.estimators import assign_advantages
 from slipstream.learner.batch import flatten, trainable
+from slipstream.learner.model import load_tokenizer
 from slipstream.learner.packing import microbatches
+from slipstream.tests.runs import tiny_policy
+from slipstream.tests.sessions import LEASE, Script, call, play_foreign
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "grpo_in_one_file.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.fixture(scope="module")
-def grpo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("grpo_in_one_file", EXAMPLE)
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def grpo() -> ModuleType:
+    return example("grpo_in_one_file")
 
 
 def made_up(group: int, member: int, reward: float, rng: random.Random) -> Trajectory:
@@ -97,3 +107,23 @@ def test_the_example_runs_and_learns(grpo: ModuleType, tmp_path: Path) -> None:
     means = grpo.train(tmp_path / "model", steps=10)
     assert len(means) == 10
     assert np.mean(means[-3:]) > 1.5 * np.mean(means[:3])
+
+
+async def test_the_agent_with_an_sdk_plays_the_quickstart(tmp_path: Path) -> None:
+    """It calls its calculator, wrongly at first, and answers."""
+    config = load("quickstart")
+    assert isinstance(config.env, ReasoningGym)
+    source = ReasoningGymEnv(config.env, "train", config.seed)
+    entry = source.entry(source.task(LEASE.task).payload["index"])
+    texts = [call("calculator", expression=one) for one in ("1 +", entry["metadata"]["expression"])]
+    tokenizer = load_tokenizer(str(tiny_policy(tmp_path / "policy")))
+    script = Script(tokenizer, [*texts, f"<answer>{entry['answer']}</answer>"].__getitem__)
+    module = example("openai_agent")
+    result = await play_foreign(tokenizer, module.solve, script, source)
+    await module.HTTP.aclose()
+    assert (result.outcome.kind, result.reward) == ("finished", 1.0)
+    (trajectory,) = result.trajectories
+    assert len(trajectory.turns) == 3
+    told = [tokenizer.decode(prompt) for prompt, _ in script.log]
+    assert "error: '1 +' is not arithmetic" in told[1]
+    assert f"<tool_response>\n{entry['answer']}\n</tool_response>" in told[2]

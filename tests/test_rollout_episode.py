@@ -38,7 +38,6 @@ from slipstream.envs import (
 from slipstream.errors import ConfigError, DeadlineExceeded, EngineError, ToolError
 from slipstream.learner.model import load_tokenizer, vocabulary_size
 from slipstream.rollout import env_guard, loop_watchdog
-from slipstream.rollout.engines.base import SamplingParams
 from slipstream.rollout.env_guard import EpisodeLimits
 from slipstream.rollout.loop_watchdog import EventLoopWatchdog
 from slipstream.rollout.player import EpisodePlayer, EpisodeResult
@@ -46,6 +45,7 @@ from slipstream.rollout.reward_model import RewardModel, ScoredConversation
 from slipstream.rollout.router import Router
 from slipstream.tests import tiny
 from slipstream.tests.runs import tiny_policy
+from slipstream.tests.sessions import Engines
 
 
 @pytest.fixture(scope="module")
@@ -97,21 +97,6 @@ async def says(token_ids: Sequence[int], max_tokens: int) -> Completion:
     return Completion(
         (40, 41, 42)[:max_tokens], (-0.5,) * min(3, max_tokens), (VersionSpan(0, min(3, max_tokens), 7),), "stop"
     )
-
-
-class Engines:
-    """Stands in for the router: samples with one function."""
-
-    def __init__(self, generate: Generate) -> None:
-        self._generate = generate
-
-    async def generate(
-        self, episode_id: str, token_ids: Sequence[int], sampling: SamplingParams, oldest_version: int, **_: object
-    ) -> Completion:
-        return await self._generate(token_ids, sampling.max_tokens)
-
-    def end_episode(self, episode_id: str) -> None:
-        pass
 
 
 def player_of(

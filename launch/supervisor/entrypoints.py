@@ -143,13 +143,14 @@ async def buffer(context: RunContext, index: int, heartbeat: HeartbeatSender, st
 
 async def worker(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
     from ...rollout.worker import Worker
-    from .factory import make_buffer_client, make_player, make_reward, make_router
+    from .factory import make_agent, make_buffer_client, make_player, make_reward, make_router
 
     config = context.config
     temperature = config.rollout.temperature
-    async with make_router(context) as router, make_reward(context) as model:
+    async with make_router(context) as router, make_reward(context) as model, make_agent(config) as agent:
         player = await in_thread(
-            lambda: make_player(config, router, split="train", temperature=temperature, model=model), "make_player"
+            lambda: make_player(config, agent, router, split="train", temperature=temperature, model=model),
+            "make_player",
         )
         async with make_buffer_client(context, f"worker-{index}") as client:
             _ready(heartbeat)
@@ -164,13 +165,13 @@ async def evaluator(
     from ...monitor.series import evaluation_line
     from ...rollout.evaluation import evaluate
     from ..evaluations import append
-    from .factory import make_player, make_router
+    from .factory import make_agent, make_player, make_router
 
     config = context.config
-    async with make_router(context) as router:
+    async with make_router(context) as router, make_agent(config) as agent:
         temperature = config.evaluation.temperature
         player = await in_thread(
-            lambda: make_player(config, router, split="eval", temperature=temperature), "make_player"
+            lambda: make_player(config, agent, router, split="eval", temperature=temperature), "make_player"
         )
         _ready(heartbeat)
         result = await run_or_stop(evaluate(player, label, config.evaluation.tasks), stop)

@@ -11,7 +11,7 @@ import logging
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from msgspec import structs
 
@@ -29,7 +29,7 @@ from ..run_context import RunContext
 if TYPE_CHECKING:
     import torch
 
-    from ...agents import Demonstration
+    from ...agents import Agent, Demonstration
     from ...buffer.client import BufferClient
     from ...envs.simple import Split
     from ...learner.aux_models.aux_models import AuxModels
@@ -112,34 +112,46 @@ async def make_reward(context: RunContext) -> AsyncIterator[RewardModel | None]:
         await model.close()
 
 
+@contextlib.asynccontextmanager
+async def make_agent(config: Config) -> AsyncIterator[Agent]:
+    """The agent of a process; one that was written elsewhere finds its policy at a gateway, which is open until the end."""
+    from ...agents import Gateway, is_foreign, load_agent
+    from ...rollout.foreign_agent import through_gateway
+
+    agent = load_agent(config.agent.kind)
+    if not is_foreign(agent):
+        yield cast("Agent", agent)
+        return
+    async with Gateway(config.agent.trained) as gateway:
+        yield through_gateway(agent, gateway)
+
+
 def make_player(
-    config: Config, router: Router, *, split: Split, temperature: float, model: RewardModel | None = None
+    config: Config, agent: Agent, router: Router, *, split: Split, temperature: float, model: RewardModel | None = None
 ) -> EpisodePlayer:
     """A player of episodes of `split`. `model` scores them, without one their environment does. Takes as long as it takes to render
     the long prompts of a data set."""
-    from ...agents import Session, load_agent, load_renderer
+    from ...agents import Session, load_renderer
     from ...envs import parts_of
     from ...learner.model import load_tokenizer, vocabulary_size
     from ...rollout.player import EpisodePlayer
     from ..prompts import leave_out_long_prompts
 
-    agent = config.agent
+    settings = config.agent
     tokenizer = load_tokenizer(config.model.path)
-    renderer = load_renderer(agent.renderer, tokenizer, thinking=agent.thinking)
+    renderer = load_renderer(settings.renderer, tokenizer, thinking=settings.thinking)
     make_session = functools.partial(
         Session,
         renderer,
         vocabulary=vocabulary_size(config.model.path),
-        max_tokens_per_turn=agent.max_tokens_per_turn,
-        max_tokens=agent.max_tokens,
+        max_tokens_per_turn=settings.max_tokens_per_turn,
+        max_tokens=settings.max_tokens,
         decode=lambda token_ids: str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)),
     )
     parts, stop_token_ids = parts_of(config.env, split, config.seed), renderer.get_stop_token_ids()
-    for name, count in leave_out_long_prompts(parts, renderer, agent).items():
+    for name, count in leave_out_long_prompts(parts, renderer, settings).items():
         log.info("%s: %d rows are left out, their prompts have agent.max_tokens or more", name, count)
-    return EpisodePlayer(
-        config, load_agent(agent.kind), parts, router, make_session, stop_token_ids, temperature, model
-    )
+    return EpisodePlayer(config, agent, parts, router, make_session, stop_token_ids, temperature, model)
 
 
 def ranked(config: Config, ranks: int) -> Config:

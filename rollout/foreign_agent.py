@@ -1,0 +1,45 @@
+"""Plays episodes with an agent that was written elsewhere.
+
+    env.reset ──messages──> agent ──answer──> env.step
+                            │  ^
+             completions    v  │    calls of the environment's tools
+                           gateway ──> session, EnvGuard
+
+Invariants:
+- The agent's calls have ended before its answer is a step of the environment.
+- An episode that a call of a tool has ended takes no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from ..agents.base import Agent, Policy
+from ..agents.foreign import ForeignAgent
+from ..agents.gateway import Endpoint, EnvTools, Gateway
+from ..agents.session import Session
+from ..envs.base import Environment, Message, Task
+from ..errors import PolicyError
+from .loop_watchdog import calls_user_code
+
+
+def through_gateway(agent: ForeignAgent, gateway: Gateway) -> Agent:
+    """`agent` as one that is given an environment and a policy. `gateway` must be open while it plays."""
+
+    async def play(env: Environment, policy: Policy, task: Task) -> None:
+        observation = await env.reset(task)
+        tools = EnvTools(env, observation.tools)
+        async with gateway.endpoint(cast(Session, policy), tools) as endpoint:
+            answer = await _solve(agent, observation.messages, endpoint)
+        if not isinstance(answer, str):
+            raise PolicyError(f"the agent returned {answer!r:.100}; it must return its answer as text")
+        if not tools.done:
+            await env.step(Message("assistant", answer))
+
+    return play
+
+
+@calls_user_code
+async def _solve(agent: ForeignAgent, messages: Sequence[Message], endpoint: Endpoint) -> object:
+    return await agent(messages, endpoint)
