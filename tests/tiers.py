@@ -45,6 +45,11 @@ FULL = (
     # What collects or installs the whole project.
     r"test_tiers::",
     r"test_packaging::test_an_installed_wheel",
+    # Sandboxes: root's bubblewrap and an ordinary user's Landlock stay, of what is not hostile only bubblewrap.
+    r"test_envs_sandbox_attacks::.*(bubblewrap-user|landlock-root)",
+    r"test_envs_sandbox::.*\[landlock",
+    r"test_envs_sandbox::test_forked_processes",
+    r"test_envs_verifiers::test_more_runaways",
     # Servers that are started for one refusal.
     r"test_rollout_sglang::test_a_server_whose_port_is_taken",
     # Layouts of the learner.

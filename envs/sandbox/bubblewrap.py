@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import sys
 from pathlib import Path
 
 from ...errors import ConfigError
@@ -24,15 +25,18 @@ HOME = "/box"
 PACKAGES = "/opt/packages"
 PROGRAM = "/opt/sandbox.py"
 PREFIX = "/opt/python"  # of a Python that is not under /usr
+OWN = Path(sys.prefix) / "bubblewrap" / "usr" / "bin" / "bwrap"  # where requirements/install.sh unpacks it
 GUEST = 2  # number of the process that answers the host
-FILTER = seccomp.build((*seccomp.COMMON, *seccomp.protecting(GUEST)))
+FILTERS: dict[Program, bytes] = {
+    "commands": seccomp.build((*seccomp.COMMON, *seccomp.protecting(GUEST))),
+    "cells": seccomp.build(seccomp.COMMON),
+}
 NAMESPACES = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
 
 
 def find_bwrap() -> str:
     """The program: the system's, else the one that `make install` put beside Python. Raises ConfigError."""
-    own = Path(__file__).parents[2] / ".venv" / "bwrap" / "usr" / "bin" / "bwrap"
-    found = shutil.which("bwrap") or (str(own) if own.is_file() else None)
+    found = shutil.which("bwrap") or (str(OWN) if OWN.is_file() else None)
     if found is None:
         raise ConfigError("the program `bwrap` is missing; install the package bubblewrap, or run `make install`")
     return found
@@ -58,7 +62,7 @@ class Bubblewrap:
         uid = unused_uid() if self._root else 1000
         passwd = f"sandbox:x:{uid}:{uid}::{HOME}:/bin/sh\n".encode()
         fds = [
-            _in_memory("filter", FILTER),
+            _in_memory("filter", FILTERS[program]),
             _in_memory("passwd", passwd),
             _in_memory("program", text(program).encode()),
         ]
@@ -80,7 +84,7 @@ class Bubblewrap:
         path = f"{PREFIX}/bin:/usr/local/bin:/usr/bin:/bin" if self._prefix else "/usr/local/bin:/usr/bin:/bin"
         for name, value in variables(HOME, path, PACKAGES if packages else "").items():
             argv += ["--setenv", name, value]
-        argv += ["--chdir", HOME, "--remount-ro", "/", "--seccomp", str(fds[0])]
+        argv += ["--chdir", HOME, "--remount-ro", "/dev", "--remount-ro", "/", "--seccomp", str(fds[0])]
         # Options by a descriptor: `ps` in the sandbox shows no path of the host.
         fds.append(_in_memory("options", b"".join(option.encode() + b"\0" for option in argv)))
         command = [self._bwrap, "--args", str(fds[-1])]

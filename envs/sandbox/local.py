@@ -55,6 +55,8 @@ class LocalSandbox:
         return _result(parts, self._process)
 
     async def write(self, path: str, data: bytes) -> None:
+        if len(data) > self._limits.disk:
+            raise OSError(errno.EFBIG, "larger than the sandbox's disk", path)
         await self._file(("write", path, data))
 
     async def read(self, path: str) -> bytes:

@@ -25,6 +25,7 @@ from .base import Limits, Reason
 LOOK_S = 0.1  # between looks: a process can fault in a few hundred MiB meanwhile
 SHARE = 20  # a look costs at most one part in so many of the time
 PASSES = 1000  # over a session that forks while it is killed, a millisecond apart
+SLACK_S = 0.25  # CPU time of a sandbox's own start, and of ticks that are rounded
 OWN = 8  # processes of ours in a sandbox, at most
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -51,14 +52,14 @@ class Watched:
         self.reason: Reason | None = None
         self.files = files
         self.owns_session = owns_session
-        self._allowed_s: float | None = None  # CPU time that the next look adds to what is used by then
+        self._used_s = 0.0  # CPU time at the last look
         self._most_s = float("inf")
         self._lock = threading.Lock()
         self._gone = False
 
     def allow(self, cpu_s: float) -> None:
-        """So much CPU time from now on."""
-        self._allowed_s = cpu_s
+        """So much CPU time from now on, counted from the last look: what waits for a request uses none."""
+        self._most_s = self._used_s + SLACK_S + cpu_s
 
     def kill(self, reason: Reason) -> None:
         with self._lock:
@@ -78,11 +79,8 @@ class Watched:
 
     def judge(self, processes: list[Seen]) -> Reason | None:
         """The limit that its processes exceed, if any."""
-        used = sum(p.cpu_s for p in processes)
-        allowed, self._allowed_s = self._allowed_s, None
-        if allowed is not None:
-            self._most_s = used + allowed
-        if used > self._most_s:
+        self._used_s = sum(p.cpu_s for p in processes)
+        if self._used_s > self._most_s:
             return "cpu"
         if sum(p.threads for p in processes) > self.limits.processes + OWN:
             return "processes"

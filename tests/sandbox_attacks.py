@@ -1,0 +1,222 @@
+"""What hostile programs try in a sandbox; run as `python sandbox_attacks.py KIND PORT` it tries all and prints what came of
+each as JSON.
+
+A program that gets through prints a word of `THROUGH`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+THROUGH = ("REACHED", "WROTE", "READ", "ROOT", "PUSHED", "RAW", "SIGNALLED", "CHANGED")
+
+PRELUDE = """
+import ctypes, os, signal, socket, sys, threading, time
+def attempt(word, function, *arguments):
+    try:
+        print(word, function(*arguments), arguments)
+    except (OSError, RuntimeError) as error:
+        print("refused", error)
+def call(*arguments):
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.syscall(*arguments) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(arguments))
+"""
+
+ATTACKS = {
+    "network": """
+for family, address in ((2, ("127.0.0.1", PORT)), (2, ("1.1.1.1", 80)), (1, "\\0PROBE"), (1, "/run/docker.sock"), (1,
+"/tmp/PROBE")):
+    attempt("REACHED", lambda: socket.socket(family).connect(address))""",
+    "raw sockets": """
+for family, kind in ((17, 3), (2, 3), (40, 1), (38, 5)):
+    attempt("RAW", lambda: socket.socket(family, kind))""",
+    "files of the host": """
+for path in ("/etc/shadow", "/root", "/home", "/var", "/run", "/sys", "/etc/hostname", "/proc/1/environ", "/proc/1/root/etc/shadow",
+             "/proc/PARENT/environ", "HOSTFILE"):
+    attempt("READ", lambda p: os.listdir(p) if os.path.isdir(p) else open(p).read(20) or 1 / 0, path)""",
+    "writes outside": """
+for path in ("/usr/x", "/x", "/etc/x", "/opt/x", "/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/dev/x", "/var/tmp/x",
+             "HOSTFILE"):
+    attempt("WROTE", lambda p: open(p, "w").write("x"), path)
+attempt("WROTE", os.truncate, "HOSTFILE", 0)
+attempt("WROTE", os.rename, "HOSTFILE", "HOSTFILE.moved")
+attempt("WROTE", os.link, "HOSTFILE", "link")""",
+    "changes of the host's files": """
+attempt("CHANGED", os.chmod, "HOSTFILE", 0o777)
+attempt("CHANGED", os.utime, "HOSTFILE", (1, 1))
+attempt("CHANGED", os.chown, "HOSTFILE", os.getuid(), os.getgid())
+attempt("CHANGED", os.setxattr, "HOSTFILE", "user.x", b"1")""",
+    "symbolic links": """
+os.symlink("/etc/shadow", "l"); os.symlink("/proc/1/root", "r"); os.symlink("HOSTFILE", "h")
+for path in ("l", "r/etc/shadow", "h", "/proc/self/root/../../etc/shadow"):
+    attempt("READ", lambda p: open(p).read(20), path)""",
+    "open descriptors": """
+for fd in range(3, 256):
+    attempt("READ", os.read, fd, 20) if os.path.exists(f"/proc/self/fd/{fd}") or 1 else 0""",
+    "signals": """
+for pid in (PARENT, -PARENT, os.getppid(), -os.getppid()):
+    attempt("SIGNALLED", os.kill, pid, 9)
+attempt("survivors of", os.kill, -1, 9)  # the kernel reports success although it signalled none
+attempt("SIGNALLED", call, 234, os.getppid(), os.getppid(), 9)
+attempt("SIGNALLED", call, 424, 3, 9, 0, 0)
+attempt("CHANGED", call, 302, os.getppid(), 0, ctypes.create_string_buffer(16), 0)
+attempt("CHANGED", os.setpriority, os.PRIO_PROCESS, os.getppid(), 19)""",
+    "another's memory": """
+for pid in (os.getppid(), PARENT):
+    attempt("READ", lambda: open(f"/proc/{pid}/mem", "rb").read(1))
+    attempt("READ", lambda: open(f"/proc/{pid}/environ").read())
+    attempt("WROTE", lambda: open(f"/proc/{pid}/oom_score_adj", "w").write("1000") and open(f"/proc/{pid}/fd/0"))
+    attempt("REACHED", call, 101, 16, pid, 0, 0)""",
+    "user namespaces": """
+attempt("ROOT", call, 272, 0x10000000)
+attempt("ROOT", call, 56, 0x10000000 | 17, 0, 0, 0, 0)
+attempt("ROOT", call, 435, ctypes.create_string_buffer(88), 88)""",
+    "the kernel's rare parts": """
+for number in (101, 250, 248, 321, 298, 425, 323, 165, 155, 161, 319, 29, 175, 246):
+    attempt("REACHED", call, number, 0, 0, 0, 0, 0)""",
+    "root": """
+attempt("ROOT", os.setuid, 0)
+attempt("ROOT", os.setgroups, [0])
+os.system("su -c 'echo ROOT' 2>/dev/null; sudo -n echo ROOT 2>/dev/null; mount -t tmpfs x /mnt 2>/dev/null && echo ROOT")
+print("ROOT" if os.getuid() == 0 else "")""",
+    "keystrokes": """
+import fcntl
+attempt("PUSHED", fcntl.ioctl, 0, 0x5412, b"x")
+attempt("PUSHED", lambda: open("/dev/tty", "w").write("x"))""",
+    "fork bomb": """
+def bomb():
+    try:
+        while True:
+            if os.fork() == 0: time.sleep(60)
+    except OSError: pass
+bomb(); time.sleep(60)""",
+    "thread bomb": """
+try:
+    while True: threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+except RuntimeError: pass
+time.sleep(60)""",
+    "memory": "x = []\nwhile True: x.append(bytearray(16 << 20))",
+    "memory of many": """
+for _ in range(6):
+    if os.fork() == 0:
+        x = os.urandom(1 << 20) * 100
+        time.sleep(60)
+time.sleep(60)""",
+    "disk": """
+try:
+    with open("f", "wb") as file:
+        while True: file.write(b"0" * (1 << 20))
+except OSError as error: print("refused", error)""",
+    "many files": """
+for i in range(10**7): open(f"f{i}", "w").close()""",
+    "CPU": "while True: pass",
+    "CPU of many": "for _ in range(3): os.fork()\nwhile True: pass",
+    "sleep": "time.sleep(1e6)",
+    "output": "while True: print('x' * 10000)",
+    "errors": "while True: print('x' * 10000, file=sys.stderr)",
+    "ignored signals": """
+for number in range(1, 65):
+    try: signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+time.sleep(1e6)""",
+    "daemon": """
+if os.fork() == 0:
+    attempt("session", os.setsid)
+    if os.fork() == 0:
+        for fd in (0, 1, 2): os.close(fd)
+        time.sleep(31415)
+    os._exit(0)
+print("left")""",
+    "recursion": "sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+}
+
+
+def program(name: str, port: int, host_file: str) -> str:
+    """An attack for `python -c`, marked so that its processes can be found."""
+    code = PRELUDE + ATTACKS[name]
+    for word, value in {
+        "PORT": port,
+        "PROBE": "slipstream-attacks",
+        "PARENT": os.getpid(),
+        "HOSTFILE": host_file,
+    }.items():
+        code = code.replace(word, str(value))
+    return f"# {marker()}\n{code}"
+
+
+def marker() -> str:
+    return f"attack-{os.getpid()}"
+
+
+def marked(mark: str) -> list[int]:
+    """The processes of the host that have `mark` in their command lines."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                if mark.encode() in file.read():
+                    found.append(int(pid))
+        except OSError:
+            continue
+    return found
+
+
+async def attack_all(kind: str, port: int) -> dict:
+    from slipstream.envs.sandbox import MIB, Limits, LocalPool
+
+    limits = Limits(wall_s=2, cpu_s=1, memory=300 * MIB, disk=16 * MIB, processes=16, output=1 << 16)
+    pool, few = LocalPool(limits, kind=kind), asyncio.Semaphore(6)
+    host_file = os.path.join(os.environ["HOSTFOLDER"], "host-file")
+    results = {}
+
+    async def one(name: str) -> None:
+        async with few:
+            box = await pool.open()
+            try:
+                began = time.perf_counter()
+                ran = await box.run((box.python, "-I", "-S", "-c", program(name, port, host_file)))
+                seconds = time.perf_counter() - began
+                results[name] = {"stdout": ran.stdout[:3000], "stderr": ran.stderr[-500:], "code": ran.exit_code, "ended":
+                ran.ended,
+                                 "seconds": seconds, "size": len(ran.stdout) + len(ran.stderr)}  # fmt: skip
+            finally:
+                await box.close()
+
+    await asyncio.gather(*map(one, ATTACKS))
+    await pool.close()
+    own = os.getpid()
+    left = [pid for pid in marked(marker()) if pid != own]
+    return {"results": results, "left": left, "host_file": state_of(host_file)}
+
+
+def state_of(path: str) -> list[object]:
+    """Content, mode and time of a file."""
+    found = os.stat(path)
+    return [Path(path).read_text(), oct(found.st_mode), int(found.st_mtime)]
+
+
+async def wait_to_be_killed(kind: str) -> None:
+    """Sandboxes whose programs sleep, one of each sort."""
+    from slipstream.envs.sandbox import Limits, LocalPool
+
+    pool = LocalPool(Limits(wall_s=600), kind=kind, spare=1)
+    box, session = await pool.open(), await pool.open_python()
+    sleeper = f"sleep 27182.8 {marker()} & sleep 27182.8 {marker()} & wait"
+    sleeper = sleeper.replace(f"sleep 27182.8 {marker()}", f"python3 -c 'import time; time.sleep(600)' {marker()}")
+    cell = f"import subprocess, time\nsubprocess.Popen(['/bin/sh', '-c', {sleeper!r}])\nwhile True: time.sleep(1)"
+    tasks = asyncio.gather(box.run(("/bin/sh", "-c", sleeper)), session.run(cell, 600))
+    sys.stdout.write(f"ready {marker()}\n")
+    sys.stdout.flush()
+    await tasks
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "sleep":
+        asyncio.run(wait_to_be_killed(sys.argv[2]))
+    else:
+        sys.stdout.write(json.dumps(asyncio.run(attack_all(sys.argv[1], int(sys.argv[2])))))

@@ -1,0 +1,293 @@
+"""Sandboxes as an environment uses them: commands, files, sessions, the pool, the choice of a kind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from slipstream.envs.sandbox import MIB, Limits, LocalPool, Mount, require_sandbox, seccomp
+from slipstream.envs.sandbox.base import ExecResult
+from slipstream.envs.sandbox.kinds import _choose
+from slipstream.errors import ConfigError, ToolError
+from slipstream.tests.test_envs_sandbox_attacks import ROOT, command, environment
+
+KINDS = ("bubblewrap", "landlock")
+LIMITS = Limits(wall_s=20, cpu_s=10, memory=300 * MIB, disk=16 * MIB)
+
+
+@pytest.fixture(params=KINDS)
+async def pool(request):
+    pool = LocalPool(LIMITS, kind=request.param)
+    yield pool
+    await pool.close()
+
+
+async def test_commands_and_files(pool):
+    box = await pool.open()
+    ran = await box.run(
+        ("/bin/sh", "-c", "cat; echo problem >&2; echo $WORD > made; exit 3"), b"given", environ={"WORD": "x"}
+    )
+    assert ran == ExecResult("given", "problem\n", 3)
+    assert await box.read("made") == b"x\n"
+    await box.write("folder/data", bytes(range(256)) * 1000)
+    assert await box.read(f"{box.home}/folder/data") == bytes(range(256)) * 1000
+    ran = await box.run((box.python, "-I", "-c", "import sys, json, zlib; print(sys.version_info[0])"))
+    assert ran.stdout == "3\n"
+    assert ran.ok
+    missing = await box.run(("/no/such/program",))
+    assert (missing.exit_code, missing.stderr) == (127, "/no/such/program: No such file or directory\n")
+    assert (await box.run(("/bin/sh", "-c", "kill -TERM $$"))).exit_code == -15
+    await box.close()
+    await box.close()
+    with pytest.raises(ToolError, match="closed"):
+        await box.run(("/bin/true",))
+
+
+async def test_what_the_policy_did_to_its_files_is_an_os_error_and_blocks_nothing(pool):
+    box = await pool.open()
+    make = "mkfifo pipe; mkdir folder; ln -s loop loop; echo x > closed; chmod 0 closed"
+    await box.run(("/bin/sh", "-c", make))
+    for path in ("missing", "pipe", "folder", "loop", "/proc/kmsg", "/etc/shadow"):
+        with pytest.raises(OSError, match=path):
+            await box.read(path)
+    for path in ("pipe", "folder", "loop/x", "/usr/x", "/etc/passwd"):
+        with pytest.raises(OSError, match=path):
+            await box.write(path, b"x")
+    with pytest.raises(OSError, match=r"room|space|large"):
+        await box.write("all", bytes(20 * MIB))
+    assert (await box.run(("/bin/echo", "fine"))).stdout == "fine\n"
+    await box.close()
+
+
+async def test_two_sandboxes_share_nothing(pool):
+    one, other = await asyncio.gather(pool.open(), pool.open())
+    await one.write("secret", b"s")
+    spy = "import glob, os\nprint([glob.glob(p + '/**') for p in ('/box', '/tmp', os.path.dirname(os.getcwd()))])"
+    ran = await other.run((other.python, "-I", "-c", spy))
+    assert "secret" not in ran.stdout
+    assert one.home not in ran.stdout.replace("/box", "") or one.home == other.home
+    await asyncio.gather(one.close(), other.close())
+
+
+async def test_a_sandbox_that_its_program_ended_keeps_the_reason(pool):
+    box = await pool.open()
+    eats = """
+import os, time
+for _ in range(5):
+    if os.fork() == 0:
+        x = os.urandom(1 << 20) * 100
+        time.sleep(60)
+time.sleep(60)"""
+    assert (await box.run((box.python, "-I", "-c", eats))).ended == "memory"
+    assert (await box.run(("/bin/true",))).ended == "memory"
+    with pytest.raises(OSError, match="memory"):
+        await box.read("x")
+    await box.close()
+
+
+async def test_forked_processes_share_memory_that_counts_once(pool):
+    box = await pool.open()
+    shares = """
+import os, time
+x = os.urandom(1 << 20) * 100
+for _ in range(5):
+    if os.fork() == 0:
+        time.sleep(1)
+        os._exit(0)
+for _ in range(5):
+    os.wait()"""
+    assert (await box.run((box.python, "-I", "-c", shares))).ok
+    await box.close()
+
+
+async def test_a_sandbox_that_is_ended_from_outside_is_a_tool_error(pool):
+    box = await pool.open()
+    running = asyncio.create_task(box.run(("/bin/sleep", "60")))
+    await asyncio.sleep(0.2)
+    os.kill(box.pid, signal.SIGKILL)
+    with pytest.raises(ToolError, match="from outside"):
+        await running
+    with pytest.raises(ToolError, match="from outside"):
+        await box.read("x")
+    await box.close()
+
+
+async def test_a_cancelled_caller_ends_what_runs(pool):
+    box = await pool.open()
+    running = asyncio.create_task(box.run(("/bin/sleep", "60")))
+    await asyncio.sleep(0.1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    async with asyncio.timeout(20):
+        await box.close()
+
+
+async def test_cells_keep_their_variables(pool):
+    session = await pool.open_python()
+    assert await session.run("x = 20\ndef double(y): return 2 * y") == ExecResult("", "", 0)
+    assert (await session.run("print('so'); double(x) + 2")).stdout == "so\n42\n"
+    failed = await session.run("def f():\n    return 1 / 0\nf()")
+    assert failed.exit_code == 1
+    assert failed.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert '"<cell>", line 2, in f' in failed.stderr
+    assert (await session.run("print(")).stderr.endswith("SyntaxError: '(' was never closed\n")
+    assert (await session.run("exit(3)")).stderr == "SystemExit: 3"
+    late = await session.run("import time\nwhile True: time.sleep(0.01)", wall_s=0.3)
+    assert late.ended == "wall"
+    assert (await session.run("x")).stdout == "20\n"  # it lasts
+    much = await session.run("print('y' * 10**6)")
+    assert (much.ended, len(much.stdout)) == ("output", LIMITS.output)
+    assert (await session.run("import subprocess; subprocess.run(['echo', 'child']); x")).stdout == "child\n20\n"
+    assert (await session.run("open('m.py', 'w').write('z = 5'); import m; m.z")).stdout == "5\n"
+    await session.close()
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "import os; os._exit(0)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "import os\nfor fd in range(256):\n    try: os.write(fd, b'\\xff' * 64)\n    except OSError: pass",
+        "import os\nos.closerange(3, 256)",
+    ],
+)
+async def test_a_cell_may_end_its_session_and_no_more(pool, ending):
+    session = await pool.open_python()
+    ran = await session.run(ending, wall_s=3)
+    assert ran.ended in ("killed", "wall")
+    assert session.ended == ran.ended
+    assert (await session.run("1")).ended == ran.ended
+    await session.close()
+
+
+async def test_a_shell_keeps_files_folder_and_variables(pool):
+    shell = await pool.open_shell()
+    assert (await shell.run("mkdir -p a/b && cd a/b && export NAME='two words' && echo here > file")).ok
+    ran = await shell.run("cat file; echo $NAME; pwd; false")
+    assert ran.stdout.splitlines()[:2] == ["here", "two words"]
+    assert ran.stdout.splitlines()[2].endswith("/a/b")
+    assert ran.exit_code == 1
+    assert (await shell.run("exit 7")).exit_code == 7
+    assert (await shell.run("sleep 600 & echo started")).stdout == "started\n"  # and does not wait for it
+    await shell.close()
+
+
+async def test_sandboxes_that_are_started_ahead_are_used_once():
+    pool = LocalPool(LIMITS, spare=3)
+    await pool.fill("cells")
+    ready = {process.pid for process in pool._ready["cells"]}
+    sessions = [await pool.open_python() for _ in range(5)]
+    pids = {session.pid for session in sessions}
+    assert len(pids) == 5
+    assert ready <= pids
+    await pool.fill("cells")
+    os.kill(pool._ready["cells"][0].pid, signal.SIGKILL)  # one that dies while it waits is not handed out
+    os.waitid(os.P_PID, pool._ready["cells"][0].pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - it was killed
+    last = await pool.open_python()
+    assert (await last.run("1 + 1")).stdout == "2\n"
+    waiting = [process.pid for process in pool._ready["cells"]]
+    await asyncio.gather(*(session.close() for session in (*sessions, last)))
+    await pool.close()
+    assert waiting
+    for pid in waiting:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+async def test_packages_and_mounts(tmp_path):
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "given.py").write_text("value = 'imported'")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "file").write_text("mounted")
+    mounts = (Mount(str(tmp_path / "data"), "/data"),)
+    pool = LocalPool(LIMITS, kind="bubblewrap", packages=str(tmp_path / "packages"), mounts=mounts)
+    session, box = await pool.open_python(), await pool.open()
+    assert (await session.run("import given; given.value")).stdout == "'imported'\n"
+    assert (await box.run(("/bin/sh", "-c", "cat /data/file; echo x > /data/file"))).stdout == "mounted"
+    assert (tmp_path / "data" / "file").read_text() == "mounted"
+    assert (await box.run((box.python, "-c", "import given; print(given.value)"))).stdout == "imported\n"
+    await asyncio.gather(session.close(), box.close())
+    await pool.close()
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+WITHOUT = """
+import ctypes, struct, sys
+from slipstream.envs.sandbox import require_sandbox, seccomp
+from slipstream.envs.sandbox.seccomp import Rule, When
+seccomp.NUMBERS["landlock_create_ruleset"] = (444, 444)
+calls = [Rule(call) for call in sys.argv[1].split(",")]
+filter = seccomp.build((*calls, Rule("clone", (When(0, has_bits=0x7E020000),)), Rule("clone3", errno=38)))
+libc, buffer = ctypes.CDLL(None), ctypes.create_string_buffer(filter, len(filter))
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, struct.pack("HxxxxxxP", len(filter) // 8, ctypes.addressof(buffer)), 0, 0) == 0
+"""
+NAMESPACES = "unshare,mount,setns,pivot_root"
+
+
+def without(calls: str, who: str, then: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where the kernel refuses system calls, as a container's profile does."""
+    code = WITHOUT + then
+    argv = (*command(who), "-c", code, calls)
+    return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=120, cwd=ROOT)
+
+
+@pytest.mark.parametrize("who", ["root", "user"] if os.geteuid() == 0 else ["user"])
+def test_without_namespaces_auto_takes_landlock(who):
+    ran = without(NAMESPACES, who, "print(require_sandbox().name)")
+    assert (ran.stdout, ran.stderr) == ("landlock\n", "")
+
+
+def test_where_nothing_can_confine_it_is_refused():
+    then = "try: require_sandbox()\nexcept Exception as error: print(type(error).__name__, error.exit_code, error)"
+    ran = without(f"{NAMESPACES},landlock_create_ruleset", "user", then)
+    assert ran.stdout.startswith("ConfigError 2 sandbox: what the policy writes cannot be confined here (bubblewrap: ")
+    assert "landlock: the kernel has no Landlock" in ran.stdout
+    assert ran.stdout.count("\n") == 1
+
+
+def test_a_kind_that_does_not_exist_and_a_missing_program(monkeypatch):
+    with pytest.raises(ConfigError, match="'docker' is no kind of sandbox; allowed are auto, bubblewrap, landlock"):
+        require_sandbox("docker")
+    _choose.cache_clear()
+    monkeypatch.setattr("slipstream.envs.sandbox.bubblewrap.shutil.which", lambda name: None)
+    monkeypatch.setattr("slipstream.envs.sandbox.bubblewrap.OWN", Path("/nowhere"))
+    with pytest.raises(ConfigError, match="`bwrap` is missing; install the package bubblewrap"):
+        require_sandbox("bubblewrap")
+    monkeypatch.setenv("SLIPSTREAM_SANDBOX", "landlock")
+    assert require_sandbox().name == "landlock"
+    _choose.cache_clear()
+
+
+# --- the filter -------------------------------------------------------------------------------------------------------
+
+
+def test_the_numbers_are_those_of_the_kernels_headers():
+    """x86_64's own and the generic ones, which aarch64 has."""
+    for column, header in enumerate(
+        ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h")
+    ):
+        if not Path(header).exists():
+            pytest.skip(f"{header} is not installed")
+        known = {}
+        for line in Path(header).read_text().splitlines():
+            words = line.split()
+            if len(words) >= 3 and words[0] == "#define" and words[2].isdigit():
+                known[words[1].removeprefix("__NR3264_").removeprefix("__NR_")] = int(words[2])
+        ours = {call: numbers[column] for call, numbers in seccomp.NUMBERS.items() if numbers[column] is not None}
+        assert {call: number for call, number in ours.items() if known.get(call, number) != number} == {}
+        assert len(ours.keys() & known.keys()) > 80
+
+
+def test_filters_are_built_for_both_machines_and_no_other():
+    rules = (*seccomp.COMMON, *seccomp.protecting(2), *seccomp.FOREIGN_FILES, *seccomp.NO_NAMESPACES)
+    for machine in seccomp.MACHINES:
+        filter = seccomp.build(rules, machine)
+        assert len(filter) % 8 == 0
+        assert len(filter) // 8 < 4096  # the kernel's limit
+    with pytest.raises(ConfigError, match="riscv64"):
+        seccomp.build(rules, "riscv64")

@@ -1,0 +1,150 @@
+"""Hostile programs in both kinds of sandbox, as root and as an ordinary user: nothing gets through, each ends within its
+limit, nothing is left."""
+
+import functools
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+from slipstream.tests.sandbox_attacks import ATTACKS, THROUGH, marked
+
+ROOT = Path(__file__).parent.parent
+USER = 54_321  # an ordinary one
+LIMITED = {
+    "fork bomb": {"wall", "processes"},
+    "thread bomb": {"wall", "processes"},
+    "memory": {"exited"},
+    "memory of many": {"memory"},
+    "disk": {"exited", "disk"},
+    "many files": {"disk", "cpu", "wall"},
+    "CPU": {"cpu", "wall"},  # wall where the machine gives it less than a core
+    "CPU of many": {"cpu", "wall"},
+    "recursion": {"exited", "memory", "cpu"},
+    "sleep": {"wall"},
+    "output": {"output"},
+    "errors": {"output"},
+    "ignored signals": {"wall"},
+}
+"""Attacks on limits, and what ends them; the others end by themselves."""
+
+SOME = [
+    pytest.param(kind, who, id=f"{kind}-{who}")
+    for kind in ("bubblewrap", "landlock")
+    for who in (("root", "user") if os.geteuid() == 0 else ("user",))
+]
+
+
+@functools.cache
+def command(who: str) -> tuple[str, ...]:
+    """Python as `who`."""
+    if who == "root" or os.geteuid():
+        return (sys.executable,)
+    become = (shutil.which("setpriv") or "setpriv", "--reuid", str(USER), "--regid", str(USER), "--clear-groups")
+    for python in (sys.executable, "/usr/bin/python3"):
+        tried = subprocess.run(
+            (*become, python, "-c", "import slipstream.envs.sandbox"), env=environment(), capture_output=True
+        )
+        if not tried.returncode:
+            return (*become, python)
+    pytest.skip("no Python with msgspec that an ordinary user may run here")
+
+
+def environment() -> dict[str, str]:
+    paths = (str(ROOT.parent), sysconfig.get_paths()["purelib"])
+    return {"PYTHONPATH": os.pathsep.join(paths), "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory):
+    """What came of all attacks in a kind of sandbox of a user, run once."""
+
+    @functools.cache
+    def attack(kind: str, who: str) -> dict:
+        folder = Path("/tmp") / f"slipstream-attacks-{os.getpid()}-{who}-{kind}"
+        folder.mkdir()
+        (folder / "host-file").write_text("secret")
+        os.utime(folder / "host-file", (10**9, 10**9))
+        if who == "user" and not os.geteuid():
+            for path in (folder, folder / "host-file"):
+                os.chown(path, USER, USER)
+        os.chmod(folder / "host-file", 0o644)
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
+            abstract.bind("\0slipstream-attacks")
+            abstract.listen()
+            try:
+                ran = subprocess.run(
+                    (*command(who), str(ROOT / "tests" / "sandbox_attacks.py"), kind, str(server.getsockname()[1])),
+                    env=environment() | {"HOSTFOLDER": str(folder)},
+                    capture_output=True,
+                    text=True,
+                    timeout=240,
+                )
+            finally:
+                read = (folder / "host-file").read_text() if (folder / "host-file").exists() else None
+                shutil.rmtree(folder)
+        assert ran.returncode == 0, ran.stderr
+        return json.loads(ran.stdout) | {"read": read}
+
+    return attack
+
+
+@pytest.mark.parametrize(("kind", "who"), SOME)
+def test_nothing_gets_through_and_every_limit_holds(attacked, kind, who):
+    found = attacked(kind, who)
+    results = found["results"]
+    assert set(results) == set(ATTACKS)
+    through = {name: ran["stdout"] for name, ran in results.items() if any(word in ran["stdout"] for word in THROUGH)}
+    assert through == {}
+    ended = {name: ran["ended"] for name, ran in results.items()}
+    assert {name: how for name, how in ended.items() if how not in LIMITED.get(name, {"exited"})} == {}
+    assert {
+        name: ran["seconds"] for name, ran in results.items() if ran["seconds"] > 8
+    } == {}  # limit 3 s, and a busy machine
+    assert all(ran["size"] <= 2 << 16 for ran in results.values())
+    tried = [name for name in ATTACKS if name not in LIMITED and name != "daemon"]
+    assert {name: results[name] for name in tried if "refused" not in results[name]["stdout"]} == {}  # each did try
+    assert found["left"] == []
+    assert found["read"] == "secret"
+    assert found["host_file"] == ["secret", "0o100644", 10**9]
+
+
+@pytest.mark.parametrize(("kind", "who"), SOME)
+def test_killing_the_caller_leaves_nothing(kind, who):
+    caller = subprocess.Popen(
+        (*command(who), str(ROOT / "tests" / "sandbox_attacks.py"), "sleep", kind),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    mark = caller.stdout.readline().split()[-1]
+    deadline = time.monotonic() + 60
+    sandboxed = []
+    while len(sandboxed) < 4:  # two sleepers of the command and two of the cell
+        assert time.monotonic() < deadline
+        sandboxed = [
+            pid for pid in marked(mark) if b"time.sleep(600)" in cmdline(pid) and b"/bin/sh" not in cmdline(pid)
+        ]
+    watched = [os.pidfd_open(pid) for pid in marked(mark)]
+    caller.kill()
+    caller.wait()
+    for fd in watched:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        assert poll.poll(10_000), "a sandboxed process outlives its caller"
+        os.close(fd)
+    assert marked(mark) == []
+
+
+def cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
