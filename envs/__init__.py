@@ -1,7 +1,9 @@
 """Environments: the contract, tools, and adapters to known libraries."""
 
 from .base import JSON, Environment, Message, Observation, StepResult, Task, TaskSource, ToolCall, ToolSpec
+from .interpreters import PythonTool, ShellTool
 from .registry import EnvPart, parts_of, require_penalties, task_source
+from .search import RetrieveServer, SearchIndex, search_tool
 from .simple import SimpleEnv, Split
 from .tools import CALCULATOR, InvalidCall, Tool, call_tool, in_thread
 
@@ -13,6 +15,10 @@ __all__ = [
     "InvalidCall",
     "Message",
     "Observation",
+    "PythonTool",
+    "RetrieveServer",
+    "SearchIndex",
+    "ShellTool",
     "SimpleEnv",
     "Split",
     "StepResult",
@@ -25,5 +31,6 @@ __all__ = [
     "in_thread",
     "parts_of",
     "require_penalties",
+    "search_tool",
     "task_source",
 ]

