@@ -20,7 +20,7 @@ from ..monitor.output import open_console, print_line
 if TYPE_CHECKING:
     from .result import Result
 
-NAMES = ("rollout", "weightsync", "buffer", "learner", "learning")
+NAMES = ("rollout", "weightsync", "buffer", "sandbox", "learner", "learning")
 
 LEARNING_ONLY = ("seeds", "staleness", "steps", "out")
 
@@ -59,7 +59,13 @@ def bench(options: argparse.Namespace) -> int:
     else:
         if wrong := [name for name in LEARNING_ONLY if getattr(options, name) is not None]:
             raise ConfigError(f"--{wrong[0]}: only `slipstream bench learning` knows it; leave it out")
-        several = {"rollout": _rollout, "weightsync": _weightsync, "buffer": _buffer, "learner": _learner}
+        several = {
+            "rollout": _rollout,
+            "weightsync": _weightsync,
+            "buffer": _buffer,
+            "sandbox": _sandbox,
+            "learner": _learner,
+        }
         parts = several[options.name](options.sizes)
     results: list[Result] = []
     try:
@@ -122,6 +128,15 @@ def _buffer(sizes: list[str] | None) -> list[tuple[str, Measure]]:
         ("the buffer beside a busy engine", beside_an_engine),
         ("memory at a million trajectories", buffer.memory),
     ]
+
+
+def _sandbox(sizes: list[str] | None) -> list[tuple[str, Measure]]:
+    from ..errors import ConfigError
+    from .sandbox import sandbox
+
+    if sizes:
+        raise ConfigError("--sizes: sandboxes hold no policy; leave it out")
+    return [("sandboxes over bare processes", sandbox)]
 
 
 def _learner(sizes: list[str] | None) -> list[tuple[str, Measure]]:
