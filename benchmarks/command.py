@@ -88,12 +88,15 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def _rollout(sizes: list[str] | None) -> list[tuple[str, Measure]]:
+    from .gateway import gateway
     from .overhead import overhead
     from .pushes import partial, rolling
 
     parts: list[tuple[str, Measure]] = []
     for size in sizes or ["1M", "10M"]:
         parts.append((f"worker over bare engine, {size}", lambda folder, size=size: overhead(folder, size)))
+    if not sizes:
+        parts.append(("the gateway over the session", gateway))
     for size in sizes or ["3M"]:
         for replicas in (2, 4):
             what = f"rolling push over global stop, {size}, {replicas} replicas"
