@@ -75,7 +75,42 @@ class Dataset(DataSection, frozen=True, tag_field="kind", tag="dataset"):
     """Your own data: every row is a task, answered once, and scored by a reward function."""
 
 
-EnvironmentKind = ReasoningGym | PythonEnv | Dataset
+class Mcp(DataSection, frozen=True, tag_field="kind", tag="mcp"):
+    """Rows of your own data, answered with the tools of an MCP server. Of `command` and `url` one is set."""
+
+    command: tuple[str, ...] = ()
+    """A server that speaks MCP on its standard input and output, for example `[python, server.py]`; each episode starts its own."""
+    url: str = ""
+    """A server that speaks MCP over HTTP; each episode has a session of its own."""
+    max_turns: Positive = 8
+    """Assistant messages before the environment ends the episode."""
+
+
+class Gymnasium(Tasks, frozen=True, tag_field="kind", tag="gymnasium"):
+    """A gymnasium environment with actions that can be written down; the policy acts by the tool `act`."""
+
+    id: str
+    """A registered id, for example `FrozenLake-v1`."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `gymnasium.make`, for example `{is_slippery: false}`."""
+    prompt: str = ""
+    """What the policy is told first, before the first observation; empty names the environment and its actions."""
+    max_turns: Positive = 50
+    """Assistant messages before the environment ends the episode."""
+
+
+class TextArena(Tasks, frozen=True, tag_field="kind", tag="textarena"):
+    """A textarena game for one player; the policy's messages are its moves."""
+
+    id: str
+    """A registered id. Take one that ends in `-raw`: the others repeat the whole game in each turn."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `textarena.make`."""
+    max_turns: Positive = 50
+    """Assistant messages before the environment ends the episode."""
+
+
+EnvironmentKind = ReasoningGym | PythonEnv | Dataset | Mcp | Gymnasium | TextArena
 
 
 class Mixture(Section, frozen=True, tag_field="kind", tag="mixture"):

@@ -1,8 +1,9 @@
-"""From `package.module:Name` in a config to the user's own callable."""
+"""From a name in a config to what it names: the user's own callable, or an optional library."""
 
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import Any
 
 from ..errors import ConfigError, describe
@@ -22,3 +23,17 @@ def load_target(key: str, target: str) -> Any:
         public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
         raise ConfigError(f"{key}: {module_name!r} has no callable {name!r}; it has {', '.join(public) or 'none'}")
     return found
+
+
+def load_library(key: str, module: str, extra: str) -> ModuleType:
+    """An optional library, imported only by what needs it. Raises ConfigError naming `key` and the extra to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        missing = (
+            f"needs the package {package}"
+            if getattr(error, "name", "") == package
+            else f"cannot import {package} ({error})"
+        )
+        raise ConfigError(f"{key}: {missing}; run `pip install -e .[{extra}]`") from None

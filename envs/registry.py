@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ..configs.environments import Dataset, EnvironmentKind, Mixture, ReasoningGym, parts_by_key
+from ..configs.environments import (
+    Dataset,
+    EnvironmentKind,
+    Gymnasium,
+    Mcp,
+    Mixture,
+    ReasoningGym,
+    TextArena,
+    parts_by_key,
+)
 from ..configs.schema import Failure, Reason
 from ..errors import ConfigError
 from .base import TaskSource
@@ -57,6 +66,18 @@ def task_source(config: EnvironmentKind, split: Split, seed: int, key: str = "en
         from .dataset.source import DatasetSource
 
         return DatasetSource(config, split, seed, key)
+    if isinstance(config, Mcp):
+        from .adapters.mcp import McpEnv
+
+        return McpEnv(config, split, seed, key)
+    if isinstance(config, Gymnasium):
+        from .adapters.gymnasium import GymnasiumEnv
+
+        return GymnasiumEnv(config, split, seed, key)
+    if isinstance(config, TextArena):
+        from .adapters.textarena import TextArenaEnv
+
+        return TextArenaEnv(config, split, seed, key)
     factory = load_target(f"{key}.factory", config.factory)
     try:
         source = factory(split=split, seed=seed, **config.arguments)

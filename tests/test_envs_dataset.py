@@ -361,7 +361,10 @@ def test_without_its_package_a_hub_name_is_refused_with_what_to_install(folder: 
     try:
         import datasets  # noqa: F401
     except ImportError:
-        with pytest.raises(ConfigError, match=r"env.path: openai/gsm8k is no file, .*`pip install -e .\[data\]`"):
+        with pytest.raises(
+            ConfigError,
+            match=r"env.path: openai/gsm8k is no file, and a hub name: needs the package datasets; run `pip install -e .\[data\]`",
+        ):
             task_source(dataset("openai/gsm8k"), "train", 0)
     else:
         pytest.skip("the package datasets is installed")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import mmap
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import msgspec
@@ -21,6 +20,7 @@ import numpy.typing as npt
 
 from ...errors import ConfigError
 from ..base import JSON
+from ..loading import load_library
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 CHUNK = 1 << 26  # bytes of a file that are searched for line ends at once
@@ -138,7 +138,7 @@ class HubRows:
     def __init__(self, key: str, path: str) -> None:
         where, _, split = path.partition("@")
         name, _, subset = where.partition(":")
-        datasets = _package(key, "datasets", f"{path} is no file, and a hub name")
+        datasets = load_library(f"{key}: {path} is no file, and a hub name", "datasets", "data")
         self._path = path
         try:
             self._rows = datasets.load_dataset(name, subset or None, split=split or "train")
@@ -162,16 +162,8 @@ class HubRows:
 
 
 def _parquet(key: str, path: str) -> Any:
-    parquet = _package(key, "pyarrow.parquet", f"{path}")
+    parquet = load_library(key, "pyarrow.parquet", "data")
     try:
         return parquet.read_table(path)
     except Exception as error:  # pyarrow has an error for every layer of a file
         raise ConfigError(f"{key}: {path} cannot be read as Parquet: {' '.join(str(error).split())}") from error
-
-
-def _package(key: str, name: str, what: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        package = name.partition(".")[0]
-        raise ConfigError(f"{key}: {what} needs the package {package}; run `pip install -e .[data]`") from None

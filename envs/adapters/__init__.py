@@ -1,0 +1,1 @@
+"""Environments of other libraries, one file each. A library is imported when its kind is chosen."""
