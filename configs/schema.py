@@ -227,6 +227,9 @@ class WeightSync(Section, frozen=True):
 class Evaluation(Section, frozen=True):
     tasks: NonNegative = 128
     """Tasks before the first and after the last step; 0 skips both."""
+    samples: Positive = 1
+    """Episodes of each task. Reports have their mean (avg@k) and pass@k, the chance that one of k solves the task: that its
+    reward is 1 or more."""
     temperature: Annotated[float, Meta(ge=0.0)] = 1.0
     """Sampling temperature; 0 is greedy."""
 

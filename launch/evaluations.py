@@ -14,7 +14,8 @@ import msgspec
 from msgspec import structs
 
 from ..common.fsio import write_atomic
-from ..monitor.series import EvaluationRecord, read_evaluations
+from ..common.scores import EvaluationResult
+from ..monitor.series import read_evaluations
 
 FILE = "evaluations.json"
 WARM_START, FINAL = "warm start", "final"
@@ -31,10 +32,10 @@ def begin(run_dir: Path, steps: int) -> None:
         _write(run_dir / FILE, after)
 
 
-def append(run_dir: Path, evaluation: msgspec.Struct, step: int) -> EvaluationRecord:
+def append(run_dir: Path, evaluation: EvaluationResult, step: int) -> EvaluationResult:
     """Add what `rollout.evaluation` found of `step`."""
     path = run_dir / FILE
-    record = msgspec.convert({**msgspec.to_builtins(evaluation), "step": step}, EvaluationRecord)
+    record = structs.replace(evaluation, step=step)
     _write(path, [*read_evaluations(path), record])
     return record
 
@@ -48,5 +49,5 @@ def label_of(step: int) -> str:
     return f"step {step}" if step else WARM_START
 
 
-def _write(path: Path, records: Iterable[EvaluationRecord]) -> None:
+def _write(path: Path, records: Iterable[EvaluationResult]) -> None:
     write_atomic(path, msgspec.json.format(msgspec.json.encode(list(records))))

@@ -20,6 +20,7 @@ import msgspec
 from ..buffer.ledger_report import LedgerReport, ledger_report
 from ..common import gc as heap
 from ..common.fsio import write_atomic
+from ..common.scores import EvaluationResult
 from ..configs import Config, describe, dump
 from ..configs.algorithm import plays_greedily
 from ..configs.environments import absolute_paths
@@ -27,7 +28,7 @@ from ..configs.reward import EnvironmentReward, ModelReward
 from ..errors import ConfigError, Interrupted, SlipstreamError
 from ..monitor.output import open_console
 from ..monitor.report import ReportPaths, write_report
-from ..monitor.series import EvaluationRecord, evaluation_line, read_evaluations
+from ..monitor.series import evaluation_line, read_evaluations
 from ..monitor.terminal import View, open_view
 from . import evaluations
 from .launchers.local import LocalLauncher
@@ -131,7 +132,7 @@ def read_ledger(run_dir: Path) -> LedgerReport:
     return ledger_report(path)
 
 
-def evaluate(config: Config, label: str) -> EvaluationRecord:
+def evaluate(config: Config, label: str) -> EvaluationResult:
     """Serve `model.path` and play `evaluation.tasks` fresh tasks."""
     if config.evaluation.tasks == 0:
         raise ConfigError("evaluation.tasks: 0 leaves nothing to do; allowed here are 1 and more")

@@ -23,8 +23,9 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
+from ..common.scores import EvaluationResult
 from .metrics import Row
-from .series import EvaluationRecord, column, elapsed, smooth, staleness_tokens
+from .series import column, elapsed, smooth, staleness_tokens
 from .text import count, duration, share
 
 COLORS = {
@@ -98,7 +99,7 @@ def to_svg(figure: Figure) -> str:
     return svg
 
 
-def reward(rows: Sequence[Row], evaluations: Sequence[EvaluationRecord]) -> Figure:
+def reward(rows: Sequence[Row], evaluations: Sequence[EvaluationResult]) -> Figure:
     """Reward per step with its standard error, a smoothed line, and the first and last evaluation as levels."""
 
     def draw(axes: Axes) -> None:

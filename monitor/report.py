@@ -20,10 +20,11 @@ import msgspec
 from markupsafe import Markup
 
 from ..common.outcomes import WARN_SHARE, failed_share, failures_text
+from ..common.scores import EvaluationResult
 from ..configs import Config, dump, load
 from . import charts
 from .metrics import Row, read_metrics
-from .series import EvaluationRecord, advise, column, elapsed, mean, outcomes, read_evaluations, staleness_tokens
+from .series import advise, column, elapsed, mean, outcomes, read_evaluations, staleness_tokens
 from .text import MISSING, count, duration, reward, share
 
 HEALTH = {
@@ -99,7 +100,7 @@ def _template() -> jinja2.Template:
     return environment.get_template("report.html.j2")
 
 
-def _charts(rows: Sequence[Row], evaluations: Sequence[EvaluationRecord], config: Config | None) -> dict[str, Markup]:
+def _charts(rows: Sequence[Row], evaluations: Sequence[EvaluationResult], config: Config | None) -> dict[str, Markup]:
     """Every chart as SVG, empty where it has no data."""
     figures = {
         "reward": charts.reward(rows, evaluations),
@@ -132,7 +133,7 @@ def _training(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
     }
 
 
-def _evaluations(evaluations: Sequence[EvaluationRecord]) -> dict[str, Any]:
+def _evaluations(evaluations: Sequence[EvaluationResult]) -> dict[str, Any]:
     """The evaluations, the first and the last, and the change between them with its standard error."""
     first, last = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
     change = (0.0, 0.0)
@@ -140,7 +141,17 @@ def _evaluations(evaluations: Sequence[EvaluationRecord]) -> dict[str, Any]:
         error = (first.reward_stderr**2 + last.reward_stderr**2) ** 0.5
         change = (last.reward_mean - first.reward_mean, error)
     outcomes = list(dict.fromkeys(kind for evaluation in evaluations for kind in evaluation.outcomes))
-    return {"evaluations": evaluations, "first": first, "last": last, "change": change, "outcomes": outcomes}
+    sampled = [evaluation for evaluation in evaluations if evaluation.samples > 1]
+    ks = sorted({k for evaluation in sampled for k in evaluation.pass_at}, key=int)
+    return {
+        "evaluations": evaluations,
+        "first": first,
+        "last": last,
+        "change": change,
+        "outcomes": outcomes,
+        "sampled": sampled,
+        "ks": ks,
+    }
 
 
 def _ledger(ledger: Mapping[str, Any] | None, rows: Sequence[Row]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..common.outcomes import WARN_SHARE, failed_share, failures_text
+from ..common.scores import EvaluationResult, EvaluationScore
 from ..configs import Config
 from ..configs.backends import copy_ranks
 from ..errors import StoreError
@@ -30,48 +31,33 @@ BACKED_OFF = (
 SMALL_BATCH = 32  # below this many sequences a server mostly reads weights, so that one more costs almost no time
 
 
-class EvaluationRow(msgspec.Struct, frozen=True):
-    """One environment of an evaluation; it has no reward where all of its episodes failed."""
-
-    tasks: int
-    reward_mean: float | None
-    reward_stderr: float | None
-    outcomes: dict[str, int]
-
-
-class EvaluationRecord(msgspec.Struct, frozen=True):
-    """Fresh tasks played once with one policy version; `outcomes` counts episodes by outcome, `environments` splits a mixture."""
-
-    label: str
-    version: int
-    tasks: int
-    reward_mean: float
-    reward_stderr: float
-    outcomes: dict[str, int]
-    seconds: float
-    environments: dict[str, EvaluationRow] = {}
-    step: int = 0  # learner steps in its weights
-
-
-def read_evaluations(path: Path) -> list[EvaluationRecord]:
+def read_evaluations(path: Path) -> list[EvaluationResult]:
     """Evaluations in their order; empty where there is no file. Raises StoreError where the file is not valid."""
     if not path.is_file():
         return []
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[EvaluationRecord])
+        return msgspec.json.decode(path.read_bytes(), type=list[EvaluationResult])
     except msgspec.MsgspecError as error:
         raise StoreError(f"{path}: not a list of evaluations: {error}") from None
 
 
-def evaluation_line(evaluation: EvaluationRecord) -> str:
+def evaluation_line(evaluation: EvaluationResult) -> str:
     """An evaluation in one line, with the means of a mixture's environments, and how many episodes failed."""
     e = evaluation
     line = f"{e.label}: reward {e.reward_mean:.3f} ± {e.reward_stderr:.3f} over {e.tasks} fresh tasks"
     if e.environments:
         means = ((name, row.reward_mean) for name, row in e.environments.items())
         line += f" ({', '.join(f'{name} {reward(value)}' for name, value in means)})"
+    if e.samples > 1:
+        line += f", {e.samples} samples each; {pass_text(e)}"
     failed = failures_text(e.outcomes)
     return f"{line}; {failed} and count in no mean" if failed else line
+
+
+def pass_text(evaluation: EvaluationScore) -> str:
+    """`pass@1 0.500 ± 0.044, pass@4 0.781 ± 0.037`."""
+    found = evaluation.pass_at.items()
+    return ", ".join(f"pass@{k} {one.mean:.3f} ± {one.stderr:.3f}" for k, one in found)
 
 
 def column(rows: Sequence[Row], name: str) -> NDArray[np.float64]:

@@ -87,7 +87,8 @@ def _interrupt_user_code(number: int, frame: FrameType | None) -> None:
     while frame is not None:
         if frame.f_code in _user_code_callers:
             raise EventLoopBlocked(
-                f"held up the event loop for {BLOCK_S:g} s; use `await in_thread(function)` for what blocks"
+                f"held up the event loop, which has not turned for {BLOCK_S:g} s, by this call or by those just before it; "
+                "use `await in_thread(function)` for what blocks"
             )
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(PACKAGE) and path.relative_to(PACKAGE).parts[0] in OUR_FOLDERS:

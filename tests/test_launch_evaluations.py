@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from safetensors.torch import load_file
+from slipstream.common.scores import EvaluationResult
 from slipstream.launch import evaluations
-from slipstream.monitor.series import EvaluationRecord, read_evaluations
-from slipstream.rollout.evaluation import EvaluationResult
+from slipstream.monitor.series import read_evaluations
 from slipstream.tests.runs import SMALL, slipstream, tiny_policy
 
 
@@ -26,7 +26,7 @@ def test_a_final_evaluation_is_of_its_step_once_the_run_goes_on(tmp_path: Path) 
     assert evaluations.label_of(0) == "warm start"
     evaluations.append(tmp_path, result("warm start", 0), 0)
     record = evaluations.append(tmp_path, result("final", 20), 20)
-    assert isinstance(record, EvaluationRecord)
+    assert isinstance(record, EvaluationResult)
     assert (record.step, record.tasks, record.reward_mean) == (20, 4, 0.5)
     evaluations.begin(tmp_path, 20)
     assert labels(tmp_path) == ["warm start", "final"]
@@ -72,7 +72,7 @@ def test_a_run_that_goes_on_is_evaluated_once_per_step_and_any_checkpoint_is_exp
     slipstream("resume", str(run))
     assert labels(run) == ["step 2", "final"]
     answer = slipstream("eval", str(run), "--step", "2", "--json")
-    assert msgspec.json.decode(answer.stdout, type=EvaluationRecord).tasks == 2
+    assert msgspec.json.decode(answer.stdout, type=EvaluationResult).tasks == 2
     wrong = slipstream("eval", str(run), "--step", "3", check=False)
     assert wrong.returncode == 2
     assert f"--step: {run} has no checkpoint of step 3; it has 2, 4" in wrong.stderr

@@ -467,7 +467,7 @@ async def test_user_code_that_blocks_the_event_loop_is_interrupted(
     async with EventLoopWatchdog():
         result = await episode(policy, Blocks(), agent=agent if whose == "policy" else None)
         assert (result.outcome.kind, result.outcome.reason) == ("failed", whose)
-        assert "held up the event loop for 0.3 s" in result.outcome.detail
+        assert "held up the event loop, which has not turned for 0.3 s" in result.outcome.detail
         assert "in_thread" in result.outcome.detail
         assert (await episode(policy, Ask())).outcome.kind == "finished"
     assert time.monotonic() - began < 10

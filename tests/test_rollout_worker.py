@@ -24,7 +24,7 @@ from slipstream.learner.model import load_tokenizer, vocabulary_size
 from slipstream.rollout import failures
 from slipstream.rollout import worker as module
 from slipstream.rollout.engines.base import EngineLoad
-from slipstream.rollout.evaluation import EvaluationScore, evaluate
+from slipstream.rollout.evaluation import evaluate
 from slipstream.rollout.player import EpisodePlayer
 from slipstream.rollout.router import Router
 from slipstream.rollout.worker import Worker
@@ -509,8 +509,9 @@ async def test_an_evaluation_plays_a_mixture_by_shares_and_scores_each_part(poli
         answering.cancel()
     assert (result.tasks, result.reward_mean) == (7, 1.0)
     assert result.outcomes == {"finished": 7, "failed_tool": 3}
-    assert result.environments["easy"] == EvaluationScore(7, 1.0, 0.0, {"finished": 7})
-    assert result.environments["hard"] == EvaluationScore(0, None, None, {"failed_tool": 3})
+    easy, hard = result.environments["easy"], result.environments["hard"]
+    assert (easy.tasks, easy.reward_mean, easy.reward_stderr, easy.outcomes) == (7, 1.0, 0.0, {"finished": 7})
+    assert (hard.tasks, hard.reward_mean, hard.reward_stderr, hard.outcomes) == (0, None, None, {"failed_tool": 3})
 
 
 async def test_an_evaluation_plays_what_the_servers_decode_at_once(policy: Path, tmp_path: Path) -> None:

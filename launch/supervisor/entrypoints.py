@@ -174,7 +174,7 @@ async def evaluator(
             lambda: make_player(config, agent, router, split="eval", temperature=temperature), "make_player"
         )
         _ready(heartbeat)
-        result = await run_or_stop(evaluate(player, label, config.evaluation.tasks), stop)
+        result = await run_or_stop(evaluate(player, label, config.evaluation.tasks, config.evaluation.samples), stop)
     heartbeat.send_message(evaluation_line(append(context.dir, result, step)))
 
 
