@@ -33,7 +33,7 @@ from .sft import SftConfig
 
 BF16_NOISE = 0.05  # nats by which log-probs of equal bfloat16 weights differ between implementations now and then
 BUILT_IN_AGENTS = ("tool_calling", "single_turn")
-_PYTHON_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+PYTHON_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _PART_NAME = re.compile(r"[\w-]+")
 
 
@@ -81,7 +81,7 @@ def _values(config: Config) -> Iterator[str]:
 
 def _episode(config: Config) -> Iterator[str]:
     agent, env = config.agent, config.env
-    if agent.kind not in BUILT_IN_AGENTS and not _PYTHON_NAME.fullmatch(agent.kind):
+    if agent.kind not in BUILT_IN_AGENTS and not PYTHON_NAME.fullmatch(agent.kind):
         yield f"agent.kind: {agent.kind!r} is neither of {', '.join(BUILT_IN_AGENTS)}, nor of the form package.module:coroutine"
     if isinstance(env, Mixture) and not env.parts:
         yield "env.parts: a mixture needs at least one environment, for example {sums: {kind: reasoning_gym, share: 2}}"
@@ -97,7 +97,7 @@ def _episode(config: Config) -> Iterator[str]:
 def _environment(key: str, env: EnvironmentKind, agent: Agent) -> Iterator[str]:
     if key != "env" and not _PART_NAME.fullmatch(key.removeprefix("env.parts.")):
         yield f"{key}: a name of a part consists of letters, digits, _ and -"
-    if isinstance(env, PythonEnv) and not _PYTHON_NAME.fullmatch(env.factory):
+    if isinstance(env, PythonEnv) and not PYTHON_NAME.fullmatch(env.factory):
         yield f"{key}.factory: {env.factory!r} is not of the form package.module:Name"
     if agent.kind == "single_turn" and isinstance(env, ReasoningGym) and env.calculator:
         yield (

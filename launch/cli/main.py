@@ -29,6 +29,7 @@ COMMANDS = {
     "chaos": "slipstream.chaos.command",
     "bench": "slipstream.benchmarks.command",
     "doctor": ".doctor",
+    "env": ".env",
     "config": ".config",
     "role": ".role",
 }

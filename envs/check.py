@@ -1,0 +1,339 @@
+"""Checks of an environment against its contract, for its author. Each plays real episodes with scripted policies and returns a
+line, or raises ContractViolation with what is wrong and how to mend it.
+
+Invariants:
+- Nothing is assumed of the environment beyond `envs/base.py`. Every wait has a deadline.
+- The scripted policies say what policies say: text, nothing, broken calls, calls of no tool, calls that fit a schema and that do
+  not. They are seeded, so a difference between two episodes of one task is the environment's.
+- Tasks, messages, rewards and ends of episodes are compared; metrics and timings are not, they may differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jsonschema
+import msgspec
+import psutil
+
+from ..configs.environments import EnvironmentKind
+from ..errors import EnvError, SlipstreamError, describe
+from .base import Environment, Message, Observation, StepResult, Task, TaskSource, ToolCall, ToolSpec
+from .registry import task_source
+from .simple import Split
+from .tools import in_thread
+
+T = TypeVar("T")
+
+TASKS = 32  # whose equality between processes is checked
+EPISODES = 4  # tasks that are played
+EXTRA_TURNS = 4  # messages of text after one of each kind
+BLOCKED_S = 0.1  # longest stand-still of the event loop: hundreds of episodes share it
+TRIES = 3  # of the check of the event loop
+STEP_S = 120.0  # longest task, reset or step; as in a run
+CLOSE_S = 30.0  # longest close; as in a run
+OTHER_HASH_SEED = "77"  # of the process that makes the same tasks
+SAMPLES = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}  # of a JSON type
+
+
+class ContractViolation(Exception):
+    """The environment does not keep its contract."""
+
+
+class Subject(msgspec.Struct, frozen=True):
+    """The environment that is checked: its config, and one source of it."""
+
+    config: EnvironmentKind
+    seed: int
+    source: TaskSource
+
+
+def checked(value: object, kind: type[T], what: str) -> T:
+    """What an environment returned, as a valid `kind`. Raises ContractViolation."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(value), kind)
+    except (TypeError, msgspec.ValidationError) as error:
+        raise ContractViolation(f"{what} returned {value!r:.80}, which is no valid {kind.__name__}: {error}") from None
+
+
+def moves(tools: Sequence[ToolSpec], rng: random.Random) -> Iterator[Message]:
+    """One message of each kind that policies send, in a random order, then text."""
+    said = [
+        Message("assistant", "I do not know."),
+        Message("assistant", ""),
+        Message("assistant", "", malformed="a tool call could not be read"),
+        Message("assistant", "", (ToolCall("no_such_tool", {}, "c0"),)),
+    ]
+    for tool in tools:
+        fitting = {k: sample(v) for k, v in tool.parameters.get("properties", {}).items()}
+        said.append(Message("assistant", "", (ToolCall(tool.name, {}, "c1"),)))
+        said.append(
+            Message("assistant", "", (ToolCall(tool.name, fitting, "c2"), ToolCall(tool.name, {"x": None}, "c3")))
+        )
+    rng.shuffle(said)
+    yield from said
+    for _ in range(EXTRA_TURNS):
+        yield Message("assistant", rng.choice(["yes", "42", "[up]", "<answer>1</answer>"]))
+
+
+def sample(schema: Any) -> Any:
+    """A value that a property's schema allows, as far as it is simple."""
+    if not isinstance(schema, dict):
+        return "1"
+    if schema.get("enum"):
+        return schema["enum"][0]
+    return schema.get("minimum", SAMPLES.get(str(schema.get("type")), "1"))
+
+
+async def in_time(work: Awaitable[T], what: str, seconds: float = STEP_S) -> T:
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError:
+        raise ContractViolation(f"{what} took longer than {seconds:g} s") from None
+    except (ContractViolation, asyncio.CancelledError):
+        raise
+    except Exception as error:  # whatever the environment raises
+        raise ContractViolation(f"{what} raised {describe(error)}") from error
+
+
+async def play(source: TaskSource, index: int) -> bytes:
+    """An episode of a scripted policy: its opening and what followed, encoded. Raises ContractViolation."""
+    task = checked(await in_time(in_thread(source.task, index), f"task {index}"), Task, f"task {index}")
+    env, seen = source.make(), []
+    try:
+        opening = checked(await in_time(env.reset(task), "reset"), Observation, "reset")
+        seen.append(opening)
+        for message in moves(opening.tools, random.Random(index)):
+            result = await step(env, message, bool(opening.tools))
+            seen.append((result.messages, result.reward, result.done, result.truncated))
+            if result.done:
+                break
+            await asyncio.sleep(0)
+    finally:
+        await in_time(env.close(), "close", CLOSE_S)
+    return msgspec.json.encode(seen, order="sorted")
+
+
+async def step(env: Environment, message: Message, has_tools: bool) -> StepResult:
+    """A step whose result keeps the contract."""
+    result = await in_time(env.step(message), "step")
+    reward = getattr(result, "reward", None)
+    if isinstance(reward, str) or (isinstance(reward, float) and not math.isfinite(reward)):
+        raise ContractViolation(f"step returned the reward {reward!r}; a reward is a finite number")
+    result = checked(result, StepResult, "step")
+    if result.done:
+        return result
+    if not result.messages:
+        raise ContractViolation(
+            f"step({message!r:.80}) is not done and has no message: the policy would speak twice in a row"
+        )
+    answered = {reply.tool_call_id for reply in result.messages if reply.role == "tool"}
+    if has_tools and (missing := {call.id for call in message.tool_calls} - answered):
+        names = ", ".join(call.name for call in message.tool_calls if call.id in missing)
+        raise ContractViolation(f"no tool message answers the call of {names}; set tool_call_id to the call's id")
+    return result
+
+
+def payloads(source: TaskSource, indices: Sequence[int]) -> list[bytes]:
+    return [msgspec.json.encode(checked(source.task(i), Task, f"task {i}"), order="sorted") for i in indices]
+
+
+def tasks(subject: Subject) -> str:
+    """The same tasks whatever was asked before, and in another process with another hash seed."""
+    indices = range(TASKS)
+    try:
+        here = payloads(subject.source, indices)
+        again = payloads(task_source(subject.config, "train", subject.seed), indices[::-1])[::-1]
+        held_out = payloads(task_source(subject.config, "eval", subject.seed), indices)
+    except (ContractViolation, SlipstreamError):
+        raise
+    except Exception as error:  # whatever the environment raises
+        raise ContractViolation(f"making a task raised {describe(error)}") from error
+    if here != again:
+        raise ContractViolation("task(i) depends on what was asked before, or on the global `random`; use self.rng(i)")
+    if (there := _elsewhere(subject)) != here:
+        wrong = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), len(there))
+        raise ContractViolation(
+            f"another process makes another task {wrong}: it depends on hash(), time or `random`; use self.rng(i)"
+        )
+    both = len({_content(t) for t in held_out} & {_content(t) for t in here})
+    overlap = f", {both} of them in evaluation, too" if both else ", none of them in evaluation"
+    return f"{TASKS} tasks, {len({_content(t) for t in here})} different, the same in another process{overlap}"
+
+
+def _content(task: bytes) -> bytes:
+    return msgspec.json.encode(msgspec.json.decode(task, type=Task).payload, order="sorted")
+
+
+def _elsewhere(subject: Subject) -> list[bytes]:
+    """The tasks, made by a process of its own."""
+    code = (
+        "import sys, msgspec\n"
+        "sys.path[:] = msgspec.json.decode(sys.argv[1])\n"
+        "from slipstream.configs.environments import EnvironmentKind\n"
+        "from slipstream.envs.check import TASKS, payloads\n"
+        "from slipstream.envs.registry import task_source\n"
+        "config = msgspec.json.decode(sys.argv[2], type=EnvironmentKind)\n"
+        "made = payloads(task_source(config, 'train', int(sys.argv[3])), range(TASKS))\n"
+        "sys.stdout.buffer.write(b'\\0tasks\\0' + msgspec.msgpack.encode(made))\n"
+    )
+    given = (msgspec.json.encode(sys.path).decode(), msgspec.json.encode(subject.config).decode(), str(subject.seed))
+    environment = {**os.environ, "PYTHONHASHSEED": OTHER_HASH_SEED}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *given], capture_output=True, env=environment, timeout=STEP_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ContractViolation(f"another process made no tasks within {STEP_S:g} s") from None
+    _, mark, made = done.stdout.partition(b"\0tasks\0")
+    if done.returncode or not mark:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+        raise ContractViolation(f"another process cannot make the tasks: {last[0]}")
+    return msgspec.msgpack.decode(made, type=list[bytes])
+
+
+async def opening(subject: Subject) -> str:
+    """The first observation: messages that somebody can answer, tools whose schemas are valid."""
+    env = subject.source.make()
+    try:
+        task = await in_time(in_thread(subject.source.task, 0), "task 0")
+        seen = checked(await in_time(env.reset(task), "reset"), Observation, "reset")
+    finally:
+        await in_time(env.close(), "close", CLOSE_S)
+    if not seen.messages or seen.messages[-1].role == "assistant":
+        raise ContractViolation("reset returned no message for the policy to answer")
+    for tool in seen.tools:
+        try:
+            jsonschema.Draft202012Validator.check_schema(tool.parameters)
+        except jsonschema.SchemaError as error:
+            raise ContractViolation(f"the schema of the tool {tool.name!r} is invalid: {error.message}") from None
+        if tool.parameters.get("type") != "object":
+            raise ContractViolation(f"the schema of the tool {tool.name!r} must have the type object")
+    if len({tool.name for tool in seen.tools}) < len(seen.tools):
+        raise ContractViolation("two tools have the same name")
+    return f"{len(seen.messages)} messages, tools: {', '.join(tool.name for tool in seen.tools) or 'none'}"
+
+
+async def episodes(subject: Subject) -> str:
+    """Episodes end well whatever the policy says, are the same again, and the same when they run at once."""
+    alone = [await play(subject.source, i) for i in range(EPISODES)]
+    for i in range(EPISODES):
+        if await play(subject.source, i) != alone[i]:
+            raise ContractViolation(
+                f"task {i} played again by the same policy went another way: use the task's own randomness"
+            )
+    at_once = await asyncio.gather(*(play(subject.source, i) for i in range(EPISODES) for _ in range(4)))
+    if [at_once[4 * i + j] for i in range(EPISODES) for j in range(4)] != [
+        alone[i] for i in range(EPISODES) for _ in range(4)
+    ]:
+        raise ContractViolation(
+            "episodes that run at once disturb each other: keep state in the instance, set in reset"
+        )
+    return f"{EPISODES} episodes are the same again, and with {4 * EPISODES} at once"
+
+
+async def event_loop(subject: Subject) -> str:
+    """Nothing blocks the loop that hundreds of episodes share. An environment that blocks does so each time; a busy machine does
+    not, so the best of a few tries counts."""
+    stood_still = math.inf
+    for _ in range(TRIES):
+        stood_still = min(stood_still, await _longest_stand_still(subject))
+        if stood_still <= BLOCKED_S:
+            return f"stood still for {stood_still * 1e3:.0f} ms at most"
+    raise ContractViolation(
+        f"the event loop stood still for {stood_still * 1e3:.0f} ms; run what blocks by `await in_thread(...)`"
+    )
+
+
+async def _longest_stand_still(subject: Subject) -> float:
+    """Seconds between two turns of the loop, the longest while episodes run."""
+    worst, last = 0.0, time.perf_counter()
+
+    async def beat() -> None:
+        nonlocal worst, last
+        while True:
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            worst, last = max(worst, now - last), now
+
+    beating = asyncio.create_task(beat())
+    try:
+        await asyncio.gather(*(play(subject.source, i) for i in range(EPISODES)))
+        await asyncio.sleep(0.002)  # the last block is seen, too
+    finally:
+        beating.cancel()
+    return worst
+
+
+async def leaks(subject: Subject) -> str:
+    """Files, threads and processes are released by `close`."""
+    process = psutil.Process()
+
+    async def rounds(n: int) -> tuple[int, int, int]:
+        for _ in range(n):
+            await asyncio.gather(*(play(subject.source, i) for i in range(EPISODES)))
+        gc.disable()  # what only the collector would release counts as held
+        try:
+            for _ in range(20):  # threads and processes that end take a moment
+                await asyncio.sleep(0.01)
+            return process.num_fds(), threading.active_count(), len(process.children(recursive=True))
+        finally:
+            gc.enable()
+
+    before = await rounds(1)
+    after = await rounds(2)
+    for what, old, new in zip(("open files", "threads", "processes"), before, after, strict=True):
+        if new >= old + EPISODES:
+            raise ContractViolation(f"{new - old} {what} are left by {2 * EPISODES} episodes; release them in close")
+    return "files, threads and processes are released"
+
+
+async def cancellation(subject: Subject) -> str:
+    """A step that is cancelled ends, and `close` works after it."""
+    env = subject.source.make()
+    task = await in_time(in_thread(subject.source.task, 0), "task 0")
+    seen = checked(await in_time(env.reset(task), "reset"), Observation, "reset")
+    stepping = asyncio.ensure_future(env.step(next(moves(seen.tools, random.Random(0)))))
+    await asyncio.sleep(0)
+    stepping.cancel()
+    _, running = await asyncio.wait({stepping}, timeout=CLOSE_S)
+    started = time.perf_counter()
+    await in_time(env.close(), "close after a cancelled step", CLOSE_S)
+    if running:
+        raise ContractViolation(f"step ignores its cancellation for {CLOSE_S:g} s")
+    return f"a cancelled step ends, and close after it takes {(time.perf_counter() - started) * 1e3:.0f} ms"
+
+
+CHECKS: dict[str, Callable[[Subject], str] | Callable[[Subject], Awaitable[str]]] = {
+    "tasks": tasks,
+    "opening": opening,
+    "episodes": episodes,
+    "event loop": event_loop,
+    "leaks": leaks,
+    "cancellation": cancellation,
+}
+
+
+def run_check(name: str, subject: Subject) -> str:
+    """What a check finds. Raises ContractViolation, ConfigError."""
+    result: Any = CHECKS[name](subject)
+    try:
+        return asyncio.run(result) if asyncio.iscoroutine(result) else result
+    except EnvError as error:
+        raise ContractViolation(str(error)) from error
+
+
+def subject_of(config: EnvironmentKind, seed: int, split: Split = "train") -> Subject:
+    """Raises ConfigError where there is no such environment."""
+    return Subject(config, seed, task_source(config, split, seed))

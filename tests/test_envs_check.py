@@ -1,0 +1,193 @@
+"""`slipstream env check`: each planted fault is found by its check, and good environments pass."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from slipstream.configs.environments import Gymnasium, PythonEnv, TextArena
+from slipstream.envs.check import CHECKS, ContractViolation, run_check, subject_of
+from slipstream.launch.cli.main import main
+
+FAULTY = '''
+import asyncio, random, threading, time
+from slipstream.envs import CALCULATOR, Message, Observation, SimpleEnv, StepResult, Task, ToolSpec, call_tool
+
+class Good(SimpleEnv):
+    """Three turns, with a tool."""
+    def task(self, index):
+        return Task(f"t-{index}", {"n": self.rng(index).randint(0, 10**6)})
+
+    async def reset(self, task):
+        self.n, self.turns = task.payload["n"], 0
+        return Observation((Message("user", f"{self.n}?"),), (CALCULATOR.spec,))
+
+    async def step(self, message):
+        self.turns += 1
+        if message.tool_calls:
+            tools = {"calculator": CALCULATOR}
+            return StepResult(tuple([(await call_tool(tools, call))[0] for call in message.tool_calls]))
+        return StepResult((Message("user", f"no, {self.n + self.turns}"),), done=self.turns > 6)
+
+class HashSeed(Good):
+    def task(self, index): return Task(f"t-{index}", {"n": hash(f"{index}") % 1000})
+
+class GlobalRandom(Good):
+    def task(self, index): return Task(f"t-{index}", {"n": random.randint(0, 10**6)})
+
+class Raises(Good):
+    def task(self, index): return Task(f"t-{index}", {"n": {}["key"]})
+
+class Moody(Good):
+    async def step(self, message):
+        return StepResult((Message("user", str(random.random())),))
+
+class Shared(Good):
+    seen = []
+    async def reset(self, task):
+        self.seen.clear()
+        return await super().reset(task)
+    async def step(self, message):
+        self.seen.append(self.n)
+        if message.tool_calls: return await super().step(message)
+        return StepResult((Message("user", str(sorted(set(self.seen)))),))
+
+class Blocks(Good):
+    async def reset(self, task):
+        time.sleep(0.3)
+        return await super().reset(task)
+
+class LeaksFiles(Good):
+    kept = []
+    async def reset(self, task):
+        self.kept.append(open("/dev/null"))
+        return await super().reset(task)
+
+class LeaksThreads(Good):
+    async def reset(self, task):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        return await super().reset(task)
+
+class BadSchema(Good):
+    async def reset(self, task):
+        return Observation((Message("user", "x"),), (ToolSpec("t", "", {"type": "strin"}),))
+
+class NoObject(Good):
+    async def reset(self, task):
+        return Observation((Message("user", "x"),), (ToolSpec("t", "", {"type": "string"}),))
+
+class Unanswered(Good):
+    async def step(self, message):
+        return StepResult((Message("user", "what?"),))
+
+class Silent(Good):
+    async def step(self, message): return StepResult()
+
+class Nan(Good):
+    async def step(self, message): return StepResult(reward=float("nan"), done=True)
+
+class TextReward(Good):
+    async def step(self, message): return StepResult(reward="1.0", done=True)
+
+class StepRaises(Good):
+    async def step(self, message): raise RuntimeError("no sandbox")
+
+class ReturnsText(Good):
+    async def reset(self, task): return "Say a number."
+
+class OneMessage(Good):
+    async def reset(self, task): return Observation(Message("user", "x"))
+
+class ReturnsTool(Good):
+    async def reset(self, task): return Observation((Message("user", "x"),), (CALCULATOR,))
+
+class Nothing(Good):
+    async def reset(self, task): return Observation(())
+
+class CloseAfterCancel(Good):
+    stepping = False
+    async def step(self, message):
+        self.stepping = True
+        await asyncio.sleep(0.01)
+        self.stepping = False
+        return await super().step(message)
+    async def close(self):
+        if self.stepping: raise RuntimeError("still stepping")
+'''
+
+FAULTS = [
+    ("HashSeed", "tasks", r"another process makes another task 0: it depends on hash\(\)"),
+    ("GlobalRandom", "tasks", r"task\(i\) depends on what was asked before"),
+    ("Raises", "tasks", r"raised KeyError: 'key'"),
+    ("Moody", "episodes", "went another way|no tool message answers"),
+    ("Shared", "episodes", "episodes that run at once disturb each other"),
+    ("Blocks", "event loop", r"the event loop stood still for \d+ ms; .*in_thread"),
+    ("LeaksFiles", "leaks", r"\d+ open files are left by 8 episodes; release them in close"),
+    ("LeaksThreads", "leaks", r"\d+ threads are left by 8 episodes"),
+    ("BadSchema", "opening", "the schema of the tool 't' is invalid: 'strin' is not valid"),
+    ("NoObject", "opening", "the schema of the tool 't' must have the type object"),
+    ("Unanswered", "episodes", "no tool message answers the call of"),
+    ("Silent", "episodes", "is not done and has no message"),
+    ("Nan", "episodes", "step returned the reward nan; a reward is a finite number"),
+    ("TextReward", "episodes", "step returned the reward '1.0'"),
+    ("StepRaises", "episodes", "step raised RuntimeError: no sandbox"),
+    ("ReturnsText", "opening", "reset returned 'Say a number.', which is no valid Observation"),
+    ("OneMessage", "opening", "which is no valid Observation: Expected `array`"),
+    ("ReturnsTool", "opening", "which is no valid Observation"),
+    ("Nothing", "opening", "reset returned no message for the policy to answer"),
+    ("CloseAfterCancel", "cancellation", "close after a cancelled step raised RuntimeError: still stepping"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "faulty", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "check", "complaint"), FAULTS, ids=[f"{name}" for name, _, _ in FAULTS])
+def test_a_planted_fault_is_found(name: str, check: str, complaint: str) -> None:
+    with pytest.raises(ContractViolation, match=complaint) as found:
+        run_check(check, subject_of(PythonEnv(factory=f"faulty:{name}"), 0))
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PythonEnv(factory="faulty:Good"),
+        Gymnasium(id="FrozenLake-v1", max_turns=12),
+        TextArena(id="2048-v0-raw", max_turns=6),
+    ],
+    ids=["own", "gymnasium", "textarena"],
+)
+def test_good_environments_pass_every_check(config) -> None:
+    subject = subject_of(config, 0)
+    for name in CHECKS:
+        assert run_check(name, subject)
+
+
+def test_the_command_prints_a_line_for_each_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "check", "faulty:Good"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("env: Good\n")
+    assert [line.split()[0] for line in shown.splitlines()[1:]] == ["ok"] * len(CHECKS)
+    assert main(["env", "check", "faulty:Nan"]) == 1
+    shown = capsys.readouterr().out
+    assert "WRONG episodes     step returned the reward nan" in shown
+    assert "ok    opening" in shown
+
+
+def test_what_cannot_be_checked_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "unreadable.py").write_text("class Env(")
+    for what, complaint in (
+        ("faulty:None_", "env.factory: 'faulty' has no callable 'None_'"),
+        ("unreadable:Env", "SyntaxError"),
+        ("none.yaml", "none.yaml: no such file"),
+    ):
+        assert main(["env", "check", what]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert complaint in line
