@@ -108,3 +108,13 @@ class TaskSource(Protocol):
         """An opening and the whole conversation after it (assistant and tool messages) to imitate in a supervised warm-up; None
         when this source has no demonstrations."""
         ...
+
+
+def as_number(value: object) -> float | None:
+    """A number of Python, numpy or torch as a float; None for anything else, text that reads like a number included."""
+    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
+        return None
+    try:
+        return float(value)  # pyright: ignore[reportArgumentType]  (it has __float__)
+    except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several numbers
+        return None

@@ -21,7 +21,7 @@ import msgspec
 from ..buffer.trajectory import NAME_LIMIT
 from ..common.tasks import being_cancelled
 from ..envs import EnvPart
-from ..envs.base import Environment, Message, Observation, StepResult, Task
+from ..envs.base import Environment, Message, Observation, StepResult, Task, as_number
 from ..envs.tools import ToolCallTracker, in_thread
 from ..errors import DeadlineExceeded, EnvError, ToolError, describe_user_error, with_deadline
 from .loop_watchdog import calls_user_code
@@ -102,11 +102,14 @@ class EnvGuard:
     async def step(self, message: Message) -> StepResult:
         with self._attributed("step"):
             result = await self._in_time(self._opened.step(message), "a step")
-            reward = float(result.reward)
-            if not abs(reward) <= REWARD_LIMIT:
-                raise EnvError(f"a reward of {reward}; allowed are numbers up to {REWARD_LIMIT:g}")
+            if not isinstance(result, StepResult):
+                raise EnvError(f"it returned {result!r:.100}; return StepResult(messages, reward, done)")
+            reward = as_number(result.reward)
+            if reward is None or not abs(reward) <= REWARD_LIMIT:
+                raise EnvError(f"a reward of {result.reward!r:.100}; allowed are numbers up to {REWARD_LIMIT:g}")
             self.rewards.append(reward)
-            result = msgspec.structs.replace(result, messages=checked(result.messages, tuple[Message, ...]))
+            messages = checked(result.messages, tuple[Message, ...])
+            result = msgspec.structs.replace(result, messages=messages, reward=reward)
             self.transcript += (message, *result.messages)
             self.metrics |= {name: float(value) for name, value in result.metrics.items()}
             self.finished = result.done and not result.truncated

@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 
 from ...errors import ConfigError, EnvError, describe
+from ..base import as_number
 from ..loading import load_target
 from ..sandbox import require_sandbox
 from ..tools import in_thread
@@ -178,25 +179,15 @@ def read_score(name: str, result: Any) -> Score:
         key = next((key for key in RESULT_KEYS if key in result), None)
         if key is None:
             raise EnvError(f"the reward {name} returned {dict(result)!r:.100} without {' or '.join(RESULT_KEYS)}")
-        others = {str(k): number(v) for k, v in result.items() if k != key}
+        others = {str(k): as_number(v) for k, v in result.items() if k != key}
         metrics = {k: v for k, v in others.items() if v is not None and math.isfinite(v)}
         result = result[key]
-    reward = number(result)
+    reward = as_number(result)
     if reward is None:
         raise EnvError(f"the reward {name} returned {result!r:.100}; a reward is a number")
     if not math.isfinite(reward):
         raise EnvError(f"the reward {name} returned {reward}; a reward is a finite number")
     return Score(reward, metrics)
-
-
-def number(value: Any) -> float | None:
-    """A number of Python, numpy or torch as a float; None for anything else, text included."""
-    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several numbers
-        return None
 
 
 def _is_list(result: Any) -> bool:

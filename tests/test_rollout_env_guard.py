@@ -1,0 +1,62 @@
+"""What an environment returns from `step` is checked where it arrives, and is the environment's failure where it is wrong."""
+
+import asyncio
+import sys
+
+import numpy as np
+import pytest
+from slipstream.configs.environments import PythonEnv
+from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task, parts_of
+from slipstream.errors import EnvError
+from slipstream.rollout.env_guard import EnvGuard, EpisodeLimits
+
+SAID = Message("assistant", "42")
+
+
+class Returns(SimpleEnv):
+    returned: object = None
+
+    def task(self, index: int) -> Task:
+        return Task(f"t-{index}")
+
+    async def reset(self, task: Task) -> Observation:
+        return Observation((Message("user", "?"),))
+
+    async def step(self, message: Message) -> StepResult:
+        return self.returned  # pyright: ignore[reportReturnType]  (the point of the test)
+
+
+async def stepped(returned: object, monkeypatch: pytest.MonkeyPatch) -> StepResult:
+    monkeypatch.setitem(sys.modules, "returns_module", sys.modules[__name__])
+    monkeypatch.setattr(Returns, "returned", returned)
+    (part,) = parts_of(PythonEnv(factory="returns_module:Returns"), "train", 0)
+    guard = EnvGuard(part, EpisodeLimits(10.0, 10.0, 10.0), asyncio.Lock())
+    await guard.reset(await guard.open(0))
+    try:
+        return await guard.step(SAID)
+    finally:
+        await guard.close()
+
+
+@pytest.mark.parametrize(
+    ("returned", "complaint"),
+    [
+        (StepResult(reward="1.0", done=True), r"Returns: step: EnvError: a reward of '1.0'; allowed are numbers"),
+        (StepResult(reward=None, done=True), "a reward of None"),
+        (StepResult(reward=float("nan"), done=True), "a reward of nan"),
+        (StepResult(reward=np.ones(2), done=True), r"a reward of array"),
+        (None, r"it returned None; return StepResult\(messages, reward, done\)"),
+        ((1.0, True), r"it returned \(1.0, True\); return StepResult"),
+        (StepResult((Message("tool", "4"), True)), "no valid tuple"),  # what `call_tool` returns, taken for the message
+    ],
+    ids=lambda value: None if isinstance(value, str) else type(value).__name__,
+)
+async def test_what_is_no_result_is_the_environments_failure(returned, complaint, monkeypatch) -> None:
+    with pytest.raises(EnvError, match=complaint):
+        await stepped(returned, monkeypatch)
+
+
+@pytest.mark.parametrize("reward", [1, True, np.float32(1.0), np.int64(1)])
+async def test_numbers_of_every_kind_are_rewards(reward, monkeypatch) -> None:
+    result = await stepped(StepResult(reward=reward, done=True), monkeypatch)
+    assert (result.reward, type(result.reward)) == (1.0, float)
