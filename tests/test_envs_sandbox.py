@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from slipstream.envs.sandbox import MIB, Limits, LocalPool, Mount, require_sandbox, seccomp
 from slipstream.envs.sandbox.base import ExecResult
 from slipstream.envs.sandbox.kinds import _choose
+from slipstream.envs.sandbox.watchdog import WATCHDOG, Watched
 from slipstream.errors import ConfigError, ToolError
 from slipstream.tests.test_envs_sandbox_attacks import ROOT, command, environment
 
@@ -197,6 +199,27 @@ async def test_sandboxes_that_are_started_ahead_are_used_once():
             os.kill(pid, 0)
 
 
+async def test_a_sandbox_that_is_closed_while_it_starts_ends_by_itself(monkeypatch):
+    """Bubblewrap that is killed while it starts leaves a process."""
+    had_ended, kill = [], Watched.kill
+
+    def spy(self, reason):
+        had_ended.append(bool(select.select([self.pidfd], [], [], 0)[0]))
+        kill(self, reason)
+
+    monkeypatch.setattr(Watched, "kill", spy)
+    pool = LocalPool(LIMITS, kind="bubblewrap", spare=2)
+    filling = asyncio.create_task(pool.fill("cells"))
+    async with asyncio.timeout(20):
+        while not WATCHDOG._watched:  # noqa: ASYNC110 - it has no event, and the test must be early
+            await asyncio.sleep(0)
+    assert not pool._ready["cells"]
+    await pool.close()
+    await asyncio.gather(filling, return_exceptions=True)
+    assert had_ended
+    assert all(had_ended)
+
+
 async def test_packages_and_mounts(tmp_path):
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "given.py").write_text("value = 'imported'")
@@ -251,7 +274,10 @@ def test_where_nothing_can_confine_it_is_refused():
 
 
 def test_a_kind_that_does_not_exist_and_a_missing_program(monkeypatch):
-    with pytest.raises(ConfigError, match="'docker' is no kind of sandbox; allowed are auto, bubblewrap, landlock"):
+    with pytest.raises(
+        ConfigError,
+        match="'docker' \\(SLIPSTREAM_SANDBOX\\) is no kind of sandbox; allowed are auto, bubblewrap, landlock",
+    ):
         require_sandbox("docker")
     _choose.cache_clear()
     monkeypatch.setattr("slipstream.envs.sandbox.bubblewrap.shutil.which", lambda name: None)

@@ -38,7 +38,7 @@ def require_sandbox(kind: str | None = None) -> Confinement:
 @functools.cache
 def _choose(kind: str) -> Confinement:
     if kind != "auto" and kind not in KINDS:
-        raise ConfigError(f"sandbox: {kind!r} is no kind of sandbox; allowed are auto, {', '.join(KINDS)}")
+        raise ConfigError(f"sandbox: {kind!r} ({VARIABLE}) is no kind of sandbox; allowed are auto, {', '.join(KINDS)}")
     refusals: list[str] = []
     for name in AUTO if kind == "auto" else (kind,):
         try:

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from ...errors import ToolError, with_deadline
+from ...errors import DeadlineExceeded, ToolError, with_deadline
 from .base import Ended, Limits, Reason
 from .watchdog import WATCHDOG, Watched
 
@@ -77,7 +77,8 @@ class ConfinedProcess:
         self._messages = messages
         self._lock = asyncio.Lock()
         self._closed = False
-        self._exiting: asyncio.Task[int] | None = None
+        self._exited = asyncio.Event()
+        asyncio.get_running_loop().add_reader(watched.pidfd, self._on_exit)
 
     @classmethod
     async def start(cls, launch: LaunchSpec, limits: Limits) -> ConfinedProcess:
@@ -159,18 +160,23 @@ class ConfinedProcess:
         self._watched.kill(reason)
 
     async def close(self) -> None:
-        """Kill it, wait until its processes are gone and remove its files."""
+        """End it, and remove its files when it has ended."""
         if self._closed:
             return
         self._closed = True
-        if self._launch.owns_session:
-            await asyncio.to_thread(self._watched.kill, "closed")  # reads /proc
-        else:
-            self.kill("closed")
         self._writer.close()
         try:
+            # Bubblewrap that is killed while it starts leaves a process. This one ends when it reads from the closed socket.
+            if not self.python:
+                with contextlib.suppress(DeadlineExceeded):
+                    await self._exit()
+            if self._launch.owns_session:
+                await asyncio.to_thread(self._watched.kill, "closed")  # reads /proc
+            self.kill("closed")
             await self._exit()
         finally:
+            self.kill("closed")
+            asyncio.get_running_loop().remove_reader(self._watched.pidfd)
             WATCHDOG.forget(self._watched)
             os.close(self._messages)
         if self._launch.clean is not None:
@@ -182,8 +188,8 @@ class ConfinedProcess:
         except (asyncio.IncompleteReadError, ConnectionError, ValueError):
             ready, python = b"", b""
         if ready != b"ready":
-            self.kill("lost")
             await self._exit()
+            self.kill("lost")
             raise ToolError(f"the sandbox did not start: {self._said() or 'it ended'}")
         self.python = python.decode()
 
@@ -208,20 +214,14 @@ class ConfinedProcess:
         code = await self._exit()
         self.kill("lost" if code < 0 else "killed")
 
+    def _on_exit(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._watched.pidfd)  # it stays readable
+        self._exited.set()
+
     async def _exit(self) -> int:
         """The exit status of the outermost process, once it has ended."""
-        self._exiting = self._exiting or asyncio.create_task(self._wait(), name="end of a sandbox")
-        return await asyncio.shield(self._exiting)
-
-    async def _wait(self) -> int:
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        if self._popen.poll() is None:
-            loop.add_reader(self._watched.pidfd, ended.set)
-            try:
-                hint = "look for processes in state D"
-                await with_deadline(END_S, ended.wait(), who="an episode", waits_for="its sandbox to end", hint=hint)
-            finally:
-                loop.remove_reader(self._watched.pidfd)
+        hint = "look for processes in state D"
+        await with_deadline(END_S, self._exited.wait(), who="an episode", waits_for="its sandbox to end", hint=hint)
         return self._popen.wait()
 
     def _said(self) -> str:
