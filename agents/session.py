@@ -43,7 +43,7 @@ class Session:
     """The `Policy` of one episode. `generate` samples from an engine and stops at `renderer.get_stop_token_ids()`; token ids are
     below `vocabulary`; `max_tokens` bounds prompt and sampled tokens of one branch together; `decode`, the text of token ids, is
     needed for requests with `stop`. `failure` is the first error of the engine, None while there was none; `exhausted` says why
-    the last call found no room for another token, "" where it did; `metrics` are counted for the trajectories by whoever calls."""
+    the last call found no room for another token, "" where it did; `metrics` go into the trajectories."""
 
     def __init__(
         self,

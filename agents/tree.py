@@ -29,8 +29,8 @@ from .base import Completion
 
 @dataclass(eq=False)
 class Node:
-    """One completion: `context` are the tokens between the last one of `parent` and its first. Whoever continues the conversation
-    adds to `children`."""
+    """One completion: `context` are the tokens between the last one of `parent` and its first; `children` continue
+    the conversation."""
 
     parent: Node | None
     context: Sequence[int]

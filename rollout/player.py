@@ -211,6 +211,7 @@ async def _run_agent(
 async def _end_of_agent(
     agent: Agent, env: EnvGuard, session: Session, index: int, episode_s: float
 ) -> tuple[Outcome, BaseException | None]:
+    """What the agent's own end says, whatever it met before."""
     deadline = asyncio.timeout(episode_s)
     try:
         async with deadline:

@@ -8,7 +8,7 @@ Invariants:
 - An answer begins when its completion has ended; until then a stream has comments that keep the connection open.
 - A failed call says so with a status, and tells clients not to repeat it. What failed is remembered by the session and by the
   environment's guard: an agent that carries on does not turn a failure into a reward.
-- Only who has an episode's key is answered, and only while the episode runs.
+- A request without the key of a running episode is refused.
 """
 
 from __future__ import annotations

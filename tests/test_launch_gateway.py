@@ -1,0 +1,29 @@
+"""A whole run of an agent with an SDK, whose worker is killed in the middle of its episodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, metrics, tiny_policy
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+FAKE = ("rollout.engine.kind=fake", "rollout.engine.max_concurrent=16")
+
+
+@pytest.mark.full
+def test_an_agent_with_an_sdk_trains_and_its_ledger_balances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, run = tiny_policy(tmp_path / "policy"), tmp_path / "run"
+    monkeypatch.chdir(EXAMPLES)
+    options = (f"model.path={policy}", f"run.dir={run}", *SMALL, *FAKE, "learner.steps=8", "evaluation.tasks=4")
+    with Background("train", "quickstart", *options, "agent.kind=openai_agent:solve") as going:
+        going.until_step(1)
+        going.kill("worker-0")
+        output = going.output()
+    assert going.process.returncode == 0, output
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert max(row["mismatch_max"] for row in rows) < 1e-4
+    check_accounts(run)
+    assert "; restart 1 of 3" in output
+    assert leftovers(run) == []
