@@ -14,6 +14,8 @@ from slipstream.buffer.trajectory import FINISHED, Trajectory, Turn, VersionSpan
 from slipstream.configs import load
 from slipstream.configs.algorithm import Algorithm, Grpo, Ppo
 from slipstream.configs.environments import ReasoningGym
+from slipstream.envs import Message, task_source
+from slipstream.envs.dataset.source import DatasetSource
 from slipstream.envs.reasoning_gym import ReasoningGymEnv
 from slipstream.learner.algorithms import advantage_of, loss_of
 from slipstream.learner.algorithms.estimators import assign_advantages
@@ -127,3 +129,18 @@ async def test_the_agent_with_an_sdk_plays_the_quickstart(tmp_path: Path) -> Non
     told = [tokenizer.decode(prompt) for prompt, _ in script.log]
     assert "error: '1 +' is not arithmetic" in told[1]
     assert f"<tool_response>\n{entry['answer']}\n</tool_response>" in told[2]
+
+
+async def test_the_example_of_own_data_scores_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    env = load("examples/own_data/train.yaml").env
+    source = task_source(env, "train", 0)
+    assert isinstance(source, DatasetSource)
+    source.check()
+    assert len(source) == 90
+    task = source.task(0)
+    right = int(task.payload["reference"])
+    for answer, reward in ((f"It is {right}", 1.0), (str(right + 4), 0.6), (str(right + 50), 0.0), ("none", 0.0)):
+        episode = source.make()
+        await episode.reset(task)
+        assert (await episode.step(Message("assistant", answer))).reward == pytest.approx(reward)
