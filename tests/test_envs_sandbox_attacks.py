@@ -21,13 +21,13 @@ USER = 54_321  # an ordinary one
 LIMITED = {
     "fork bomb": {"wall", "processes"},
     "thread bomb": {"wall", "processes"},
-    "memory": {"exited"},
+    "memory": {"exited", "wall"},
     "memory of many": {"memory", "wall"},  # on a busy machine; test_envs_sandbox has it with time enough
     "disk": {"exited", "disk"},
     "many files": {"disk", "cpu", "wall"},
     "CPU": {"cpu", "wall"},  # wall where the machine gives it less than a core
     "CPU of many": {"cpu", "wall"},
-    "recursion": {"exited", "memory", "cpu"},
+    "recursion": {"exited", "memory", "cpu", "wall"},
     "sleep": {"wall"},
     "output": {"output"},
     "errors": {"output"},

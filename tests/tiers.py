@@ -50,6 +50,8 @@ FULL = (
     r"test_envs_sandbox::.*\[landlock",
     r"test_envs_sandbox::test_forked_processes",
     r"test_envs_verifiers::test_more_runaways",
+    # MCP servers that are started to die.
+    r"test_envs_adapters::test_a_server_that_dies_or_hangs",
     # Servers that are started for one refusal.
     r"test_rollout_sglang::test_a_server_whose_port_is_taken",
     # Layouts of the learner.
