@@ -32,9 +32,9 @@ from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 ROOT = Path(__file__).parent.parent
 SOON = 20.0
 
-MAX_FILES = 13
-"""Product files of which a function runs on the path, up to the record of its tokens (`agents/tree.py`) and of its outcome
-(`rollout/failures.py`, with the number of slots of `rollout/concurrency.py`)."""
+MAX_FILES = 12
+"""Product files of which a function runs before the trajectory is delivered, with the record as a tree (`agents/tree.py`) and
+text as data (`agents/plain_text.py`)."""
 
 NOT_COUNTED = ("envs/", "buffer/", "common/", "errors.py")
 """The environment's own files, the types of leases and trajectories, and what every room uses."""
@@ -84,11 +84,14 @@ class Deliveries:
 
     def __init__(self) -> None:
         self.trajectories: list[Trajectory] = []
+        self.files: set[str] = set()
+        self.path: list[str] = []
 
     async def deliver(
         self, episode_id: str, generated: dict[int, int], outcome: Outcome, trajectories: Sequence[Trajectory]
     ) -> None:
         self.trajectories += trajectories
+        self.path = sorted(file for file in self.files if not file.startswith(NOT_COUNTED))
 
 
 @asynccontextmanager
@@ -142,7 +145,7 @@ async def test_the_path_from_a_lease_to_tokens_is_short(policy: Path) -> None:
     async with asyncio.timeout(SOON), server.serve() as url, worker_on(policy, url, deliveries) as worker:
         lease = Lease(0, 0, (0,), 0, 0, 0, 0)
         worker._running[lease.episode(0)] = {}
-        with product_files() as files:
+        with product_files() as deliveries.files:
             playing = asyncio.create_task(worker._episode(lease, 0))
             await server.asked.wait()
             tasks = product_tasks()
@@ -150,7 +153,7 @@ async def test_the_path_from_a_lease_to_tokens_is_short(policy: Path) -> None:
             await playing
     (trajectory,) = deliveries.trajectories
     assert trajectory.token_ids[-1] == 40
-    path = sorted(file for file in files if not file.startswith(NOT_COUNTED))
+    path = deliveries.path
     assert {"rollout/worker.py", "rollout/engines/http_client.py"} <= set(path)
     assert len(path) <= MAX_FILES, path
     assert len(tasks) <= MAX_TASKS, tasks
