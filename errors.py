@@ -164,6 +164,11 @@ def user_line(error: BaseException) -> str:
     return ""
 
 
+def encodable(text: str) -> str:
+    """`text` with half surrogate pairs, which have no encoding, as escapes: a user's exception may hold any text."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def first_cause(group: BaseExceptionGroup) -> BaseException:
     """The first error in a group of groups: the one that made the others end."""
     error: BaseException = group

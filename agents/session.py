@@ -42,8 +42,8 @@ LONG_TEXT = 1 << 14  # characters of messages that are rendered in a thread: abo
 class Session:
     """The `Policy` of one episode. `generate` samples from an engine and stops at `renderer.get_stop_token_ids()`; token ids are
     below `vocabulary`; `max_tokens` bounds prompt and sampled tokens of one branch together; `decode`, the text of token ids, is
-    needed for requests with `stop`. `failure` is the first error of the engine, None while there was none; `exhausted` says why
-    the last call found no room for another token, "" where it did; `metrics` go into the trajectories."""
+    needed for requests with `stop`. `failure` is the first error of the engine, or one that is not the caller's, None while there
+    was none; `exhausted` are the messages of calls that found no room for another token; `metrics` go into the trajectories."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class Session:
         max_tokens: int,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self.failure: EngineError | DeadlineExceeded | None = None
-        self.exhausted = ""
+        self.failure: Exception | None = None
+        self.exhausted: list[str] = []
         self.metrics: dict[str, float] = {}
         self.decode = decode
         self._tree = ConversationTree()
@@ -79,13 +79,23 @@ class Session:
         EngineError where the engine returned an invalid completion, and what the engine raises."""
         if not messages or messages[-1].role == "assistant":
             raise PolicyError("chat needs a message to answer: the history is empty or ends with the assistant's own")
-        keys, tools = conversation_keys(messages, tools), tuple(tools)
+        if request.stop and self.decode is None:
+            raise PolicyError("this session was made without `decode`, which requests with `stop` need")
+        try:
+            keys, tools = conversation_keys(messages, tools), tuple(tools)
+        except Exception as error:  # lone surrogates, numbers of thousands of digits
+            raise PolicyError(f"the conversation cannot be written as JSON: {describe(error)}") from error
         if sum(len(message.content) for message in messages) < LONG_TEXT:
             parent, prompt = self._prompt(messages, tools, keys)
         else:
             parent, prompt = await in_thread(lambda: self._prompt(messages, tools, keys), "rendering a prompt")
         self._require_room(len(prompt))
-        return await _together([self._reply(parent, prompt, tools, request, keys[-1]) for _ in range(request.n)])
+        try:
+            return await _together([self._reply(parent, prompt, tools, request, keys[-1]) for _ in range(request.n)])
+        except Exception as error:
+            if not isinstance(error, PolicyError) and self.failure is None:  # also one that nobody foresaw
+                self.failure = error
+            raise
 
     async def generate(self, token_ids: Sequence[int]) -> Completion:
         """Continue raw token ids. See `Policy.generate`. Raises ContextExhausted where they leave no room for another token,
@@ -173,24 +183,38 @@ class Session:
         start = 0 if parent is None else len(parent.token_ids())
         completion = await self._complete(parent, prompt, start, request)
         text, completion = self._stopped(completion, request.stop)
-        ids = list(completion.token_ids)
-        parsed = self._renderer.parse_response(ids, tools=to_tools(tools), prompt_ids=list(prompt))
-        message = _message(parsed, call_prefix=str(len(self._tree.nodes)))
-        content = message.content
-        if message.malformed and not message.tool_calls:
-            content = content or "".join(call.raw for call in parsed.tool_calls)
+        message, content, reasoning = self._read(completion, prompt, tools)
         shown = Message("assistant", content.partition(text)[0] if text else content, message.tool_calls)
         node = Node(parent, prompt[start:], completion, request.trained)
         self._tree.add(node, [extended_key(key, message), extended_key(key, shown)])
-        return Reply(message, shown.content, parsed.reasoning_content or "", len(prompt), completion, text)
+        return Reply(message, shown.content, reasoning, len(prompt), completion, text)
+
+    def _read(
+        self, completion: Completion, prompt: Sequence[int], tools: tuple[ToolSpec, ...]
+    ) -> tuple[Message, str, str]:
+        """What a completion says: the message, its content as a client sees it, and its reasoning. It never raises: what the policy
+        wrote is recorded in any case, and is malformed where it cannot be read."""
+        ids = list(completion.token_ids)
+        try:
+            parsed = self._renderer.parse_response(ids, tools=to_tools(tools), prompt_ids=list(prompt))
+            message = _message(parsed, call_prefix=str(len(self._tree.nodes)))
+            extended_key(b"", message)  # what is no JSON cannot be told to an environment, either
+        except (
+            Exception
+        ) as error:  # JSON that is nested a thousand times, numbers of 5,000 digits, half a surrogate pair
+            text = self.decode(ids) if self.decode is not None else ""
+            return Message("assistant", text, malformed=f"the reply could not be read: {describe(error)}"), text, ""
+        content = message.content
+        if message.malformed and not message.tool_calls:
+            content = content or "".join(call.raw for call in parsed.tool_calls)
+        return message, content, parsed.reasoning_content or ""
 
     def _stopped(self, completion: Completion, stop: Sequence[str]) -> tuple[str, Completion]:
         """The stop text that is completed first, "" for none, and the completion up to the token that completes it."""
         if not stop:
             return "", completion
         decode = self.decode
-        if decode is None:
-            raise PolicyError("this session was made without `decode`, which requests with `stop` need")
+        assert decode is not None  # `sample` has refused
         ids = completion.token_ids
 
         def said(tokens: int) -> list[str]:
@@ -204,10 +228,9 @@ class Session:
         return min(said(tokens), key=text.index), cut(completion, tokens)
 
     def _require_room(self, prompt: int) -> None:
-        full = prompt >= self._max_tokens
-        self.exhausted = f"the prompt has {prompt} tokens; max_tokens is {self._max_tokens}" if full else ""
-        if full:
-            raise ContextExhausted(self.exhausted)
+        if prompt >= self._max_tokens:
+            self.exhausted.append(f"the prompt has {prompt} tokens; max_tokens is {self._max_tokens}")
+            raise ContextExhausted(self.exhausted[-1])
 
     async def _complete(
         self, parent: Node | None, prompt: Sequence[int], start: int, request: SampleRequest

@@ -30,9 +30,9 @@ from ..errors import (
     EngineError,
     EnvError,
     PolicyError,
-    SlipstreamError,
     ToolError,
     describe_user_error,
+    encodable,
 )
 from .engines.base import SamplingParams
 from .env_guard import REWARD_LIMIT, EnvGuard, EpisodeLimits, EscapedException, run_isolated
@@ -100,6 +100,7 @@ class EpisodePlayer:
             stack.push_async_callback(requests.close)
             stack.push_async_callback(env.close)
             outcome, error = await _run_agent(self._agent, env, session, lease.task, self._limits.episode_s)
+        outcome = msgspec.structs.replace(outcome, detail=encodable(outcome.detail))
         timings = {"total": time.perf_counter() - started, "environment": env.seconds}
         turn_rewards, metrics = tuple(env.rewards), env.metrics | session.metrics
         if outcome.trainable and not session.branches:
@@ -111,7 +112,7 @@ class EpisodePlayer:
                 metrics = metrics | {"reward_environment": sum(env.rewards), "reward_model": score}
             except Exception as raised:  # messages and payload are user data: rendering them as text may raise anything
                 ours = isinstance(raised, EngineError | DeadlineExceeded)
-                outcome = Outcome("failed", "reward", str(raised) if ours else describe_user_error(raised))
+                outcome = Outcome("failed", "reward", encodable(str(raised) if ours else describe_user_error(raised)))
                 error = raised
             timings |= {"total": time.perf_counter() - started, "reward": time.perf_counter() - scoring_started}
         reward = sum(turn_rewards)
@@ -224,16 +225,26 @@ async def _end_of_agent(
             return Outcome("failed", "timeout", why), None
         return Outcome("failed", "policy", describe_user_error(error)), error
     except Exception as error:  # an agent is user code: its exceptions end an episode, not a worker
-        if session.exhausted and not isinstance(error, SlipstreamError | EscapedException):
-            return TRUNCATED, None  # what its client made of ContextExhausted
+        if _is_exhausted(error, session):
+            return TRUNCATED, None
         return _failure(error), error
     return FINISHED if env.finished else TRUNCATED, None
+
+
+def _is_exhausted(error: BaseException, session: Session) -> bool:
+    """Whether `error`, or what caused it, is what a client made of ContextExhausted: it holds the gateway's message."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return any(text in str(one) for text in session.exhausted for one in chain)
 
 
 def _why_empty(session: Session) -> str:
     """Why an episode that did not fail has nothing to train on."""
     if session.exhausted:
-        return session.exhausted
+        return session.exhausted[-1]
     if session.untrained:
         return "the agent named only models that agent.trained does not match"
     return "the agent sampled no token"

@@ -23,13 +23,17 @@ from transformers import PreTrainedTokenizerBase
 
 
 def session_of(
-    renderer: Renderer, tokenizer: PreTrainedTokenizerBase, engine: Generate, max_tokens: int = 700
+    renderer: Renderer,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: Generate,
+    max_tokens: int = 700,
+    max_tokens_per_turn: int = 100,
 ) -> Session:
     return Session(
         renderer,
         engine,
         vocabulary=len(tokenizer),
-        max_tokens_per_turn=100,
+        max_tokens_per_turn=max_tokens_per_turn,
         max_tokens=max_tokens,
         decode=lambda token_ids: str(tokenizer.decode(list(token_ids))),
     )

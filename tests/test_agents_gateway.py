@@ -284,7 +284,7 @@ async def test_a_full_context_is_a_bad_request(episode: Episode) -> None:
         client = anthropic.AsyncAnthropic(base_url=endpoint.url, api_key=endpoint.key)
         with pytest.raises(anthropic.BadRequestError, match="max_tokens is 20"):
             await client.messages.create(model="policy", max_tokens=5, messages=long)
-        assert "max_tokens is 20" in session.exhausted
+        assert "max_tokens is 20" in session.exhausted[-1]
 
 
 ASK = {"model": "policy", "messages": QUESTION}
@@ -399,6 +399,10 @@ async def test_the_tools_of_the_environment_are_an_mcp_server(episode: Episode) 
         assert [tool["name"] for tool in (await rpc("tools/list"))["result"]["tools"]] == ["calculator"]
         assert await calculate(expression="6*7") == ("42", False)
         assert (await calculate(wrong=1))[1]
+        invented = (await rpc("tools/call", name="answer", arguments={}))[
+            "result"
+        ]  # no step: it could pass for an answer
+        assert (invented["isError"], len(env.steps)) == (True, 2)
         assert "the tool broke" in (await rpc("tools/call", name="calculator"))["error"]["message"]
         assert await calculate(expression="1+1") == ("2", False)
         assert tools.done

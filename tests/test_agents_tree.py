@@ -213,6 +213,26 @@ async def test_a_stop_text_cuts_within_the_reply_and_the_rest_has_no_loss(
     assert trajectory.sampled == len(reply.completion.token_ids) < engine.generated
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": "\\ud800"}', '{"a": ' + "9" * 5000 + "}", '{"a": ' + "[" * 1500 + "]" * 1500 + "}"],
+    ids=["half a surrogate pair", "a number of 5,000 digits", "1,500 lists"],
+)
+async def test_a_reply_that_cannot_be_read_is_malformed_and_trained_on(
+    tokenizer: PreTrainedTokenizerBase, renderer: Renderer, arguments: str
+) -> None:
+    CALL.set(0)
+    text = f'<tool_call>\n{{"name": "calculator", "arguments": {arguments}}}\n</tool_call>'
+    engine = Engine(tokenizer, random.Random(0), [text])
+    session = session_of(renderer, tokenizer, engine, max_tokens=20_000, max_tokens_per_turn=10_000)
+    reply = await session.chat(OPENING, TOOLS)
+    assert reply.malformed
+    assert not reply.tool_calls
+    assert session.failure is None
+    (trajectory,) = delivered(session)
+    assert trajectory.sampled == engine.generated
+
+
 async def test_what_a_client_sends_back_continues_its_branch(
     tokenizer: PreTrainedTokenizerBase, renderer: Renderer
 ) -> None:
@@ -306,6 +326,5 @@ async def test_what_cannot_be_asked(tokenizer: PreTrainedTokenizerBase, renderer
         await session.sample(OPENING, (), SampleRequest(stop=("x",)))
     with pytest.raises(ContextExhausted):
         await session.chat([Message("user", "long " * 500)])
-    assert session.exhausted
     await asyncio.create_task(session.chat(OPENING))
-    assert not session.exhausted
+    assert len(session.exhausted) == 1

@@ -158,6 +158,29 @@ async def test_a_context_that_is_full_is_no_failure_of_the_agent(play: Play) -> 
     assert len(result.trajectories) == 1
 
 
+async def test_a_bug_of_the_agent_after_a_full_context_is_its_failure(play: Play) -> None:
+    async def careless(messages: Sequence[Message], endpoint: Endpoint) -> str:
+        await ask(endpoint, messages)
+        try:
+            await ask(endpoint, [*messages, Message("user", "more " * 200)])
+        except openai.BadRequestError:
+            pass
+        return {}["no such key"]
+
+    outcome = (await play(careless, "yes", max_tokens=200)).outcome
+    assert (outcome.kind, outcome.reason) == ("failed", "policy")
+    assert "KeyError" in outcome.detail
+
+
+async def test_a_failure_whose_text_has_no_encoding_is_told_with_escapes(play: Play) -> None:
+    async def careless(messages: Sequence[Message], endpoint: Endpoint) -> str:
+        raise KeyError("half a pair: \ud800")
+
+    outcome = (await play(careless)).outcome
+    assert "\\ud800" in outcome.detail
+    outcome.detail.encode()
+
+
 async def test_an_episode_without_tokens_says_why(play: Play) -> None:
     async def silent(messages: Sequence[Message], endpoint: Endpoint) -> str:
         return "42"

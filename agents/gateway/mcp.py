@@ -78,6 +78,8 @@ class EnvTools:
         return {"jsonrpc": "2.0", "id": request.id, "result": result}
 
     async def _call(self, name: str, arguments: JSON) -> JSON:
+        if name not in (names := [spec.name for spec in self._specs]):  # no step: it could pass for an answer
+            return _result(f"error: there is no tool {name!r}; use {', '.join(names) or 'none'}", is_error=True)
         async with self._step:
             if self.done:
                 return _result(OVER, is_error=True)
