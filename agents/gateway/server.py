@@ -18,7 +18,6 @@ import contextlib
 import functools
 import logging
 import secrets
-import shutil
 import tempfile
 import time
 import uuid
@@ -28,6 +27,7 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
+from ...common.owned_folders import OwnedFolder
 from ...envs.base import JSON
 from ...errors import DeadlineExceeded, EngineError, PolicyError, describe
 from ..base import ContextExhausted, Reply
@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 DIALECTS: tuple[Dialect, ...] = (ChatDialect(), ResponsesDialect(), AnthropicDialect())
 LARGEST_BODY = 1 << 26  # bytes of a request: a conversation of millions of tokens
 KEEPALIVE_S = 5.0  # between comments in a stream: clients and proxies give up after a silence of some tens of seconds
+SOCKETS = "slipstream-gateway-"  # prefix of the folder of a gateway's Unix socket
 SHUTDOWN_S = 1.0  # how long connections may take to close; all episodes have ended by then
 OVER = "there is no such episode, or it is over"
 FINAL = {"x-should-retry": "false"}  # header by which OpenAI's and Anthropic's clients do not repeat a call
@@ -76,8 +77,8 @@ class Gateway:
             app.router.add_route("*", f"{prefix}/mcp", self._mcp)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
-        self._folder = tempfile.mkdtemp(prefix="slipstream-gateway-")  # of mode 0700
-        self.socket = Path(self._folder) / "socket"
+        self._folder = OwnedFolder(Path(tempfile.gettempdir()), SOCKETS)  # of mode 0700
+        self.socket = self._folder.path / "socket"
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         await web.UnixSite(self._runner, str(self.socket)).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
@@ -85,7 +86,7 @@ class Gateway:
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     @contextlib.asynccontextmanager
     async def endpoint(self, session: Session, tools: EnvTools | None = None) -> AsyncIterator[Endpoint]:
