@@ -188,7 +188,7 @@ def test_failures_that_are_not_named_keep_their_policies(tmp_path):
             "env: {factory: 'a:B'}",
             ["env.factory: no such key", "set too", "env.kind=python", "with kind reasoning_gym: kind, family"],
         ),
-        ("env: {kind: gym}", ["env.kind: 'gym' is unknown", "reasoning_gym, python, mixture"]),
+        ("env: {kind: gym}", ["env.kind: 'gym' is unknown", "reasoning_gym, python, dataset, ", "mixture"]),
         ("env: {kind: python}", ["env.factory: must be set"]),
         ("rollout: {engine: {kind: tgi}}", ["rollout.engine.kind: 'tgi'", "vllm"]),
         ("learner: {steps: many}", ["learner.steps: 'many' is not allowed", "an integer >= 1"]),
