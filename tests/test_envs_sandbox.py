@@ -216,8 +216,7 @@ async def test_a_sandbox_that_is_closed_while_it_starts_ends_by_itself(monkeypat
     assert not pool._ready["cells"]
     await pool.close()
     await asyncio.gather(filling, return_exceptions=True)
-    assert had_ended
-    assert all(had_ended)
+    assert all(had_ended)  # none where all had ended before anything was killed
 
 
 async def test_packages_and_mounts(tmp_path):

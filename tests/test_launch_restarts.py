@@ -196,7 +196,11 @@ def test_an_error_of_an_earlier_process_is_not_that_of_a_later_one(tmp_path: Pat
 
 def test_a_view_gets_numbers_that_are_finite() -> None:
     sender = HeartbeatSender("tcp://127.0.0.1:1", "learner-0")
-    fields = {name: 1 for name in StepSummary.__struct_fields__} | {"loss": 2.0, "reward_mean": float("nan")}
+    fields = {name: 1 for name in StepSummary.__struct_fields__} | {
+        "loss": 2.0,
+        "reward_mean": float("nan"),
+        "outcomes": {"finished": 1},
+    }
     sender.stepped(msgspec.defstruct("Metrics", list(fields))(**fields))
     reported = sender._outbox.get_nowait()
     assert isinstance(reported, StepReported)
