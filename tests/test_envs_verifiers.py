@@ -3,12 +3,16 @@
 import asyncio
 import math as numbers
 import os
+import signal
+import subprocess
+import threading
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.envs.verifiers import REWARDS, ProcessLost, choice, exact, f1, gsm8k, in_process
+from slipstream.envs.verifiers import mathematics
 from slipstream.errors import EnvError
 
 PURE = {"choice": choice, "exact": exact, "f1": f1, "gsm8k": gsm8k}
@@ -129,8 +133,6 @@ def hold_the_lock():
 
 
 def ignore_everything():
-    import signal
-
     for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_IGN)
     time.sleep(1000)
@@ -166,6 +168,38 @@ async def test_a_process_that_dies_is_named_and_replaced():
     with pytest.raises(ProcessLost, match="ended with status 3"):
         await in_process(os._exit, 3, seconds=60)
     assert await in_process(os.path.basename, "a/b", seconds=60) == "b"
+
+
+async def test_a_process_that_ended_before_a_call_is_not_that_calls_doing():
+    pid = await in_process(os.getpid, seconds=60)
+    os.kill(pid, signal.SIGKILL)
+    assert await in_process(os.getpid, seconds=60) != pid  # at once: the dying process may not be seen as dead yet
+    pid = await in_process(os.getpid, seconds=60)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - it was killed
+    assert await in_process(os.getpid, seconds=60) != pid
+
+
+async def test_a_module_that_ends_its_process_is_an_error_and_no_loss_of_a_call(tmp_path, monkeypatch):
+    (tmp_path / "ends_it.py").write_text("import os; os._exit(5)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EnvError, match="ended with status 5") as raised:
+        await in_process("ends_it:call", seconds=60)
+    assert not isinstance(raised.value, ProcessLost)
+
+
+async def test_killing_a_process_does_not_wait_on_the_loop(monkeypatch):
+    pid = await in_process(os.getpid, seconds=60)
+    waits, wait = [], subprocess.Popen.wait
+
+    def spy(self, timeout=None):
+        waits.append((self.pid, threading.current_thread() is threading.main_thread()))
+        return wait(self, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", spy)
+    with pytest.raises(ProcessLost, match="ended with status 3"):
+        await in_process(os._exit, 3, seconds=60)
+    assert waits == [(pid, False)]
 
 
 async def test_what_a_function_raises_is_raised():
@@ -217,3 +251,20 @@ async def test_math():
     assert not runaway.done()
     assert await runaway == 0.0
     assert time.perf_counter() - began < 30
+
+
+SLOW = """
+import sys, time
+time.sleep(4)
+sys.path = [path for path in sys.path if path != {folder!r}]
+del sys.modules["math_verify"]
+import math_verify
+"""
+
+
+async def test_the_import_of_math_verify_does_not_count_against_an_answer(tmp_path, monkeypatch):
+    pytest.importorskip("math_verify")
+    (tmp_path / "math_verify.py").write_text(SLOW.format(folder=str(tmp_path)))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(mathematics, "LIMIT_S", 3.0)
+    assert await REWARDS["math"]("\\boxed{5}", "5") == 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import pkgutil
 import resource
 import socket
 import sys
@@ -28,6 +29,8 @@ def main() -> None:
         while size := requests.read(FRAME):
             try:
                 function, arguments = pickle.loads(requests.read(int.from_bytes(size, "big")))
+                if isinstance(function, str):
+                    function = pkgutil.resolve_name(function)
                 answer(BEGUN)
                 result = pickle.dumps(function(*arguments))
             except BaseException as error:

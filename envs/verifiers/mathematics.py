@@ -8,8 +8,8 @@ from ...errors import ConfigError, EnvError
 from .answers import last_boxed, references_of
 from .process_pool import ProcessLost, in_process
 
-INNER_S = 2  # of math-verify itself, by SIGALRM: interrupts what runs in Python, and keeps the process
-LIMIT_S = 8.0  # then the process is killed: what runs in C, such as 9^9^9, hears no signal
+EQUIVALENCE = f"{__package__}.equivalence"  # imported in the processes only: sympy takes seconds and much memory
+LIMIT_S = 8.0  # beyond equivalence.INNER_S; then the process is killed: what runs in C, such as 9^9^9, hears no signal
 LONGEST = 2000  # characters of an answer that are read, its last ones
 KNOWN = 100_000  # references that are remembered as readable
 
@@ -28,10 +28,10 @@ async def math(completion: str, reference: Any) -> float:
     given = completion[-LONGEST:] if boxed is None else f"\\boxed{{{boxed[-LONGEST:]}}}"
     for attempt in (1, 2):
         try:
-            return await in_process(grade, given, wanted, seconds=LIMIT_S)
+            return await in_process(f"{EQUIVALENCE}:grade", given, wanted, seconds=LIMIT_S)
         except TimeoutError:
             return 0.0
-        except ProcessLost:  # twice in a row it is the answer that ends it, by exhausting the stack or the memory
+        except ProcessLost:  # while it ran; twice in a row it is the answer that ends it, by exhausting the stack or the memory
             if attempt == 2:
                 return 0.0
     raise AssertionError("unreachable: the second attempt returns")
@@ -41,7 +41,7 @@ async def _require_readable(reference: str) -> None:
     if reference in _readable:
         return
     try:
-        readable = await in_process(can_read, reference, seconds=LIMIT_S)
+        readable = await in_process(f"{EQUIVALENCE}:can_read", reference, seconds=LIMIT_S)
     except TimeoutError:
         readable = False
     if not readable:
@@ -58,28 +58,3 @@ def require_math() -> None:
         raise ConfigError(
             "the verifier `math` needs the package math-verify; run `pip install 'math-verify[antlr4-13-2]'`"
         ) from None
-
-
-def can_read(reference: str) -> bool:
-    """In a process: whether math-verify reads the reference."""
-    return bool(_parse_reference(reference))
-
-
-def grade(given: str, wanted: list[str]) -> float:
-    """In a process: whether the answer equals one of the references."""
-    from math_verify import parse, verify
-
-    try:
-        answer = parse(given, parsing_timeout=INNER_S)
-        return float(
-            any(verify(_parse_reference(one), answer, timeout_seconds=INNER_S) for one in wanted) if answer else False
-        )
-    except (MemoryError, RecursionError):
-        return 0.0
-
-
-def _parse_reference(reference: str) -> list[Any]:
-    from math_verify import parse
-
-    text = reference if "$" in reference or "\\boxed" in reference else f"${reference}$"
-    return parse(text, parsing_timeout=INNER_S)

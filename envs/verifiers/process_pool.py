@@ -6,12 +6,14 @@ interpreter's lock while it does.
 Invariants:
 - A call that passes its limit costs its process, which is killed at once; the next call gets another. The event loop never waits.
 - The limit begins when the function does: not while a process starts, imports, or is awaited.
+- Only a process that ends after it has begun the function can be that function's doing: one that ends before is replaced.
 - A process ends with this one, also when this one is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import socket
@@ -29,12 +31,17 @@ T = TypeVar("T")
 PROCESSES = max(2, os.cpu_count() or 1)  # two at least: one that runs away holds back no other
 START_S = 180.0  # longest start of a process and import of a function: sympy takes seconds, on a busy machine a minute
 FREE_S = 600.0  # longest wait for a free process; the deadline of the episode's step comes first
+STARTS = 3  # processes that may end in a row before they begin one call
 FRAME = 4  # bytes of a length
 BEGUN, RESULT, FAILED = b"b", b"r", b"f"  # what an answer is
 
 
 class ProcessLost(EnvError):
-    """The process of a call ended before its result: the function crashed it, or it was killed from outside."""
+    """The process of a call ended while the function ran: the function crashed it, or it was killed from outside."""
+
+
+class _NeverBegun(EnvError):
+    """A process ended before it began the function."""
 
 
 class _Process:
@@ -46,6 +53,7 @@ class _Process:
         self._popen = popen
         self._reader = reader
         self._writer = writer
+        self._status: asyncio.Future[int] | None = None  # once it was killed
 
     @classmethod
     async def start(cls) -> _Process:
@@ -61,7 +69,8 @@ class _Process:
         return cls(popen, *await asyncio.open_connection(sock=ours))
 
     async def call(self, request: bytes, seconds: float) -> tuple[bytes, bytes]:
-        """The kind and body of the answer. Raises TimeoutError; ProcessLost."""
+        """The kind and body of the answer. Raises TimeoutError; ProcessLost; _NeverBegun."""
+        lost: type[EnvError] = _NeverBegun
         try:
             self._writer.write(len(request).to_bytes(FRAME, "big") + request)
             await self._writer.drain()
@@ -70,21 +79,28 @@ class _Process:
                 START_S, self._answer(), who="an episode", waits_for="a process to import its verifier", hint=hint
             )
             if kind == BEGUN:
+                lost = ProcessLost
                 async with asyncio.timeout(seconds):
                     kind, body = await self._answer()
             return kind, body
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise ProcessLost(f"the process of a verifier ended with status {self.kill()}") from None
+            raise lost(f"the process of a verifier ended with status {await self.kill()}") from None
 
     async def _answer(self) -> tuple[bytes, bytes]:
         size = int.from_bytes(await self._reader.readexactly(FRAME), "big")
         body = await self._reader.readexactly(size)
         return body[:1], body[1:]
 
-    def kill(self) -> int:
-        self._popen.kill()
-        self._writer.close()
-        return self._popen.wait()  # at once: it was killed
+    def ended(self) -> bool:
+        return self._popen.poll() is not None
+
+    def kill(self) -> asyncio.Future[int]:
+        """Its status comes when it is gone: a process with much memory takes a while."""
+        if self._status is None:
+            self._popen.kill()
+            self._writer.close()
+            self._status = asyncio.get_running_loop().run_in_executor(None, self._popen.wait)
+        return self._status
 
 
 class _Pool:
@@ -99,26 +115,41 @@ class _Pool:
         await with_deadline(
             FREE_S, self._slots.acquire(), who="an episode", waits_for="a verifier's process", hint=hint
         )
-        process = None
         try:
-            process = self._free.pop() if self._free else await _Process.start()
-            answer = await process.call(request, seconds)
-            self._free.append(process)
-            return answer
-        except BaseException:  # a cancelled call, too: its process may never end
-            if process is not None:
-                process.kill()
-            raise
+            for _ in range(STARTS - 1):
+                with contextlib.suppress(_NeverBegun):
+                    return await self._call_once(request, seconds)
+            return await self._call_once(request, seconds)
         finally:
             self._slots.release()
+
+    async def _call_once(self, request: bytes, seconds: float) -> tuple[bytes, bytes]:
+        process = await self._take()
+        try:
+            answer = await process.call(request, seconds)
+        except BaseException:  # a cancelled call, too: its process may never end
+            process.kill()
+            raise
+        self._free.append(process)
+        return answer
+
+    async def _take(self) -> _Process:
+        while self._free:
+            process = self._free.pop()
+            if not process.ended():
+                return process
+            process.kill()
+        return await _Process.start()
 
 
 _pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Pool] = weakref.WeakKeyDictionary()
 
 
-async def in_process(function: Callable[..., T], *arguments: object, seconds: float) -> T:
+async def in_process(function: Callable[..., T] | str, *arguments: object, seconds: float) -> T:
     """`function(*arguments)` in a process of its own, which is killed after `seconds`. Function, arguments and result are
-    pickled: the function is found by its module and name. Raises what it raises; TimeoutError: it was killed; ProcessLost."""
+    pickled: the function is found by its module and name. A text, `package.module:function`, names a function whose module only
+    that process imports. Importing does not count against `seconds`. Raises what it raises; TimeoutError: it was killed; ProcessLost;
+    EnvError: no process came to begin it."""
     pool = _pools.setdefault(asyncio.get_running_loop(), _Pool())
     kind, body = await pool.call(pickle.dumps((function, arguments)), seconds)
     if kind == FAILED:
