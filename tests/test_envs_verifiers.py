@@ -11,8 +11,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.envs.verifiers import REWARDS, ProcessLost, choice, exact, f1, gsm8k, in_process
-from slipstream.envs.verifiers import mathematics
+from slipstream.envs.verifiers import REWARDS, ProcessLost, choice, exact, f1, gsm8k, in_process, mathematics
 from slipstream.errors import EnvError
 
 PURE = {"choice": choice, "exact": exact, "f1": f1, "gsm8k": gsm8k}
