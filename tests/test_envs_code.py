@@ -4,11 +4,12 @@ import asyncio
 import json
 import os
 import signal
+import time
 
 import pytest
 from slipstream.envs.sandbox import Limits, LocalPool
 from slipstream.envs.verifiers import REWARDS, code
-from slipstream.envs.verifiers.code import same
+from slipstream.envs.verifiers.code import program_of, same
 from slipstream.errors import EnvError, ToolError
 
 DOUBLE = {"fn_name": "double", "inputs": [[2], [5]], "outputs": [4, 10]}
@@ -68,6 +69,20 @@ async def test_programs_by_stdin(pool):
     }
     rewards = await asyncio.gather(*(code(program, json.dumps(cases), pool) for program in programs))
     assert dict(zip(programs, rewards, strict=True)) == programs
+
+
+async def test_a_program_that_is_slow_in_many_cases_earns_nothing(pool, monkeypatch):
+    monkeypatch.setitem(code.__globals__, "TOTAL_S", 2.0)
+    cases = {"inputs": ["1"] * 20, "outputs": ["1"] * 20}
+    assert await code("import time\ntime.sleep(0.5)\nprint(1)", cases, pool) == 0.0  # each is within its own limit
+
+
+def test_the_last_block_is_found_in_time_proportional_to_its_length():
+    for fence in ("```", "```python", "```py ", "```python3\t"):
+        assert program_of(f"a\n```\nfirst\n```\n{fence}\nx = 1\n```") == "x = 1\n"
+    began = time.process_time()
+    program_of("```" + " " * 30_000)
+    assert time.process_time() - began < 1
 
 
 async def test_asserts_are_unsafe_as_their_name_says(pool):

@@ -57,6 +57,8 @@ def test_gsm8k(completion, reference, reward):
         ("\\boxed{A, B}", "B", 0),
         ("\\boxed{A}\\boxed{B}", "A", 0),
         ("All of them", "A", 0),
+        ("<answer>A</answer> and <answer>B", "A", 1),  # the last that is closed
+        ("Answer:\n (C)", "C", 1),
         ("", "A", 0),
     ],
 )
@@ -112,6 +114,24 @@ def test_no_completion_makes_them_raise(completion):
     assert all(
         0 <= PURE[name](completion, wanted) <= 1 for name, wanted in zip(PURE, ("B", "x", "x", "1"), strict=True)
     )
+
+
+HOSTILE = {
+    "blanks": "The answer is" + "\n" * 30_000,
+    "blanks and stars": "Answer " + " *" * 15_000,
+    "open tags": "<answer>" * 15_000,
+    "open braces": "<answer>" + "\\text{" * 8000 + "</answer>",
+    "many answers": "The answer is " + "A, " * 15_000,
+    "digits": "-$1," * 15_000,
+}
+
+
+@pytest.mark.parametrize("completion", HOSTILE.values(), ids=HOSTILE)
+def test_no_completion_takes_long(completion):
+    for name, wanted in zip(PURE, ("B", "x", "x", "1"), strict=True):
+        began = time.process_time()
+        PURE[name](completion, wanted)
+        assert time.process_time() - began < 0.5, name
 
 
 async def test_every_reward_is_awaited_and_named():

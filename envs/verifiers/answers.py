@@ -2,7 +2,8 @@
 
 Invariants:
 - One answer counts, the last that the completion gives; naming several at once earns nothing.
-- A reference that cannot be read is the data's fault: EnvError. Whatever the completion holds, it never raises.
+- A reference that cannot be read is the data's fault: EnvError. Whatever the completion holds, it never raises, and costs
+  time in proportion to its length: these functions run on the event loop. Patterns never repeat blanks without a bound twice.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Any
 from ...errors import EnvError
 
 LONGEST_NUMBER = 100  # characters: Decimal is exact, and fast, well beyond it
+LONGEST_CHOICE = 2000  # characters of a choice in which letters are looked for
 NUMBER = re.compile(r"[-+]?\$?\d[\d,]*(?:\.\d+)?|[-+]?\$?\.\d+")
-ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 CHOICE = re.compile(r"\(?\b([A-Z])\b\)?")
 ANSWER_IS = re.compile(
-    r"\b(?:answer|choice|option)\s*(?:is\s*)?[:=]?\s+(?=[*($]*[A-Z]\b)|\banswer\s*[:=]", re.IGNORECASE
+    r"\b(?:answer|choice|option)\s{0,8}(?:is\s{0,8})?[:=]?\s{1,8}(?=[*($]{0,8}[A-Z]\b)|\banswer\s{0,8}[:=]",
+    re.IGNORECASE,
 )
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -60,9 +63,9 @@ def choice(completion: str, reference: Any) -> float:
     wanted = str(reference).strip().strip("().").upper()
     if not re.fullmatch(r"[A-Z]", wanted):
         raise EnvError(f"the reference {reference!r:.100} is no letter")
-    marked = last_boxed(completion) or next(iter(reversed(ANSWER_TAG.findall(completion))), None)
+    marked = last_boxed(completion) or last_tagged(completion)
     if marked is not None:
-        return float(_letters(re.sub(r"\\text(?:bf)?\{([^}]*)\}", r"\1", marked)) == {wanted})
+        return float(_letters(re.sub(r"\\text(?:bf)?\{([^}]{0,100})\}", r"\1", marked)) == {wanted})
     said = [found.end() for found in ANSWER_IS.finditer(completion)]
     if said:
         return float(_letters(completion[said[-1] :].partition("\n")[0]) == {wanted})
@@ -87,8 +90,19 @@ def last_boxed(text: str) -> str | None:
 
 def answer_of(completion: str) -> str:
     """What the last `<answer>` holds, else the whole completion."""
-    tagged = ANSWER_TAG.findall(completion)
-    return tagged[-1] if tagged else completion
+    tagged = last_tagged(completion)
+    return completion if tagged is None else tagged
+
+
+def last_tagged(text: str) -> str | None:
+    """What the last `<answer>` that is closed holds; None where there is none."""
+    begin = found = None
+    for tag in ANSWER_TAG.finditer(text):
+        if not tag[1]:
+            begin = tag.end()
+        elif begin is not None:
+            found, begin = text[begin : tag.start()], None
+    return found
 
 
 def references_of(reference: Any) -> list[str]:
@@ -139,7 +153,7 @@ def _f1(given: Counter[str], wanted: Counter[str]) -> float:
 def _letters(text: str) -> set[str]:
     """The letters that a short answer names: the first, and others that are chosen with it (`A or B`, `A, B`). What follows
     the first letter as its text (`B) a dog`) names none."""
-    stripped = text.strip().strip("*$ ")
+    stripped = text[:LONGEST_CHOICE].strip().strip("*$ ")
     named = CHOICE.match(stripped) or CHOICE.search(stripped)
     if named is None:
         return set()

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -21,9 +22,9 @@ import msgspec
 from ...errors import EnvError
 from ..sandbox import ExecResult, Sandbox, SandboxPool, local_pool
 
-FENCE = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+FENCE = re.compile(r"```[ \t]*(?:(?:python3?|py)[ \t]*)?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 CLOSE = 1e-6  # relative and absolute difference up to which numbers with a point are equal
-TOTAL_S = 60.0  # of all cases of a program
+TOTAL_S = 60.0  # of all cases of a program; a step of the environment has 120 s, unless an episode has less
 
 
 class Cases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,7 +102,7 @@ def program_of(completion: str) -> str:
 
 
 async def by_calls(sandbox: Sandbox, program: str, cases: Cases) -> float:
-    """Call the function with each input; compare here."""
+    """Call the function with each input within `TOTAL_S`; compare here."""
     given = json.dumps(cases.inputs) + "\n" + program
     ran = await _python(sandbox, ("-c", CALLS, cases.fn_name), given, TOTAL_S)
     printed = ran.stdout.split("\n")[:-1]
@@ -110,15 +111,22 @@ async def by_calls(sandbox: Sandbox, program: str, cases: Cases) -> float:
 
 
 async def by_stdin(sandbox: Sandbox, program: str, cases: Cases) -> float:
-    """Run the program for each input, up to the first that it fails; compare the words that it prints."""
+    """Run the program for each input, up to the first that it fails; compare the words that it prints. A program that takes
+    longer than `TOTAL_S` for all fails."""
     try:
         await sandbox.write("program.py", program.encode())
     except OSError:  # larger than the disk
         return 0.0
-    for given, wanted in zip(cases.inputs, cases.outputs, strict=True):
-        ran = await _python(sandbox, ("program.py",), _text(given), None)
-        if not ran.ok or ran.stdout.split() != _text(wanted).split():
-            return 0.0
+    try:
+        async with asyncio.timeout(TOTAL_S) as limit:
+            for given, wanted in zip(cases.inputs, cases.outputs, strict=True):
+                ran = await _python(sandbox, ("program.py",), _text(given), None)
+                if not ran.ok or ran.stdout.split() != _text(wanted).split():
+                    return 0.0
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        return 0.0
     return 1.0
 
 

@@ -31,9 +31,7 @@ async def math(completion: str, reference: Any) -> float:
             return await in_process(f"{EQUIVALENCE}:grade", given, wanted, seconds=LIMIT_S)
         except TimeoutError:
             return 0.0
-        except (
-            ProcessLost
-        ):  # while it ran; twice in a row it is the answer that ends it, by exhausting the stack or the memory
+        except ProcessLost:  # twice in a row it is the answer that ends it, by exhausting the stack or the memory
             if attempt == 2:
                 return 0.0
     raise AssertionError("unreachable: the second attempt returns")

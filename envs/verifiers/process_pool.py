@@ -148,8 +148,8 @@ _pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Pool] = weakref.We
 async def in_process(function: Callable[..., T] | str, *arguments: object, seconds: float) -> T:
     """`function(*arguments)` in a process of its own, which is killed after `seconds`. Function, arguments and result are
     pickled: the function is found by its module and name. A text, `package.module:function`, names a function whose module only
-    that process imports. Importing does not count against `seconds`. Raises what it raises; TimeoutError: it was killed; ProcessLost;
-    EnvError: no process came to begin it."""
+    that process imports. Importing does not count against `seconds`. Raises what it raises; TimeoutError: it was killed;
+    ProcessLost; EnvError: no process came to begin it."""
     pool = _pools.setdefault(asyncio.get_running_loop(), _Pool())
     kind, body = await pool.call(pickle.dumps((function, arguments)), seconds)
     if kind == FAILED:
