@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
 from .base import JSON, ToolSpec
@@ -58,6 +59,9 @@ class InterpreterTool:
         self._pool = pool
         self._longest = longest
         self._session: InterpreterSession | None = None
+        self._lock = (
+            asyncio.Lock()
+        )  # calls of one turn may come at once: one sandbox for all, one program after another
         parameters: JSON = {
             "type": "object",
             "properties": {self.argument: {"type": "string"}},
@@ -79,13 +83,14 @@ class InterpreterTool:
         if not isinstance(program, str) or len(arguments) != 1:
             raise InvalidCall(f'the tool {self.name} takes {{"{self.argument}": "..."}}')
         pool = self._pool or local_pool()
-        if self._session is None:
-            self._session = await self._open(pool)
-        ran = await self._session.run(program)
-        text = told(ran, pool.limits)
-        if ran.exit_code is None:  # the sandbox is gone
-            await self.close()
-            text += "; files and variables are lost"
+        async with self._lock:
+            if self._session is None:
+                self._session = await self._open(pool)
+            ran = await self._session.run(program)
+            text = told(ran, pool.limits)
+            if ran.exit_code is None:  # the sandbox is gone
+                await self.close()
+                text += "; files and variables are lost"
         return shortened(text, self._longest)
 
 

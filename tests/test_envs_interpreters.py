@@ -64,6 +64,21 @@ async def test_python_keeps_variables_and_outlives_what_the_policy_does_to_it(po
     await python.close()
 
 
+async def test_calls_at_once_share_one_sandbox(pool):
+    python = PythonTool(pool)
+    opened, open_python = [], pool.open_python
+
+    async def spy():
+        opened.append(await open_python())
+        return opened[-1]
+
+    pool.open_python = spy
+    await asyncio.gather(say(python, code="x = 1"), say(python, code="y = 2"))
+    assert await say(python, code="x + y") == ("3", True)
+    await python.close()
+    assert len(opened) == 1
+
+
 async def test_shell_keeps_its_folder_and_tells_a_status(pool):
     shell = ShellTool(pool)
     assert await say(shell, command="mkdir d && cd d && export A=b && echo made") == ("made", True)
