@@ -25,6 +25,7 @@ LIMITED = {
     "memory of many": {"memory", "wall"},  # on a busy machine; test_envs_sandbox has it with time enough
     "disk": {"exited", "disk"},
     "many files": {"disk", "cpu", "wall"},
+    "many files in shared memory": {"disk", "cpu", "wall"},
     "CPU": {"cpu", "wall"},  # wall where the machine gives it less than a core
     "CPU of many": {"cpu", "wall"},
     "recursion": {"exited", "memory", "cpu", "wall"},

@@ -22,6 +22,7 @@ from .process import LaunchSpec
 from .programs import FILE_COST, FLAGS, OURS, Program, rlimits, text, variables
 
 HOME = "/box"
+WRITABLE = (HOME, "/dev/shm")
 PACKAGES = "/opt/packages"
 PROGRAM = "/opt/sandbox.py"
 PREFIX = "/opt/python"  # of a Python that is not under /usr
@@ -121,7 +122,7 @@ class Bubblewrap:
         if packages:
             argv += ["--ro-bind", packages, PACKAGES]
         argv += ["--proc", "/proc", "--dev", "/dev"]
-        for folder in (HOME, "/dev/shm"):
+        for folder in WRITABLE:
             argv += ["--perms", "1777", "--size", str(limits.disk), "--tmpfs", folder]
         argv += ["--perms", "1777", "--dir", f"{HOME}/.tmp", "--symlink", f"{HOME}/.tmp", "/tmp"]
         for mount in mounts:
@@ -131,13 +132,13 @@ class Bubblewrap:
 
 
 def cost_of_files(pid: int) -> int:
-    """Bytes of kernel memory of the files that process `pid` sees in its sandbox's folder: tmpfs limits their content, not
+    """Bytes of kernel memory of the files that process `pid` sees in its sandbox's folders: tmpfs limits their content, not
     their number."""
     try:
-        found = os.statvfs(f"/proc/{pid}/root{HOME}")
+        found = [os.statvfs(f"/proc/{pid}/root{folder}") for folder in WRITABLE]
     except OSError:  # it has ended, or is the one that answers the host, which alone makes no files
         return 0
-    return FILE_COST * (found.f_files - found.f_ffree)
+    return FILE_COST * sum(folder.f_files - folder.f_ffree for folder in found)
 
 
 def unused_uid() -> int:
