@@ -117,8 +117,9 @@ async def by_stdin(sandbox: Sandbox, program: str, cases: Cases) -> float:
         await sandbox.write("program.py", program.encode())
     except OSError:  # larger than the disk
         return 0.0
+    limit = asyncio.timeout(TOTAL_S)
     try:
-        async with asyncio.timeout(TOTAL_S) as limit:
+        async with limit:
             for given, wanted in zip(cases.inputs, cases.outputs, strict=True):
                 ran = await _python(sandbox, ("program.py",), _text(given), None)
                 if not ran.ok or ran.stdout.split() != _text(wanted).split():
