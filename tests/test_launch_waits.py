@@ -465,6 +465,7 @@ ALLOWED = {
     ("envs/check.py", "asyncio.timeout"): "a limit of the check, which is what the command reports",
     ("envs/sandbox/process.py", "asyncio.timeout"): "the wall limit of a program, an outcome and no error",
     ("envs/sandbox/inside/confine.py", "os.waitpid"): "in the sandbox, whose limits the watchdog keeps",
+    ("envs/verifiers/code.py", "asyncio.timeout"): "the limit of all cases of a program, beyond which it earns 0",
     ("envs/verifiers/process_pool.py", "asyncio.timeout"): "the limit of a verifier, which its caller decides about",
     ("envs/adapters/mcp.py", "asyncio.timeout"): "START_S and the tool's limit; raises EnvError or ToolError",
     ("rollout/player.py", "asyncio.timeout"): "the episode's own deadline, an outcome and no error",
