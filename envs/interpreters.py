@@ -59,9 +59,8 @@ class InterpreterTool:
         self._pool = pool
         self._longest = longest
         self._session: InterpreterSession | None = None
-        self._lock = (
-            asyncio.Lock()
-        )  # calls of one turn may come at once: one sandbox for all, one program after another
+        # Calls of one turn may come at once: one sandbox for all, one program after another.
+        self._lock = asyncio.Lock()
         parameters: JSON = {
             "type": "object",
             "properties": {self.argument: {"type": "string"}},

@@ -100,7 +100,6 @@ class EpisodePlayer:
             stack.push_async_callback(requests.close)
             stack.push_async_callback(env.close)
             outcome, error = await _run_agent(self._agent, env, session, lease.task, self._limits.episode_s)
-        outcome = msgspec.structs.replace(outcome, detail=encodable(outcome.detail))
         timings = {"total": time.perf_counter() - started, "environment": env.seconds}
         turn_rewards, metrics = tuple(env.rewards), env.metrics | session.metrics
         if outcome.trainable and not session.branches:
@@ -112,9 +111,10 @@ class EpisodePlayer:
                 metrics = metrics | {"reward_environment": sum(env.rewards), "reward_model": score}
             except Exception as raised:  # messages and payload are user data: rendering them as text may raise anything
                 ours = isinstance(raised, EngineError | DeadlineExceeded)
-                outcome = Outcome("failed", "reward", encodable(str(raised) if ours else describe_user_error(raised)))
+                outcome = Outcome("failed", "reward", str(raised) if ours else describe_user_error(raised))
                 error = raised
             timings |= {"total": time.perf_counter() - started, "reward": time.perf_counter() - scoring_started}
+        outcome = msgspec.structs.replace(outcome, detail=encodable(outcome.detail))
         reward = sum(turn_rewards)
         if not outcome.trainable:
             if part.penalty is None or outcome.reason not in self._trained_failures:
