@@ -68,9 +68,13 @@ async def test_a_stopped_worker_costs_its_own_leases_alone(tmp_path: Path, addre
         version = await learner.recover(0)
         mark_served(learner, version)
         version = await train(learner, 5, version)
-        while not episodes(path, "worker-0", "account = 'in_flight'"):
+        playing = False
+        while not playing:
+            stopped.send_signal(signal.SIGCONT)
             version = await train(learner, 1, version)
-        stopped.send_signal(signal.SIGSTOP)
+            stopped.send_signal(signal.SIGSTOP)
+            await learner.stats()  # what it sent before may end every episode of its leases: then once more
+            playing = bool(episodes(path, "worker-0", "account = 'in_flight'"))
         began, before = asyncio.get_running_loop().time(), version
         while asyncio.get_running_loop().time() < began + STOPPED_S:
             version = await train(learner, 1, version)  # the other plays on, and what was leased to this one, too

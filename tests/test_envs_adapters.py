@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import socket
@@ -203,7 +204,13 @@ async def bought(env) -> str:
 
 
 def children() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if SHOP in p.cmdline()]
+    """The servers that run; a process that has ended has no command line."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if SHOP in process.cmdline():
+                found.append(process)
+    return found
 
 
 async def test_an_mcp_server_of_each_episode_gives_its_tools(shop: Mcp) -> None:
