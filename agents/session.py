@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -27,7 +28,7 @@ from renderers import ToolSpec as ChatTool
 from ..buffer.trajectory import Outcome, Trajectory
 from ..common.tasks import in_thread
 from ..envs.base import Message, ToolCall, ToolSpec
-from ..errors import DeadlineExceeded, EngineError, PolicyError, describe
+from ..errors import EngineError, PolicyError, describe
 from .base import Completion, ContextExhausted, Generate, Reply, SampleRequest
 from .tree import Branch, ConversationTree, Node, conversation_keys, cut, extended_key, joined
 
@@ -90,12 +91,8 @@ class Session:
         else:
             parent, prompt = await in_thread(lambda: self._prompt(messages, tools, keys), "rendering a prompt")
         self._require_room(len(prompt))
-        try:
+        with self._remembered_failure():
             return await _together([self._reply(parent, prompt, tools, request, keys[-1]) for _ in range(request.n)])
-        except Exception as error:
-            if not isinstance(error, PolicyError) and self.failure is None:  # also one that nobody foresaw
-                self.failure = error
-            raise
 
     async def generate(self, token_ids: Sequence[int]) -> Completion:
         """Continue raw token ids. See `Policy.generate`. Raises ContextExhausted where they leave no room for another token,
@@ -104,7 +101,8 @@ class Session:
             raise PolicyError(f"generate needs token ids between 0 and {self._vocabulary - 1}, and at least one")
         self._require_room(len(token_ids))
         parent, size = self._tree.beginning(token_ids)
-        completion = await self._complete(parent, token_ids, size, ONE_REPLY)
+        with self._remembered_failure():
+            completion = await self._complete(parent, token_ids, size, ONE_REPLY)
         self._tree.add(Node(parent, token_ids[size:], completion))
         return completion
 
@@ -227,6 +225,18 @@ class Session:
         text = decode(ids[:tokens])
         return min(said(tokens), key=text.index), cut(completion, tokens)
 
+    @contextlib.contextmanager
+    def _remembered_failure(self) -> Generator[None]:
+        """Keep the first error that is not the caller's."""
+        try:
+            yield
+        except PolicyError:
+            raise
+        except Exception as error:
+            if self.failure is None:
+                self.failure = error
+            raise
+
     def _require_room(self, prompt: int) -> None:
         if prompt >= self._max_tokens:
             self.exhausted.append(f"the prompt has {prompt} tokens; max_tokens is {self._max_tokens}")
@@ -251,9 +261,7 @@ class Session:
                 parts.append(part)
                 sampled += part.token_ids
                 pause_s = RETRY_S
-        except BaseException as error:
-            if isinstance(error, EngineError | DeadlineExceeded) and self.failure is None:
-                self.failure = error
+        except BaseException:
             if parts:
                 self._tree.add(Node(parent, prompt[start:], joined(parts), request.trained))
             raise
