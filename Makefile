@@ -12,7 +12,7 @@ INPUTS = pyproject.toml requirements/install.sh requirements/install-bubblewrap.
 SGLANG_INPUTS = pyproject.toml requirements/install-sglang.sh requirements/sglang-cpu.lock
 TRL_INPUTS = pyproject.toml requirements/install-trl.sh requirements/trl.lock
 
-.PHONY: quickstart install install-sglang install-trl test test-full lint format clean
+.PHONY: quickstart install install-sglang install-trl test test-full lint style format clean
 
 quickstart: install $(MODEL)/config.json
 	@run=$(RUN); if [ -e $$run ]; then run=$$run-$$(date +%Y%m%d-%H%M%S); fi; \
@@ -42,19 +42,21 @@ install-trl: .venv-trl/installed
 	touch $@
 
 # `make test` leaves out what only widens a matrix, see tests/tiers.py; `make test-full` runs everything. Two processes test at once,
-# which takes about 8 GiB; `make test WORKERS=1` tests in one.
+# which takes about 8 GiB; `make test WORKERS=1` tests in one. One of the tests checks the types, beside the others.
 PYTEST = .venv/bin/python -m pytest $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist loadscope --no-loadscope-reorder)
 
-test: lint install-sglang
+test: style install-sglang
 	$(PYTEST) -m "not full"
 
-test-full: lint install-sglang
+test-full: style install-sglang
 	$(PYTEST)
 
-lint: install
+lint: style
+	.venv/bin/basedpyright
+
+style: install
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
-	.venv/bin/basedpyright
 
 format: install
 	.venv/bin/ruff format .

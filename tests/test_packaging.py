@@ -79,9 +79,11 @@ def test_pre_commit_runs_what_lint_runs():
     import yaml
 
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
-    lint = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert lint
-    assert [hook["entry"] for hook in hooks] == [line.strip() for line in lint[1].splitlines()]
+    makefile = (ROOT / "Makefile").read_text()
+    found = [re.search(rf"^{rule}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE) for rule in ("style", "lint")]
+    assert [hook["entry"] for hook in hooks] == [
+        line.strip() for rule in found if rule for line in rule[1].splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
