@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from renderers import Renderer
+from slipstream.agents import load_renderer
+from slipstream.learner.model import load_tokenizer
 from slipstream.tests import forkserver, tiers, tiny
 from slipstream.tests.cache import open_cache
-from transformers import PreTrainedModel
+from slipstream.tests.runs import tiny_policy
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -70,3 +74,15 @@ def address() -> str:
 def models(folders: list[Path]) -> list[PreTrainedModel]:
     """What transformers makes of `folders`."""
     return [tiny.load(folder) for folder in folders]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    """That of a tiny policy of the quickstart's environment."""
+    return load_tokenizer(str(tiny_policy(tmp_path_factory.mktemp("model") / "policy")))
+
+
+@pytest.fixture(scope="session")
+def renderer(tokenizer: PreTrainedTokenizerBase) -> Renderer:
+    """Qwen3's messages, without thinking."""
+    return load_renderer("qwen3", tokenizer, thinking=False)

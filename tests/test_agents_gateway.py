@@ -18,8 +18,6 @@ from slipstream.agents import Session, load_renderer
 from slipstream.agents.gateway import Endpoint, EnvTools, Gateway
 from slipstream.envs import CALCULATOR, Message, StepResult, call_tool
 from slipstream.errors import EngineError, ToolError
-from slipstream.learner.model import load_tokenizer
-from slipstream.tests.runs import tiny_policy
 from slipstream.tests.scripted import settle
 from slipstream.tests.sessions import Script, call, delivered, session_of
 from transformers import PreTrainedTokenizerBase
@@ -27,16 +25,6 @@ from transformers import PreTrainedTokenizerBase
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 CHAT_TOOLS: Any = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": PARAMETERS}}]
 QUESTION: Any = [{"role": "user", "content": "q"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    return load_tokenizer(str(tiny_policy(tmp_path_factory.mktemp("model") / "policy")))
-
-
-@pytest.fixture(scope="module")
-def renderer(tokenizer: PreTrainedTokenizerBase) -> Renderer:
-    return load_renderer("qwen3", tokenizer, thinking=False)
 
 
 Episode = Callable[..., contextlib.AbstractAsyncContextManager[tuple[Endpoint, Script, Session]]]

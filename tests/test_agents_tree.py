@@ -17,12 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from renderers import Renderer
-from slipstream.agents import Completion, ContextExhausted, Reply, SampleRequest, Session, load_renderer
+from slipstream.agents import Completion, ContextExhausted, Reply, SampleRequest, Session
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.envs import CALCULATOR, Message, ToolCall
 from slipstream.errors import EngineError, PolicyError
-from slipstream.learner.model import load_tokenizer
-from slipstream.tests.runs import tiny_policy
 from slipstream.tests.sessions import delivered, session_of
 from transformers import PreTrainedTokenizerBase
 
@@ -39,16 +37,6 @@ TEXTS = (
 )
 STOPS = ((), (), (), ("Observation:",), ("d", "tion:"), ("never said",))
 CALL = contextvars.ContextVar[int]("the call that samples")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    return load_tokenizer(str(tiny_policy(tmp_path_factory.mktemp("model") / "policy")))
-
-
-@pytest.fixture(scope="module")
-def renderer(tokenizer: PreTrainedTokenizerBase) -> Renderer:
-    return load_renderer("qwen3", tokenizer, thinking=False)
 
 
 @dataclass

@@ -23,18 +23,10 @@ from slipstream.envs import (
     task_source,
 )
 from slipstream.errors import EngineError, ToolError
-from slipstream.learner.model import load_tokenizer
 from slipstream.rollout.player import EpisodeResult
 from slipstream.tests.episodes import Once
-from slipstream.tests.runs import tiny_policy
 from slipstream.tests.sessions import LEASE, Script, play_foreign
 from transformers import PreTrainedTokenizerBase
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    return load_tokenizer(str(tiny_policy(tmp_path_factory.mktemp("model") / "policy")))
-
 
 Play = Callable[..., Awaitable[EpisodeResult]]
 
