@@ -20,7 +20,7 @@ from ..monitor.output import open_console, print_line
 if TYPE_CHECKING:
     from .result import Result
 
-NAMES = ("rollout", "weightsync", "buffer", "sandbox", "learner", "learning")
+NAMES = ("rollout", "weightsync", "buffer", "sandbox", "tools", "learner", "learning")
 
 LEARNING_ONLY = ("seeds", "staleness", "steps", "out")
 
@@ -64,6 +64,7 @@ def bench(options: argparse.Namespace) -> int:
             "weightsync": _weightsync,
             "buffer": _buffer,
             "sandbox": _sandbox,
+            "tools": _tools,
             "learner": _learner,
         }
         parts = several[options.name](options.sizes)
@@ -140,6 +141,15 @@ def _sandbox(sizes: list[str] | None) -> list[tuple[str, Measure]]:
     if sizes:
         raise ConfigError("--sizes: sandboxes hold no policy; leave it out")
     return [("sandboxes over bare processes", sandbox)]
+
+
+def _tools(sizes: list[str] | None) -> list[tuple[str, Measure]]:
+    from .tools import tools
+
+    return [
+        (f"a worker whose episodes call tools, {size}", lambda folder, size=size: tools(folder, size))
+        for size in sizes or ["10M"]
+    ]
 
 
 def _learner(sizes: list[str] | None) -> list[tuple[str, Measure]]:

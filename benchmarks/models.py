@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from ..configs.schema import Agent
-from ..envs import Message, Observation, SimpleEnv, StepResult, Task
+from ..envs import Message, Observation, PythonTool, SimpleEnv, StepResult, Task, ToolCall, call_tool
 from ..launch.init_model import TinyModelShape, init_model
 
 SHAPES = {
@@ -21,6 +22,10 @@ SHAPES = {
 TURNS = 4
 
 AGAIN = "Go on, and say more about it."
+
+CELL = ToolCall("python", {"code": "sum(range(1000))"})
+
+SLEEP_S = 10.0
 
 
 class Talk(SimpleEnv):
@@ -40,6 +45,30 @@ class Talk(SimpleEnv):
     async def step(self, message: Message) -> StepResult:
         self._said += 1
         return StepResult((Message("user", AGAIN),), done=self._said == TURNS)
+
+
+class TalkAndCompute(Talk):
+    """As `Talk`, with a call of the tool `python` in each turn."""
+
+    async def reset(self, task: Task) -> Observation:
+        self._python = PythonTool()
+        return await super().reset(task)
+
+    async def step(self, message: Message) -> StepResult:
+        _, valid = await call_tool({"python": self._python.tool}, CELL)
+        assert valid
+        return await super().step(message)
+
+    async def close(self) -> None:
+        await self._python.close()
+
+
+class TalkAndSleep(Talk):
+    """As `Talk`, with a tool in each turn that only takes `SLEEP_S`."""
+
+    async def step(self, message: Message) -> StepResult:
+        await asyncio.sleep(SLEEP_S)
+        return await super().step(message)
 
 
 def make_policy(folder: Path, size: str, seed: int = 0) -> int:

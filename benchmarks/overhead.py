@@ -89,10 +89,10 @@ async def overhead(folder: Path, size: str) -> Result:
             for number in range(ROUNDS + 1):
                 address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
                 this = Round(served.job, served.replicas, version, number, address)
-                asked = await _in(processes, _ask, this)
-                buffer = spawn.Process(target=_run, args=(_store, this), daemon=True)
+                asked = await in_process(processes, _ask, this)
+                buffer = spawn.Process(target=run_coroutine, args=(store, this), daemon=True)
                 buffer.start()
-                played = await _in(processes, _play, this)
+                played = await in_process(processes, play, this)
                 buffer.terminate()
                 await asyncio.to_thread(buffer.join, STOP_S)
                 if number:  # the first round warms the server up
@@ -108,14 +108,14 @@ async def overhead(folder: Path, size: str) -> Result:
     return Result("the worker and the buffer over the bare engine", "worker", "bare", (row,))
 
 
-async def _in(processes: ProcessPoolExecutor, work: Any, this: Round) -> Any:
-    done = asyncio.get_running_loop().run_in_executor(processes, _run, work, this)
+async def in_process(processes: ProcessPoolExecutor, work: Any, this: Round) -> Any:
+    done = asyncio.get_running_loop().run_in_executor(processes, run_coroutine, work, this)
     return await with_deadline(
         PLAYED_S, done, who="the benchmark", waits_for=f"{work.__name__} of a round", hint="see its logs"
     )
 
 
-def _run(work: Any, this: Round) -> Any:
+def run_coroutine(work: Any, this: Round) -> Any:
     coroutine: Coroutine[Any, Any, Any] = work(this)
     return uvloop.run(coroutine)
 
@@ -161,7 +161,7 @@ async def _ask(this: Round) -> Played:
         return Played(sampled, time.perf_counter() - began)
 
 
-async def _play(this: Round) -> Played:
+async def play(this: Round) -> Played:
     """The contender: be the worker until every group is in the buffer."""
     config = this.job.config
     async with (
@@ -181,7 +181,7 @@ async def _play(this: Round) -> Played:
     return Played(sum(t.sampled for group in batch.groups for t in group), seconds)
 
 
-async def _store(this: Round) -> None:
+async def store(this: Round) -> None:
     """The buffer of a round, until SIGTERM."""
     path = this.job.dir / f"buffer-{this.number}.sqlite"
     service = BufferService(this.job.config.buffer, path, this.buffer)

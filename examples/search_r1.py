@@ -1,0 +1,81 @@
+"""Search-R1 (Jin et al. 2025, arXiv:2503.09516): the policy learns to search passages before it answers.
+
+See search_r1.yaml for the commands. The corpus is made up here, one passage a country; a corpus of your own is a JSONL file:
+`SearchIndex(Path("corpus.jsonl"), Path("corpus.index"))`. Half of the demonstrations search, half guess a town.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from slipstream.envs import (
+    Message,
+    Observation,
+    SearchIndex,
+    SimpleEnv,
+    StepResult,
+    Task,
+    ToolCall,
+    call_tool,
+    search_tool,
+)
+
+TURNS = 4  # searches and wrong answers, together
+SYLLABLES = ("ka", "lo", "mi", "ru", "se", "ta", "vo", "ne", "pi", "du")
+
+
+def names(count: int, seed: int) -> list[str]:
+    """Made-up names, each once."""
+    rng, found = random.Random(seed), dict[str, None]()
+    while len(found) < count:
+        found["".join(rng.choices(SYLLABLES, k=3)).capitalize()] = None
+    return list(found)
+
+
+COUNTRIES, TOWNS = names(200, 1), names(200, 2)
+
+
+def passage(index: int) -> str:
+    return f"The capital of {COUNTRIES[index]} is {TOWNS[index]}."
+
+
+class SearchR1(SimpleEnv):
+    """`What is the capital of Kalomi?`, with the tool `search`; the reward is 1 for the town alone. Every fifth country is only in
+    the evaluation."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.search = search_tool(SearchIndex(passage(index) for index in range(len(COUNTRIES))), count=1)
+
+    def task(self, index: int) -> Task:
+        held_out = self.split == "eval"
+        country = self.rng(index).choice([i for i in range(len(COUNTRIES)) if (i % 5 == 0) == held_out])
+        return Task(f"capital-{index}", {"country": country})
+
+    async def reset(self, task: Task) -> Observation:
+        self.answer, self.turns = TOWNS[task.payload["country"]], 0
+        return self.opening(task)
+
+    def opening(self, task: Task) -> Observation:
+        question = f"What is the capital of {COUNTRIES[task.payload['country']]}?"
+        return Observation((Message("user", question),), (self.search.spec,))
+
+    async def step(self, message: Message) -> StepResult:
+        self.turns += 1
+        if not message.tool_calls and not message.malformed:
+            return StepResult(reward=float(message.content.strip() == self.answer), done=True)
+        if self.turns == TURNS:
+            return StepResult(reward=0.0, done=True, truncated=True)
+        if message.malformed:
+            return StepResult((Message("user", f"error: {message.malformed}"),))
+        replies = [await call_tool({"search": self.search}, call) for call in message.tool_calls]
+        return StepResult(tuple(reply for reply, _ in replies))
+
+    def demonstration(self, task: Task, rng: random.Random) -> tuple[Observation, tuple[Message, ...]]:
+        country = task.payload["country"]
+        if rng.random() < 0.5:
+            return self.opening(task), (Message("assistant", rng.choice(TOWNS)),)
+        call = ToolCall("search", {"query": f"capital of {COUNTRIES[country]}"})
+        found = Message("tool", f"[1] {passage(country)}", name="search")
+        return self.opening(task), (Message("assistant", "", (call,)), found, Message("assistant", TOWNS[country]))
