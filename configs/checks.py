@@ -34,6 +34,9 @@ from .sft import SftConfig
 BF16_NOISE = 0.05  # nats by which log-probs of equal bfloat16 weights differ between implementations now and then
 BUILT_IN_AGENTS = ("tool_calling", "single_turn")
 PYTHON_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+# A port `*` is a free one, for a server.
+ADDRESS = re.compile(r"tcp://[^\s/:@]+:(?:\d{1,5}|\*)|tcp://\[[0-9a-fA-F:]+\]:\d{1,5}")
+LOOPBACK = re.compile(r"tcp://(127\.\d+\.\d+\.\d+|localhost|\[::1\]):")
 _PART_NAME = re.compile(r"[\w-]+")
 
 
@@ -99,6 +102,10 @@ def _environment(key: str, env: EnvironmentKind, agent: Agent) -> Iterator[str]:
         yield f"{key}: a name of a part consists of letters, digits, _ and -"
     if isinstance(env, PythonEnv) and not PYTHON_NAME.fullmatch(env.factory):
         yield f"{key}.factory: {env.factory!r} is not of the form package.module:Name"
+    if env.address and not ADDRESS.fullmatch(env.address):
+        yield f"{key}.address: {env.address!r} is not of the form tcp://HOST:PORT"
+    elif env.address and not env.keys and not LOOPBACK.match(env.address):
+        yield f"{key}.keys: must be set, {env.address} is not on this host; name the file that `slipstream env serve` made"
     if agent.kind == "single_turn" and isinstance(env, ReasoningGym) and env.calculator:
         yield (
             f"agent.kind=single_turn answers once and cannot call the tool of {key}.calculator=true; "

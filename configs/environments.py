@@ -8,22 +8,40 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 from msgspec import Meta, field, structs
 
-from .section import AboveZero, Fraction, Positive, Section
+from .section import AboveZero, Fraction, NonNegative, Positive, Section
 
 GROUP = "slipstream.environments"
 """The entry point group of other packages' kinds. An entry point `theirs = "package.module:Factory"` makes
 `env: {kind: theirs, a: 1}` another way to write `env: {kind: python, factory: "package.module:Factory", arguments: {a: 1}}`."""
 
 
+S = TypeVar("S", bound=Section)
+
+
 class Tasks(Section, frozen=True, kw_only=True):
     share: AboveZero = 1.0
     """In a mixture: its part of the groups, in the same unit as the shares of the other parts."""
+    isolate: NonNegative = 0
+    """Processes of its own, of each worker, in which its episodes run; 0 runs them in the worker."""
+    python: str = ""
+    """Python interpreter of these processes, for libraries that do not fit beside ours; empty is ours. One process unless `isolate`
+    says how many."""
+    address: str = ""
+    """`tcp://HOST:PORT` of `slipstream env serve`, which runs the episodes instead, in `isolate` processes there."""
+    keys: str = ""
+    """The file of keys that this server has made, copied to here; needed where `address` is not on this host."""
+
+    @property
+    def isolated(self) -> bool:
+        """Whether its episodes run outside the worker."""
+        return bool(self.isolate or self.python or self.address)
 
 
 class ReasoningGym(Tasks, frozen=True, tag_field="kind", tag="reasoning_gym"):
@@ -120,6 +138,9 @@ class Mixture(Section, frozen=True, tag_field="kind", tag="mixture"):
     """The environments by the names that trajectories and reports call them; each of the other kinds, with a `share`."""
 
 
+PLACES = ("python", "keys")
+"""Options of every kind that are files."""
+
 BUILT_IN = frozenset(str(kind.__struct_config__.tag) for kind in (*get_args(EnvironmentKind), Mixture))
 
 
@@ -140,7 +161,16 @@ def absolute_paths(env: EnvironmentKind | Mixture) -> EnvironmentKind | Mixture:
     return _absolute(env)
 
 
+def without_placement(env: S) -> S:
+    """An environment, or a mixture, without where it runs."""
+    if isinstance(env, Mixture):
+        return structs.replace(env, parts={name: without_placement(part) for name, part in env.parts.items()})
+    return structs.replace(env, isolate=0, python="", address="", keys="")
+
+
 def _absolute(env: EnvironmentKind) -> EnvironmentKind:
+    # Not resolved: an interpreter of a virtual environment is a link, and is itself only by its own path.
+    env = structs.replace(env, **{name: os.path.abspath(path) for name in PLACES if (path := getattr(env, name))})
     if not isinstance(env, DataSection):
         return env
     file, colon, function = env.reward.rpartition(":")
@@ -172,7 +202,7 @@ def replace_installed_kinds(tree: dict[str, Any]) -> None:
     for section in (env, *(parts.values() if isinstance(parts, dict) else ())):
         if isinstance(section, dict) and is_installed(section.get("kind")):
             factory = installed_kinds()[section["kind"]]
-            arguments = {name: value for name, value in section.items() if name not in ("kind", "share")}
-            share = {"share": section["share"]} if "share" in section else {}
+            arguments = {name: value for name, value in section.items() if name not in ("kind", *Tasks.__struct_fields__)}
+            ours = {name: section[name] for name in Tasks.__struct_fields__ if name in section}
             section.clear()
-            section |= {"kind": "python", "factory": factory, "arguments": arguments, **share}
+            section |= {"kind": "python", "factory": factory, "arguments": arguments, **ours}

@@ -10,9 +10,13 @@ Invariants:
 from __future__ import annotations
 
 import random
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
+
+from ..errors import EnvError
+
+T = TypeVar("T")
 
 JSON = dict[str, Any]  # a JSON object without a fixed type: a tool's JSON schema, its arguments, a task's payload
 
@@ -118,3 +122,13 @@ def as_number(value: object) -> float | None:
         return float(value)  # pyright: ignore[reportArgumentType]  (it has __float__)
     except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several numbers
         return None
+
+
+def checked(value: object, kind: type[T]) -> T:
+    """What an environment returned, as a valid `kind`; lists and dictionaries are taken for tuples and structs. Raises EnvError."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(value), kind)
+    except (TypeError, msgspec.ValidationError) as error:
+        raise EnvError(
+            f"it returned {value!r:.100}, which is no valid {getattr(kind, '__name__', kind)}: {error}"
+        ) from None

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jsonschema
@@ -42,6 +42,7 @@ BLOCKED_S = 0.1  # longest stand-still of the event loop: hundreds of episodes s
 TRIES = 3  # of the check of the event loop
 STEP_S = 120.0  # longest task, reset or step; as in a run
 CLOSE_S = 30.0  # longest close; as in a run
+CANCEL_S = 5.0  # longest end of what was cancelled; as in a run
 OTHER_HASH_SEED = "77"  # of the process that makes the same tasks
 SAMPLES = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}  # of a JSON type
 
@@ -95,15 +96,25 @@ def sample(schema: Any) -> Any:
     return schema.get("minimum", SAMPLES.get(str(schema.get("type")), "1"))
 
 
-async def in_time(work: Awaitable[T], what: str, seconds: float = STEP_S) -> T:
+async def in_time(work: Awaitable[T], what: str, seconds: float | None = None) -> T:
+    """What `work` returns. Raises ContractViolation: it takes longer than `seconds`, `STEP_S` without any,
+    also where it ignores its cancellation; or it raised."""
+    seconds = STEP_S if seconds is None else seconds
+    task = asyncio.ensure_future(work)
     try:
-        async with asyncio.timeout(seconds):
-            return await work
-    except TimeoutError:
-        raise ContractViolation(f"{what} took longer than {seconds:g} s") from None
-    except (ContractViolation, asyncio.CancelledError):
+        _, running = await asyncio.wait({task}, timeout=seconds)
+    except asyncio.CancelledError:
+        task.cancel()
         raise
-    except Exception as error:  # whatever the environment raises
+    if running:
+        task.cancel()
+        _, running = await asyncio.wait({task}, timeout=CANCEL_S)
+        raise ContractViolation(f"{what} took longer than {seconds:g} s{', and ignores its cancellation' * bool(running)}")
+    try:
+        return task.result()
+    except ContractViolation:
+        raise
+    except (Exception, asyncio.CancelledError) as error:  # whatever the environment raises
         raise ContractViolation(f"{what} raised {describe(error)}") from error
 
 
@@ -307,11 +318,11 @@ async def cancellation(subject: Subject) -> str:
     stepping = asyncio.ensure_future(env.step(next(moves(seen.tools, random.Random(0)))))
     await asyncio.sleep(0)
     stepping.cancel()
-    _, running = await asyncio.wait({stepping}, timeout=CLOSE_S)
+    _, running = await asyncio.wait({stepping}, timeout=CANCEL_S)
     started = time.perf_counter()
     await in_time(env.close(), "close after a cancelled step", CLOSE_S)
     if running:
-        raise ContractViolation(f"step ignores its cancellation for {CLOSE_S:g} s")
+        raise ContractViolation(f"step ignores its cancellation for {CANCEL_S:g} s; let CancelledError through")
     return f"a cancelled step ends, and close after it takes {(time.perf_counter() - started) * 1e3:.0f} ms"
 
 
@@ -329,9 +340,24 @@ def run_check(name: str, subject: Subject) -> str:
     """What a check finds. Raises ContractViolation, ConfigError."""
     result: Any = CHECKS[name](subject)
     try:
-        return asyncio.run(result) if asyncio.iscoroutine(result) else result
+        return _run(result) if asyncio.iscoroutine(result) else result
     except EnvError as error:
         raise ContractViolation(str(error)) from error
+
+
+def _run(check: Coroutine[Any, Any, str]) -> str:
+    """As `asyncio.run`, which would wait for ever for a task that ignores its cancellation: such a task is left behind."""
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(check)
+    finally:
+        if left := asyncio.all_tasks(loop):
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(left, timeout=CANCEL_S))
+            for task in asyncio.all_tasks(loop):
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  (the check has told it)
+        loop.close()
 
 
 def subject_of(config: EnvironmentKind, seed: int, split: Split = "train") -> Subject:

@@ -57,6 +57,10 @@ def require_penalties(parts: Sequence[EnvPart], failures: Mapping[Reason, Failur
 def task_source(config: EnvironmentKind, split: Split, seed: int, key: str = "env") -> TaskSource:
     """The tasks of `split`; sources of different splits or seeds share no random seed. `key` is the config section of `config`.
     Raises ConfigError: an unknown family, parameter, module or name, or a factory that rejects its arguments."""
+    if config.isolated:
+        from .isolation.source import isolated_source
+
+        return isolated_source(config, split, seed, key)
     if isinstance(config, ReasoningGym):
         # Imported here: importing reasoning-gym takes over a second, and engines and learners do not need it.
         from .reasoning_gym import ReasoningGymEnv

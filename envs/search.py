@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import aiohttp
 import msgspec
 
 from ..common.fsio import replace_directory
@@ -100,6 +99,8 @@ class RetrieveServer:
         self._url = url
 
     async def search(self, query: str, count: int) -> list[Passage]:
+        import aiohttp  # here: an environment in an interpreter of its own may be without it
+
         body = {"query": query, "queries": [query], "topk": count, "return_scores": True}
         try:
             async with (

@@ -51,6 +51,11 @@ class ToolCallTracker:
 _TRACKER: contextvars.ContextVar[ToolCallTracker] = contextvars.ContextVar("tool calls")
 
 
+def current_tools() -> ToolCallTracker:
+    """The tracker of this context; a new one outside a run."""
+    return _TRACKER.get(None) or ToolCallTracker()
+
+
 async def in_thread(function: Callable[..., T], *arguments: object) -> T:
     """`function(*arguments)` in a thread of its own; raises what it raises. For everything that blocks or computes for long:
     verifiers, task generators, clients that are not asynchronous. When the caller is cancelled, or its deadline passes, the
@@ -75,7 +80,7 @@ class Tool(msgspec.Struct, frozen=True):
 async def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> tuple[Message, bool]:
     """The `tool` message that answers `call`, and whether the call was valid. Raises ToolError: the tool failed, or did not return
     within `rollout.tool_s`."""
-    tracker = _TRACKER.get(None) or ToolCallTracker()
+    tracker = current_tools()
     try:
         if call.name not in tools:
             raise InvalidCall(f"there is no tool {call.name!r}; use {', '.join(sorted(tools)) or 'none'}")

@@ -262,7 +262,7 @@ def prompt(config: Config) -> str:
 
 async def _opening(part: EnvPart, step_s: float) -> Observation:
     from ..envs import Observation
-    from ..rollout.env_guard import checked
+    from ..envs.base import checked
 
     env = part.source.make()
     hint = "check the environment, or raise rollout.episode_s, a fifth of which a step may take"

@@ -23,7 +23,7 @@ from ..common.fsio import write_atomic
 from ..common.scores import EvaluationResult
 from ..configs import Config, describe, dump
 from ..configs.algorithm import plays_greedily
-from ..configs.environments import absolute_paths
+from ..configs.environments import absolute_paths, without_placement
 from ..configs.reward import EnvironmentReward, ModelReward
 from ..errors import ConfigError, Interrupted, SlipstreamError
 from ..monitor.output import open_console
@@ -34,6 +34,7 @@ from . import evaluations
 from .launchers.local import LocalLauncher
 from .preflight import preflight, writable
 from .resources import assign_gpus, gpus_of
+from .row_counts import check_row_counts
 from .run_lock import is_locked, run_lock
 from .supervisor.supervisor import Supervisor
 
@@ -82,7 +83,8 @@ def with_absolute_paths(config: C) -> C:
 def resume(config: Config, before: Config, run_dir: Path) -> ReportPaths:
     """Continue a run, whose config was `before`, from its newest checkpoint or from its start; raises as `train`."""
     refuse_active(run_dir)
-    old, new = ({field.key: field.value for field in describe(c)} for c in (before, config))
+    movable = (msgspec.structs.replace(c, env=without_placement(c.env)) for c in (before, config))
+    old, new = ({field.key: field.value for field in describe(c)} for c in movable)
     for key, value in old.items():
         if key.startswith(IMMUTABLE) and new.get(key) != value:
             raise ConfigError(
@@ -95,6 +97,7 @@ def resume(config: Config, before: Config, run_dir: Path) -> ReportPaths:
             f"{key}: from {old[key]} to {new[key]} is not allowed: only the groups of remax "
             "have a baseline episode, and the buffer has groups already; start a new run"
         )
+    check_row_counts(config, run_dir)
     preflight(config)
     return _supervise(config, run_dir)
 
@@ -107,6 +110,7 @@ def without_reward_model(config: C) -> C:
 def _supervise(config: Config, run_dir: Path) -> ReportPaths:
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with run_lock(run_dir):
+        check_row_counts(config, run_dir)
         write_atomic(run_dir / "config.yaml", dump(config).encode())
         try:
             with open_view(config) as view:

@@ -21,7 +21,8 @@ import msgspec
 from ..buffer.trajectory import NAME_LIMIT
 from ..common.tasks import being_cancelled
 from ..envs import EnvPart
-from ..envs.base import Environment, Message, Observation, StepResult, Task, as_number
+from ..envs.base import Environment, Message, Observation, StepResult, Task, as_number, checked
+from ..envs.isolation.source import IsolatedEnv
 from ..envs.tools import ToolCallTracker, in_thread
 from ..errors import DeadlineExceeded, EnvError, ToolError, describe_user_error, with_deadline
 from .loop_watchdog import calls_user_code
@@ -32,6 +33,7 @@ T = TypeVar("T")
 
 REWARD_LIMIT = 1e30  # of a step, absolute: sums of rewards, their squares and float32 advantages stay finite
 CLOSE_S = 30.0  # how long an environment may take to release its resources; its episode keeps its slot meanwhile
+LOOK = "look at the environment, or raise rollout.episode_s, a fifth of which a step may take"
 CANCEL_S = 5.0  # how long user code may take to end once it is cancelled
 
 
@@ -45,16 +47,6 @@ class EpisodeLimits(msgspec.Struct, frozen=True):
 
 class EscapedException(Exception):
     """User code raised something outside `Exception`, for example SystemExit or its own CancelledError; the message names it."""
-
-
-def checked(value: object, kind: type[T]) -> T:
-    """What an environment returned, as a valid `kind`; lists and dictionaries are taken for tuples and structs. Raises EnvError."""
-    try:
-        return msgspec.convert(msgspec.to_builtins(value), kind)
-    except (TypeError, msgspec.ValidationError) as error:
-        raise EnvError(
-            f"it returned {value!r:.100}, which is no valid {getattr(kind, '__name__', kind)}: {error}"
-        ) from None
 
 
 class EnvGuard:
@@ -140,7 +132,12 @@ class EnvGuard:
     async def _in_time(self, work: Awaitable[T], what: str) -> T:
         """Await a call of the environment; an overrun during a tool call is attributed to the tool."""
         self.calls.tool = ""
-        hint = "look at the environment, or raise rollout.episode_s, a fifth of which a step may take"
+
+        def hint() -> str:
+            inner = self._inner
+            stuck = inner.where if isinstance(inner, IsolatedEnv) else ""
+            return f"it was in {stuck}, and its process was killed" if stuck else LOOK
+
         try:
             return await with_deadline(self._limits.step_s, work, who="an episode", waits_for=what, hint=hint)
         except DeadlineExceeded as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.configs.environments import Gymnasium, PythonEnv, TextArena
+from slipstream.envs import check as check_module
 from slipstream.envs.check import CHECKS, ContractViolation, run_check, subject_of
 from slipstream.launch.cli.main import main
 
@@ -105,6 +106,12 @@ class ReturnsTool(Good):
 class Nothing(Good):
     async def reset(self, task): return Observation(())
 
+class Stubborn(Good):
+    async def step(self, message):
+        while True:
+            try: await asyncio.sleep(600)
+            except asyncio.CancelledError: pass
+
 class CloseAfterCancel(Good):
     stepping = False
     async def step(self, message):
@@ -136,19 +143,24 @@ FAULTS = [
     ("OneMessage", "opening", "which is no valid Observation: Expected `array`"),
     ("ReturnsTool", "opening", "which is no valid Observation"),
     ("Nothing", "opening", "reset returned no message for the policy to answer"),
+    ("Stubborn", "cancellation", "step ignores its cancellation for 0.3 s"),
+    ("Stubborn", "episodes", "step took longer than 1 s, and ignores its cancellation"),
     ("CloseAfterCancel", "cancellation", "close after a cancelled step raised RuntimeError: still stepping"),
 ]
 
 
 @pytest.fixture(autouse=True)
-def _faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     (tmp_path / "faulty.py").write_text(FAULTY)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "faulty", raising=False)
     monkeypatch.chdir(tmp_path)
+    if "Stubborn" in request.node.name:
+        monkeypatch.setattr(check_module, "CANCEL_S", 0.3)
+        monkeypatch.setattr(check_module, "STEP_S", 1.0)
 
 
-@pytest.mark.parametrize(("name", "check", "complaint"), FAULTS, ids=[f"{name}" for name, _, _ in FAULTS])
+@pytest.mark.parametrize(("name", "check", "complaint"), FAULTS, ids=[f"{name}-{check}" for name, check, _ in FAULTS])
 def test_a_planted_fault_is_found(name: str, check: str, complaint: str) -> None:
     with pytest.raises(ContractViolation, match=complaint) as found:
         run_check(check, subject_of(PythonEnv(factory=f"faulty:{name}"), 0))

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 ALLOWED = {
     "agents": {"envs", "buffer.trajectory"},
-    "envs": set(),
+    "envs": {"rpc"},
     "rollout": {"agents", "envs", "buffer", "weightsync", "rpc"},
     "buffer": {"monitor", "rpc"},
     "learner": {"buffer", "weightsync", "rpc"},

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from slipstream.configs import load
+from slipstream.errors import ConfigError
 from slipstream.launch.cli.main import main
+from slipstream.launch.row_counts import check_row_counts
+from slipstream.launch.run import resume
 from slipstream.tests.runs import SMALL, Background, check_accounts, metrics, query, slipstream, tiny_policy
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +58,29 @@ def test_a_broken_row_is_one_line_and_exit_2_before_anything_starts(
         (line,) = capsys.readouterr().err.splitlines()
         assert "rows.jsonl, line 31: no JSON object" in line
     assert not (folder / "run").exists()
+
+
+def test_a_resumed_run_has_as_many_rows_as_it_began_with(folder: Path) -> None:
+    config = load("quickstart", OWN)
+    check_row_counts(config, folder)
+    check_row_counts(config, folder)
+    with (folder / "rows.jsonl").open("a") as file:
+        file.write('{"prompt": "x", "answer": ""}\n')
+    with pytest.raises(ConfigError, match=r"env.path: rows.jsonl has 31 rows to train on, and the run began with 30: .*restore"):
+        check_row_counts(config, folder)
+
+
+def test_a_resumed_run_may_run_its_environment_elsewhere_and_nothing_else(policy: Path, folder: Path) -> None:
+    run = folder / "run"
+    run.mkdir()
+    before = load("quickstart", [*OWN, f"model.path={policy}", f"run.dir={run}"])
+    check_row_counts(before, run)
+    (folder / "rows.jsonl").write_text('{"prompt": "x", "answer": ""}\n')  # resume gets as far as the rows
+    for allowed in ("env.isolate=2", "env.python=/usr/bin/python3", "env.address=tcp://127.0.0.1:7000"):
+        with pytest.raises(ConfigError, match="rows to train on"):
+            resume(load("quickstart", [*OWN, f"model.path={policy}", f"run.dir={run}", allowed]), before, run)
+    with pytest.raises(ConfigError, match="env.system: a run keeps what it began with"):
+        resume(load("quickstart", [*OWN, f"model.path={policy}", f"run.dir={run}", "env.system=Hi"]), before, run)
 
 
 def task_ids(run: Path) -> list[str]:

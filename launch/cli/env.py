@@ -9,7 +9,7 @@ from ...configs.checks import PYTHON_NAME
 from ...configs.environments import parts_by_key
 from ...errors import ConfigError, EnvError
 from ...monitor.output import print_line, print_notice
-from .options import CommandTable, add_overrides
+from .options import CommandTable, add_config, add_overrides
 
 VIOLATED = 1
 
@@ -20,6 +20,18 @@ def register(commands: CommandTable) -> None:
     check = actions.add("check", _check, "play an environment with scripted policies and name what breaks its contract")
     check.add_argument("what", metavar="WHAT", help="`package.module:Factory`, a YAML file, or a preset")
     add_overrides(check)
+    serve = actions.add("serve", _serve, "run the environments of a config for workers on other hosts")
+    add_config(serve)
+    serve.add_argument("--address", required=True, metavar="tcp://HOST:PORT", help="to listen at; HOST 0.0.0.0 is all")
+    serve.add_argument("--keys", default="", metavar="FILE", help="keys of the link, made where missing; env.keys names a copy")
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from ..env_server import serve_environments
+
+    config = load(options.config, options.overrides, notice=print_notice)
+    serve_environments(config, options.address, options.keys, print_notice)
+    return 0
 
 
 def _check(options: argparse.Namespace) -> int:

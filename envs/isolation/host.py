@@ -1,0 +1,206 @@
+"""The process that holds environments: makes task sources and plays their episodes, for one caller over ZeroMQ. Started by `boot.py`
+in any interpreter.
+
+Invariants:
+- Many episodes share one event loop. A call that blocks it delays the others of this process only; one that never returns is the
+  caller's to notice, who kills the process.
+- Whatever an environment raises or returns is an answer; nothing of it ends the process, but its own end.
+- What is sent has been checked: a result that breaks the contract is a failure of the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from ...common.tasks import being_cancelled
+from ...configs.environments import EnvironmentKind
+from ...errors import ConfigError, EnvError, ToolError, describe, describe_user_error
+from ...rpc.server import RpcRequest, RpcServer
+from ..base import Environment, Message, Observation, StepResult, Task, TaskSource, as_number, checked
+from ..registry import task_source
+from ..tools import ToolCallTracker, in_thread
+from .messages import (
+    CallCancelled,
+    CancelCall,
+    CloseEpisode,
+    Demonstrate,
+    Demonstrated,
+    Describe,
+    Description,
+    EnvFailure,
+    EnvReply,
+    EnvRequest,
+    EpisodeClosed,
+    EpisodeOpened,
+    EpisodeStepped,
+    MakeTask,
+    ResetEpisode,
+    SourceKey,
+    StepEpisode,
+    TaskMade,
+)
+
+CANCEL_S = 0.5  # how long a cancelled call may take to end before it is abandoned; its caller waits longer
+
+
+class _Source:
+    """A task source. Its lock is held while it makes a task, one at a time."""
+
+    def __init__(self, source: TaskSource) -> None:
+        self.source = source
+        self.lock = asyncio.Lock()
+
+
+class _Episode:
+    """An environment, and the tool that it calls."""
+
+    def __init__(self, env: Environment, tool_s: float) -> None:
+        self.env = env
+        self.tools = ToolCallTracker(tool_s)
+
+
+class EnvHost:
+    """All task sources and episodes of this process."""
+
+    def __init__(self) -> None:
+        self._sources: dict[SourceKey, asyncio.Task[_Source]] = {}
+        self._episodes: dict[str, _Episode] = {}
+        self._calls: dict[str, tuple[asyncio.Task[Any], ToolCallTracker]] = {}
+
+    async def handle(self, request: EnvRequest) -> EnvReply:
+        """The answer to a request. Raises what the environment raises."""
+        match request:
+            case Describe(source=key):
+                source = (await self._source(key)).source
+                return Description(source.name, getattr(source, "penalty", None))
+            case MakeTask(source=key, index=index):
+                return TaskMade(await self._task(request.call, await self._source(key), index))
+            case Demonstrate(source=key, task=task, seed=seed):
+                source = (await self._source(key)).source
+                shown = await in_thread(source.demonstration, task, random.Random(seed))
+                return Demonstrated() if shown is None else Demonstrated(shown[0], tuple(shown[1]))
+            case ResetEpisode(source=key, episode=name, task=task, tool_s=tool_s):
+                episode = self._episodes[name] = _Episode((await self._source(key)).source.make(), tool_s)
+                seen = await self._call(request.call, episode.env.reset(task), episode.tools)
+                return EpisodeOpened(checked(seen, Observation))
+            case StepEpisode(episode=name, message=message):
+                if name not in self._episodes:
+                    raise EnvError("its process holds no such episode")
+                episode = self._episodes[name]
+                result = await self._call(request.call, episode.env.step(message), episode.tools)
+                return EpisodeStepped(valid_result(result))
+            case CloseEpisode(episode=name):
+                if (closed := self._episodes.pop(name, None)) is not None:
+                    await self._call(request.call, closed.env.close(), closed.tools)
+                return EpisodeClosed()
+            case CancelCall(call=call):
+                return await self._cancel(call)
+            case _:
+                raise EnvError(f"{type(request).__name__} is no request to a host")
+
+    async def _source(self, key: SourceKey) -> _Source:
+        """Made at the first request for it; one that cannot be made is tried again. Raises ConfigError."""
+        if key not in self._sources:
+            self._sources[key] = asyncio.create_task(in_thread(_make_source, key), name=f"source {key.section}")
+        making = self._sources[key]
+        try:
+            return await asyncio.shield(making)
+        except BaseException:
+            if making.done() and self._sources.get(key) is making:
+                del self._sources[key]
+            raise
+
+    async def _task(self, call: str, source: _Source, index: int) -> Task:
+        async with source.lock:
+            task: object = await self._call(call, in_thread(source.source.task, index), ToolCallTracker())
+        if not isinstance(task, Task):
+            raise EnvError(f"it returned {task!r:.100}; return Task(id, payload)")
+        return task
+
+    async def _call(self, call: str, work: Coroutine[Any, Any, Any], tools: ToolCallTracker) -> Any:
+        """Await a call of an environment, in a task that can be cancelled."""
+        with tools:
+            task = asyncio.create_task(_contained(work), name=f"call {call}")
+        tools.tool = ""
+        self._calls[call] = task, tools
+        try:
+            return await task
+        finally:
+            del self._calls[call]
+
+    async def _cancel(self, call: str) -> CallCancelled:
+        if call not in self._calls:
+            return CallCancelled()
+        task, tools = self._calls[call]
+        tool = tools.tool
+        task.cancel()
+        await asyncio.wait({task}, timeout=CANCEL_S)
+        return CallCancelled(tool=tool)
+
+    async def answer(self, server: RpcServer[EnvRequest], request: RpcRequest[EnvRequest]) -> None:
+        """Handle a request and reply, whatever happens."""
+        try:
+            reply: EnvReply = await self.handle(request.message)
+        except ConfigError as error:
+            reply = EnvFailure("config", str(error))
+        except ToolError as error:
+            reply = EnvFailure("tool", str(error))
+        except EnvError as error:
+            reply = EnvFailure("environment", str(error))
+        except BaseException as error:  # also SystemExit, which would end the event loop
+            if isinstance(error, asyncio.CancelledError) and being_cancelled():
+                raise
+            reply = EnvFailure("environment", describe_user_error(error))
+        try:
+            server.reply(request.identity, request.number, reply)
+        except Exception as error:  # a payload that is not JSON, text that has no encoding
+            text = f"what it returned cannot be sent: {describe(error)!a}"
+            server.reply(request.identity, request.number, EnvFailure("environment", text))
+
+
+async def _contained(work: Coroutine[Any, Any, Any]) -> Any:
+    """What `work` returns. What would end the event loop if it left its task, such as SystemExit, becomes an EnvError."""
+    try:
+        return await work
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        raise EnvError(describe_user_error(error)) from error
+
+
+def _make_source(key: SourceKey) -> _Source:
+    options: EnvironmentKind = msgspec.json.decode(key.options, type=EnvironmentKind)
+    return _Source(task_source(options, key.split, key.seed, key.section))
+
+
+def valid_result(result: object) -> StepResult:
+    """A step's result in plain types. Raises EnvError."""
+    if not isinstance(result, StepResult):
+        raise EnvError(f"it returned {result!r:.100}; return StepResult(messages, reward, done)")
+    if (reward := as_number(result.reward)) is None:
+        raise EnvError(f"a reward of {result.reward!r:.100}; allowed are numbers")
+    messages = checked(result.messages, tuple[Message, ...])
+    metrics = {str(name): float(value) for name, value in result.metrics.items()}
+    return StepResult(messages, reward, bool(result.done), bool(result.truncated), metrics)
+
+
+def run(ready: Callable[[str], None]) -> None:
+    """Serve until the process is killed. `ready` is told the address."""
+    asyncio.run(_serve(ready))
+
+
+async def _serve(ready: Callable[[str], None]) -> None:
+    server: RpcServer[EnvRequest] = RpcServer("tcp://127.0.0.1:*", "environments", EnvRequest)
+    host, answering = EnvHost(), set[asyncio.Task[None]]()
+    ready(server.address)
+    while True:
+        for request in server.requests():
+            task = asyncio.create_task(host.answer(server, request))
+            answering.add(task)
+            task.add_done_callback(answering.discard)
+        await server.poll()
