@@ -202,7 +202,9 @@ def replace_installed_kinds(tree: dict[str, Any]) -> None:
     for section in (env, *(parts.values() if isinstance(parts, dict) else ())):
         if isinstance(section, dict) and is_installed(section.get("kind")):
             factory = installed_kinds()[section["kind"]]
-            arguments = {name: value for name, value in section.items() if name not in ("kind", *Tasks.__struct_fields__)}
+            arguments = {
+                name: value for name, value in section.items() if name not in ("kind", *Tasks.__struct_fields__)
+            }
             ours = {name: section[name] for name in Tasks.__struct_fields__ if name in section}
             section.clear()
             section |= {"kind": "python", "factory": factory, "arguments": arguments, **ours}

@@ -109,7 +109,9 @@ async def in_time(work: Awaitable[T], what: str, seconds: float | None = None) -
     if running:
         task.cancel()
         _, running = await asyncio.wait({task}, timeout=CANCEL_S)
-        raise ContractViolation(f"{what} took longer than {seconds:g} s{', and ignores its cancellation' * bool(running)}")
+        raise ContractViolation(
+            f"{what} took longer than {seconds:g} s{', and ignores its cancellation' * bool(running)}"
+        )
     try:
         return task.result()
     except ContractViolation:

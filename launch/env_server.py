@@ -23,7 +23,9 @@ def serve_environments(config: Config, address: str, keys: str, tell: Callable[[
     if not ADDRESS.fullmatch(address):
         raise ConfigError(f"--address: {address!r} is not of the form tcp://HOST:PORT")
     if not keys and not LOOPBACK.match(address):
-        raise ConfigError(f"--keys: must name a file, {address} can be reached from other hosts; it is made where it is missing")
+        raise ConfigError(
+            f"--keys: must name a file, {address} can be reached from other hosts; it is made where it is missing"
+        )
     sections = parts_by_key(absolute_paths(config.env))
     addressed = {key: section for key, section in sections.items() if section.address}
     found = load_or_make_keys(Path(keys)) if keys else None

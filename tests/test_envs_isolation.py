@@ -24,21 +24,21 @@ from slipstream.configs.environments import (
     absolute_paths,
     without_placement,
 )
-from slipstream.envs import EnvPart, Message, Task, ToolCall, task_source
+from slipstream.envs import EnvPart, Message, ToolCall, task_source
 from slipstream.envs.dataset.source import DatasetSource
 from slipstream.envs.isolation import remote as remote_module
-from slipstream.envs.isolation import stacks
 from slipstream.envs.isolation import serve as serve_module
+from slipstream.envs.isolation import stacks
 from slipstream.envs.isolation.serve import EnvServer
 from slipstream.envs.isolation.source import IsolatedEnv
 from slipstream.envs.tools import in_thread
 from slipstream.errors import ConfigError, EnvError, ToolError
-from slipstream.rpc.security import make_keys
 from slipstream.rollout.env_guard import EnvGuard, EpisodeLimits
+from slipstream.rpc.security import make_keys
 
 SOON = 60.0
 
-PLAYGROUND = '''
+PLAYGROUND = """
 import asyncio, ctypes, os, random, threading, time
 from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task, Tool, ToolSpec, call_tool, in_thread
 from slipstream.errors import ToolError
@@ -84,7 +84,7 @@ class Playground(SimpleEnv):
 
 def holds_the_lock():
     return len(str(7 ** (7 ** 9)))  # C that neither ends nor gives the interpreter's lock away
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +141,9 @@ async def test_an_isolated_source_is_like_any_other() -> None:
         ("surrogate", EnvError, "cannot be sent|surrogate"),
     ],
 )
-async def test_what_it_raises_and_breaks_is_a_failure_of_its_episode_alone(text: str, kind: type, complaint: str) -> None:
+async def test_what_it_raises_and_breaks_is_a_failure_of_its_episode_alone(
+    text: str, kind: type, complaint: str
+) -> None:
     source = task_source(playground(), "train", 0)
     env, other = await begun(source), await begun(source)
     with pytest.raises(kind, match=complaint):
@@ -181,13 +183,17 @@ async def test_a_call_that_never_returns_is_a_failure_that_says_where_it_was(tex
     with guard.calls:
         await guard.reset(await guard.open(0))
         started = time.perf_counter()
-        with pytest.raises(EnvError, match=r"it was in playground.py:\d+ in holds_the_lock, and its process was killed"):
+        with pytest.raises(
+            EnvError, match=r"it was in playground.py:\d+ in holds_the_lock, and its process was killed"
+        ):
             await guard.step(said(text))
     assert time.perf_counter() - started < 5.0
     assert guard.failure is not None
     assert guard.rewards == []
     failed, going_on = (other, neighbor) if other_is_with(guard, other) else (neighbor, other)
-    with pytest.raises(EnvError, match=r"was killed: a call did not end after it was cancelled; it was in playground.py"):
+    with pytest.raises(
+        EnvError, match=r"was killed: a call did not end after it was cancelled; it was in playground.py"
+    ):
         await failed.step(said("hm"))
     assert (await going_on.step(said("hm"))).reward == 0.5
     for env in (guard, other, neighbor):
@@ -206,7 +212,7 @@ async def test_a_task_that_never_comes_costs_its_process(caplog: pytest.LogCaptu
     with pytest.raises(EnvError, match="task 14"):
         await guard.open(14)
     async with asyncio.timeout(SOON):
-        while pids(source) == [before]:
+        while pids(source) == [before]:  # noqa: ASYNC110 - until the kernel has ended it
             await asyncio.sleep(0.05)
     assert "in holds_the_lock" in caplog.text
     with pytest.raises(EnvError, match="KeyError: 'unlucky'"):
@@ -295,7 +301,9 @@ async def test_an_interpreter_of_its_own_needs_four_small_packages(other_python:
 async def test_an_interpreter_without_the_packages_is_refused_with_what_to_install(other_python: str) -> None:
     for package in Path(other_python).parent.parent.glob("lib/python*/site-packages/msgspec"):
         package.unlink()
-    with pytest.raises(ConfigError, match=r"No module named 'msgspec'; run `.*python -m pip install msgspec pyzmq") as refused:
+    with pytest.raises(
+        ConfigError, match=r"No module named 'msgspec'; run `.*python -m pip install msgspec pyzmq"
+    ) as refused:
         task_source(playground(python=other_python), "train", 0)
     assert "\n" not in str(refused.value)
 
@@ -310,7 +318,9 @@ async def test_an_interpreter_without_the_packages_is_refused_with_what_to_insta
         (PythonEnv(factory="playground:Playground", python="/bin/false"), "env: .*ended before it was ready"),
     ],
 )
-async def test_what_is_wrong_with_it_is_one_line_before_anything_starts(config: EnvironmentKind, complaint: str) -> None:
+async def test_what_is_wrong_with_it_is_one_line_before_anything_starts(
+    config: EnvironmentKind, complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint) as refused:
         task_source(config, "train", 0)
     assert "\n" not in str(refused.value)
@@ -321,7 +331,9 @@ async def test_rows_are_read_here_and_scored_there(tmp_path: Path) -> None:
     (tmp_path / "scoring.py").write_text(
         "import os\ndef score(completion, row): return {'reward': float(completion == row['answer']), 'pid': os.getpid()}\n"
     )
-    config = Dataset(path=str(tmp_path / "rows.jsonl"), reward=f"{tmp_path}/scoring.py:score", evaluation=0.0, isolate=1)
+    config = Dataset(
+        path=str(tmp_path / "rows.jsonl"), reward=f"{tmp_path}/scoring.py:score", evaluation=0.0, isolate=1
+    )
     source, plain = (task_source(c, "train", 0) for c in (config, without_placement(config)))
     assert isinstance(source, DatasetSource)
     assert (len(source), source.task(1)) == (2, plain.task(1))
@@ -375,8 +387,14 @@ def test_where_a_process_was_is_the_users_line() -> None:
     def written(*frames: str) -> list[str]:
         return [line if line.startswith(("Thread", "Current")) else f"  File {line}" for line in frames]
 
-    library, ours = '"/x/lib/python3.12/threading.py", line 3 in wait', f'"{stacks.ROOT}/envs/tools.py", line 5 in in_thread'
-    users, package = '"/home/me/games.py", line 9 in step', '"/x/lib/python3.12/site-packages/chess/board.py", line 7 in mate'
+    library, ours = (
+        '"/x/lib/python3.12/threading.py", line 3 in wait',
+        f'"{stacks.ROOT}/envs/tools.py", line 5 in in_thread',
+    )
+    users, package = (
+        '"/home/me/games.py", line 9 in step',
+        '"/x/lib/python3.12/site-packages/chess/board.py", line 7 in mate',
+    )
     main, other = "Current thread 0x1 (most recent call first):", "Thread 0x2 (most recent call first):"
     assert stacks.innermost(written(main, library, users)) == "games.py:9 in step"
     assert stacks.innermost(written(main, package, users)) == "board.py:7 in mate"
@@ -408,7 +426,9 @@ class Server:
         words = ["env", "serve", "env.yaml", *arguments]
         code = f"import sys; from slipstream.launch.cli.main import main; sys.exit(main({words!r}))"
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self.process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, env=environ, text=True, cwd=folder)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stderr=subprocess.PIPE, env=environ, text=True, cwd=folder
+        )
         assert self.process.stderr is not None
         self.line = self.process.stderr.readline()
         found = re.search(r"tcp://\S+:\d+", self.line)
@@ -441,7 +461,9 @@ async def test_another_host_runs_the_episodes_over_an_encrypted_link(server: Ser
     guard = EnvGuard(part, EpisodeLimits(60.0, 1.0, 0.5), asyncio.Lock())
     with guard.calls:
         await guard.reset(await guard.open(0))
-        with pytest.raises(EnvError, match=r"it was in playground.py:\d+ in holds_the_lock, and its process was killed"):
+        with pytest.raises(
+            EnvError, match=r"it was in playground.py:\d+ in holds_the_lock, and its process was killed"
+        ):
             await guard.step(said("lock"))
     results = await asyncio.gather(*(e.step(said("hm")) for e in (env, other)), return_exceptions=True)
     assert sorted(type(result).__name__ for result in results) == ["EnvError", "StepResult"]
@@ -459,7 +481,9 @@ async def test_a_stranger_gets_nothing(server: Server, tmp_path: Path, monkeypat
     monkeypatch.setattr(remote_module, "DESCRIBE_S", 1.0)
     (tmp_path / "other.keys").write_bytes(msgspec.json.encode(make_keys()))
     for keys in ("", str(tmp_path / "other.keys")):
-        with pytest.raises(ConfigError, match=r"env: .*waited 1 s .*is `slipstream env serve` running at .*, with the same keys"):
+        with pytest.raises(
+            ConfigError, match=r"env: .*waited 1 s .*is `slipstream env serve` running at .*, with the same keys"
+        ):
             task_source(playground(isolate=0, address=server.address, keys=keys), "train", 0)
 
 
@@ -475,7 +499,7 @@ async def test_episodes_of_a_worker_that_is_gone_are_closed(tmp_path: Path, monk
     assert len(pool._episodes) == 1
     del source, env  # its connection is closed, its episode is not
     async with asyncio.timeout(SOON):
-        while pool._episodes:
+        while pool._episodes:  # noqa: ASYNC110 - until a process has answered
             await asyncio.sleep(0.05)
     serving.cancel()
     await asyncio.wait({serving}, timeout=SOON)
@@ -484,9 +508,15 @@ async def test_episodes_of_a_worker_that_is_gone_are_closed(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--address", "tcp://0.0.0.0:*"], "--keys: must name a file, tcp://0.0.0.0:\\* can be reached from other hosts"),
+        (
+            ["--address", "tcp://0.0.0.0:*"],
+            "--keys: must name a file, tcp://0.0.0.0:\\* can be reached from other hosts",
+        ),
         (["--address", "10.0.0.1"], "--address: '10.0.0.1' is not of the form tcp://HOST:PORT"),
-        (["--address", "tcp://127.0.0.1:*", "env.factory=playground:Gone"], "env.factory: 'playground' has no callable 'Gone'"),
+        (
+            ["--address", "tcp://127.0.0.1:*", "env.factory=playground:Gone"],
+            "env.factory: 'playground' has no callable 'Gone'",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_one_line(arguments: list[str], complaint: str, tmp_path: Path) -> None:
@@ -500,7 +530,7 @@ def test_a_config_names_where_an_environment_runs() -> None:
         load("quickstart", ["env.address=10.0.0.7"])
     with pytest.raises(ConfigError, match=r"env.keys: must be set, tcp://10\.0\.0\.7:7000 is not on this host"):
         load("quickstart", ["env.address=tcp://10.0.0.7:7000"])
-    with pytest.raises(ConfigError, match="env.keys: /nowhere holds no keys"):
+    with pytest.raises(ConfigError, match=r"env.keys: /nowhere holds no keys"):
         task_source(playground(address="tcp://10.0.0.7:7000", keys="/nowhere"), "train", 0)
     config = load("quickstart", ["env.address=tcp://10.0.0.7:7000", "env.keys=env.keys", "env.python=.venv/bin/python"])
     env = absolute_paths(config.env)

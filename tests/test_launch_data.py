@@ -66,7 +66,9 @@ def test_a_resumed_run_has_as_many_rows_as_it_began_with(folder: Path) -> None:
     check_row_counts(config, folder)
     with (folder / "rows.jsonl").open("a") as file:
         file.write('{"prompt": "x", "answer": ""}\n')
-    with pytest.raises(ConfigError, match=r"env.path: rows.jsonl has 31 rows to train on, and the run began with 30: .*restore"):
+    with pytest.raises(
+        ConfigError, match=r"env.path: rows.jsonl has 31 rows to train on, and the run began with 30: .*restore"
+    ):
         check_row_counts(config, folder)
 
 
@@ -79,7 +81,7 @@ def test_a_resumed_run_may_run_its_environment_elsewhere_and_nothing_else(policy
     for allowed in ("env.isolate=2", "env.python=/usr/bin/python3", "env.address=tcp://127.0.0.1:7000"):
         with pytest.raises(ConfigError, match="rows to train on"):
             resume(load("quickstart", [*OWN, f"model.path={policy}", f"run.dir={run}", allowed]), before, run)
-    with pytest.raises(ConfigError, match="env.system: a run keeps what it began with"):
+    with pytest.raises(ConfigError, match=r"env.system: a run keeps what it began with"):
         resume(load("quickstart", [*OWN, f"model.path={policy}", f"run.dir={run}", "env.system=Hi"]), before, run)
 
 

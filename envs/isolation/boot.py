@@ -1,5 +1,5 @@
-"""Starts a host in whatever interpreter runs this file: `python boot.py SPEC`. It imports nothing of ours before it knows where that
-is, and says in one line why the host cannot start.
+"""Starts a host in whatever interpreter runs this file: `python boot.py SPEC`. It imports nothing of ours before it knows where
+that is, and says in one line why the host cannot start.
 
 `SPEC` is JSON: `root`, the folder of the package slipstream; `paths`, where the user's modules are; `ready`, a file descriptor for
 one line of JSON, `{"address": ...}` or `{"error": ...}`; `stack`, one for the stacks of a process that is aborted; `parent`, the id
@@ -17,7 +17,9 @@ import resource
 import sys
 from typing import Any
 
-NEEDED = "msgspec pyzmq numpy pyyaml"  # what the host imports beyond the standard library; as in requirements/env-host.txt
+NEEDED = (
+    "msgspec pyzmq numpy pyyaml"  # what the host imports beyond the standard library; as in requirements/env-host.txt
+)
 OLDEST = (3, 11)  # Python that our sources are written for
 
 

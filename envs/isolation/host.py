@@ -1,5 +1,5 @@
-"""The process that holds environments: makes task sources and plays their episodes, for one caller over ZeroMQ. Started by `boot.py`
-in any interpreter.
+"""The process that holds environments: makes task sources and plays their episodes, for one caller over ZeroMQ. Started by
+`boot.py` in any interpreter.
 
 Invariants:
 - Many episodes share one event loop. A call that blocks it delays the others of this process only; one that never returns is the

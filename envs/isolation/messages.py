@@ -123,16 +123,7 @@ class EnvFailure(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-EnvRequest = (
-    Describe | MakeTask | Demonstrate | ResetEpisode | StepEpisode | CloseEpisode | CancelCall | Alive
-)
+EnvRequest = Describe | MakeTask | Demonstrate | ResetEpisode | StepEpisode | CloseEpisode | CancelCall | Alive
 EnvReply = (
-    Description
-    | TaskMade
-    | Demonstrated
-    | EpisodeOpened
-    | EpisodeStepped
-    | EpisodeClosed
-    | CallCancelled
-    | EnvFailure
+    Description | TaskMade | Demonstrated | EpisodeOpened | EpisodeStepped | EpisodeClosed | CallCancelled | EnvFailure
 )

@@ -63,7 +63,13 @@ class HostProcess:
         told, tells = os.pipe()
         with tempfile.TemporaryFile() as file:
             stack = os.dup(file.fileno())
-        spec = {"root": str(stacks.ROOT), "paths": module_paths(python), "ready": tells, "stack": stack, "parent": os.getpid()}
+        spec = {
+            "root": str(stacks.ROOT),
+            "paths": module_paths(python),
+            "ready": tells,
+            "stack": stack,
+            "parent": os.getpid(),
+        }
         environ = {k: v for k, v in os.environ.items() if k != PARENT} | {"PYTHONUNBUFFERED": "1"}
         try:
             popen = subprocess.Popen(  # noqa: ASYNC220 - returns once the program is executed

@@ -51,7 +51,9 @@ class RemoteHosts:
     async def handle(self, request: EnvRequest) -> EnvReply:
         """The server's answer. The caller has the deadline but of cancellations. Raises EnvError."""
         reply_type: Any = REPLIES[type(request)] | EnvFailure
-        seconds = CANCEL_S if isinstance(request, CancelCall) else DESCRIBE_S if isinstance(request, Describe) else math.inf
+        seconds = (
+            CANCEL_S if isinstance(request, CancelCall) else DESCRIBE_S if isinstance(request, Describe) else math.inf
+        )
         hint = f"is `slipstream env serve` running at {self._address}, with the same keys?"
         try:
             return await self._client.request(request, reply_type, seconds, hint=hint)
@@ -81,4 +83,6 @@ def read_keys(key: str, path: str) -> Keys | None:
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=Keys)
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{key}: {path} holds no keys ({error}); copy the file that `slipstream env serve` made") from None
+        raise ConfigError(
+            f"{key}: {path} holds no keys ({error}); copy the file that `slipstream env serve` made"
+        ) from None

@@ -81,7 +81,9 @@ class EnvServer:
                     answering.add(task)
                     task.add_done_callback(answering.discard)
                 for client in self._silent():
-                    closing = asyncio.create_task(self._close_episodes(client), name="episodes of a worker that is gone")
+                    closing = asyncio.create_task(
+                        self._close_episodes(client), name="episodes of a worker that is gone"
+                    )
                     answering.add(closing)
                     closing.add_done_callback(answering.discard)
                 await self._server.poll(CLIENT_S / 4)
@@ -132,7 +134,9 @@ class EnvServer:
     def _pool(self, key: SourceKey) -> HostPool:
         """Raises ConfigError: it is not served here, or with other options."""
         if key.section not in self._sections:
-            raise ConfigError(f"{key.section}: the server has {', '.join(self._sections)} only; give both the same config")
+            raise ConfigError(
+                f"{key.section}: the server has {', '.join(self._sections)} only; give both the same config"
+            )
         ours, theirs = self._sections[key.section], msgspec.json.decode(key.options, type=EnvironmentKind)
         if _comparable(ours) != _comparable(theirs):
             raise ConfigError(f"{key.section}: the server was given other options of it; give both the same config")

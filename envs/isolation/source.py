@@ -32,7 +32,6 @@ from .messages import (
     Description,
     EnvFailure,
     EnvReply,
-    EnvRequest,
     EpisodeClosed,
     EpisodeOpened,
     EpisodeStepped,

@@ -16,7 +16,9 @@ def innermost(lines: Sequence[str]) -> str:
     """`my_env.py:12 in step`: a frame that is neither ours nor of the standard library; "" where there is none. A thread that runs
     such a frame comes before those that wait below one, the current thread before the others."""
     frames: list[str] = []
-    threads: list[list[str]] = []  # each innermost frame first, as faulthandler writes them; "" for ours and the library's
+    threads: list[
+        list[str]
+    ] = []  # each innermost frame first, as faulthandler writes them; "" for ours and the library's
     for line in lines:
         if line.startswith("Current thread "):
             threads.insert(0, frames := [])

@@ -23,7 +23,9 @@ def register(commands: CommandTable) -> None:
     serve = actions.add("serve", _serve, "run the environments of a config for workers on other hosts")
     add_config(serve)
     serve.add_argument("--address", required=True, metavar="tcp://HOST:PORT", help="to listen at; HOST 0.0.0.0 is all")
-    serve.add_argument("--keys", default="", metavar="FILE", help="keys of the link, made where missing; env.keys names a copy")
+    serve.add_argument(
+        "--keys", default="", metavar="FILE", help="keys of the link, made where missing; env.keys names a copy"
+    )
 
 
 def _serve(options: argparse.Namespace) -> int:
