@@ -53,6 +53,13 @@ FULL = (
     r"test_envs_sandbox::.*\[landlock",
     r"test_envs_sandbox::test_forked_processes",
     r"test_envs_verifiers::test_more_runaways",
+    # Processes of environments: other ways to hang and to end, and servers that are started for one refusal.
+    r"test_envs_isolation::test_a_call_that_never_returns.*\[thread\]",
+    r"test_envs_isolation::test_a_task_that_never_comes",
+    r"test_envs_isolation::test_a_process_that_dies.*\[die",
+    r"test_envs_isolation::test_a_stranger",
+    r"test_envs_isolation::test_what_cannot_be_served.*arguments[12]",
+    r"test_envs_isolation::test_what_is_wrong_with_it.*config[123]",
     # MCP servers that are started to die.
     r"test_envs_adapters::test_a_server_that_dies_or_hangs",
     r"test_envs_verifiers::test_the_import_of_math_verify",
