@@ -1,4 +1,5 @@
-"""The examples of environments: what they demonstrate is what they answer, their commands train, and the MCP server's prices are right."""
+"""The examples of environments: what they demonstrate is what they answer, their commands train, and the prices of the MCP server
+are right."""
 
 from __future__ import annotations
 
