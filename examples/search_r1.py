@@ -22,18 +22,17 @@ from slipstream.envs import (
 )
 
 TURNS = 4  # searches and wrong answers, together
-SYLLABLES = ("ka", "lo", "mi", "ru", "se", "ta", "vo", "ne", "pi", "du")
 
 
-def names(count: int, seed: int) -> list[str]:
+def names(count: int, syllables: str) -> list[str]:
     """Made-up names, each once."""
-    rng, found = random.Random(seed), dict[str, None]()
+    rng, found = random.Random(syllables), dict[str, None]()
     while len(found) < count:
-        found["".join(rng.choices(SYLLABLES, k=3)).capitalize()] = None
+        found["".join(rng.choices(syllables.split(), k=3)).capitalize()] = None
     return list(found)
 
 
-COUNTRIES, TOWNS = names(200, 1), names(200, 2)
+COUNTRIES, TOWNS = names(200, "ka lo mi ru se ta vo ne"), names(200, "ba co di fu ge ha ju pi")
 
 
 def passage(index: int) -> str:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 from ...configs.environments import Mcp
@@ -37,7 +39,7 @@ class McpEnv(DatasetSource):
         if bool(config.command) == bool(config.url):
             raise ConfigError(f"{key}: set either command or url of the MCP server")
         self._library = load_library(f"{key}.kind: mcp", "mcp", "envs")
-        if config.command and shutil.which(config.command[0]) is None:
+        if config.command and found(config.command[0]) is None:
             raise ConfigError(f"{key}.command: there is no program {config.command[0]!r} on the PATH")
         super().__init__(config, split, seed, key)
         self._server = config
@@ -121,7 +123,8 @@ class McpSession:
         if self._server.url:
             return Client(self._server.url)
         command, *arguments = self._server.command
-        return Client(stdio_client(StdioServerParameters(command=command, args=arguments, env=dict(os.environ))))
+        started = StdioServerParameters(command=found(command) or command, args=arguments, env=dict(os.environ))
+        return Client(stdio_client(started))
 
     async def _list(self) -> dict[str, Tool]:
         tools: dict[str, Tool] = {}
@@ -161,3 +164,8 @@ def _innermost(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def found(program: str) -> str | None:
+    """Where a program is: beside the interpreter that runs this, as if its environment were activated, or on the PATH."""
+    return shutil.which(program, path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
