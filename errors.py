@@ -60,6 +60,10 @@ class PolicyError(SlipstreamError):
     """The agent asked its policy for something impossible, for example a prompt longer than the context."""
 
 
+class AgentTimeout(PolicyError):
+    """A program that plays an episode took longer than it may."""
+
+
 class WireError(SlipstreamError):
     """A frame that is not a valid Slipstream message: wrong version, size, type or shape."""
 

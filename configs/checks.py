@@ -28,11 +28,12 @@ from .algorithm import (
 from .backends import Fsdp2, Megatron, copy_ranks
 from .environments import EnvironmentKind, Mixture, PythonEnv, ReasoningGym, parts_by_key
 from .reward import FIELDS, Judge, ModelReward, fields_of
-from .schema import Agent, Config, parse_memory, parse_size
+from .schema import Agent, Config, ProgramSandbox, parse_memory, parse_size
 from .sft import SftConfig
 
 BF16_NOISE = 0.05  # nats by which log-probs of equal bfloat16 weights differ between implementations now and then
 BUILT_IN_AGENTS = ("tool_calling", "single_turn")
+COMMAND = "command"  # the kind of agent that is a program
 PYTHON_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 # A port `*` is a free one, for a server.
 ADDRESS = re.compile(r"tcp://[^\s/:@]+:(?:\d{1,5}|\*)|tcp://\[[0-9a-fA-F:]+\]:\d{1,5}")
@@ -84,8 +85,10 @@ def _values(config: Config) -> Iterator[str]:
 
 def _episode(config: Config) -> Iterator[str]:
     agent, env = config.agent, config.env
-    if agent.kind not in BUILT_IN_AGENTS and not PYTHON_NAME.fullmatch(agent.kind):
-        yield f"agent.kind: {agent.kind!r} is neither of {', '.join(BUILT_IN_AGENTS)}, nor of the form package.module:coroutine"
+    known = (*BUILT_IN_AGENTS, COMMAND)
+    if agent.kind not in known and not PYTHON_NAME.fullmatch(agent.kind):
+        yield f"agent.kind: {agent.kind!r} is neither of {', '.join(known)}, nor of the form package.module:coroutine"
+    yield from _program(agent)
     if isinstance(env, Mixture) and not env.parts:
         yield "env.parts: a mixture needs at least one environment, for example {sums: {kind: reasoning_gym, share: 2}}"
     for key, part in parts_by_key(env).items():
@@ -95,6 +98,18 @@ def _episode(config: Config) -> Iterator[str]:
             f"agent.max_tokens_per_turn={agent.max_tokens_per_turn} is more than agent.max_tokens={agent.max_tokens}, "
             f"the context of a whole episode; allowed are 1 to {agent.max_tokens}"
         )
+
+
+def _program(agent: Agent) -> Iterator[str]:
+    command, sandbox = agent.command, agent.sandbox
+    if agent.kind == COMMAND and not (command and command[0]):
+        yield 'agent.command: agent.kind=command needs a program, for example ["{python}", "{folder}/agent.py"]'
+    if agent.kind != COMMAND and (command or sandbox != ProgramSandbox()):
+        yield f"agent.{'command' if command else 'sandbox'}: agent.kind={agent.kind} runs no program; agent.kind=command does"
+    if not sandbox.folder and any("{folder}" in argument for argument in command):
+        yield "agent.command: {folder} is the folder that agent.sandbox.folder names, and it names none"
+    for name in ("memory", "disk"):
+        parse_size(f"agent.sandbox.{name}", getattr(sandbox, name))
 
 
 def _environment(key: str, env: EnvironmentKind, agent: Agent) -> Iterator[str]:

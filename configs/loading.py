@@ -37,7 +37,9 @@ from .yaml_text import Dumper, parse
 HERE = Path(__file__).parent
 Notice = Callable[[str], None]  # receives a line about what was read
 
-PATHS = ("run.dir", "model.path", "reward.path", "learner.algorithm.kl.reference", "sft.out", "sft.messages")
+PATHS = (
+    "run.dir", "model.path", "reward.path", "learner.algorithm.kl.reference", "sft.out", "sft.messages", "agent.sandbox.folder",
+)  # fmt: skip
 """Keys that hold a path, or a hub name."""
 
 DATA_PATHS = ("path", "evaluation", "reward")

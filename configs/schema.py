@@ -35,9 +35,29 @@ class Model(Section, frozen=True):
     """Numbers the engines serve in and the learner computes in; the learner's master weights are float32 always."""
 
 
+class ProgramSandbox(Section, frozen=True):
+    """What the program of an episode may use. As options of one kind of agent they are not counted by the bound on the number of
+    fields."""
+
+    folder: str = ""
+    """A folder of the host that the program may read, such as its own; `{folder}` in the command is its path in the sandbox."""
+    memory: str = "1GiB"
+    """Memory of all its processes together."""
+    disk: str = "256MiB"
+    """Its files, which are in memory, too."""
+    processes: Positive = 128
+    """Processes and threads."""
+
+
 class Agent(Section, frozen=True):
     kind: str = "tool_calling"
-    """`tool_calling`, `single_turn`, or `package.module:coroutine` of your own: `(env, policy, task)` or `(messages, endpoint)`."""
+    """`tool_calling`, `single_turn`, `command`, or `package.module:coroutine` of your own: `(env, policy, task)` or `(messages,
+    endpoint)`."""
+    command: tuple[str, ...] = ()
+    """For kind `command`: the program that plays an episode, and its arguments. It prints its answer. `{question}` is what the
+    environment says first, which else is on stdin, `{python}` a Python, `{folder}` the folder below."""
+    sandbox: ProgramSandbox = ProgramSandbox()
+    """For kind `command`: what the program may use."""
     trained: str = "policy*"
     """For agents with an endpoint: a pattern of the model names whose replies are trained on. The policy also answers calls that
     name other models, without loss."""

@@ -1,6 +1,6 @@
 """Environments: the contract, tools, and adapters to known libraries."""
 
-from .base import JSON, Environment, Message, Observation, StepResult, Task, TaskSource, ToolCall, ToolSpec
+from .base import JSON, Environment, Message, Observation, StepResult, Task, TaskFile, TaskSource, ToolCall, ToolSpec
 from .interpreters import PythonTool, ShellTool
 from .registry import EnvPart, parts_of, require_penalties, task_source
 from .search import RetrieveServer, SearchIndex, search_tool
@@ -23,6 +23,7 @@ __all__ = [
     "Split",
     "StepResult",
     "Task",
+    "TaskFile",
     "TaskSource",
     "Tool",
     "ToolCall",

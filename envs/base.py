@@ -29,9 +29,17 @@ class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
     id: str = ""
 
 
+class TaskFile(msgspec.Struct, frozen=True):
+    """A file of a task's folder, by its path in it."""
+
+    path: str
+    content: bytes
+
+
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One chat message. `tool_calls` only on `assistant`; `tool_call_id` and `name` only on `tool`. `malformed` is why an assistant
-    message could not be parsed into tool calls; "" when it could."""
+    message could not be parsed into tool calls; "" when it could. `files` is what an agent left in the task's folder, with its
+    answer; None of an agent that has no folder."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
@@ -39,6 +47,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_call_id: str = ""
     name: str = ""
     malformed: str = ""
+    files: tuple[TaskFile, ...] | None = None
 
 
 class ToolSpec(msgspec.Struct, frozen=True):
@@ -57,10 +66,12 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """What `reset` returns: the opening messages and the available tools."""
+    """What `reset` returns: the opening messages, the available tools, and the files of the task's folder, for agents that have
+    one (`agent.kind: command`)."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
+    files: tuple[TaskFile, ...] = ()
 
 
 class StepResult(msgspec.Struct, frozen=True):

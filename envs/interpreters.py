@@ -119,11 +119,15 @@ def told(ran: ExecResult, limits: Limits) -> str:
     """What the policy reads of a result."""
     parts = [ran.stdout.rstrip("\n"), ran.stderr.rstrip("\n")]
     if ran.ended != "exited":
-        why = ENDINGS[ran.ended].format(limits=limits, memory=limits.memory >> 20, disk=limits.disk >> 20)
-        parts.append(f"[stopped: {why}]")
+        parts.append(f"[stopped: {ending(ran, limits)}]")
     elif ran.exit_code and not ran.stderr:
         parts.append(f"[exit status {ran.exit_code}]")
     return "\n".join(filter(None, parts)) or "[no output]"
+
+
+def ending(ran: ExecResult, limits: Limits) -> str:
+    """Why a program was stopped."""
+    return ENDINGS[ran.ended].format(limits=limits, memory=limits.memory >> 20, disk=limits.disk >> 20)
 
 
 def shortened(text: str, longest: int) -> str:

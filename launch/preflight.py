@@ -2,7 +2,7 @@
 
 Invariants:
 - A check returns one line that says what it found, or raises ConfigError with one line that says what is wrong.
-- No check starts a process, loads weights or leaves a file, except for what the environment does in its first reset.
+- No check leaves a process or a file, or loads weights, except for what the environment does in its first reset.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .. import __version__
 from ..configs import Config, check
 from ..configs.algorithm import Kl
 from ..configs.backends import Megatron
-from ..configs.checks import BUILT_IN_AGENTS
+from ..configs.checks import BUILT_IN_AGENTS, COMMAND
 from ..configs.reward import ModelReward
 from ..configs.schema import parse_memory
 from ..errors import ConfigError, EnvError, with_deadline
@@ -188,9 +188,21 @@ def agent(config: Config) -> str:
     from ..agents import load_agent, load_renderer
     from ..learner.model import load_tokenizer
 
-    load_agent(config.agent.kind)
+    if config.agent.kind != COMMAND:
+        load_agent(config.agent.kind)
+    elif config.launch.hosts != "many":
+        asyncio.run(_check_program(config))
     load_renderer(config.agent.renderer, load_tokenizer(config.model.path), thinking=config.agent.thinking)
     return f"{config.agent.kind}, chat format {config.agent.renderer}"
+
+
+async def _check_program(config: Config) -> None:
+    """The agent's program can be started in a sandbox of this host, which reaches a gateway and nothing else."""
+    from ..agents import Gateway
+    from ..agents.command import CommandAgent
+
+    async with Gateway() as gateway:
+        await CommandAgent(config.agent, gateway, config.rollout.episode_s).check()
 
 
 def environment(config: Config) -> str:

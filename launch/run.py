@@ -70,9 +70,13 @@ def refuse_active(run_dir: Path) -> None:
 
 
 def with_absolute_paths(config: C) -> C:
-    """`config` with absolute paths of model folders and of data, so that the run can be resumed from any directory."""
+    """`config` with absolute paths of model folders, of data and of the agent's program, so that the run can be resumed from any
+    directory."""
     replace, model, reward = msgspec.structs.replace, config.model, config.reward
     config = replace(config, env=absolute_paths(config.env))
+    if (sandbox := config.agent.sandbox).folder:
+        sandbox = replace(sandbox, folder=str(Path(sandbox.folder).resolve()))
+        config = replace(config, agent=replace(config.agent, sandbox=sandbox))
     if Path(model.path).is_dir():
         config = replace(config, model=replace(model, path=str(Path(model.path).resolve())))
     if isinstance(reward, ModelReward) and Path(reward.path).is_dir():

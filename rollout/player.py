@@ -26,6 +26,7 @@ from ..buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory
 from ..configs.schema import Config
 from ..envs import EnvPart, require_penalties
 from ..errors import (
+    AgentTimeout,
     DeadlineExceeded,
     EngineError,
     EnvError,
@@ -259,6 +260,8 @@ def _failure(error: Exception) -> Outcome:
             return Outcome("failed", "environment", str(error))
         case EngineError() | DeadlineExceeded():  # the router's: EnvGuard turns the environment's into EnvError
             return Outcome("failed", "engine", str(error))
+        case AgentTimeout():
+            return Outcome("failed", "timeout", str(error))
         case PolicyError() | EscapedException():
             return Outcome("failed", "policy", str(error))
         case _:

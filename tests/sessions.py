@@ -10,9 +10,11 @@ from typing import cast
 from renderers import Renderer
 from slipstream.agents import Completion, ForeignAgent, Gateway, Session, is_foreign, load_renderer
 from slipstream.agents.base import Agent, Generate
+from slipstream.agents.command import CommandAgent
 from slipstream.buffer.messages import Lease
 from slipstream.buffer.trajectory import FINISHED, Trajectory, VersionSpan, sampled_of
 from slipstream.configs import load
+from slipstream.configs.schema import Agent as AgentSettings
 from slipstream.envs import EnvPart, TaskSource
 from slipstream.rollout.engines.base import SamplingParams
 from slipstream.rollout.env_guard import EpisodeLimits
@@ -115,25 +117,31 @@ LEASE = Lease(3, 1, (2,), 0, 0, 0, 7)
 
 async def play_foreign(
     tokenizer: PreTrainedTokenizerBase,
-    agent: ForeignAgent | Agent,
+    agent: ForeignAgent | Agent | AgentSettings,
     generate: Generate,
     source: TaskSource,
     *,
     max_tokens: int = 700,
+    max_tokens_per_turn: int = 100,
     episode_s: float = 60.0,
+    wall_s: float = 30.0,
     generated: list[int] | None = None,
 ) -> EpisodeResult:
-    """One episode as a worker plays it, through a gateway where `agent` takes an endpoint. `generated` receives the number of
-    tokens of each completion."""
+    """One episode as a worker plays it, through a gateway where `agent` takes an endpoint or is a program. `generated` receives
+    the number of tokens of each completion."""
     renderer = load_renderer("qwen3", tokenizer, thinking=False)
     counts: list[int] = [] if generated is None else generated
     async with Gateway() as gateway:
+        if isinstance(agent, AgentSettings):
+            played: Agent = CommandAgent(agent, gateway, wall_s)
+        else:
+            played = through_gateway(agent, gateway) if is_foreign(agent) else cast(Agent, agent)
         player = EpisodePlayer(
             load("quickstart"),
-            through_gateway(agent, gateway) if is_foreign(agent) else cast(Agent, agent),
+            played,
             [EnvPart("env", 1.0, source, None)],
             cast(Router, Engines(generate)),
-            lambda generate: session_of(renderer, tokenizer, generate, max_tokens),
+            lambda generate: session_of(renderer, tokenizer, generate, max_tokens, max_tokens_per_turn),
             (),
             1.0,
             limits=EpisodeLimits(episode_s, 60.0, 60.0),

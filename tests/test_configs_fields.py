@@ -7,6 +7,7 @@ import pytest
 from slipstream.configs import Config, describe, describe_schema, load, presets
 from slipstream.configs.environments import EnvironmentKind, Tasks
 from slipstream.configs.fields import docs_of, root, variants
+from slipstream.configs.schema import ProgramSandbox
 
 
 def sections(kind):
@@ -19,10 +20,10 @@ def sections(kind):
 
 def count_fields() -> int:
     """Keys in the whole schema: every field of every section of every kind, sections and `kind` keys included; a key that
-    several kinds share, and a section that may stand in several places, counts once. The options of kinds of environments are left
-    out: they are arguments of a library or of the user's own data, of which a run has those of its own environment only, and every
-    adapter adds some."""
-    seen = set(get_args(EnvironmentKind))
+    several kinds share, and a section that may stand in several places, counts once. The options of kinds of environments, and of
+    the agent that is a program, are left out: they are arguments of a library, a program or the user's own data, of which a run has
+    those of its own kind only, and every adapter adds some."""
+    seen = {*get_args(EnvironmentKind), ProgramSandbox}
 
     def count(kind) -> int:
         kind = getattr(kind, "value_type", kind)
@@ -43,6 +44,7 @@ def test_options_of_environments_are_few_by_themselves():
     """They are not in the count above, so each kind has a bound of its own, besides the five that all kinds have."""
     shared = len(msgspec.structs.fields(Tasks))
     sizes = {kind.__name__: len(msgspec.structs.fields(kind)) - shared for kind in get_args(EnvironmentKind)}
+    sizes["ProgramSandbox"] = len(msgspec.structs.fields(ProgramSandbox))
     assert shared == 5
     assert max(sizes.values()) <= 12, sizes
 

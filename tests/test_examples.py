@@ -14,9 +14,11 @@ from slipstream.buffer.trajectory import FINISHED, Trajectory, Turn, VersionSpan
 from slipstream.configs import load
 from slipstream.configs.algorithm import Algorithm, Grpo, Ppo
 from slipstream.configs.environments import ReasoningGym
-from slipstream.envs import Message, task_source
+from slipstream.configs.schema import Agent as AgentSettings
+from slipstream.envs import Message, TaskSource, task_source
 from slipstream.envs.dataset.source import DatasetSource
 from slipstream.envs.reasoning_gym import ReasoningGymEnv
+from slipstream.envs.sandbox import local_pool
 from slipstream.learner.algorithms import advantage_of, loss_of
 from slipstream.learner.algorithms.estimators import assign_advantages
 from slipstream.learner.batch import flatten, trainable
@@ -144,3 +146,64 @@ async def test_the_example_of_own_data_scores_its_rows(monkeypatch: pytest.Monke
         episode = source.make()
         await episode.reset(task)
         assert (await episode.step(Message("assistant", answer))).reward == pytest.approx(reward)
+
+
+def command(config_file: str, monkeypatch: pytest.MonkeyPatch) -> tuple[AgentSettings, TaskSource]:
+    """The agent and the tasks of an example, as the run would have them."""
+    monkeypatch.chdir(EXAMPLES.parent)
+    monkeypatch.syspath_prepend(EXAMPLES / "repair")
+    config = load(config_file)
+    return config.agent, task_source(config.env, "train", 0)
+
+
+async def test_the_program_as_an_agent_plays_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds the environment's calculator over MCP, uses it wrongly at first, and answers."""
+    agent, source = command("examples/command_agent/train.yaml", monkeypatch)
+    assert isinstance(source, ReasoningGymEnv)
+    entry = source.entry(source.task(LEASE.task).payload["index"])
+    texts = [call("calculator", expression=one) for one in ("1 +", entry["metadata"]["expression"])]
+    tokenizer = load_tokenizer(str(tiny_policy(tmp_path / "policy")))
+    script = Script(tokenizer, [*texts, f"<answer>{entry['answer']}</answer>"].__getitem__)
+    result = await play_foreign(tokenizer, agent, script, source)
+    assert (result.outcome.kind, result.reward) == ("finished", 1.0), result.outcome
+    (trajectory,) = result.trajectories
+    assert len(trajectory.turns) == 3
+    told = [tokenizer.decode(prompt) for prompt, _ in script.log]
+    assert "error: '1 +' is not arithmetic" in told[1]
+    assert f"<tool_response>\n{entry['answer']}\n</tool_response>" in told[2]
+
+
+FIX = (
+    "sed -i -e 's/total = entry/total += entry/' -e 's/if entry </if entry >/' "
+    "-e 's/entries) .. 2/entries) \\/\\/ len(entries)/' ledger.py"
+)
+REPAIRS = {
+    FIX: 1.0,
+    "cat ledger.py; ls -a": 0.0,
+    "rm ledger.py": 0.0,
+    f"{FIX}; echo 'raise SystemExit(0)' >> ledger.py": 0.0,
+    "echo 'import os; print({}); os._exit(0)' > ledger.py": 0.0,
+    "echo 'def load(file): return []' > json.py": 0.0,
+    "mkdir -p more; mv ledger.py more; ln -s more/ledger.py ledger.py": 0.0,
+}
+"""By what the policy does in the folder: its reward."""
+
+
+async def test_the_repair_of_a_program_is_scored_by_tests_that_the_agent_never_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, source = command("examples/repair/train.yaml", monkeypatch)
+    broken = {source.task(index).payload["broken"] for index in range(30)}
+    assert broken == {"balance", "largest", "average"}
+    tokenizer = load_tokenizer(str(tiny_policy(tmp_path / "policy")))
+
+    async def reward(did: str) -> float:
+        script = Script(tokenizer, [call("shell", command=f"{did} && echo 'it''s done'"), "Bye."].__getitem__)
+        result = await play_foreign(tokenizer, agent, script, source, max_tokens=4000, max_tokens_per_turn=1000)
+        assert result.outcome.kind == "finished", result.outcome
+        (_, _), (seen, _) = script.log
+        assert "its done" in tokenizer.decode(seen)  # it did run
+        return result.reward
+
+    assert {did: await reward(did) for did in REPAIRS} == REPAIRS
+    await local_pool().close()

@@ -2,7 +2,7 @@
 
     http://127.0.0.1:PORT/e/KEY/v1/...      every episode has a URL of its own
     http://127.0.0.1:PORT/v1/...            or its key as the API key
-    SOCKET                                  the same on a unix socket, for agents without a network
+    SOCKET                                  the same on a unix socket, for programs without a network
 
 Invariants:
 - An answer begins when its completion has ended; until then a stream has comments that keep the connection open.
@@ -81,7 +81,9 @@ class Gateway:
         self.socket = self._folder.path / "socket"
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         await web.UnixSite(self._runner, str(self.socket)).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.socket.chmod(0o666)  # a sandbox, which sees the socket and not the folder, has a uid of its own
+        self.port = int(self._runner.addresses[0][1])
+        self.url = f"http://127.0.0.1:{self.port}"
         return self
 
     async def __aexit__(self, *_: object) -> None:

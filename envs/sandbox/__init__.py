@@ -1,6 +1,6 @@
 """Sandboxes: where everything that the policy writes runs."""
 
-from .base import GIB, MIB, Ended, ExecResult, Limits, Mount, Sandbox, SandboxPool
+from .base import GIB, MIB, Ended, ExecResult, GatewayAddress, Limits, Mount, Sandbox, SandboxPool
 from .kinds import require_sandbox
 from .local import LocalPool, LocalSandbox, PythonSession, ShellSession, local_pool
 
@@ -9,6 +9,7 @@ __all__ = [
     "MIB",
     "Ended",
     "ExecResult",
+    "GatewayAddress",
     "Limits",
     "LocalPool",
     "LocalSandbox",

@@ -5,7 +5,8 @@ Invariants:
   knows and the sandbox does not can score it.
 - What a program does to itself or to its sandbox (it fails, hangs, exceeds a limit) is an `ExecResult`. What the sandbox
   could not do, and a sandbox that was ended from outside, is a ToolError.
-- A sandbox has no network, sees no file of the host but its programs and libraries, and leaves nothing behind.
+- A sandbox has no network but the one server that its pool names, sees no file of the host but its programs and libraries, and
+  leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -59,6 +60,13 @@ class Mount(msgspec.Struct, frozen=True):
     writable: bool = False
 
 
+class GatewayAddress(msgspec.Struct, frozen=True):
+    """A server of the host that programs in a sandbox may reach, and nothing else: on its Unix socket and on a port of loopback."""
+
+    socket: str
+    port: int
+
+
 class Sandbox(Protocol):
     """One sandbox, for one use: an episode, or one program to score. Files stay until it is closed."""
 
@@ -73,10 +81,16 @@ class Sandbox(Protocol):
         ...
 
     async def run(
-        self, argv: Sequence[str], stdin: bytes = b"", *, wall_s: float | None = None, environ: Mapping[str, str] = {}
+        self,
+        argv: Sequence[str],
+        stdin: bytes = b"",
+        *,
+        wall_s: float | None = None,
+        environ: Mapping[str, str] = {},
+        cwd: str = "",
     ) -> ExecResult:
-        """Run a program to its end; `wall_s` instead of the limit. Processes that it leaves in the background end with it. Raises
-        ToolError."""
+        """Run a program to its end; `wall_s` instead of the limit, in the folder `cwd` below home, which is made. Processes that it
+        leaves in the background end with it. Raises ToolError."""
         ...
 
     async def write(self, path: str, data: bytes) -> None:
@@ -86,6 +100,12 @@ class Sandbox(Protocol):
 
     async def read(self, path: str) -> bytes:
         """The content of a file. Raises OSError: there is none, or it cannot be read or is larger than `Limits.disk`; ToolError."""
+        ...
+
+    async def read_folder(self, path: str) -> dict[str, bytes]:
+        """The regular files in a folder and below it, by their paths in it; none where there is no such folder. Left out are links,
+        files that their owner has closed, and names that are not UTF-8. Raises OSError: all together are larger than `Limits.disk`;
+        ToolError."""
         ...
 
     async def close(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ...errors import ConfigError
 from . import seccomp
-from .base import Limits, Mount
+from .base import GatewayAddress, Limits, Mount
 from .process import LaunchSpec
 from .programs import FILE_COST, FLAGS, OURS, Program, rlimits, text, variables
 
@@ -25,6 +25,10 @@ HOME = "/box"
 WRITABLE = (HOME, "/dev/shm")
 PACKAGES = "/opt/packages"
 PROGRAM = "/opt/sandbox.py"
+RELAY = "/opt/relay.py"
+GATEWAY = "/opt/gateway"  # the gateway's Unix socket
+PORT = 8377  # where the relay listens, in the sandbox's own network
+FOLDER = "/opt/folder"  # of the host, at the caller's choice
 PREFIX = "/opt/python"  # of a Python that is not under /usr
 OWN = Path(sys.prefix) / "bubblewrap" / "usr" / "bin" / "bwrap"  # where requirements/install.sh unpacks it
 GUEST = 2  # number of the process that answers the host
@@ -55,10 +59,20 @@ class Bubblewrap:
         if self._root and self._setpriv is None:
             raise ConfigError("the program `setpriv` is missing; install the package util-linux")
         self._prefix = "" if python.startswith("/usr/") else str(Path(python).parents[1])
+        # Its own library, which it would look for where it is on the host, and then find the system's of that name.
+        self._shared = bool(self._prefix) and any(Path(self._prefix, "lib").glob("libpython*.so*"))
         self._python = os.path.join(PREFIX, "bin", os.path.basename(python)) if self._prefix else python
 
+    def place(self, folder: str) -> str:
+        return FOLDER
+
     def launch(
-        self, program: Program, limits: Limits, packages: str = "", mounts: tuple[Mount, ...] = ()
+        self,
+        program: Program,
+        limits: Limits,
+        packages: str = "",
+        mounts: tuple[Mount, ...] = (),
+        gateway: GatewayAddress | None = None,
     ) -> LaunchSpec:
         uid = unused_uid() if self._root else 1000
         passwd = f"sandbox:x:{uid}:{uid}::{HOME}:/bin/sh\n".encode()
@@ -82,8 +96,16 @@ class Bubblewrap:
         else:
             argv += ["--unshare-user", "--uid", str(uid), "--gid", str(uid)]
         argv += self._files(limits, packages, mounts, fds[1], fds[2])
+        relay: tuple[str, ...] = ()
+        if gateway is not None:
+            fds.append(_in_memory("relay", text("relay").encode()))
+            argv += ["--perms", "0644", "--ro-bind-data", str(fds[-1]), RELAY, "--ro-bind", gateway.socket, GATEWAY]
+            relay = (self._python, *FLAGS["commands"], RELAY, str(PORT), GATEWAY)
         path = f"{PREFIX}/bin:/usr/local/bin:/usr/bin:/bin" if self._prefix else "/usr/local/bin:/usr/bin:/bin"
-        for name, value in variables(HOME, path, PACKAGES if packages else "").items():
+        environ = variables(HOME, path, PACKAGES if packages else "")
+        if self._shared:
+            environ["LD_LIBRARY_PATH"] = f"{PREFIX}/lib"
+        for name, value in environ.items():
             argv += ["--setenv", name, value]
         argv += ["--chdir", HOME, "--remount-ro", "/dev", "--remount-ro", "/", "--seccomp", str(fds[0])]
         # Options by a descriptor: `ps` in the sandbox shows no path of the host.
@@ -101,7 +123,14 @@ class Bubblewrap:
             ]
         command += [self._python, *FLAGS[program], PROGRAM]
         return LaunchSpec(
-            tuple(command), HOME, {}, rlimits(limits, limits.processes + OURS), tuple(fds), files=cost_of_files
+            tuple(command),
+            HOME,
+            {},
+            rlimits(limits, limits.processes + OURS),
+            tuple(fds),
+            files=cost_of_files,
+            relay=relay,
+            gateway=f"127.0.0.1:{PORT}" if relay else "",
         )
 
     def _files(self, limits: Limits, packages: str, mounts: tuple[Mount, ...], passwd: int, program: int) -> list[str]:

@@ -111,9 +111,9 @@ def _exchange(launch: LaunchSpec, request: bytes) -> tuple[str, bytes]:
     finally:
         ours.close()
         process.kill()
-        said = process.communicate()[1].decode(errors="replace").strip().splitlines()
         if launch.owns_session:
-            kill_session(process.pid)
+            kill_session(process.pid)  # before it is reaped
+        said = process.communicate()[1].decode(errors="replace").strip().splitlines()
         if launch.clean is not None:
             launch.clean()
     return said[-1] if said else f"it ended with {process.returncode}", answers

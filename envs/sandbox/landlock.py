@@ -1,7 +1,8 @@
 """Sandboxes by Landlock and seccomp, where namespaces are forbidden, as in most containers.
 
 Invariants:
-- Files: only those that it may read and its own folder. Network: no socket at all. Processes: signals stay inside.
+- Files: only those that it may read and its own folder. Network: no socket at all, or with a gateway TCP connections to its port
+  alone (a port of that number on another host, too). Processes: signals stay inside.
 - While root: a uid of its own for every sandbox. As an ordinary user the sandbox has the caller's uid: system calls that
   change modes, owners or times of files by their path are refused then, since Landlock does not see them.
 - Its processes stay in its session, by which they are found, counted and killed.
@@ -21,18 +22,20 @@ import shutil
 import stat
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 from ...common.owned_folders import OwnedFolder
 from ...errors import ConfigError
 from . import seccomp
-from .base import Limits, Mount
+from .base import GatewayAddress, Limits, Mount
 from .bubblewrap import unused_uid
 from .process import LaunchSpec
 from .programs import FILE_COST, FLAGS, OURS, Program, rlimits, text, variables
 
 PREFIX = "slipstream-sandbox-"
 OLDEST = 3  # Landlock's version in Linux 6.2, the first that sees files being truncated
+PORTS = 4  # its version in Linux 6.7, the first that sees TCP connections
 SCOPES = 6  # its version in Linux 6.12, the first that confines signals
 READABLE = (
     "/usr",
@@ -69,26 +72,45 @@ class Landlock:
         if self._root and not _public(python):
             raise ConfigError(f"{python} is in a folder that only root can read")
         self._python = python
-        common = (*seccomp.COMMON, *seccomp.NO_NAMESPACES, *(() if self._root else seccomp.FOREIGN_FILES))
+        common = (*seccomp.COMMON, *(() if self._root else seccomp.FOREIGN_FILES))
         inner = (*seccomp.SAME_SESSION, *(seccomp.SIGNALS if self._version < SCOPES else ()))
-        self._filters = seccomp.build(common), seccomp.build(inner)
+        self._filters = {
+            with_gateway: (seccomp.build((*common, *network)), seccomp.build(inner))
+            for with_gateway, network in ((False, seccomp.NO_NAMESPACES), (True, seccomp.ONE_PORT))
+        }
         self._folder: OwnedFolder | None = None
+        self._lock = threading.Lock()  # launches come from several threads
+
+    def place(self, folder: str) -> str:
+        return folder
 
     def launch(
-        self, program: Program, limits: Limits, packages: str = "", mounts: tuple[Mount, ...] = ()
+        self,
+        program: Program,
+        limits: Limits,
+        packages: str = "",
+        mounts: tuple[Mount, ...] = (),
+        gateway: GatewayAddress | None = None,
     ) -> LaunchSpec:
+        if gateway is not None and self._version < PORTS:
+            raise ConfigError(
+                f"sandbox: a program that reaches the gateway alone needs bubblewrap, or Landlock of version {PORTS} (Linux 6.7); "
+                f"this kernel's has version {self._version}"
+            )
         if moved := [m.target for m in mounts if m.target != m.source]:
             raise ConfigError(f"sandbox: Landlock cannot show a file under another name, as {moved[0]}; use bubblewrap")
-        if self._folder is None:
-            self._folder = OwnedFolder(Path(tempfile.gettempdir()), PREFIX)
-            self._folder.path.chmod(0o711)
+        with self._lock:
+            if self._folder is None:
+                self._folder = OwnedFolder(Path(tempfile.gettempdir()), PREFIX)
+                self._folder.path.chmod(0o711)
         home, uid = tempfile.mkdtemp(dir=self._folder.path, prefix=""), unused_uid() if self._root else 0
         if uid:
             os.chown(home, uid, uid)
         prefix = str(Path(self._python).parents[1])
         readable = [*READABLE, prefix, *filter(None, [packages]), *(m.source for m in mounts if not m.writable)]
         writable = [home, *WRITABLE, *(m.source for m in mounts if m.writable)]
-        confinement = os.getpid(), self._version, uid, home, readable, writable, *self._filters, program == "cells"
+        port, filters = gateway.port if gateway else 0, self._filters[gateway is not None]
+        confinement = os.getpid(), self._version, uid, home, readable, writable, port, *filters, program == "cells"
         path = f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin"
         environ = variables(home, path, packages) | {"CONFINEMENT": marshal.dumps(confinement, 2).hex()}
         processes = limits.processes + OURS if self._root else _processes_of_user() + BURST
@@ -100,6 +122,7 @@ class Landlock:
             owns_session=True,
             files=lambda _: _size(home),
             clean=lambda: _remove(home),
+            gateway=f"127.0.0.1:{port}" if port else "",
         )
 
 

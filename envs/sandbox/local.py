@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import math
 import os
@@ -17,9 +18,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import cast, get_args
 
-from .base import Ended, ExecResult, Limits, Mount
+from .base import Ended, ExecResult, GatewayAddress, Limits, Mount
 from .kinds import require_sandbox
-from .process import ConfinedProcess, SandboxEnded
+from .process import ConfinedProcess, LaunchSpec, SandboxEnded
 from .programs import Confinement, Program
 
 FILE_S = 60.0  # longest reading or writing of a file
@@ -39,15 +40,23 @@ class LocalSandbox:
         self._limits = limits
         self.home = process.home
         self.python = process.python
+        self.gateway = process.gateway  # host and port at which programs reach the pool's gateway, or ""
         self.pid = process.pid
 
     async def run(
-        self, argv: Sequence[str], stdin: bytes = b"", *, wall_s: float | None = None, environ: Mapping[str, str] = {}
+        self,
+        argv: Sequence[str],
+        stdin: bytes = b"",
+        *,
+        wall_s: float | None = None,
+        environ: Mapping[str, str] = {},
+        cwd: str = "",
     ) -> ExecResult:
         limits = self._limits
         wall_s = limits.wall_s if wall_s is None else wall_s
         rlimits = (*self._process.rlimits, (resource.RLIMIT_CPU, math.ceil(limits.cpu_s)))
-        request = ("run", list(argv), stdin, dict(environ), wall_s, limits.cpu_s, rlimits, limits.output)
+        command = [*self._process.relay, *argv]
+        request = ("run", command, stdin, dict(environ), wall_s, limits.cpu_s, rlimits, limits.output, cwd)
         try:
             parts = await self._ask(request, wall_s)
         except SandboxEnded as end:
@@ -61,6 +70,16 @@ class LocalSandbox:
 
     async def read(self, path: str) -> bytes:
         return (await self._file(("read", path, self._limits.disk)))[1]
+
+    async def read_folder(self, path: str) -> dict[str, bytes]:
+        _, *parts = await self._file(("folder", path, self._limits.disk))
+        if len(parts) % 2:
+            raise OSError(errno.EIO, "what runs in the sandbox answered in its place")
+        found: dict[str, bytes] = {}
+        for name, content in zip(parts[::2], parts[1::2], strict=True):
+            with contextlib.suppress(UnicodeDecodeError):
+                found[name.decode()] = content
+        return found
 
     async def close(self) -> None:
         await self._process.close()
@@ -145,6 +164,7 @@ class LocalPool:
         kind: as for `require_sandbox`.
         packages: a folder of Python packages (`pip install --target FOLDER ...`) that programs in the sandbox may import.
         mounts: more files of the host, for all of its sandboxes.
+        gateway: what commands in its sandboxes may connect to.
 
     Raises:
         ConfigError: nothing can be confined here.
@@ -158,12 +178,14 @@ class LocalPool:
         spare: int = 0,
         packages: str = "",
         mounts: tuple[Mount, ...] = (),
+        gateway: GatewayAddress | None = None,
     ) -> None:
         self.limits = limits
         self.spare = spare
         self.confinement: Confinement = require_sandbox(kind)
         self._packages = packages
         self._mounts = mounts
+        self._gateway = gateway
         self._ready: dict[Program, deque[ConfinedProcess]] = {"commands": deque(), "cells": deque()}
         self._starting: dict[Program, set[asyncio.Task[None]]] = {"commands": set(), "cells": set()}
         self._starts = asyncio.Semaphore(STARTS)
@@ -203,7 +225,7 @@ class LocalPool:
         waiting, taken = self._ready[program], None
         while waiting and taken is None:
             taken = waiting.popleft()
-            if taken.reason is not None or taken.poll() is not None:  # ended while it waited
+            if taken.reason is not None or taken.exited:  # ended while it waited
                 await taken.close()
                 taken = None
         taken = taken or await self._start(program)
@@ -212,11 +234,24 @@ class LocalPool:
 
     async def _start(self, program: Program) -> ConfinedProcess:
         async with self._starts:
-            launch = self.confinement.launch(program, self.limits, self._packages, self._mounts)
-            process = await ConfinedProcess.start(launch, self.limits)
+            process = await ConfinedProcess.start(await self._launch(program), self.limits)
             if program == "cells":
-                await process.send(process.rlimits)
+                try:
+                    await process.send(process.rlimits)
+                except BaseException:
+                    await process.close()
+                    raise
             return process
+
+    async def _launch(self, program: Program) -> LaunchSpec:
+        """In a thread: it makes files, and may read /proc. What its caller no longer waits for is discarded."""
+        options = program, self.limits, self._packages, self._mounts, self._gateway
+        making = asyncio.ensure_future(asyncio.to_thread(self.confinement.launch, *options))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(lambda made: made.exception() or made.result().discard())
+            raise
 
     def _replace(self, program: Program) -> None:
         """Start what is missing of the pre-started ones."""

@@ -23,7 +23,7 @@ import msgspec
 
 from ...errors import DeadlineExceeded, ToolError, with_deadline
 from .base import Ended, Limits, Reason
-from .watchdog import WATCHDOG, Watched
+from .watchdog import WATCHDOG, Watched, kill_session
 
 START_S = 60.0  # longest start of a sandbox: a second on a very busy machine, more where all start at once
 END_S = 30.0  # longest wait for the kernel to end killed processes
@@ -45,6 +45,15 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     )
     files: Callable[[int], int] | None = None  # bytes in its files, by the id of one of its processes
     clean: Callable[[], None] | None = None
+    relay: tuple[str, ...] = ()  # what runs its commands, where it has a network of its own and a gateway in it
+    gateway: str = ""  # host and port at which commands reach the gateway
+
+    def discard(self) -> None:
+        """Instead of a start."""
+        for fd in self.pass_fds:
+            os.close(fd)
+        if self.clean is not None:
+            self.clean()
 
 
 class SandboxEnded(Exception):
@@ -68,6 +77,7 @@ class ConfinedProcess:
     ) -> None:
         self.home = launch.home
         self.python = ""
+        self.relay, self.gateway = launch.relay, launch.gateway
         self.pid = popen.pid  # of the outermost process, on the host
         self.rlimits = launch.rlimits
         self._launch = launch
@@ -76,16 +86,24 @@ class ConfinedProcess:
         self._reader, self._writer = streams
         self._messages = messages
         self._lock = asyncio.Lock()
-        self._closed = False
+        self._closing: asyncio.Task[None] | None = None
         self._exited = asyncio.Event()
         asyncio.get_running_loop().add_reader(watched.pidfd, self._on_exit)
 
     @classmethod
     async def start(cls, launch: LaunchSpec, limits: Limits) -> ConfinedProcess:
-        """Start it and wait until it is ready. Raises ToolError."""
+        """Start it and wait until it is ready. Raises ToolError. Cancelled or not, `launch` is spent."""
         ours, theirs = socket.socketpair()
         messages, their_messages = os.pipe()
-        streams = await asyncio.open_connection(sock=ours)
+        try:
+            streams = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            for end in (ours, theirs):
+                end.close()
+            for fd in (messages, their_messages):
+                os.close(fd)
+            launch.discard()
+            raise
         try:
             popen = subprocess.Popen(  # noqa: ASYNC220 - returns once the program is executed
                 launch.argv,
@@ -100,6 +118,8 @@ class ConfinedProcess:
         except OSError as error:
             streams[1].close()
             os.close(messages)
+            if launch.clean is not None:
+                launch.clean()
             raise ToolError(f"the sandbox did not start: {error}") from error
         finally:
             theirs.close()
@@ -122,9 +142,10 @@ class ConfinedProcess:
         """Why it has ended; None while it runs."""
         return self._watched.reason
 
-    def poll(self) -> int | None:
-        """The exit status of the outermost process; None while it runs."""
-        return self._popen.poll()
+    @property
+    def exited(self) -> bool:
+        """Whether the outermost process has ended."""
+        return os.waitid(os.P_PIDFD, self._watched.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     async def ask(self, request: tuple[Any, ...], *, seconds: float, cpu_s: float, limit: int) -> list[bytes]:
         """The answer to a request, of at most `limit` bytes. Raises SandboxEnded: the policy has ended it; ToolError."""
@@ -160,25 +181,28 @@ class ConfinedProcess:
         self._watched.kill(reason)
 
     async def close(self) -> None:
-        """End it, and remove its files when it has ended."""
-        if self._closed:
-            return
-        self._closed = True
+        """End it, and remove its files when it has ended; this goes on where the caller is cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name=f"end of sandbox {self.pid}")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         self._writer.close()
         try:
             # Bubblewrap that is killed while it starts leaves a process. This one ends when it reads from the closed socket.
             if not self.python:
                 with contextlib.suppress(DeadlineExceeded):
                     await self._exit()
-            if self._launch.owns_session:
-                await asyncio.to_thread(self._watched.kill, "closed")  # reads /proc
             self.kill("closed")
             await self._exit()
+            if self._launch.owns_session:
+                await asyncio.to_thread(kill_session, self.pid)
         finally:
             self.kill("closed")
             asyncio.get_running_loop().remove_reader(self._watched.pidfd)
             WATCHDOG.forget(self._watched)
             os.close(self._messages)
+            self._popen.poll()  # only now: until it is reaped, nothing else has its number or its session's
         if self._launch.clean is not None:
             await asyncio.to_thread(self._launch.clean)
 
@@ -211,18 +235,18 @@ class ConfinedProcess:
     async def _ended(self) -> None:
         """Its socket is closed: find out why. A signal to the outermost process, which the policy cannot reach, came from
         outside."""
-        code = await self._exit()
-        self.kill("lost" if code < 0 else "killed")
+        await self._exit()
+        ended = os.waitid(os.P_PIDFD, self._watched.pidfd, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - it has ended
+        self.kill("killed" if ended is not None and ended.si_code == os.CLD_EXITED else "lost")
 
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self._watched.pidfd)  # it stays readable
         self._exited.set()
 
-    async def _exit(self) -> int:
-        """The exit status of the outermost process, once it has ended."""
+    async def _exit(self) -> None:
+        """Return when the outermost process has ended."""
         hint = "look for processes in state D"
         await with_deadline(END_S, self._exited.wait(), who="an episode", waits_for="its sandbox to end", hint=hint)
-        return self._popen.wait()
 
     def _said(self) -> str:
         os.set_blocking(self._messages, False)

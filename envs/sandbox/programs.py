@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Literal, Protocol
 
-from .base import Limits, Mount
+from .base import GatewayAddress, Limits, Mount
 from .process import LaunchSpec
 
 Program = Literal["commands", "cells"]
@@ -31,9 +31,18 @@ class Confinement(Protocol):
     name: str
 
     def launch(
-        self, program: Program, limits: Limits, packages: str = "", mounts: tuple[Mount, ...] = ()
+        self,
+        program: Program,
+        limits: Limits,
+        packages: str = "",
+        mounts: tuple[Mount, ...] = (),
+        gateway: GatewayAddress | None = None,
     ) -> LaunchSpec:
         """How to start one. Raises ConfigError: it cannot be on this host; ToolError."""
+        ...
+
+    def place(self, folder: str) -> str:
+        """Where a sandbox shows a folder of the host by a mount."""
         ...
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 import struct
 from collections.abc import Iterable, Sequence
-from errno import EAFNOSUPPORT, ENOSYS, EPERM
+from errno import EAFNOSUPPORT, ENOSYS, EOPNOTSUPP, EPERM, EPROTONOSUPPORT
 
 import msgspec
 
@@ -45,7 +45,8 @@ NUMBERS: dict[str, tuple[int | None, int | None]] = {  # x86_64, aarch64; None w
     "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None), "lchown": (94, None), "fchownat": (260, 54),
     "setxattr": (188, 5), "lsetxattr": (189, 6), "removexattr": (197, 14), "lremovexattr": (198, 15),
     "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
-    "inotify_add_watch": (254, 27),
+    "inotify_add_watch": (254, 27), "fcntl": (72, 25), "listen": (50, 201), "sendto": (44, 206), "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
 }
 # fmt: on
 
@@ -66,6 +67,11 @@ set."""
 
 CLONE_NEWUSER = 0x10000000
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # put input into a terminal
+OWNER_CALLS = (8, 15)  # fcntl's F_SETOWN and F_SETOWN_EX: whom a descriptor signals, with a signal of one's choice
+OWNER_REQUESTS = (0x8901, 0x8902)  # ioctl's FIOSETOWN and SIOCSPGRP: the same
+STREAM = tuple(1 | flags for flags in (0, 0x800, 0x80000, 0x80800))  # SOCK_STREAM, also NONBLOCK and CLOEXEC
+TCP = (0, 6)  # protocols; not MPTCP or SCTP, whose connections Landlock does not see
+MSG_FASTOPEN = 0x20000000  # connects while it sends, which Landlock does not see
 FAMILIES = (
     1,
     2,
@@ -101,7 +107,8 @@ COMMON = (
     *(Rule(call) for call in FORBIDDEN),
     *(Rule(call, errno=ENOSYS) for call in ABSENT),
     Rule("clone", (When(0, has_bits=CLONE_NEWUSER),)),
-    Rule("ioctl", (When(1, is_any_of=(TIOCSTI, TIOCLINUX)),)),
+    Rule("ioctl", (When(1, is_any_of=(TIOCSTI, TIOCLINUX, *OWNER_REQUESTS)),)),
+    Rule("fcntl", (When(1, is_any_of=OWNER_CALLS),)),
     Rule("socket", (When(0, is_not=FAMILIES),), EAFNOSUPPORT),
     *(
         Rule(call, OTHERS)
@@ -118,6 +125,7 @@ def protecting(pid: int) -> tuple[Rule, ...]:
     return (
         *(Rule(call, (itself,)) for call in ("kill", "tkill", "rt_sigqueueinfo", "pidfd_open")),
         *(Rule(call, (itself, When(1, is_any_of=(pid,)))) for call in ("tgkill", "rt_tgsigqueueinfo")),
+        Rule("pidfd_send_signal", errno=ENOSYS),  # a folder of /proc is a descriptor of its process, too
     )
 
 
@@ -128,6 +136,17 @@ SIGNALS = tuple(
 
 NO_NAMESPACES = (Rule("socket", errno=EAFNOSUPPORT), Rule("inotify_add_watch"))
 """Without a network namespace: no socket but pairs."""
+
+ONE_PORT = (
+    Rule("socket", (When(0, is_not=(2, 10)), When(1, is_not=STREAM), When(2, is_not=TCP)), EPROTONOSUPPORT),
+    Rule("listen"),
+    *(
+        Rule(call, (When(flags, has_bits=MSG_FASTOPEN),), EOPNOTSUPP)
+        for call, flags in (("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3))
+    ),
+    Rule("inotify_add_watch"),
+)
+"""Without a network namespace, and with a port that Landlock lets through: TCP connections and nothing else."""
 
 SAME_SESSION = (Rule("setsid"), Rule("setpgid"))
 """Without a process namespace: a process stays in its session and group, by which it is found and killed."""

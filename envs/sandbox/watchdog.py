@@ -5,7 +5,9 @@ one's own.
 Invariants:
 - A thread of its own: a blocked event loop delays no kill. It runs while there is a sandbox.
 - A look never costs more than a twentieth of the time: after a slow one, on a host with many processes, it waits longer.
-- Processes are signalled by a descriptor (pidfd), or while their session still exists: never one that took over a number.
+- Processes are signalled by a descriptor (pidfd), after their session was read through it: never one that took over a number.
+  The session's own number stays taken while its first process is not reaped.
+- /proc is read in threads, never on an event loop.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class Watched:
-    """One sandbox: why it was killed, and what it may still use. `kill` may come from any thread."""
+    """One sandbox: why it was killed, and what it may still use. `kill` may come from any thread; of a sandbox that is found by
+    its session it ends the first process, and the watchdog the others."""
 
     def __init__(self, pid: int, limits: Limits, owns_session: bool, files: Callable[[int], int] | None) -> None:
         self.pid = pid
@@ -68,8 +71,6 @@ class Watched:
             self.reason = self.reason or reason
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        if self.owns_session:
-            kill_session(self.pid)
 
     def forget(self) -> None:
         with self._lock:
@@ -136,23 +137,32 @@ class Watchdog:
                 own = sessions[watched.pid] if watched.owns_session else _tree(processes[watched.pid], children)
                 if reason := watched.judge(own):
                     watched.kill(reason)
+            if watched.reason is not None and watched.owns_session:
+                for process in sessions[watched.pid]:
+                    _kill_member(process.pid, watched.pid)
 
 
 def see_processes() -> dict[int, Seen]:
     """Every process of the host that still runs."""
     found: dict[int, Seen] = {}
     for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError):  # it has ended
-                with open(f"/proc/{name}/stat", "rb", buffering=0) as file:
-                    # after the name, which may hold anything: state ppid pgrp session ... utime stime cutime cstime ...
-                    # threads ... rss
-                    fields = file.read(1024).rpartition(b")")[2].split()
-                if fields[0] not in (b"Z", b"X"):
-                    cpu = sum(map(int, fields[11:15])) / TICKS
-                    seen = Seen(int(name), int(fields[1]), int(fields[3]), cpu, int(fields[17]), PAGE * int(fields[21]))
-                    found[seen.pid] = seen
+        if name.isdigit() and (seen := _see(int(name))):
+            found[seen.pid] = seen
     return found
+
+
+def _see(pid: int) -> Seen | None:
+    """None where it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            # after the name, which may hold anything: state ppid pgrp session ... utime stime cutime cstime ... threads ... rss
+            fields = file.read(1024).rpartition(b")")[2].split()
+    except OSError:
+        return None
+    if fields[0] in (b"Z", b"X"):
+        return None
+    cpu = sum(map(int, fields[11:15])) / TICKS
+    return Seen(pid, int(fields[1]), int(fields[3]), cpu, int(fields[17]), PAGE * int(fields[21]))
 
 
 def kill_session(session: int) -> None:
@@ -162,9 +172,19 @@ def kill_session(session: int) -> None:
         if not members:
             return
         for pid in members:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            _kill_member(pid, session)
         time.sleep(0.001)
+
+
+def _kill_member(pid: int, session: int) -> None:
+    """Kill a process that was seen in `session`, unless another has its number by now."""
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            if (seen := _see(pid)) and seen.session == session:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
 
 
 def _tree(root: Seen, children: Mapping[int, list[Seen]]) -> list[Seen]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .answers import choice, exact, f1, gsm8k
 from .code import code
-from .files import score_files
+from .files import score_contents, score_files
 from .mathematics import math, require_math
 from .process_pool import ProcessLost, in_process
 
@@ -51,5 +51,6 @@ __all__ = [
     "in_process",
     "math",
     "require_math",
+    "score_contents",
     "score_files",
 ]

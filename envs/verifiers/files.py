@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping, Sequence
 
 from ..sandbox import Sandbox, SandboxPool, local_pool
@@ -37,13 +38,27 @@ async def score_files(
     Raises:
         ToolError: a sandbox could not be opened, or was ended from outside.
     """
+    found = {path: content for path in paths if (content := await _read(made, path)) is not None}
     if reward_file in paths:
         raise ValueError(f"{reward_file} is where the tests write, and cannot be a file of the policy")
+    return await score_contents(found, tests, command, reward_file=reward_file, pool=pool)
+
+
+async def score_contents(
+    files: Mapping[str, bytes],
+    tests: Mapping[str, bytes],
+    command: Sequence[str],
+    *,
+    reward_file: str = "",
+    pool: SandboxPool | None = None,
+) -> float:
+    """As `score_files`, of files by their paths: what an agent left in the folder of its task (`Message.files`). One at the place
+    of `reward_file` is left out."""
     fresh = await (pool or local_pool()).open()
     try:
         try:
-            for path in paths:
-                if (content := await _read(made, path)) is not None:
+            for path, content in files.items():
+                if not reward_file or posixpath.normpath(path) != posixpath.normpath(reward_file):
                     await fresh.write(path, content)
             for path, content in tests.items():
                 await fresh.write(path, content)

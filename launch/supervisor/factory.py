@@ -18,6 +18,7 @@ from msgspec import structs
 from ...common.tasks import run_or_stop
 from ...configs.algorithm import Gae, Kl, needs_critic, needs_reference
 from ...configs.backends import Fsdp2, Megatron
+from ...configs.checks import COMMAND
 from ...configs.reward import Classifier, Judge
 from ...configs.schema import Config, Fake, Model, Sglang, Transformers
 from ...configs.sft import SftConfig
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 
 CLIENT_FACTORY = "SLIPSTREAM_BUFFER_CLIENT"  # see `make_buffer_client`
 CANARY_TOKENS = 32  # whose log-probs verify a push: long enough to reach every kernel, short enough to cost nothing
+PROGRAM_SHARE = 0.75  # of an episode's time that its program may take; its environment needs the rest
 BUCKET_BYTES = 64 << 20  # largest bucket of tensors in a weight broadcast; the receiver holds one next to its KV cache
 
 
@@ -116,8 +118,13 @@ async def make_reward(context: RunContext) -> AsyncIterator[RewardModel | None]:
 async def make_agent(config: Config) -> AsyncIterator[Agent]:
     """The agent of a process; one that was written elsewhere finds its policy at a gateway, which is open until the end."""
     from ...agents import Gateway, is_foreign, load_agent
+    from ...agents.command import CommandAgent
     from ...rollout.foreign_agent import through_gateway
 
+    if config.agent.kind == COMMAND:
+        async with Gateway(config.agent.trained) as gateway:
+            yield CommandAgent(config.agent, gateway, PROGRAM_SHARE * config.rollout.episode_s)
+        return
     agent = load_agent(config.agent.kind)
     if not is_foreign(agent):
         yield cast("Agent", agent)

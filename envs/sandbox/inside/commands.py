@@ -18,6 +18,7 @@ import sys
 import time
 
 CHUNK = 1 << 16
+PASSES = 1000  # over processes that fork while they are killed, a millisecond apart
 PR_SET_DUMPABLE = 4
 
 
@@ -53,10 +54,13 @@ def hide():
         raise OSError("prctl(PR_SET_DUMPABLE) failed")
 
 
-def start(argv, environ, pipes, limits):
+def start(argv, environ, pipes, limits, cwd):
     """In the child: become the command."""
     try:
         os.setpgid(0, 0)
+        if cwd:
+            os.makedirs(cwd, exist_ok=True)
+            os.chdir(cwd)
         for target, end in enumerate(pipes):
             os.dup2(end, target)
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):  # Python ignores or handles these
@@ -72,7 +76,7 @@ def start(argv, environ, pipes, limits):
         os._exit(127)
 
 
-def run(argv, stdin, environ, wall_s, cpu_s, limits, output):
+def run(argv, stdin, environ, wall_s, cpu_s, limits, output, cwd=""):
     """Answer: why it ended, its exit status, stdout, stderr."""
     pipes = [os.pipe() for _ in range(3)]
     theirs = pipes[0][0], pipes[1][1], pipes[2][1]
@@ -84,7 +88,7 @@ def run(argv, stdin, environ, wall_s, cpu_s, limits, output):
             os.close(end)
         return [b"exited", b"126", b"", str(error).encode()]
     if not pid:
-        start(argv, environ, theirs, limits)
+        start(argv, environ, theirs, limits, cwd)
     for end in theirs:
         os.close(end)
     ended, status, usage, texts = follow(pid, stdin, feed, (out, err), time.monotonic() + wall_s, output)
@@ -99,7 +103,7 @@ def run(argv, stdin, environ, wall_s, cpu_s, limits, output):
 
 
 def follow(pid, stdin, feed, streams, until, output):
-    """Feed and read the command until it ends or a limit is reached; then kill what is left of its group."""
+    """Feed and read the command until it ends or a limit is reached; then kill what it has left."""
     poll, texts, ended = select.poll(), {fd: b"" for fd in streams}, "exited"
     for fd in streams:
         poll.register(fd, select.POLLIN)
@@ -138,6 +142,7 @@ def follow(pid, stdin, feed, streams, until, output):
         pass  # it was alone in its group
     if not waited:
         waited, status, usage = os.wait4(pid, 0)
+    end_others()
     if feed >= 0:
         os.close(feed)
     for fd in streams:
@@ -148,6 +153,24 @@ def follow(pid, stdin, feed, streams, until, output):
     if ended == "exited" and any(len(text) > output for text in texts.values()):
         ended = "output"
     return ended, status, usage, [texts[fd][:output] for fd in streams]
+
+
+def end_others():
+    """Kill what has left the command's group. Where /proc cannot be read, no process can leave its group."""
+    for _ in range(PASSES):
+        try:
+            others = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1, os.getpid()}
+        except OSError:
+            return
+        if not others:
+            return
+        for pid in others:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                pass  # it has ended
+        time.sleep(0.001)
+    os._exit(1)  # the whole sandbox ends with this process
 
 
 def write_some(fd, data):
@@ -182,8 +205,8 @@ def write(path, data):
     return [b"ok"]
 
 
-def read(path, limit):
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+def read(path, limit, flags=0):
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
@@ -201,11 +224,33 @@ def read(path, limit):
         os.close(fd)
 
 
+def folder(path, limit):
+    """Every regular file below `path` and what is in it, `limit` bytes at most."""
+    parts, left = [b"ok"], limit
+    for place, _, names in os.walk(os.fsencode(path)):
+        for name in names:
+            file = os.path.join(place, name)
+            try:
+                if not stat.S_ISREG(os.lstat(file).st_mode):
+                    continue
+                content = read(file, left, os.O_NOFOLLOW)[1]
+            except OSError as error:
+                if error.errno == errno.EFBIG:
+                    raise
+                continue  # closed by its owner
+            inside = os.path.relpath(file, os.fsencode(path))
+            left -= len(inside) + len(content) + 8
+            if left < 0:
+                raise OSError(errno.EFBIG, "its files are larger than the sandbox's disk")
+            parts += [inside, content]
+    return parts
+
+
 def serve():
     while True:
         what, *arguments = marshal.loads(exactly(int.from_bytes(exactly(4), "big")))
         try:
-            answer(*{"run": run, "write": write, "read": read}[what](*arguments))
+            answer(*{"run": run, "write": write, "read": read, "folder": folder}[what](*arguments))
         except OSError as error:
             answer(b"error", str(error.errno or 0).encode(), (error.strerror or str(error)).encode())
 

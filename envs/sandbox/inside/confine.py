@@ -12,6 +12,8 @@ import struct
 import sys
 
 CREATE, ADD, RESTRICT = 444, 445, 446  # landlock calls; the same numbers on every architecture
+PATH, PORT = 1, 2  # kinds of rules
+CONNECT = 2  # the right to connect by TCP
 NEW_PRIVILEGES, SECCOMP, DEATH_SIGNAL = 38, 22, 1  # prctl
 EXECUTE, WRITE, READ, LIST = 1, 2, 4, 8
 TRUNCATE, IOCTL = 1 << 14, 1 << 15
@@ -38,7 +40,8 @@ def restrict(rules):
     os.close(rules)
 
 
-def confine_files(abi, readable, writable):
+def confine_access(abi, readable, writable, port):
+    """To files, and to the one TCP port that it may connect to; 0 for none."""
     files = (1 << (16 if abi >= 5 else 15)) - 1
     rules = ruleset(files, abi)
     for path, rights in [(p, EXECUTE | READ | LIST) for p in readable] + [(p, files) for p in writable]:
@@ -48,8 +51,11 @@ def confine_files(abi, readable, writable):
         if not os.path.isdir(path):
             rights &= EXECUTE | WRITE | READ | TRUNCATE | IOCTL
         rule = struct.pack("=Qi", rights & files, fd)
-        call(f"landlock_add_rule {path}", libc.syscall(ADD, rules, 1, rule, 0))
+        call(f"landlock_add_rule {path}", libc.syscall(ADD, rules, PATH, rule, 0))
         os.close(fd)
+    if port:
+        rule = struct.pack("=QQ", CONNECT, port)
+        call("landlock_add_rule", libc.syscall(ADD, rules, PORT, rule, 0))
     restrict(rules)
 
 
@@ -95,7 +101,7 @@ def keep_watch(parent):
 
 
 def confine():
-    parent, abi, uid, home, readable, writable, first, second, cells = marshal.loads(
+    parent, abi, uid, home, readable, writable, port, first, second, cells = marshal.loads(
         bytes.fromhex(os.environ.pop("CONFINEMENT"))
     )
     os.chdir(home)
@@ -104,7 +110,7 @@ def confine():
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     call("prctl(PR_SET_NO_NEW_PRIVS)", libc.prctl(NEW_PRIVILEGES, 1, 0, 0, 0))
-    confine_files(abi, readable, writable)
+    confine_access(abi, readable, writable, port)
     refuse_calls(first)
     if cells:
         keep_watch(parent)
