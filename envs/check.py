@@ -28,7 +28,7 @@ import psutil
 
 from ..configs.environments import EnvironmentKind
 from ..errors import EnvError, SlipstreamError, describe
-from .base import Environment, Message, Observation, StepResult, Task, TaskSource, ToolCall, ToolSpec
+from .base import Environment, Message, Observation, StepResult, Task, TaskFile, TaskSource, ToolCall, ToolSpec
 from .registry import task_source
 from .simple import Split
 from .tools import in_thread
@@ -67,8 +67,10 @@ def checked(value: object, kind: type[T], what: str) -> T:
         raise ContractViolation(f"{what} returned {value!r:.80}, which is no valid {kind.__name__}: {error}") from None
 
 
-def moves(tools: Sequence[ToolSpec], rng: random.Random) -> Iterator[Message]:
-    """One message of each kind that policies send, in a random order, then text."""
+def moves(
+    tools: Sequence[ToolSpec], rng: random.Random, files: tuple[TaskFile, ...] | None = None
+) -> Iterator[Message]:
+    """One message of each kind that policies send, in a random order, then text; each with what is in the task's folder."""
     said = [
         Message("assistant", "I do not know."),
         Message("assistant", ""),
@@ -82,9 +84,10 @@ def moves(tools: Sequence[ToolSpec], rng: random.Random) -> Iterator[Message]:
             Message("assistant", "", (ToolCall(tool.name, fitting, "c2"), ToolCall(tool.name, {"x": None}, "c3")))
         )
     rng.shuffle(said)
-    yield from said
+    for message in said:
+        yield msgspec.structs.replace(message, files=files)
     for _ in range(EXTRA_TURNS):
-        yield Message("assistant", rng.choice(["yes", "42", "[up]", "<answer>1</answer>"]))
+        yield Message("assistant", rng.choice(["yes", "42", "[up]", "<answer>1</answer>"]), files=files)
 
 
 def sample(schema: Any) -> Any:
@@ -127,7 +130,7 @@ async def play(source: TaskSource, index: int) -> bytes:
     try:
         opening = checked(await in_time(env.reset(task), "reset"), Observation, "reset")
         seen.append(opening)
-        for message in moves(opening.tools, random.Random(index)):
+        for message in moves(opening.tools, random.Random(index), opening.files or None):
             result = await step(env, message, bool(opening.tools))
             seen.append((result.messages, result.reward, result.done, result.truncated))
             if result.done:
@@ -317,7 +320,7 @@ async def cancellation(subject: Subject) -> str:
     env = subject.source.make()
     task = await in_time(in_thread(subject.source.task, 0), "task 0")
     seen = checked(await in_time(env.reset(task), "reset"), Observation, "reset")
-    stepping = asyncio.ensure_future(env.step(next(moves(seen.tools, random.Random(0)))))
+    stepping = asyncio.ensure_future(env.step(next(moves(seen.tools, random.Random(0), seen.files or None))))
     await asyncio.sleep(0)
     stepping.cancel()
     _, running = await asyncio.wait({stepping}, timeout=CANCEL_S)

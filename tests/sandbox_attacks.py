@@ -64,6 +64,20 @@ for pid in (PARENT, -PARENT, os.getppid(), -os.getppid()):
 attempt("survivors of", os.kill, -1, 9)  # the kernel reports success although it signalled none
 attempt("SIGNALLED", call, 234, os.getppid(), os.getppid(), 9)
 attempt("SIGNALLED", call, 424, 3, 9, 0, 0)
+def by_folder(pid):  # of /proc, which is a descriptor of its process
+    call(424, os.open(f"/proc/{pid}", os.O_RDONLY), 19, 0, 0)
+def by_owner(pid):  # whom a pipe signals, with a signal of one's choice, when it can be read
+    import fcntl
+    ours, theirs = os.pipe()
+    fcntl.fcntl(ours, fcntl.F_SETOWN, pid)
+    fcntl.fcntl(ours, fcntl.F_SETSIG, 19)
+    fcntl.fcntl(ours, fcntl.F_SETFL, fcntl.fcntl(ours, fcntl.F_GETFL) | os.O_ASYNC)
+    os.write(theirs, b"x")
+def by_request(pid):
+    import array, fcntl
+    fcntl.ioctl(os.pipe()[0], 0x8901, array.array("i", [pid]))
+for way in (by_folder, by_owner, by_request):
+    attempt("SIGNALLED", way, os.getppid())
 attempt("CHANGED", call, 302, os.getppid(), 0, ctypes.create_string_buffer(16), 0)
 attempt("CHANGED", os.setpriority, os.PRIO_PROCESS, os.getppid(), 19)""",
     "another's memory": """

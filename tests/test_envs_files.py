@@ -1,6 +1,8 @@
 """Scores of files: what the policy did to its own sandbox, to the tests or to the reward file earns nothing."""
 
 import asyncio
+import contextlib
+import functools
 import os
 import signal
 
@@ -69,8 +71,12 @@ async def test_what_is_no_reward_earns_nothing(pool, written):
 async def test_a_sandbox_ended_from_outside_is_no_reward(pool):
     box = await played(pool, "echo 42 > answer.txt")
     os.kill(box.pid, signal.SIGKILL)
+    score = functools.partial(score_files, box, ["answer.txt"], {"test.sh": TEST}, ("/bin/sh", "test.sh"), pool=pool)
+    with contextlib.suppress(ToolError):
+        await score()  # it may still answer while it is ending
+        await asyncio.sleep(1)
     with pytest.raises(ToolError, match="from outside"):
-        await score_files(box, ["answer.txt"], {"test.sh": TEST}, ("/bin/sh", "test.sh"), pool=pool)
+        await score()
     await box.close()
     with pytest.raises(ValueError, match="where the tests write"):
         await score_files(box, ["r"], {}, ("/bin/true",), reward_file="r", pool=pool)

@@ -1,18 +1,26 @@
 """Sandboxes as an environment uses them: commands, files, sessions, the pool, the choice of a kind."""
 
 import asyncio
+import contextlib
+import itertools
 import os
 import select
 import signal
 import subprocess
+import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
-from slipstream.envs.sandbox import MIB, Limits, LocalPool, Mount, require_sandbox, seccomp
+from slipstream.envs.sandbox import MIB, Limits, LocalPool, Mount, landlock, process, require_sandbox, seccomp, watchdog
 from slipstream.envs.sandbox.base import ExecResult
 from slipstream.envs.sandbox.kinds import _choose
+from slipstream.envs.sandbox.process import ConfinedProcess
+from slipstream.envs.sandbox.programs import python_candidates
 from slipstream.envs.sandbox.watchdog import WATCHDOG, Watched
 from slipstream.errors import ConfigError, ToolError
+from slipstream.tests.sandbox_attacks import marked
 from slipstream.tests.test_envs_sandbox_attacks import ROOT, command, environment
 
 KINDS = ("bubblewrap", "landlock")
@@ -125,6 +133,116 @@ async def test_a_cancelled_caller_ends_what_runs(pool):
         await running
     async with asyncio.timeout(20):
         await box.close()
+
+
+async def test_what_leaves_its_commands_session_ends_with_it(pool):
+    """Landlock refuses to leave it; by bubblewrap it is found and killed."""
+    box = await pool.open()
+    leaves = """
+import os, time
+if os.fork() == 0:
+    try: os.setsid()
+    except OSError as error: print("refused", flush=True)
+    else: print("left", flush=True)
+    for fd in (0, 1, 2): os.close(fd)
+    if os.fork() == 0: time.sleep(600)
+    os._exit(0)
+os.wait()"""
+    mark = f"leaves-{os.getpid()}-{box.pid}"
+    ran = await box.run((box.python, "-I", "-c", f"# {mark}{leaves}"))
+    assert (ran.stdout, ran.exit_code) == ("left\n" if pool.confinement.name == "bubblewrap" else "refused\n", 0)
+    assert marked(mark) == []
+    assert (await box.run(("/bin/echo", "fine"))).stdout == "fine\n"
+    await box.close()
+
+
+async def test_a_sandbox_that_is_stopped_ends_by_its_callers_limit(pool):
+    """No program in it can stop it, see the attack `signals`; here the host does."""
+    box = await pool.open()
+    below = psutil.Process(box.pid).children(recursive=True)
+    for one in (*below, psutil.Process(box.pid)):
+        one.suspend()
+    began = time.monotonic()
+    assert (await box.run(("/bin/true",), wall_s=0.2)).ended == "wall"
+    async with asyncio.timeout(20):
+        await box.close()
+    assert time.monotonic() - began < 15
+    assert not any(one.is_running() for one in below)
+
+
+def held() -> set[str]:
+    """What this process has open that a sandbox needs."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if target.startswith(("socket:", "pipe:", "/memfd:", "anon_inode:[pidfd")):
+                found.add(target if not target.startswith("anon_inode") else f"{target}{fd}")
+    return found
+
+
+async def test_a_start_that_is_cancelled_at_any_moment_leaves_nothing(pool):
+    await (await pool.open()).close()  # what is made once
+    before = held()
+    for program, turns in itertools.product(("commands", "cells"), range(12)):
+        start = asyncio.create_task(pool._start(program))
+        for _ in range(turns):
+            await asyncio.sleep(0.004 if turns > 6 else 0)
+        start.cancel()
+        (ended,) = await asyncio.gather(start, return_exceptions=True)
+        if isinstance(ended, ConfinedProcess):
+            await ended.close()
+    async with asyncio.timeout(30):
+        while WATCHDOG._watched or held() - before:  # noqa: ASYNC110 - ends and threads that go on when their caller is gone
+            await asyncio.sleep(0.02)
+    folder = getattr(pool.confinement, "_folder", None)
+    assert folder is None or [path for path in folder.path.iterdir() if path.is_dir()] == []
+
+
+async def test_proc_is_read_in_threads_and_no_other_session_is_killed(monkeypatch):
+    readers, states = set(), []
+
+    def spy(function):
+        def called(*arguments):
+            readers.add(threading.current_thread())
+            return function(*arguments)
+
+        return called
+
+    def kill(session, kill=process.kill_session):
+        states.append(psutil.Process(session).status())
+        kill(session)
+
+    pool = LocalPool(LIMITS, kind="landlock")
+    monkeypatch.setattr(watchdog, "see_processes", spy(watchdog.see_processes))
+    monkeypatch.setattr(landlock, "_processes_of_user", spy(landlock._processes_of_user))
+    monkeypatch.setattr(process, "kill_session", kill)
+    box = await pool.open()
+    assert (await box.run(("/bin/sleep", "60"), wall_s=0.3)).ended == "wall"
+    cancelled = asyncio.create_task((await pool.open()).run(("/bin/sleep", "60")))
+    await asyncio.sleep(0.1)
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    await box.close()
+    assert readers
+    assert threading.main_thread() not in readers
+    assert states[-1] == psutil.STATUS_ZOMBIE  # not reaped: its number is not free
+    other = subprocess.Popen(("/bin/sleep", "60"), start_new_session=True)  # noqa: ASYNC220
+    watchdog._kill_member(other.pid, os.getsid(0))
+    assert other.poll() is None
+    watchdog._kill_member(other.pid, other.pid)
+    assert other.wait(10) == -signal.SIGKILL
+
+
+async def test_python_in_it_is_whole(pool):
+    """It has its own library, and not the system's of the same name."""
+    ask = ("-c", "import sys; print(sys.version)")
+    versions = [subprocess.check_output((python, *ask), text=True) for python in python_candidates()]  # noqa: ASYNC221
+    box = await pool.open()
+    ran = await box.run((box.python, "-I", "-c", "import ssl, ctypes, sqlite3, sys; print(sys.version)"))
+    assert ran.ok, ran.stderr
+    assert ran.stdout in versions
+    await box.close()
 
 
 async def test_cells_keep_their_variables(pool):

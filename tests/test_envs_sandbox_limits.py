@@ -1,0 +1,109 @@
+"""Each limit of a sandbox by itself: the others are out of reach, so that nothing else can end the program."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from slipstream.envs.sandbox import GIB, MIB, ExecResult, Limits, LocalPool
+
+KINDS = ("bubblewrap", "landlock")
+FAR = Limits(wall_s=120, cpu_s=100, memory=4 * GIB, disk=GIB, processes=500, output=8 * MIB)
+
+
+async def ended(kind: str, program: str, **limits: float) -> ExecResult:
+    pool = LocalPool(msgspec.structs.replace(FAR, **limits), kind=kind)
+    box = await pool.open()
+    try:
+        return await box.run((box.python, "-I", "-S", "-c", program))
+    finally:
+        await box.close()
+        await pool.close()
+
+
+ALONE = "while True: pass"
+MANY = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
+
+
+@pytest.mark.parametrize("program", [ALONE, MANY], ids=["one process", "many"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_cpu_time(kind: str, program: str) -> None:
+    assert (await ended(kind, program, cpu_s=1)).ended == "cpu"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_wall_time(kind: str) -> None:
+    assert (await ended(kind, "import time; time.sleep(600)", wall_s=0.5)).ended == "wall"
+
+
+EATERS = """
+import os, time
+for _ in range(6):
+    if os.fork() == 0:
+        x = os.urandom(1 << 20) * 100
+        time.sleep(600)
+time.sleep(600)"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_memory_of_all_processes_together(kind: str) -> None:
+    assert (await ended(kind, EATERS, memory=300 * MIB)).ended == "memory"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_memory_of_one_process_is_refused_to_it(kind: str) -> None:
+    ran = await ended(kind, "x = []\nwhile True: x.append(bytearray(16 << 20))", memory=300 * MIB)
+    assert (ran.ended, ran.exit_code) == ("exited", 1)
+    assert "MemoryError" in ran.stderr
+
+
+FORKS = """
+import os, time
+made = 0
+try:
+    while made < 200:
+        if os.fork() == 0: time.sleep(600)
+        made += 1
+except BlockingIOError: pass
+print(made)"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_processes_beyond_the_limit_are_refused_or_end_it(kind: str) -> None:
+    """As root a sandbox's uid has no more processes; an ordinary user's under Landlock are counted from look to look."""
+    ran = await ended(kind, FORKS, processes=20)
+    if ran.ended != "exited":
+        assert ran.ended == "processes"
+    else:
+        assert 10 <= int(ran.stdout) <= 20
+
+
+FILLS = """
+import errno, json
+found = []
+for name in ("one", "two"):
+    try:
+        with open(name, "wb") as file:
+            while True: file.write(b"0" * (1 << 20)); file.flush()
+    except OSError as error: found.append(errno.errorcode[error.errno])
+print(json.dumps(found))"""
+
+
+async def test_disk_has_no_more_room() -> None:
+    ran = await ended("bubblewrap", FILLS, disk=16 * MIB)
+    assert (ran.ended, json.loads(ran.stdout)) == ("exited", ["ENOSPC", "ENOSPC"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_disk_of_many_files_ends_it(kind: str) -> None:
+    program = "import time\nfor i in range(10**7):\n    open(f'f{i}', 'w').close()\n    i % 1000 or time.sleep(0.01)"
+    assert (await ended(kind, program, disk=8 * MIB)).ended == "disk"
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_output(kind: str, stream: str) -> None:
+    ran = await ended(kind, f"import sys\nwhile True: print('x' * 9999, file=sys.{stream})", output=1 << 16)
+    assert ran.ended == "output"
+    assert len(getattr(ran, stream)) == 1 << 16
