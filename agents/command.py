@@ -35,6 +35,7 @@ PLACEHOLDER = re.compile(r"\{(?:question|folder|python)\}")
 TASK = "task"  # the folder in which the program starts, below its home
 OUTPUT = 1 << 20  # bytes that the program may print to stdout, and to stderr
 LINES, WIDTH = 5, 600  # of its output in the outcome of an episode: the last lines, and characters of them
+LOGGED = 10_000  # characters of its stdout, and of its stderr, in the log of a failure
 CHECK_S = 30.0  # longest check of a program before a run
 CHECK = """command -v -- "$1" > /dev/null || echo "agent.command: there is no program $1 in the sandbox"
 [ -z "$2" ] || { [ -r "$2" ] && [ -x "$2" ]; } || echo "agent.sandbox.folder: the sandbox's user cannot read it"
@@ -116,7 +117,7 @@ class CommandAgent:
         how = f"ended with {_status(ran)}" if ran.ended == "exited" else f"was stopped: {ending(ran, self._limits)}"
         kind = AgentTimeout if ran.ended == "wall" else PolicyError
         error = kind(f"the program {self._command[0]} {how}; {_tail(ran)}")
-        error.add_note(f"stdout:\n{ran.stdout[-OUTPUT:]}\nstderr:\n{ran.stderr[-OUTPUT:]}")
+        error.add_note(f"stdout:\n{ran.stdout[-LOGGED:]}\nstderr:\n{ran.stderr[-LOGGED:]}")
         raise error
 
 

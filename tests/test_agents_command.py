@@ -22,10 +22,8 @@ from slipstream.envs import CALCULATOR, Message, Observation, StepResult, Task, 
 from slipstream.envs.sandbox import local_pool
 from slipstream.envs.sandbox.kinds import VARIABLE
 from slipstream.errors import ConfigError, EngineError
-from slipstream.learner.model import load_tokenizer
 from slipstream.rollout.player import EpisodeResult
 from slipstream.tests.episodes import Once
-from slipstream.tests.runs import tiny_policy
 from slipstream.tests.sessions import Script, play_foreign
 from slipstream.tests.test_docs import module_of
 from transformers import PreTrainedTokenizerBase
@@ -43,11 +41,6 @@ def ask(text, model="policy"):
     return post(url + "/chat/completions", body, Authorization="Bearer " + key)["choices"][0]["message"]["content"]
 """
 """What small agents begin with; they know nothing but the environment variables."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    return load_tokenizer(str(tiny_policy(tmp_path_factory.mktemp("model") / "policy")))
 
 
 @pytest.fixture(params=KINDS)

@@ -26,6 +26,7 @@ from slipstream.learner.model import load_tokenizer
 from slipstream.learner.packing import microbatches
 from slipstream.tests.runs import tiny_policy
 from slipstream.tests.sessions import LEASE, Script, call, play_foreign
+from transformers import PreTrainedTokenizerBase
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -156,13 +157,14 @@ def command(config_file: str, monkeypatch: pytest.MonkeyPatch) -> tuple[AgentSet
     return config.agent, task_source(config.env, "train", 0)
 
 
-async def test_the_program_as_an_agent_plays_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_program_as_an_agent_plays_the_quickstart(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It finds the environment's calculator over MCP, uses it wrongly at first, and answers."""
     agent, source = command("examples/command_agent/train.yaml", monkeypatch)
     assert isinstance(source, ReasoningGymEnv)
     entry = source.entry(source.task(LEASE.task).payload["index"])
     texts = [call("calculator", expression=one) for one in ("1 +", entry["metadata"]["expression"])]
-    tokenizer = load_tokenizer(str(tiny_policy(tmp_path / "policy")))
     script = Script(tokenizer, [*texts, f"<answer>{entry['answer']}</answer>"].__getitem__)
     result = await play_foreign(tokenizer, agent, script, source)
     assert (result.outcome.kind, result.reward) == ("finished", 1.0), result.outcome
@@ -190,12 +192,11 @@ REPAIRS = {
 
 
 async def test_the_repair_of_a_program_is_scored_by_tests_that_the_agent_never_sees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent, source = command("examples/repair/train.yaml", monkeypatch)
     broken = {source.task(index).payload["broken"] for index in range(30)}
     assert broken == {"balance", "largest", "average"}
-    tokenizer = load_tokenizer(str(tiny_policy(tmp_path / "policy")))
 
     async def reward(did: str) -> float:
         script = Script(tokenizer, [call("shell", command=f"{did} && echo 'it''s done'"), "Bye."].__getitem__)

@@ -52,6 +52,9 @@ FULL = (
     r"test_envs_sandbox_attacks::.*(bubblewrap-user|landlock-root)",
     r"test_envs_sandbox::.*\[landlock",
     r"test_envs_sandbox::test_forked_processes",
+    r"test_envs_sandbox_limits::.*(landlock|many)",
+    # Programs as agents: the stock SDKs take seconds to import.
+    r"test_agents_command::test_a_program_with_the_stock_sdks",
     r"test_envs_verifiers::test_more_runaways",
     # Processes of environments: other ways to hang and to end, and servers that are started for one refusal.
     r"test_envs_isolation::test_a_call_that_never_returns.*\[thread\]",
