@@ -26,18 +26,18 @@ class End:
 
 def connect(listener, path, ends):
     """The two ends of a new connection; none where the host does not take it."""
-    ours = socket.socket(socket.AF_UNIX)
-    theirs = None
+    sides = []
     try:
-        theirs = listener.accept()[0]
-        ours.connect(path)
+        sides.append(listener.accept()[0])
+        sides.append(socket.socket(socket.AF_UNIX))
+        sides[1].connect(path)
     except OSError:
-        for side in filter(None, (ours, theirs)):
+        for side in sides:
             side.close()
         return ()
-    one, other = End(ours), End(theirs)
+    one, other = map(End, sides)
     one.other, other.other = other, one
-    ends.update({ours.fileno(): one, theirs.fileno(): other})
+    ends.update({end.side.fileno(): end for end in (one, other)})
     return one, other
 
 
