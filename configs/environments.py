@@ -128,7 +128,20 @@ class TextArena(Tasks, frozen=True, tag_field="kind", tag="textarena"):
     """Assistant messages before the environment ends the episode."""
 
 
-EnvironmentKind = ReasoningGym | PythonEnv | Dataset | Mcp | Gymnasium | TextArena
+class OpenEnv(Tasks, frozen=True, tag_field="kind", tag="openenv"):
+    """An environment that a server of the OpenEnv library runs; the policy acts by the tool `act`."""
+
+    url: str
+    """Of the server, for example `http://10.0.0.7:8000`; each episode has a session of its own there."""
+    name: str = ""
+    """What reports call it; empty is `openenv`."""
+    prompt: str = ""
+    """What the policy is told first, before the first observation."""
+    max_turns: Positive = 50
+    """Assistant messages before the environment ends the episode."""
+
+
+EnvironmentKind = ReasoningGym | PythonEnv | Dataset | Mcp | Gymnasium | TextArena | OpenEnv
 
 
 class Mixture(Section, frozen=True, tag_field="kind", tag="mixture"):

@@ -13,6 +13,7 @@ from ..configs.environments import (
     Gymnasium,
     Mcp,
     Mixture,
+    OpenEnv,
     ReasoningGym,
     TextArena,
     parts_by_key,
@@ -82,6 +83,10 @@ def task_source(config: EnvironmentKind, split: Split, seed: int, key: str = "en
         from .adapters.textarena import TextArenaEnv
 
         return TextArenaEnv(config, split, seed, key)
+    if isinstance(config, OpenEnv):
+        from .adapters.openenv import OpenEnvEnv
+
+        return OpenEnvEnv(config, split, seed, key)
     factory = load_target(f"{key}.factory", config.factory)
     try:
         source = factory(split=split, seed=seed, **config.arguments)
