@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -373,6 +374,7 @@ def test_nothing_outlives_a_worker_that_is_killed(tmp_path: Path) -> None:
 
 
 async def test_a_source_that_is_dropped_ends_its_processes() -> None:
+    gc.collect()  # sources of other tests, in tracebacks, would share the processes and keep them
     source = task_source(playground(), "train", 0)
     (pid,) = pids(source)
     process = psutil.Process(pid)
