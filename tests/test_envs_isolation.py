@@ -503,8 +503,12 @@ async def test_episodes_of_a_worker_that_is_gone_are_closed(tmp_path: Path, monk
     async with asyncio.timeout(SOON):
         while pool._episodes:  # noqa: ASYNC110 - until a process has answered
             await asyncio.sleep(0.05)
+    processes = [slot.process for slot in pool.slots]
     serving.cancel()
     await asyncio.wait({serving}, timeout=SOON)
+    assert serving.cancelled()
+    assert all(process is not None and not psutil.pid_exists(process.pid) for process in processes)
+    assert server._context.closed  # a context that is collected with open connections waits for them for ever
 
 
 @pytest.mark.parametrize(

@@ -464,6 +464,7 @@ ALLOWED = {
     ("agents/gateway/server.py", "asyncio.wait"): "for a step of the environment, which has EnvGuard's deadline",
     ("envs/isolation/process.py", "asyncio.timeout"): "ABORT_S, after which the process is killed",
     ("envs/isolation/pool.py", "asyncio.timeout"): "ANSWER_S, after which the process is aborted",
+    ("envs/isolation/pool.py", "asyncio.wait"): "the start of a process that was cancelled, which kills it",
     ("envs/sandbox/process.py", "asyncio.timeout"): "the wall limit of a program, an outcome and no error",
     ("envs/sandbox/inside/confine.py", "os.waitpid"): "in the sandbox, whose limits the watchdog keeps",
     ("envs/verifiers/code.py", "asyncio.timeout"): "the limit of all cases of a program, beyond which it earns 0",

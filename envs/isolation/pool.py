@@ -95,6 +95,16 @@ class HostPool:
                 finally:
                     slot.load -= 1
 
+    async def end(self) -> None:
+        """End all processes, and close the connections to them. Raises DeadlineExceeded: one does not end though it is killed."""
+        kill_all(self.slots)
+        for slot in self.slots:
+            if slot.starting is not None:
+                slot.starting.cancel()
+                await asyncio.wait([slot.starting])
+            if slot.process is not None:
+                await slot.process.exited()
+
     def _take(self) -> HostSlot:
         """The slot with the least load; of several one with a process."""
         slot = min(self.slots, key=lambda slot: (slot.load, slot.process is None))

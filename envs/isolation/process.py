@@ -36,6 +36,7 @@ R = TypeVar("R")
 
 START_S = 120.0  # longest start: an interpreter and four small packages, on a busy machine
 ABORT_S = 1.0  # how long a process may take to write its stacks and die, before it is killed
+END_S = 10.0  # how long a process may take to end that was killed
 BOOT = str(Path(__file__).with_name("boot.py"))
 LINES = 30  # of the stacks in the log
 
@@ -135,6 +136,13 @@ class HostProcess:
             self.ended = f"the process of {self._name} was killed: {why}"
         self.signal(signal.SIGKILL, group=True)
         self._fail_calls()
+
+    async def exited(self) -> None:
+        """Wait for the end of what was killed; its connection is closed then. Raises DeadlineExceeded."""
+        hint = "it hangs in the kernel, above all in a file system"
+        await with_deadline(
+            END_S, self._exited.wait(), who=self._name, waits_for="a process that was killed", hint=hint
+        )
 
     def signal(self, number: signal.Signals, *, group: bool = False) -> None:
         """Send a signal to it, or to it and what it has started; from any thread."""

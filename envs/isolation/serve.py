@@ -39,7 +39,7 @@ from .messages import (
     SourceKey,
     StepEpisode,
 )
-from .pool import HostPool, kill_all
+from .pool import HostPool
 from .remote import CLIENT_S, read_keys
 
 log = logging.getLogger(__name__)
@@ -60,10 +60,10 @@ class EnvServer:
     running event loop. Raises zmq.ZMQError: the address is in use."""
 
     def __init__(self, sections: Mapping[str, EnvironmentKind], address: str, keys: Keys | None) -> None:
-        context = zmq.asyncio.Context()
+        self._context = zmq.asyncio.Context()
         self._sections = dict(sections)
         self.pools = {
-            key: HostPool(key.removeprefix("env.parts."), max(1, config.isolate), config.python, context)
+            key: HostPool(key.removeprefix("env.parts."), max(1, config.isolate), config.python, self._context)
             for key, config in sections.items()
         }
         self._clients: dict[bytes, _Client] = {}
@@ -92,7 +92,8 @@ class EnvServer:
                 task.cancel()
             self._server.close()
             for pool in self.pools.values():
-                kill_all(pool.slots)
+                await pool.end()
+            self._context.term()
 
     async def _answer(self, request: RpcRequest[EnvRequest]) -> None:
         client = self._clients.setdefault(request.identity, _Client())
