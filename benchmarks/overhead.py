@@ -171,6 +171,7 @@ async def play(this: Round) -> Played:
         make_agent(config) as agent,
     ):
         player = make_player(config, agent, router, split="train", temperature=1.0)
+        await learner.stats()  # once the buffer answers
         stop = asyncio.Event()
         began = time.perf_counter()
         working = asyncio.create_task(Worker(player, client, config.buffer.group_size, 1).run(stop))
