@@ -1,13 +1,15 @@
-"""Who gets which GPU is arithmetic: tried here without one."""
+"""Who gets which GPU is arithmetic: tried here without one; and which ports are chosen."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 from slipstream.configs import load
 from slipstream.errors import ConfigError
-from slipstream.launch.launchers.local import LocalLauncher, Placement
+from slipstream.launch.launchers import local
+from slipstream.launch.launchers.local import LocalLauncher, Placement, free_ports
 from slipstream.launch.resources import GpuAssignment, assign_gpus, free_gpus, needed_gpus, ranks_of, role_environment
 from slipstream.tests.ranks import reserved_ports
 
@@ -92,3 +94,19 @@ def test_what_the_user_has_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen["OMP_WAIT_POLICY"] == "PASSIVE"
     assert chosen["PYTHONHASHSEED"] == "7"
     assert chosen["CUDA_VISIBLE_DEVICES"] == "1,2"
+
+
+def test_ports_are_chosen_where_no_outgoing_connection_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = free_ports(200)
+    assert len(set(ports)) == 200
+    assert all(local.LOWEST_PORT <= port < above for port in ports)
+    with socket.create_server(("127.0.0.1", ports[0])):
+        monkeypatch.setattr(local, "LOWEST_PORT", above - 1)
+        assert free_ports(0) == []
+        with pytest.raises(
+            ConfigError, match=rf"launch.port: 127.0.0.1 has no 2 free ports from {above - 1} to {above - 1}"
+        ):
+            free_ports(2)
+        monkeypatch.setattr(local, "LOWEST_PORT", ports[0])
+        assert ports[0] not in free_ports(100)

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import signal
 import socket
 import tempfile
@@ -29,6 +30,7 @@ from ..resources import GpuAssignment, free_gpus
 
 log = logging.getLogger(__name__)
 
+LOWEST_PORT = 10_000  # of those that are chosen: well-known services are below
 KILL_S = 10.0  # how long a process may take to end after SIGKILL, while the kernel or a device driver frees its memory
 
 
@@ -84,12 +86,22 @@ class Launcher(Protocol):
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that are free now, picked by the kernel."""
+    """Ports that are free now. They are below those that the kernel gives to outgoing connections, of which any may take one before
+    its server has bound it. Raises ConfigError: there are not so many."""
+    above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates, found = list(range(LOWEST_PORT, above)), list[int]()
+    random.SystemRandom().shuffle(candidates)
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind((host, 0))
-        return [s.getsockname()[1] for s in sockets]
+        while candidates and len(found) < count:
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.socket()).bind((host, candidates[-1]))
+                found.append(candidates[-1])
+            candidates.pop()
+    if len(found) == count:
+        return found
+    raise ConfigError(
+        f"launch.port: {host} has no {count} free ports from {LOWEST_PORT} to {above - 1}; set the first one"
+    )
 
 
 def claim_ports(first: int, count: int, host: str = "127.0.0.1") -> list[int]:
