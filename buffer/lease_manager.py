@@ -18,6 +18,8 @@ from .group_table import Episode, Group, GroupState, GroupTable
 from .ledger import Counts
 from .messages import Lease
 from .sample_filter import dropped
+from .samplers import SequentialSampler
+from .task_table import Attempt, TaskTable
 from .trajectory import UNWANTED, Outcome
 
 MIN_MEMBERS = 2  # a group's mean is a baseline from two members on
@@ -34,12 +36,20 @@ class LeaseManager:
 
     Attributes:
         served: version that the fleet serves now; None while no replica serves one.
+        tasks: chooses the tasks of new groups and counts their attempts; without one all come in order.
 
     Raises:
         StateError: `counters` are of a run with other environments.
     """
 
-    def __init__(self, admission: Admission, config: ReplayConfig, table: GroupTable, counters: ReplayCounters) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        config: ReplayConfig,
+        table: GroupTable,
+        counters: ReplayCounters,
+        tasks: TaskTable | None = None,
+    ) -> None:
         envs = len(admission.shares)
         for name in ("cursors", "trained"):
             numbers = getattr(counters, name) or [0] * envs
@@ -51,6 +61,7 @@ class LeaseManager:
         self._config = config
         self._table = table
         self._counters = counters
+        self.tasks = tasks or TaskTable([SequentialSampler()] * envs)
 
     # --- leases ---------------------------------------------------------------------------------------------------
 
@@ -128,10 +139,17 @@ class LeaseManager:
         return unwanted
 
     def deliver(
-        self, episode_id: str, outcome: Outcome, generated: Counts, kept: Counts, reward: float | None = None
+        self,
+        episode_id: str,
+        outcome: Outcome,
+        generated: Counts,
+        kept: Counts,
+        reward: float | None = None,
+        attempt: Attempt | None = None,
     ) -> bool:
         """An episode ended; `kept` are the sampled tokens of its trajectories, `reward` is their reward, which for a failure is its
-        penalty. False when its trajectories are not kept: it is late, a repetition, failed, or its group is settled.
+        penalty; `attempt` is what it came to, where it sampled anything. False when its trajectories are not kept: it is late, a
+        repetition, failed, or its group is settled.
 
         Raises:
             StateError: it was never leased, its counts contradict each other, or it names a version that does not exist.
@@ -141,6 +159,8 @@ class LeaseManager:
             return False
         group, episode = found
         self._require_counts(episode, generated, kept)
+        if attempt is not None and outcome.trainable:
+            self.tasks.attempted(group.env, group.task, attempt, max(generated, default=-1))
         again = not outcome.trainable and self._may_retry(group, episode, outcome)
         with self._table.update(group, episode):
             self._table.set_generated(episode, generated)
@@ -173,7 +193,7 @@ class LeaseManager:
         if max(free) <= 0:
             return None
         env = free.index(max(free))
-        group = Group(counters.next_group, env, counters.cursors[env])
+        group = Group(counters.next_group, env, self.tasks.choose(env, counters.cursors[env]))
         self._table.add(group)
         counters.next_group += 1
         counters.cursors[env] += 1

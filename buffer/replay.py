@@ -25,6 +25,7 @@ from .admission import Admission, ReplayConfig, ReplayCounters
 from .group_table import Episode, Group, GroupTable
 from .lease_manager import LeaseManager
 from .ledger import VersionLedgers
+from .task_table import TaskTable
 
 STRAGGLER = "straggler"  # discard reason of an episode that still ran when its group was put into a batch
 
@@ -34,6 +35,7 @@ class Replay:
 
     Args:
         counters, groups, ledgers: what the store holds.
+        tasks: see `LeaseManager`.
 
     Attributes:
         table: the groups and the ledger.
@@ -50,12 +52,13 @@ class Replay:
         counters: ReplayCounters | None = None,
         groups: Iterable[Group] = (),
         ledgers: VersionLedgers | None = None,
+        tasks: TaskTable | None = None,
     ) -> None:
         self.admission = admission
         self.config = config
         self.table = GroupTable(groups, ledgers)
         self._counters = counters.copy() if counters else ReplayCounters()
-        self.leases = LeaseManager(admission, config, self.table, self._counters)
+        self.leases = LeaseManager(admission, config, self.table, self._counters, tasks)
         self._staleness_checked_at = -1
 
     @property

@@ -32,6 +32,7 @@ from .group_table import Episode, Group
 from .ledger import Withheld
 from .replay import Replay
 from .store import CommitRow, NewTrajectory, Store, WriteBatch
+from .task_table import Attempt
 from .trajectory import EncodedRow, EncodedTrajectory, sampled_of
 
 PendingReply = tuple[bytes, int, m.Reply | RpcRefusal]  # the connection, the number of its request, and the reply
@@ -85,14 +86,21 @@ class RequestHandler:
     def drain(self) -> WriteBatch | None:
         """What the next transaction stores: everything that changed since the last call. None when nothing did."""
         groups, counters = self._replay.table.drain(), self._replay.counters()
+        tasks = self._replay.leases.tasks.drain()
         pending, self.pending = self.pending, PendingWrites()
-        changed = groups or pending.commits or pending.rolled_back_to is not None or counters != self._stored_counters
+        changed = (
+            groups
+            or tasks
+            or pending.commits
+            or pending.rolled_back_to is not None
+            or counters != self._stored_counters
+        )
         self._stored_counters = counters
         self._replay.prune()
         if not changed:
             return None
         arrived = list(itertools.chain.from_iterable(pending.trajectories.values()))
-        return WriteBatch.of(counters, groups, arrived, pending.commits, pending.rolled_back_to)
+        return WriteBatch.of(counters, groups, arrived, pending.commits, pending.rolled_back_to, tasks)
 
     def receive(self, server: RpcServer[m.Request], more: Callable[[], bool]) -> None:
         """Carry out the requests that have arrived, while `more`."""
@@ -184,8 +192,12 @@ class RequestHandler:
     def _deliver(self, request: m.DeliverEpisode) -> None:
         encoded = request.trajectories
         branches = [one.decode() for one in encoded]
-        kept, reward = sampled_of(request.episode_id, branches), branches[0].reward if branches else None
-        if self._replay.leases.deliver(request.episode_id, request.outcome, request.generated, kept, reward):
+        kept, reward, attempt = sampled_of(request.episode_id, branches), None, None
+        if branches:
+            first, reward = branches[0], branches[0].reward
+            # A reward model's score has no part in whether a task is solved.
+            attempt = Attempt(first.task_id, first.metrics.get("reward_environment", reward))
+        if self._replay.leases.deliver(request.episode_id, request.outcome, request.generated, kept, reward, attempt):
             arrived = [NewTrajectory(request.episode_id, t, one) for t, one in zip(branches, encoded, strict=True)]
             arrived.sort(key=lambda new: new.trajectory.branch)
             self.pending.trajectories[request.episode_id] = arrived

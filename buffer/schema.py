@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import StoreError
 
-SCHEMA_VERSION = 8  # raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change
+SCHEMA_VERSION = 9  # raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change
 BUSY_S = 10.0  # how long SQLite waits for another connection that holds the file
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS counters (
@@ -45,6 +45,17 @@ CREATE INDEX IF NOT EXISTS trajectories_of_episode ON trajectories (episode_id);
 CREATE TABLE IF NOT EXISTS commits (
     version INTEGER PRIMARY KEY, time REAL NOT NULL, groups INTEGER NOT NULL, rolled_back INTEGER NOT NULL DEFAULT 0
 );
+CREATE TABLE IF NOT EXISTS tasks (  -- sums over all groups and episodes of a task; its rows are never dropped
+    env INTEGER NOT NULL, task INTEGER NOT NULL,  -- as in `groups`
+    id TEXT NOT NULL,           -- the environment's name of the task, empty before its first attempt
+    groups INTEGER NOT NULL, attempts INTEGER NOT NULL, solves INTEGER NOT NULL, streak INTEGER NOT NULL,
+    version INTEGER NOT NULL,   -- see samplers.TaskStatistics
+    PRIMARY KEY (env, task)
+) WITHOUT ROWID;
+CREATE VIEW IF NOT EXISTS rates AS  -- an epoch gives a row of a data set another number, but the same id
+    SELECT env, id, sum(groups) AS groups, sum(attempts) AS attempts, sum(solves) AS solves,
+        CAST(sum(solves) AS REAL) / sum(attempts) AS rate, max(version) AS version
+    FROM tasks WHERE attempts > 0 GROUP BY env, id;
 CREATE TABLE IF NOT EXISTS archive (  -- sums over groups whose rows were dropped; length is rounded down to a power of two
     version INTEGER, length INTEGER, account TEXT, tokens INTEGER NOT NULL,
     weight REAL NOT NULL,     -- sum over tokens of the length of their episodes, which the mean needs unrounded

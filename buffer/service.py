@@ -19,7 +19,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,7 +35,9 @@ from .ledger import VersionLedgers
 from .ledger_report import ledgers_by_version
 from .replay import Replay
 from .request_handler import PendingReply, RequestHandler
+from .samplers import SequentialSampler, TaskSampler
 from .store import Store
+from .task_table import TaskTable
 
 log = logging.getLogger(__name__)
 # Messages of one round, one transaction, and the bytes after which it takes no more. More would only delay the first reply.
@@ -54,11 +56,13 @@ class BufferService:
         shares: of the run's environments, see `Admission`.
         retries: failure reason -> how often a member that failed so is leased again.
         greedy: one member of each group is sampled greedily, see `ReplayConfig`.
+        samplers, tasks: of each environment what chooses its tasks, and how many it has, 0 without end; by default in order.
         keys: the run's CURVE keys, where they are not those of this process.
 
     Raises:
         StoreError: the file cannot be opened, read or written.
         StateError: it is of a run with other environments.
+        EnvError: a sampler raised.
     """
 
     def __init__(
@@ -70,6 +74,8 @@ class BufferService:
         shares: tuple[float, ...] = (1.0,),
         retries: Mapping[str, int] | None = None,
         greedy: bool = False,
+        samplers: Sequence[TaskSampler] = (),
+        tasks: Sequence[int] = (),
         keys: Keys | None = None,
     ) -> None:
         self._lease_s = config.lease_s
@@ -92,7 +98,10 @@ class BufferService:
         )
         admission = Admission(config.max_staleness, config.groups_per_batch, shares)
         ledgers = VersionLedgers(ledgers_by_version(path))
-        self._replay = Replay(admission, replay_config, counters, groups, ledgers)
+        samplers = samplers or [SequentialSampler()] * len(shares)
+        watched = [env for env, sampler in enumerate(samplers) if not isinstance(sampler, SequentialSampler)]
+        table = TaskTable(samplers, tasks, self._store.tasks(watched))
+        self._replay = Replay(admission, replay_config, counters, groups, ledgers, table)
         self._handler = RequestHandler(self._replay, self._store, self._transport_counts)
         self._round_ends = 0, 0
         self._store_thread = ThreadPoolExecutor(1, "store")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,8 +30,10 @@ from .admission import ReplayCounters
 from .group_table import Changed, Episode, Group
 from .ledger import Counts
 from .retention import SETTLED
+from .samplers import TaskStatistics
 from .schema import SCHEMA, SCHEMA_VERSION, connect, require_schema, store_error
 from .segments import SegmentLog, segments_path
+from .task_table import StoredTask, TaskChange
 from .trajectory import LENGTH_LIMIT, TOKEN_BYTES, EncodedTrajectory, Outcome, Trajectory
 
 WAL_BYTES = 64 << 20  # the log beside the file is truncated to this after a larger transaction
@@ -46,6 +48,15 @@ REWARD = (
 _UPDATED = ["account", "length", "generated", "kept", "settled", "final", "withheld", "loss_from", "reason", "outcome"]
 # Of an episode's row: id, group and worker stay, and so their index entries; `REPLACE` would rewrite all of them.
 UPSERT = "ON CONFLICT (id) DO UPDATE SET " + ", ".join(f"{column} = excluded.{column}" for column in _UPDATED)
+
+
+# Of a task's row, which holds sums.
+ADD_UP = (
+    "ON CONFLICT (env, task) DO UPDATE SET id = CASE excluded.id WHEN '' THEN id ELSE excluded.id END,"
+    " groups = groups + excluded.groups, attempts = attempts + excluded.attempts, solves = solves + excluded.solves,"
+    " streak = excluded.streak + CASE WHEN excluded.attempts = excluded.solves THEN streak ELSE 0 END,"
+    " version = max(version, excluded.version)"
+)
 
 
 class CommitRow(msgspec.Struct, frozen=True):
@@ -73,6 +84,7 @@ class WriteBatch(msgspec.Struct, frozen=True):
     trajectories: Sequence[NewTrajectory]
     commits: Sequence[CommitRow]
     rolled_back_to: int | None  # the commits after this version no longer count
+    tasks: Sequence[Row] = ()
 
     @classmethod
     def of(
@@ -82,6 +94,7 @@ class WriteBatch(msgspec.Struct, frozen=True):
         trajectories: Sequence[NewTrajectory] = (),
         commits: Sequence[CommitRow] = (),
         rolled_back_to: int | None = None,
+        tasks: Mapping[tuple[int, int], TaskChange] | None = None,
     ) -> WriteBatch:
         """Groups come with their changed episodes."""
         changed = list(groups)
@@ -92,6 +105,7 @@ class WriteBatch(msgspec.Struct, frozen=True):
             trajectories,
             commits,
             rolled_back_to,
+            [(*key, *msgspec.structs.astuple(change)) for key, change in (tasks or {}).items()],
         )
 
 
@@ -142,6 +156,7 @@ class Store:
             self._insert("REPLACE INTO groups", batch.groups)
             self._insert("INSERT INTO episodes", batch.episodes, UPSERT)
             self._insert("INSERT INTO trajectories", trajectories)
+            self._insert("INSERT INTO tasks", batch.tasks, ADD_UP)
             self._insert("INSERT INTO commits", [(*msgspec.structs.astuple(commit), 0) for commit in batch.commits])
             if batch.rolled_back_to is not None:
                 self._db.execute("UPDATE commits SET rolled_back = 1 WHERE version > ?", (batch.rolled_back_to,))
@@ -208,6 +223,19 @@ class Store:
                 with self._intact(f"episode {row['id']}"):
                     groups[row["group_id"]].episodes[row["id"]] = _read_episode(row)
         return counters, list(groups.values())
+
+    def tasks(self, envs: Iterable[int]) -> list[StoredTask]:
+        """What is known of the tasks of these environments, in order."""
+        found = list[StoredTask]()
+        with self._reading():
+            for env in envs:
+                query = "SELECT task, groups, attempts, solves, streak, version FROM tasks WHERE env = ? ORDER BY task"
+                for task, *numbers in self._db.execute(query, (env,)):
+                    with self._intact(f"task {task}"):
+                        found.append(
+                            (env, task, TaskStatistics(*msgspec.convert(numbers, tuple[int, int, int, int, int])))
+                        )
+        return found
 
     def _read(self, where: str, value: object) -> list[tuple[Trajectory, EncodedTrajectory]]:
         """By member and branch."""

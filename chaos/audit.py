@@ -163,8 +163,9 @@ def _read_learner(db: sqlite3.Connection, run_dir: Path) -> None:
 
 
 def _steps(path: Path) -> Iterator[tuple[int, int, int]]:
-    """(version, tokens trained, largest staleness) of every line of metrics, repeated steps included."""
+    """(version, tokens trained, largest staleness) of every step in metrics, repeated ones included."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else ()
     for line in lines:
         row = msgspec.json.decode(line)
-        yield row["version"], row["tokens_trained"], row["staleness_max"]
+        if "evaluation" not in row:
+            yield row["version"], row["tokens_trained"], row["staleness_max"]

@@ -10,6 +10,7 @@ import msgspec
 from rich.table import Table
 
 from ..configs import load
+from ..configs.environments import EndlessTasks, parts_by_key
 from ..errors import ConfigError
 from ..launch.cli.options import CommandTable, add_config
 from ..monitor.output import PipeSafeConsole, print_line
@@ -69,6 +70,11 @@ def chaos(options: argparse.Namespace) -> int:
         raise ConfigError(f"--kills: {options.kills}; allowed are 0 and more")
     if config.launch.kind != "local":
         raise ConfigError("launch.kind: chaos reaches the processes of this host only; allowed here is local")
+    for key, part in parts_by_key(config.env).items():
+        if part.sampler != "sequential" or (isinstance(part, EndlessTasks) and part.tasks):
+            raise ConfigError(
+                f"{key}.sampler: the audit expects every task once; allowed here is sequential, without {key}.tasks"
+            )
     if run_dir.is_dir() and any(run_dir.iterdir()):
         raise ConfigError(f"run.dir: {config.run.dir} is not empty; name a new folder")
     preflight(config)

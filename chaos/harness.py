@@ -30,6 +30,7 @@ from ..errors import DeadlineExceeded, RoleDied
 from ..launch.run_context import ROLE, VARIABLE
 from ..launch.supervisor.factory import CLIENT_FACTORY
 from ..launch.supervisor.processes import describe
+from ..monitor.metrics import EVALUATION
 from .plan import CORE, SUPERVISOR, PlannedFault
 
 AUDITED_CLIENT = "slipstream.chaos.audited_client:audited_client"
@@ -166,15 +167,16 @@ class FaultRunner:
             time.sleep(min(POLL_S, left))
 
     def _new_steps(self) -> int:
-        """Complete lines appended to metrics.jsonl since the last call."""
+        """Steps appended to metrics.jsonl, in complete lines, since the last call."""
         try:
             with (self._dir / "metrics.jsonl").open("rb") as file:
                 file.seek(self._metrics_offset)
                 new = file.read()
         except FileNotFoundError:
             return 0
-        self._metrics_offset += new.rfind(b"\n") + 1
-        steps = new.count(b"\n")
+        complete = new[: new.rfind(b"\n") + 1]
+        self._metrics_offset += len(complete)
+        steps = sum(EVALUATION not in msgspec.json.decode(line) for line in complete.splitlines())
         self.result.steps += steps
         return steps
 

@@ -26,14 +26,16 @@ from .algorithm import (
     needs_reference,
 )
 from .backends import Fsdp2, Megatron, copy_ranks
-from .environments import EnvironmentKind, Mixture, PythonEnv, ReasoningGym, parts_by_key
+from .environments import EndlessTasks, EnvironmentKind, Mixture, PythonEnv, ReasoningGym, parts_by_key
 from .reward import FIELDS, Judge, ModelReward, fields_of
 from .schema import Agent, Config, ProgramSandbox, parse_memory, parse_size
 from .sft import SftConfig
+from .suites import suites_of
 
 BF16_NOISE = 0.05  # nats by which log-probs of equal bfloat16 weights differ between implementations now and then
 BUILT_IN_AGENTS = ("tool_calling", "single_turn")
 COMMAND = "command"  # the kind of agent that is a program
+SAMPLERS = ("sequential", "pools")
 PYTHON_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 # A port `*` is a free one, for a server.
 ADDRESS = re.compile(r"tcp://[^\s/:@]+:(?:\d{1,5}|\*)|tcp://\[[0-9a-fA-F:]+\]:\d{1,5}")
@@ -43,7 +45,7 @@ _PART_NAME = re.compile(r"[\w-]+")
 
 def check(config: Config) -> None:
     """Raises ConfigError with the first impossible combination, naming its keys and what is allowed."""
-    for find in (_values, _episode, _batch, _correction, _backend, _aux_models, _reward):
+    for find in (_values, _episode, _evaluation, _batch, _correction, _backend, _aux_models, _reward):
         for problem in find(config):
             raise ConfigError(problem)
 
@@ -84,15 +86,12 @@ def _values(config: Config) -> Iterator[str]:
 
 
 def _episode(config: Config) -> Iterator[str]:
-    agent, env = config.agent, config.env
+    agent = config.agent
     known = (*BUILT_IN_AGENTS, COMMAND)
     if agent.kind not in known and not PYTHON_NAME.fullmatch(agent.kind):
         yield f"agent.kind: {agent.kind!r} is neither of {', '.join(known)}, nor of the form package.module:coroutine"
     yield from _program(agent)
-    if isinstance(env, Mixture) and not env.parts:
-        yield "env.parts: a mixture needs at least one environment, for example {sums: {kind: reasoning_gym, share: 2}}"
-    for key, part in parts_by_key(env).items():
-        yield from _environment(key, part, agent)
+    yield from _environments("env", config.env, agent)
     if agent.max_tokens_per_turn > agent.max_tokens:
         yield (
             f"agent.max_tokens_per_turn={agent.max_tokens_per_turn} is more than agent.max_tokens={agent.max_tokens}, "
@@ -112,9 +111,59 @@ def _program(agent: Agent) -> Iterator[str]:
         parse_size(f"agent.sandbox.{name}", getattr(sandbox, name))
 
 
+def _evaluation(config: Config) -> Iterator[str]:
+    evaluation, agent, every = config.evaluation, config.agent, config.learner.checkpoint_every
+    if evaluation.every % every:
+        yield (
+            f"evaluation.every={evaluation.every} is no multiple of learner.checkpoint_every={every}: an evaluation is of a "
+            f"checkpoint; allowed are {every}, {2 * every}, {3 * every} and so on, or 0 for none"
+        )
+    if evaluation.every and not suites_of(config):
+        yield f"evaluation.every={evaluation.every} with evaluation.tasks=0 plays nothing; allowed there is 0"
+    for name, suite in evaluation.suites.items():
+        key = f"evaluation.suites.{name}"
+        if not _PART_NAME.fullmatch(name):
+            yield f"{key}: a name of a suite consists of letters, digits, _ and -"
+        if suite.env is not None:
+            yield from _environments(f"{key}.env", suite.env, agent)
+            for section, part in parts_by_key(suite.env, f"{key}.env").items():
+                if part.sampler != "sequential" or (isinstance(part, EndlessTasks) and part.tasks):
+                    yield f"{section}: an evaluation plays its tasks in order; sampler and tasks are for training only"
+        longest = suite.max_tokens or agent.max_tokens
+        if longest > agent.max_tokens:
+            yield (
+                f"{key}.max_tokens={longest} is more than agent.max_tokens={agent.max_tokens}, which the servers are started "
+                f"for; allowed are 1 to {agent.max_tokens}"
+            )
+        if (suite.max_tokens_per_turn or 1) > longest:
+            yield (
+                f"{key}.max_tokens_per_turn={suite.max_tokens_per_turn} is more than the context of a whole episode; "
+                f"allowed are 1 to {longest}"
+            )
+    if not evaluation.keep_best:
+        return
+    if evaluation.keep_best not in evaluation.suites:
+        known = ", ".join(evaluation.suites) or "none; evaluation.suites={mine: {}} names the run's own"
+        yield f"evaluation.keep_best: {evaluation.keep_best!r} is no suite of evaluation.suites; there are {known}"
+    if not evaluation.every:
+        yield (
+            f"evaluation.keep_best={evaluation.keep_best} with evaluation.every=0: only the last checkpoint is evaluated; "
+            f"allowed there are {every}, {2 * every} and other multiples of learner.checkpoint_every"
+        )
+
+
+def _environments(key: str, env: EnvironmentKind | Mixture, agent: Agent) -> Iterator[str]:
+    if isinstance(env, Mixture) and not env.parts:
+        yield f"{key}.parts: a mixture needs at least one environment, for example {{sums: {{kind: reasoning_gym, share: 2}}}}"
+    for section, part in parts_by_key(env, key).items():
+        if section != key and not _PART_NAME.fullmatch(section.removeprefix(f"{key}.parts.")):
+            yield f"{section}: a name of a part consists of letters, digits, _ and -"
+        yield from _environment(section, part, agent)
+
+
 def _environment(key: str, env: EnvironmentKind, agent: Agent) -> Iterator[str]:
-    if key != "env" and not _PART_NAME.fullmatch(key.removeprefix("env.parts.")):
-        yield f"{key}: a name of a part consists of letters, digits, _ and -"
+    if env.sampler not in SAMPLERS and not PYTHON_NAME.fullmatch(env.sampler):
+        yield f"{key}.sampler: {env.sampler!r} is neither of {', '.join(SAMPLERS)}, nor of the form package.module:Class"
     if isinstance(env, PythonEnv) and not PYTHON_NAME.fullmatch(env.factory):
         yield f"{key}.factory: {env.factory!r} is not of the form package.module:Name"
     if env.address and not ADDRESS.fullmatch(env.address):

@@ -38,13 +38,24 @@ class Tasks(Section, frozen=True, kw_only=True):
     keys: str = ""
     """The file of keys that this server has made, copied to here; needed where `address` is not on this host."""
 
+    sampler: str = "sequential"
+    """Which task a new group gets: `sequential`, `pools` (by how often each was solved; solved ones are retired, hopeless ones
+    rare), or `package.module:Class` of your own."""
+
     @property
     def isolated(self) -> bool:
         """Whether its episodes run outside the worker."""
         return bool(self.isolate or self.python or self.address)
 
 
-class ReasoningGym(Tasks, frozen=True, tag_field="kind", tag="reasoning_gym"):
+class EndlessTasks(Tasks, frozen=True, kw_only=True):
+    """Of an environment that makes tasks without end."""
+
+    tasks: NonNegative = 0
+    """Train on its first so many tasks, again and again; 0: no end. `pools` needs a number."""
+
+
+class ReasoningGym(EndlessTasks, frozen=True, tag_field="kind", tag="reasoning_gym"):
     """Tasks generated and verified by reasoning-gym."""
 
     family: str = "chain_sum"
@@ -59,7 +70,7 @@ class ReasoningGym(Tasks, frozen=True, tag_field="kind", tag="reasoning_gym"):
     """Share of demonstrations that answer at once without the calculator; the habit that training has to unlearn."""
 
 
-class PythonEnv(Tasks, frozen=True, tag_field="kind", tag="python"):
+class PythonEnv(EndlessTasks, frozen=True, tag_field="kind", tag="python"):
     """Your own environment."""
 
     factory: str
@@ -104,7 +115,7 @@ class Mcp(DataSection, frozen=True, tag_field="kind", tag="mcp"):
     """Assistant messages before the environment ends the episode."""
 
 
-class Gymnasium(Tasks, frozen=True, tag_field="kind", tag="gymnasium"):
+class Gymnasium(EndlessTasks, frozen=True, tag_field="kind", tag="gymnasium"):
     """A gymnasium environment with actions that can be written down; the policy acts by the tool `act`."""
 
     id: str
@@ -117,7 +128,7 @@ class Gymnasium(Tasks, frozen=True, tag_field="kind", tag="gymnasium"):
     """Assistant messages before the environment ends the episode."""
 
 
-class TextArena(Tasks, frozen=True, tag_field="kind", tag="textarena"):
+class TextArena(EndlessTasks, frozen=True, tag_field="kind", tag="textarena"):
     """A textarena game for one player; the policy's messages are its moves."""
 
     id: str
@@ -128,7 +139,7 @@ class TextArena(Tasks, frozen=True, tag_field="kind", tag="textarena"):
     """Assistant messages before the environment ends the episode."""
 
 
-class OpenEnv(Tasks, frozen=True, tag_field="kind", tag="openenv"):
+class OpenEnv(EndlessTasks, frozen=True, tag_field="kind", tag="openenv"):
     """An environment that a server of the OpenEnv library runs; the policy acts by the tool `act`."""
 
     url: str
@@ -157,9 +168,10 @@ PLACES = ("python", "keys")
 BUILT_IN = frozenset(str(kind.__struct_config__.tag) for kind in (*get_args(EnvironmentKind), Mixture))
 
 
-def parts_by_key(env: EnvironmentKind | Mixture) -> dict[str, EnvironmentKind]:
-    """The environments of a run by their config sections, `env` or `env.parts.NAME`, in the order in which leases number them."""
-    return {f"env.parts.{name}": part for name, part in env.parts.items()} if isinstance(env, Mixture) else {"env": env}
+def parts_by_key(env: EnvironmentKind | Mixture, key: str = "env") -> dict[str, EnvironmentKind]:
+    """The environments of the section `key` by their own sections, `env` or `env.parts.NAME`, in the order in which leases number
+    them."""
+    return {f"{key}.parts.{name}": part for name, part in env.parts.items()} if isinstance(env, Mixture) else {key: env}
 
 
 def shares_of(env: EnvironmentKind | Mixture) -> tuple[float, ...]:
@@ -207,17 +219,21 @@ def is_installed(kind: object) -> bool:
 
 
 def replace_installed_kinds(tree: dict[str, Any]) -> None:
-    """Write the section `env` of a raw config, and every part of a mixture, as kind `python` where a package adds its kind."""
-    env = tree.get("env")
-    if not isinstance(env, dict):
-        return
+    """Write every section `env` of a raw config, and every part of a mixture, as kind `python` where a package adds its kind."""
+    evaluation = tree.get("evaluation")
+    suites = evaluation.get("suites") if isinstance(evaluation, dict) else None
+    for section in (tree, *(suites.values() if isinstance(suites, dict) else ())):
+        if isinstance(section, dict) and isinstance(section.get("env"), dict):
+            _replace_installed_kind(section["env"])
+
+
+def _replace_installed_kind(env: dict[str, Any]) -> None:
     parts = env.get("parts")
     for section in (env, *(parts.values() if isinstance(parts, dict) else ())):
         if isinstance(section, dict) and is_installed(section.get("kind")):
             factory = installed_kinds()[section["kind"]]
-            arguments = {
-                name: value for name, value in section.items() if name not in ("kind", *Tasks.__struct_fields__)
-            }
-            ours = {name: section[name] for name in Tasks.__struct_fields__ if name in section}
+            own = ("kind", *EndlessTasks.__struct_fields__)  # keys of every environment that makes tasks without end
+            arguments = {name: value for name, value in section.items() if name not in own}
+            ours = {name: section[name] for name in own[1:] if name in section}
             section.clear()
             section |= {"kind": "python", "factory": factory, "arguments": arguments, **ours}

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import inspect as reflect
 from msgspec import structs
 
-from . import algorithm, backends, environments, reward, schema, sft
+from . import algorithm, backends, environments, evaluation, reward, schema, sft
 from .schema import Config
 
 
@@ -64,6 +64,8 @@ def type_text(kind: reflect.Type) -> str:
             return "true or false"
         case reflect.StrType():
             return "text"
+        case reflect.NoneType():
+            return "null"
         case reflect.LiteralType(values=values):
             return "one of " + ", ".join(str(v) for v in values)
         case reflect.VarTupleType(item_type=reflect.LiteralType(values=values)):
@@ -85,7 +87,7 @@ def type_text(kind: reflect.Type) -> str:
             return f"a section with the keys {keys}"
 
 
-MODULES = (schema, algorithm, backends, environments, reward, sft)  # where sections are declared
+MODULES = (schema, algorithm, backends, environments, evaluation, reward, sft)  # where sections are declared
 
 
 @functools.cache
@@ -150,7 +152,7 @@ def _describe_kinds(kind: reflect.Type, prefix: str, default: Any, above: tuple[
             inside = (*above, section.cls)
             if isinstance(field.type, reflect.DictType):
                 yield from _describe_kinds(field.type.value_type, f"{prefix}{field.name}.NAME.", None, inside)
-            elif below and below[0].cls not in above:
+            elif below and below[0].cls not in above and field.default is not None:  # those are documented elsewhere
                 yield from _describe_kinds(field.type, f"{prefix}{field.name}.", default_tag(field), inside)
 
 

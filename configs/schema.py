@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from .algorithm import Algorithm
 from .backends import Fsdp2, Megatron
 from .environments import EnvironmentKind, Mixture, ReasoningGym
+from .evaluation import Evaluation
 from .reward import EnvironmentReward, Reward
 from .section import AboveZero, Fraction, NonNegative, Positive, Section
 
@@ -244,16 +245,6 @@ class WeightSync(Section, frozen=True):
     """Largest difference in nats between the learner's and a replica's log-probs of a fixed prompt after a push."""
 
 
-class Evaluation(Section, frozen=True):
-    tasks: NonNegative = 128
-    """Tasks before the first and after the last step; 0 skips both."""
-    samples: Positive = 1
-    """Episodes of each task. Reports have their mean (avg@k) and pass@k, the chance that one of k solves the task: that its
-    reward is 1 or more."""
-    temperature: Annotated[float, Meta(ge=0.0)] = 1.0
-    """Sampling temperature; 0 is greedy."""
-
-
 class Launch(Section, frozen=True):
     kind: Literal["local", "ray", "ray_cluster"] = "local"
     """`local`: child processes of this one. `ray`: a Ray placement group on this host, on loopback (`RAY_ADDRESS` names an
@@ -301,7 +292,7 @@ class Config(Section, frozen=True):
     weightsync: WeightSync = field(default_factory=WeightSync)
     """Weight pushes."""
     evaluation: Evaluation = field(default_factory=Evaluation)
-    """Before and after."""
+    """Before, after, and every so many steps."""
     launch: Launch = field(default_factory=Launch)
     """Processes."""
 

@@ -35,12 +35,12 @@ class EnvPart(msgspec.Struct, frozen=True):
     penalty: float | None
 
 
-def parts_of(config: EnvironmentKind | Mixture, split: Split, seed: int) -> tuple[EnvPart, ...]:
-    """The environments of a run; `Lease.env` is an index into them. Raises ConfigError: as `task_source`, naming the part; or a
-    penalty that is not a finite number."""
-    sections = parts_by_key(config).items()
+def parts_of(config: EnvironmentKind | Mixture, split: Split, seed: int, section: str = "env") -> tuple[EnvPart, ...]:
+    """The environments of a run, or of the config's `section`; `Lease.env` is an index into them. Raises ConfigError: as
+    `task_source`, naming the part; or a penalty that is not a finite number."""
     return tuple(
-        _part(key, key.removeprefix("env").removeprefix(".parts."), part, split, seed) for key, part in sections
+        _part(key, key.removeprefix(section).removeprefix(".parts."), part, split, seed)
+        for key, part in parts_by_key(config, section).items()
     )
 
 

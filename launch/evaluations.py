@@ -1,13 +1,16 @@
-"""`evaluations.json` in a run folder: one entry per evaluation, with the learner's step that it is of.
+"""`evaluations.json` in a run folder: one entry per suite and evaluated step, and what follows from it: which evaluations are due,
+which checkpoints have to stay for them, and which one is best.
 
 Invariants:
 - The evaluation of the last step is called `final`. Where a run goes on beyond it, it is called by its step from then on.
-- A step is evaluated once.
+- A suite is evaluated once per step; each result is in the file as soon as it is there.
+- Which checkpoints stay follows from the files and the config alone: the learner and the supervisor, which both ask, agree.
+- Each file has one writer at a time: the supervisor, or the evaluator that it waits for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import msgspec
@@ -15,14 +18,19 @@ from msgspec import structs
 
 from ..common.fsio import write_atomic
 from ..common.scores import EvaluationResult
+from ..configs import Config
+from ..configs.suites import suites_of
+from ..monitor.series import EVALUATIONS as FILE
 from ..monitor.series import read_evaluations
 
-FILE = "evaluations.json"
+GIVEN_UP = "evaluations-given-up.json"  # beside it: steps whose evaluation failed for good in this start of the run
 WARM_START, FINAL = "warm start", "final"
 
 
 def begin(run_dir: Path, steps: int) -> None:
-    """The run ends after `steps` steps, which may be more than it had before it was resumed."""
+    """The run starts, or goes on, and ends after `steps` steps, which may be more than it had before. What was given up is tried
+    again."""
+    (run_dir / GIVEN_UP).unlink(missing_ok=True)
     before = read_evaluations(run_dir / FILE)
     after = [
         structs.replace(one, label=label_of(one.step)) if one.label == FINAL and one.step < steps else one
@@ -32,16 +40,53 @@ def begin(run_dir: Path, steps: int) -> None:
         _write(run_dir / FILE, after)
 
 
-def append(run_dir: Path, evaluation: EvaluationResult, step: int) -> EvaluationResult:
-    """Add what `rollout.evaluation` found of `step`."""
+def append(run_dir: Path, record: EvaluationResult) -> None:
+    """Add the result of a suite and step that has none yet."""
     path = run_dir / FILE
-    record = structs.replace(evaluation, step=step)
     _write(path, [*read_evaluations(path), record])
-    return record
 
 
-def is_evaluated(run_dir: Path, step: int) -> bool:
-    return any(one.step == step for one in read_evaluations(run_dir / FILE))
+def missing(run_dir: Path, config: Config, step: int) -> dict[str, Config]:
+    """The suites without a result of `step`, as `suites_of`."""
+    found = {one.suite for one in read_evaluations(run_dir / FILE) if one.step == step}
+    return {name: suite for name, suite in suites_of(config).items() if name not in found}
+
+
+def begins(run_dir: Path, step: int) -> bool:
+    """Whether a run that starts or goes on after `step` steps is evaluated first: nothing after another step was."""
+    return all(one.step == step for one in read_evaluations(run_dir / FILE))
+
+
+def due(run_dir: Path, config: Config, steps: Iterable[int]) -> list[int]:
+    """Those of the `steps` after which `evaluation.every` wants an evaluation that is neither complete nor given up. The one after
+    the last step is made when training has ended."""
+    every, last, given_up = config.evaluation.every, config.learner.steps, _given_up(run_dir)
+    wanted = [step for step in steps if every and step % every == 0 and step != last and step not in given_up]
+    return [step for step in wanted if missing(run_dir, config, step)]
+
+
+def give_up(run_dir: Path, step: int) -> None:
+    """The evaluation of `step` is not due any more, so that its checkpoint need not stay."""
+    write_atomic(run_dir / GIVEN_UP, msgspec.json.encode(sorted({*_given_up(run_dir), step})))
+
+
+def _given_up(run_dir: Path) -> list[int]:
+    path = run_dir / GIVEN_UP
+    return msgspec.json.decode(path.read_bytes(), type=list[int]) if path.exists() else []
+
+
+def best(run_dir: Path, suite: str, steps: Collection[int]) -> EvaluationResult | None:
+    """The result of `suite` with the highest mean reward among those after `steps`, the last one of equals."""
+    results = [one for one in read_evaluations(run_dir / FILE) if one.suite == suite and one.step in steps]
+    return max(results, key=lambda one: (one.reward_mean, one.step), default=None)
+
+
+def retained(run_dir: Path, config: Config, steps: Collection[int]) -> set[int]:
+    """The checkpoints, by their `steps`, that stay however old they are: those that are to be evaluated, and the best one."""
+    stay, suite = set(due(run_dir, config, steps)), config.evaluation.keep_best
+    if suite and (found := best(run_dir, suite, steps)):
+        stay.add(found.step)
+    return stay
 
 
 def label_of(step: int) -> str:

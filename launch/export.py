@@ -16,24 +16,30 @@ from pathlib import Path
 from msgspec import structs
 
 from ..configs import Config, load, run_config
+from ..configs.backends import Fsdp2
+from ..configs.evaluation import BEST
 from ..errors import ConfigError
-from ..learner.checkpoint import checkpoints, read_state
+from ..learner.checkpoint import checkpoints, step_of
+from . import evaluations
+
+Step = int | str | None  # a learner step, `BEST`, or the newest checkpoint
 
 
-def export(run: str | Path, out: Path | None = None, step: int | None = None) -> Path:
-    """Write the policy after `step` to `out`, by default `RUN/model-step-N`; of the newest checkpoint where no step is given. Gives
-    the folder. Raises ConfigError where there is no such checkpoint or the folder exists, LearnerError where it cannot be read."""
+def export(run: str | Path, out: Path | None = None, step: Step = None) -> Path:
+    """Write the policy after `step` to `out`, by default `RUN/model-step-N`; of the newest checkpoint where no step is given, of
+    the one with the best score in `evaluation.keep_best` for `best`. Gives the folder. Raises ConfigError where there is no such
+    checkpoint or the folder exists, LearnerError where it cannot be read."""
     config = load(str(run_config(run)))
-    step, checkpoint = _checkpoint(Path(run), step)
+    step, checkpoint = _checkpoint(Path(run), config, step)
     out = out or Path(run) / f"model-step-{step}"
     if out.exists():
         raise ConfigError(f"{out} exists; remove it, or name another folder with --out")
-    _convert(config, checkpoint, out.resolve())
+    convert(config, checkpoint, out.resolve())
     return out
 
 
 @contextlib.contextmanager
-def model_at(run: str | Path, step: int | None = None) -> Iterator[Path]:
+def model_at(run: str | Path, step: Step = None) -> Iterator[Path]:
     """The model of a run: after `step`, or after the last one. Of a finished run it is `RUN/model`, otherwise a checkpoint's, in a
     folder that is deleted afterwards. Raises as `export`."""
     finished = Path(run) / "model"
@@ -41,34 +47,50 @@ def model_at(run: str | Path, step: int | None = None) -> Iterator[Path]:
         yield finished
         return
     config = load(str(run_config(run)))
-    step, checkpoint = _checkpoint(Path(run), step)
+    step, checkpoint = _checkpoint(Path(run), config, step)
     with tempfile.TemporaryDirectory(prefix="slipstream-model-") as folder:
         out = Path(folder) / f"{Path(run).resolve().name}-step-{step}"
-        _convert(config, checkpoint, out)
+        convert(config, checkpoint, out)
         yield out
 
 
-def _checkpoint(run: Path, step: int | None) -> tuple[int, Path]:
-    """The checkpoint of `step`, or the newest, and its step."""
-    found = {read_state(path).step: path for path in checkpoints(run / "checkpoints")}
+def _checkpoint(run: Path, config: Config, step: Step) -> tuple[int, Path]:
+    """The checkpoint of `step`, the best or the newest, and its step."""
+    found = {step_of(path): path for path in checkpoints(run / "checkpoints")}
     if not found:
         raise ConfigError(f"{run} has no checkpoint yet; the first is written after learner.checkpoint_every steps")
     if step is None:
         step = max(found)
-    if step not in found:
+    if step == BEST:
+        suite = config.evaluation.keep_best
+        if not suite:
+            raise ConfigError(f"--step best: {run} has no evaluation.keep_best, which names the suite to compare by")
+        if (result := evaluations.best(run, suite, found)) is None:
+            raise ConfigError(f"--step best: no checkpoint of {run} has been evaluated in {suite} yet")
+        step = result.step
+    if not isinstance(step, int) or step not in found:
         raise ConfigError(
             f"--step: {run} has no checkpoint of step {step}; it has {', '.join(map(str, sorted(found)))}"
         )
     return step, found[step]
 
 
-def _convert(config: Config, checkpoint: Path, out: Path) -> None:
+def convert(config: Config, checkpoint: Path, out: Path) -> None:
+    """Write the policy of a checkpoint of a run with `config` to the new folder `out`. FSDP2 holds it in the host's memory, since
+    the GPUs may be full of the run; Megatron where the run does, since its layers differ. Raises LearnerError where it cannot be
+    read, above all where the run has removed it meanwhile."""
+    import torch
+
     from .supervisor.factory import make_backend  # takes seconds
 
-    learner = structs.replace(config.learner, backend=structs.replace(config.learner.backend, ranks=1, parallel={}))
+    chosen = structs.replace(config.learner.backend, ranks=1, parallel={})
+    if isinstance(chosen, Fsdp2):
+        chosen = structs.replace(chosen, device="cpu", options=())
+    learner = structs.replace(config.learner, backend=chosen)
     backend = make_backend(structs.replace(config, learner=learner), temperature=config.rollout.temperature)
     try:
         backend.load(checkpoint)
         backend.export(out)
     finally:
         backend.close()
+        torch.cuda.empty_cache()  # this process may start a server next

@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,10 +29,12 @@ from ..configs.backends import Megatron
 from ..configs.checks import BUILT_IN_AGENTS, COMMAND
 from ..configs.reward import ModelReward
 from ..configs.schema import parse_memory
+from ..configs.suites import suites_of
 from ..errors import ConfigError, EnvError, with_deadline
 from .launchers.local import claim_ports
 from .resources import assign_gpus, gpus_of, needs_rendezvous_port, ranks_of
 from .reward_check import check_reward_model
+from .samplers import check_samplers
 
 if TYPE_CHECKING:
     from ..envs import EnvPart, Observation, Split
@@ -206,10 +208,25 @@ async def _check_program(config: Config) -> None:
 
 
 def environment(config: Config) -> str:
-    from ..envs import Task, parts_of, require_penalties
+    from ..envs import parts_of, require_penalties
 
     parts = parts_of(config.env, "train", config.seed)
     require_penalties(parts, config.rollout.failures)
+    _check_first_tasks(parts)
+    whole = sum(part.share for part in parts)
+    shown = [f"{p.name} {p.share / whole:.0%}" if len(parts) > 1 else p.name for p in parts]
+    found = [", ".join(shown), *_rows(parts, "to train on")]
+    for name, suite in suites_of(config).items():
+        own = name and config.evaluation.suites[name].env is not None
+        played = parts_of(suite.env, "eval", config.seed, f"evaluation.suites.{name}.env" if own else "env")
+        found += _rows(played, f"to evaluate on{f' in {name}' if name else ''}")
+        _check_first_tasks(played)
+    return "; ".join(found)
+
+
+def _check_first_tasks(parts: Sequence[EnvPart]) -> None:
+    from ..envs import Task
+
     for part in parts:
         try:
             task: object = part.source.task(0)
@@ -218,27 +235,16 @@ def environment(config: Config) -> str:
         if not isinstance(task, Task) or not isinstance(task.id, str):
             wanted = "return Task(id, payload), the id a text"
             raise ConfigError(f"env: {part.name} returned {task!r:.100} for task 0; {wanted}")
-    whole = sum(part.share for part in parts)
-    shown = [f"{p.name} {p.share / whole:.0%}" if len(parts) > 1 else p.name for p in parts]
-    return "; ".join([", ".join(shown), *_check_rows(config)])
 
 
-def _check_rows(config: Config) -> list[str]:
-    """Read all rows of data sets, those of evaluations included; how many there are. Raises ConfigError naming the first that is
-    broken."""
-    from ..envs import parts_of
+def _rows(parts: Sequence[EnvPart], what: str) -> list[str]:
+    """Read all rows of data sets; how many there are. Raises ConfigError naming the first that is broken."""
     from ..envs.dataset.source import DatasetSource
 
-    wanted: dict[Split, str] = {"train": "to train on"}
-    if config.evaluation.tasks:
-        wanted["eval"] = "to evaluate on"
-    found: list[str] = []
-    for split, what in wanted.items():
-        for part in parts_of(config.env, split, config.seed):
-            if isinstance(part.source, DatasetSource):
-                part.source.check()
-                found.append(f"{part.name}: {len(part.source)} rows {what}")
-    return found
+    sources = {part.name: part.source for part in parts if isinstance(part.source, DatasetSource)}
+    for source in sources.values():
+        source.check()
+    return [f"{name}: {len(source)} rows {what}" for name, source in sources.items()]
 
 
 def prompt(config: Config) -> str:
@@ -252,24 +258,32 @@ def prompt(config: Config) -> str:
         return f"only {config.agent.kind} knows it"
     if config.launch.hosts == "many":
         return "not checked: the environments run on other hosts"
-    try:
-        parts = parts_of(config.env, "train", config.seed)
-    except ConfigError:
-        return "unknown; see environment"
     renderer = load_renderer(config.agent.renderer, load_tokenizer(config.model.path), thinking=config.agent.thinking)
-    room, longest = config.agent.max_tokens, 0
-    left_out = leave_out_long_prompts(parts, renderer, config.agent)
-    for part in parts:
-        opening = asyncio.run(_opening(part, config.rollout.step_s))
-        tokens = prompt_tokens(renderer, config.agent, opening)
-        if tokens >= room:
-            raise ConfigError(
-                f"agent.max_tokens: {room} leaves no room for an answer: the prompt of task 0 of {part.name} has {tokens} tokens; "
-                f"allowed are {tokens + 1} and more"
-            )
-        longest = max(longest, tokens)
-    long = [f"; {name}: {n} prompts of {room} tokens or more are left out" for name, n in left_out.items() if n]
-    return f"{longest} of {room} tokens{''.join(long)}"
+    longest, long = 0, list[str]()
+    own = {name: suite for name, suite in suites_of(config).items() if name}
+    splits: dict[str, tuple[Config, Split]] = {"": (config, "train"), **{name: (own[name], "eval") for name in own}}
+    for name, (played, split) in splits.items():
+        room = played.agent.max_tokens
+        try:
+            parts = parts_of(played.env, split, config.seed)
+        except ConfigError:
+            return "unknown; see environment"
+        left_out = leave_out_long_prompts(parts, renderer, played.agent)
+        key = f"evaluation.suites.{name}" if name else "agent"
+        for part in parts:
+            opening = asyncio.run(_opening(part, config.rollout.step_s))
+            tokens = prompt_tokens(renderer, config.agent, opening)
+            if tokens >= room:
+                raise ConfigError(
+                    f"{key}.max_tokens: {room} leaves no room for an answer: the prompt of task 0 of {part.name} has {tokens} "
+                    f"tokens; allowed are {tokens + 1} and more"
+                )
+            longest = max(longest, tokens)
+        where = f" in {name}" if name else ""
+        long += [
+            f"; {part}{where}: {n} prompts of {room} tokens or more are left out" for part, n in left_out.items() if n
+        ]
+    return f"{longest} of {config.agent.max_tokens} tokens{''.join(long)}"
 
 
 async def _opening(part: EnvPart, step_s: float) -> Observation:
@@ -362,6 +376,7 @@ CHECKS: dict[str, Check] = {
     "learner": learner,
     "agent": agent,
     "prompt": prompt,
+    "sampler": check_samplers,
     "engine": engine,
     "reward": check_reward_model,
     "devices": devices,

@@ -59,7 +59,10 @@ def needed_gpus(config: Config, *, engines: bool, learners: bool, reward: bool =
         wanted |= {f"engine-{i}": ranks_of(config.rollout.engine) for i in range(config.rollout.engine.replicas)}
     if reward:
         wanted["reward"] = 1
-    return wanted | ranks(*AUX_MODEL_KINDS)
+    wanted |= ranks(*AUX_MODEL_KINDS)
+    if engines and config.evaluation.every:
+        wanted["evaluator"] = ranks_of(config.rollout.engine)  # those of its own server
+    return wanted
 
 
 def assign_gpus(wanted: Mapping[str, int], available: int) -> GpuAssignment:

@@ -24,7 +24,9 @@ from ..common.scores import EvaluationResult
 from ..configs import Config, describe, dump
 from ..configs.algorithm import plays_greedily
 from ..configs.environments import absolute_paths, without_placement
+from ..configs.evaluation import EvaluationSuite
 from ..configs.reward import EnvironmentReward, ModelReward
+from ..configs.suites import suites_of
 from ..errors import ConfigError, Interrupted, SlipstreamError
 from ..monitor.output import open_console
 from ..monitor.report import ReportPaths, write_report
@@ -72,8 +74,12 @@ def refuse_active(run_dir: Path) -> None:
 def with_absolute_paths(config: C) -> C:
     """`config` with absolute paths of model folders, of data and of the agent's program, so that the run can be resumed from any
     directory."""
-    replace, model, reward = msgspec.structs.replace, config.model, config.reward
-    config = replace(config, env=absolute_paths(config.env))
+    replace, model, reward, evaluation = msgspec.structs.replace, config.model, config.reward, config.evaluation
+    suites = {
+        name: replace(suite, env=absolute_paths(suite.env)) if suite.env else suite
+        for name, suite in evaluation.suites.items()
+    }
+    config = replace(config, env=absolute_paths(config.env), evaluation=replace(evaluation, suites=suites))
     if (sandbox := config.agent.sandbox).folder:
         sandbox = replace(sandbox, folder=str(Path(sandbox.folder).resolve()))
         config = replace(config, agent=replace(config.agent, sandbox=sandbox))
@@ -95,6 +101,13 @@ def resume(config: Config, before: Config, run_dir: Path) -> ReportPaths:
                 f"{key}: a run keeps what it began with ({value:.{QUOTED}}), {new.get(key)!s:.{QUOTED}} is not allowed; "
                 "start a new run"
             )
+    for name, suite in config.evaluation.suites.items():
+        known = before.evaluation.suites.get(name, suite)
+        if _unplaced(known) != _unplaced(suite):
+            raise ConfigError(
+                f"evaluation.suites.{name}: a suite stays what it was, so that its results can be compared; give the other one "
+                "another name"
+            )
     if plays_greedily(before.learner.algorithm) != plays_greedily(config.learner.algorithm):
         key = "learner.algorithm.advantage.kind"
         raise ConfigError(
@@ -104,6 +117,10 @@ def resume(config: Config, before: Config, run_dir: Path) -> ReportPaths:
     check_row_counts(config, run_dir)
     preflight(config)
     return _supervise(config, run_dir)
+
+
+def _unplaced(suite: EvaluationSuite) -> EvaluationSuite:
+    return msgspec.structs.replace(suite, env=without_placement(suite.env)) if suite.env else suite
 
 
 def without_reward_model(config: C) -> C:
@@ -140,11 +157,15 @@ def read_ledger(run_dir: Path) -> LedgerReport:
     return ledger_report(path)
 
 
-def evaluate(config: Config, label: str) -> EvaluationResult:
-    """Serve `model.path` and play `evaluation.tasks` fresh tasks."""
-    if config.evaluation.tasks == 0:
+def evaluate(config: Config, label: str) -> list[EvaluationResult]:
+    """Serve `model.path` and play the fresh tasks of every suite; the results in their order."""
+    if not suites_of(config):
         raise ConfigError("evaluation.tasks: 0 leaves nothing to do; allowed here are 1 and more")
     config = without_reward_model(config)
+    once = msgspec.structs.replace(
+        config.evaluation, every=0, keep_best=""
+    )  # it has no checkpoints, and needs no second server
+    config = msgspec.structs.replace(config, evaluation=once)
     preflight(config)
     run_dir = Path(tempfile.mkdtemp(prefix="slipstream-eval-"))  # stays when this fails: the error names a log in it
     (run_dir / "logs").mkdir()
@@ -154,9 +175,9 @@ def evaluate(config: Config, label: str) -> EvaluationResult:
     except Interrupted:
         shutil.rmtree(run_dir)
         raise
-    (result,) = read_evaluations(run_dir / evaluations.FILE)
+    results = read_evaluations(run_dir / evaluations.FILE)
     shutil.rmtree(run_dir)
-    return result
+    return results
 
 
 def summary(report: ReportPaths) -> str:

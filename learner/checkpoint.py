@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from pickle import UnpicklingError
@@ -85,14 +85,22 @@ def path_of(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
+def step_of(directory: Path) -> int:
+    return int(directory.name.removeprefix("step-"))
+
+
 def checkpoints(root: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     return sorted(path for path in root.glob("step-*") if (path / STATE_FILE).is_file())
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints and what crashes left behind. One rank calls it, between saves."""
-    for path in [*checkpoints(root)[:-keep], *root.glob(".step-*")]:
+def prune(root: Path, keep: int, retained: Callable[[Collection[int]], Collection[int]] = lambda steps: ()) -> None:
+    """Remove all but the newest `keep` checkpoints, those that are `retained`, of all by their steps, and what crashes left behind.
+    One rank calls it, between saves."""
+    complete = checkpoints(root)
+    older = complete[:-keep]
+    stay = retained([step_of(path) for path in complete]) if older else ()
+    for path in [*(path for path in older if step_of(path) not in stay), *root.glob(".step-*")]:
         shutil.rmtree(path)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from ..configs.schema import Learner
 from ..errors import CheckpointError, ConfigError, with_deadline
 from .aux_models.aux_models import AuxModels
 from .backend import Backend
-from .checkpoint import CheckpointState, checkpoints, path_of, prune, read_state
+from .checkpoint import CheckpointState, checkpoints, path_of, prune, read_state, step_of
 from .model import MODEL_KEY
 
 log = logging.getLogger(__name__)
@@ -25,13 +25,21 @@ class Checkpointer:
     """One rank's. The arguments are those of `TrainingLoop`."""
 
     def __init__(
-        self, config: Learner, backend: Backend, aux_models: AuxModels, buffer: BufferClient, folder: Path
+        self,
+        config: Learner,
+        backend: Backend,
+        aux_models: AuxModels,
+        buffer: BufferClient,
+        folder: Path,
+        retained: Callable[[Collection[int]], Collection[int]] = lambda steps: (),
+        on_checkpoint: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._config = config
         self._backend = backend
         self._aux_models = aux_models
         self._buffer = buffer
         self._folder = folder
+        self._retained, self._on_checkpoint = retained, on_checkpoint
         self._saved = CheckpointState(step=0, version=0)
         self._saving: asyncio.Task[None] | None = None
 
@@ -92,13 +100,17 @@ class Checkpointer:
             await saving
 
     async def _written(self, writing: Sequence[Awaitable[None]]) -> None:
-        """Wait for all parts of a checkpoint. Commits that every kept checkpoint contains can no longer be rolled back."""
+        """Wait for all parts of a checkpoint. Commits that each of the newest ones contains can no longer be rolled
+        back; an older one that stays is for its weights alone."""
         hint = "the disk is too slow, or another rank or a remote model is gone; see learner.batch_s and their logs"
         written = asyncio.gather(*writing)
         await with_deadline(
             self._config.batch_s, written, who="the learner", waits_for="its checkpoint to be written", hint=hint
         )
         if self._backend.rank == 0:
-            prune(self._folder, self._config.checkpoint_keep)
-            self._aux_models.prune(self._folder, self._config.checkpoint_keep)
-            await self._buffer.checkpointed(read_state(checkpoints(self._folder)[0]).version)
+            keep = self._config.checkpoint_keep
+            prune(self._folder, keep, self._retained)
+            self._aux_models.prune(self._folder, keep)
+            newest = checkpoints(self._folder)[-keep:]
+            await self._buffer.checkpointed(read_state(newest[0]).version)
+            self._on_checkpoint(step_of(newest[-1]))

@@ -59,6 +59,10 @@ class TrainingLoop:
         report: Callable[[StepMetrics], None],  # receives each step's metrics, on rank 0
         longest: int,  # tokens of the longest possible episode, `agent.max_tokens`
         aux_models: AuxModels | None = None,
+        *,
+        # On rank 0: which of the older checkpoints stay, of all by their steps; and what hears the step of each that is complete.
+        retained: Callable[[Collection[int]], Collection[int]] = lambda steps: (),
+        on_checkpoint: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._config, self._backend, self._buffer, self._report = config, backend, buffer, report
         self._aux_models = aux_models or AuxModels(config)
@@ -66,7 +70,9 @@ class TrainingLoop:
         self._shape = overlong(config.algorithm.overlong, longest)
         self._stepper = PolicyStepper(config, backend, longest)
         self._updates = ReplicaUpdates(backend, buffer, publisher, joined, canary_ids)
-        self._checkpoints = Checkpointer(config, backend, self._aux_models, buffer, checkpoints)
+        self._checkpoints = Checkpointer(
+            config, backend, self._aux_models, buffer, checkpoints, retained, on_checkpoint
+        )
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> CheckpointState:
         """Train from the newest checkpoint to `learner.steps`, or until `stop`. Returns what the last checkpoint holds."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from ..common.scores import EvaluationResult
 from .metrics import Row
-from .series import column, elapsed, smooth, staleness_tokens
+from .series import by_suite, column, elapsed, name_of, smooth, staleness_tokens
 from .text import count, duration, share
 
 COLORS = {
@@ -100,7 +101,8 @@ def to_svg(figure: Figure) -> str:
 
 
 def reward(rows: Sequence[Row], evaluations: Sequence[EvaluationResult]) -> Figure:
-    """Reward per step with its standard error, a smoothed line, and the first and last evaluation as levels."""
+    """Reward per step with its standard error, a smoothed line, and the evaluations: the first and the last as levels, more of
+    them, or those of several suites, as points over their steps."""
 
     def draw(axes: Axes) -> None:
         steps, values = column(rows, "step"), column(rows, "reward_mean")
@@ -115,16 +117,33 @@ def reward(rows: Sequence[Row], evaluations: Sequence[EvaluationResult]) -> Figu
         else:
             axes.text(0.5, 0.5, "no step was finished", transform=axes.transAxes, ha="center", color=COLORS["muted"])
             axes.set_xticks([])
-        styles = (("muted", (0, (4, 3))), ("green", "-"))
-        for evaluation, (color, dash) in zip([*evaluations[:1], *evaluations[1:][-1:]], styles, strict=False):
-            label = f"{evaluation.label}: {evaluation.reward_mean:.3f} ± {evaluation.reward_stderr:.3f}"
-            axes.axhline(evaluation.reward_mean, color=COLORS[color], linestyle=dash, linewidth=1.5, label=label)
+        if len(evaluations) > 2:
+            _evaluation_points(axes, evaluations)
+        else:
+            _evaluation_levels(axes, evaluations)
         axes.set_ylabel("mean reward")
         axes.margins(x=0.015)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, columnspacing=1.6, handlelength=1.6)
 
     return _styled((9.2, 4.3), [draw])
+
+
+def _evaluation_levels(axes: Axes, evaluations: Sequence[EvaluationResult]) -> None:
+    styles = (("muted", (0, (4, 3))), ("green", "-"))
+    for evaluation, (color, dash) in zip(evaluations, styles, strict=False):
+        label = f"{name_of(evaluation)}: {evaluation.reward_mean:.3f} ± {evaluation.reward_stderr:.3f}"
+        axes.axhline(evaluation.reward_mean, color=COLORS[color], linestyle=dash, linewidth=1.5, label=label)
+
+
+def _evaluation_points(axes: Axes, evaluations: Sequence[EvaluationResult]) -> None:
+    colors = itertools.cycle(("green", "orange", "ink", "red", "muted"))
+    for (suite, results), color in zip(by_suite(evaluations).items(), colors, strict=False):
+        steps, means = [one.step for one in results], [one.reward_mean for one in results]
+        errors, label = [one.reward_stderr for one in results], f"evaluation {suite}".strip() + " ± standard error"
+        axes.errorbar(
+            steps, means, errors, color=COLORS[color], marker="s", ms=4, linewidth=1.5, capsize=2, label=label
+        )
 
 
 def staleness(rows: Sequence[Row], bound: int | None) -> Figure | None:

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object per learner step, appended and flushed, readable after any crash.
+"""`metrics.jsonl`: one JSON object per learner step and per evaluation, appended and flushed, readable after any crash.
 
 Invariants:
 - A line is one write. A last line without a newline was torn by a crash; it is dropped, and the log reports it.
@@ -20,6 +20,8 @@ from ..errors import StoreError
 
 log = logging.getLogger(__name__)
 
+METRICS = "metrics.jsonl"  # in the folder of a run
+EVALUATION = "evaluation"  # the key that only lines of evaluations have: the name of the suite
 Row = Mapping[str, Any]  # one line of the file: metric -> number; `staleness_tokens` is a mapping to numbers
 
 
@@ -58,21 +60,27 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Rows in the order of their steps; empty where there is no file. Raises StoreError naming a complete line that is no JSON
-    object with a step."""
+    """Rows of steps in their order; empty where there is no file. Raises StoreError naming a complete line that is no JSON object
+    with a step."""
+    rows = {row["step"]: row for row in read_lines(path) if EVALUATION not in row}
+    return [rows[step] for step in sorted(rows)]
+
+
+def read_lines(path: Path) -> list[Row]:
+    """All lines, those of evaluations included. Raises as `read_metrics`."""
     if not path.is_file():
         return []
     lines = path.read_bytes().split(b"\n")
     if lines.pop():
         log.warning("%s: the last line is torn and is ignored", path)
-    rows: dict[int, Row] = {}
+    rows: list[Row] = []
     for number, line in enumerate(lines, start=1):
         try:
             row = msgspec.json.decode(line, type=dict[str, Any])
-            rows[int(row["step"])] = row
+            rows.append(row | {"step": int(row["step"])})
         except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{path}, line {number}: not a row of metrics: {error!r}") from None
-    return [rows[step] for step in sorted(rows)]
+    return rows
 
 
 def scalars(row: Row) -> dict[str, float]:

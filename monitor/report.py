@@ -23,8 +23,19 @@ from ..common.outcomes import WARN_SHARE, failed_share, failures_text
 from ..common.scores import EvaluationResult
 from ..configs import Config, dump, load
 from . import charts
-from .metrics import Row, read_metrics
-from .series import advise, column, elapsed, mean, outcomes, read_evaluations, staleness_tokens
+from .metrics import METRICS, Row, read_metrics
+from .series import (
+    EVALUATIONS,
+    advise,
+    by_suite,
+    column,
+    elapsed,
+    mean,
+    name_of,
+    outcomes,
+    read_evaluations,
+    staleness_tokens,
+)
 from .text import MISSING, count, duration, reward, share
 
 HEALTH = {
@@ -73,7 +84,7 @@ def write_report(folder: Path, ledger: Mapping[str, Any] | None = None) -> Repor
     closes. Raises ConfigError or StoreError where a file is not valid."""
     config_path = folder / "config.yaml"
     config = load(str(config_path)) if config_path.is_file() else None
-    rows, evaluations = read_metrics(folder / "metrics.jsonl"), read_evaluations(folder / "evaluations.json")
+    rows, evaluations = read_metrics(folder / METRICS), read_evaluations(folder / EVALUATIONS)
     report = ReportPaths(html=folder / "report.html", png=folder / "reward.png")
     charts.save_png(charts.reward(rows, evaluations), report.png)
     values = {
@@ -95,7 +106,7 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=loader, undefined=undefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"count": count, "duration": duration, "reward": reward, "share": share}
+    environment.filters |= {"count": count, "duration": duration, "reward": reward, "share": share, "name_of": name_of}
     environment.globals["missing_value"] = MISSING
     return environment.get_template("report.html.j2")
 
@@ -134,24 +145,17 @@ def _training(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
 
 
 def _evaluations(evaluations: Sequence[EvaluationResult]) -> dict[str, Any]:
-    """The evaluations, the first and the last, and the change between them with its standard error."""
-    first, last = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
-    change = (0.0, 0.0)
-    if first and last:
+    """The evaluations, and of each suite the first, the last and the change between them with its standard error."""
+    progress = []
+    for results in by_suite(evaluations).values():
+        first, last = results[0], results[-1]
         error = (first.reward_stderr**2 + last.reward_stderr**2) ** 0.5
         change = (last.reward_mean - first.reward_mean, error)
+        progress.append({"first": first, "last": last, "change": change, "single": len(results) == 1})
     outcomes = list(dict.fromkeys(kind for evaluation in evaluations for kind in evaluation.outcomes))
     sampled = [evaluation for evaluation in evaluations if evaluation.samples > 1]
     ks = sorted({k for evaluation in sampled for k in evaluation.pass_at}, key=int)
-    return {
-        "evaluations": evaluations,
-        "first": first,
-        "last": last,
-        "change": change,
-        "outcomes": outcomes,
-        "sampled": sampled,
-        "ks": ks,
-    }
+    return {"evaluations": evaluations, "progress": progress, "outcomes": outcomes, "sampled": sampled, "ks": ks}
 
 
 def _ledger(ledger: Mapping[str, Any] | None, rows: Sequence[Row]) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from ..errors import StoreError
 from .metrics import Row
 from .text import reward, share
 
+EVALUATIONS = "evaluations.json"  # in the folder of a run
+
 IDLE = 0.15  # a side that is idle for more than this share of the time is starved; less is the noise of single steps
 
 BACKED_OFF = (
@@ -44,14 +46,29 @@ def read_evaluations(path: Path) -> list[EvaluationResult]:
 def evaluation_line(evaluation: EvaluationResult) -> str:
     """An evaluation in one line, with the means of a mixture's environments, and how many episodes failed."""
     e = evaluation
-    line = f"{e.label}: reward {e.reward_mean:.3f} ± {e.reward_stderr:.3f} over {e.tasks} fresh tasks"
+    line = f"{name_of(e)}: reward {e.reward_mean:.3f} ± {e.reward_stderr:.3f} over {e.tasks} fresh tasks"
     if e.environments:
         means = ((name, row.reward_mean) for name, row in e.environments.items())
         line += f" ({', '.join(f'{name} {reward(value)}' for name, value in means)})"
     if e.samples > 1:
         line += f", {e.samples} samples each; {pass_text(e)}"
+    if e.versions:
+        line += f"; its tokens are of the versions {', '.join(map(str, e.versions))}"
     failed = failures_text(e.outcomes)
     return f"{line}; {failed} and count in no mean" if failed else line
+
+
+def name_of(evaluation: EvaluationResult) -> str:
+    """`step 20`, or with a suite `step 20, math`."""
+    return f"{evaluation.label}, {evaluation.suite}" if evaluation.suite else evaluation.label
+
+
+def by_suite(evaluations: Iterable[EvaluationResult]) -> dict[str, list[EvaluationResult]]:
+    """The evaluations of each suite, by step."""
+    suites: dict[str, list[EvaluationResult]] = {}
+    for one in sorted(evaluations, key=lambda one: one.step):
+        suites.setdefault(one.suite, []).append(one)
+    return suites
 
 
 def pass_text(evaluation: EvaluationScore) -> str:

@@ -39,6 +39,10 @@ class TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
+    def evaluated(self, version: int, values: Mapping[str, float]) -> None:
+        """The values of an evaluation of `version`, which may be older than the last that was logged."""
+        self.log(version, values)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -65,9 +69,15 @@ class Wandb:
             config=msgspec.to_builtins(config),
             settings=wandb.Settings(silent=True, console="off"),
         )
+        self._run.define_metric("evaluation/version")
+        self._run.define_metric("evaluation/*", step_metric="evaluation/version")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
+
+    def evaluated(self, version: int, values: Mapping[str, float]) -> None:
+        """As for TensorBoard. wandb takes no step below the last: the chart's axis is `evaluation/version`."""
+        self._run.log({**values, "evaluation/version": version}, step=max(version, self._run.step))
 
     def close(self) -> None:
         self._run.finish()

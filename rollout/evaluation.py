@@ -49,11 +49,12 @@ async def evaluate(player: EpisodePlayer, label: str, tasks: int, samples: int =
         part.name: score([task for task, lease in zip(played, leases, strict=True) if lease.env == env])
         for env, part in enumerate(player.parts)
     }
-    versions = [t.version_spans[-1].version for one in episodes for t in one.trajectories if t.version_spans]
+    versions = sorted({span.version for one in episodes for t in one.trajectories for span in t.version_spans})
     return EvaluationResult(
         **msgspec.structs.asdict(total),
         label=label,
         version=max(versions, default=0),
+        versions=tuple(versions) if len(versions) > 1 else (),
         seconds=time.perf_counter() - started,
         environments=scores if len(scores) > 1 else {},
     )

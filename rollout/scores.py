@@ -13,10 +13,8 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
-from ..common.scores import EvaluationScore, PassAtK
+from ..common.scores import SOLVED, EvaluationScore, PassAtK
 from .player import EpisodeResult
-
-SOLVED = 1.0 - 1e-6  # reward from which an episode has solved its task
 
 
 def score(played: Sequence[Sequence[EpisodeResult]]) -> EvaluationScore:

@@ -112,10 +112,11 @@ class Background:
 
 
 def metrics(run_dir: Path) -> list[dict]:
-    """Rows of metrics.jsonl, complete lines only."""
+    """Rows of the steps in metrics.jsonl, complete lines only."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [row for row in rows if "evaluation" not in row]
 
 
 def ledger(run_dir: Path) -> dict:

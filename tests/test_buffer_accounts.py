@@ -211,7 +211,7 @@ def test_a_database_without_the_tables_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="has schema 0, this program knows") as error:
         ledger_report(path)
     with contextlib.closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA user_version = 8")
+        db.execute("PRAGMA user_version = 9")
     with pytest.raises(StoreError, match=r"cannot read the buffer .*: no such table") as error:
         ledger_report(path)
     assert str(path) in str(error.value)

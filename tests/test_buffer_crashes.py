@@ -25,14 +25,24 @@ from slipstream.buffer.admission import Admission, ReplayConfig
 from slipstream.buffer.ledger import Ledger, VersionLedgers
 from slipstream.buffer.ledger_report import ledger_report, ledgers_by_version
 from slipstream.buffer.replay import Replay
+from slipstream.buffer.samplers import PoolSampler
 from slipstream.buffer.store import CommitRow, NewTrajectory, Store, WriteBatch
+from slipstream.buffer.task_table import Attempt, TaskTable
 from slipstream.buffer.trajectory import FINISHED, Outcome
 from slipstream.tests.episodes import trajectory_of
 from slipstream.tests.stores import new_trajectory
 
-TABLES = ("counters", "groups", "episodes", "trajectories", "commits", "archive")
+TABLES = ("counters", "groups", "episodes", "trajectories", "commits", "archive", "tasks")
 
 Dump = dict[str, list[tuple[object, ...]]]
+
+
+class InOrder(PoolSampler):
+    def __init__(self) -> None:
+        super().__init__(100, 0)
+
+    def next(self, draw: int) -> int:
+        return draw
 
 
 class Buffer:
@@ -42,8 +52,10 @@ class Buffer:
         self.store = Store(path)
         clock, groups = self.store.load()
         rules = ReplayConfig(3, 2, "withhold", 5.0, {"engine": 1}, dynamic_sampling=True)
+        # In this order whatever is known, as the messages below expect; but it is told what is known, as pools are.
+        tasks = TaskTable([InOrder(), InOrder()], (), self.store.tasks((0, 1)))
         self.replay = Replay(
-            Admission(2, 1, (2.0, 1.0)), rules, clock, groups, VersionLedgers(ledgers_by_version(path))
+            Admission(2, 1, (2.0, 1.0)), rules, clock, groups, VersionLedgers(ledgers_by_version(path)), tasks
         )
         self.replay.mark_served(clock.served)  # as the fleet does
 
@@ -55,7 +67,12 @@ class Buffer:
     ) -> None:
         self.store.save(
             WriteBatch.of(
-                self.replay.counters(), self.replay.table.drain(), arrived or [], commits or [], rolled_back_to
+                self.replay.counters(),
+                self.replay.table.drain(),
+                arrived or [],
+                commits or [],
+                rolled_back_to,
+                self.replay.leases.tasks.drain(),
             )
         )
         self.replay.prune()
@@ -72,7 +89,8 @@ class Buffer:
         """Unless told otherwise, each member earns something else."""
         kept = {version: 5} if outcome.trainable else {}
         reward = float(episode[-1]) if reward is None else reward
-        accepted = self.replay.leases.deliver(episode, outcome, {version: 7}, kept, reward)
+        attempt = Attempt(f"task of {episode}", reward)
+        accepted = self.replay.leases.deliver(episode, outcome, {version: 7}, kept, reward, attempt)
         sent = msgspec.structs.replace(trajectory_of(episode, kept), reward=reward) if accepted else None
         self.save([new_trajectory(episode, sent)] if sent else [])
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from slipstream.configs import Config, describe, describe_schema, load, presets
 from slipstream.configs.environments import EnvironmentKind, Tasks
+from slipstream.configs.evaluation import EvaluationSuite
 from slipstream.configs.fields import docs_of, root, variants
 from slipstream.configs.schema import ProgramSandbox
 
@@ -22,8 +23,9 @@ def count_fields() -> int:
     """Keys in the whole schema: every field of every section of every kind, sections and `kind` keys included; a key that
     several kinds share, and a section that may stand in several places, counts once. The options of kinds of environments, and of
     the agent that is a program, are left out: they are arguments of a library, a program or the user's own data, of which a run has
-    those of its own kind only, and every adapter adds some."""
-    seen = {*get_args(EnvironmentKind), ProgramSandbox}
+    those of its own kind only, and every adapter adds some. So are those of a suite of an evaluation, which are other keys' names
+    again."""
+    seen = {*get_args(EnvironmentKind), ProgramSandbox, EvaluationSuite}
 
     def count(kind) -> int:
         kind = getattr(kind, "value_type", kind)
@@ -41,11 +43,11 @@ def test_there_are_fewer_than_120_keys():
 
 
 def test_options_of_environments_are_few_by_themselves():
-    """They are not in the count above, so each kind has a bound of its own, besides the five that all kinds have."""
+    """They are not in the count above, so each kind has a bound of its own, besides the six that all kinds have."""
     shared = len(msgspec.structs.fields(Tasks))
     sizes = {kind.__name__: len(msgspec.structs.fields(kind)) - shared for kind in get_args(EnvironmentKind)}
-    sizes["ProgramSandbox"] = len(msgspec.structs.fields(ProgramSandbox))
-    assert shared == 5
+    sizes |= {one.__name__: len(msgspec.structs.fields(one)) for one in (ProgramSandbox, EvaluationSuite)}
+    assert shared == 6
     assert max(sizes.values()) <= 12, sizes
 
 

@@ -88,6 +88,7 @@ def test_runs_that_chaos_cannot_reach_are_refused(tmp_path: Path) -> None:
         ((f"run.dir={tmp_path}",), "is not empty"),
         (("--kills", "-1"), "allowed are 0 and more"),
         (("launch.kind=ray",), "allowed here is local"),
+        (("env.tasks=5",), "env.sampler: the audit expects every task once"),
     ):
         done = slipstream("chaos", "chaos", *arguments, check=False)
         assert done.returncode == ConfigError.exit_code
@@ -226,6 +227,13 @@ def test_groups_that_were_archived_are_held_against_the_archive(chaos_run: tuple
     db.close()
     (check,) = (check for check in audit(run) if check.wrong)
     assert "acknowledged tokens of archived groups" in check.problems[0]
+
+
+def test_a_line_of_an_evaluation_is_no_step(chaos_run: tuple[Path, dict], tmp_path: Path) -> None:
+    run = copied(chaos_run[0], tmp_path)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"evaluation":"math","step":4,"version":4,"reward_mean":0.5}\n')
+    assert not any(check.wrong for check in audit(run))
 
 
 def test_a_torn_last_line_of_an_audit_log_is_ignored(chaos_run: tuple[Path, dict], tmp_path: Path) -> None:

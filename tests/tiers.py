@@ -36,7 +36,7 @@ FULL = (
     r"test_launch_train::test_a_role_that_cannot_live",
     r"test_launch_restarts::test_a_second_interrupt",
     r"test_launch_environment::test_the_tokenizer_of_a_mixture",
-    r"test_launch_chaos::test_(a_small_chaos|the_audit_finds|groups_that_were_archived|a_torn_last_line)",
+    r"test_launch_chaos::test_(a_small_chaos|the_audit_finds|groups_that_were_archived|a_torn_last_line|a_line_of)",
     r"test_launch_dapo::test_tasks_of_which_none",
     r"test_launch_dapo::.*ledger_closes",
     r"test_launch_withheld::.*pf-ppo",

@@ -84,6 +84,10 @@ class DatasetSource(SimpleEnv):
         row_id = number if name is MISSING else name
         return Task(f"{self.name}-{self.split}-{row_id}", {"row": example.row, "reference": example.reference})
 
+    def row(self, number: int) -> JSON:
+        """A row by its number in the file."""
+        return self._rows.row(number)
+
     def row_number(self, index: int) -> int:
         epoch, position = divmod(index, len(self._numbers))
         return int(self._numbers[self._order(epoch)[position]])

@@ -97,8 +97,9 @@ def hosts_of(config: EnvironmentKind, key: str) -> Hosts:
 
 
 def options_of(config: EnvironmentKind) -> str:
-    """The options of an environment without where it runs, as they are sent."""
+    """The options of an environment without where it runs and how its tasks are chosen, as they are sent."""
     try:
-        return msgspec.json.encode(msgspec.structs.replace(without_placement(config), share=1.0)).decode()
+        own = msgspec.structs.replace(without_placement(config), share=1.0, sampler="sequential")
+        return msgspec.json.encode(own).decode()
     except (TypeError, msgspec.MsgspecError) as error:
         raise ConfigError(f"env: its options are no JSON: {error}") from None

@@ -21,6 +21,7 @@ COMMANDS = {
     "resume": ".train",
     "eval": ".train",
     "export": ".train",
+    "rate": ".rate",
     "sft": ".sft",
     "init-model": ".init_model",
     "ledger": ".ledger",

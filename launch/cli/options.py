@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from ...configs.evaluation import BEST
+
 Command: TypeAlias = Callable[[argparse.Namespace], int]  # runs a parsed command line; returns the exit status
 
 
@@ -53,8 +55,14 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    text = "of the checkpoint of this step; default: of the last step, or of the newest checkpoint of an unfinished run"
-    parser.add_argument("--step", type=int, metavar="N", help=text)
+    text = "of the checkpoint of this step, or of the `best` in evaluation.keep_best; default: of the last step, or of the newest"
+    parser.add_argument("--step", type=_step, metavar="N|best", help=f"{text} checkpoint of an unfinished run")
+
+
+def _step(text: str) -> int | str:
+    if text != BEST and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a learner step nor {BEST}")
+    return text if text == BEST else int(text)
 
 
 def merge_overrides(parser: argparse.ArgumentParser, options: argparse.Namespace, unparsed: Sequence[str]) -> None:

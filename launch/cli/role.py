@@ -12,10 +12,11 @@ def register(commands: CommandTable) -> None:
     parser.add_argument("name")
     parser.add_argument("--label", default="")
     parser.add_argument("--step", type=int, default=0)
+    parser.add_argument("--checkpoint", action="store_true")
     parser.add_argument("--listen", default="", metavar="HOST:PORT")
 
 
 def role(options: argparse.Namespace) -> int:
     from ..supervisor.entrypoints import run_role
 
-    return run_role(options.name, options.label, options.step, options.listen)
+    return run_role(options.name, options.label, options.step, options.listen, checkpoint=options.checkpoint)

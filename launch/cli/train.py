@@ -26,7 +26,7 @@ def register(commands: CommandTable) -> None:
     parser = commands.add("eval", evaluate, "play fresh tasks with the model of a config, or of a run")
     add_config(parser, or_run=True)
     add_step(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each suite")
     parser = commands.add("export", export, "write the model of a run's checkpoint as a Hugging Face folder")
     add_run(parser)
     add_step(parser)
@@ -53,6 +53,7 @@ def resume(options: argparse.Namespace) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
+    from ...monitor.series import pass_text
     from ..export import model_at  # takes seconds
 
     with contextlib.ExitStack() as stack:
@@ -68,15 +69,17 @@ def evaluate(options: argparse.Namespace) -> int:
             print_line(f"slipstream {__version__}: checks the config, then evaluates {what}")
         from .. import run
 
-        result = run.evaluate(config, label="eval")
-    if options.json:
-        print_line(msgspec.json.encode(result).decode())
-        return 0
-    outcomes = ", ".join(f"{n} {name}" for name, n in result.outcomes.items())
-    print_line(
-        f"{what}: reward {result.reward_mean:.3f} ± {result.reward_stderr:.3f} "
-        f"over {result.tasks} tasks ({outcomes}) in {result.seconds:.1f} s"
-    )
+        results = run.evaluate(config, label="eval")
+    for result in results:
+        if options.json:
+            print_line(msgspec.json.encode(result).decode())
+            continue
+        outcomes = ", ".join(f"{n} {name}" for name, n in result.outcomes.items())
+        chances = f"; {pass_text(result)}" if result.samples > 1 else ""
+        print_line(
+            f"{what}{f', {result.suite}' if result.suite else ''}: reward {result.reward_mean:.3f} ± {result.reward_stderr:.3f} "
+            f"over {result.tasks} tasks ({outcomes}) in {result.seconds:.1f} s{chances}"
+        )
     return 0
 
 

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -26,7 +27,7 @@ from ...common.owned_folders import temporary_environment
 from ...common.process import set_parent_death_signal
 from ...common.tasks import Stopped, in_thread, run_or_stop
 from ...configs.schema import AuxModel
-from ...errors import ConfigError, SlipstreamError, first_cause
+from ...errors import ConfigError, Interrupted, SlipstreamError, first_cause
 from ...monitor.log import setup_logging
 from ..resources import RANKED
 from ..run_context import RunContext, read_run_context
@@ -38,9 +39,10 @@ log = logging.getLogger(__name__)
 Role = Callable[[RunContext, int, HeartbeatSender, asyncio.Event], Awaitable[None]]
 
 
-def run_role(name: str, label: str = "", step: int = 0, listen: str = "") -> int:
-    """Run a role (`buffer`, `engine-0`, `worker-0`, `learner-0`, `reference-0`, `critic-0`, `sft-0`, `evaluator`, `reward`) to its
-    end; the exit status. `label` names an evaluation, which is of `step`; `listen` is an engine's `host:port`."""
+def run_role(name: str, label: str = "", step: int = 0, listen: str = "", *, checkpoint: bool = False) -> int:
+    """Run a role (`buffer`, `engine-0`, `worker-0`, `learner-0`, `reference-0`, `critic-0`, `sft-0`, `evaluator`, `rater`,
+    `reward`) to its end; the exit status. `label` names an evaluation, which is of `step`, and of its `checkpoint` where the run
+    goes on meanwhile; `listen` is an engine's `host:port`."""
     set_parent_death_signal()
     setup_logging(name)
     kind, _, index = name.partition("-")
@@ -57,13 +59,19 @@ def run_role(name: str, label: str = "", step: int = 0, listen: str = "") -> int
         "reference": functools.partial(aux_model, "reference"),
         "critic": functools.partial(aux_model, "critic"),
         "evaluator": functools.partial(evaluator, label, step),
+        "rater": rater,
         "sft": sft,
     }
     if kind not in roles:
         raise ConfigError(f"role {name!r} is unknown; there are engine, reward, {', '.join(roles)}")
     with HeartbeatSender(context.addresses.supervisor, name) as heartbeat:
         try:
-            uvloop.run(_until_stopped(roles[kind], context, int(index or 0), heartbeat))
+            if checkpoint:
+                evaluate_checkpoint(label, step, context, heartbeat)
+            else:
+                uvloop.run(_until_stopped(roles[kind], context, int(index or 0), heartbeat))
+        except Interrupted:
+            return 0
         except SlipstreamError as error:
             log.error("%s: %s", type(error).__name__, error)
             heartbeat.failed(f"{type(error).__name__}: {error}", expected=True)
@@ -124,13 +132,22 @@ async def buffer(context: RunContext, index: int, heartbeat: HeartbeatSender, st
     from ...configs.algorithm import plays_greedily
     from ...configs.environments import shares_of
     from ...weightsync.fleet import following_fleet
+    from ..samplers import make_samplers
 
+    samplers, tasks = await in_thread(functools.partial(make_samplers, context.config), "make_samplers")
     shares = shares_of(context.config.env)
     retries = {reason: failure.retries for reason, failure in context.config.rollout.failures.items()}
     database = context.dir / "buffer.sqlite"
     greedy = plays_greedily(context.config.learner.algorithm)
     service = BufferService(
-        context.config.buffer, database, context.addresses.buffer, shares=shares, retries=retries, greedy=greedy
+        context.config.buffer,
+        database,
+        context.addresses.buffer,
+        shares=shares,
+        retries=retries,
+        greedy=greedy,
+        samplers=samplers,
+        tasks=tasks,
     )
     stopped = asyncio.create_task(stop.wait(), name="stop")
     stopped.add_done_callback(lambda _: service.stop())
@@ -161,28 +178,75 @@ async def worker(context: RunContext, index: int, heartbeat: HeartbeatSender, st
 async def evaluator(
     label: str, step: int, context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event
 ) -> None:
-    """Evaluate the version that the engines serve; append the result, called `label`, to the run's evaluations."""
+    """Evaluate the version that the engines serve, each suite that has no result of `step` yet; append the results, called `label`,
+    to the run's evaluations."""
     from ...monitor.series import evaluation_line
     from ...rollout.evaluation import evaluate
-    from ..evaluations import append
+    from ..evaluations import append, missing
     from .factory import make_agent, make_player, make_router
 
-    config = context.config
+    async with make_router(context) as router, make_agent(context.config) as agent:
+        for name, suite in missing(context.dir, context.config, step).items():
+            make = functools.partial(
+                make_player, suite, agent, router, split="eval", temperature=suite.evaluation.temperature
+            )
+            player = await in_thread(make, "make_player")
+            _ready(heartbeat)
+            tasks, samples = suite.evaluation.tasks, suite.evaluation.samples
+            result = await run_or_stop(evaluate(player, label, tasks, samples), stop)
+            record = msgspec.structs.replace(result, step=step, suite=name)
+            append(context.dir, record)
+            heartbeat.send_message(evaluation_line(record))
+
+
+def evaluate_checkpoint(label: str, step: int, context: RunContext, heartbeat: HeartbeatSender) -> None:
+    """Evaluate the checkpoint of `step` on a server of its own."""
+    from ..checkpoint_evaluation import evaluate_checkpoint
+
+    heartbeat.ready()
+    evaluate_checkpoint(context.config, context.dir, label, step, heartbeat.send_message)
+
+
+async def rater(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
+    """Rate the rows of a data set that have no rating yet, see `RatingPlan`."""
+    from ...common.scores import TaskRating
+    from ...envs.dataset.source import DatasetSource
+    from ...monitor.metrics import MetricsWriter
+    from ...rollout.rating import rate
+    from ..rating import PLAN, RatingPlan, read_ratings
+    from .factory import make_agent, make_player, make_router
+
+    config, plan = context.config, msgspec.json.decode((context.dir / PLAN).read_bytes(), type=RatingPlan)
+    path = Path(plan.ratings)
     async with make_router(context) as router, make_agent(config) as agent:
-        temperature = config.evaluation.temperature
-        player = await in_thread(
-            lambda: make_player(config, agent, router, split="eval", temperature=temperature), "make_player"
-        )
+        temperature = config.rollout.temperature
+        make = functools.partial(make_player, config, agent, router, split="train", temperature=temperature)
+        player = await in_thread(make, "make_player")
+        source = player.parts[0].source
+        assert isinstance(source, DatasetSource)
         _ready(heartbeat)
-        result = await run_or_stop(evaluate(player, label, config.evaluation.tasks, config.evaluation.samples), stop)
-    heartbeat.send_message(evaluation_line(append(context.dir, result, step)))
+        rows = {source.row_number(task): task for task in range(len(source))}
+        wanted = sorted(rows)[: plan.rows or None]
+        numbers = {task: number for number, task in rows.items()}
+        with MetricsWriter(path) as writer:
+            known = {one.task for one in read_ratings(path)}
+            tasks, done = [rows[number] for number in wanted if number not in known], 0
+
+            def rated(one: TaskRating) -> None:
+                nonlocal done
+                done += 1
+                writer.append(msgspec.structs.replace(one, task=numbers[one.task]))
+                if done % max(1, len(tasks) // 10) == 0:
+                    heartbeat.send_message(f"{len(wanted) - len(tasks) + done} of {len(wanted)} rows are rated")
+
+            await run_or_stop(rate(player, tasks, plan.samples, rated), stop)
 
 
 async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
     from ...learner.loop import TrainingLoop
     from ...learner.metrics import StepMetrics
-    from ...monitor.metrics import MetricsWriter, scalars
-    from ...monitor.trackers import open_trackers
+    from ...monitor.recorder import Recorder
+    from ..evaluations import FILE, retained
     from .factory import make_aux_models, make_backend, make_buffer_client, make_canary, make_publisher
 
     config = context.config
@@ -198,22 +262,28 @@ async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, s
             publisher, joined = await stack.enter_async_context(
                 make_publisher(context, backend.device, heartbeat.report_replicas, stop)
             )
-        writer = stack.enter_context(MetricsWriter(context.dir / "metrics.jsonl")) if first else None
-        trackers = open_trackers(config.run.trackers, context.dir, config) if first else []
-        for tracker in trackers:
-            stack.callback(tracker.close)
+        recorder = stack.enter_context(Recorder(context.dir, config, context.dir / FILE)) if first else None
 
         def report(metrics: StepMetrics) -> None:
-            if writer is not None:
-                writer.append(metrics)
+            if recorder is not None:
+                recorder.step(metrics)
                 heartbeat.stepped(metrics)
-            for tracker in trackers:
-                tracker.log(metrics.version, scalars(msgspec.to_builtins(metrics)))
 
         canary = make_canary(config)
         checkpoints, longest = context.dir / "checkpoints", config.agent.max_tokens
         loop = TrainingLoop(
-            config.learner, backend, client, publisher, joined, checkpoints, canary, report, longest, aux_models
+            config.learner,
+            backend,
+            client,
+            publisher,
+            joined,
+            checkpoints,
+            canary,
+            report,
+            longest,
+            aux_models,
+            retained=functools.partial(retained, context.dir, config),
+            on_checkpoint=heartbeat.saved,
         )
         state = await loop.run(stop, functools.partial(_ready, heartbeat))
         if state.step >= config.learner.steps:

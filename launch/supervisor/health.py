@@ -125,8 +125,12 @@ class HealthMonitor:
             self._view.status(role.name, "ready")
         if beat.state == "done" and not role.done.is_set():
             role.done.set()
+            role.saved.set()
             self._watchdog.pause()
             self._view.status(role.name, "done")
+        if beat.checkpoint != role.checkpoint:
+            role.checkpoint = beat.checkpoint
+            role.saved.set()
         for report in beat.replicas:
             self._replicas.update(report)
 

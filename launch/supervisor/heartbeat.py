@@ -38,6 +38,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     state: Literal["starting", "ready", "done"] = "starting"  # `done`: its work is finished, it serves until stopped
     stuck_at: str = ""  # where its event loop has been blocked for a beat or longer, which is no sign of life
     replicas: tuple[ReplicaReport, ...] = ()  # what the learner's rank 0 knows of them
+    checkpoint: int = 0  # the step of the newest checkpoint that the learner's rank 0 has written
 
 
 class StepSummary(msgspec.Struct, frozen=True):
@@ -114,6 +115,9 @@ class HeartbeatSender:
 
     def report_replicas(self, replicas: tuple[ReplicaReport, ...]) -> None:
         self._report(replicas=replicas)
+
+    def saved(self, step: int) -> None:
+        self._report(checkpoint=step)
 
     def _report(self, **changed: Any) -> None:
         """Report a change now, and again with every heartbeat."""

@@ -31,10 +31,8 @@ from ..resources import ranks_by_kind
 
 PROBE_S = 5.0  # longest wait for a server to answer that it is well: every kind answers at any time, also while paused
 RETRY_S = 0.2  # between probes of a server that is starting: a foreign server has no event to wait for
-FINISHING = (
-    "evaluator",
-    "sft",
-)  # kinds of roles that end by themselves; the learner waits for them: a restarted replica needs its weights
+# Kinds of roles that end by themselves; the learner waits for them: a restarted replica needs its weights.
+FINISHING = ("evaluator", "rater", "sft")
 FINAL = 3  # exit status of a role whose error a restart would repeat
 LOG_TAIL = 256 << 10  # bytes at the end of a log that are searched for an error
 ERROR_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
@@ -65,6 +63,8 @@ class RoleProcess:
     stuck_at: str = ""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    checkpoint: int = 0  # the step of the newest checkpoint that it reported
+    saved: asyncio.Event = field(default_factory=asyncio.Event)  # set with every new checkpoint, and when it is done
     error: str = ""  # why the process ends, as it reported or as the supervisor decided
     expected: bool = False  # the error is not an unforeseen exception
     stopping: bool = False  # it was asked to end and is not restarted

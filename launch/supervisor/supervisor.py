@@ -8,6 +8,7 @@
     plan              the learner's last step                    the learner's own deadlines
     plan              the reward server to answer                start_s + a minute; then the run fails
     plan              the evaluations                            their own deadlines, inside the episodes
+    CheckpointEvaluations  a checkpoint, or the learner's last step   the run's end
     plan              the ranks of a fine-tuning                 their own deadlines, in the collectives
     ProcessManager    the end of a process                       the run's end
     HealthMonitor     a heartbeat, or a server's answer          heartbeat_s; then the process is killed and restarted
@@ -53,6 +54,7 @@ from ..launchers.local import Launcher, Placement
 from ..resources import AUX_MODEL_KINDS, RANKED, needs_rendezvous_port, role_environment
 from ..run_context import Addresses, RunContext
 from .control import ControlServer
+from .evaluations import CheckpointEvaluations
 from .factory import make_engine
 from .health import HealthMonitor
 from .heartbeat import RoleSignal
@@ -88,10 +90,21 @@ class Supervisor:
         self._exit_message = f"interrupted; continue with `slipstream resume {self.config.run.dir}`"
         await self._run(role_names(self.config), self._train)
 
-    async def evaluate(self, label: str) -> None:
-        """Serve `model.path` as it is, and append one evaluation of it to the run's."""
+    async def evaluate(self, label: str, step: int = 0) -> None:
+        """Serve `model.path` as it is, the policy after `step`, and add its evaluation to the run's."""
         engines = [name for name in role_names(self.config) if name.startswith("engine-")]
-        await self._run([*engines, "evaluator"], lambda spawn: self._evaluate(label, 0))
+        await self._run([*engines, "evaluator"], lambda spawn: self._evaluate(label, step))
+
+    async def rate(self) -> None:
+        """Serve `model.path` as it is, and let the role `rater` do what the plan in the run folder says."""
+        engines = [name for name in role_names(self.config) if name.startswith("engine-")]
+
+        async def plan(spawn: Spawn) -> None:
+            raters = self._processes.of_kind("rater")
+            await asyncio.gather(*map(self._processes.start, raters))
+            await self._processes.watch(raters)
+
+        await self._run([*engines, "rater"], plan)
 
     async def fine_tune(self) -> None:
         self._exit_message = "interrupted; no model was written"
@@ -254,8 +267,7 @@ class Supervisor:
         await until(
             first_s, learner.ready.wait(), waits_for=waits_for, hint=f"see {logs}/learner-0.log and engine-0.log"
         )
-        evaluates, evaluated = self.config.evaluation.tasks > 0, (self.run_dir / evaluations.FILE).exists()
-        if evaluates and not evaluated:
+        if evaluations.begins(self.run_dir, began):
             await self._evaluate(evaluations.label_of(began), began)
         for role in processes.of_kind("reward"):
             waits_for = "the reward server to answer"
@@ -263,21 +275,27 @@ class Supervisor:
         for role in processes.of_kind("worker"):
             await processes.start(role)
             spawn(processes.watch([role]))
+        checkpoint_evaluations = CheckpointEvaluations(self.config, self.run_dir, processes, self.view)
+        evaluating = spawn(checkpoint_evaluations.follow(learner, processes.roles["evaluator"]))
         await learner.done.wait()
         await self._stop(END_S, "worker")
-        if evaluates and not evaluations.is_evaluated(self.run_dir, ends):
-            await self._evaluate(evaluations.FINAL, ends)
+        await evaluating
+        await self._evaluate(evaluations.FINAL, ends)
+        checkpoint_evaluations.prune()
 
     async def _evaluate(self, label: str, step: int) -> None:
+        """Evaluate the version that the run's servers serve, where a suite has no result of `step`."""
+        if not evaluations.missing(self.run_dir, self.config, step):
+            return
         role = self._processes.roles["evaluator"]
-        role.arguments = ("--label", label, "--step", str(step))
+        role.arguments, role.restarts = ("--label", label, "--step", str(step)), 0
         await self._processes.start(role)
         await self._processes.watch([role])
 
     async def _end(self) -> None:
         """End everything: first the learner, with a checkpoint, while the buffer and the auxiliary models still answer."""
         await self._stop(self.config.launch.stop_s, "learner")
-        await self._stop(END_S, "worker", "evaluator", "sft")
+        await self._stop(END_S, "worker", "evaluator", "rater", "sft")
         await self._stop(END_S, "buffer", "engine", "reward", *AUX_MODEL_KINDS)
 
     async def _stop(self, seconds: float, *kinds: str) -> None:

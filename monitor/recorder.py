@@ -1,0 +1,78 @@
+"""What the learner's rank 0 records of a run: a line of `metrics.jsonl` per step and per evaluation, and the same for the trackers.
+
+Invariants:
+- An evaluation is recorded once, with the version that it is of: at the first step after it, or when the learner ends. Its line has
+  the key `evaluation`, the name of its suite, which no line of a step has.
+- What is in `metrics.jsonl` is not recorded again after a restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from ..common.scores import EvaluationResult
+from ..configs import Config
+from .metrics import EVALUATION, METRICS, MetricsWriter, read_lines, scalars
+from .series import read_evaluations
+from .trackers import open_trackers
+
+
+class Recorder:
+    """A context manager. `evaluations` is the file that other processes add results to. Raises ConfigError as `open_trackers`, and
+    StoreError where a file cannot be written or is not valid."""
+
+    def __init__(self, folder: Path, config: Config, evaluations: Path) -> None:
+        self._evaluations = evaluations
+        self._changed = 0, 0
+        path = folder / METRICS
+        self._recorded = {(row[EVALUATION], row["step"]) for row in read_lines(path) if EVALUATION in row}
+        with contextlib.ExitStack() as stack:
+            self._writer = stack.enter_context(MetricsWriter(path))
+            self._trackers = open_trackers(config.run.trackers, folder, config)
+            for tracker in self._trackers:
+                stack.callback(tracker.close)
+            stack.callback(self._evaluated)  # those of the end, before the trackers are closed
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def step(self, metrics: msgspec.Struct) -> None:
+        """Record a step, after the evaluations that have ended."""
+        self._evaluated()
+        row = msgspec.to_builtins(metrics)
+        self._writer.append(row)
+        for tracker in self._trackers:
+            tracker.log(row["version"], scalars(row))
+
+    def _evaluated(self) -> None:
+        if not self._evaluations.exists():
+            return
+        status = self._evaluations.stat()
+        changed = status.st_mtime_ns, status.st_size  # a clock that ticks every few milliseconds may show the same time
+        if changed == self._changed:
+            return
+        self._changed = changed
+        for one in read_evaluations(self._evaluations):
+            if (one.suite, one.step) not in self._recorded:
+                self._recorded.add((one.suite, one.step))
+                self._record(one)
+
+    def _record(self, one: EvaluationResult) -> None:
+        row = msgspec.to_builtins(one)
+        del row["suite"], row["label"]
+        self._writer.append({EVALUATION: one.suite, "time": time.time(), **row})
+        values = {"reward_mean": one.reward_mean, "reward_stderr": one.reward_stderr, "tasks": float(one.tasks)}
+        for k, chance in one.pass_at.items():
+            values |= {f"pass_at_{k}": chance.mean, f"pass_at_{k}_stderr": chance.stderr}
+        prefix = f"evaluation/{one.suite}/" if one.suite else "evaluation/"
+        for tracker in self._trackers:
+            tracker.evaluated(one.version, {prefix + name: value for name, value in values.items()})
