@@ -85,15 +85,21 @@ class Script:
         )
 
     def check_exact(self, session: Session, cut: int = 0) -> int:
-        """What the engine said is what is trained on, once each: but for `cut` tokens each prompt and completion begins a branch,
-        and the sums match. Returns the number of branches."""
-        trajectories = delivered(session)
-        for prompt, sampled in self.log if not cut else ():
-            begin = [*prompt, *sampled]
-            holders = [t for t in trajectories if t.token_ids[: len(begin)].tolist() == begin]
-            assert any(t.loss_mask[len(prompt) : len(begin)].all() for t in holders)
-        assert sum(t.sampled for t in trajectories) == sum(len(sampled) for _, sampled in self.log) - cut
-        return len(trajectories)
+        """See the function `check_exact`."""
+        return check_exact(self.log, delivered(session), cut)
+
+
+def check_exact(
+    log: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], trajectories: Sequence[Trajectory], cut: int = 0
+) -> int:
+    """What the engine said, by prompts and completions, is what is trained on, once each: but for `cut` tokens each prompt and
+    completion begins a branch, and the sums match. Returns the number of branches."""
+    for prompt, sampled in log if not cut else ():
+        begin = [*prompt, *sampled]
+        holders = [t for t in trajectories if t.token_ids[: len(begin)].tolist() == begin]
+        assert any(t.loss_mask[len(prompt) : len(begin)].all() for t in holders)
+    assert sum(t.sampled for t in trajectories) == sum(len(sampled) for _, sampled in log) - cut
+    return len(trajectories)
 
 
 class Engines:
@@ -131,7 +137,7 @@ async def play_foreign(
     the number of tokens of each completion."""
     renderer = load_renderer("qwen3", tokenizer, thinking=False)
     counts: list[int] = [] if generated is None else generated
-    async with Gateway() as gateway:
+    async with Gateway(agent.trained if isinstance(agent, AgentSettings) else "policy*") as gateway:
         if isinstance(agent, AgentSettings):
             played: Agent = CommandAgent(agent, gateway, wall_s)
         else:

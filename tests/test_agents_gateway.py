@@ -146,6 +146,29 @@ async def test_responses_plain_and_streamed_are_one_branch(episode: Episode) -> 
     assert session.metrics == {"ignored_tools.web_search": 3.0}
 
 
+async def test_functions_of_a_namespace_are_called_by_a_longer_name(episode: Episode) -> None:
+    """As Codex passes the tools of MCP servers on."""
+    function = {"type": "function", "name": "add", "parameters": PARAMETERS}
+    inner = [function, {"type": "custom", "name": "patch"}]
+    tools: Any = [function, {"type": "namespace", "name": "mcp__task", "description": "d", "tools": inner}]
+    texts = (call("mcp__task__add", a=1, b=2) + call("add", a=3, b=4), "three")
+    async with episode(*texts) as (endpoint, script, session), openai_client(endpoint) as client:
+        items: Any = [{"role": "user", "content": "go"}]
+        async with client.responses.stream(input=items, model="policy", tools=tools) as stream:
+            async for _ in stream:
+                pass
+            made: Any = (await stream.get_final_response()).output
+        assert [(one.namespace, one.name, one.arguments) for one in made] == [
+            ("mcp__task", "add", '{"a":1,"b":2}'), (None, "add", '{"a":3,"b":4}')
+        ]  # fmt: skip
+        items += [one.model_dump(exclude={"parsed_arguments"}) for one in made]
+        items += [{"type": "function_call_output", "call_id": one.call_id, "output": "3"} for one in made]
+        again = await client.responses.create(input=items, model="policy", tools=tools)
+        assert again.output_text == "three"
+    assert script.check_exact(session) == 1
+    assert session.metrics == {"ignored_tools.custom": 2.0}
+
+
 async def test_anthropic_plain_and_streamed_are_one_branch(episode: Episode) -> None:
     texts = ("I add." + call("add", a=1, b=2) + call("add", a=3, b=4), "Done.", call("add", a=5, b=6), "End. STOP no")
     tools: Any = [{"name": "add", "description": "Add.", "input_schema": PARAMETERS}]

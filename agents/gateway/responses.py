@@ -1,4 +1,5 @@
-"""OpenAI's Responses, without a memory of its own: every request carries the whole conversation."""
+"""OpenAI's Responses, without a memory of its own: every request carries the whole conversation. The policy calls a function `f` of
+a namespace `n` by the name `n__f`."""
 
 from __future__ import annotations
 
@@ -46,6 +47,7 @@ class _Item(msgspec.Struct):
     role: str = ""
     content: Content = None
     name: str = ""
+    namespace: str | None = None
     arguments: str | JSON = ""
     call_id: str = ""
     output: Content = None
@@ -56,6 +58,7 @@ class _ResponsesTool(msgspec.Struct):
     name: str = ""
     description: str | None = None
     parameters: JSON | None = None
+    tools: list[_ResponsesTool] | None = None  # of a namespace
 
 
 class _Format(msgspec.Struct):
@@ -102,9 +105,10 @@ class ResponsesDialect:
                 raise PolicyError(f"{name}: not supported, no response is stored here; send the whole input")
         messages = [Message("system", asked.instructions)] if asked.instructions else []
         messages += [Message("user", asked.input)] if isinstance(asked.input, str) else _messages(asked.input)
-        tools = asked.tools or []
-        specs = [ToolSpec(t.name, t.description or "", t.parameters or {}) for t in tools if t.type == "function"]
-        ignored = [f"tools.{t.type}" for t in tools if t.type != "function"]
+        tools = _flat(asked.tools or [])
+        functions = [(_name(space, tool.name), tool) for space, tool in tools if tool.type == "function"]
+        specs = [ToolSpec(name, tool.description or "", tool.parameters or {}) for name, tool in functions]
+        ignored = [f"tools.{t.type}" for _, t in tools if t.type != "function"]
         if asked.text and asked.text.format and asked.text.format.type != "text":
             ignored.append("text.format")
         return CompletionRequest(
@@ -134,7 +138,7 @@ class ResponsesDialect:
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "error": None,
-            "output": _items(answer.id, reply),
+            "output": _items(answer.id, reply, request.echo["tools"]),
             "parallel_tool_calls": True,
             "temperature": None,
             "top_p": None,
@@ -184,13 +188,27 @@ class ResponsesDialect:
         return openai_error(status, message, code)
 
 
+def _flat(tools: Sequence[_ResponsesTool]) -> list[tuple[str, _ResponsesTool]]:
+    """Every tool with its namespace, "" for none."""
+    return [
+        one
+        for t in tools
+        for one in ([(t.name, inner) for inner in t.tools or ()] if t.type == "namespace" else [("", t)])
+    ]
+
+
+def _name(namespace: str | None, name: str) -> str:
+    """By which the policy calls a function."""
+    return f"{namespace}__{name}" if namespace else name
+
+
 def _messages(items: Sequence[_Item]) -> list[Message]:
     """One message of the assistant for its text and the calls that follow it."""
     found: list[Message] = []
     for number, item in enumerate(items):
         last = found[-1] if found and found[-1].role == "assistant" else None
         if item.type == "function_call":
-            call = ToolCall(item.name, arguments_of(item.arguments), item.call_id)
+            call = ToolCall(_name(item.namespace, item.name), arguments_of(item.arguments), item.call_id)
             if last is None:
                 found.append(Message("assistant", "", (call,)))
             else:
@@ -207,7 +225,9 @@ def _messages(items: Sequence[_Item]) -> list[Message]:
     return found
 
 
-def _items(answer_id: str, reply: Reply) -> list[JSON]:
+def _items(answer_id: str, reply: Reply, tools: Sequence[JSON]) -> list[JSON]:
+    flat = _flat(msgspec.convert(tools, list[_ResponsesTool]))
+    places = {_name(space, tool.name): {"name": tool.name, "namespace": space} for space, tool in flat if space}
     items: list[JSON] = []
     if reply.reasoning:
         summary = [{"type": "summary_text", "text": reply.reasoning}]
@@ -221,7 +241,7 @@ def _items(answer_id: str, reply: Reply) -> list[JSON]:
             "type": "function_call",
             "id": f"fc_{answer_id}_{number}",
             "call_id": call.id,
-            "name": call.name,
+            **places.get(call.name, {"name": call.name}),
             "arguments": encoded_arguments(call),
             "status": "completed",
         }
