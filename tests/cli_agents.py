@@ -22,7 +22,9 @@ def installed() -> Path:
     folder = cache / "slipstream" / f"cli-agents-{CLAUDE_CODE}-{CODEX}"
     if not folder.exists():
         if not (shutil.which("node") and shutil.which("npm")):
-            pytest.skip(f"there is no node and npm to install Claude Code and Codex with, and {VARIABLE} names no folder")
+            pytest.skip(
+                f"there is no node and npm to install Claude Code and Codex with, and {VARIABLE} names no folder"
+            )
         made = folder.with_name(f"{folder.name}.{os.getpid()}")
         packages = (f"@anthropic-ai/claude-code@{CLAUDE_CODE}", f"@openai/codex@{CODEX}")
         command = ("npm", "install", "--prefix", str(made), "--no-audit", "--no-fund", "--loglevel=error", *packages)
