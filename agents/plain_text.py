@@ -34,6 +34,12 @@ class MarkingTokenizer:
         pieces = text.split(MARK)
         return [token for piece in pieces for token in self._tokenizer.encode(piece, *arguments, **options)]
 
+    def apply_chat_template(self, messages: Sequence[Any], *, tokenize: bool = True, **options: Any) -> Any:
+        """As of a transformers tokenizer, for one conversation: its text, or the tokens of the text."""
+        options |= {"tokenize": False, "return_dict": False}
+        text = self._tokenizer.apply_chat_template(messages, **options)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
     def __call__(self, text: str, **options: Any) -> Any:
         """As of a transformers tokenizer, for one text; offsets are those in the text with its marks."""
         if MARK not in text:
@@ -79,7 +85,9 @@ class PlainTextRenderer:
         add_generation_prompt: bool = False,
     ) -> list[int]:
         """See `Renderer.render_ids`."""
-        return self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt).token_ids
+        return self._renderer.render_ids(
+            self._marked(messages), tools=tools, add_generation_prompt=add_generation_prompt
+        )
 
     def bridge_to_next_turn(
         self,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from typing import Any, cast
 
-from renderers import Renderer, RendererConfig, config_from_name, create_renderer
+from renderers import DefaultRendererConfig, Renderer, RendererConfig, config_from_name, create_renderer
 from renderers.base import Tokenizer
-from renderers.default import DefaultRenderer
 
 from ..envs.loading import load_target
 from ..errors import ConfigError
 from . import builtin
 from .base import Agent
+from .chat_template import ChatTemplateRenderer
 from .foreign import SIGNATURES, ForeignAgent, is_agent, is_foreign
 from .plain_text import MarkingTokenizer, PlainTextRenderer
 
@@ -36,22 +36,23 @@ def load_agent(kind: str) -> Agent | ForeignAgent:
 
 def load_renderer(name: str, tokenizer: Any, *, thinking: bool) -> Renderer:
     """The chat format `name` over `tokenizer` (a transformers tokenizer); `thinking` applies to formats with such a switch.
-    Sampled thinking stays in the context of later turns: the policy saw it when it acted. Control tokens in the text of users and
-    tools stay text (`plain_text.py`), but not where the model's own chat template renders, which encodes by itself. Raises
-    ConfigError naming `agent.renderer` where the name is unknown, or the tokenizer has not the special tokens of that format."""
+    `auto` is that of the model's name on the hub, `default` the tokenizer's own chat template. Sampled thinking stays in the
+    context of later turns: the policy saw it when it acted. Control tokens in the text of users and tools stay text
+    (`plain_text.py`). Raises ConfigError naming `agent.renderer` where the name is
+    unknown, or the tokenizer has not the special tokens of that format."""
     try:
         config = config_from_name(name)
     except ValueError as error:
         raise ConfigError(f"agent.renderer: {error}") from error
-    if config is not None:
+    try:
+        if config is None:
+            config = create_renderer(tokenizer).config
+        if isinstance(config, DefaultRendererConfig):
+            return cast(Renderer, PlainTextRenderer(ChatTemplateRenderer(tokenizer, thinking=thinking), tokenizer))
         switch = type(config).template_field_names() & {"enable_thinking", "thinking"}
         config = type(config)(thinking_retention="all", **dict.fromkeys(switch, thinking))
-    try:
-        renderer = create_renderer(tokenizer, cast(RendererConfig | None, config))
-        if isinstance(renderer, DefaultRenderer):
-            return renderer
         marking = cast(Tokenizer, MarkingTokenizer(tokenizer))
-        marked = create_renderer(marking, cast(RendererConfig | None, config))
-        return cast(Renderer, PlainTextRenderer(marked, tokenizer))
+        create_renderer(tokenizer, cast(RendererConfig, config))  # checks the tokenizer, by its type too
+        return cast(Renderer, PlainTextRenderer(create_renderer(marking, cast(RendererConfig, config)), tokenizer))
     except Exception as error:  # formats check their tokenizer in different ways, often by assertion
         raise ConfigError(f"agent.renderer: {name!r} does not fit the tokenizer of this model: {error}") from error

@@ -63,7 +63,8 @@ class Agent(Section, frozen=True):
     """For agents with an endpoint: a pattern of the model names whose replies are trained on. The policy also answers calls that
     name other models, without loss."""
     renderer: str = "qwen3"
-    """Chat format of the model family, a name known to the `renderers` package."""
+    """Chat format of the model family, a name known to the `renderers` package; `default` is the chat template of the tokenizer,
+    `auto` the format of the model's name on the hub. docs/rollout.md has a table."""
     thinking: bool = False
     """Let the model think before it speaks, where its chat format has such a switch."""
     max_tokens_per_turn: Positive = 128

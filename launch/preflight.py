@@ -279,6 +279,12 @@ def prompt(config: Config) -> str:
                     f"tokens; allowed are {tokens + 1} and more"
                 )
             longest = max(longest, tokens)
+            if opening.tools and not getattr(renderer, "supports_tools", True):  # only `default` may not
+                raise ConfigError(
+                    f"agent.renderer: {config.agent.renderer!r} is the model's chat template, which has no known form of tool "
+                    f"calls; {part.name} has the tool {opening.tools[0].name!r}; allowed are formats with tool calls, see "
+                    "docs/rollout.md"
+                )
         where = f" in {name}" if name else ""
         long += [
             f"; {part}{where}: {n} prompts of {room} tokens or more are left out" for part, n in left_out.items() if n
