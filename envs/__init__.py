@@ -5,6 +5,7 @@ from .interpreters import PythonTool, ShellTool
 from .registry import EnvPart, parts_of, require_penalties, task_source
 from .search import RetrieveServer, SearchIndex, search_tool
 from .simple import SimpleEnv, Split
+from .tool_env import ToolEnv
 from .tools import CALCULATOR, InvalidCall, Tool, call_tool, in_thread
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "TaskSource",
     "Tool",
     "ToolCall",
+    "ToolEnv",
     "ToolSpec",
     "call_tool",
     "in_thread",

@@ -8,43 +8,37 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from slipstream.envs import Message, Observation, PythonTool, SimpleEnv, StepResult, Task, ToolCall, call_tool
+from slipstream.envs import Message, Observation, PythonTool, Task, Tool, ToolCall, ToolEnv
 
 SIGNS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-TURNS = 4  # calls of the interpreter and wrong answers, together
 
 
-class ReTool(SimpleEnv):
+class ReTool(ToolEnv):
     """`What is 47 * 82?`, with the tool `python`; the reward is 1 for the number alone."""
+
+    turns = 4
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.spec = PythonTool().tool.spec
+        self.python = PythonTool()  # without a sandbox until it is called
 
     def task(self, index: int) -> Task:
         rng = self.rng(index)
         a, sign, b = rng.randint(10, 99), rng.choice("+-*"), rng.randint(10, 99)
         return Task(f"retool-{index}", {"expression": f"{a} {sign} {b}", "answer": SIGNS[sign](a, b)})
 
+    def question(self, task: Task) -> str:
+        return f"What is {task.payload['expression']}? Answer with the number."
+
+    def tools(self) -> list[Tool]:
+        return [self.python.tool]
+
+    def score(self, task: Task, answer: str) -> float:
+        return float(answer.strip() == str(task.payload["answer"]))
+
     async def reset(self, task: Task) -> Observation:
-        self.answer, self.turns = str(task.payload["answer"]), 0
-        self.python = PythonTool()
-        return self.opening(task)
-
-    def opening(self, task: Task) -> Observation:
-        question = f"What is {task.payload['expression']}? Answer with the number."
-        return Observation((Message("user", question),), (self.spec,))
-
-    async def step(self, message: Message) -> StepResult:
-        self.turns += 1
-        if not message.tool_calls and not message.malformed:
-            return StepResult(reward=float(message.content.strip() == self.answer), done=True)
-        if self.turns == TURNS:
-            return StepResult(reward=0.0, done=True, truncated=True)
-        if message.malformed:
-            return StepResult((Message("user", f"error: {message.malformed}"),))
-        replies = [await call_tool({"python": self.python.tool}, call) for call in message.tool_calls]
-        return StepResult(tuple(reply for reply, _ in replies))
+        self.python = PythonTool()  # of this episode
+        return await super().reset(task)
 
     async def close(self) -> None:
         await self.python.close()

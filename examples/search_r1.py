@@ -1,7 +1,8 @@
 """Search-R1 (Jin et al. 2025, arXiv:2503.09516): the policy learns to search passages before it answers.
 
 See search_r1.yaml for the commands. The corpus is made up here, one passage a country; a corpus of your own is a JSONL file:
-`SearchIndex(Path("corpus.jsonl"), Path("corpus.index"))`. Half of the demonstrations search, half guess a town.
+`SearchIndex(Path("corpus.jsonl"), Path("corpus.index"))`. Half of the demonstrations search, half guess a town. There are so many
+countries that a small model cannot learn their capitals by heart: it has to copy what it found.
 """
 
 from __future__ import annotations
@@ -9,39 +10,29 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from slipstream.envs import (
-    Message,
-    Observation,
-    SearchIndex,
-    SimpleEnv,
-    StepResult,
-    Task,
-    ToolCall,
-    call_tool,
-    search_tool,
-)
-
-TURNS = 4  # searches and wrong answers, together
+from slipstream.envs import Message, Observation, SearchIndex, Task, Tool, ToolCall, ToolEnv, search_tool
 
 
 def names(count: int, syllables: str) -> list[str]:
     """Made-up names, each once."""
     rng, found = random.Random(syllables), dict[str, None]()
     while len(found) < count:
-        found["".join(rng.choices(syllables.split(), k=3)).capitalize()] = None
+        found["".join(rng.choices(syllables.split(), k=4)).capitalize()] = None
     return list(found)
 
 
-COUNTRIES, TOWNS = names(200, "ka lo mi ru se ta vo ne"), names(200, "ba co di fu ge ha ju pi")
+COUNTRIES, TOWNS = names(3000, "ka lo mi ru se ta vo ne"), names(3000, "ba co di fu ge ha ju pi")
 
 
 def passage(index: int) -> str:
     return f"The capital of {COUNTRIES[index]} is {TOWNS[index]}."
 
 
-class SearchR1(SimpleEnv):
-    """`What is the capital of Kalomi?`, with the tool `search`; the reward is 1 for the town alone. Every fifth country is only in
-    the evaluation."""
+class SearchR1(ToolEnv):
+    """`What is the capital of Kalomise?`, with the tool `search`; the reward is 1 for the town alone. Every fifth country is only
+    in the evaluation."""
+
+    turns = 4
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -52,24 +43,14 @@ class SearchR1(SimpleEnv):
         country = self.rng(index).choice([i for i in range(len(COUNTRIES)) if (i % 5 == 0) == held_out])
         return Task(f"capital-{index}", {"country": country})
 
-    async def reset(self, task: Task) -> Observation:
-        self.answer, self.turns = TOWNS[task.payload["country"]], 0
-        return self.opening(task)
+    def question(self, task: Task) -> str:
+        return f"What is the capital of {COUNTRIES[task.payload['country']]}?"
 
-    def opening(self, task: Task) -> Observation:
-        question = f"What is the capital of {COUNTRIES[task.payload['country']]}?"
-        return Observation((Message("user", question),), (self.search.spec,))
+    def tools(self) -> list[Tool]:
+        return [self.search]
 
-    async def step(self, message: Message) -> StepResult:
-        self.turns += 1
-        if not message.tool_calls and not message.malformed:
-            return StepResult(reward=float(message.content.strip() == self.answer), done=True)
-        if self.turns == TURNS:
-            return StepResult(reward=0.0, done=True, truncated=True)
-        if message.malformed:
-            return StepResult((Message("user", f"error: {message.malformed}"),))
-        replies = [await call_tool({"search": self.search}, call) for call in message.tool_calls]
-        return StepResult(tuple(reply for reply, _ in replies))
+    def score(self, task: Task, answer: str) -> float:
+        return float(answer.strip() == TOWNS[task.payload["country"]])
 
     def demonstration(self, task: Task, rng: random.Random) -> tuple[Observation, tuple[Message, ...]]:
         country = task.payload["country"]

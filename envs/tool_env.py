@@ -1,0 +1,119 @@
+"""An environment of plain functions: the policy calls them as tools, and its first message without a call is the answer.
+
+Invariants:
+- A function's schema is made from its signature and its docstring; arguments that do not fit it are told to the policy and the
+  function is not called.
+- A function that raises fails the episode by `tool`, a score that raises by `environment`; InvalidCall is told to the policy.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from .base import JSON, Message, Observation, StepResult, Task, ToolSpec
+from .simple import SimpleEnv
+from .tools import InvalidCall, Tool, call_tool, in_thread
+
+Function = Callable[..., Any]
+
+
+class ToolEnv(SimpleEnv):
+    """Base of environments with tools. A subclass has `task`, `question`, `score` and `tools`."""
+
+    turns = 8
+    """Most messages of the policy; an episode without an answer by then ends truncated, with the reward 0."""
+
+    @abstractmethod
+    def question(self, task: Task) -> str | Sequence[Message]:
+        """What opens the episode: a message of the user, or messages."""
+
+    @abstractmethod
+    def score(self, task: Task, answer: str) -> float | Awaitable[float]:
+        """The reward of an answer. A plain function is called in a thread, and may block."""
+
+    def tools(self) -> Sequence[Function | Tool]:
+        """What the policy may call: functions, methods of this object above all, or tools."""
+        return ()
+
+    def opening(self, task: Task) -> Observation:
+        """The question and the tools, as `reset` returns them and demonstrations begin."""
+        asked = self.question(task)
+        messages = (Message("user", asked),) if isinstance(asked, str) else tuple(asked)
+        return Observation(messages, tuple(as_tool(one).spec for one in self.tools()))
+
+    async def reset(self, task: Task) -> Observation:
+        self._task, self._turn = task, 0
+        self._tools = {tool.spec.name: tool for tool in map(as_tool, self.tools())}
+        return self.opening(task)
+
+    async def step(self, message: Message) -> StepResult:
+        self._turn += 1
+        if not message.tool_calls and not message.malformed:
+            if inspect.iscoroutinefunction(self.score):
+                return StepResult(reward=await self.score(self._task, message.content), done=True)
+            return StepResult(reward=await in_thread(self.score, self._task, message.content), done=True)
+        if self._turn == self.turns:
+            return StepResult(done=True, truncated=True)
+        if message.malformed:
+            return StepResult((Message("user", f"error: {message.malformed}"),))
+        replies = [await call_tool(self._tools, call) for call in message.tool_calls]
+        return StepResult(tuple(reply for reply, _ in replies))
+
+
+def as_tool(function: Function | Tool) -> Tool:
+    """The tool of a function: of its name, its parameters with their types, and the first paragraph of its docstring. What it
+    returns is shown to the policy: text as it is, anything else as JSON. Raises TypeError: a parameter has no type, or one that JSON
+    has not."""
+    if isinstance(function, Tool):
+        return function
+    spec, parameters = _described(getattr(function, "__func__", function), inspect.ismethod(function))
+
+    def arguments_of(sent: JSON) -> dict[str, Any]:
+        try:
+            return msgspec.structs.asdict(msgspec.convert(sent, parameters))
+        except msgspec.ValidationError as error:
+            raise InvalidCall(str(error)) from None
+
+    async def awaited(sent: JSON) -> str:
+        return _shown(await function(**arguments_of(sent)))
+
+    def called(sent: JSON) -> str:
+        return _shown(function(**arguments_of(sent)))
+
+    return Tool(spec, awaited if inspect.iscoroutinefunction(function) else called)
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+@functools.lru_cache(maxsize=1024)
+def _described(function: Function, is_method: bool) -> tuple[ToolSpec, type[msgspec.Struct]]:
+    name = function.__name__
+    types = typing.get_type_hints(function, include_extras=True)
+    fields = list[tuple[str, Any, Any]]()
+    for one in list(inspect.signature(function).parameters.values())[is_method:]:
+        if one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+            raise TypeError(f"the tool {name}: {one} is no parameter that a policy can name")
+        if one.name not in types:
+            raise TypeError(
+                f"the tool {name}: its parameter {one.name} has no type; write {one.name}: str, for example"
+            )
+        default = msgspec.NODEFAULT if one.default is one.empty else one.default
+        fields.append((one.name, types[one.name], msgspec.field(default=default)))
+    parameters = msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
+    schema = msgspec.json.schema(parameters)
+    components = schema.pop("$defs")
+    top = components.pop(name)
+    del top["title"]
+    if components:
+        top["$defs"] = components
+    description = (inspect.getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
+    return ToolSpec(name, description, top), parameters
