@@ -69,8 +69,8 @@ class ToolEnv(SimpleEnv):
 
 def as_tool(function: Function | Tool) -> Tool:
     """The tool of a function: of its name, its parameters with their types, and the first paragraph of its docstring. What it
-    returns is shown to the policy: text as it is, anything else as JSON. Raises TypeError: a parameter has no type, or one that JSON
-    has not."""
+    returns is shown to the policy: text as it is, anything else as JSON. Raises TypeError: a parameter has no type, or one that
+    JSON has not."""
     if isinstance(function, Tool):
         return function
     spec, parameters = _described(getattr(function, "__func__", function), inspect.ismethod(function))

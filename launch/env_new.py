@@ -8,43 +8,47 @@ from pathlib import Path
 
 from ..errors import ConfigError
 
-ENVIRONMENT = '''"""Tell how many letters a word has."""
+ENVIRONMENT = '''"""Tell how many letters a word has, with a tool that counts them."""
 
-from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task
+from slipstream.envs import Task, ToolEnv
 
 WORDS = ("apple", "cherry", "fig", "lemon", "banana", "pear", "plum", "raspberry")
 
 
-class {CLASS}(SimpleEnv):
+class {CLASS}(ToolEnv):
     def task(self, index):  # the same in every process; endless
         return Task(f"{NAME}-{{self.split}}-{{index}}", {{"word": self.rng(index).choice(WORDS)}})
 
-    async def reset(self, task):  # what the policy sees first
-        self.word = task.payload["word"]
-        return Observation((Message("user", f"How many letters has {{self.word}}? Answer with a number."),))
+    def question(self, task):  # what the policy sees first
+        return f"How many letters has {{task.payload['word']}}? Answer with a number."
 
-    async def step(self, message):  # the policy's message; must not block, see `in_thread`
-        return StepResult(reward=reward(message.content, self.word), done=True)
+    def tools(self):  # functions, or methods of this object
+        return [count_letters]
+
+    def score(self, task, answer):  # the reward of the policy's first message without a call
+        return float(answer.strip() == str(len(task.payload["word"])))
 
 
-def reward(answer, word):
-    return float(answer.strip() == str(len(word)))
+def count_letters(word: str) -> int:
+    """How many letters a word has."""
+    return len(word)
 '''
 
 CONFIG = """extends: quickstart   # `slipstream config quickstart` explains every key
 run: {{dir: runs/{NAME}}}
 env: {{kind: python, factory: "{NAME}:{CLASS}"}}
-agent: {{kind: single_turn}}
 """
 
 TEST = """import pytest
 from slipstream.configs.environments import PythonEnv
+from slipstream.envs import Task
 from slipstream.envs.check import CHECKS, run_check, subject_of
-from {NAME} import reward
+from {NAME} import {CLASS}
 
 
 def test_only_the_number_of_letters_is_rewarded():
-    assert [reward(answer, "pear") for answer in ("4", " 4\\n", "5", "four", "")] == [1.0, 1.0, 0.0, 0.0, 0.0]
+    env, task = {CLASS}(split="train", seed=0), Task("pear", {{"word": "pear"}})
+    assert [env.score(task, answer) for answer in ("4", " 4\\n", "5", "four", "")] == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", CHECKS)
