@@ -1,4 +1,4 @@
-"""An environment in ten lines: one class that is both the task source and the episode. The README has an example. A config selects
+"""An environment as one class, which is both the task source and the episode; docs/environments.md has an example. A config selects
 it by `env: {kind: python, factory: "my_package.my_module:MyEnv"}`.
 
 Invariants:
