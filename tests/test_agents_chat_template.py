@@ -13,8 +13,11 @@ from renderers.base import MODEL_RENDERER_MAP
 from slipstream.agents import load_renderer
 from slipstream.agents.demonstrations import render_demonstration
 from slipstream.agents.session import to_chat, to_tools
+from slipstream.configs import load
 from slipstream.envs import CALCULATOR, Message, Observation, ToolCall
 from slipstream.errors import ConfigError
+from slipstream.launch import preflight
+from slipstream.tests.runs import tiny_policy
 from slipstream.tests.sessions import Script, call, delivered, session_of
 
 CHATML = """{% if tools %}<|im_start|>system
@@ -209,14 +212,25 @@ def test_the_table_of_formats_is_true():
     """Each model that the page names has the format that it says, by the library's own list."""
     page = (Path(__file__).parent.parent / "docs" / "rollout.md").read_text()
     rows = re.findall(r"^\| ([^|]+?) \| `([a-z0-9.-]+)` \|", page.partition("## Chat formats")[2], re.MULTILINE)
+    rows = [row for row in rows if row[1] != "agent.renderer"]
     assert len(rows) > 10
     named = {name for _, name in rows}
     assert named - {"default"} <= set(MODEL_RENDERER_MAP.values())
     assert all(config_from_name(name) is not None for name in named)
+    models = {
+        model.rpartition("/")[2].lower(): name for model, name in MODEL_RENDERER_MAP.items() if "Prime" not in model
+    }
     for families, name in rows:
         for one in families.split(", ") if name != "default" else ():
-            of_family = {
-                format for model, format in MODEL_RENDERER_MAP.items() if one.replace(" ", "-").lower() in model.lower()
-            }
-            assert of_family == {name}, one
+            assert {found for model, found in models.items() if model.startswith(one.lower())} == {name}, one
     assert {one for families, name in rows if name == "default" for one in families.split(", ")} == set(FAMILIES)
+
+
+def test_tools_that_could_never_be_called_are_refused_before_the_start(tmp_path):
+    folder = tiny_policy(tmp_path / "policy")
+    config = load("quickstart", [f"model.path={folder}", "agent.renderer=default"])
+    assert "tokens" in preflight.prompt(config)  # its template writes calls
+    (folder / "chat_template.jinja").write_text(SEPARATED)
+    says = "agent.renderer: 'default' is the model's chat template, which has no known form of tool calls; .* has the tool 'calculator'"
+    with pytest.raises(ConfigError, match=says):
+        preflight.prompt(config)

@@ -112,7 +112,7 @@ async def test_a_wrong_call_is_told_and_the_episode_goes_on(shop, call, says):
 
 async def test_a_tool_that_raises_is_a_failure_and_no_reward(shop):
     with pytest.raises(
-        ToolError, match=r"the tool 'stock' failed: OSError: the shop is closed \(test_envs_tool_env.py, line \d+"
+        ToolError, match=r"the tool 'stock' failed: OSError: the shop is closed \(test_envs_tool_env.py:\d+ in stock"
     ):
         await shop.step(calls(("stock", {"count": 13})))
 
