@@ -231,6 +231,8 @@ def test_tools_that_could_never_be_called_are_refused_before_the_start(tmp_path)
     config = load("quickstart", [f"model.path={folder}", "agent.renderer=default"])
     assert "tokens" in preflight.prompt(config)  # its template writes calls
     (folder / "chat_template.jinja").write_text(SEPARATED)
-    says = "agent.renderer: 'default' is the model's chat template, which has no known form of tool calls; .* has the tool"
+    says = (
+        "agent.renderer: 'default' is the model's chat template, which has no known form of tool calls; .* has the tool"
+    )
     with pytest.raises(ConfigError, match=says):
         preflight.prompt(config)
