@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from renderers import Message as ChatMessage
-from renderers import RenderedTokens, ToolSpec
+from renderers import ChatTemplateTokenizer, RenderedTokens, ToolSpec
 from renderers.configs import DefaultRendererConfig
 from renderers.default import DefaultRenderer
 
@@ -36,8 +36,9 @@ class ChatTemplateRenderer(DefaultRenderer):
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template")
         parser = "qwen3" if CALL in str(tokenizer.chat_template) and CALL in tokenizer.get_vocab() else None
-        switches = {"enable_thinking": thinking, "thinking": thinking}
-        super().__init__(MarkingTokenizer(tokenizer), DefaultRendererConfig(tool_parser=parser, **switches))
+        switches: dict[str, Any] = {"enable_thinking": thinking, "thinking": thinking}
+        marking = cast(ChatTemplateTokenizer, MarkingTokenizer(tokenizer))
+        super().__init__(marking, DefaultRendererConfig(tool_parser=parser, **switches))
         exchange = self._text(EXCHANGE)
         if TEXT not in exchange:
             raise ValueError("its chat template does not show what an assistant says")

@@ -46,7 +46,7 @@ def load_renderer(name: str, tokenizer: Any, *, thinking: bool) -> Renderer:
         raise ConfigError(f"agent.renderer: {error}") from error
     try:
         if config is None:
-            config = create_renderer(tokenizer).config
+            config = cast(Any, create_renderer(tokenizer)).config  # each has one
         if isinstance(config, DefaultRendererConfig):
             return cast(Renderer, PlainTextRenderer(ChatTemplateRenderer(tokenizer, thinking=thinking), tokenizer))
         switch = type(config).template_field_names() & {"enable_thinking", "thinking"}

@@ -56,15 +56,18 @@ class ToolEnv(SimpleEnv):
     async def step(self, message: Message) -> StepResult:
         self._turn += 1
         if not message.tool_calls and not message.malformed:
-            if inspect.iscoroutinefunction(self.score):
-                return StepResult(reward=await self.score(self._task, message.content), done=True)
-            return StepResult(reward=await in_thread(self.score, self._task, message.content), done=True)
+            return StepResult(reward=await self._scored(message.content), done=True)
         if self._turn == self.turns:
             return StepResult(done=True, truncated=True)
         if message.malformed:
             return StepResult((Message("user", f"error: {message.malformed}"),))
         replies = [await call_tool(self._tools, call) for call in message.tool_calls]
         return StepResult(tuple(reply for reply, _ in replies))
+
+    async def _scored(self, answer: str) -> float:
+        score: Any = self.score
+        made = score(self._task, answer) if inspect.iscoroutinefunction(score) else in_thread(score, self._task, answer)
+        return await made
 
 
 def as_tool(function: Function | Tool) -> Tool:
