@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from renderers import Message as ChatMessage
 from renderers import ChatTemplateTokenizer, RenderedTokens, ToolSpec
+from renderers import Message as ChatMessage
 from renderers.configs import DefaultRendererConfig
 from renderers.default import DefaultRenderer
 
