@@ -115,12 +115,13 @@ def _begin(ratings: Path, header: RatingsHeader) -> None:
         found = msgspec.json.decode(first, type=RatingsHeader)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{ratings}, line 1: {error}; it holds no ratings, so name another --out") from None
-    for name in RatingsHeader.__struct_fields__:
+    if found == header:
+        return
+    why = "under other conditions: other rows or reward, another section `agent`, sampling or seed"
+    for name in ("model", "samples"):
         if getattr(found, name) != getattr(header, name):
-            raise ConfigError(
-                f"{ratings} was measured with {name} {getattr(found, name)}, not {getattr(header, name)}; remove it, or name "
-                "another --out"
-            )
+            why = f"with {name} {getattr(found, name)}, not {getattr(header, name)}"
+    raise ConfigError(f"{ratings} was measured {why}; remove it, or name another --out")
 
 
 def read_ratings(path: Path) -> list[TaskRating]:

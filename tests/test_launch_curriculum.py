@@ -193,6 +193,13 @@ def test_rows_are_rated_once_each_and_filtered_by_any_bounds(folder: Path) -> No
     assert rows[0]["prompt"] == f"Say {rows[0]['n']}."
     other = slipstream("rate", *config, "agent.max_tokens_per_turn=9", check=False)
     assert other.returncode == 2
-    assert "half.jsonl.ratings.jsonl was measured with conditions" in other.stderr
+    assert "half.jsonl.ratings.jsonl was measured under other conditions" in other.stderr
+    other = slipstream("rate", *config[:-1], "5", check=False)
+    assert (
+        "half.jsonl.ratings.jsonl was measured with samples 6, not 5; remove it, or name another --out" in other.stderr
+    )
     (folder / "my.py").write_text(f"{REWARD}\n")  # other bytes, so perhaps another reward
-    assert "half.jsonl.ratings.jsonl was measured with conditions" in slipstream("rate", *config, check=False).stderr
+    assert (
+        "half.jsonl.ratings.jsonl was measured under other conditions"
+        in slipstream("rate", *config, check=False).stderr
+    )
