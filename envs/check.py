@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import math
 import os
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from subprocess import PIPE
 from typing import Any, TypeVar
 
 import jsonschema
@@ -42,6 +44,7 @@ BLOCKED_S = 0.1  # longest stand-still of the event loop: hundreds of episodes s
 TRIES = 3  # of the check of the event loop
 STEP_S = 120.0  # longest task, reset or step; as in a run
 CLOSE_S = 30.0  # longest close; as in a run
+ALIVE_S = 1.0  # between signs of life while the event loop turns
 CANCEL_S = 5.0  # longest end of what was cancelled; as in a run
 OTHER_HASH_SEED = "77"  # of the process that makes the same tasks
 SAMPLES = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}  # of a JSON type
@@ -57,6 +60,7 @@ class Subject(msgspec.Struct, frozen=True):
     config: EnvironmentKind
     seed: int
     source: TaskSource
+    alive: Callable[[], None] = lambda: None  # a check calls it while it goes on
 
 
 def checked(value: object, kind: type[T], what: str) -> T:
@@ -161,17 +165,21 @@ async def step(env: Environment, message: Message, has_tools: bool) -> StepResul
     return result
 
 
-def payloads(source: TaskSource, indices: Sequence[int]) -> list[bytes]:
-    return [msgspec.json.encode(checked(source.task(i), Task, f"task {i}"), order="sorted") for i in indices]
+def payloads(source: TaskSource, indices: Sequence[int], alive: Callable[[], None] = lambda: None) -> list[bytes]:
+    made = list[bytes]()
+    for i in indices:
+        made.append(msgspec.json.encode(checked(source.task(i), Task, f"task {i}"), order="sorted"))
+        alive()
+    return made
 
 
 def tasks(subject: Subject) -> str:
     """The same tasks whatever was asked before, and in another process with another hash seed."""
-    indices = range(TASKS)
+    indices, alive = range(TASKS), subject.alive
     try:
-        here = payloads(subject.source, indices)
-        again = payloads(task_source(subject.config, "train", subject.seed), indices[::-1])[::-1]
-        held_out = payloads(task_source(subject.config, "eval", subject.seed), indices)
+        here = payloads(subject.source, indices, alive)
+        again = payloads(task_source(subject.config, "train", subject.seed), indices[::-1], alive)[::-1]
+        held_out = payloads(task_source(subject.config, "eval", subject.seed), indices, alive)
     except (ContractViolation, SlipstreamError):
         raise
     except Exception as error:  # whatever the environment raises
@@ -206,15 +214,22 @@ def _elsewhere(subject: Subject) -> list[bytes]:
     )
     given = (msgspec.json.encode(sys.path).decode(), msgspec.json.encode(subject.config).decode(), str(subject.seed))
     environment = {**os.environ, "PYTHONHASHSEED": OTHER_HASH_SEED}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code, *given], capture_output=True, env=environment, timeout=STEP_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise ContractViolation(f"another process made no tasks within {STEP_S:g} s") from None
-    _, mark, made = done.stdout.partition(b"\0tasks\0")
-    if done.returncode or not mark:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+    process, started = (
+        subprocess.Popen([sys.executable, "-c", code, *given], stdout=PIPE, stderr=PIPE, env=environment),
+        time.monotonic(),
+    )
+    with process:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                out, errors = process.communicate(timeout=ALIVE_S)
+                break
+            subject.alive()
+            if time.monotonic() - started > STEP_S:
+                process.kill()
+                raise ContractViolation(f"another process made no tasks within {STEP_S:g} s")
+    _, mark, made = out.partition(b"\0tasks\0")
+    if process.returncode or not mark:
+        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
         raise ContractViolation(f"another process cannot make the tasks: {last[0]}")
     return msgspec.msgpack.decode(made, type=list[bytes])
 
@@ -345,14 +360,21 @@ def run_check(name: str, subject: Subject) -> str:
     """What a check finds. Raises ContractViolation, ConfigError."""
     result: Any = CHECKS[name](subject)
     try:
-        return _run(result) if asyncio.iscoroutine(result) else result
+        return _run(result, subject.alive) if asyncio.iscoroutine(result) else result
     except EnvError as error:
         raise ContractViolation(str(error)) from error
 
 
-def _run(check: Coroutine[Any, Any, str]) -> str:
-    """As `asyncio.run`, which would wait for ever for a task that ignores its cancellation: such a task is left behind."""
+def _run(check: Coroutine[Any, Any, str], alive: Callable[[], None]) -> str:
+    """As `asyncio.run`, which would wait for ever for a task that ignores its cancellation: such a task is left behind. Calls
+    `alive` as long as the event loop turns."""
     loop = asyncio.new_event_loop()
+
+    def beat() -> None:
+        alive()
+        loop.call_later(ALIVE_S, beat)
+
+    loop.call_soon(beat)
     try:
         return loop.run_until_complete(check)
     finally:
@@ -365,6 +387,8 @@ def _run(check: Coroutine[Any, Any, str]) -> str:
         loop.close()
 
 
-def subject_of(config: EnvironmentKind, seed: int, split: Split = "train") -> Subject:
+def subject_of(
+    config: EnvironmentKind, seed: int, split: Split = "train", alive: Callable[[], None] = lambda: None
+) -> Subject:
     """Raises ConfigError where there is no such environment."""
-    return Subject(config, seed, task_source(config, split, seed))
+    return Subject(config, seed, task_source(config, split, seed), alive)

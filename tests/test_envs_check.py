@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from slipstream.configs.environments import Gymnasium, PythonEnv, TextArena
 from slipstream.envs import check as check_module
 from slipstream.envs.check import CHECKS, ContractViolation, run_check, subject_of
 from slipstream.launch.cli.main import main
+from slipstream.launch.env_check import check_environment
 
 FAULTY = '''
-import asyncio, random, threading, time
+import asyncio, os, random, re, threading, time
 from slipstream.envs import CALCULATOR, Message, Observation, SimpleEnv, StepResult, Task, ToolSpec, call_tool
 
 class Good(SimpleEnv):
@@ -58,6 +61,21 @@ class Blocks(Good):
     async def reset(self, task):
         time.sleep(0.3)
         return await super().reset(task)
+
+class BlocksForEver(Good):
+    async def step(self, message):
+        time.sleep(10**6)
+
+class HoldsTheLock(Good):
+    async def step(self, message):
+        re.match(r"(a+)+$", "a" * 60 + "b")
+
+class TaskBlocks(Good):
+    def task(self, index): time.sleep(10**6)
+
+class EndsItsProcess(Good):
+    async def step(self, message):
+        os._exit(3)
 
 class LeaksFiles(Good):
     kept = []
@@ -191,6 +209,35 @@ def test_the_command_prints_a_line_for_each_check(capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     assert "WRONG episodes     step returned the reward nan" in shown
     assert "ok    opening" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "why"),
+    [
+        (
+            "BlocksForEver",
+            "episodes",
+            r"it blocks its process for more than 4 s at faulty\.py:\d+ in step; run what blocks",
+        ),
+        (
+            "HoldsTheLock",
+            "episodes",
+            r"it blocks its process for more than 4 s at faulty\.py:\d+ in step; run what blocks",
+        ),
+        ("TaskBlocks", "tasks", r"it blocks its process for more than 4 s at faulty\.py:\d+ in task; run what blocks"),
+        ("EndsItsProcess", "episodes", r"it ended its process: exit status 3"),
+    ],
+)
+def test_what_blocks_or_ends_its_process_is_named(name: str, check: str, why: str) -> None:
+    before, lines = psutil.Process().children(), list[str]()
+    config = PythonEnv(factory=f"faulty:{name}")
+    assert not check_environment("env", config, 0, lines.append, silent_s=4.0)
+    assert psutil.Process().children() == before
+    assert lines[0] == f"env: {name}"
+    done = list(CHECKS).index(check)
+    assert [line.split()[0] for line in lines[1:]] == ["ok"] * done + ["WRONG"] + ["-"] * (len(CHECKS) - done - 1)
+    assert re.search(f"WRONG {check} +{why}", lines[done + 1])
+    assert lines[-1].endswith(f"not checked, after {check}")
 
 
 def test_what_cannot_be_checked_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,6 +68,7 @@ FULL = (
     r"test_envs_verifiers::test_the_import_of_math_verify",
     # The environment author's checks: the default tier plants faults that cost no fresh processes.
     r"test_envs_check::test_a_planted_fault_is_found\[(HashSeed|Blocks)-",
+    r"test_envs_check::test_what_blocks_or_ends.*\[(HoldsTheLock|TaskBlocks|EndsItsProcess)-",
     # Servers that are started for one refusal.
     r"test_rollout_sglang::test_a_server_whose_port_is_taken",
     # Layouts of the learner. The default tier has FSDP2 on one rank and two, and Megatron in every layout.

@@ -110,19 +110,11 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     """One line for each check; exit status 1 where one fails."""
-    from ...envs.check import CHECKS, ContractViolation, run_check, subject_of
+    from ..env_check import check_environment
 
     what = options.what
     given = ["env.kind=python", f"env.factory={what}"] if PYTHON_NAME.fullmatch(what) else []
     config = load("quickstart" if given else what, [*given, *options.overrides], notice=print_notice)
-    failed = False
-    for key, section in parts_by_key(config.env).items():
-        subject = subject_of(section, config.seed)
-        print_line(f"{key}: {subject.source.name}")
-        for name in CHECKS:
-            try:
-                found, mark = run_check(name, subject), "ok"
-            except (ContractViolation, ConfigError, EnvError) as error:
-                found, mark, failed = " ".join(str(error).split()), "WRONG", True
-            print_line(f"{mark:6}{name:13}{found}")
-    return VIOLATED if failed else 0
+    parts = parts_by_key(config.env).items()
+    hold = [check_environment(key, section, config.seed, print_line) for key, section in parts]
+    return 0 if all(hold) else VIOLATED
