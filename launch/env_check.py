@@ -32,6 +32,7 @@ from ..errors import ConfigError, SlipstreamError, encodable
 from .supervisor.processes import describe
 
 SILENT_S = STEP_S + 10.0  # beyond the longest step, which the child names itself as long as its event loop turns
+START_S = 300.0  # longest start of the child and making of its environment: some libraries take a minute to import
 WHERE_S = 2.0  # longest wait for the child's traceback
 PIECE = 1 << 16  # bytes read from a pipe at once
 ASK = signal.SIGUSR1  # makes the child write its traceback
@@ -93,12 +94,13 @@ def check_environment(
                     raise ConfigError(why)
                 case None:
                     os.kill(child.pid, ASK)
-                    where = _user_line(_read_all(traceback, WHERE_S)) or "in code that is not Python"
+                    line = _user_line(_read_all(traceback, WHERE_S))
+                    where = f" at {line}" if line else ""
                     show(
                         _line(
                             "WRONG",
                             left[0],
-                            f"it blocks its process for more than {silent_s:g} s at {where}; "
+                            f"it blocks its process for more than {silent_s:g} s{where}; "
                             "run what blocks by `await in_thread(...)`, and what Python cannot interrupt with env.isolate=1",
                         )
                     )
@@ -124,14 +126,15 @@ def _line(mark: str, name: str, found: str) -> str:
 
 
 def _messages(pipe: int, silent_s: float) -> Iterator[CheckMessage | None]:
-    """What the child sends, until it closes the pipe; None when it is silent for `silent_s`."""
-    rest = b""
+    """What the child sends, until it closes the pipe; None when it is silent for `silent_s`, or `START_S` at first."""
+    rest, limit = b"", max(START_S, silent_s)
     while True:
-        if not select.select([pipe], [], [], silent_s)[0]:
+        if not select.select([pipe], [], [], limit)[0]:
             yield None
             continue
         if not (piece := os.read(pipe, PIECE)):
             return
+        limit = silent_s
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
             yield msgspec.json.decode(line, type=CheckMessage)
