@@ -26,7 +26,7 @@ from .algorithm import (
     needs_reference,
 )
 from .backends import Fsdp2, Megatron, copy_ranks
-from .environments import EndlessTasks, EnvironmentKind, Mixture, PythonEnv, ReasoningGym, parts_by_key
+from .environments import EndlessTasks, EnvironmentKind, Harbor, Mixture, PythonEnv, ReasoningGym, parts_by_key
 from .reward import FIELDS, Judge, ModelReward, fields_of
 from .schema import Agent, Config, ProgramSandbox, parse_memory, parse_size
 from .sft import SftConfig
@@ -45,7 +45,7 @@ _PART_NAME = re.compile(r"[\w-]+")
 
 def check(config: Config) -> None:
     """Raises ConfigError with the first impossible combination, naming its keys and what is allowed."""
-    for find in (_values, _episode, _evaluation, _batch, _correction, _backend, _aux_models, _reward):
+    for find in (_values, _episode, _harbor, _evaluation, _batch, _correction, _backend, _aux_models, _reward):
         for problem in find(config):
             raise ConfigError(problem)
 
@@ -175,6 +175,26 @@ def _environment(key: str, env: EnvironmentKind, agent: Agent) -> Iterator[str]:
             f"agent.kind=single_turn answers once and cannot call the tool of {key}.calculator=true; "
             f"set {key}.calculator=false, or agent.kind=tool_calling"
         )
+
+
+def _harbor(config: Config) -> Iterator[str]:
+    """Limits of sandboxes hold before those of the run: what the policy does too slowly is told to it, and is no failure."""
+    rollout = config.rollout
+    for key, env in parts_by_key(config.env).items():
+        if not isinstance(env, Harbor):
+            continue
+        if env.command_s >= rollout.tool_s:
+            yield (
+                f"{key}.command_s={env.command_s:g}: a call of a tool may take {rollout.tool_s:g} s, which follow from "
+                f"rollout.episode_s={rollout.episode_s:g}; allowed is less"
+            )
+        if 2 * env.verifier_s > rollout.step_s:
+            yield (
+                f"{key}.verifier_s={env.verifier_s:g}: a task's solution and its tests are run within a reset, which may take "
+                f"{rollout.step_s:g} s; allowed are up to {rollout.step_s / 2:g}, or a longer rollout.episode_s"
+            )
+        for name in ("memory", "disk"):
+            parse_size(f"{key}.{name}", getattr(env, name))
 
 
 def _batch(config: Config) -> Iterator[str]:

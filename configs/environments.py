@@ -152,7 +152,50 @@ class OpenEnv(EndlessTasks, frozen=True, tag_field="kind", tag="openenv"):
     """Assistant messages before the environment ends the episode."""
 
 
-EnvironmentKind = ReasoningGym | PythonEnv | Dataset | Mcp | Gymnasium | TextArena | OpenEnv
+class Harbor(Tasks, frozen=True, tag_field="kind", tag="harbor"):
+    """Task folders in Harbor's format, played in our sandbox; the policy acts by the tool `shell`, and tests score the files that
+    it leaves."""
+
+    path: str
+    """A folder of task folders, each with `instruction.md` and `tests/test.sh`; or one of these."""
+    evaluation: str | Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.05
+    """Tasks to evaluate on: another such folder, or the share of those in `path` that is held out from training, at least one; 0
+    holds out none."""
+    max_turns: Positive = 30
+    """Assistant messages before the environment ends the episode; what was made by then is scored."""
+    command_s: AboveZero = 30.0
+    """Longest command of the policy in seconds; one that takes longer is stopped, and the policy is told."""
+    verifier_s: AboveZero = 60.0
+    """Longest run of a task's tests, and of its solution, in seconds; a task may ask for less. Tests that take longer earn 0."""
+    memory: str = "1GiB"
+    """Memory of all processes of a sandbox together."""
+    disk: str = "256MiB"
+    """Files of a sandbox, which are in memory, too."""
+    processes: Positive = 64
+    """Processes and threads of a sandbox."""
+    packages: str = ""
+    """A folder of Python packages for the sandboxes, for example with pytest (`pip install --target FOLDER pytest`)."""
+    skip_installs: bool = False
+    """Leave out what a Dockerfile's RUN lines install, instead of refusing such tasks: this host has it."""
+
+
+class NemoGym(Tasks, frozen=True, tag_field="kind", tag="nemo_gym"):
+    """An environment that a resources server of NeMo-Gym runs, with the rows of its data."""
+
+    url: str
+    """Of the resources server, for example `http://10.0.0.7:8080`; each episode has a session of its own there."""
+    path: str
+    """Its rows, each with `responses_create_params`: a `.jsonl` or `.parquet` file, or what the `datasets` package loads."""
+    evaluation: str | Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.05
+    """Rows to evaluate on: another such file, or the share of the rows of `path` that is held out from training, at least one; 0
+    holds out none."""
+    name: str = ""
+    """What reports call it; empty is `nemo_gym`."""
+    max_turns: Positive = 20
+    """Assistant messages before the environment ends the episode; what was done by then is verified."""
+
+
+EnvironmentKind = ReasoningGym | PythonEnv | Dataset | Mcp | Gymnasium | TextArena | OpenEnv | Harbor | NemoGym
 
 
 class Mixture(Section, frozen=True, tag_field="kind", tag="mixture"):
@@ -164,6 +207,12 @@ class Mixture(Section, frozen=True, tag_field="kind", tag="mixture"):
 
 PLACES = ("python", "keys")
 """Options of every kind that are files."""
+
+FILES: dict[type[Section], tuple[str, ...]] = {
+    Harbor: ("path", "evaluation", "packages"),
+    NemoGym: ("path", "evaluation"),
+}
+"""Options of one kind that are files, beside those of data; of a hub name only what exists is one."""
 
 BUILT_IN = frozenset(str(kind.__struct_config__.tag) for kind in (*get_args(EnvironmentKind), Mixture))
 
@@ -196,6 +245,10 @@ def without_placement(env: S) -> S:
 def _absolute(env: EnvironmentKind) -> EnvironmentKind:
     # Not resolved: an interpreter of a virtual environment is a link, and is itself only by its own path.
     env = structs.replace(env, **{name: os.path.abspath(path) for name in PLACES if (path := getattr(env, name))})
+    files = {name: getattr(env, name) for name in FILES.get(type(env), ())}
+    env = structs.replace(
+        env, **{name: _resolved(path) for name, path in files.items() if path and isinstance(path, str)}
+    )
     if not isinstance(env, DataSection):
         return env
     file, colon, function = env.reward.rpartition(":")

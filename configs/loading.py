@@ -28,7 +28,16 @@ from msgspec import inspect as reflect
 
 from ..errors import ConfigError
 from .checks import check
-from .environments import PLACES, DataSection, PythonEnv, Tasks, installed_kinds, is_installed, replace_installed_kinds
+from .environments import (
+    FILES,
+    PLACES,
+    DataSection,
+    PythonEnv,
+    Tasks,
+    installed_kinds,
+    is_installed,
+    replace_installed_kinds,
+)
 from .fields import default_tag, describe_schema, root, type_text, variants
 from .renamed import replacement_of
 from .schema import Config
@@ -276,7 +285,7 @@ def _validate_section(value: Tree, section: reflect.StructType, path: str) -> No
             default = {} if field.required else msgspec.to_builtins(field.default_factory())
             item = value[key] = default | item
         names_path = here + key in PATHS or (issubclass(section.cls, DataSection) and key in DATA_PATHS)
-        names_path = names_path or (issubclass(section.cls, Tasks) and key in PLACES)
+        names_path = names_path or (issubclass(section.cls, Tasks) and key in (*PLACES, *FILES.get(section.cls, ())))
         if isinstance(item, str) and names_path:
             item = value[key] = _expanded(here + key, item)
         _validate(item, annotations[key], default_tag(field), here + key)

@@ -11,8 +11,10 @@ from ..configs.environments import (
     Dataset,
     EnvironmentKind,
     Gymnasium,
+    Harbor,
     Mcp,
     Mixture,
+    NemoGym,
     OpenEnv,
     ReasoningGym,
     TextArena,
@@ -87,6 +89,14 @@ def task_source(config: EnvironmentKind, split: Split, seed: int, key: str = "en
         from .adapters.openenv import OpenEnvEnv
 
         return OpenEnvEnv(config, split, seed, key)
+    if isinstance(config, Harbor):
+        from .adapters.harbor.env import HarborEnv
+
+        return HarborEnv(config, split, seed, key)
+    if isinstance(config, NemoGym):
+        from .adapters.nemo_gym import NemoGymEnv
+
+        return NemoGymEnv(config, split, seed, key)
     factory = load_target(f"{key}.factory", config.factory)
     try:
         source = factory(split=split, seed=seed, **config.arguments)

@@ -239,9 +239,10 @@ def _check_first_tasks(parts: Sequence[EnvPart]) -> None:
 
 def _rows(parts: Sequence[EnvPart], what: str) -> list[str]:
     """Read all rows of data sets; how many there are. Raises ConfigError naming the first that is broken."""
+    from ..envs.adapters.nemo_gym import NemoGymEnv
     from ..envs.dataset.source import DatasetSource
 
-    sources = {part.name: part.source for part in parts if isinstance(part.source, DatasetSource)}
+    sources = {part.name: part.source for part in parts if isinstance(part.source, DatasetSource | NemoGymEnv)}
     for source in sources.values():
         source.check()
     return [f"{name}: {len(source)} rows {what}" for name, source in sources.items()]

@@ -3,51 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from slipstream.configs.environments import OpenEnv
 from slipstream.envs import Message, ToolCall, task_source
 from slipstream.envs.check import CHECKS, run_check, subject_of
 from slipstream.errors import ConfigError, EnvError
+from slipstream.tests.servers import SOON, needs, python_of, served
 
-ROOT = Path(__file__).parent.parent
-PYTHON = Path(os.environ.get("SLIPSTREAM_OPENENV_PYTHON", ROOT / ".venv-openenv" / "bin" / "python"))
-SOON = 60.0
-with_openenv = pytest.mark.skipif(
-    not PYTHON.exists(), reason=f"there is no {PYTHON}; make it by `bash requirements/install-env.sh openenv`"
-)
+with_openenv = needs("openenv")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    parent = (sys.executable, "-m", "slipstream.common.process")
-    process = subprocess.Popen([*parent, str(PYTHON), str(ROOT / "tests" / "openenv_server.py"), str(port)])
-    try:
-        asyncio.run(_listening(port))
-        yield f"http://127.0.0.1:{port}", process
-    finally:
-        process.kill()
-        process.wait(SOON)
-
-
-async def _listening(port: int) -> None:
-    async with asyncio.timeout(SOON):
-        while True:
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-            except OSError:
-                await asyncio.sleep(0.1)
-            else:
-                return writer.close()
+    with served(python_of("openenv"), "openenv_server.py") as running:
+        yield running
 
 
 def guess(number: object, name: str = "act") -> Message:

@@ -16,18 +16,16 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from ...errors import ConfigError
 from ..base import JSON
+from ..epochs import Numbers
 from ..loading import load_library
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 CHUNK = 1 << 26  # bytes of a file that are searched for line ends at once
 EMPTY = 2  # a line of so many bytes holds at most its own line end
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-Numbers = npt.NDArray[np.int64]
 
 
 class Rows(Protocol):

@@ -1,15 +1,12 @@
 """The data set as an environment: a row is a task, answered once, scored by the reward function.
 
 Invariants:
-- Every row is the task of exactly one index per epoch: with n rows, indices e * n to (e + 1) * n - 1 are a permutation of them,
-  which follows from the seed and e. The buffer counts indices durably, so this holds across restarts.
-- Rows held out for evaluation are never trained on. They are the same for every seed.
+- Every row is the task of exactly one index per epoch, and rows held out for evaluation are never trained on: see `epochs.py`.
 - All processes leave out the same rows for the length of their prompts, see `leave_out_long`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,12 +15,12 @@ import numpy as np
 from ...configs.environments import DataSection
 from ...errors import ConfigError, EnvError
 from ..base import JSON, Message, Observation, StepResult, Task
+from ..epochs import EpochOrder, numbers_of_split
 from ..simple import SimpleEnv, Split
 from .examples import MISSING, Example, find_columns, lookup, read_example
 from .rewards import load_reward
-from .rows import Numbers, open_rows
+from .rows import open_rows
 
-HELD_OUT_SEED = 20  # of the permutation whose beginning is held out, for every run: their evaluations can be compared
 TEMPLATE_TOKENS = 64  # more than a chat format adds to a message
 
 
@@ -43,11 +40,11 @@ class DatasetSource(SimpleEnv):
         )
         self._rows = open_rows(self._path_key, path)
         self.name = Path(config.path.partition("@")[0]).stem
-        self._numbers = self._of_split(len(self._rows))
+        numbers = numbers_of_split(len(self._rows), config.evaluation, split, key=key, what=f"rows of {config.path}")
+        self._order = EpochOrder(numbers, split, seed)
         first = self._first_row()
         self._columns = find_columns(key, config, first, needs_answer=self._reward.needs_answer)
         self._reward.check(f"{key}.reward", first)
-        self._order = functools.lru_cache(maxsize=2)(self._permutation)  # groups of two epochs overlap
 
     def _first_row(self) -> JSON:
         try:
@@ -55,23 +52,9 @@ class DatasetSource(SimpleEnv):
         except ValueError as error:
             raise ConfigError(f"{self._path_key}: {self._rows.place(0)}: {error}") from None
 
-    def _of_split(self, total: int) -> Numbers:
-        share = self.config.evaluation
-        if isinstance(share, str):
-            return np.arange(total)
-        held_out = max(1, round(share * total)) if share else 0
-        shuffled = np.random.default_rng(HELD_OUT_SEED).permutation(total)
-        numbers = np.sort(shuffled[:held_out] if self.split == "eval" else shuffled[held_out:])
-        if not len(numbers):
-            raise ConfigError(
-                f"{self.key}.evaluation: {share:g} of the {total} rows of {self.config.path} leaves none for "
-                f"{'evaluation' if self.split == 'eval' else 'training'}; name another file, or another share"
-            )
-        return numbers
-
     def __len__(self) -> int:
         """Rows in an epoch."""
-        return len(self._numbers)
+        return len(self._order.numbers)
 
     def task(self, index: int) -> Task:
         """See `TaskSource.task`. Raises EnvError where the row cannot be used."""
@@ -89,11 +72,8 @@ class DatasetSource(SimpleEnv):
         return self._rows.row(number)
 
     def row_number(self, index: int) -> int:
-        epoch, position = divmod(index, len(self._numbers))
-        return int(self._numbers[self._order(epoch)[position]])
-
-    def _permutation(self, epoch: int) -> Numbers:
-        return np.random.default_rng([self.seed, int(self.split == "eval"), epoch]).permutation(len(self._numbers))
+        """The number of a task's row in its file."""
+        return self._order.number(index)
 
     def _example(self, number: int) -> Example:
         """Raises ValueError naming the place of a row that cannot be used."""
@@ -107,7 +87,7 @@ class DatasetSource(SimpleEnv):
 
     def check(self) -> None:
         """Read every row of this split. Raises ConfigError naming the file and the line of the first that cannot be used."""
-        for number in self._numbers.tolist():
+        for number in self._order.numbers.tolist():
             example = self._valid_example(number)
             try:
                 self._reward.check_reference(example.reference)
@@ -123,19 +103,18 @@ class DatasetSource(SimpleEnv):
     def leave_out_long(self, fits: Callable[[Observation], bool], max_tokens: int) -> int:
         """Leave out the rows whose prompt does not fit; returns how many. Only rows with enough text for `max_tokens` are read: a
         token has at least a byte. Raises ConfigError where none is left."""
-        sizes = self._rows.sizes(self._columns.prompt)
-        suspects = np.ones(len(self._numbers), dtype=bool)
+        sizes, numbers = self._rows.sizes(self._columns.prompt), self._order.numbers
+        suspects = np.ones(len(numbers), dtype=bool)
         if sizes is not None:
-            suspects = sizes[self._numbers] + len(self.config.system.encode()) + TEMPLATE_TOKENS >= max_tokens
-        keep = np.ones(len(self._numbers), dtype=bool)
+            suspects = sizes[numbers] + len(self.config.system.encode()) + TEMPLATE_TOKENS >= max_tokens
+        keep = np.ones(len(numbers), dtype=bool)
         for position in np.flatnonzero(suspects).tolist():
-            keep[position] = fits(Observation(self._valid_example(int(self._numbers[position])).messages))
+            keep[position] = fits(Observation(self._valid_example(int(numbers[position])).messages))
         if not keep.any():
             raise ConfigError(
                 f"agent.max_tokens: {max_tokens} leaves no room for an answer: every prompt of {self.name} has as many tokens"
             )
-        self._numbers = self._numbers[keep]
-        self._order.cache_clear()
+        self._order.keep(keep)
         return int(np.count_nonzero(~keep))
 
     async def reset(self, task: Task) -> Observation:

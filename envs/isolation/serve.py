@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import zmq.asyncio
 
-from ...configs.environments import DataSection, EnvironmentKind
+from ...configs.environments import FILES, DataSection, EnvironmentKind
 from ...errors import ConfigError, DeadlineExceeded, EnvError, SlipstreamError, with_deadline
 from ...rpc.security import Keys, make_keys
 from ...rpc.server import RpcRequest, RpcServer
@@ -169,6 +169,10 @@ def _comparable(config: EnvironmentKind) -> str:
     if isinstance(config, DataSection):
         evaluation = Path(config.evaluation).name if isinstance(config.evaluation, str) else config.evaluation
         names = {"path": Path(config.path).name, "evaluation": evaluation, "reward": Path(config.reward).name}
+        config = msgspec.structs.replace(config, **names)
+    elif files := FILES.get(type(config)):
+        given = {name: getattr(config, name) for name in files}
+        names = {name: Path(path).name for name, path in given.items() if isinstance(path, str)}
         config = msgspec.structs.replace(config, **names)
     return options_of(config)
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from ...errors import ConfigError
@@ -51,6 +52,7 @@ class Bubblewrap:
     """Starts sandboxes with the Python at `python` on the host."""
 
     name = "bubblewrap"
+    shows_links = True
 
     def __init__(self, python: str) -> None:
         self._bwrap = find_bwrap()
@@ -73,6 +75,7 @@ class Bubblewrap:
         packages: str = "",
         mounts: tuple[Mount, ...] = (),
         gateway: GatewayAddress | None = None,
+        links: Mapping[str, str] = {},
     ) -> LaunchSpec:
         uid = unused_uid() if self._root else 1000
         passwd = f"sandbox:x:{uid}:{uid}::{HOME}:/bin/sh\n".encode()
@@ -96,6 +99,9 @@ class Bubblewrap:
         else:
             argv += ["--unshare-user", "--uid", str(uid), "--gid", str(uid)]
         argv += self._files(limits, packages, mounts, fds[1], fds[2])
+        for path, folder in links.items():
+            target = f"{HOME}/{folder}" if folder else HOME
+            argv += [*(("--perms", "1777", "--dir", target) if folder else ()), "--symlink", target, path]
         relay: tuple[str, ...] = ()
         if gateway is not None:
             fds.append(_in_memory("relay", text("relay").encode()))

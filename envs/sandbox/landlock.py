@@ -23,6 +23,7 @@ import stat
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 from ...common.owned_folders import OwnedFolder
@@ -65,6 +66,7 @@ class Landlock:
     """Starts sandboxes with the Python at `python`, which users without rights must be able to run."""
 
     name = "landlock"
+    shows_links = False
 
     def __init__(self, python: str) -> None:
         self._version = version()
@@ -91,6 +93,7 @@ class Landlock:
         packages: str = "",
         mounts: tuple[Mount, ...] = (),
         gateway: GatewayAddress | None = None,
+        links: Mapping[str, str] = {},
     ) -> LaunchSpec:
         if gateway is not None and self._version < PORTS:
             raise ConfigError(

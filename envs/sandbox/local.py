@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import cast, get_args
 
+from ...errors import ConfigError
 from .base import Ended, ExecResult, GatewayAddress, Limits, Mount
 from .kinds import require_sandbox
 from .process import ConfinedProcess, LaunchSpec, SandboxEnded
@@ -165,9 +166,10 @@ class LocalPool:
         packages: a folder of Python packages (`pip install --target FOLDER ...`) that programs in the sandbox may import.
         mounts: more files of the host, for all of its sandboxes.
         gateway: what commands in its sandboxes may connect to.
+        links: folders at the root of its sandboxes, such as `/app`, by the folders below home that they lead to; "" is home.
 
     Raises:
-        ConfigError: nothing can be confined here.
+        ConfigError: nothing can be confined here, or what confines cannot show links.
     """
 
     def __init__(
@@ -179,13 +181,19 @@ class LocalPool:
         packages: str = "",
         mounts: tuple[Mount, ...] = (),
         gateway: GatewayAddress | None = None,
+        links: Mapping[str, str] = {},
     ) -> None:
         self.limits = limits
         self.spare = spare
         self.confinement: Confinement = require_sandbox(kind)
+        if links and not self.confinement.shows_links:
+            raise ConfigError(
+                f"sandbox: {self.confinement.name} cannot show a folder under another name, as {next(iter(links))}; use bubblewrap"
+            )
         self._packages = packages
         self._mounts = mounts
         self._gateway = gateway
+        self._links = dict(links)
         self._ready: dict[Program, deque[ConfinedProcess]] = {"commands": deque(), "cells": deque()}
         self._starting: dict[Program, set[asyncio.Task[None]]] = {"commands": set(), "cells": set()}
         self._starts = asyncio.Semaphore(STARTS)
@@ -245,7 +253,7 @@ class LocalPool:
 
     async def _launch(self, program: Program) -> LaunchSpec:
         """In a thread: it makes files, and may read /proc. What its caller no longer waits for is discarded."""
-        options = program, self.limits, self._packages, self._mounts, self._gateway
+        options = program, self.limits, self._packages, self._mounts, self._gateway, self._links
         making = asyncio.ensure_future(asyncio.to_thread(self.confinement.launch, *options))
         try:
             return await asyncio.shield(making)

@@ -6,6 +6,7 @@ import functools
 import os
 import resource
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -26,9 +27,10 @@ folder."""
 
 
 class Confinement(Protocol):
-    """A kind of sandbox."""
+    """A kind of sandbox. `shows_links`: whether it can show a folder below home under another name."""
 
     name: str
+    shows_links: bool
 
     def launch(
         self,
@@ -37,6 +39,7 @@ class Confinement(Protocol):
         packages: str = "",
         mounts: tuple[Mount, ...] = (),
         gateway: GatewayAddress | None = None,
+        links: Mapping[str, str] = {},
     ) -> LaunchSpec:
         """How to start one. Raises ConfigError: it cannot be on this host; ToolError."""
         ...

@@ -1,0 +1,58 @@
+"""Servers of other libraries, started by the interpreter that has them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOON = 60.0
+
+
+def python_of(library: str) -> Path:
+    """The interpreter that has a library: the one that a variable names, else that of `requirements/install-env.sh`."""
+    named = os.environ.get(f"SLIPSTREAM_{library.upper()}_PYTHON")
+    return Path(named) if named else ROOT / f".venv-{library}" / "bin" / "python"
+
+
+def needs(library: str) -> pytest.MarkDecorator:
+    """Skips a test where there is no such interpreter."""
+    python = python_of(library)
+    reason = f"there is no {python}; make it by `bash requirements/install-env.sh {library}`"
+    return pytest.mark.skipif(not python.exists(), reason=reason)
+
+
+@contextlib.contextmanager
+def served(python: Path | str, script: str, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The URL and the process of `python tests/SCRIPT PORT ARGUMENTS...`, once it listens; it ends with this one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    parent = (sys.executable, "-m", "slipstream.common.process")
+    process = subprocess.Popen([*parent, str(python), str(ROOT / "tests" / script), str(port), *arguments])
+    try:
+        asyncio.run(_listening(port, process))
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        process.kill()
+        process.wait(SOON)
+
+
+async def _listening(port: int, process: subprocess.Popen[bytes]) -> None:
+    async with asyncio.timeout(SOON):
+        while True:
+            assert process.poll() is None, "the server has ended"
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                await asyncio.sleep(0.1)
+            else:
+                return writer.close()
