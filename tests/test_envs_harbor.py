@@ -160,28 +160,31 @@ async def test_packages_of_the_policys_user_are_not_imported_by_the_tests(tmp_pa
 
 
 async def test_what_the_policy_does_wrong_is_told_and_a_lost_sandbox_begins_at_the_start(tmp_path: Path) -> None:
-    env = await opened(harbor(write(tmp_path / "sum", SUM), command_s=1.0, max_turns=20))
+    env = await opened(harbor(write(tmp_path / "sum", SUM), command_s=2.0, memory="256MiB", max_turns=20))
     for wrong, told in (
         (shell("exit 3"), "[exit status 3]"),
-        (shell("sleep 60"), "[stopped: it took longer than 1 s]"),
+        (shell("sleep 60"), "[stopped: it took longer than 2 s]"),
         (Message("assistant", "", (ToolCall("bash", {"command": "ls"}, "c0"),)), "there is no tool 'bash'; use shell"),
         (Message("assistant", "", (ToolCall("shell", {"x": 1}, "c0"),)), 'the tool shell takes {"command": "..."}'),
         (Message("assistant", "", malformed="no JSON"), "error: no JSON"),
-        (
-            shell(
-                "echo 9 > numbers.txt; python3 -c 'x = [bytearray(1 << 28) for _ in range(9)]' & wait; cat numbers.txt"
-            ),
-            "9",
-        ),
+        (shell("echo 9 > numbers.txt; kill -9 -1; cat numbers.txt"), "9"),
     ):
         result = await env.step(wrong)
         assert told in result.messages[0].content
         assert not result.done
-    assert env._shell is not None
-    assert env._shell.box is not None
-    ended = await env.step(shell("dd if=/dev/zero of=/tmp/a bs=1M count=200 2>&1 | tail -1; kill -9 -1"))
-    assert not ended.done
-    assert (await played(env, DONE)).metrics["invalid"] == 3.0
+    hungry = "python3 -c 'x = b\"x\" * (150 << 20); import time; time.sleep(20)'"
+    lost = await env.step(shell(f"{hungry} & {hungry} & {hungry} & wait"))
+    assert "[stopped: it used more than 256 MiB of memory]; files and variables are lost" in lost.messages[0].content
+    again = await env.step(shell("pwd; cat numbers.txt greeting.txt"))
+    assert again.messages[0].content == "/srv/sum\n1 2 3hello there"
+    solved = await played(env, shell(SUM["solution/solve.sh"]), DONE)
+    assert (solved.reward, solved.metrics["invalid"]) == (0.75, 3.0)
+
+
+async def test_large_files_of_the_policy_are_taken_over_in_seconds(tmp_path: Path) -> None:
+    env = await opened(harbor(write(tmp_path / "answer", ANSWER)))
+    result = await played(env, shell("echo 42 > answer.txt; head -c 120000000 /dev/zero > data.bin"), DONE)
+    assert result.reward == 1.0
 
 
 async def test_a_policy_out_of_turns_is_scored_by_what_it_has_made(tmp_path: Path) -> None:
@@ -322,7 +325,7 @@ def test_tasks_are_held_out_and_come_once_per_epoch(tmp_path: Path) -> None:
 def test_it_keeps_the_contract(tmp_path: Path, name: str) -> None:
     for folder, files in (("sum", SUM), ("answer", ANSWER)):
         write(tmp_path / folder, files)
-    assert run_check(name, subject_of(harbor(tmp_path, max_turns=6), 0))
+    assert run_check(name, subject_of(harbor(tmp_path, max_turns=6, evaluation=0.5), 0))
 
 
 def test_a_config_names_folders_and_limits_that_fit_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,14 +125,17 @@ async def test_errors_of_the_server_and_its_absence_are_failures(server, tmp_pat
             await opened(gone)
 
 
-async def test_a_server_that_dies_in_an_episode_is_a_failure(tmp_path: Path) -> None:
-    with served(sys.executable, "nemo_gym_wire.py") as (url, process):
+def test_a_server_that_dies_in_an_episode_is_a_failure(tmp_path: Path) -> None:
+    async def play(url: str, process: subprocess.Popen[bytes]) -> None:
         env = await opened(NemoGym(url=url, path=rows(tmp_path, 7), evaluation=0.0))
         process.kill()
         process.wait(SOON)
         with pytest.raises(EnvError, match="cannot be used"):
             await env.step(look_up("number"))
         await env.close()
+
+    with served(sys.executable, "nemo_gym_wire.py") as running:
+        asyncio.run(play(*running))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +154,7 @@ def test_a_row_that_cannot_be_played_is_named(tmp_path: Path, written: dict[str,
     path.write_text(json.dumps(row(1)) + "\n" + json.dumps(written) + "\n")
     source = task_source(NemoGym(url="http://h", path=str(path), evaluation=0.0), "train", 0)
     assert isinstance(source, NemoGymEnv)
-    with pytest.raises(ConfigError, match=rf"env\.path: .*rows\.jsonl:2: .*{complaint}"):
+    with pytest.raises(ConfigError, match=rf"env\.path: .*rows\.jsonl, line 2: .*{complaint}"):
         source.check()
 
 
@@ -186,36 +189,39 @@ def called(name: str, **arguments: object) -> Message:
 
 @pytest.mark.full
 @with_nemo_gym
-async def test_a_resources_server_of_the_library_is_played() -> None:
+def test_a_resources_server_of_the_library_is_played() -> None:
     name = "example_multi_step"
-    with served(python_of("nemo_gym"), "nemo_gym_server.py", name, "ExampleMultiStepResourcesServer") as (url, process):
-        config = NemoGym(url=url, path=example_rows(name), evaluation=0.0)
-        source = task_source(config, "train", 0)
-        assert isinstance(source, NemoGymEnv)
-        source.check()
-        env, task = source.make(), source.task(0)
-        opening = await env.reset(task)
-        assert {tool.name for tool in opening.tools} == {"get_synonym_value", "extract_synonym_values"}
-        wrong = await env.step(called("get_synonym_value", x=1))
-        assert "error: " in wrong.messages[0].content
-        assert "synonym" in wrong.messages[0].content
-        found = [
-            json.loads((await env.step(called("get_synonym_value", synonym=word))).messages[0].content)["synonym_value"]
-            for word in task.payload["row"]["expected_synonyms"]
-        ]
-        assert found == task.payload["row"]["expected_synonym_values"]
-        await env.step(called("extract_synonym_values", synonym_values=found))
-        last = await env.step(Message("assistant", "done"))
-        assert (last.reward, last.done) == (1.0, True)
-        await env.close()
-        other = source.make()
-        await other.reset(task)
-        assert (await other.step(Message("assistant", "done"))).reward == 0.0
-        process.kill()
-        process.wait(SOON)
-        await other.close()
-        with pytest.raises(EnvError, match="cannot be used"):
-            await source.make().reset(task)
+    with served(python_of("nemo_gym"), "nemo_gym_server.py", name, "ExampleMultiStepResourcesServer") as running:
+        asyncio.run(play_synonyms(*running, NemoGym(url=running[0], path=example_rows(name), evaluation=0.0)))
+
+
+async def play_synonyms(url: str, process: subprocess.Popen[bytes], config: NemoGym) -> None:
+    source = task_source(config, "train", 0)
+    assert isinstance(source, NemoGymEnv)
+    source.check()
+    env, task = source.make(), source.task(0)
+    opening = await env.reset(task)
+    assert {tool.name for tool in opening.tools} == {"get_synonym_value", "extract_synonym_values"}
+    wrong = await env.step(called("get_synonym_value", x=1))
+    assert "error: " in wrong.messages[0].content
+    assert "synonym" in wrong.messages[0].content
+    found = [
+        json.loads((await env.step(called("get_synonym_value", synonym=word))).messages[0].content)["synonym_value"]
+        for word in task.payload["row"]["expected_synonyms"]
+    ]
+    assert found == task.payload["row"]["expected_synonym_values"]
+    await env.step(called("extract_synonym_values", synonym_values=found))
+    last = await env.step(Message("assistant", "done"))
+    assert (last.reward, last.done) == (1.0, True)
+    await env.close()
+    other = source.make()
+    await other.reset(task)
+    assert (await other.step(Message("assistant", "done"))).reward == 0.0
+    process.kill()
+    process.wait(SOON)
+    await other.close()
+    with pytest.raises(EnvError, match=f"{url} cannot be used"):
+        await source.make().reset(task)
 
 
 @pytest.mark.full

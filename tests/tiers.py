@@ -66,6 +66,9 @@ FULL = (
     # MCP servers that are started to die.
     r"test_envs_adapters::test_a_server_that_dies_or_hangs",
     r"test_envs_verifiers::test_the_import_of_math_verify",
+    # Task folders: limits that are waited for, and checks that another kind has in the default tier.
+    r"test_envs_harbor::test_(what_makes_the_tests_hang|large_files|tests_that_do_not_work.*\[2\])",
+    r"test_envs_harbor::test_it_keeps_the_contract\[(tasks|leaks|event loop)\]",
     # The environment author's checks: the default tier plants faults that cost no fresh processes.
     r"test_envs_check::test_a_planted_fault_is_found\[(HashSeed|Blocks)-",
     r"test_envs_check::test_what_blocks_or_ends.*\[(HoldsTheLock|TaskBlocks|EndsItsProcess)-",

@@ -23,13 +23,13 @@ PR_SET_DUMPABLE = 4
 
 
 def exactly(count):
-    data = b""
+    data = bytearray()  # files of a hundred MiB come in thousands of pieces
     while len(data) < count:
         piece = os.read(0, min(count - len(data), 1 << 20))
         if not piece:
             os._exit(0)  # the host has closed the sandbox, or ended
         data += piece
-    return data
+    return bytes(data)
 
 
 def answer(*parts):
@@ -211,13 +211,13 @@ def read(path, limit, flags=0):
             raise OSError(errno.EINVAL, "not a regular file")
         if found.st_size > limit:
             raise OSError(errno.EFBIG, "larger than the sandbox's disk")
-        data = b""
+        data = bytearray()
         while len(data) <= limit:
             piece = os.read(fd, 1 << 20)
             if not piece:
                 break
             data += piece
-        return [b"ok", data]
+        return [b"ok", bytes(data)]
     finally:
         os.close(fd)
 
