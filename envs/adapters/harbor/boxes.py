@@ -35,7 +35,7 @@ VERIFY = 'mkdir -p -- /logs/verifier /logs/agent "$1" && cd -- "$1" && /tests/te
 Files = Mapping[str, bytes]  # by their paths below the home of a sandbox
 
 
-class Score(msgspec.Struct, frozen=True):
+class HarborScore(msgspec.Struct, frozen=True):
     """What tests said: the reward, None where they left none that can be read, their other numbers, and the end of their output."""
 
     reward: float | None
@@ -81,7 +81,7 @@ class TaskBoxes:
             return None
         return {path: content for path, content in found.items() if not _is_ours(path)}
 
-    async def score(self, task: HarborTask, files: Files) -> Score:
+    async def score(self, task: HarborTask, files: Files) -> HarborScore:
         """Run the tests in a new sandbox with these files. Raises ToolError."""
         tests = await in_thread(_contents, Path(task.folder, "tests"), TESTS)
         box = await self.pool.open()
@@ -90,21 +90,21 @@ class TaskBoxes:
                 for path, content in (dict(files) | tests).items():
                     await box.write(path, content)
             except OSError as error:  # the policy's files and the tests together are more than the disk
-                return Score(None, {}, f"its files cannot be copied: {error}")
+                return HarborScore(None, {}, f"its files cannot be copied: {error}")
             # What the policy has put among its user's packages is not imported by the tests.
             environ = task.recipe.environ | task.verifier_environ | {"PYTHONNOUSERSITE": "1"}
             seconds = min(task.verifier_s, self._verifier_s)
             argv = ("/bin/bash", "-c", VERIFY, "bash", task.recipe.workdir)
             ran = await box.run(argv, wall_s=seconds, environ=environ)
             if ran.ended != "exited":
-                return Score(None, {}, ending(ran, msgspec.structs.replace(self.pool.limits, wall_s=seconds)))
+                return HarborScore(None, {}, ending(ran, msgspec.structs.replace(self.pool.limits, wall_s=seconds)))
             for name in REWARDS:
                 try:
                     written = await box.read(below_home(f"{LOGS}/verifier/{name}"))
                 except OSError:
                     continue
                 return _read_score(written, _tail(ran), is_json=name.endswith(".json"))
-            return Score(None, {}, f"they wrote no {LOGS}/verifier/reward.txt; {_tail(ran)}")
+            return HarborScore(None, {}, f"they wrote no {LOGS}/verifier/reward.txt; {_tail(ran)}")
         finally:
             await box.close()
 
@@ -170,7 +170,7 @@ def _tail(ran: ExecResult) -> str:
     return f"it printed: ...{printed[-SHOWN:]}" if len(printed) > SHOWN else f"it printed: {printed or 'nothing'}"
 
 
-def _read_score(written: bytes, printed: str, *, is_json: bool) -> Score:
+def _read_score(written: bytes, printed: str, *, is_json: bool) -> HarborScore:
     """A reward file; what is in it may be the policy's own, whose programs tests run."""
     try:
         found: JSON = (
@@ -179,7 +179,7 @@ def _read_score(written: bytes, printed: str, *, is_json: bool) -> Score:
             else {"reward": float(written[:LONGEST])}
         )
     except (ValueError, msgspec.DecodeError):
-        return Score(None, {}, printed)
+        return HarborScore(None, {}, printed)
     reward = next(iter(found.values())) if len(found) == 1 else found.get("reward")
     metrics = {f"tests_{name}": value for name, value in found.items() if math.isfinite(value) and name != "reward"}
-    return Score(reward if reward is not None and 0 <= reward <= 1 else None, metrics, printed)
+    return HarborScore(reward if reward is not None and 0 <= reward <= 1 else None, metrics, printed)
