@@ -49,7 +49,7 @@ class Tasks(Section, frozen=True, kw_only=True):
 
 
 class EndlessTasks(Tasks, frozen=True, kw_only=True):
-    """Of an environment that makes tasks without end."""
+    """Of an environment that makes tasks without end, or gives those of a folder or library again and again."""
 
     tasks: NonNegative = 0
     """Train on its first so many tasks, again and again; 0: no end. `pools` needs a number."""
@@ -152,7 +152,7 @@ class OpenEnv(EndlessTasks, frozen=True, tag_field="kind", tag="openenv"):
     """Assistant messages before the environment ends the episode."""
 
 
-class Harbor(Tasks, frozen=True, tag_field="kind", tag="harbor"):
+class Harbor(EndlessTasks, frozen=True, tag_field="kind", tag="harbor"):
     """Task folders in Harbor's format, played in our sandbox; the policy acts by the tool `shell`, and tests score the files that
     it leaves."""
 
@@ -179,7 +179,7 @@ class Harbor(Tasks, frozen=True, tag_field="kind", tag="harbor"):
     """Leave out what a Dockerfile's RUN lines install, instead of refusing such tasks: this host has it."""
 
 
-class NemoGym(Tasks, frozen=True, tag_field="kind", tag="nemo_gym"):
+class NemoGym(EndlessTasks, frozen=True, tag_field="kind", tag="nemo_gym"):
     """An environment that a resources server of NeMo-Gym runs, with the rows of its data."""
 
     url: str
