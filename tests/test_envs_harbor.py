@@ -160,10 +160,13 @@ async def test_packages_of_the_policys_user_are_not_imported_by_the_tests(tmp_pa
 
 
 async def test_what_the_policy_does_wrong_is_told_and_a_lost_sandbox_begins_at_the_start(tmp_path: Path) -> None:
-    env = await opened(harbor(write(tmp_path / "sum", SUM), command_s=2.0, memory="256MiB", max_turns=20))
+    slow = await opened(harbor(write(tmp_path / "sum", SUM), command_s=1.0))
+    told = await slow.step(shell("sleep 60"))
+    assert told.messages[0].content == "[stopped: it took longer than 1 s]"
+    await slow.close()
+    env = await opened(harbor(tmp_path / "sum", command_s=20.0, memory="256MiB", max_turns=20))
     for wrong, told in (
         (shell("exit 3"), "[exit status 3]"),
-        (shell("sleep 60"), "[stopped: it took longer than 2 s]"),
         (Message("assistant", "", (ToolCall("bash", {"command": "ls"}, "c0"),)), "there is no tool 'bash'; use shell"),
         (Message("assistant", "", (ToolCall("shell", {"x": 1}, "c0"),)), 'the tool shell takes {"command": "..."}'),
         (Message("assistant", "", malformed="no JSON"), "error: no JSON"),
@@ -172,7 +175,7 @@ async def test_what_the_policy_does_wrong_is_told_and_a_lost_sandbox_begins_at_t
         result = await env.step(wrong)
         assert told in result.messages[0].content
         assert not result.done
-    hungry = "python3 -c 'x = b\"x\" * (150 << 20); import time; time.sleep(20)'"
+    hungry = "python3 -c 'x = b\"x\" * (150 << 20); import time; time.sleep(60)'"
     lost = await env.step(shell(f"{hungry} & {hungry} & {hungry} & wait"))
     assert "[stopped: it used more than 256 MiB of memory]; files and variables are lost" in lost.messages[0].content
     again = await env.step(shell("pwd; cat numbers.txt greeting.txt"))
