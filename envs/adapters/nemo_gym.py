@@ -196,7 +196,7 @@ def _message(item: Any) -> Message:
         raise ValueError(f"its {PARAMETERS}.input has {item!r:.60}; allowed are messages of {', '.join(ROLES)}")
     content = item.get("content")
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        parts: list[Any] = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(content, str):
         raise ValueError(f"its {PARAMETERS}.input has a message that is not text: {item!r:.60}")
