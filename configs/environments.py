@@ -195,7 +195,33 @@ class NemoGym(EndlessTasks, frozen=True, tag_field="kind", tag="nemo_gym"):
     """Assistant messages before the environment ends the episode; what was done by then is verified."""
 
 
-EnvironmentKind = ReasoningGym | PythonEnv | Dataset | Mcp | Gymnasium | TextArena | OpenEnv | Harbor | NemoGym
+class Verifiers(EndlessTasks, frozen=True, tag_field="kind", tag="verifiers"):
+    """A taskset of the verifiers library, which plays its episodes itself; set `python` to an interpreter that has the library."""
+
+    taskset: str
+    """Its id: a module that is installed there, or in the folder in which the command is given."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """More of the library's settings of an environment, for example `{taskset: {split: train}, agent: {harness: {id: bash}}}`."""
+    evaluation: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.05
+    """Share of the tasks that is held out from training to evaluate on, at least one; 0 holds out none."""
+
+
+class Inspect(EndlessTasks, frozen=True, tag_field="kind", tag="inspect"):
+    """A task of Inspect (inspect-ai), which plays its samples itself; set `python` to an interpreter that has the library."""
+
+    task: str
+    """As the library's own command names it: `file.py@name`, or `package/name`."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the task."""
+    score: str = ""
+    """Which score is the reward: the name of a scorer, with `.KEY` where its score has several; empty is the only one."""
+    evaluation: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.05
+    """Share of the samples that is held out from training to evaluate on, at least one; 0 holds out none."""
+
+
+EnvironmentKind = (
+    ReasoningGym | PythonEnv | Dataset | Mcp | Gymnasium | TextArena | OpenEnv | Harbor | NemoGym | Verifiers | Inspect
+)
 
 
 class Mixture(Section, frozen=True, tag_field="kind", tag="mixture"):
@@ -245,6 +271,9 @@ def without_placement(env: S) -> S:
 def _absolute(env: EnvironmentKind) -> EnvironmentKind:
     # Not resolved: an interpreter of a virtual environment is a link, and is itself only by its own path.
     env = structs.replace(env, **{name: os.path.abspath(path) for name in PLACES if (path := getattr(env, name))})
+    if isinstance(env, Inspect):
+        file, at, name = env.task.rpartition("@")
+        env = structs.replace(env, task=f"{_resolved(file) if file else ''}{at}{name}")
     files = {name: getattr(env, name) for name in FILES.get(type(env), ())}
     env = structs.replace(
         env, **{name: _resolved(path) for name, path in files.items() if path and isinstance(path, str)}

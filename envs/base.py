@@ -107,7 +107,9 @@ class TaskSource(Protocol):
     with `split="eval"`.
 
     A source may declare `penalty`, a finite number: the reward of a failed episode where the config trains on failures
-    (`rollout.failures.REASON.then=train`). Without one, or with None, failed episodes of this environment are never trained on."""
+    (`rollout.failures.REASON.then=train`). Without one, or with None, failed episodes of this environment are never trained on.
+
+    A source whose environments own their loop declares `self_played = True`, see `self_played.py`."""
 
     name: str
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import time
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from .base import TaskSource
-from .check import in_time, moves, step
+from .check import in_time, step
+from .scripted_policy import scripted
 from .tools import in_thread
 
 BEAT_S = 0.001  # between two looks at the event loop
@@ -72,12 +72,13 @@ async def _play_until(
             began = time.perf_counter()
             opening = await in_time(env.reset(task), "reset")
             resets.append(time.perf_counter() - began)
-            for message in moves(opening.tools, random.Random(index)):
-                began = time.perf_counter()
-                result = await step(env, message, bool(opening.tools))
-                steps.append(time.perf_counter() - began)
-                if result.done:
-                    break
+            async with scripted(source, opening, index) as messages:
+                for message in messages:
+                    began = time.perf_counter()
+                    result = await step(env, message, bool(opening.tools))
+                    steps.append(time.perf_counter() - began)
+                    if result.done:
+                        break
         finally:
             await in_time(env.close(), "close")
         played += 1

@@ -15,12 +15,11 @@ import contextlib
 import gc
 import math
 import os
-import random
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from subprocess import PIPE
 from typing import Any, TypeVar
 
@@ -30,8 +29,9 @@ import psutil
 
 from ..configs.environments import EnvironmentKind
 from ..errors import EnvError, SlipstreamError, describe
-from .base import Environment, Message, Observation, StepResult, Task, TaskFile, TaskSource, ToolCall, ToolSpec
+from .base import Environment, Message, Observation, StepResult, Task, TaskSource
 from .registry import task_source
+from .scripted_policy import scripted
 from .simple import Split
 from .tools import in_thread
 
@@ -39,7 +39,6 @@ T = TypeVar("T")
 
 TASKS = 32  # whose equality between processes is checked
 EPISODES = 4  # tasks that are played
-EXTRA_TURNS = 4  # messages of text after one of each kind
 BLOCKED_S = 0.1  # longest stand-still of the event loop: hundreds of episodes share it
 TRIES = 3  # of the check of the event loop
 STEP_S = 120.0  # longest task, reset or step; as in a run
@@ -47,7 +46,6 @@ CLOSE_S = 30.0  # longest close; as in a run
 ALIVE_S = 1.0  # between signs of life while the event loop turns
 CANCEL_S = 5.0  # longest end of what was cancelled; as in a run
 OTHER_HASH_SEED = "77"  # of the process that makes the same tasks
-SAMPLES = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}  # of a JSON type
 
 
 class ContractViolation(Exception):
@@ -69,38 +67,6 @@ def checked(value: object, kind: type[T], what: str) -> T:
         return msgspec.convert(msgspec.to_builtins(value), kind)
     except (TypeError, msgspec.ValidationError) as error:
         raise ContractViolation(f"{what} returned {value!r:.80}, which is no valid {kind.__name__}: {error}") from None
-
-
-def moves(
-    tools: Sequence[ToolSpec], rng: random.Random, files: tuple[TaskFile, ...] | None = None
-) -> Iterator[Message]:
-    """One message of each kind that policies send, in a random order, then text; each with what is in the task's folder."""
-    said = [
-        Message("assistant", "I do not know."),
-        Message("assistant", ""),
-        Message("assistant", "", malformed="a tool call could not be read"),
-        Message("assistant", "", (ToolCall("no_such_tool", {}, "c0"),)),
-    ]
-    for tool in tools:
-        fitting = {k: sample(v) for k, v in tool.parameters.get("properties", {}).items()}
-        said.append(Message("assistant", "", (ToolCall(tool.name, {}, "c1"),)))
-        said.append(
-            Message("assistant", "", (ToolCall(tool.name, fitting, "c2"), ToolCall(tool.name, {"x": None}, "c3")))
-        )
-    rng.shuffle(said)
-    for message in said:
-        yield msgspec.structs.replace(message, files=files)
-    for _ in range(EXTRA_TURNS):
-        yield Message("assistant", rng.choice(["yes", "42", "[up]", "<answer>1</answer>"]), files=files)
-
-
-def sample(schema: Any) -> Any:
-    """A value that a property's schema allows, as far as it is simple."""
-    if not isinstance(schema, dict):
-        return "1"
-    if schema.get("enum"):
-        return schema["enum"][0]
-    return schema.get("minimum", SAMPLES.get(str(schema.get("type")), "1"))
 
 
 async def in_time(work: Awaitable[T], what: str, seconds: float | None = None) -> T:
@@ -134,12 +100,13 @@ async def play(source: TaskSource, index: int) -> bytes:
     try:
         opening = checked(await in_time(env.reset(task), "reset"), Observation, "reset")
         seen.append(opening)
-        for message in moves(opening.tools, random.Random(index), opening.files or None):
-            result = await step(env, message, bool(opening.tools))
-            seen.append((result.messages, result.reward, result.done, result.truncated))
-            if result.done:
-                break
-            await asyncio.sleep(0)
+        async with scripted(source, opening, index) as messages:
+            for message in messages:
+                result = await step(env, message, bool(opening.tools))
+                seen.append((result.messages, result.reward, result.done, result.truncated))
+                if result.done:
+                    break
+                await asyncio.sleep(0)
     finally:
         await in_time(env.close(), "close", CLOSE_S)
     return msgspec.json.encode(seen, order="sorted")
@@ -335,10 +302,11 @@ async def cancellation(subject: Subject) -> str:
     env = subject.source.make()
     task = await in_time(in_thread(subject.source.task, 0), "task 0")
     seen = checked(await in_time(env.reset(task), "reset"), Observation, "reset")
-    stepping = asyncio.ensure_future(env.step(next(moves(seen.tools, random.Random(0), seen.files or None))))
-    await asyncio.sleep(0)
-    stepping.cancel()
-    _, running = await asyncio.wait({stepping}, timeout=CANCEL_S)
+    async with scripted(subject.source, seen, 0) as messages:
+        stepping = asyncio.ensure_future(env.step(next(messages)))
+        await asyncio.sleep(0)
+        stepping.cancel()
+        _, running = await asyncio.wait({stepping}, timeout=CANCEL_S)
     started = time.perf_counter()
     await in_time(env.close(), "close after a cancelled step", CLOSE_S)
     if running:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +24,18 @@ def load_target(key: str, target: str) -> Any:
         public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
         raise ConfigError(f"{key}: {module_name!r} has no callable {name!r}; it has {', '.join(public) or 'none'}")
     return found
+
+
+def load_foreign_library(key: str, module: str, name: str) -> ModuleType:
+    """A library that does not fit beside ours, in the interpreter that `env.python` names. Raises ConfigError naming `key`, the
+    section, and how to make such an interpreter."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}.python: {sys.executable} cannot import {module} ({error}); make an environment by `bash "
+            f"requirements/install-env.sh {name}`, and set python to .venv-{name}/bin/python"
+        ) from None
 
 
 def load_library(key: str, module: str, extra: str) -> ModuleType:

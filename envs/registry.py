@@ -12,12 +12,14 @@ from ..configs.environments import (
     EnvironmentKind,
     Gymnasium,
     Harbor,
+    Inspect,
     Mcp,
     Mixture,
     NemoGym,
     OpenEnv,
     ReasoningGym,
     TextArena,
+    Verifiers,
     parts_by_key,
 )
 from ..configs.schema import Failure, Reason
@@ -29,12 +31,14 @@ from .simple import Split
 
 class EnvPart(msgspec.Struct, frozen=True):
     """One environment of a run: its name in trajectories and reports, its weight in every batch relative to the others' shares, its
-    tasks, and the reward of its failed episodes where they are trained on, None where it declares none."""
+    tasks, the reward of its failed episodes where they are trained on, None where it declares none, and whether it plays its
+    episodes itself (`self_played.py`)."""
 
     name: str
     share: float
     source: TaskSource
     penalty: float | None
+    self_played: bool = False
 
 
 def parts_of(config: EnvironmentKind | Mixture, split: Split, seed: int, section: str = "env") -> tuple[EnvPart, ...]:
@@ -97,6 +101,14 @@ def task_source(config: EnvironmentKind, split: Split, seed: int, key: str = "en
         from .adapters.nemo_gym import NemoGymEnv
 
         return NemoGymEnv(config, split, seed, key)
+    if isinstance(config, Verifiers):
+        from .adapters.verifiers import VerifiersEnv
+
+        return VerifiersEnv(config, split, seed, key)
+    if isinstance(config, Inspect):
+        from .adapters.inspect.env import InspectEnv
+
+        return InspectEnv(config, split, seed, key)
     factory = load_target(f"{key}.factory", config.factory)
     try:
         source = factory(split=split, seed=seed, **config.arguments)
@@ -118,4 +130,5 @@ def _part(key: str, name: str, config: EnvironmentKind, split: Split, seed: int)
     penalty = getattr(source, "penalty", None)
     if penalty is not None and not (isinstance(penalty, int | float) and math.isfinite(penalty)):
         raise ConfigError(f"{key}: {source.name} declares the penalty {penalty!r}; it must be a finite number, or None")
-    return EnvPart(name or source.name, config.share, source, None if penalty is None else float(penalty))
+    self_played = bool(getattr(source, "self_played", False))
+    return EnvPart(name or source.name, config.share, source, None if penalty is None else float(penalty), self_played)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ import aiohttp
 
 from ..configs import Config
 from ..envs import EnvPart, Message, ToolCall, ToolSpec, parts_of
+from ..envs.self_played import PolicyEndpoint, play_message
 from ..envs.tools import in_thread
 from ..errors import ConfigError, EngineError, describe
 from ..rollout.env_guard import EnvGuard, EpisodeLimits
@@ -114,6 +116,20 @@ def model(url: str, name: str, tell: Line) -> Player:
         message = called(found, answer.get("content") or "")
         tell(f"assistant: {message.content}{''.join(f' /{call[1]} {call[2]}' for call in found)}")
         return message
+
+    return reply
+
+
+def itself(url: str, name: str) -> Player:
+    """For environments that play themselves: with a model as in `model`, whose key is the variable OPENAI_API_KEY."""
+
+    async def reply(history: Sequence[Message], tools: Sequence[ToolSpec]) -> Message | None:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(MODEL_S)) as session:
+            try:
+                chosen = name or (await _json(session.get(f"{url}/models")))["data"][0]["id"]
+            except (aiohttp.ClientError, TimeoutError, ValueError, LookupError) as error:
+                raise EngineError(f"the model at {url} did not answer: {describe(error)}") from error
+        return play_message(PolicyEndpoint(url, os.environ.get("OPENAI_API_KEY", "none"), chosen))
 
     return reply
 

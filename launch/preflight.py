@@ -272,6 +272,8 @@ def prompt(config: Config) -> str:
         left_out = leave_out_long_prompts(parts, renderer, played.agent)
         key = f"evaluation.suites.{name}" if name else "agent"
         for part in parts:
+            if part.self_played:  # its library makes its prompts
+                continue
             opening = asyncio.run(_opening(part, config.rollout.step_s))
             tokens = prompt_tokens(renderer, config.agent, opening)
             if tokens >= room:

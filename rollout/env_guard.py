@@ -56,6 +56,7 @@ class EnvGuard:
 
     def __init__(self, part: EnvPart, limits: EpisodeLimits, task_lock: asyncio.Lock) -> None:
         self._part = part
+        self.self_played = part.self_played
         self._limits = limits
         self._task_lock = task_lock
         self._inner: Environment | None = None
@@ -93,7 +94,9 @@ class EnvGuard:
     @calls_user_code
     async def step(self, message: Message) -> StepResult:
         with self._attributed("step"):
-            result = await self._in_time(self._opened.step(message), "a step")
+            # The only step of an environment that plays itself is its whole episode.
+            seconds = self._limits.episode_s if self.self_played else self._limits.step_s
+            result = await self._in_time(self._opened.step(message), "a step", seconds)
             if not isinstance(result, StepResult):
                 raise EnvError(f"it returned {result!r:.100}; return StepResult(messages, reward, done)")
             reward = as_number(result.reward)
@@ -129,8 +132,9 @@ class EnvGuard:
         return self._inner
 
     @calls_user_code
-    async def _in_time(self, work: Awaitable[T], what: str) -> T:
-        """Await a call of the environment; an overrun during a tool call is attributed to the tool."""
+    async def _in_time(self, work: Awaitable[T], what: str, seconds: float | None = None) -> T:
+        """Await a call of the environment, `step_s` at most unless `seconds` says otherwise; an overrun during a tool call is
+        attributed to the tool."""
         self.calls.tool = ""
 
         def hint() -> str:
@@ -139,7 +143,8 @@ class EnvGuard:
             return f"it was in {stuck}, and its process was killed" if stuck else LOOK
 
         try:
-            return await with_deadline(self._limits.step_s, work, who="an episode", waits_for=what, hint=hint)
+            longest = self._limits.step_s if seconds is None else seconds
+            return await with_deadline(longest, work, who="an episode", waits_for=what, hint=hint)
         except DeadlineExceeded as error:
             if self.calls.tool:
                 raise ToolError(f"{error}; it was calling the tool {self.calls.tool!r}") from error

@@ -207,6 +207,10 @@ async def _run_agent(
     engine is the outcome also where the agent went on after it."""
     outcome, error = await _end_of_agent(agent, env, session, index, episode_s)
     failure = env.failure or session.failure
+    if env.self_played and failure is not None:  # the environment's error is what it makes of the policy's
+        failure = session.failure or failure
+        if _is_exhausted(failure, session):
+            return TRUNCATED, None
     return (outcome, error) if failure is None else (_failure(failure), failure)
 
 

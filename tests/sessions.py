@@ -21,6 +21,7 @@ from slipstream.rollout.env_guard import EpisodeLimits
 from slipstream.rollout.foreign_agent import through_gateway
 from slipstream.rollout.player import EpisodePlayer, EpisodeResult
 from slipstream.rollout.router import Router
+from slipstream.rollout.self_played import self_played
 from transformers import PreTrainedTokenizerBase
 
 
@@ -123,7 +124,7 @@ LEASE = Lease(3, 1, (2,), 0, 0, 0, 7)
 
 async def play_foreign(
     tokenizer: PreTrainedTokenizerBase,
-    agent: ForeignAgent | Agent | AgentSettings,
+    agent: ForeignAgent | Agent | AgentSettings | None,
     generate: Generate,
     source: TaskSource,
     *,
@@ -133,19 +134,23 @@ async def play_foreign(
     wall_s: float = 30.0,
     generated: list[int] | None = None,
 ) -> EpisodeResult:
-    """One episode as a worker plays it, through a gateway where `agent` takes an endpoint or is a program. `generated` receives
-    the number of tokens of each completion."""
+    """One episode as a worker plays it, through a gateway where `agent` takes an endpoint or is a program, or where the
+    environment plays itself, which needs no agent. `generated` receives the number of tokens of each completion."""
     renderer = load_renderer("qwen3", tokenizer, thinking=False)
     counts: list[int] = [] if generated is None else generated
     async with Gateway(agent.trained if isinstance(agent, AgentSettings) else "policy*") as gateway:
-        if isinstance(agent, AgentSettings):
-            played: Agent = CommandAgent(agent, gateway, wall_s)
+        plays_itself = bool(getattr(source, "self_played", False))
+        if plays_itself:
+            played = self_played(gateway)
+        elif isinstance(agent, AgentSettings):
+            played = CommandAgent(agent, gateway, wall_s)
         else:
+            assert agent is not None
             played = through_gateway(agent, gateway) if is_foreign(agent) else cast(Agent, agent)
         player = EpisodePlayer(
             load("quickstart"),
             played,
-            [EnvPart("env", 1.0, source, None)],
+            [EnvPart("env", 1.0, source, None, plays_itself)],
             cast(Router, Engines(generate)),
             lambda generate: session_of(renderer, tokenizer, generate, max_tokens, max_tokens_per_turn),
             (),

@@ -469,6 +469,7 @@ ALLOWED = {
     ("envs/sandbox/inside/confine.py", "os.waitpid"): "in the sandbox, whose limits the watchdog keeps",
     ("envs/verifiers/code.py", "asyncio.timeout"): "the limit of all cases of a program, beyond which it earns 0",
     ("envs/verifiers/process_pool.py", "asyncio.timeout"): "the limit of a verifier, which its caller decides about",
+    ("envs/adapters/inspect/player.py", "os.waitpid"): "of a process that was killed",
     ("envs/adapters/mcp.py", "asyncio.timeout"): "START_S and the tool's limit; raises EnvError or ToolError",
     ("rollout/player.py", "asyncio.timeout"): "the episode's own deadline, an outcome and no error",
     ("rollout/player.py", "asyncio.wait"): "of what was cancelled, within ABORT_S",

@@ -77,7 +77,9 @@ class EnvHost:
         match request:
             case Describe(source=key):
                 source = (await self._source(key)).source
-                return Description(source.name, getattr(source, "penalty", None))
+                return Description(
+                    source.name, getattr(source, "penalty", None), bool(getattr(source, "self_played", False))
+                )
             case MakeTask(source=key, index=index):
                 return TaskMade(await self._task(request.call, await self._source(key), index))
             case Demonstrate(source=key, task=task, seed=seed):

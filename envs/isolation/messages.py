@@ -84,6 +84,7 @@ class Description(msgspec.Struct, frozen=True, tag=True):
 
     name: str
     penalty: float | None
+    self_played: bool = False
 
 
 class TaskMade(msgspec.Struct, frozen=True, tag=True):

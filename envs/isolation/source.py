@@ -65,7 +65,7 @@ class IsolatedSource:
         """Raises ConfigError."""
         self._hosts, self._source = hosts, source
         described = describe_source(hosts, source, key)
-        self.name, self.penalty = described.name, described.penalty
+        self.name, self.penalty, self.self_played = described.name, described.penalty, described.self_played
 
     def task(self, index: int) -> Task:
         return self._ask(MakeTask(_new_id(), self._source, index), TaskMade).task

@@ -67,7 +67,12 @@ def _play(options: argparse.Namespace) -> int:
     config = load(options.config, options.overrides, notice=print_notice)
     part = env_play.part_of(config, options.part)
     url = options.model.rstrip("/")
-    player = env_play.model(url, options.name, print_line) if url else env_play.person()
+    if part.self_played and not url:
+        raise ConfigError(f"--model: {part.name} plays itself, with a model; name one")
+    with_model = (
+        env_play.itself(url, options.name) if part.self_played else env_play.model(url, options.name, print_line)
+    )
+    player = with_model if url else env_play.person()
     total = asyncio.run(env_play.play(part, config, options.task, player, print_line))
     print_line(f"the rewards are {total:g} in all")
     return 0

@@ -116,7 +116,18 @@ async def make_reward(context: RunContext) -> AsyncIterator[RewardModel | None]:
 
 @contextlib.asynccontextmanager
 async def make_agent(config: Config) -> AsyncIterator[Agent]:
-    """The agent of a process; one that was written elsewhere finds its policy at a gateway, which is open until the end."""
+    """The agent of a process, and beside it the one of environments that play themselves. What was written elsewhere finds its
+    policy at a gateway, which is open until the end."""
+    from ...agents import Gateway
+    from ...rollout.self_played import by_environment, self_played
+
+    # Also without such environments: an idle gateway is two sockets. Its model is called `policy`, whatever `agent.trained` names.
+    async with _configured_agent(config) as agent, Gateway() as gateway:
+        yield by_environment(agent, self_played(gateway))
+
+
+@contextlib.asynccontextmanager
+async def _configured_agent(config: Config) -> AsyncIterator[Agent]:
     from ...agents import Gateway, is_foreign, load_agent
     from ...agents.command import CommandAgent
     from ...rollout.foreign_agent import through_gateway
