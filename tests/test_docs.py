@@ -119,6 +119,11 @@ async def test_the_data_of_the_page_is_scored_by_its_function(tmp_path: Path, mo
         ("README.md", "shop:Shop", lambda task: {"tea": "3.20", "milk": "1.10"}.get(task.payload["item"], "2.75")),
         (
             "docs/environments.md",
+            "shop:Shop",
+            lambda task: {"tea": "3.20", "milk": "1.10"}.get(task.payload["item"], "2.75"),
+        ),
+        (
+            "docs/environments.md",
             "capitals:Capitals",
             lambda task: {"France": "Paris"}.get(task.payload["country"], "Tokyo"),
         ),
