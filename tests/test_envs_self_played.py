@@ -270,8 +270,8 @@ async def test_inspects_tools_scores_and_deaths(play: Play, tokenizer: PreTraine
                      r"env\.taskset: verifiers cannot load 'no_such_taskset'", marks=needs("verifiers")),
         pytest.param(lambda: inspect(task=f"{HERE / 'inspect_tasks.py'}@none"), r"env\.task: Inspect cannot load .*@none",
                      marks=needs("inspect")),
-        pytest.param(lambda: inspect(arguments={"counts": 3}), r"env\.task: Inspect cannot load .*counts", marks=needs("inspect")),
     ],
+    ids=["verifiers", "inspect"],
 )  # fmt: skip
 def test_what_a_library_cannot_load_is_one_line(make: Callable[[], Verifiers | Inspect], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as refused:
