@@ -99,8 +99,12 @@ def test_runs_that_chaos_cannot_reach_are_refused(tmp_path: Path) -> None:
 
 Plant = Callable[[sqlite3.Connection, Path], object]
 
-ONE = "(SELECT e.id FROM episodes e JOIN groups g ON g.id = group_id WHERE account = 'trained' AND trained_at > 4 LIMIT 1)"
-"""An episode that is in the weights, of a version that is old enough for the bound to matter."""
+ONE = (
+    "(SELECT e.id FROM episodes e JOIN groups g ON g.id = group_id JOIN told ON told.id = e.id"
+    " WHERE account = 'trained' AND trained_at > 4 LIMIT 1)"
+)
+"""An episode that is in the weights, of a version that is old enough for the bound to matter, and whose worker lived to hear that
+it is stored."""
 
 
 def sql(*statements: str) -> Plant:
@@ -203,7 +207,13 @@ def test_the_audit_finds(what: str, chaos_run: tuple[Path, dict], tmp_path: Path
     run = copied(chaos_run[0], tmp_path)
     assert not any(check.wrong for check in audit(run))
     plant, name = PLANTED[what]
+    lines = [
+        msgspec.json.decode(line) for log in (run / "audit").glob("worker-*") for line in log.read_bytes().splitlines()
+    ]
     with sqlite3.connect(run / "buffer.sqlite") as db:
+        db.execute("CREATE TEMP TABLE told (id TEXT)")
+        told = [(line["episode"],) for line in lines if line["type"] == "DeliveryAcknowledged"]
+        db.executemany("INSERT INTO told VALUES (?)", told)
         plant(db, run)
     db.close()
     (check,) = (check for check in audit(run) if name in check.name)
