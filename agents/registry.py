@@ -38,8 +38,8 @@ def load_renderer(name: str, tokenizer: Any, *, thinking: bool) -> Renderer:
     """The chat format `name` over `tokenizer` (a transformers tokenizer); `thinking` applies to formats with such a switch.
     `auto` is that of the model's name on the hub, `default` the tokenizer's own chat template. Sampled thinking stays in the
     context of later turns: the policy saw it when it acted. Control tokens in the text of users and tools stay text
-    (`plain_text.py`). Raises ConfigError naming `agent.renderer` where the name is
-    unknown, or the tokenizer has not the special tokens of that format."""
+    (`plain_text.py`). Raises ConfigError naming `agent.renderer` where the name is unknown, or the tokenizer has not the special
+    tokens of that format."""
     try:
         config = config_from_name(name)
     except ValueError as error:

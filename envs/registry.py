@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping, Sequence
 
@@ -17,6 +18,7 @@ from ..configs.environments import (
     Mixture,
     NemoGym,
     OpenEnv,
+    PythonEnv,
     ReasoningGym,
     TextArena,
     Verifiers,
@@ -27,6 +29,20 @@ from ..errors import ConfigError
 from .base import TaskSource
 from .loading import load_target
 from .simple import Split
+
+SOURCES: dict[type, tuple[str, str]] = {
+    ReasoningGym: (".reasoning_gym", "ReasoningGymEnv"),
+    Dataset: (".dataset.source", "DatasetSource"),
+    Mcp: (".adapters.mcp", "McpEnv"),
+    Gymnasium: (".adapters.gymnasium", "GymnasiumEnv"),
+    TextArena: (".adapters.textarena", "TextArenaEnv"),
+    OpenEnv: (".adapters.openenv", "OpenEnvEnv"),
+    Harbor: (".adapters.harbor.env", "HarborEnv"),
+    NemoGym: (".adapters.nemo_gym", "NemoGymEnv"),
+    Verifiers: (".adapters.verifiers", "VerifiersEnv"),
+    Inspect: (".adapters.inspect.env", "InspectEnv"),
+}
+"""Where the task source of each built-in kind is; it is imported when one is made, since some libraries take seconds."""
 
 
 class EnvPart(msgspec.Struct, frozen=True):
@@ -68,47 +84,9 @@ def task_source(config: EnvironmentKind, split: Split, seed: int, key: str = "en
         from .isolation.source import isolated_source
 
         return isolated_source(config, split, seed, key)
-    if isinstance(config, ReasoningGym):
-        # Imported here: importing reasoning-gym takes over a second, and engines and learners do not need it.
-        from .reasoning_gym import ReasoningGymEnv
-
-        return ReasoningGymEnv(config, split, seed, key)
-    if isinstance(config, Dataset):
-        from .dataset.source import DatasetSource
-
-        return DatasetSource(config, split, seed, key)
-    if isinstance(config, Mcp):
-        from .adapters.mcp import McpEnv
-
-        return McpEnv(config, split, seed, key)
-    if isinstance(config, Gymnasium):
-        from .adapters.gymnasium import GymnasiumEnv
-
-        return GymnasiumEnv(config, split, seed, key)
-    if isinstance(config, TextArena):
-        from .adapters.textarena import TextArenaEnv
-
-        return TextArenaEnv(config, split, seed, key)
-    if isinstance(config, OpenEnv):
-        from .adapters.openenv import OpenEnvEnv
-
-        return OpenEnvEnv(config, split, seed, key)
-    if isinstance(config, Harbor):
-        from .adapters.harbor.env import HarborEnv
-
-        return HarborEnv(config, split, seed, key)
-    if isinstance(config, NemoGym):
-        from .adapters.nemo_gym import NemoGymEnv
-
-        return NemoGymEnv(config, split, seed, key)
-    if isinstance(config, Verifiers):
-        from .adapters.verifiers import VerifiersEnv
-
-        return VerifiersEnv(config, split, seed, key)
-    if isinstance(config, Inspect):
-        from .adapters.inspect.env import InspectEnv
-
-        return InspectEnv(config, split, seed, key)
+    if not isinstance(config, PythonEnv):
+        module, name = SOURCES[type(config)]
+        return getattr(importlib.import_module(module, __package__), name)(config, split, seed, key)
     factory = load_target(f"{key}.factory", config.factory)
     try:
         source = factory(split=split, seed=seed, **config.arguments)

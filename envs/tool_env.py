@@ -44,14 +44,13 @@ class ToolEnv(SimpleEnv):
 
     def opening(self, task: Task) -> Observation:
         """The question and the tools, as `reset` returns them and demonstrations begin."""
-        asked = self.question(task)
-        messages = (Message("user", asked),) if isinstance(asked, str) else tuple(asked)
-        return Observation(messages, tuple(as_tool(one).spec for one in self.tools()))
+        return self._opening(task, [as_tool(one) for one in self.tools()])
 
     async def reset(self, task: Task) -> Observation:
         self._task, self._turn = task, 0
-        self._tools = {tool.spec.name: tool for tool in map(as_tool, self.tools())}
-        return self.opening(task)
+        tools = [as_tool(one) for one in self.tools()]
+        self._tools = {tool.spec.name: tool for tool in tools}
+        return self._opening(task, tools)
 
     async def step(self, message: Message) -> StepResult:
         self._turn += 1
@@ -63,6 +62,11 @@ class ToolEnv(SimpleEnv):
             return StepResult((Message("user", f"error: {message.malformed}"),))
         replies = [await call_tool(self._tools, call) for call in message.tool_calls]
         return StepResult(tuple(reply for reply, _ in replies))
+
+    def _opening(self, task: Task, tools: Sequence[Tool]) -> Observation:
+        asked = self.question(task)
+        messages = (Message("user", asked),) if isinstance(asked, str) else tuple(asked)
+        return Observation(messages, tuple(tool.spec for tool in tools))
 
     async def _scored(self, answer: str) -> float:
         score: Any = self.score
