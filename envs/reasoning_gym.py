@@ -27,7 +27,7 @@ from ..configs.environments import ReasoningGym
 from ..errors import ConfigError, EnvError
 from .base import JSON, Message, Observation, StepResult, Task, ToolCall
 from .simple import SimpleEnv, Split
-from .tools import CALCULATOR, InvalidCall, calculate, call_tool, in_thread
+from .tools import CALCULATOR, InvalidCall, ToolUse, calculate, in_thread
 
 CHUNK = 500  # tasks generated from one seed: the default dataset size of the families
 SYSTEM = "Answer as <answer>...</answer>."
@@ -45,7 +45,7 @@ class ReasoningGymEnv(SimpleEnv):
         self.name = config.family
         self._tools = {CALCULATOR.spec.name: CALCULATOR} if config.calculator else {}
         self._max_turns = config.max_turns if config.calculator else 1
-        self._index = self._turns = self._calls = self._errors = 0
+        self._index = self._turns = 0
         self._lock = threading.RLock()  # all members of a group need the same task at the same time
         self._chunk = lru_cache(maxsize=8)(self._make_chunk)
         # The members of a group use each several times.
@@ -113,20 +113,16 @@ class ReasoningGymEnv(SimpleEnv):
 
     async def reset(self, task: Task) -> Observation:
         """Raises EnvError where this process generates another question than the task holds."""
-        self._index = task.payload["index"]
+        self._index, self._use = task.payload["index"], ToolUse(self._tools)
         return await in_thread(self._open, task)
 
     async def step(self, message: Message) -> StepResult:
         self._turns += 1
-        if self._tools and message.malformed:
-            self._errors += 1
-            replies = (Message("user", f"error: {message.malformed}"),)
-        elif self._tools and message.tool_calls:
-            replies = tuple([await self._call(call) for call in message.tool_calls])
-        else:
+        if not self._tools or not (message.malformed or message.tool_calls):
             answer = extract_answer(message.content)
             reward = await in_thread(self.score, self._index, answer)
             return self._end(reward, answered=answer is not None)
+        replies = await self._use.answers(message)
         return StepResult(replies) if self._turns < self._max_turns else self._end(0.0, answered=False, truncated=True)
 
     def _open(self, task: Task) -> Observation:
@@ -137,14 +133,8 @@ class ReasoningGymEnv(SimpleEnv):
             )
         return self.opening(self._index)
 
-    async def _call(self, call: ToolCall) -> Message:
-        reply, valid = await call_tool(self._tools, call)
-        self._calls += 1
-        self._errors += not valid
-        return reply
-
     def _end(self, reward: float, *, answered: bool, truncated: bool = False) -> StepResult:
-        metrics = {"answered": float(answered), "tool_calls": float(self._calls), "tool_errors": float(self._errors)}
+        metrics = {"answered": float(answered)} | self._use.metrics
         return StepResult(reward=reward, done=True, truncated=truncated, metrics=metrics)
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from .base import JSON, Message, Observation, StepResult, Task, ToolSpec
 from .simple import SimpleEnv
-from .tools import InvalidCall, Tool, call_tool, in_thread
+from .tools import InvalidCall, Tool, ToolUse, in_thread
 
 Function = Callable[..., Any]
 
@@ -49,7 +49,7 @@ class ToolEnv(SimpleEnv):
     async def reset(self, task: Task) -> Observation:
         self._task, self._turn = task, 0
         tools = [as_tool(one) for one in self.tools()]
-        self._tools = {tool.spec.name: tool for tool in tools}
+        self._use = ToolUse({tool.spec.name: tool for tool in tools})
         return self._opening(task, tools)
 
     async def step(self, message: Message) -> StepResult:
@@ -58,10 +58,7 @@ class ToolEnv(SimpleEnv):
             return StepResult(reward=await self._scored(message.content), done=True)
         if self._turn == self.turns:
             return StepResult(done=True, truncated=True)
-        if message.malformed:
-            return StepResult((Message("user", f"error: {message.malformed}"),))
-        replies = [await call_tool(self._tools, call) for call in message.tool_calls]
-        return StepResult(tuple(reply for reply, _ in replies))
+        return StepResult(await self._use.answers(message))
 
     def _opening(self, task: Task, tools: Sequence[Tool]) -> Observation:
         asked = self.question(task)

@@ -92,6 +92,28 @@ async def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> tuple[Message,
     return Message("tool", content, tool_call_id=call.id, name=call.name), valid
 
 
+class ToolUse:
+    """Answers the calls of one episode, and counts them."""
+
+    def __init__(self, tools: Mapping[str, Tool]) -> None:
+        self._tools = tools
+        self._calls = self._errors = 0
+
+    async def answers(self, message: Message) -> tuple[Message, ...]:
+        """What follows a message of the policy that calls tools, or that cannot be read. Raises ToolError as `call_tool`."""
+        if message.malformed:
+            self._errors += 1
+            return (Message("user", f"error: {message.malformed}"),)
+        answered = [await call_tool(self._tools, call) for call in message.tool_calls]
+        self._calls += len(answered)
+        self._errors += sum(not valid for _, valid in answered)
+        return tuple(reply for reply, _ in answered)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
+
+
 async def _run(tool: Tool, arguments: JSON, seconds: float) -> str:
     run, name = tool.run, tool.spec.name
     work = run(arguments) if inspect.iscoroutinefunction(run) else in_thread(run, arguments)

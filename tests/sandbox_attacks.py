@@ -185,6 +185,14 @@ def marked(mark: str) -> list[int]:
     return found
 
 
+def still_marked(mark: str, seconds: float = 10.0) -> list[int]:
+    """Of the processes with `mark`, those that are there after `seconds`: the kernel ends what is killed one after the other."""
+    import psutil  # the attacks run where only the sandbox's own packages are sure to be
+
+    pids = set(marked(mark))
+    return [p.pid for p in psutil.wait_procs([p for p in psutil.process_iter() if p.pid in pids], timeout=seconds)[1]]
+
+
 async def attack_all(kind: str, port: int) -> dict:
     from slipstream.envs.sandbox import MIB, Limits, LocalPool
 

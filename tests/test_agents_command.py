@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from slipstream.agents import Completion, Gateway
 from slipstream.agents.command import CommandAgent
@@ -25,7 +24,7 @@ from slipstream.envs.sandbox.kinds import VARIABLE
 from slipstream.errors import ConfigError, EngineError
 from slipstream.rollout.player import EpisodeResult
 from slipstream.tests.episodes import Once
-from slipstream.tests.sandbox_attacks import marked
+from slipstream.tests.sandbox_attacks import still_marked
 from slipstream.tests.sessions import Script, play_foreign
 from slipstream.tests.test_docs import module_of
 from transformers import PreTrainedTokenizerBase
@@ -244,9 +243,7 @@ async def test_an_episode_that_is_over_leaves_no_program(play: Play, tokenizer: 
     script = Script(tokenizer, lambda number: asyncio.Event().wait())  # pyright: ignore[reportArgumentType]
     result = await play(program(f"# {mark}\n{CHAT}ask('x')"), generate=script, episode_s=1.5)
     assert (result.outcome.reason, script.cancelled) == ("timeout", 1)
-    pids = set(marked(mark))
-    left = [process for process in psutil.process_iter() if process.pid in pids]
-    assert psutil.wait_procs(left, timeout=10)[1] == []  # the kernel ends a sandbox's processes one after the other
+    assert still_marked(mark) == []
 
 
 # --- what it reaches --------------------------------------------------------------------------------------------------

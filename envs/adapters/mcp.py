@@ -25,7 +25,7 @@ from ..base import JSON, Message, Observation, StepResult, Task, ToolSpec
 from ..dataset.source import DatasetSource
 from ..loading import load_library
 from ..simple import Split
-from ..tools import InvalidCall, Tool, call_tool
+from ..tools import InvalidCall, Tool, ToolUse
 
 START_S = 60.0  # until a server has answered for the first time and named its tools
 CLOSE_S = 10.0  # until a session has ended; after that its task is cancelled, which kills its process
@@ -44,41 +44,26 @@ class McpEnv(DatasetSource):
         super().__init__(config, split, seed, key)
         self._server = config
         self._session: McpSession | None = None
-        self._tools: dict[str, Tool] = {}
-        self._turns = self._calls = self._errors = 0
 
     async def reset(self, task: Task) -> Observation:
         opening = await super().reset(task)
-        self._turns = self._calls = self._errors = 0
-        self._session = McpSession(self._server)
-        self._tools = await self._session.open()
-        return Observation(opening.messages, tuple(tool.spec for tool in self._tools.values()))
+        self._turns, self._session = 0, McpSession(self._server)
+        tools = await self._session.open()
+        self._use = ToolUse(tools)
+        return Observation(opening.messages, tuple(tool.spec for tool in tools.values()))
 
     async def step(self, message: Message) -> StepResult:
         self._turns += 1
-        if message.malformed:
-            self._errors += 1
-            replies = (Message("user", f"error: {message.malformed}"),)
-        elif message.tool_calls:
-            replies = tuple([await self._call(call) for call in message.tool_calls])
-        else:
+        if not (message.malformed or message.tool_calls):
             result = await super().step(message)
-            return StepResult((), result.reward, done=True, metrics=self._metrics() | result.metrics)
+            return StepResult((), result.reward, done=True, metrics=self._use.metrics | result.metrics)
+        replies = await self._use.answers(message)
         over = self._turns >= self._server.max_turns
-        return StepResult(replies, done=over, truncated=over, metrics=self._metrics())
+        return StepResult(replies, done=over, truncated=over, metrics=self._use.metrics)
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
-
-    async def _call(self, call: Any) -> Message:
-        reply, valid = await call_tool(self._tools, call)
-        self._calls += 1
-        self._errors += not valid
-        return reply
-
-    def _metrics(self) -> dict[str, float]:
-        return {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
 
 
 class McpSession:
