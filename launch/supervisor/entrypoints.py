@@ -227,7 +227,6 @@ async def rater(context: RunContext, index: int, heartbeat: HeartbeatSender, sto
         _ready(heartbeat)
         rows = {source.row_number(task): task for task in range(len(source))}
         wanted = sorted(rows)[: plan.rows or None]
-        numbers = {task: number for number, task in rows.items()}
         with MetricsWriter(path) as writer:
             known = {one.task for one in read_ratings(path)}
             tasks, done = [rows[number] for number in wanted if number not in known], 0
@@ -235,7 +234,7 @@ async def rater(context: RunContext, index: int, heartbeat: HeartbeatSender, sto
             def rated(one: TaskRating) -> None:
                 nonlocal done
                 done += 1
-                writer.append(msgspec.structs.replace(one, task=numbers[one.task]))
+                writer.append(msgspec.structs.replace(one, task=source.row_number(one.task)))
                 if done % max(1, len(tasks) // 10) == 0:
                     heartbeat.send_message(f"{len(wanted) - len(tasks) + done} of {len(wanted)} rows are rated")
 
