@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from slipstream.launch.launchers.local import free_ports
 
 ROOT = Path(__file__).parent.parent
 SOON = 60.0
@@ -33,9 +33,7 @@ def needs(library: str) -> pytest.MarkDecorator:
 @contextlib.contextmanager
 def served(python: Path | str, script: str, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The URL and the process of `python tests/SCRIPT PORT ARGUMENTS...`, once it listens; it ends with this one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_ports(1)[0]
     parent = (sys.executable, "-m", "slipstream.common.process")
     process = subprocess.Popen([*parent, str(python), str(ROOT / "tests" / script), str(port), *arguments])
     try:

@@ -18,6 +18,7 @@ from slipstream.configs.environments import Gymnasium, Mcp, TextArena
 from slipstream.envs import Message, StepResult, ToolCall, task_source
 from slipstream.envs.tools import ToolCallTracker
 from slipstream.errors import ConfigError, ToolError
+from slipstream.launch.launchers.local import free_ports
 
 SHOP = str(Path(__file__).parent / "mcp_shop.py")
 
@@ -275,8 +276,7 @@ async def test_turns_are_limited(shop: Mcp) -> None:
 
 
 async def test_a_server_over_http_has_a_session_of_each_episode(shop: Mcp) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     server = subprocess.Popen([sys.executable, SHOP, "http", str(port)], stderr=subprocess.DEVNULL)  # noqa: ASYNC220
     try:
         deadline = time.monotonic() + 30

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from slipstream.configs.schema import Agent, Config, Model, Rollout, Vllm
+from slipstream.launch.launchers.local import free_ports
 from slipstream.rollout.engines import registry as servers
 from slipstream.rollout.engines.vllm import launch as vllm_server
 from slipstream.tests.cache import cached
@@ -81,8 +81,8 @@ def one_gpu(host: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+    """A port for a server, as runs choose theirs: no outgoing connection takes it before the server has it."""
+    return free_ports(1)[0]
 
 
 @contextlib.contextmanager
