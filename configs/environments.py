@@ -49,10 +49,14 @@ class Tasks(Section, frozen=True, kw_only=True):
 
 
 class EndlessTasks(Tasks, frozen=True, kw_only=True):
-    """Of an environment that makes tasks without end, or gives those of a folder or library again and again."""
+    """Of an environment that gives tasks without end."""
 
     tasks: NonNegative = 0
-    """Train on its first so many tasks, again and again; 0: no end. `pools` needs a number."""
+    """Train on its first so many tasks, again and again; 0: all of them. `pools` needs a number where they have no end."""
+
+
+class LibraryTasks(EndlessTasks, frozen=True, kw_only=True):
+    """Of an environment that gives the tasks of a folder or library, a finite number, again and again."""
 
 
 class ReasoningGym(EndlessTasks, frozen=True, tag_field="kind", tag="reasoning_gym"):
@@ -152,7 +156,7 @@ class OpenEnv(EndlessTasks, frozen=True, tag_field="kind", tag="openenv"):
     """Assistant messages before the environment ends the episode."""
 
 
-class Harbor(EndlessTasks, frozen=True, tag_field="kind", tag="harbor"):
+class Harbor(LibraryTasks, frozen=True, tag_field="kind", tag="harbor"):
     """Task folders in Harbor's format, played in our sandbox; the policy acts by the tool `shell`, and tests score the files that
     it leaves."""
 
@@ -179,7 +183,7 @@ class Harbor(EndlessTasks, frozen=True, tag_field="kind", tag="harbor"):
     """Leave out what a Dockerfile's RUN lines install, instead of refusing such tasks: this host has it."""
 
 
-class NemoGym(EndlessTasks, frozen=True, tag_field="kind", tag="nemo_gym"):
+class NemoGym(LibraryTasks, frozen=True, tag_field="kind", tag="nemo_gym"):
     """An environment that a resources server of NeMo-Gym runs, with the rows of its data."""
 
     url: str
@@ -195,7 +199,7 @@ class NemoGym(EndlessTasks, frozen=True, tag_field="kind", tag="nemo_gym"):
     """Assistant messages before the environment ends the episode; what was done by then is verified."""
 
 
-class Verifiers(EndlessTasks, frozen=True, tag_field="kind", tag="verifiers"):
+class Verifiers(LibraryTasks, frozen=True, tag_field="kind", tag="verifiers"):
     """A taskset of the verifiers library, which plays its episodes itself; set `python` to an interpreter that has the library."""
 
     taskset: str
@@ -206,7 +210,7 @@ class Verifiers(EndlessTasks, frozen=True, tag_field="kind", tag="verifiers"):
     """Share of the tasks that is held out from training to evaluate on, at least one; 0 holds out none."""
 
 
-class Inspect(EndlessTasks, frozen=True, tag_field="kind", tag="inspect"):
+class Inspect(LibraryTasks, frozen=True, tag_field="kind", tag="inspect"):
     """A task of Inspect (inspect-ai), which plays its samples itself; set `python` to an interpreter that has the library."""
 
     task: str

@@ -109,7 +109,8 @@ class TaskSource(Protocol):
     A source may declare `penalty`, a finite number: the reward of a failed episode where the config trains on failures
     (`rollout.failures.REASON.then=train`). Without one, or with None, failed episodes of this environment are never trained on.
 
-    A source whose environments own their loop declares `self_played = True`, see `self_played.py`."""
+    A source whose environments own their loop declares `self_played = True`, see `self_played.py`. One that gives a finite number
+    of tasks again and again, once in each epoch, has that number as its `len`."""
 
     name: str
 

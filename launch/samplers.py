@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any
 
 from ..buffer.samplers import PoolSampler, SequentialSampler, TaskSampler
 from ..buffer.task_table import TaskTable
 from ..configs import Config
 from ..configs.environments import DataSection, EndlessTasks, EnvironmentKind, parts_by_key
+from ..envs.registry import task_source
 from ..errors import ConfigError, EnvError, describe_user_error
 from .prompts import training_rows
 
@@ -42,10 +44,11 @@ def check_samplers(config: Config) -> str:
 
 
 def _size_of(config: Config, key: str, part: EnvironmentKind) -> int:
-    """The rows of a data set that are trained on; 0 for other environments, whose tasks have no end."""
-    if not isinstance(part, DataSection):
-        return 0
-    return len(training_rows(config, part, key))
+    """The tasks of an epoch; 0 for an environment whose tasks have no end."""
+    if isinstance(part, DataSection):
+        return len(training_rows(config, part, key))
+    source = task_source(part, "train", config.seed, key)
+    return len(source) if isinstance(source, Sized) else 0
 
 
 def _make(key: str, name: str, tasks: int, seed: int) -> TaskSampler:

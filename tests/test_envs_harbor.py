@@ -19,6 +19,8 @@ from slipstream.envs.adapters.harbor.env import HarborEnv
 from slipstream.envs.check import CHECKS, run_check, subject_of
 from slipstream.envs.sandbox import LocalPool
 from slipstream.errors import ConfigError, EnvError, ToolError
+from slipstream.launch.row_counts import check_row_counts
+from slipstream.launch.samplers import make_samplers
 
 TEST = """#!/bin/bash
 if [ "$(cat /app/answer.txt 2>/dev/null)" = 42 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
@@ -322,6 +324,22 @@ def test_tasks_are_held_out_and_come_once_per_epoch(tmp_path: Path) -> None:
     assert set(names) | held == set("abcdefgh")
     others = task_source(harbor(tmp_path / "a", evaluation=str(tmp_path / "b")), "eval", 3)
     assert others.task(5).payload == {"task": "b"}
+
+
+def test_a_resumed_run_has_as_many_tasks_as_it_began_with(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in "abcd":
+        write(tmp_path / "tasks" / name, ANSWER)
+    config = load("quickstart", [f"env={{kind: harbor, path: {tmp_path}/tasks, evaluation: 0.25, sampler: pools}}"])
+    assert make_samplers(config)[1] == [3]
+    for _ in range(2):
+        check_row_counts(config, run)
+    write(tmp_path / "tasks" / "e", ANSWER)
+    with pytest.raises(
+        ConfigError, match=r"env.path: .*/tasks has 4 tasks to train on, and the run began with 3: .*restore"
+    ):
+        check_row_counts(config, run)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -287,10 +287,12 @@ async def test_an_interpreter_of_its_own_needs_four_small_packages(other_python:
     (tmp_path / "pinned.py").write_text(
         "import conflicting, sys\nfrom playground import *\n"
         "class Pinned(Playground):\n"
+        "    def __len__(self): return 5\n"
         "    async def step(self, message):\n"
         "        return StepResult((Message('user', sys.executable),), float(conflicting.VERSION), True)\n"
     )
     source = task_source(PythonEnv(factory="pinned:Pinned", python=other_python), "train", 0)
+    assert len(source) == 5
     env = await begun(source)
     result = await env.step(said("hm"))
     assert (result.messages[0].content, result.reward) == (other_python, 7.0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sized
 from typing import Any
 
 import msgspec
@@ -78,7 +78,10 @@ class EnvHost:
             case Describe(source=key):
                 source = (await self._source(key)).source
                 return Description(
-                    source.name, getattr(source, "penalty", None), bool(getattr(source, "self_played", False))
+                    source.name,
+                    getattr(source, "penalty", None),
+                    bool(getattr(source, "self_played", False)),
+                    len(source) if isinstance(source, Sized) else None,
                 )
             case MakeTask(source=key, index=index):
                 return TaskMade(await self._task(request.call, await self._source(key), index))

@@ -85,6 +85,7 @@ class Description(msgspec.Struct, frozen=True, tag=True):
     name: str
     penalty: float | None
     self_played: bool = False
+    tasks: int | None = None  # its `len`, if it has one
 
 
 class TaskMade(msgspec.Struct, frozen=True, tag=True):

@@ -55,16 +55,17 @@ def isolated_source(config: EnvironmentKind, split: Split, seed: int, key: str) 
         dataset = IsolatedDataset(config, split, seed, key)
         dataset.place(hosts, source)
         return dataset
-    return IsolatedSource(hosts, source, key)
+    described = describe_source(hosts, source, key)
+    if described.tasks is None:
+        return IsolatedSource(hosts, source, described)
+    return FiniteIsolatedSource(hosts, source, described)
 
 
 class IsolatedSource:
     """A task source in another process."""
 
-    def __init__(self, hosts: Hosts, source: SourceKey, key: str) -> None:
-        """Raises ConfigError."""
-        self._hosts, self._source = hosts, source
-        described = describe_source(hosts, source, key)
+    def __init__(self, hosts: Hosts, source: SourceKey, described: Description) -> None:
+        self._hosts, self._source, self._described = hosts, source, described
         self.name, self.penalty, self.self_played = described.name, described.penalty, described.self_played
 
     def task(self, index: int) -> Task:
@@ -84,6 +85,14 @@ class IsolatedSource:
             if isinstance(error, DeadlineExceeded) or not isinstance(error, SlipstreamError):
                 result_of(self._hosts.handle(CancelCall(request.call)), SOURCE_S, "the cancellation of a task")
             raise
+
+
+class FiniteIsolatedSource(IsolatedSource):
+    """One that gives the same tasks in each epoch."""
+
+    def __len__(self) -> int:
+        assert self._described.tasks is not None
+        return self._described.tasks
 
 
 class IsolatedDataset(DatasetSource):
