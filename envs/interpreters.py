@@ -12,8 +12,18 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+from ..errors import ConfigError
 from .base import JSON, ToolSpec
-from .sandbox import ExecResult, Limits, LocalPool, PythonSession, ShellSession, local_pool, require_sandbox
+from .sandbox import (
+    ExecResult,
+    Limits,
+    LocalPool,
+    PythonSession,
+    SandboxPool,
+    ShellSession,
+    local_pool,
+    require_sandbox,
+)
 from .sandbox.base import Ended
 from .tools import InvalidCall, Tool
 
@@ -46,14 +56,14 @@ class InterpreterTool:
         longest: characters of an answer.
 
     Raises:
-        ConfigError: nothing can be confined on this host.
+        ConfigError: nothing can be confined on this host, or the pool has no such sessions.
     """
 
     name: str
     argument: str
     description: str
 
-    def __init__(self, pool: LocalPool | None = None, *, longest: int = LONGEST) -> None:
+    def __init__(self, pool: SandboxPool | None = None, *, longest: int = LONGEST) -> None:
         if pool is None:
             require_sandbox()
         self._pool = pool
@@ -74,19 +84,18 @@ class InterpreterTool:
         if session is not None:
             await session.close()
 
-    async def _open(self, pool: LocalPool) -> InterpreterSession:
+    async def _open(self) -> InterpreterSession:
         raise NotImplementedError
 
     async def _run(self, arguments: JSON) -> str:
         program = arguments.get(self.argument)
         if not isinstance(program, str) or len(arguments) != 1:
             raise InvalidCall(f'the tool {self.name} takes {{"{self.argument}": "..."}}')
-        pool = self._pool or local_pool()
         async with self._lock:
             if self._session is None:
-                self._session = await self._open(pool)
+                self._session = await self._open()
             ran = await self._session.run(program)
-            text = told(ran, pool.limits)
+            text = told(ran, (self._pool or local_pool()).limits)
             if ran.exit_code is None:  # the sandbox is gone
                 await self.close()
                 text += "; files and variables are lost"
@@ -100,8 +109,16 @@ class PythonTool(InterpreterTool):
     argument = "code"
     description = "Run Python. Variables are kept between calls; prints and the last value are returned."
 
-    async def _open(self, pool: LocalPool) -> PythonSession:
-        return await pool.open_python()
+    def __init__(self, pool: SandboxPool | None = None, *, longest: int = LONGEST) -> None:
+        super().__init__(pool, longest=longest)
+        if pool is not None and not isinstance(pool, LocalPool):
+            raise ConfigError(
+                f"PythonTool: sessions of Python are on this host, not of a {type(pool).__name__}; take ShellTool"
+            )
+        self._local = pool
+
+    async def _open(self) -> PythonSession:
+        return await (self._local or local_pool()).open_python()
 
 
 class ShellTool(InterpreterTool):
@@ -111,8 +128,8 @@ class ShellTool(InterpreterTool):
     argument = "command"
     description = "Run a bash command. Files, the working folder and exported variables are kept between calls."
 
-    async def _open(self, pool: LocalPool) -> ShellSession:
-        return await pool.open_shell()
+    async def _open(self) -> ShellSession:
+        return ShellSession(await (self._pool or local_pool()).open())
 
 
 def told(ran: ExecResult, limits: Limits) -> str:

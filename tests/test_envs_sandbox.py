@@ -34,51 +34,15 @@ async def pool(request):
     await pool.close()
 
 
-async def test_commands_and_files(pool):
+async def test_files_of_the_host_are_neither_read_nor_written(pool):
     box = await pool.open()
-    ran = await box.run(
-        ("/bin/sh", "-c", "cat; echo problem >&2; echo $WORD > made; exit 3"), b"given", environ={"WORD": "x"}
-    )
-    assert ran == ExecResult("given", "problem\n", 3)
-    assert await box.read("made") == b"x\n"
-    await box.write("folder/data", bytes(range(256)) * 1000)
-    assert await box.read(f"{box.home}/folder/data") == bytes(range(256)) * 1000
-    ran = await box.run((box.python, "-I", "-c", "import sys, json, zlib; print(sys.version_info[0])"))
-    assert ran.stdout == "3\n"
-    assert ran.ok
-    missing = await box.run(("/no/such/program",))
-    assert (missing.exit_code, missing.stderr) == (127, "/no/such/program: No such file or directory\n")
-    assert (await box.run(("/bin/sh", "-c", "kill -TERM $$"))).exit_code == -15
-    await box.close()
-    await box.close()
-    with pytest.raises(ToolError, match="closed"):
-        await box.run(("/bin/true",))
-
-
-async def test_what_the_policy_did_to_its_files_is_an_os_error_and_blocks_nothing(pool):
-    box = await pool.open()
-    make = "mkfifo pipe; mkdir folder; ln -s loop loop; echo x > closed; chmod 0 closed"
-    await box.run(("/bin/sh", "-c", make))
-    for path in ("missing", "pipe", "folder", "loop", "/proc/kmsg", "/etc/shadow"):
+    for path in ("/proc/kmsg", "/etc/shadow"):
         with pytest.raises(OSError, match=path):
             await box.read(path)
-    for path in ("pipe", "folder", "loop/x", "/usr/x", "/etc/passwd"):
+    for path in ("/usr/x", "/etc/passwd"):
         with pytest.raises(OSError, match=path):
             await box.write(path, b"x")
-    with pytest.raises(OSError, match=r"room|space|large"):
-        await box.write("all", bytes(20 * MIB))
-    assert (await box.run(("/bin/echo", "fine"))).stdout == "fine\n"
     await box.close()
-
-
-async def test_two_sandboxes_share_nothing(pool):
-    one, other = await asyncio.gather(pool.open(), pool.open())
-    await one.write("secret", b"s")
-    spy = "import glob, os\nprint([glob.glob(p + '/**') for p in ('/box', '/tmp', os.path.dirname(os.getcwd()))])"
-    ran = await other.run((other.python, "-I", "-c", spy))
-    assert "secret" not in ran.stdout
-    assert one.home not in ran.stdout.replace("/box", "") or one.home == other.home
-    await asyncio.gather(one.close(), other.close())
 
 
 async def test_a_sandbox_that_its_program_ended_keeps_the_reason(pool):
@@ -122,17 +86,6 @@ async def test_a_sandbox_that_is_ended_from_outside_is_a_tool_error(pool):
     with pytest.raises(ToolError, match="from outside"):
         await box.read("x")
     await box.close()
-
-
-async def test_a_cancelled_caller_ends_what_runs(pool):
-    box = await pool.open()
-    running = asyncio.create_task(box.run(("/bin/sleep", "60")))
-    await asyncio.sleep(0.1)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    async with asyncio.timeout(20):
-        await box.close()
 
 
 async def test_what_leaves_its_commands_session_ends_with_it(pool):
@@ -284,18 +237,6 @@ async def test_a_cell_may_end_its_session_and_no_more(pool, ending):
     assert session.ended == ran.ended
     assert (await session.run("1")).ended == ran.ended
     await session.close()
-
-
-async def test_a_shell_keeps_files_folder_and_variables(pool):
-    shell = await pool.open_shell()
-    assert (await shell.run("mkdir -p a/b && cd a/b && export NAME='two words' && echo here > file")).ok
-    ran = await shell.run("cat file; echo $NAME; pwd; false")
-    assert ran.stdout.splitlines()[:2] == ["here", "two words"]
-    assert ran.stdout.splitlines()[2].endswith("/a/b")
-    assert ran.exit_code == 1
-    assert (await shell.run("exit 7")).exit_code == 7
-    assert (await shell.run("sleep 600 & echo started")).stdout == "started\n"  # and does not wait for it
-    await shell.close()
 
 
 async def test_sandboxes_that_are_started_ahead_are_used_once():

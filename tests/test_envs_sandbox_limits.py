@@ -6,14 +6,15 @@ import json
 
 import msgspec
 import pytest
-from slipstream.envs.sandbox import GIB, MIB, ExecResult, Limits, LocalPool
+from slipstream.envs.sandbox import GIB, MIB, ExecResult, Limits
+from slipstream.tests.sandbox_pools import ALL as KINDS
+from slipstream.tests.sandbox_pools import pool_of
 
-KINDS = ("bubblewrap", "landlock")
 FAR = Limits(wall_s=120, cpu_s=100, memory=4 * GIB, disk=GIB, processes=500, output=8 * MIB)
 
 
 async def ended(kind: str, program: str, **limits: float) -> ExecResult:
-    pool = LocalPool(msgspec.structs.replace(FAR, **limits), kind=kind)
+    pool = pool_of(kind, msgspec.structs.replace(FAR, **limits))
     box = await pool.open()
     try:
         return await box.run((box.python, "-I", "-S", "-c", program))

@@ -52,7 +52,9 @@ FULL = (
     r"test_envs_sandbox_attacks::.*(bubblewrap-user|landlock-root)",
     r"test_envs_sandbox::.*\[landlock",
     r"test_envs_sandbox::test_forked_processes",
-    r"test_envs_sandbox_limits::.*(landlock|many)",
+    r"test_envs_sandbox_limits::.*(landlock|swe-rex|many)",
+    r"test_envs_sandbox_contract::.*\[(landlock|swe-rex|forges|stops)",
+    r"test_envs_sandbox_contract::test_(the_disk_has|a_wrong_key|a_machine_that_does_not)",
     # Programs as agents: the stock SDKs take seconds to import.
     r"test_agents_command::test_a_program_with_the_stock_sdks",
     r"test_envs_verifiers::test_more_runaways",

@@ -3,6 +3,7 @@
 from .base import GIB, MIB, Ended, ExecResult, GatewayAddress, Limits, Mount, Sandbox, SandboxPool
 from .kinds import require_sandbox
 from .local import LocalPool, LocalSandbox, PythonSession, ShellSession, local_pool
+from .swerex import SweRexPool
 
 __all__ = [
     "GIB",
@@ -18,6 +19,7 @@ __all__ = [
     "Sandbox",
     "SandboxPool",
     "ShellSession",
+    "SweRexPool",
     "local_pool",
     "require_sandbox",
 ]

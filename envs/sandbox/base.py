@@ -116,6 +116,8 @@ class Sandbox(Protocol):
 class SandboxPool(Protocol):
     """Where sandboxes come from: on this host, or elsewhere."""
 
+    limits: Limits
+
     async def open(self) -> Sandbox:
         """A sandbox that was never used. Raises ToolError."""
         ...

@@ -8,7 +8,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import math
 import os
@@ -16,16 +15,16 @@ import resource
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import cast, get_args
+from typing import get_args
 
 from ...errors import ConfigError
-from .base import Ended, ExecResult, GatewayAddress, Limits, Mount
+from .base import Ended, ExecResult, GatewayAddress, Limits, Mount, Sandbox
+from .frames import ENVELOPE, file_parts, folder_of, result_of
 from .kinds import require_sandbox
 from .process import ConfinedProcess, LaunchSpec, SandboxEnded
 from .programs import Confinement, Program
 
 FILE_S = 60.0  # longest reading or writing of a file
-ENVELOPE = 4096  # bytes of an answer beside the texts in it
 STARTS = 2 * (os.cpu_count() or 1)  # sandboxes that start at once; more would only be slower, each of them
 SPARE = 4  # sandboxes that wait in the pool of an event loop: 12 MiB each
 
@@ -70,31 +69,20 @@ class LocalSandbox:
         await self._file(("write", path, data))
 
     async def read(self, path: str) -> bytes:
-        return (await self._file(("read", path, self._limits.disk)))[1]
+        return (await self._file(("read", path, self._limits.disk), 1))[0]
 
     async def read_folder(self, path: str) -> dict[str, bytes]:
-        _, *parts = await self._file(("folder", path, self._limits.disk))
-        if len(parts) % 2:
-            raise OSError(errno.EIO, "what runs in the sandbox answered in its place")
-        found: dict[str, bytes] = {}
-        for name, content in zip(parts[::2], parts[1::2], strict=True):
-            with contextlib.suppress(UnicodeDecodeError):
-                found[name.decode()] = content
-        return found
+        return folder_of(await self._file(("folder", path, self._limits.disk)))
 
     async def close(self) -> None:
         await self._process.close()
 
-    async def _file(self, request: tuple[object, ...]) -> list[bytes]:
+    async def _file(self, request: tuple[object, ...], count: int | None = None) -> list[bytes]:
         try:
-            kind, *rest = await self._ask(request, FILE_S)
+            parts = await self._ask(request, FILE_S)
         except SandboxEnded as end:
             raise OSError(errno.EIO, f"the sandbox was ended by what ran in it ({end.reason})") from None
-        if kind == b"error" and len(rest) == 2 and rest[0].isdigit():
-            raise OSError(int(rest[0]), rest[1].decode(errors="replace"), request[1])
-        if kind != b"ok" or (request[0] == "read" and len(rest) != 1):
-            raise OSError(errno.EIO, "what runs in the sandbox answered in its place")
-        return [kind, *rest]
+        return file_parts(parts, str(request[1]), count)
 
     async def _ask(self, request: tuple[object, ...], seconds: float) -> list[bytes]:
         limit = max(2 * self._limits.output, self._limits.disk) + ENVELOPE
@@ -146,7 +134,7 @@ class ShellSession:
     """A shell that keeps its files, folder and exported variables between commands. Processes in the background end with
     their command."""
 
-    def __init__(self, sandbox: LocalSandbox) -> None:
+    def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
 
     async def run(self, command: str, wall_s: float | None = None) -> ExecResult:
@@ -206,10 +194,6 @@ class LocalPool:
     async def open_python(self) -> PythonSession:
         """A session that was never used. Raises ToolError."""
         return PythonSession(await self._take("cells"), self.limits)
-
-    async def open_shell(self) -> ShellSession:
-        """A session that was never used. Raises ToolError."""
-        return ShellSession(await self.open())
 
     async def fill(self, program: Program) -> None:
         """Return when `spare` sandboxes wait for `program`."""
@@ -276,12 +260,7 @@ class LocalPool:
 def _result(parts: list[bytes], process: ConfinedProcess) -> ExecResult:
     """What a sandbox answered; one that answers otherwise is not ours any more."""
     try:
-        ended, code, out, err = parts
-        if ended.decode() not in get_args(Ended):
-            raise ValueError(ended)
-        return ExecResult(
-            out.decode(errors="replace"), err.decode(errors="replace"), int(code), cast(Ended, ended.decode())
-        )
+        return result_of(parts)
     except ValueError:
         process.kill("killed")
         return ExecResult("", "", None, "killed")

@@ -23,12 +23,12 @@ import msgspec
 
 from ...errors import DeadlineExceeded, ToolError, with_deadline
 from .base import Ended, Limits, Reason
+from .frames import FRAME, parts_of
 from .watchdog import WATCHDOG, Watched, kill_session
 
 START_S = 60.0  # longest start of a sandbox: a second on a very busy machine, more where all start at once
 END_S = 30.0  # longest wait for the kernel to end killed processes
 GRACE_S = 2.0  # what an answer may take beyond the limit that is enforced inside
-FRAME = 4  # bytes of a length
 MESSAGES = 1 << 14  # bytes of the sandbox's own messages, shown when it does not start
 
 
@@ -157,7 +157,7 @@ class ConfinedProcess:
                     body = marshal.dumps(request, 2)
                     self._writer.write(len(body).to_bytes(FRAME, "big") + body)
                     await self._writer.drain()
-                    return _parts(await self._frame(limit))
+                    return parts_of(await self._frame(limit))
             except TimeoutError:
                 self.kill("wall")
             except ValueError:  # no answer of ours: the policy has taken the process over
@@ -208,7 +208,7 @@ class ConfinedProcess:
 
     async def _greeting(self) -> None:
         try:
-            ready, _, python = _parts(await self._frame(MESSAGES))
+            ready, _, python = parts_of(await self._frame(MESSAGES))
         except (asyncio.IncompleteReadError, ConnectionError, ValueError):
             ready, python = b"", b""
         if ready != b"ready":
@@ -253,15 +253,3 @@ class ConfinedProcess:
         with contextlib.suppress(BlockingIOError):
             return os.read(self._messages, MESSAGES).decode(errors="replace").strip().replace("\n", "; ")
         return ""
-
-
-def _parts(body: bytes) -> list[bytes]:
-    parts, at = [], 0
-    while at < len(body):
-        size = int.from_bytes(body[at : at + FRAME], "big")
-        at += FRAME
-        if at + size > len(body):
-            raise ValueError("a part longer than its answer")
-        parts.append(body[at : at + size])
-        at += size
-    return parts

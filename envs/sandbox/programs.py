@@ -17,6 +17,7 @@ Program = Literal["commands", "cells"]
 """`commands` runs commands and keeps files, `cells` runs cells of Python and keeps their variables."""
 
 INSIDE = Path(__file__).parent / "inside"
+NEEDS = {"commands": ("framing", "execute"), "cells": ("framing",), "once": ("framing", "execute")}
 FILES = 256  # open files of a process
 FILE_COST = 1024  # bytes of the kernel's memory that an empty file takes; they count as its disk
 OURS = 2  # processes beside the policy's that the kernel counts with them
@@ -51,8 +52,9 @@ class Confinement(Protocol):
 
 @functools.cache
 def text(*names: str) -> str:
-    """The text of files in `inside/`, one after another."""
-    return "\n".join((INSIDE / f"{name}.py").read_text(encoding="utf-8") for name in names)
+    """The text of files in `inside/`, one after another; what a file needs stands before it."""
+    files = [file for name in names for file in (*NEEDS.get(name, ()), name)]
+    return "\n".join((INSIDE / f"{file}.py").read_text(encoding="utf-8") for file in files)
 
 
 def python_candidates() -> tuple[str, ...]:
@@ -74,12 +76,12 @@ def variables(home: str, path: str, packages: str) -> dict[str, str]:
     return found | ({"PYTHONPATH": packages} if packages else {})
 
 
-def rlimits(limits: Limits, processes: int) -> tuple[tuple[int, int], ...]:
-    """Limits of each process, as numbers for `setrlimit`. RLIMIT_DATA and not RLIMIT_AS: programs that reserve address space and do
-    not use it, such as Node's, run."""
+def rlimits(limits: Limits, processes: int | None = None) -> tuple[tuple[int, int], ...]:
+    """Limits of each process, as numbers for `setrlimit`; `processes` is of all that have its uid. RLIMIT_DATA and not RLIMIT_AS:
+    programs that reserve address space and do not use it, such as Node's, run."""
     return (
         (resource.RLIMIT_DATA, limits.memory),
-        (resource.RLIMIT_NPROC, processes),
+        *(() if processes is None else ((resource.RLIMIT_NPROC, processes),)),
         (resource.RLIMIT_FSIZE, limits.disk),
         (resource.RLIMIT_NOFILE, FILES),
         (resource.RLIMIT_CORE, 0),

@@ -151,15 +151,16 @@ class TaskShell(ShellTool):
 
     async def start(self) -> Files:
         """Open it, and return the files of the task's start. Raises EnvError, ToolError."""
-        self._session = session = await self._open(self._boxes.pool)
+        self._session = session = await self._open()
         return await self._boxes.files_of(session.sandbox) or {}
 
     async def close(self) -> None:
         self.box = None
         await super().close()
 
-    async def _open(self, pool: LocalPool) -> ShellSession:
-        session = ShellSession(await self._boxes.open(self._task))
+    async def _open(self) -> ShellSession:
+        box = await self._boxes.open(self._task)
+        session = ShellSession(box)
         recipe = self._task.recipe
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in recipe.environ.items())
         try:
@@ -171,5 +172,5 @@ class TaskShell(ShellTool):
         if not ran.ok:
             await session.close()
             raise EnvError(f"{self._task.folder}: its folder {recipe.workdir} cannot be entered: {ran.stderr.strip()}")
-        self.box = session.sandbox
+        self.box = box
         return session

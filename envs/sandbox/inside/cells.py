@@ -1,12 +1,13 @@
 """Runs cells of Python one after another, in one namespace: what a cell defines, the next ones see.
 
 Cells run in this very process and may do with it as they like, its answers included; the host takes them as the policy's
-word. What they and their children print goes to a file without a name that is read back after each cell.
+word. What they and their children print goes to a file without a name that is read back after each cell. The text of framing.py
+stands before this one.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# ruff: noqa: F821 - names of framing.py
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false, reportUndefinedVariable=false
 
-import marshal
 import os
 import resource
 import signal
@@ -22,23 +23,6 @@ class Overtime(BaseException):
 
 def overtime(*_):
     raise Overtime
-
-
-def exactly(count):
-    data = b""
-    while len(data) < count:
-        piece = os.read(requests, count - len(data))
-        if not piece:
-            os._exit(0)  # the host has closed the sandbox, or ended
-        data += piece
-    return data
-
-
-def answer(*parts):
-    body = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
-    data = memoryview(len(body).to_bytes(4, "big") + body)
-    while data:
-        data = data[os.write(answers, data) :]
 
 
 def evaluate(code, space):
@@ -88,7 +72,7 @@ def cell(code, wall_s, output, space):
         os.ftruncate(log, 0)
     if ended == b"exited" and size > output:
         ended = b"output"
-    answer(ended, b"1" if failed else b"0", text, failed.encode(errors="replace")[:output])
+    answer(answers, ended, b"1" if failed else b"0", text, failed.encode(errors="replace")[:output])
 
 
 if __name__ == "__main__":
@@ -101,13 +85,13 @@ if __name__ == "__main__":
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout.reconfigure(line_buffering=True)  # in order with what goes to stderr
-    answer(b"ready", str(os.getpid()).encode(), sys.executable.encode())
-    for kind, most in marshal.loads(exactly(int.from_bytes(exactly(4), "big"))):
+    answer(answers, b"ready", str(os.getpid()).encode(), sys.executable.encode())
+    for kind, most in request_of(requests):
         resource.setrlimit(kind, (most, most))
     space = {"__name__": "__main__", "__builtins__": __builtins__, "exit": sys.exit, "quit": sys.exit}
     while True:
-        request = marshal.loads(exactly(int.from_bytes(exactly(4), "big")))
+        request = request_of(requests)
         try:
             cell(*request, space)
         except Overtime:  # the alarm came when the cell was over
-            answer(b"wall", b"0", b"", b"")
+            answer(answers, b"wall", b"0", b"", b"")

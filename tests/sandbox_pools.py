@@ -1,0 +1,68 @@
+"""Pools of every kind of sandbox: those of this host, and machines elsewhere, for which a container of bubblewrap stands in, with
+the real server of SWE-ReX in it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from slipstream.envs.sandbox import Limits, LocalPool, SandboxPool, SweRexPool
+from slipstream.envs.sandbox.bubblewrap import find_bwrap
+from slipstream.tests.tiny import free_port
+from swerex.deployment.remote import RemoteDeployment
+
+ALL = ("bubblewrap", "landlock", "swe-rex")
+KEY = "the-key"
+CONTAINER = (
+    *("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--unshare-pid", "--unshare-ipc"),
+    *("--tmpfs", "/mnt", "--setenv", "TMPDIR", "/mnt"),
+)
+UNTIL_STDIN_ENDS = (
+    "sh",
+    "-c",
+    ': | "$@" & read _; kill -9 -1',
+    "sh",
+)  # so that it ends with the tests; the server's stdin has ended
+
+
+class Machine(RemoteDeployment):
+    """A machine elsewhere: processes, IPC and a temporary folder of its own, the network and files of this host, read-only."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        super().__init__(host="http://127.0.0.1", port=self.port, auth_token=KEY)
+
+    async def start(self) -> None:
+        server = (str(Path(sys.executable).with_name("swerex-remote")), "--host", "127.0.0.1", "--auth-token", KEY)
+        self.process = subprocess.Popen(  # noqa: ASYNC220 - it runs in a thread of its own
+            (find_bwrap(), *CONTAINER, "--", *UNTIL_STDIN_ENDS, *server, "--port", str(self.port)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        await super().start()
+        await self.runtime.wait_until_alive(timeout=60.0)
+
+    async def stop(self) -> None:
+        if self._runtime is not None:
+            await super().stop()  # as other deployments do, it first asks the server to close
+        self.process.communicate()
+
+
+class Machines(SweRexPool):
+    """Keeps what it has deployed."""
+
+    def __init__(self, limits: Limits, kind: type[Machine] = Machine) -> None:
+        self.deployed: list[Any] = []
+        self._kind = kind
+        super().__init__(self._deploy, limits)
+
+    def _deploy(self) -> Machine:
+        self.deployed.append(self._kind())
+        return self.deployed[-1]
+
+
+def pool_of(kind: str, limits: Limits) -> SandboxPool:
+    return Machines(limits) if kind == "swe-rex" else LocalPool(limits, kind=kind)
