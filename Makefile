@@ -1,4 +1,5 @@
-# Two commands are enough: `make quickstart` and `make test`; `make test-full` is what CI runs. `make install` alone makes the environment in .venv,
+# Two commands are enough: `make quickstart` and `make test`; `make test-full` is what CI runs. `make model` makes the quickstart's model
+# without training it. `make install` alone makes the environment in .venv,
 # `make install-sglang` the one that SGLang's server runs in: its pins conflict with vLLM's; `make install-trl` one for TRL, which
 # two benchmarks compare with.
 
@@ -12,11 +13,13 @@ INPUTS = pyproject.toml requirements/install.sh requirements/install-bubblewrap.
 SGLANG_INPUTS = pyproject.toml requirements/install-sglang.sh requirements/sglang-cpu.lock
 TRL_INPUTS = pyproject.toml requirements/install-trl.sh requirements/trl.lock
 
-.PHONY: quickstart install install-sglang install-trl test test-full lint style format clean
+.PHONY: quickstart model install install-sglang install-trl test test-full lint style format clean
 
 quickstart: install $(MODEL)/config.json
 	@run=$(RUN); if [ -e $$run ]; then run=$$run-$$(date +%Y%m%d-%H%M%S); fi; \
 	  $(SLIPSTREAM) train quickstart seed=$(SEED) model.path=$(MODEL) run.dir=$$run
+
+model: install $(MODEL)/config.json
 
 $(MODEL)/config.json: | .venv/installed
 	rm -rf $(MODEL)-random

@@ -145,7 +145,7 @@ def _load(loader: Any, path: str, what: str, key: str = MODEL_KEY, **options: An
     # All errors: the hub client raises those of its HTTP library, and the library changes between releases.
     except Exception as error:
         raise ConfigError(
-            f"{key}: {path!r} is no folder here, and the hub gave no {what} of that name: {_first_line(error)}"
+            f"{key}: {path!r} is no folder in {Path.cwd()}, and the hub gave no {what} of that name: {_first_line(error)}"
         ) from error
 
 

@@ -75,12 +75,17 @@ def test_every_configuration_loads(page: Path, tmp_path: Path) -> None:
     lines = re.findall(r"^    ((?:env|agent|learner|rollout|buffer)[.:].*)$", text, re.MULTILINE)
     overrides = [line for line in lines if not re.match(r"\w+:", line)]
     for block in blocks:
-        (tmp_path / "config.yaml").write_text(f"extends: quickstart\n{block}")
+        (tmp_path / "config.yaml").write_text(extended(block))
         load(str(tmp_path / "config.yaml"))
     (tmp_path / "config.yaml").write_text("\n".join(["extends: quickstart", *(set(lines) - set(overrides))]))
     load(str(tmp_path / "config.yaml"))
     for line in overrides:
         load("quickstart", shlex.split(line))
+
+
+def extended(block: str) -> str:
+    """A whole config of a block that may be a part of one."""
+    return block if block.startswith("extends:") else f"extends: quickstart\n{block}"
 
 
 def module_of(page: Path, name: str, defines: str) -> ModuleType:
@@ -104,13 +109,16 @@ async def test_the_data_of_the_page_is_scored_by_its_function(tmp_path: Path, mo
     for name in ("train", "test"):
         (tmp_path / "data" / f"{name}.jsonl").write_text(row[1])
     (tmp_path / "my.py").write_text(function[1])
-    (tmp_path / "config.yaml").write_text(f"extends: quickstart\n{config[1]}")
+    (tmp_path / "config.yaml").write_text(extended(config[1]))
     source = task_source(load(str(tmp_path / "config.yaml")).env, "train", 0)
     env = source.make()
     opening = await env.reset(source.task(0))
     assert [m.content for m in opening.messages] == ["Answer with a number.", "What is 17 + 25?"]
-    assert (await env.step(Message("assistant", " 42"))).reward == 1.0
-    assert (await env.step(Message("assistant", "41"))).reward == 0.0
+    # The second is how the quickstart's model answers.
+    for answer, reward in ((" 42", 1.0), ("<answer>42</answer>", 1.0), ("41", 0.0), ("none", 0.0)):
+        env = source.make()
+        await env.reset(source.task(0))
+        assert (await env.step(Message("assistant", answer))).reward == reward
 
 
 @pytest.mark.parametrize(
