@@ -45,7 +45,7 @@ install-trl: .venv-trl/installed
 	touch $@
 
 # `make test` leaves out what only widens a matrix, see tests/tiers.py; `make test-full` runs everything. Two processes test at once,
-# which takes about 8 GiB; `make test WORKERS=1` tests in one. One of the tests checks the types, beside the others.
+# which takes about 8 GiB; `make test WORKERS=1` tests in one. One of the tests of the full tier checks the types; `make lint` does, too.
 PYTEST = .venv/bin/python -m pytest $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist loadscope --no-loadscope-reorder)
 
 test: style install-sglang

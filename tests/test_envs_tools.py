@@ -64,12 +64,12 @@ def test_an_error_of_a_tool_takes_any_values_as_exceptions_do():
 @settings(deadline=None)
 @given(st.text(alphabet="0123456789+-*/%(). e", max_size=200))
 def test_no_expression_hangs_or_raises_anything_else(expression):
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         assert len(calculate(expression)) < 100
     except InvalidCall:
         pass
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0
 
 
 async def test_the_policy_receives_the_error_of_a_wrong_call():

@@ -26,6 +26,7 @@ FULL = (
     r"test_launch_train::test_interrupted_then_resumed",
     r"test_launch_train::test_two_of_each_synchronous",
     r"test_launch_train::test_a_run_on_every_kind_of_server",
+    r"test_launch_train::test_a_run_under_nohup",
     r"test_launch_train::test_the_same_run_under_ray",
     r"test_launch_replicas::test_replicas_come_and_go_under_ray",
     r"test_launch_replicas::test_the_last_replica",
@@ -36,6 +37,7 @@ FULL = (
     r"test_launch_train::test_a_role_that_cannot_live",
     r"test_launch_restarts::test_a_second_interrupt",
     r"test_launch_environment::test_the_tokenizer_of_a_mixture",
+    r"test_launch_chaos::test_runs_that_chaos_cannot_reach",
     r"test_launch_chaos::test_(a_small_chaos|the_audit_finds|groups_that_were_archived|a_torn_last_line|a_line_of)",
     r"test_launch_dapo::test_tasks_of_which_none",
     r"test_launch_dapo::.*ledger_closes",
@@ -45,7 +47,8 @@ FULL = (
     r"test_learner_staleness::.*\[(0-withhold|1-drop|4-wait|8-withhold)\]",
     r"test_benchmarks_learner::test_bench_learner_end_to_end",
     r"test_launch_input::test_doctor_sees_a_package",
-    # What collects or installs the whole project.
+    # What collects, checks or installs the whole project.
+    r"test_types::",
     r"test_tiers::",
     r"test_packaging::test_an_installed_wheel",
     # Sandboxes: root's bubblewrap and an ordinary user's Landlock stay, of what is not hostile only bubblewrap.
@@ -88,8 +91,10 @@ FULL = (
     r"test_learner_megatron::test_a_checkpoint_of_another_model",
     r"test_learner_checkpoint::test_a_kill_while_it_is_written.*\[(fsdp2-written|megatron-begun)\]",
     r"test_learner_hostile::test_a_damaged_checkpoint.*\[(state|truncated)\]",
+    r"test_buffer_crashes::test_a_kill_at_any_statement.*\[[12]\]",
+    r"test_partial::test_long_requests_cross_many_versions.*keep_kv",
     # Faults of the fake server, of which each has a deadline to wait for; chaos and the default tier's recoveries use the others.
-    r"test_rollout_fake::test_(starts_that_are_late|a_frozen_server|a_join_that_is)",
+    r"test_rollout_fake::test_(starts_that_are_late|a_frozen_server|a_join_that_is|pushes_that_are_refused)",
     # Waits of several seconds that another test of the default tier has, too.
     r"test_weightsync_recovery::test_a_server_that_freezes",
     r"test_weightsync_publisher::test_a_late_member_is_fenced.*\[(delta|disk)\]",
