@@ -49,14 +49,14 @@ class Tasks(Section, frozen=True, kw_only=True):
 
 
 class EndlessTasks(Tasks, frozen=True, kw_only=True):
-    """Of an environment that gives tasks without end."""
+    """Of an environment that gives tasks without end: it makes them, or it gives the same ones again and again."""
 
     tasks: NonNegative = 0
     """Train on its first so many tasks, again and again; 0: all of them. `pools` needs a number where they have no end."""
 
 
 class LibraryTasks(EndlessTasks, frozen=True, kw_only=True):
-    """Of an environment that gives the tasks of a folder or library, a finite number, again and again."""
+    """Of an environment that gives the tasks of a folder or library, each once in an epoch."""
 
 
 class ReasoningGym(EndlessTasks, frozen=True, tag_field="kind", tag="reasoning_gym"):
