@@ -163,7 +163,9 @@ async def test_generation_goes_on_while_the_server_waits_for_a_group(engine: Sgl
     with socket.create_server((servers.LOOPBACK, 0)) as silent:
         port = silent.getsockname()[1]
         plan = GroupPlan("silent", "gloo", servers.LOOPBACK, port, rank_offset=1, world_size=2, timeout_s=3.0)
-        await engine.generate(PROMPT, SamplingParams(max_tokens=64))  # what a server does at its first request only is done
+        await engine.generate(
+            PROMPT, SamplingParams(max_tokens=64)
+        )  # what a server does at its first request only is done
         await engine.join_group(plan)
         began = time.monotonic()
         completion = await engine.generate(PROMPT, SamplingParams(max_tokens=64))

@@ -158,7 +158,9 @@ class HostProcess:
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self.signal(signal.SIGKILL, group=True)  # what it has started; until it is waited for, nothing else has its number
+        self.signal(
+            signal.SIGKILL, group=True
+        )  # what it has started; until it is waited for, nothing else has its number
         status, self._written = self._popen.wait(), self._read_stacks()
         if self._written:
             text = "\n".join(self._written[:LINES])
