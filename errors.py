@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import functools
 import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,12 @@ from .common.waits import TrackedWait as TrackedWait
 
 T = TypeVar("T")
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_ROOT = Path(__file__).parent
+OUR_FOLDERS = (
+    "agents", "benchmarks", "buffer", "chaos", "common", "configs", "envs", "launch", "learner", "monitor", "rollout", "rpc",
+    "weightsync",
+)  # fmt: skip
+"""The folders of the package beside its examples and tests. A user's files may lie beside them."""
 
 
 class SlipstreamError(Exception):
@@ -146,8 +153,13 @@ async def with_deadline(
 
 
 def describe(error: BaseException) -> str:
-    """The type of an exception, and its message if it has one."""
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    """The type of an exception, and its message if it has one; of one that a coroutine in place of a value made, why."""
+    forgotten = (
+        "; an `await` is missing"
+        if isinstance(error, AttributeError | TypeError) and "'coroutine'" in str(error)
+        else ""
+    )
+    return f"{type(error).__name__}: {error}".removesuffix(": ") + forgotten
 
 
 def describe_user_error(error: BaseException) -> str:
@@ -162,10 +174,20 @@ def user_line(error: BaseException) -> str:
         path, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
         package, _, inside = module.partition(".")
         ours = package == __package__ and inside.partition(".")[0] not in ("examples", "tests")
-        library = path.startswith(("<", _STANDARD_LIBRARY)) or "site-packages" in path or "dist-packages" in path
-        if not ours and not library:
+        if not ours and not _is_library(path):
             return f"{Path(path).name}:{number} in {frame.f_code.co_name}"
     return ""
+
+
+@functools.cache
+def is_user_file(path: str) -> bool:
+    """Whether a file of code is neither ours nor a library's."""
+    inside = Path(path).parts[len(_ROOT.parts) :] if path.startswith(f"{_ROOT}/") else ()
+    return not _is_library(path) and not (inside and (inside[0] in OUR_FOLDERS or inside == (Path(__file__).name,)))
+
+
+def _is_library(path: str) -> bool:
+    return path.startswith(("<", _STANDARD_LIBRARY)) or "site-packages" in path or "dist-packages" in path
 
 
 def encodable(text: str) -> str:

@@ -14,6 +14,7 @@ from . import builtin
 from .base import Agent
 from .chat_template import ChatTemplateRenderer
 from .foreign import SIGNATURES, ForeignAgent, is_agent, is_foreign
+from .forgotten_await import forgotten_await
 from .plain_text import MarkingTokenizer, PlainTextRenderer
 
 BUILTIN: dict[str, Agent] = {"tool_calling": builtin.tool_calling, "single_turn": builtin.single_turn}
@@ -29,6 +30,8 @@ def load_agent(kind: str) -> Agent | ForeignAgent:
     agent = load_target("agent.kind", kind)
     if not inspect.iscoroutinefunction(agent):
         raise ConfigError(f"agent.kind: {kind} is not a coroutine; write {SIGNATURES}")
+    if is_agent(agent) and (why := forgotten_await(agent)):
+        raise ConfigError(f"agent.kind: {kind}: {why}")
     if is_agent(agent) or is_foreign(agent):
         return agent
     raise ConfigError(f"agent.kind: {kind} takes {inspect.signature(agent)}; write {SIGNATURES}")

@@ -10,7 +10,7 @@ import msgspec
 from rich.table import Table
 
 from ..configs import load
-from ..configs.environments import EndlessTasks, parts_by_key
+from ..configs.environments import LimitedTasks, parts_by_key
 from ..errors import ConfigError
 from ..launch.cli.options import CommandTable, add_config
 from ..monitor.output import PipeSafeConsole, print_line
@@ -71,7 +71,7 @@ def chaos(options: argparse.Namespace) -> int:
     if config.launch.kind != "local":
         raise ConfigError("launch.kind: chaos reaches the processes of this host only; allowed here is local")
     for key, part in parts_by_key(config.env).items():
-        if part.sampler != "sequential" or (isinstance(part, EndlessTasks) and part.tasks):
+        if part.sampler != "sequential" or (isinstance(part, LimitedTasks) and part.tasks):
             raise ConfigError(
                 f"{key}.sampler: the audit expects every task once; allowed here is sequential, without {key}.tasks"
             )

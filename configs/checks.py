@@ -26,7 +26,7 @@ from .algorithm import (
     needs_reference,
 )
 from .backends import Fsdp2, Megatron, copy_ranks
-from .environments import EndlessTasks, EnvironmentKind, Harbor, Mixture, PythonEnv, ReasoningGym, parts_by_key
+from .environments import EnvironmentKind, Harbor, LimitedTasks, Mixture, PythonEnv, ReasoningGym, parts_by_key
 from .reward import FIELDS, Judge, ModelReward, fields_of
 from .schema import Agent, Config, ProgramSandbox, parse_memory, parse_size
 from .sft import SftConfig
@@ -127,7 +127,7 @@ def _evaluation(config: Config) -> Iterator[str]:
         if suite.env is not None:
             yield from _environments(f"{key}.env", suite.env, agent)
             for section, part in parts_by_key(suite.env, f"{key}.env").items():
-                if part.sampler != "sequential" or (isinstance(part, EndlessTasks) and part.tasks):
+                if part.sampler != "sequential" or (isinstance(part, LimitedTasks) and part.tasks):
                     yield f"{section}: an evaluation plays its tasks in order; sampler and tasks are for training only"
         longest = suite.max_tokens or agent.max_tokens
         if longest > agent.max_tokens:

@@ -48,14 +48,18 @@ class Tasks(Section, frozen=True, kw_only=True):
         return bool(self.isolate or self.python or self.address)
 
 
-class EndlessTasks(Tasks, frozen=True, kw_only=True):
-    """Of an environment that gives tasks without end: it makes them, or it gives the same ones again and again."""
+class LimitedTasks(Tasks, frozen=True, kw_only=True):
+    """Of an environment that may be trained on a part of its tasks only."""
 
     tasks: NonNegative = 0
     """Train on its first so many tasks, again and again; 0: all of them. `pools` needs a number where they have no end."""
 
 
-class LibraryTasks(EndlessTasks, frozen=True, kw_only=True):
+class EndlessTasks(LimitedTasks, frozen=True, kw_only=True):
+    """Of an environment that gives tasks without end: it makes them, or it gives the same ones again and again."""
+
+
+class LibraryTasks(LimitedTasks, frozen=True, kw_only=True):
     """Of an environment that gives the tasks of a folder or library, each once in an epoch."""
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
+from ..common.unawaited import without_await
 from ..errors import EnvError
 
 T = TypeVar("T")
@@ -143,6 +144,8 @@ def checked(value: object, kind: type[T]) -> T:
     try:
         return msgspec.convert(msgspec.to_builtins(value), kind)
     except (TypeError, msgspec.ValidationError) as error:
+        if why := without_await(value):
+            raise EnvError(why) from None
         raise EnvError(
             f"it returned {value!r:.100}, which is no valid {getattr(kind, '__name__', kind)}: {error}"
         ) from None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import inspect
 import math
 import os
 import subprocess
@@ -27,8 +28,9 @@ import jsonschema
 import msgspec
 import psutil
 
+from ..common.unawaited import UnawaitedLog, without_await
 from ..configs.environments import EnvironmentKind
-from ..errors import EnvError, SlipstreamError, describe
+from ..errors import EnvError, SlipstreamError, describe_user_error
 from .base import Environment, Message, Observation, StepResult, Task, TaskSource
 from .registry import task_source
 from .scripted_policy import scripted
@@ -52,6 +54,11 @@ class ContractViolation(Exception):
     """The environment does not keep its contract."""
 
 
+class BrokenCall(ContractViolation):
+    """A call of the environment raises, does not end, or returns what the contract does not allow: every other check that makes it
+    would say so again."""
+
+
 class Subject(msgspec.Struct, frozen=True):
     """The environment that is checked: its config, and one source of it."""
 
@@ -62,17 +69,21 @@ class Subject(msgspec.Struct, frozen=True):
 
 
 def checked(value: object, kind: type[T], what: str) -> T:
-    """What an environment returned, as a valid `kind`. Raises ContractViolation."""
+    """What an environment returned, as a valid `kind`. Raises BrokenCall."""
+    if why := without_await(value):
+        raise BrokenCall(f"{what}: {why}")
     try:
         return msgspec.convert(msgspec.to_builtins(value), kind)
     except (TypeError, msgspec.ValidationError) as error:
-        raise ContractViolation(f"{what} returned {value!r:.80}, which is no valid {kind.__name__}: {error}") from None
+        raise BrokenCall(f"{what} returned {value!r:.80}, which is no valid {kind.__name__}: {error}") from None
 
 
 async def in_time(work: Awaitable[T], what: str, seconds: float | None = None) -> T:
-    """What `work` returns. Raises ContractViolation: it takes longer than `seconds`, `STEP_S` without any,
+    """What `work` returns. Raises BrokenCall: it is no coroutine; it takes longer than `seconds`, `STEP_S` without any,
     also where it ignores its cancellation; or it raised."""
     seconds = STEP_S if seconds is None else seconds
+    if not inspect.isawaitable(work):
+        raise BrokenCall(f"{what} returned {work!r:.80} and no coroutine; write `async def {what}`")
     task = asyncio.ensure_future(work)
     try:
         _, running = await asyncio.wait({task}, timeout=seconds)
@@ -82,19 +93,17 @@ async def in_time(work: Awaitable[T], what: str, seconds: float | None = None) -
     if running:
         task.cancel()
         _, running = await asyncio.wait({task}, timeout=CANCEL_S)
-        raise ContractViolation(
-            f"{what} took longer than {seconds:g} s{', and ignores its cancellation' * bool(running)}"
-        )
+        raise BrokenCall(f"{what} took longer than {seconds:g} s{', and ignores its cancellation' * bool(running)}")
     try:
         return task.result()
     except ContractViolation:
         raise
     except (Exception, asyncio.CancelledError) as error:  # whatever the environment raises
-        raise ContractViolation(f"{what} raised {describe(error)}") from error
+        raise BrokenCall(f"{what} raised {describe_user_error(error)}") from error
 
 
 async def play(source: TaskSource, index: int) -> bytes:
-    """An episode of a scripted policy: its opening and what followed, encoded. Raises ContractViolation."""
+    """An episode of a scripted policy: its opening and what followed, encoded. Raises BrokenCall."""
     task = checked(await in_time(in_thread(source.task, index), f"task {index}"), Task, f"task {index}")
     env, seen = source.make(), []
     try:
@@ -113,22 +122,20 @@ async def play(source: TaskSource, index: int) -> bytes:
 
 
 async def step(env: Environment, message: Message, has_tools: bool) -> StepResult:
-    """A step whose result keeps the contract."""
+    """A step whose result keeps the contract. Raises BrokenCall."""
     result = await in_time(env.step(message), "step")
     reward = getattr(result, "reward", None)
     if isinstance(reward, str) or (isinstance(reward, float) and not math.isfinite(reward)):
-        raise ContractViolation(f"step returned the reward {reward!r}; a reward is a finite number")
+        raise BrokenCall(f"step returned the reward {reward!r}; a reward is a finite number")
     result = checked(result, StepResult, "step")
     if result.done:
         return result
     if not result.messages:
-        raise ContractViolation(
-            f"step({message!r:.80}) is not done and has no message: the policy would speak twice in a row"
-        )
+        raise BrokenCall(f"step({message!r:.80}) is not done and has no message: the policy would speak twice in a row")
     answered = {reply.tool_call_id for reply in result.messages if reply.role == "tool"}
     if has_tools and (missing := {call.id for call in message.tool_calls} - answered):
         names = ", ".join(call.name for call in message.tool_calls if call.id in missing)
-        raise ContractViolation(f"no tool message answers the call of {names}; set tool_call_id to the call's id")
+        raise BrokenCall(f"no tool message answers the call of {names}; set tool_call_id to the call's id")
     return result
 
 
@@ -150,7 +157,7 @@ def tasks(subject: Subject) -> str:
     except (ContractViolation, SlipstreamError):
         raise
     except Exception as error:  # whatever the environment raises
-        raise ContractViolation(f"making a task raised {describe(error)}") from error
+        raise BrokenCall(f"making a task raised {describe_user_error(error)}") from error
     if here != again:
         raise ContractViolation("task(i) depends on what was asked before, or on the global `random`; use self.rng(i)")
     if (there := _elsewhere(subject)) != here:
@@ -326,9 +333,13 @@ CHECKS: dict[str, Callable[[Subject], str] | Callable[[Subject], Awaitable[str]]
 
 def run_check(name: str, subject: Subject) -> str:
     """What a check finds. Raises ContractViolation, ConfigError."""
-    result: Any = CHECKS[name](subject)
     try:
-        return _run(result, subject.alive) if asyncio.iscoroutine(result) else result
+        with UnawaitedLog() as unawaited:
+            result: Any = CHECKS[name](subject)
+            found = _run(result, subject.alive) if asyncio.iscoroutine(result) else result
+        if unawaited.lines:
+            raise BrokenCall(unawaited.lines[0])
+        return found
     except EnvError as error:
         raise ContractViolation(str(error)) from error
 

@@ -1,13 +1,50 @@
-"""From a name in a config to what it names: the user's own callable, or an optional library."""
+"""From a name in a config to what it names: a file, the user's own callable, or an optional library."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import importlib.util
 import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ..errors import ConfigError, describe
+
+
+def require_file(key: str, path: str) -> None:
+    """Raises ConfigError naming `key` where there is no such file."""
+    file = Path(path)
+    if file.is_file():
+        return
+    known = [one.name for one in file.parent.iterdir()] if file.parent.is_dir() else []
+    close = difflib.get_close_matches(file.name, known, n=1)
+    hint = f"did you mean {file.with_name(close[0])}?" if close else f"relative paths begin in {Path.cwd()}"
+    raise ConfigError(f"{key}: there is no file {path}; {hint}")
+
+
+def require_module(key: str, target: str) -> None:
+    """Raises ConfigError naming `key` where the module of `package.module:Name` is nowhere. It is not imported, and the packages
+    above it only where they hold no such file."""
+    name = target.partition(":")[0]
+    top, *below = name.split(".")
+    if name in sys.modules:
+        return
+    try:
+        spec = importlib.util.find_spec(top)
+        for end in range(2, len(below) + 2):
+            spec = spec and PathFinder.find_spec(".".join([top, *below][:end]), spec.submodule_search_locations or [])
+        if spec or importlib.util.find_spec(name):  # which asks the packages above it
+            return
+    except ModuleNotFoundError:
+        pass
+    except (Exception, SystemExit):  # the packages are user code; who loads the module reports it
+        return
+    raise ConfigError(
+        f"{key}: cannot import {name!r} of {target!r}: there is no such module in {Path.cwd()}, nor installed"
+    )
 
 
 def load_target(key: str, target: str) -> Any:

@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 
+from ..common.unawaited import without_await
+from ..errors import EnvError
 from .base import JSON, Message, Observation, StepResult, Task, ToolSpec
 from .simple import SimpleEnv
 from .tools import InvalidCall, Tool, ToolUse, in_thread
@@ -95,6 +97,8 @@ def as_tool(function: Function | Tool) -> Tool:
 
 
 def _shown(value: Any) -> str:
+    if why := without_await(value):
+        raise EnvError(why)
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..common import tasks
+from ..common.unawaited import without_await
 from ..errors import DeadlineExceeded, ToolError, describe_user_error, with_deadline
 from .base import JSON, Message, ToolCall, ToolSpec
 
@@ -128,6 +129,8 @@ async def _run(tool: Tool, arguments: JSON, seconds: float) -> str:
         if isinstance(error, asyncio.CancelledError) and tasks.being_cancelled():
             raise
         raise ToolError(f"the tool {name!r} failed: {describe_user_error(error)}") from error
+    if why := without_await(content):
+        raise ToolError(f"the tool {name!r}: {why}")
     if not isinstance(content, str):
         raise ToolError(f"the tool {name!r} returned {type(content).__name__}, not text")
     return content

@@ -6,6 +6,7 @@
 Invariants:
 - A child without a sign of life for `SILENT_S` is asked where it is, which `faulthandler` says without the interpreter's lock, and
   killed. The checks that are left would block again, and are not begun.
+- A fault is said once: after a call of the environment that is broken, the checks that are left are not made.
 - No process that the child started is left.
 """
 
@@ -20,14 +21,14 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from ..common.process import set_parent_death_signal
 from ..configs.environments import EnvironmentKind
-from ..envs.check import CHECKS, STEP_S, ContractViolation, run_check, subject_of
+from ..envs.check import CHECKS, STEP_S, BrokenCall, ContractViolation, run_check, subject_of
 from ..errors import ConfigError, SlipstreamError, encodable
 from .supervisor.processes import describe
 
@@ -61,11 +62,17 @@ class CheckRefused(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
+class ChecksLeft(msgspec.Struct, frozen=True, tag=True):
+    """The other checks would name the same fault again, and are not made."""
+
+    after: str  # the check that named it
+
+
 class SignOfLife(msgspec.Struct, frozen=True, tag=True):
     """The child works."""
 
 
-CheckMessage = SourceMade | CheckEnded | CheckRefused | SignOfLife
+CheckMessage = SourceMade | CheckEnded | CheckRefused | ChecksLeft | SignOfLife
 
 
 def check_environment(
@@ -92,6 +99,9 @@ def check_environment(
                     show(_line("ok" if holds else "WRONG", name, found))
                 case CheckRefused(why):
                     raise ConfigError(why)
+                case ChecksLeft(after):
+                    _show_left(left, after, show)
+                    left.clear()
                 case None:
                     os.kill(child.pid, ASK)
                     line = _user_line(_read_all(traceback, WHERE_S))
@@ -110,8 +120,7 @@ def check_environment(
         else:
             if left:
                 show(_line("WRONG", left[0], f"it ended its process: {describe(child.wait())}"))
-        for name in left[1:]:
-            show(_line("-", name, f"not checked, after {left[0]}"))
+        _show_left(left[1:], left[0] if left else "", show)
         return not failed and not left
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -123,6 +132,11 @@ def check_environment(
 
 def _line(mark: str, name: str, found: str) -> str:
     return f"{mark:6}{name:13}{found}"
+
+
+def _show_left(names: Iterable[str], after: str, show: Callable[[str], None]) -> None:
+    for name in names:
+        show(_line("-", name, f"not checked, after {after}"))
 
 
 def _messages(pipe: int, silent_s: float) -> Iterator[CheckMessage | None]:
@@ -182,7 +196,10 @@ def run_checks(config: str, seed: str, out: str, dump: str, parent: str) -> None
     send(SourceMade(subject.source.name))
     for name in CHECKS:
         try:
-            found, holds = run_check(name, subject), True
+            found, fault = run_check(name, subject), None
         except (ContractViolation, SlipstreamError) as error:
-            found, holds = " ".join(str(error).split()), False
-        send(CheckEnded(name, holds, encodable(found)))
+            found, fault = " ".join(str(error).split()), error
+        send(CheckEnded(name, fault is None, encodable(found)))
+        if isinstance(fault, BrokenCall):
+            send(ChecksLeft(name))
+            return

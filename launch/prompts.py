@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 
 from ..agents.session import to_chat, to_tools
 from ..configs.checks import BUILT_IN_AGENTS
-from ..configs.environments import DataSection
-from ..configs.schema import Agent, Config
+from ..configs.schema import Agent
 
 if TYPE_CHECKING:
     from renderers import Renderer
 
     from ..envs import EnvPart, Observation
-    from ..envs.dataset.source import DatasetSource
 
 
 def prompt_tokens(renderer: Renderer, agent: Agent, opening: Observation) -> int:
@@ -42,16 +40,3 @@ def leave_out_long_prompts(parts: Sequence[EnvPart], renderer: Renderer, agent: 
 
     sources = {part.name: part.source for part in parts if isinstance(part.source, DatasetSource)}
     return {name: source.leave_out_long(fits, agent.max_tokens) for name, source in sources.items()}
-
-
-def training_rows(config: Config, section: DataSection, key: str = "env") -> DatasetSource:
-    """The rows of a data set that `config` trains on, without those that are too long. Raises ConfigError as `DatasetSource`."""
-    from ..agents import load_renderer
-    from ..envs import EnvPart
-    from ..envs.dataset.source import DatasetSource
-    from ..learner.model import load_tokenizer
-
-    agent, source = config.agent, DatasetSource(section, "train", config.seed, key)
-    renderer = load_renderer(agent.renderer, load_tokenizer(config.model.path), thinking=agent.thinking)
-    leave_out_long_prompts([EnvPart(source.name, section.share, source, None)], renderer, agent)
-    return source

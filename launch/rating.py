@@ -18,6 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import structs
@@ -31,9 +32,12 @@ from ..errors import ConfigError, Interrupted
 from ..monitor.output import open_console
 from ..monitor.terminal import open_view
 from .preflight import preflight
-from .prompts import training_rows
 from .resources import gpus_of
 from .run import make_supervisor, with_absolute_paths, without_reward_model
+from .run_inputs import RunInputs
+
+if TYPE_CHECKING:
+    from ..envs.dataset.source import DatasetSource
 
 PLAN = "rating.json"  # in the folder of the processes
 
@@ -78,13 +82,23 @@ def rate(config: Config, model: str, out: Path, samples: int, rows: int, bounds:
     ratings = out.with_name(f"{out.name}.ratings.jsonl")
     if out.exists() and not ratings.exists():
         raise ConfigError(f"--out {out}: that file exists, and is not of an earlier rating; name another")
-    preflight(config)
+    inputs = preflight(config)
     _begin(ratings, _header(config, config.env, model, samples))
-    source = training_rows(config, config.env)
+    source = _rows(inputs)
     wanted = sorted(source.row_number(task) for task in range(len(source)))[: rows or None]
     if not {one.task for one in read_ratings(ratings)}.issuperset(wanted):
         _measure(config, RatingPlan(str(ratings.resolve()), samples, rows))
-    return _write(config, out, read_ratings(ratings), bounds)
+    return _write(source, out, read_ratings(ratings), bounds)
+
+
+def _rows(inputs: RunInputs) -> DatasetSource:
+    """The rows that are trained on, without those that are too long."""
+    from ..envs.dataset.source import DatasetSource
+
+    inputs.leave_out_long()
+    source = inputs.train[0].source
+    assert isinstance(source, DatasetSource)
+    return source
 
 
 def _header(config: Config, data: DataSection, model: str, samples: int) -> RatingsHeader:
@@ -149,11 +163,9 @@ def _measure(config: Config, plan: RatingPlan) -> None:
     shutil.rmtree(folder)
 
 
-def _write(config: Config, out: Path, ratings: Sequence[TaskRating], bounds: tuple[float, float]) -> RatingSummary:
-    from ..envs.dataset.source import DatasetSource
-
-    assert isinstance(config.env, DataSection)
-    source = DatasetSource(config.env, "train", config.seed)
+def _write(
+    source: DatasetSource, out: Path, ratings: Sequence[TaskRating], bounds: tuple[float, float]
+) -> RatingSummary:
     rated = sorted((one for one in ratings if one.attempts), key=lambda one: one.task)
     kept = [one for one in rated if bounds[0] <= one.solves / one.attempts <= bounds[1]]
     lines = (

@@ -113,6 +113,11 @@ def gpus_of(config: Config) -> dict[str, int]:
     return needed_gpus(config, engines=not servers.serves_on_cpu(config), learners=learners, reward=reward)
 
 
+def placed_by_ray(config: Config) -> bool:
+    """Whether roles run on an existing Ray cluster, whose hosts may differ from this one."""
+    return config.launch.kind != "local" and "RAY_ADDRESS" in os.environ
+
+
 def role_environment(config: Config, role: str, gpus: tuple[int, ...] = ()) -> dict[str, str]:
     """Environment variables of a role. Those that the user has set win, except CUDA_VISIBLE_DEVICES."""
     cores = os.cpu_count() or 1

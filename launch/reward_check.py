@@ -7,17 +7,18 @@ from typing import Any
 from ..configs import Config
 from ..configs.reward import Classifier, Judge, ModelReward, fields_of
 from ..errors import ConfigError
+from .run_inputs import RunInputs
 
 KEY = "reward.path"
 
 HEADS = {Classifier: "ForSequenceClassification", Judge: "ForCausalLM"}  # the ending of the architecture's name
 
 
-def check_reward_model(config: Config) -> str:
+def check_reward_model(inputs: RunInputs) -> str:
     """A description of the reward. Raises ConfigError where the model is missing, has another architecture, several labels, too
     few positions for an episode, another tokenizer than the policy (classifier) or no chat template (judge); where the judge's
     template needs a reference that an environment does not have; or where vLLM is not installed."""
-    reward = config.reward
+    config, reward = inputs.config, inputs.config.reward
     if not isinstance(reward, ModelReward):
         return "the environment's own"
     from ..learner.model import check_files
@@ -35,7 +36,7 @@ def check_reward_model(config: Config) -> str:
     if isinstance(reward, Classifier):
         _check_classifier(config, reward, model)
     elif isinstance(reward, Judge):
-        _check_judge(config, reward)
+        _check_judge(inputs, reward)
     return f"{kind} {reward.path} on {'CPU' if reward_server.serves_on_cpu() else 'GPU'}"
 
 
@@ -57,15 +58,14 @@ def _check_classifier(config: Config, reward: Classifier, model: Any) -> None:
         )
 
 
-def _check_judge(config: Config, reward: Judge) -> None:
-    from ..envs import parts_of
+def _check_judge(inputs: RunInputs, reward: Judge) -> None:
     from ..learner.model import load_tokenizer
 
     if not load_tokenizer(reward.path).chat_template:
         raise ConfigError(f"{KEY}: {reward.path!r} has a tokenizer without a chat template; a judge is asked in a chat")
     if "reference" not in fields_of(reward.template):
         return
-    for part in parts_of(config.env, "train", config.seed):
+    for part in inputs.train:
         if "reference" not in part.source.task(0).payload:
             raise ConfigError(
                 f'reward.template: {{reference}} needs payload["reference"] in every task, and task 0 of {part.name} has none'

@@ -8,32 +8,37 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from ..common.fsio import write_atomic
-from ..configs import Config
-from ..configs.environments import DataSection, EnvironmentKind, LibraryTasks, parts_by_key
+from ..configs.environments import DataSection, parts_by_key
 from ..errors import ConfigError
+from .run_inputs import RunInputs
 
 FILE = "rows.json"  # in the folder of a run: section of the config -> rows or tasks to train on
 
 
-def check_row_counts(config: Config, run_dir: Path) -> None:
-    """Compare with the numbers that the run began with; record them where there are none. Raises ConfigError in one line."""
-    kinds = (DataSection, LibraryTasks)
-    sections = {key: part for key, part in parts_by_key(config.env).items() if isinstance(part, kinds)}
-    if not sections:
-        return
-    found = {key: _count(part, config.seed, key) for key, part in sections.items()}
+def recorded_counts(run_dir: Path) -> dict[str, int]:
+    """What a run began with; empty where nothing was recorded."""
     path = run_dir / FILE
-    if not path.exists():
-        write_atomic(path, msgspec.json.encode(found))
-        return
-    for key, began in msgspec.json.decode(path.read_bytes(), type=dict[str, int]).items():
-        if (now := found.get(key, began)) != began:
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, int]) if path.exists() else {}
+
+
+def record_counts(run_dir: Path, counts: Mapping[str, int]) -> None:
+    """Record what the run begins with, unless that was done."""
+    path = run_dir / FILE
+    if counts and not path.exists():
+        write_atomic(path, msgspec.json.encode(counts))
+
+
+def check_row_counts(inputs: RunInputs) -> None:
+    """Compare with the numbers that the run began with. Raises ConfigError in one line."""
+    sections = parts_by_key(inputs.config.env)
+    for key, began in inputs.began.items():
+        if (now := inputs.counts.get(key, began)) != began:
             path = getattr(sections[key], "path", "")
             what = "rows" if isinstance(sections[key], DataSection) else "tasks"
             named = f"{key}.path: {path}" if path else f"{key}: it"
@@ -41,17 +46,3 @@ def check_row_counts(config: Config, run_dir: Path) -> None:
                 f"{named} has {now} {what} to train on, and the run began with {began}: some would be repeated and others left "
                 "out; restore what it was, or start a new run"
             )
-
-
-def _count(part: EnvironmentKind, seed: int, key: str) -> int:
-    from ..envs.dataset.source import DatasetSource
-    from ..envs.registry import task_source
-
-    # The rows of a data set are read here also where its episodes run elsewhere.
-    source = (
-        DatasetSource(part, "train", seed, key)
-        if isinstance(part, DataSection)
-        else task_source(part, "train", seed, key)
-    )
-    assert isinstance(source, Sized)
-    return len(source)

@@ -2,6 +2,7 @@
 
 Invariants:
 - Everything that can be refused is refused before the first process starts and before a file is written.
+- What takes seconds to import is imported after the first checks.
 - The report is written however a run ends.
 """
 
@@ -13,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -29,16 +30,18 @@ from ..configs.reward import EnvironmentReward, ModelReward
 from ..configs.suites import suites_of
 from ..errors import ConfigError, Interrupted, SlipstreamError
 from ..monitor.output import open_console
-from ..monitor.report import ReportPaths, write_report
 from ..monitor.series import evaluation_line, read_evaluations
 from ..monitor.terminal import View, open_view
 from . import evaluations
 from .launchers.local import LocalLauncher
 from .preflight import preflight, writable
 from .resources import assign_gpus, gpus_of
-from .row_counts import check_row_counts
+from .row_counts import record_counts, recorded_counts
 from .run_lock import is_locked, run_lock
-from .supervisor.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from ..monitor.report import ReportPaths
+    from .supervisor.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +64,7 @@ def train(config: Config) -> ReportPaths:
     if run_dir.is_dir() and any(run_dir.iterdir()):
         continues = f"continue it with `slipstream resume {config.run.dir}`"
         raise ConfigError(f"run.dir: {config.run.dir} is not empty; {continues}, or name a new folder")
-    preflight(config)
-    return _supervise(config, run_dir)
+    return _supervise(config, run_dir, preflight(config).counts)
 
 
 def refuse_active(run_dir: Path) -> None:
@@ -93,6 +95,12 @@ def with_absolute_paths(config: C) -> C:
 def resume(config: Config, before: Config, run_dir: Path) -> ReportPaths:
     """Continue a run, whose config was `before`, from its newest checkpoint or from its start; raises as `train`."""
     refuse_active(run_dir)
+    refuse_changes(config, before)
+    return _supervise(config, run_dir, preflight(config, recorded_counts(run_dir)).counts)
+
+
+def refuse_changes(config: Config, before: Config) -> None:
+    """Raises ConfigError where `config` changes what a run that began with `before` keeps."""
     movable = (msgspec.structs.replace(c, env=without_placement(c.env)) for c in (before, config))
     old, new = ({field.key: field.value for field in describe(c)} for c in movable)
     for key, value in old.items():
@@ -114,9 +122,6 @@ def resume(config: Config, before: Config, run_dir: Path) -> ReportPaths:
             f"{key}: from {old[key]} to {new[key]} is not allowed: only the groups of remax "
             "have a baseline episode, and the buffer has groups already; start a new run"
         )
-    check_row_counts(config, run_dir)
-    preflight(config)
-    return _supervise(config, run_dir)
 
 
 def _unplaced(suite: EvaluationSuite) -> EvaluationSuite:
@@ -128,10 +133,10 @@ def without_reward_model(config: C) -> C:
     return msgspec.structs.replace(config, reward=EnvironmentReward())
 
 
-def _supervise(config: Config, run_dir: Path) -> ReportPaths:
+def _supervise(config: Config, run_dir: Path, counts: Mapping[str, int]) -> ReportPaths:
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with run_lock(run_dir):
-        check_row_counts(config, run_dir)
+        record_counts(run_dir, counts)
         write_atomic(run_dir / "config.yaml", dump(config).encode())
         try:
             with open_view(config) as view:
@@ -146,6 +151,8 @@ def _supervise(config: Config, run_dir: Path) -> ReportPaths:
 
 
 def _write_report(run_dir: Path) -> ReportPaths:
+    from ..monitor.report import write_report  # takes a second
+
     return write_report(run_dir, read_ledger(run_dir).to_builtins() if (run_dir / DATABASE).exists() else None)
 
 
@@ -189,6 +196,8 @@ def summary(report: ReportPaths) -> str:
 def make_supervisor(config: Config, run_dir: Path, view: View, gpus: Mapping[str, int]) -> Supervisor:
     """A supervisor with the launcher that `launch.kind` names; `gpus` is the number that each role needs."""
     import torch
+
+    from .supervisor.supervisor import Supervisor  # takes seconds
 
     logs, available = run_dir / "logs", torch.cuda.device_count()
     if config.launch.kind == "local":

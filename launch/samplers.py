@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from typing import Any
 
 from ..buffer.samplers import PoolSampler, SequentialSampler, TaskSampler
 from ..buffer.task_table import TaskTable
-from ..configs import Config
-from ..configs.environments import DataSection, EndlessTasks, EnvironmentKind, parts_by_key
-from ..envs.registry import task_source
+from ..configs.environments import LimitedTasks, parts_by_key
 from ..errors import ConfigError, EnvError, describe_user_error
-from .prompts import training_rows
+from .run_inputs import RunInputs
 
 METHODS = ("observe", "next")  # of a `TaskSampler`
 
 
-def make_samplers(config: Config) -> tuple[list[TaskSampler], list[int]]:
+def make_samplers(inputs: RunInputs) -> tuple[list[TaskSampler], list[int]]:
     """Of each environment, in the order in which leases number them: its sampler, and how many tasks it has, 0 without end. Reads
     data sets where a sampler needs their size. Raises ConfigError: a sampler is unknown, raises, or needs a number that there is
     not."""
-    samplers, counts = list[TaskSampler](), list[int]()
+    samplers, counts, config = list[TaskSampler](), list[int](), inputs.config
     for key, part in parts_by_key(config.env).items():
-        tasks = part.tasks if isinstance(part, EndlessTasks) else 0
+        tasks = part.tasks if isinstance(part, LimitedTasks) else 0
         if part.sampler != "sequential" and not tasks:
-            tasks = _size_of(config, key, part)
+            tasks = inputs.size_of(key)
         samplers.append(_make(f"{key}.sampler", part.sampler, tasks, config.seed))
         counts.append(tasks)
     return samplers, counts
 
 
-def check_samplers(config: Config) -> str:
+def check_samplers(inputs: RunInputs) -> str:
     """The samplers can be made, and choose a first task. Raises ConfigError."""
     try:
-        samplers, tasks = make_samplers(config)
+        samplers, tasks = make_samplers(inputs)
         table = TaskTable(samplers, tasks)
         for env in range(len(samplers)):
             table.choose(env, 0)
     except EnvError as error:
         raise ConfigError(str(error)) from error
-    names = [part.sampler for part in parts_by_key(config.env).values()]
+    names = [part.sampler for part in parts_by_key(inputs.config.env).values()]
     return ", ".join(f"{name} of {count} tasks" if count else name for name, count in zip(names, tasks, strict=True))
-
-
-def _size_of(config: Config, key: str, part: EnvironmentKind) -> int:
-    """The tasks of an epoch; 0 for an environment whose tasks have no end."""
-    if isinstance(part, DataSection):
-        return len(training_rows(config, part, key))
-    source = task_source(part, "train", config.seed, key)
-    return len(source) if isinstance(source, Sized) else 0
 
 
 def _make(key: str, name: str, tasks: int, seed: int) -> TaskSampler:

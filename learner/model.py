@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import torch
-from huggingface_hub import HfApi
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -27,6 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ..common.kv_cache import kv_bytes_per_token
 from ..errors import ConfigError
+from .hub import first_line, require_model
 
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Other kinds (recurrent, linear, chunked) would leak state from one packed sequence into the next."""
@@ -35,7 +35,6 @@ FILES = {"model": ("*.safetensors",), "tokenizer": ("tokenizer.json", "*.model",
 """A folder holds one of each. Without the second, transformers silently makes an empty tokenizer of the family."""
 
 MODEL_KEY = "model.path"  # where the config names the policy
-HUB_S = 10.0  # seconds for the hub to answer whether a name exists
 LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)  # of missing, malformed, foreign files
 
 
@@ -137,17 +136,10 @@ def _load(loader: Any, path: str, what: str, key: str = MODEL_KEY, **options: An
         return loader.from_pretrained(path, local_files_only=True, **options)
     except LOAD_ERRORS as error:
         if folder:
-            raise ConfigError(f"{key}: folder {path!r} holds no usable {what}: {_first_line(error)}") from error
+            raise ConfigError(f"{key}: folder {path!r} holds no usable {what}: {first_line(error)}") from error
+    require_model(path, key)  # one request with a deadline first: the loaders retry a failed one for half a minute
     try:
-        # One request with a deadline first: the loaders retry a failed one for half a minute.
-        HfApi().model_info(path, timeout=HUB_S)
         return loader.from_pretrained(path, **options)
     # All errors: the hub client raises those of its HTTP library, and the library changes between releases.
     except Exception as error:
-        raise ConfigError(
-            f"{key}: {path!r} is no folder in {Path.cwd()}, and the hub gave no {what} of that name: {_first_line(error)}"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{key}: the hub's {path!r} has no usable {what}: {first_line(error)}") from error

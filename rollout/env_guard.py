@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -20,11 +21,12 @@ import msgspec
 
 from ..buffer.trajectory import NAME_LIMIT
 from ..common.tasks import being_cancelled
+from ..common.unawaited import UnawaitedLog, without_await
 from ..envs import EnvPart
 from ..envs.base import Environment, Message, Observation, StepResult, Task, as_number, checked
 from ..envs.isolation.source import IsolatedEnv
 from ..envs.tools import ToolCallTracker, in_thread
-from ..errors import DeadlineExceeded, EnvError, ToolError, describe_user_error, with_deadline
+from ..errors import DeadlineExceeded, EnvError, PolicyError, ToolError, describe_user_error, with_deadline
 from .loop_watchdog import calls_user_code
 
 log = logging.getLogger(__name__)
@@ -51,8 +53,9 @@ class EscapedException(Exception):
 
 class EnvGuard:
     """The environment of one episode as the agent sees it: turns exceptions, contract violations and overruns into EnvError or
-    ToolError, and remembers the first of them as `failure`. Records rewards by step, metrics, the seconds spent here, the `opening`
-    that `reset` returned, and the `transcript` of all messages since."""
+    ToolError, and remembers the first of them as `failure`; what the agent hands over wrongly raises PolicyError. Records rewards
+    by step, metrics, the seconds spent here, the `opening` that `reset` returned, the `transcript` of all messages since, and as
+    `unawaited` the coroutines that the agent and the environment dropped."""
 
     def __init__(self, part: EnvPart, limits: EpisodeLimits, task_lock: asyncio.Lock) -> None:
         self._part = part
@@ -62,6 +65,7 @@ class EnvGuard:
         self._inner: Environment | None = None
         self._closed = False
         self.calls = ToolCallTracker(limits.tool_s)
+        self.unawaited = UnawaitedLog()
         self.task = Task("")
         self.opening: tuple[Message, ...] = ()
         self.transcript: list[Message] = []
@@ -77,6 +81,8 @@ class EnvGuard:
             with self._attributed(f"task {index}"):
                 self._inner = self._part.source.make()
                 task = await self._in_time(in_thread(self._part.source.task, index), f"task {index}")
+                if why := without_await(task):
+                    raise EnvError(f"{why}; `task` is a plain function, `def task`")
                 if not isinstance(task, Task):
                     raise EnvError(f"it returned {task!r:.100}; return Task(id, payload)")
                 if not isinstance(task.id, str) or len(task.id) > NAME_LIMIT:
@@ -86,6 +92,7 @@ class EnvGuard:
 
     @calls_user_code
     async def reset(self, task: Task) -> Observation:
+        _require_argument("reset", task, Task)
         with self._attributed(f"reset of task {task.id!r}"):
             observation = checked(await self._in_time(self._opened.reset(task), "the reset"), Observation)
             self.opening = observation.messages
@@ -93,10 +100,13 @@ class EnvGuard:
 
     @calls_user_code
     async def step(self, message: Message) -> StepResult:
+        _require_argument("step", message, Message)
         with self._attributed("step"):
             # The only step of an environment that plays itself is its whole episode.
             seconds = self._limits.episode_s if self.self_played else self._limits.step_s
             result = await self._in_time(self._opened.step(message), "a step", seconds)
+            if why := without_await(result):
+                raise EnvError(why)
             if not isinstance(result, StepResult):
                 raise EnvError(f"it returned {result!r:.100}; return StepResult(messages, reward, done)")
             reward = as_number(result.reward)
@@ -136,6 +146,8 @@ class EnvGuard:
         """Await a call of the environment, `step_s` at most unless `seconds` says otherwise; an overrun during a tool call is
         attributed to the tool."""
         self.calls.tool = ""
+        if not inspect.isawaitable(work):
+            raise EnvError(f"it returned {work!r:.100} and no coroutine; write `async def`")
 
         def hint() -> str:
             inner = self._inner
@@ -152,10 +164,12 @@ class EnvGuard:
 
     @contextlib.contextmanager
     def _attributed(self, call: str) -> Iterator[None]:
-        """Turn exceptions of the environment into EnvError, and add up its time."""
-        started = time.perf_counter()
+        """Turn exceptions of the environment, and coroutines that it drops, into EnvError, and add up its time."""
+        started, dropped = time.perf_counter(), len(self.unawaited.lines)
         try:
             yield
+            if lines := self.unawaited.lines[dropped:]:
+                raise EnvError(lines[0])
         except ToolError as error:
             self.failure = self.failure or error
             raise
@@ -167,6 +181,13 @@ class EnvGuard:
             raise failure from error
         finally:
             self.seconds += time.perf_counter() - started
+
+
+def _require_argument(call: str, given: object, kind: type) -> None:
+    """Raises PolicyError where the agent gave something else than a `kind`."""
+    if not isinstance(given, kind):
+        why = without_await(given) or f"env.{call} was given {given!r:.100}; it takes a {kind.__name__}"
+        raise PolicyError(why)
 
 
 async def run_isolated(function: Callable[[], Awaitable[T]]) -> T:

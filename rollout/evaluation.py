@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -18,11 +19,18 @@ from .player import EpisodePlayer, EpisodeResult
 from .scores import score
 
 
-async def evaluate(player: EpisodePlayer, label: str, tasks: int, samples: int = 1) -> EvaluationResult:
+async def evaluate(
+    player: EpisodePlayer,
+    label: str,
+    tasks: int,
+    samples: int = 1,
+    tell: Callable[[str], None] = lambda text: None,
+) -> EvaluationResult:
     """Play `tasks` tasks `samples` times each: of each environment its share, from its first task on; as many at a time as the
-    servers decode at once. Raises EvaluationError: so many episodes failed that the others say nothing (`failures.END_SHARE`)."""
+    servers decode at once. `tell` hears of the first failures while the others are played. Raises EvaluationError: so many episodes
+    failed that the others say nothing (`failures.END_SHARE`)."""
     started = time.perf_counter()
-    slots, failures = asyncio.Semaphore(player.concurrency), FailureLog()
+    slots, failures = asyncio.Semaphore(player.concurrency), FailureLog(tell)
     counts = Admission(0, tasks, tuple(part.share for part in player.parts)).quotas([0] * len(player.parts))
     leases = [
         Lease(number, 0, tuple(range(samples)), 0, 0, env, task)

@@ -19,6 +19,7 @@ from ..agents.base import Agent, Policy
 from ..agents.foreign import ForeignAgent
 from ..agents.gateway import Endpoint, EnvTools, Gateway
 from ..agents.session import Session
+from ..common.unawaited import without_await
 from ..envs.base import Environment, Message, Task
 from ..errors import PolicyError
 from .loop_watchdog import calls_user_code
@@ -32,6 +33,8 @@ def through_gateway(agent: ForeignAgent, gateway: Gateway) -> Agent:
         tools = EnvTools(env, observation.tools)
         async with gateway.endpoint(cast(Session, policy), tools) as endpoint:
             answer = await _solve(agent, observation.messages, endpoint)
+        if why := without_await(answer):
+            raise PolicyError(why)
         if not isinstance(answer, str):
             raise PolicyError(f"the agent returned {answer!r:.100}; it must return its answer as text")
         if not tools.done:

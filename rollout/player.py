@@ -23,6 +23,7 @@ from ..agents.base import Agent, Completion, ContextExhausted, Generate
 from ..agents.session import Session
 from ..buffer.messages import Lease
 from ..buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory
+from ..common.unawaited import without_await
 from ..configs.schema import Config
 from ..envs import EnvPart, require_penalties
 from ..errors import (
@@ -34,6 +35,7 @@ from ..errors import (
     ToolError,
     describe_user_error,
     encodable,
+    user_line,
 )
 from .engines.base import SamplingParams
 from .env_guard import REWARD_LIMIT, EnvGuard, EpisodeLimits, EscapedException, run_isolated
@@ -98,6 +100,7 @@ class EpisodePlayer:
         started = time.perf_counter()
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(env.calls)
+            stack.enter_context(env.unawaited)
             stack.push_async_callback(requests.close)
             stack.push_async_callback(env.close)
             outcome, error = await _run_agent(self._agent, env, session, lease.task, self._limits.episode_s)
@@ -193,6 +196,8 @@ async def _score(model: RewardModel, env: EnvGuard, session: Session) -> tuple[t
 async def _call_agent(agent: Agent, env: EnvGuard, session: Session, index: int) -> float | None:
     returned = await agent(env, session, await env.open(index))
     total = sum(env.rewards)
+    if why := without_await(returned):
+        raise PolicyError(why)
     if returned is not None and not (isinstance(returned, int | float) and math.isclose(returned, total, abs_tol=1e-6)):
         raise PolicyError(
             f"the agent returned {returned!r:.100}, and its rewards by env.step are {total:g}; return None"
@@ -211,6 +216,8 @@ async def _run_agent(
         failure = session.failure or failure
         if _is_exhausted(failure, session):
             return TRUNCATED, None
+    if failure is None and outcome.trainable and env.unawaited.lines:  # those of the environment have failed it
+        failure = PolicyError(env.unawaited.lines[0])
     return (outcome, error) if failure is None else (_failure(failure), failure)
 
 
@@ -266,7 +273,11 @@ def _failure(error: Exception) -> Outcome:
             return Outcome("failed", "engine", str(error))
         case AgentTimeout():
             return Outcome("failed", "timeout", str(error))
-        case PolicyError() | EscapedException():
+        case PolicyError():
+            line, text = user_line(error), str(error)
+            said = not line or line.partition(":")[0] in text  # one that names a coroutine has the line that made it
+            return Outcome("failed", "policy", text if said else f"{text} ({line})")
+        case EscapedException():
             return Outcome("failed", "policy", str(error))
         case _:
             return Outcome("failed", "policy", describe_user_error(error))

@@ -17,6 +17,7 @@ from slipstream.configs import load
 from slipstream.envs import CALCULATOR, Message, Observation, ToolCall
 from slipstream.errors import ConfigError
 from slipstream.launch import preflight
+from slipstream.launch.run_inputs import RunInputs
 from slipstream.tests.runs import tiny_policy
 from slipstream.tests.sessions import Script, call, delivered, session_of
 
@@ -229,10 +230,10 @@ def test_the_table_of_formats_is_true():
 def test_tools_that_could_never_be_called_are_refused_before_the_start(tmp_path):
     folder = tiny_policy(tmp_path / "policy")
     config = load("quickstart", [f"model.path={folder}", "agent.renderer=default"])
-    assert "tokens" in preflight.prompt(config)  # its template writes calls
+    assert "tokens" in preflight.prompt(RunInputs(config))  # its template writes calls
     (folder / "chat_template.jinja").write_text(SEPARATED)
     says = (
         "agent.renderer: 'default' is the model's chat template, which has no known form of tool calls; .* has the tool"
     )
     with pytest.raises(ConfigError, match=says):
-        preflight.prompt(config)
+        preflight.prompt(RunInputs(config))

@@ -130,6 +130,27 @@ class Stubborn(Good):
             try: await asyncio.sleep(600)
             except asyncio.CancelledError: pass
 
+class NoAwait(Good):
+    async def rule(self): return 1.0
+    async def step(self, message):
+        return StepResult(reward=self.rule(), done=True)
+
+class NoAwaitInReset(Good):
+    async def reset(self, task):
+        return Observation(super().reset(task))
+
+class Drops(Good):
+    async def log(self): pass
+    async def step(self, message):
+        self.log()
+        return await super().step(message)
+
+class AsyncTask(Good):
+    async def task(self, index): return Task(f"t-{index}")
+
+class PlainReset(Good):
+    def reset(self, task): return Observation((Message("user", "x"),))
+
 class CloseAfterCancel(Good):
     stepping = False
     async def step(self, message):
@@ -144,7 +165,7 @@ class CloseAfterCancel(Good):
 FAULTS = [
     ("HashSeed", "tasks", r"another process makes another task 0: it depends on hash\(\)"),
     ("GlobalRandom", "tasks", r"task\(i\) depends on what was asked before"),
-    ("Raises", "tasks", r"raised KeyError: 'key'"),
+    ("Raises", "tasks", r"raised KeyError: 'key' \(faulty\.py:\d+ in task\)"),
     ("Moody", "episodes", "went another way|no tool message answers"),
     ("Shared", "episodes", "episodes that run at once disturb each other"),
     ("Blocks", "event loop", r"the event loop stood still for \d+ ms; .*in_thread"),
@@ -156,11 +177,16 @@ FAULTS = [
     ("Silent", "episodes", "is not done and has no message"),
     ("Nan", "episodes", "step returned the reward nan; a reward is a finite number"),
     ("TextReward", "episodes", "step returned the reward '1.0'"),
-    ("StepRaises", "episodes", "step raised RuntimeError: no sandbox"),
+    ("StepRaises", "episodes", r"step raised RuntimeError: no sandbox \(faulty\.py:\d+ in step\)"),
     ("ReturnsText", "opening", "reset returned 'Say a number.', which is no valid Observation"),
     ("OneMessage", "opening", "which is no valid Observation: Expected `array`"),
     ("ReturnsTool", "opening", "which is no valid Observation"),
     ("Nothing", "opening", "reset returned no message for the policy to answer"),
+    ("NoAwait", "episodes", r"step: `rule\(\.\.\.\)` was called without `await` \(faulty\.py:\d+ in step\)"),
+    ("NoAwaitInReset", "opening", r"reset: `reset\(\.\.\.\)` was called without `await` \(faulty\.py:\d+ in reset\)"),
+    ("Drops", "episodes", r"`log\(\.\.\.\)` was called without `await` \(faulty\.py:\d+ in step\)"),
+    ("AsyncTask", "tasks", r"task 0: `task\(\.\.\.\)` was called without `await`"),
+    ("PlainReset", "opening", r"reset returned Observation.* and no coroutine; write `async def reset`"),
     ("Stubborn", "cancellation", "step ignores its cancellation for 0.3 s"),
     ("Stubborn", "episodes", "step took longer than 1 s, and ignores its cancellation"),
     ("CloseAfterCancel", "cancellation", "close after a cancelled step raised RuntimeError: still stepping"),
@@ -209,6 +235,17 @@ def test_the_command_prints_a_line_for_each_check(capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     assert "WRONG episodes     step returned the reward nan" in shown
     assert "ok    opening" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "check"), [("Raises", "tasks"), ("ReturnsText", "opening"), ("StepRaises", "episodes")]
+)
+def test_a_fault_that_several_checks_would_meet_is_one_line(name: str, check: str) -> None:
+    lines = list[str]()
+    assert not check_environment("env", PythonEnv(factory=f"faulty:{name}"), 0, lines.append)
+    before = list(CHECKS).index(check)
+    assert [line.split()[0] for line in lines[1:]] == ["ok"] * before + ["WRONG"] + ["-"] * (len(CHECKS) - before - 1)
+    assert all(line.endswith(f"not checked, after {check}") for line in lines[before + 2 :])
 
 
 @pytest.mark.parametrize(

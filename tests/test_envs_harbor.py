@@ -19,7 +19,8 @@ from slipstream.envs.adapters.harbor.env import HarborEnv
 from slipstream.envs.check import CHECKS, run_check, subject_of
 from slipstream.envs.sandbox import LocalPool
 from slipstream.errors import ConfigError, EnvError, ToolError
-from slipstream.launch.row_counts import check_row_counts
+from slipstream.launch.row_counts import check_row_counts, record_counts, recorded_counts
+from slipstream.launch.run_inputs import RunInputs
 from slipstream.launch.samplers import make_samplers
 
 TEST = """#!/bin/bash
@@ -332,14 +333,15 @@ def test_a_resumed_run_has_as_many_tasks_as_it_began_with(tmp_path: Path) -> Non
     for name in "abcd":
         write(tmp_path / "tasks" / name, ANSWER)
     config = load("quickstart", [f"env={{kind: harbor, path: {tmp_path}/tasks, evaluation: 0.25, sampler: pools}}"])
-    assert make_samplers(config)[1] == [3]
-    for _ in range(2):
-        check_row_counts(config, run)
+    inputs = RunInputs(config)
+    assert make_samplers(inputs)[1] == [3]
+    check_row_counts(inputs)
+    record_counts(run, inputs.counts)
     write(tmp_path / "tasks" / "e", ANSWER)
     with pytest.raises(
         ConfigError, match=r"env.path: .*/tasks has 4 tasks to train on, and the run began with 3: .*restore"
     ):
-        check_row_counts(config, run)
+        check_row_counts(RunInputs(config, recorded_counts(run)))
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -9,6 +9,7 @@ import pytest
 from slipstream.configs import load
 from slipstream.errors import ConfigError
 from slipstream.launch.cli.main import main
+from slipstream.launch.run_inputs import RunInputs
 from slipstream.launch.samplers import make_samplers
 from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, query, slipstream, tiny_policy
 
@@ -83,7 +84,7 @@ def test_a_wrong_sampler_is_refused_in_one_line(
     (tmp_path / "samplers_of_mine.py").write_text(SAMPLER)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError) as error:
-        make_samplers(load("quickstart", [override]))
+        make_samplers(RunInputs(load("quickstart", [override])))
     assert says in str(error.value)
 
 
@@ -91,7 +92,7 @@ def test_a_sampler_gets_the_tasks_of_its_environment(tmp_path: Path, monkeypatch
     (tmp_path / "samplers_of_mine.py").write_text(SAMPLER)
     monkeypatch.syspath_prepend(tmp_path)
     parts = "{a: {kind: reasoning_gym, tasks: 7, sampler: 'samplers_of_mine:Backwards'}, b: {kind: reasoning_gym, tasks: 2}}"
-    samplers, tasks = make_samplers(load("quickstart", [f"env={{kind: mixture, parts: {parts}}}"]))
+    samplers, tasks = make_samplers(RunInputs(load("quickstart", [f"env={{kind: mixture, parts: {parts}}}"])))
     assert tasks == [7, 2]
     assert [samplers[0].next(draw) for draw in range(3)] == [6, 5, 4]
     assert [samplers[1].next(draw) for draw in range(3)] == [0, 1, 0]

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from slipstream.configs import load
+from slipstream.configs import dump, load
 from slipstream.errors import ConfigError
 from slipstream.launch.cli.main import main
-from slipstream.launch.row_counts import check_row_counts
-from slipstream.launch.run import resume
+from slipstream.launch.preflight import CHECKS, PreflightCheck
+from slipstream.launch.row_counts import check_row_counts, record_counts, recorded_counts
+from slipstream.launch.run import refuse_changes
+from slipstream.launch.run_inputs import RunInputs
 from slipstream.tests.runs import SMALL, Background, check_accounts, metrics, query, slipstream, tiny_policy
 
 ROOT = Path(__file__).parent.parent
@@ -62,27 +64,51 @@ def test_a_broken_row_is_one_line_and_exit_2_before_anything_starts(
 
 def test_a_resumed_run_has_as_many_rows_as_it_began_with(folder: Path) -> None:
     config = load("quickstart", OWN)
-    check_row_counts(config, folder)
-    check_row_counts(config, folder)
+    assert recorded_counts(folder) == {}
+    for _ in range(2):  # the second time it is recorded already
+        inputs = RunInputs(config, recorded_counts(folder))
+        check_row_counts(inputs)
+        record_counts(folder, inputs.counts)
     with (folder / "rows.jsonl").open("a") as file:
         file.write('{"prompt": "x", "answer": ""}\n')
     with pytest.raises(
         ConfigError, match=r"env.path: rows.jsonl has 31 rows to train on, and the run began with 30: .*restore"
     ):
-        check_row_counts(config, folder)
+        check_row_counts(RunInputs(config, recorded_counts(folder)))
 
 
-def test_a_resumed_run_may_run_its_environment_elsewhere_and_nothing_else(policy: Path, folder: Path) -> None:
-    run = folder / "run"
-    run.mkdir()
-    before = load("quickstart", [*OWN, f"model.path={policy}", f"run.dir={run}"])
-    check_row_counts(before, run)
-    (folder / "rows.jsonl").write_text('{"prompt": "x", "answer": ""}\n')  # resume gets as far as the rows
+def test_a_resumed_run_may_run_its_environment_elsewhere_and_nothing_else(folder: Path) -> None:
+    before = load("quickstart", OWN)
     for allowed in ("env.isolate=2", "env.python=/usr/bin/python3", "env.address=tcp://127.0.0.1:7000"):
-        with pytest.raises(ConfigError, match="rows to train on"):
-            resume(load("quickstart", [*OWN, f"model.path={policy}", f"run.dir={run}", allowed]), before, run)
+        refuse_changes(load("quickstart", [*OWN, allowed]), before)
     with pytest.raises(ConfigError, match=r"env.system: a run keeps what it began with"):
-        resume(load("quickstart", [*OWN, f"model.path={policy}", f"run.dir={run}", "env.system=Hi"]), before, run)
+        refuse_changes(load("quickstart", [*OWN, "env.system=Hi"]), before)
+
+
+COUNTING = "open('made.txt', 'a').write('x')\n" + REWARD
+
+
+def test_a_data_set_is_read_once_for_each_split_before_a_run_starts_or_goes_on(
+    policy: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A source imports the file of its reward, which counts how often. The last check refuses to start."""
+
+    def refuse(inputs: RunInputs) -> str:
+        raise ConfigError("reached")
+
+    (folder / "my.py").write_text(COUNTING)
+    monkeypatch.setitem(CHECKS, "trackers", PreflightCheck(refuse))
+    keys = (f"model.path={policy}", f"run.dir={folder}/run", *OWN, "env.evaluation=0.2", "evaluation.tasks=4")
+    pools = "env.sampler=pools"  # needs the number of the rows that fit
+    assert main(["train", "quickstart", *keys, pools]) == 2
+    assert capsys.readouterr().err == "slipstream: reached\n"
+    assert (folder / "made.txt").read_text() == "xx"
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text(dump(load("quickstart", [*keys, pools])))
+    record_counts(folder / "run", {"env": 24})
+    assert main(["resume", str(folder / "run")]) == 2
+    assert capsys.readouterr().err == "slipstream: reached\n"
+    assert (folder / "made.txt").read_text() == "xxxx"
 
 
 def task_ids(run: Path) -> list[str]:

@@ -11,6 +11,7 @@ from slipstream.errors import ConfigError
 from slipstream.launch import preflight
 from slipstream.launch.launchers.local import LocalLauncher
 from slipstream.launch.resources import assign_gpus, needed_gpus, role_environment
+from slipstream.launch.run_inputs import RunInputs
 from slipstream.launch.supervisor.processes import role_names
 from slipstream.tests.ranks import reserved_ports
 from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, metrics, slipstream, tiny_policy
@@ -96,4 +97,4 @@ async def test_ranks_meet_at_a_port_that_no_other_role_has(tmp_path: Path) -> No
     assert [spot.port for spot in spots.values()] == [first, first + 1]
     assert await launcher.reserve_port("critic-0") == first + 2
     config = load("quickstart", [*PLACED, f"launch.port={first}"])
-    assert preflight.ports(config) == f"{first} to {first + len(role_names(config))} are free"
+    assert preflight.ports(RunInputs(config)) == f"{first} to {first + len(role_names(config))} are free"

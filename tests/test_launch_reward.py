@@ -9,14 +9,15 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from slipstream.configs import Config, dump, load
+from slipstream.configs import dump, load
 from slipstream.configs.reward import Judge
 from slipstream.errors import ConfigError
 from slipstream.launch.cli.main import main
-from slipstream.launch.preflight import CHECKS, memory
+from slipstream.launch.preflight import CHECKS, PreflightCheck, memory
 from slipstream.launch.resources import assign_gpus, gpus_of, needed_gpus
 from slipstream.launch.reward_check import check_reward_model
 from slipstream.launch.run import resume
+from slipstream.launch.run_inputs import RunInputs
 from slipstream.launch.supervisor.processes import role_names
 from slipstream.tests import rewards
 from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, metrics, query, tiny_policy
@@ -83,9 +84,9 @@ def test_a_score_is_waited_for_longer_than_its_server_takes_to_start(preset: str
 def test_its_memory_is_added_to_that_of_the_engines() -> None:
     free = psutil.virtual_memory().available
     half = f"rollout.engine.memory={int(free * 0.6) >> 20}MiB"
-    memory(load("quickstart", [half]))
+    memory(RunInputs(load("quickstart", [half])))
     with pytest.raises(ConfigError, match=r"rollout\.engine\.memory: .* for the reward server .* free") as caught:
-        memory(load("quickstart", [half, "reward.kind=judge", "reward.path=j"]))
+        memory(RunInputs(load("quickstart", [half, "reward.kind=judge", "reward.path=j"])))
     assert "\n" not in str(caught.value)
 
 
@@ -95,7 +96,7 @@ def test_commands_without_a_reward_model_do_not_check_it(
     """Of a judge that was moved, a command that does not need it is not told: it gets as far as the last check."""
     assert [*CHECKS][-1] == "trackers"
     missing = ("reward.kind=judge", f"reward.path={tmp_path / 'moved'}", f"model.path={policy}")
-    monkeypatch.setitem(CHECKS, "trackers", _reached)
+    monkeypatch.setitem(CHECKS, "trackers", PreflightCheck(_reached))
     for command in (("eval", "quickstart"), ("sft", "quickstart", f"sft.out={tmp_path / 'out'}")):
         assert main([*command, *missing]) == 2
         assert capsys.readouterr().err == "slipstream: reached\n"
@@ -103,9 +104,9 @@ def test_commands_without_a_reward_model_do_not_check_it(
     assert "reward.path" in capsys.readouterr().err
 
 
-def _reached(config: Config) -> str:
+def _reached(inputs: RunInputs) -> str:
     """The last check: no process is started after it. GPUs are requested as the final config says."""
-    gpus_of(config)
+    gpus_of(inputs.config)
     raise ConfigError("reached")
 
 
@@ -145,7 +146,7 @@ def check(policy: Path, kind: str, path: Path, *overrides: str) -> str:
     """What the check says, refused or not."""
     config = load("quickstart", [f"model.path={policy}", f"reward.kind={kind}", f"reward.path={path}", *overrides])
     try:
-        return check_reward_model(config)
+        return check_reward_model(RunInputs(config))
     except ConfigError as error:
         return str(error)
 

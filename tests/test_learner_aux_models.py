@@ -20,6 +20,7 @@ from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Learner, Model, Optimizer
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.launch.preflight import model as check_model
+from slipstream.launch.run_inputs import RunInputs
 from slipstream.launch.supervisor.factory import make_aux_models, make_backend
 from slipstream.learner import packing
 from slipstream.learner.algorithms import loss_of
@@ -278,7 +279,7 @@ def test_a_reference_that_cannot_be_one_is_named(tmp_path):
     def refusal(reference: Path) -> str:
         keys = [f"model.path={policy}", "learner.algorithm.kl.kind=loss", f"learner.algorithm.kl.reference={reference}"]
         with pytest.raises(ConfigError) as error:
-            check_model(load("quickstart", keys))
+            check_model(RunInputs(load("quickstart", keys)))
         return str(error.value)
 
     assert refusal(tmp_path).startswith("learner.algorithm.kl.reference: folder")

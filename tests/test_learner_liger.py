@@ -17,6 +17,7 @@ from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Learner
 from slipstream.errors import ConfigError
 from slipstream.launch import preflight
+from slipstream.launch.run_inputs import RunInputs
 from slipstream.learner.fsdp2 import liger
 from slipstream.tests.ranks import open_backend
 from slipstream.tests.runs import tiny_policy
@@ -86,6 +87,9 @@ def test_on_a_cpu_it_is_refused_before_anything_starts(tmp_path: Path) -> None:
         "quickstart", [f"model.path={path}", "learner.backend.device=auto", "learner.backend.options=[liger]"]
     )
     if not torch.cuda.is_available():
-        for start in (lambda: preflight.learner(config), lambda: open_backend(path, config=Fsdp2(options=("liger",)))):
+        for start in (
+            lambda: preflight.learner(RunInputs(config)),
+            lambda: open_backend(path, config=Fsdp2(options=("liger",))),
+        ):
             with pytest.raises(ConfigError, match="this learner runs on the CPU; leave it out"):
                 start()

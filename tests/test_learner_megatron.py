@@ -18,6 +18,7 @@ from slipstream.configs.backends import Megatron
 from slipstream.configs.schema import Learner, Model
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.launch import preflight
+from slipstream.launch.run_inputs import RunInputs
 from slipstream.learner.checkpoint import CheckpointState
 from slipstream.learner.logprobs import token_logprobs
 from slipstream.learner.megatron.backend import MegatronBackend, MegatronModel
@@ -449,16 +450,16 @@ def test_a_model_that_cannot_be_split_so_is_refused(layout, model, match):
 
 def test_the_package_that_is_missing_or_of_another_version_is_named_before_a_start(models, monkeypatch, tmp_path):
     config = Config(model=Model(path=models["tied"]), learner=Learner(backend=Megatron()))
-    assert preflight.learner(config) == "megatron, ranks: 1"
+    assert preflight.learner(RunInputs(config)) == "megatron, ranks: 1"
     other = tmp_path / "megatron_core-0.17.0.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Name: megatron-core\nVersion: 0.17.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"written for megatron-core 0\.16\.1, and 0\.17\.0 is installed"):
-        preflight.learner(config)
+        preflight.learner(RunInputs(config))
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(ConfigError, match=r"needs the package megatron-core; run `make install`"):
-        preflight.learner(config)
+        preflight.learner(RunInputs(config))
 
 
 @pytest.mark.parametrize(

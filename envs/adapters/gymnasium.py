@@ -21,6 +21,7 @@ from ..base import JSON, Message, Observation, StepResult, Task, ToolCall, ToolS
 from ..loading import load_library
 from ..simple import SimpleEnv, Split
 from ..tools import in_thread
+from .turns import turn_metrics
 
 TOOL = "act"
 DIGITS = 4  # significant digits of a number in an observation: more is noise in a prompt
@@ -104,7 +105,7 @@ class GymnasiumEnv(SimpleEnv):
         self, replies: tuple[Message, ...], reward: float, *, done: bool = False, truncated: bool = False
     ) -> StepResult:
         over = not done and self._turns >= self.config.max_turns
-        metrics = {"turns": float(self._turns), "invalid": float(self._invalid)}
+        metrics = turn_metrics(self._turns, self._invalid)
         return StepResult(replies, reward, done or over, truncated or over, metrics)
 
     def _action(self, call: ToolCall) -> tuple[Any, str]:

@@ -27,6 +27,7 @@ from ..base import JSON, Message, Observation, StepResult, Task, ToolCall, ToolS
 from ..dataset.rows import open_rows
 from ..epochs import EpochOrder, numbers_of_split
 from ..simple import SimpleEnv, Split
+from .turns import turn_metrics
 
 CONNECT_S = 30.0  # until the server has accepted a connection; how long it computes is the step's deadline
 SHOWN = 300  # most characters of a server's error that the policy reads
@@ -103,7 +104,7 @@ class NemoGymEnv(SimpleEnv):
             replies = tuple([await self._call(call) for call in message.tool_calls])
         goes_on = bool(message.malformed or message.tool_calls)
         if goes_on and self._turns < self.config.max_turns:
-            return StepResult(replies, metrics=self._metrics())
+            return StepResult(replies, metrics=turn_metrics(self._turns, self._invalid))
         verdict = await self._verify()
         reward = as_number(verdict.get("reward"))
         if reward is None:
@@ -112,7 +113,9 @@ class NemoGymEnv(SimpleEnv):
             name: value for name in verdict if name not in self._row and (value := as_number(verdict[name])) is not None
         }
         found.pop("reward", None)
-        return StepResult(replies, reward, done=True, truncated=goes_on, metrics=found | self._metrics())
+        return StepResult(
+            replies, reward, done=True, truncated=goes_on, metrics=found | turn_metrics(self._turns, self._invalid)
+        )
 
     async def close(self) -> None:
         if self._http is not None:
@@ -167,9 +170,6 @@ class NemoGymEnv(SimpleEnv):
         if response.status >= 300:
             raise EnvError(f"{self._url}{path} answered {response.status}: {text[:SHOWN]}")
         return text
-
-    def _metrics(self) -> dict[str, float]:
-        return {"turns": float(self._turns), "invalid": float(self._invalid)}
 
 
 def read_opening(row: JSON) -> tuple[tuple[Message, ...], tuple[ToolSpec, ...]]:

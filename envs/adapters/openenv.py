@@ -18,6 +18,7 @@ from ...configs.environments import OpenEnv
 from ...errors import ConfigError, EnvError, describe
 from ..base import JSON, Message, Observation, StepResult, Task, ToolCall, ToolSpec
 from ..simple import SimpleEnv, Split
+from .turns import turn_metrics
 
 TOOL = "act"
 CONNECT_S = 30.0  # until a server has accepted a connection; how long it computes is the step's deadline
@@ -95,7 +96,7 @@ class OpenEnvEnv(SimpleEnv):
         return _text(seen), float(seen.get("reward") or 0.0), bool(seen.get("done"))
 
     def _result(self, replies: tuple[Message, ...], reward: float, *, done: bool) -> StepResult:
-        metrics = {"turns": float(self._turns), "invalid": float(self._invalid)}
+        metrics = turn_metrics(self._turns, self._invalid)
         over = not done and self._turns >= self.config.max_turns
         return StepResult(replies, reward, done or over, truncated=over, metrics=metrics)
 

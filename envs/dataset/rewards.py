@@ -28,9 +28,10 @@ from typing import Any
 
 import msgspec
 
+from ...common.unawaited import without_await
 from ...errors import ConfigError, EnvError, describe
 from ..base import as_number
-from ..loading import load_target
+from ..loading import load_target, require_file
 from ..sandbox import require_sandbox
 from ..tools import in_thread
 from ..verifiers import REWARDS, choice, exact, f1, gsm8k, require_math
@@ -182,6 +183,8 @@ def read_score(name: str, result: Any) -> Score:
         others = {str(k): as_number(v) for k, v in result.items() if k != key}
         metrics = {k: v for k, v in others.items() if v is not None and math.isfinite(v)}
         result = result[key]
+    if why := without_await(result):
+        raise EnvError(f"the reward {name}: {why}")
     reward = as_number(result)
     if reward is None:
         raise EnvError(f"the reward {name} returned {result!r:.100}; a reward is a number")
@@ -195,9 +198,8 @@ def _is_list(result: Any) -> bool:
 
 
 def _from_file(key: str, file: str, name: str) -> Callable[..., Any]:
+    require_file(key, file)
     path = Path(file).resolve()
-    if not path.is_file():
-        raise ConfigError(f"{key}: there is no file {file}")
     module_name = f"slipstream_reward_{path.stem}_{zlib.crc32(bytes(path)):x}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None

@@ -20,7 +20,7 @@ import numpy as np
 from ...errors import ConfigError
 from ..base import JSON
 from ..epochs import Numbers
-from ..loading import load_library
+from ..loading import load_library, require_file
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 CHUNK = 1 << 26  # bytes of a file that are searched for line ends at once
@@ -45,10 +45,17 @@ class Rows(Protocol):
         ...
 
 
+def require_rows(key: str, path: str) -> None:
+    """Raises ConfigError naming `key` where `path` names a file and there is none; a name on the hub is not looked up."""
+    if Path(path).suffix in (*JSON_LINES, ".parquet"):
+        require_file(key, path)
+
+
 def open_rows(key: str, path: str) -> Rows:
     """The rows of a file, of a folder that the `datasets` package reads, or of a hub name. Raises ConfigError naming `key`: there
     is no such file, it is empty or of another kind, or a package that it needs is missing."""
     file = Path(path)
+    require_rows(key, path)
     if file.is_file():
         if file.suffix == ".parquet":
             rows: Rows = ArrowRows(_parquet(key, path), path)
@@ -58,8 +65,6 @@ def open_rows(key: str, path: str) -> Rows:
             raise ConfigError(
                 f"{key}: {path} is neither of {', '.join(JSON_LINES)}, one JSON object a line, nor .parquet"
             )
-    elif file.suffix in (*JSON_LINES, ".parquet"):
-        raise ConfigError(f"{key}: there is no file {path}")
     else:
         rows = HubRows(key, path)
     if not len(rows):

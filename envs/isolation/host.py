@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from ...common.tasks import being_cancelled
+from ...common.unawaited import UnawaitedLog, without_await
 from ...configs.environments import EnvironmentKind
 from ...errors import ConfigError, EnvError, ToolError, describe, describe_user_error
 from ...rpc.server import RpcRequest, RpcServer
@@ -123,20 +124,26 @@ class EnvHost:
     async def _task(self, call: str, source: _Source, index: int) -> Task:
         async with source.lock:
             task: object = await self._call(call, in_thread(source.source.task, index), ToolCallTracker())
+        if why := without_await(task):
+            raise EnvError(f"{why}; `task` is a plain function, `def task`")
         if not isinstance(task, Task):
             raise EnvError(f"it returned {task!r:.100}; return Task(id, payload)")
         return task
 
     async def _call(self, call: str, work: Coroutine[Any, Any, Any], tools: ToolCallTracker) -> Any:
         """Await a call of an environment, in a task that can be cancelled."""
-        with tools:
+        unawaited = UnawaitedLog()
+        with tools, unawaited:
             task = asyncio.create_task(_contained(work), name=f"call {call}")
         tools.tool = ""
         self._calls[call] = task, tools
         try:
-            return await task
+            result = await task
         finally:
             del self._calls[call]
+        if unawaited.lines:
+            raise EnvError(unawaited.lines[0])
+        return result
 
     async def _cancel(self, call: str) -> CallCancelled:
         if call not in self._calls:
@@ -185,6 +192,8 @@ def _make_source(key: SourceKey) -> _Source:
 
 def valid_result(result: object) -> StepResult:
     """A step's result in plain types. Raises EnvError."""
+    if why := without_await(result):
+        raise EnvError(why)
     if not isinstance(result, StepResult):
         raise EnvError(f"it returned {result!r:.100}; return StepResult(messages, reward, done)")
     if (reward := as_number(result.reward)) is None:

@@ -10,6 +10,7 @@ from ...monitor.output import print_line, print_notice
 from .options import CommandTable, add_config
 
 DEFAULT = "quickstart"
+MARKS = {"ok": "ok", "wrong": "WRONG", "left": "-"}  # of a finding, before its line
 
 
 def register(commands: CommandTable) -> None:
@@ -18,16 +19,13 @@ def register(commands: CommandTable) -> None:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    from ..preflight import CHECKS, run_check
+    from ..preflight import examine
 
     if "=" in options.config:  # the first of the overrides
         options.config, options.overrides = DEFAULT, [options.config, *options.overrides]
     config = load(options.config, options.overrides, notice=print_notice)
     healthy = True
-    for name in CHECKS:
-        try:
-            found, mark = run_check(name, config), "ok"
-        except ConfigError as error:
-            found, mark, healthy = str(error), "WRONG", False
-        print_line(f"{mark:6}{name:13}{found}")
+    for finding in examine(config):
+        healthy &= finding.state == "ok"
+        print_line(f"{MARKS[finding.state]:6}{finding.name:19}{finding.text}")
     return 0 if healthy else ConfigError.exit_code

@@ -20,13 +20,17 @@ def register(commands: CommandTable) -> None:
 
 
 def init_model(options: argparse.Namespace) -> int:
-    from ...envs import parts_of
-    from ..init_model import init_model as make
+    from ..file_checks import environment_files
     from ..preflight import writable
+    from ..run_inputs import RunInputs
 
     config = load(options.config, options.overrides, notice=print_notice)
     writable("DIR", options.directory)
-    sources = [part.source for part in parts_of(config.env, "train", config.seed)]
+    inputs = RunInputs(config)
+    environment_files(inputs)
+    from ..init_model import init_model as make  # takes seconds
+
+    sources = [part.source for part in inputs.train]
     parameters = make(Path(options.directory), sources=sources, agent=config.agent, seed=config.seed)
     print_line(f"{options.directory}: a random Qwen3 model of {parameters / 1e6:.2f} million parameters")
     return 0

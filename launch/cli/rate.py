@@ -30,11 +30,12 @@ def rate(options: argparse.Namespace) -> int:
     for name, least in (("samples", 1), ("rows", 0)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name} {getattr(options, name)}: allowed are {least} and more")
-    from ..export import model_at  # takes seconds
     from ..rating import rate as measure
 
     bounds, out = (options.min, options.max), Path(options.out)
     if Path(options.config).is_dir():
+        from ..export import model_at  # takes seconds
+
         with model_at(options.config) as model:
             config = load(str(run_config(options.config)), [f"model.path={model}", *options.overrides])
             name = f"{options.config}, {Path(model).name}"  # an unfinished run's is in another folder each time

@@ -23,7 +23,7 @@ def register(commands: CommandTable) -> None:
 def sft(options: argparse.Namespace) -> int:
     config = load(options.config, options.overrides, SftConfig, print_notice)
     print_line(f"slipstream {__version__}: checks the config, then fine-tunes {config.model.path}")
-    from ..sft import fine_tune  # takes seconds
+    from ..sft import fine_tune
 
     result = fine_tune(config, print_line)
     held_out = f", {result.held_out[-1].loss:.3f} on what was held out" if result.held_out else ""

@@ -36,7 +36,7 @@ def register(commands: CommandTable) -> None:
 def train(options: argparse.Namespace) -> int:
     config = load(options.config, options.overrides, notice=print_notice)
     print_line(f"slipstream {__version__}: checks the config, then trains in {config.run.dir}")
-    from .. import run  # takes seconds
+    from .. import run
 
     print_line(run.summary(run.train(config)))
     return 0
@@ -54,10 +54,11 @@ def resume(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     from ...monitor.series import pass_text
-    from ..export import model_at  # takes seconds
 
     with contextlib.ExitStack() as stack:
         if Path(options.config).is_dir():
+            from ..export import model_at  # takes seconds
+
             model = stack.enter_context(model_at(options.config, options.step))
             config = load(str(run_config(options.config)), [f"model.path={model}", *options.overrides])
         elif options.step is not None:

@@ -132,9 +132,11 @@ async def buffer(context: RunContext, index: int, heartbeat: HeartbeatSender, st
     from ...configs.algorithm import plays_greedily
     from ...configs.environments import shares_of
     from ...weightsync.fleet import following_fleet
+    from ..run_inputs import RunInputs
     from ..samplers import make_samplers
 
-    samplers, tasks = await in_thread(functools.partial(make_samplers, context.config), "make_samplers")
+    inputs = RunInputs(context.config)
+    samplers, tasks = await in_thread(functools.partial(make_samplers, inputs), "make_samplers")
     shares = shares_of(context.config.env)
     retries = {reason: failure.retries for reason, failure in context.config.rollout.failures.items()}
     database = context.dir / "buffer.sqlite"
@@ -193,7 +195,8 @@ async def evaluator(
             player = await in_thread(make, "make_player")
             _ready(heartbeat)
             tasks, samples = suite.evaluation.tasks, suite.evaluation.samples
-            result = await run_or_stop(evaluate(player, label, tasks, samples), stop)
+            playing = evaluate(player, label, tasks, samples, heartbeat.send_message)
+            result = await run_or_stop(playing, stop)
             record = msgspec.structs.replace(result, step=step, suite=name)
             append(context.dir, record)
             heartbeat.send_message(evaluation_line(record))

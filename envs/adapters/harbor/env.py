@@ -24,6 +24,7 @@ from ...sandbox import Limits, LocalPool, LocalSandbox, ShellSession
 from ...sandbox.local import SPARE
 from ...simple import SimpleEnv, Split
 from ...tools import call_tool
+from ..turns import turn_metrics
 from .boxes import Files, TaskBoxes
 from .tasks import HarborTask, below_home, links_of, read_tasks
 
@@ -129,7 +130,7 @@ class HarborEnv(SimpleEnv):
         return StepResult(replies, score.reward or 0.0, done=True, truncated=truncated, metrics=metrics)
 
     def _metrics(self) -> dict[str, float]:
-        return {"turns": float(self._turns), "tool_calls": float(self._calls), "invalid": float(self._invalid)}
+        return turn_metrics(self._turns, self._invalid) | {"tool_calls": float(self._calls)}
 
     def _boxes_of_loop(self) -> TaskBoxes:
         loop = asyncio.get_running_loop()

@@ -1,0 +1,103 @@
+"""Coroutines of user code that are not awaited, named with the user's line that made them.
+
+    reply = policy.chat(messages)     handed on where a message is expected: `without_await` names it
+    env.step(reply)                   dropped: Python warns when it is collected, `UnawaitedLog` names it
+
+Invariants:
+- Only coroutines that a line of the user made count, no library's and none of ours.
+- One that is dropped is told to the log that was entered in the context in which it was dropped, and to no other.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar, Token
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from ..errors import is_user_file
+
+DROPPED = re.compile(r"coroutine '(?P<name>[^']*)' was never awaited")  # Python's own warning
+ORIGIN = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$', re.MULTILINE)  # its traceback
+DEPTH = 2  # frames that a coroutine remembers of its making: the line that called it, and who called a library's wrapper
+_LOG: ContextVar[UnawaitedLog | None] = ContextVar("unawaited coroutines", default=None)
+
+
+class UnawaitedLog:
+    """Enter it around user code: `lines` are then its coroutines that were dropped, one line each. Coroutines of this thread
+    remember from then on where they were made."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._tokens: list[Token[UnawaitedLog | None]] = []
+
+    def __enter__(self) -> UnawaitedLog:
+        _watch()
+        self._tokens.append(_LOG.set(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _LOG.reset(self._tokens.pop())
+
+
+def without_await(value: object) -> str:
+    """What the first coroutine in a value is, and the user's line that made it; "" where there is none. It is closed: Python does
+    not warn of it, too."""
+    if not inspect.iscoroutine(value):
+        return next(filter(None, map(without_await, _inside(value))), "")
+    origin = value.cr_origin or ()
+    made = next((_place(*frame) for frame in origin if is_user_file(frame[0])), "")
+    value.close()
+    return _text(value.__qualname__, made)
+
+
+def _inside(value: object) -> Iterable[object]:
+    if isinstance(value, msgspec.Struct):
+        return [getattr(value, name) for name in value.__struct_fields__]
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _text(qualname: str, made: str) -> str:
+    return f"`{qualname.rpartition('.')[2]}(...)` was called without `await`{made and f' ({made})'}"
+
+
+def _place(file: str, line: int | str, function: str) -> str:
+    return f"{Path(file).name}:{line} in {function}"
+
+
+def _watch() -> None:
+    """Have Python tell us, each time, of a coroutine that is dropped, and where it was made."""
+    global _others
+    if not sys.get_coroutine_origin_tracking_depth():
+        sys.set_coroutine_origin_tracking_depth(DEPTH)
+    if warnings.showwarning is not _show:
+        warnings.filterwarnings("always", DROPPED.pattern, RuntimeWarning)
+        _others, warnings.showwarning = warnings.showwarning, _show
+
+
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """In place of `warnings.showwarning`."""
+    log, text = _LOG.get(), str(message)
+    dropped, origin = DROPPED.match(text), list(ORIGIN.finditer(text))
+    if log is not None and dropped and origin and is_user_file(origin[-1]["file"]):
+        log.lines.append(_text(dropped["name"], _place(*origin[-1].group("file", "line", "function"))))
+        return
+    _others(message, category, filename, lineno, file, line)
+
+
+_others: Callable[..., None] = warnings.showwarning  # shows all other warnings

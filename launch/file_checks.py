@@ -1,0 +1,115 @@
+"""Paths and modules that a config names and that are not there. These checks come first: they import no library, and look for files
+only; whatever is in the files is for the checks after them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..configs.algorithm import Kl
+from ..configs.checks import COMMAND, PYTHON_NAME, SAMPLERS
+from ..configs.environments import (
+    DataSection,
+    EnvironmentKind,
+    Harbor,
+    Inspect,
+    NemoGym,
+    PythonEnv,
+    parts_by_key,
+)
+from ..configs.reward import ModelReward
+from ..configs.sft import SftConfig
+from ..errors import ConfigError
+from .run_inputs import RunInputs
+
+
+def model_files(inputs: RunInputs) -> str:
+    """The policy, and the model that the KL term refers to, are folders or names on the hub."""
+    from ..learner.hub import require_model
+
+    config, kl = inputs.config, inputs.config.learner.algorithm.kl
+    require_model(config.model.path, "model.path")
+    if isinstance(kl, Kl) and kl.reference:
+        require_model(kl.reference, "learner.algorithm.kl.reference")
+    return config.model.path
+
+
+def reward_files(inputs: RunInputs) -> str:
+    """The model that scores is a folder or a name on the hub."""
+    from ..learner.hub import require_model
+
+    reward = inputs.config.reward
+    if not isinstance(reward, ModelReward):
+        return "no reward model"
+    require_model(reward.path, "reward.path")
+    return reward.path
+
+
+def agent_files(inputs: RunInputs) -> str:
+    """The module of the user's agent, or the folder of its program."""
+    from ..envs.loading import require_module
+
+    config, agent = inputs.config, inputs.config.agent
+    if PYTHON_NAME.fullmatch(agent.kind):
+        require_module("agent.kind", agent.kind)
+    if agent.kind == COMMAND and config.launch.hosts != "many":
+        _require_folder("agent.sandbox.folder", agent.sandbox.folder)
+    return agent.kind
+
+
+def environment_files(inputs: RunInputs) -> str:
+    """The files, folders and modules of every environment, those of evaluations too."""
+    from ..envs.loading import require_file
+
+    config = inputs.config
+    sections = parts_by_key(config.env)
+    for name, suite in config.evaluation.suites.items():
+        if suite.env is not None:
+            sections |= parts_by_key(suite.env, f"evaluation.suites.{name}.env")
+    for key, section in sections.items():
+        _check_section(key, section)
+    if isinstance(config, SftConfig) and config.sft.messages:
+        require_file("sft.messages", config.sft.messages)
+    return ", ".join(sections)
+
+
+def _check_section(key: str, env: EnvironmentKind) -> None:
+    from ..envs.dataset.rewards import IN_FILE, IN_MODULE
+    from ..envs.dataset.rows import require_rows
+    from ..envs.loading import require_file, require_module
+    from ..envs.verifiers import REWARDS
+
+    for name in ("python", "keys"):
+        if path := getattr(env, name):
+            require_file(f"{key}.{name}", path)
+    if env.sampler not in SAMPLERS:
+        require_module(f"{key}.sampler", env.sampler)
+    if isinstance(env, DataSection):
+        require_rows(f"{key}.path", env.path)
+        if isinstance(env.evaluation, str):
+            require_rows(f"{key}.evaluation", env.evaluation)
+        if found := IN_FILE.fullmatch(env.reward):
+            require_file(f"{key}.reward", found["file"])
+        elif env.reward not in REWARDS and IN_MODULE.fullmatch(env.reward):
+            require_module(f"{key}.reward", env.reward)
+    if env.address or env.python:  # what follows is found there
+        return
+    match env:
+        case PythonEnv():
+            require_module(f"{key}.factory", env.factory)
+        case NemoGym():
+            require_rows(f"{key}.path", env.path)
+        case Harbor():
+            _require_folder(f"{key}.path", env.path)
+            _require_folder(f"{key}.packages", env.packages)
+        case Inspect():
+            file = env.task.rpartition("@")[0]
+            if file.endswith(".py"):
+                require_file(f"{key}.task", file)
+        case _:
+            pass
+
+
+def _require_folder(key: str, path: str) -> None:
+    if path and not Path(path).is_dir():
+        raise ConfigError(f"{key}: there is no folder {path}; relative paths begin in {Path.cwd()}")

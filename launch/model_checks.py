@@ -1,0 +1,101 @@
+"""Checks of the model with what learns, samples and talks in its chat format. None loads a weight."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from ..configs import Config
+from ..configs.algorithm import Kl
+from ..configs.backends import Megatron
+from ..configs.checks import COMMAND
+from ..configs.schema import parse_memory
+from ..errors import ConfigError
+from .resources import placed_by_ray, ranks_of
+from .run_inputs import RunInputs
+
+if TYPE_CHECKING:
+    from ..learner.model import ModelShape
+
+
+def model(inputs: RunInputs) -> str:
+    from ..learner.model import check_model, read_shape, vocabulary_size
+
+    config = inputs.config
+    path, kl = config.model.path, config.learner.algorithm.kl
+    check_model(path)
+    check_model_fits(config, read_shape(path))
+    size = vocabulary_size(path)
+    if isinstance(kl, Kl) and kl.reference:
+        key = "learner.algorithm.kl.reference"
+        check_model(kl.reference, key)
+        if vocabulary_size(kl.reference) != size:
+            raise ConfigError(
+                f"{key}: {kl.reference!r} has a vocabulary of {vocabulary_size(kl.reference)}, model.path {path!r} one of {size}; "
+                "the two must give log-probs to the same tokens"
+            )
+    return f"{path}, vocabulary {size}"
+
+
+def learner(inputs: RunInputs) -> str:
+    from ..learner.distributed import choose_device
+    from ..learner.fsdp2 import liger
+    from ..learner.fsdp2.parallelism import check_heads
+    from ..learner.megatron import fit
+    from ..learner.model import read_config
+
+    config = inputs.config
+    chosen, kl = config.learner.backend, config.learner.algorithm.kl
+    if isinstance(chosen, Megatron):
+        fit.check_installed(chosen)
+    for path in {config.model.path, kl.reference if isinstance(kl, Kl) and kl.reference else config.model.path}:
+        model = read_config(path)
+        if isinstance(chosen, Megatron):
+            fit.check_family(model)
+            fit.check_layout(chosen, model)
+        else:
+            check_heads(model, chosen.context_parallel)
+            if "liger" in chosen.options and not placed_by_ray(config):
+                liger.check(choose_device(chosen.device), model)
+    placed = [f", ranks of {kind}: {ranks}" for kind, ranks in config.learner.aux_models.items() if ranks]
+    return f"{chosen.__struct_config__.tag}, ranks: {chosen.ranks}{''.join(placed)}"
+
+
+def agent(inputs: RunInputs) -> str:
+    from ..agents import load_agent
+
+    config = inputs.config
+    if config.agent.kind != COMMAND:
+        load_agent(config.agent.kind)
+    elif config.launch.hosts != "many":
+        asyncio.run(_check_program(config))
+    inputs.renderer()
+    return f"{config.agent.kind}, chat format {config.agent.renderer}"
+
+
+async def _check_program(config: Config) -> None:
+    """The agent's program can be started in a sandbox of this host, which reaches a gateway and nothing else."""
+    from ..agents import Gateway
+    from ..agents.command import CommandAgent
+
+    async with Gateway() as gateway:
+        await CommandAgent(config.agent, gateway, config.rollout.episode_s).check()
+
+
+def check_model_fits(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError where the engine would refuse to serve a model of this shape."""
+    engine, tokens = config.rollout.engine, config.agent.max_tokens
+    ranks, path = ranks_of(engine), config.model.path
+    if tokens > shape.positions:
+        raise ConfigError(f"agent.max_tokens: {tokens} is more than the {shape.positions} positions of {path}")
+    if shape.heads % ranks:
+        heads = f"the {shape.heads} attention heads of {path}"
+        raise ConfigError(f"rollout.engine.tensor_parallel: {ranks} does not divide {heads}")
+    size = parse_memory(engine.memory)
+    if isinstance(size, int):
+        needed = tokens * shape.kv_numbers * (2 if config.model.dtype == "bfloat16" else 4) // ranks
+        if size < needed:
+            raise ConfigError(
+                f"rollout.engine.memory: {engine.memory} does not hold the keys and values of one episode of agent.max_tokens="
+                f"{tokens}; allowed are {-(-needed >> 20) or 1}MiB and more"
+            )

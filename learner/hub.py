@@ -1,0 +1,37 @@
+"""Whether there is a model of a name: without importing torch or transformers, and without reading the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import ConfigError
+
+HUB_S = 10.0  # seconds for the hub to answer whether a name exists
+CONFIG = "config.json"  # what every model has
+
+
+def require_model(path: str, key: str) -> None:
+    """Raises ConfigError naming `key`, unless `path` is a folder with a config, a cached name of the hub, or a name on it. The last
+    takes up to `HUB_S`."""
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / CONFIG).is_file():
+            raise ConfigError(f"{key}: folder {path!r} holds no usable config: it has no {CONFIG}")
+        return
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    try:
+        if isinstance(try_to_load_from_cache(path, CONFIG), str):
+            return
+        HfApi().model_info(path, timeout=HUB_S)
+    # All errors: the hub client raises those of its HTTP library, and the library changes between releases.
+    except Exception as error:
+        raise ConfigError(
+            f"{key}: {path!r} is no folder in {Path.cwd()}, and the hub gave no model of that name: {first_line(error)}; allowed "
+            "are a folder with a model, which `slipstream init-model` makes, and a name on the hub"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """Of the message of an error of the hub's client or of transformers, which may be a page."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
