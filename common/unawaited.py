@@ -17,21 +17,23 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar, Token
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 import msgspec
 
 from ..errors import is_user_file
 
+T = TypeVar("T")
+
 DROPPED = re.compile(r"coroutine '(?P<name>[^']*)' was never awaited")  # Python's own warning
 ORIGIN = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$', re.MULTILINE)  # its traceback
-DEPTH = 2  # frames that a coroutine remembers of its making: the line that called it, and who called a library's wrapper
+DEPTH = 2  # frames that a coroutine remembers: the line that made it, and, where a library wraps it, who called that
 _LOG: ContextVar[UnawaitedLog | None] = ContextVar("unawaited coroutines", default=None)
 
 
 class UnawaitedLog:
     """Enter it around user code: `lines` are then its coroutines that were dropped, one line each. Coroutines of this thread
-    remember from then on where they were made."""
+    remember from then on where they were made; for other threads see `traced`."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -51,10 +53,18 @@ def without_await(value: object) -> str:
     not warn of it, too."""
     if not inspect.iscoroutine(value):
         return next(filter(None, map(without_await, _inside(value))), "")
-    origin = value.cr_origin or ()
+    code, origin = value.cr_code, value.cr_origin or ()
     made = next((_place(*frame) for frame in origin if is_user_file(frame[0])), "")
+    if not made and is_user_file(code.co_filename):
+        made = f"defined at {Path(code.co_filename).name}:{code.co_firstlineno}"
     value.close()
     return _text(value.__qualname__, made)
+
+
+def traced(function: Callable[..., T], *arguments: object) -> T:
+    """`function(*arguments)`, whose coroutines remember where they were made, also in another thread."""
+    _trace()
+    return function(*arguments)
 
 
 def _inside(value: object) -> Iterable[object]:
@@ -76,11 +86,15 @@ def _place(file: str, line: int | str, function: str) -> str:
 def _watch() -> None:
     """Have Python tell us, each time, of a coroutine that is dropped, and where it was made."""
     global _others
-    if not sys.get_coroutine_origin_tracking_depth():
-        sys.set_coroutine_origin_tracking_depth(DEPTH)
+    _trace()
     if warnings.showwarning is not _show:
         warnings.filterwarnings("always", DROPPED.pattern, RuntimeWarning)
         _others, warnings.showwarning = warnings.showwarning, _show
+
+
+def _trace() -> None:
+    if not sys.get_coroutine_origin_tracking_depth():
+        sys.set_coroutine_origin_tracking_depth(DEPTH)
 
 
 def _show(

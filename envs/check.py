@@ -70,11 +70,12 @@ class Subject(msgspec.Struct, frozen=True):
 
 def checked(value: object, kind: type[T], what: str) -> T:
     """What an environment returned, as a valid `kind`. Raises BrokenCall."""
-    if why := without_await(value):
-        raise BrokenCall(f"{what}: {why}")
     try:
         return msgspec.convert(msgspec.to_builtins(value), kind)
     except (TypeError, msgspec.ValidationError) as error:
+        if why := without_await(value):
+            plain = "; `task` is a plain function, `def task`" if kind is Task else ""
+            raise BrokenCall(f"{what}: {why}{plain}") from None
         raise BrokenCall(f"{what} returned {value!r:.80}, which is no valid {kind.__name__}: {error}") from None
 
 
@@ -337,7 +338,7 @@ def run_check(name: str, subject: Subject) -> str:
         with UnawaitedLog() as unawaited:
             result: Any = CHECKS[name](subject)
             found = _run(result, subject.alive) if asyncio.iscoroutine(result) else result
-        if unawaited.lines:
+        if unawaited.lines and name != "cancellation":  # what was cancelled may drop some
             raise BrokenCall(unawaited.lines[0])
         return found
     except EnvError as error:

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from ..common.unawaited import without_await
-from ..errors import EnvError
 from .base import JSON, Message, Observation, StepResult, Task, ToolSpec
 from .simple import SimpleEnv
 from .tools import InvalidCall, Tool, ToolUse, in_thread
@@ -97,9 +96,10 @@ def as_tool(function: Function | Tool) -> Tool:
 
 
 def _shown(value: Any) -> str:
-    if why := without_await(value):
-        raise EnvError(why)
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    try:
+        return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    except TypeError as error:
+        raise TypeError(without_await(value) or str(error)) from error
 
 
 @functools.lru_cache(maxsize=1024)

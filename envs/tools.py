@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..common import tasks
-from ..common.unawaited import without_await
+from ..common.unawaited import traced, without_await
 from ..errors import DeadlineExceeded, ToolError, describe_user_error, with_deadline
 from .base import JSON, Message, ToolCall, ToolSpec
 
@@ -62,7 +62,7 @@ async def in_thread(function: Callable[..., T], *arguments: object) -> T:
     verifiers, task generators, clients that are not asynchronous. When the caller is cancelled, or its deadline passes, the
     function is interrupted. Threads share the interpreter's lock: a function that holds it for minutes, such as a pathological
     regular expression, belongs in a process."""
-    work = functools.partial(contextvars.copy_context().run, function, *arguments)
+    work = functools.partial(contextvars.copy_context().run, traced, function, *arguments)
     return await tasks.in_thread(work, getattr(function, "__qualname__", type(function).__name__), interrupt=True)
 
 
@@ -129,10 +129,11 @@ async def _run(tool: Tool, arguments: JSON, seconds: float) -> str:
         if isinstance(error, asyncio.CancelledError) and tasks.being_cancelled():
             raise
         raise ToolError(f"the tool {name!r} failed: {describe_user_error(error)}") from error
-    if why := without_await(content):
-        raise ToolError(f"the tool {name!r}: {why}")
     if not isinstance(content, str):
-        raise ToolError(f"the tool {name!r} returned {type(content).__name__}, not text")
+        why = without_await(content)
+        raise ToolError(
+            f"the tool {name!r}: {why}" if why else f"the tool {name!r} returned {type(content).__name__}, not text"
+        )
     return content
 
 

@@ -105,13 +105,13 @@ class EnvGuard:
             # The only step of an environment that plays itself is its whole episode.
             seconds = self._limits.episode_s if self.self_played else self._limits.step_s
             result = await self._in_time(self._opened.step(message), "a step", seconds)
-            if why := without_await(result):
-                raise EnvError(why)
             if not isinstance(result, StepResult):
-                raise EnvError(f"it returned {result!r:.100}; return StepResult(messages, reward, done)")
+                wanted = f"it returned {result!r:.100}; return StepResult(messages, reward, done)"
+                raise EnvError(without_await(result) or wanted)
             reward = as_number(result.reward)
             if reward is None or not abs(reward) <= REWARD_LIMIT:
-                raise EnvError(f"a reward of {result.reward!r:.100}; allowed are numbers up to {REWARD_LIMIT:g}")
+                wrong = f"a reward of {result.reward!r:.100}; allowed are numbers up to {REWARD_LIMIT:g}"
+                raise EnvError(without_await(result.reward) or wrong)
             self.rewards.append(reward)
             messages = checked(result.messages, tuple[Message, ...])
             result = msgspec.structs.replace(result, messages=messages, reward=reward)
@@ -180,6 +180,7 @@ class EnvGuard:
             self.failure = self.failure or failure
             raise failure from error
         finally:
+            del self.unawaited.lines[dropped:]  # those of a call that failed or was cancelled may be innocent
             self.seconds += time.perf_counter() - started
 
 

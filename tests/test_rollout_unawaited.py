@@ -28,7 +28,8 @@ from slipstream.envs import (
     call_tool,
     task_source,
 )
-from slipstream.errors import ConfigError
+from slipstream.envs.tool_env import as_tool
+from slipstream.errors import ConfigError, ToolError
 from slipstream.launch.preflight import CHECKS
 from slipstream.launch.run_inputs import RunInputs
 from slipstream.tests.episodes import Once
@@ -245,9 +246,14 @@ async def test_a_score_and_a_tool_without_their_await_are_named(end: End) -> Non
     def run(arguments: dict[str, Any]) -> str:
         return cast(str, _remember(Task("x")))
 
-    tools = {"t": Tool(ToolSpec("t", "", {}), run)}
-    with pytest.raises(Exception, match=r"the tool 't': `_remember\(\.\.\.\)` was called without `await`"):
-        await call_tool(tools, ToolCall("t", {}))
+    def looks_up() -> dict[str, Any]:
+        return {"found": _remember(Task("x"))}
+
+    for tool in (Tool(ToolSpec("t", "", {}), run), as_tool(looks_up)):
+        with pytest.raises(
+            ToolError, match=r"`_remember\(\.\.\.\)` was called without `await` \(test_rollout_unawaited\.py:"
+        ):
+            await call_tool({"t": tool}, ToolCall("t", {}))
 
 
 async def test_environments_in_a_process_of_their_own_are_named_too(

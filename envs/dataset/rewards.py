@@ -183,9 +183,9 @@ def read_score(name: str, result: Any) -> Score:
         others = {str(k): as_number(v) for k, v in result.items() if k != key}
         metrics = {k: v for k, v in others.items() if v is not None and math.isfinite(v)}
         result = result[key]
-    if why := without_await(result):
-        raise EnvError(f"the reward {name}: {why}")
     reward = as_number(result)
+    if reward is None and (why := without_await(result)):
+        raise EnvError(f"the reward {name}: {why}")
     if reward is None:
         raise EnvError(f"the reward {name} returned {result!r:.100}; a reward is a number")
     if not math.isfinite(reward):

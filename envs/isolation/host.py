@@ -192,12 +192,11 @@ def _make_source(key: SourceKey) -> _Source:
 
 def valid_result(result: object) -> StepResult:
     """A step's result in plain types. Raises EnvError."""
-    if why := without_await(result):
-        raise EnvError(why)
     if not isinstance(result, StepResult):
-        raise EnvError(f"it returned {result!r:.100}; return StepResult(messages, reward, done)")
+        wanted = f"it returned {result!r:.100}; return StepResult(messages, reward, done)"
+        raise EnvError(without_await(result) or wanted)
     if (reward := as_number(result.reward)) is None:
-        raise EnvError(f"a reward of {result.reward!r:.100}; allowed are numbers")
+        raise EnvError(without_await(result.reward) or f"a reward of {result.reward!r:.100}; allowed are numbers")
     messages = checked(result.messages, tuple[Message, ...])
     metrics = {str(name): float(value) for name, value in result.metrics.items()}
     return StepResult(messages, reward, bool(result.done), bool(result.truncated), metrics)
