@@ -5,11 +5,13 @@
 
 Invariants:
 - Only coroutines that a line of the user made count, no library's and none of ours.
-- One that is dropped is told to the log that was entered in the context in which it was dropped, and to no other.
+- One that is dropped is told to the log that was entered in the context in which it was dropped, and to no other. One that the
+  collector of cycles finds is told to none: it may be of another context.
 """
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 import sys
@@ -87,9 +89,16 @@ def _watch() -> None:
     """Have Python tell us, each time, of a coroutine that is dropped, and where it was made."""
     global _others
     _trace()
+    if _follow_collector not in gc.callbacks:
+        gc.callbacks.append(_follow_collector)
     if warnings.showwarning is not _show:
         warnings.filterwarnings("always", DROPPED.pattern, RuntimeWarning)
         _others, warnings.showwarning = warnings.showwarning, _show
+
+
+def _follow_collector(phase: str, info: object) -> None:
+    global _collecting
+    _collecting = phase == "start"
 
 
 def _trace() -> None:
@@ -108,10 +117,11 @@ def _show(
     """In place of `warnings.showwarning`."""
     log, text = _LOG.get(), str(message)
     dropped, origin = DROPPED.match(text), list(ORIGIN.finditer(text))
-    if log is not None and dropped and origin and is_user_file(origin[-1]["file"]):
+    if log is not None and not _collecting and dropped and origin and is_user_file(origin[-1]["file"]):
         log.lines.append(_text(dropped["name"], _place(*origin[-1].group("file", "line", "function"))))
         return
     _others(message, category, filename, lineno, file, line)
 
 
 _others: Callable[..., None] = warnings.showwarning  # shows all other warnings
+_collecting = False  # while cycles are collected

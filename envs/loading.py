@@ -21,8 +21,9 @@ def require_file(key: str, path: str) -> None:
         return
     known = [one.name for one in file.parent.iterdir()] if file.parent.is_dir() else []
     close = difflib.get_close_matches(file.name, known, n=1)
-    hint = f"did you mean {file.with_name(close[0])}?" if close else f"relative paths begin in {Path.cwd()}"
-    raise ConfigError(f"{key}: there is no file {path}; {hint}")
+    hint = "" if file.is_absolute() else f"; relative paths begin in {Path.cwd()}"
+    hint = f"; did you mean {file.with_name(close[0])}?" if close else hint
+    raise ConfigError(f"{key}: there is no file {path}{hint}")
 
 
 def require_module(key: str, target: str) -> None:

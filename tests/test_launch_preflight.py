@@ -52,7 +52,7 @@ TYPOS = {
         PYTHON,
         "env.factory=slipstream.examples.none:E",
     ),
-    "env.python: there is no file none/bin/python": ("train", PYTHON, "env.python=none/bin/python"),
+    "env.python: there is no file /": ("train", PYTHON, "env.python=none/bin/python"),
     "env.sampler: cannot import 'my_sampler'": ("train", "env.sampler=my_sampler:Own"),
     "evaluation.suites.hard.env.path: there is no file hard.jsonl": (
         "train",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import sys
 import warnings
@@ -325,6 +326,20 @@ def test_what_a_first_reset_forgets_is_refused_before_the_start(
     inputs = RunInputs(config)
     with pytest.raises(ConfigError, match=says):
         all(CHECKS[name].run(inputs) for name in ("environment", "prompt"))
+
+
+async def test_what_the_collector_finds_is_not_told_to_whoever_runs_then() -> None:
+    class Cycle:
+        pass
+
+    def leave_one() -> None:
+        cycle: Any = Cycle()
+        cycle.itself, cycle.coroutine = cycle, _remember(Task("x"))
+
+    with UnawaitedLog() as log, warnings.catch_warnings(record=True):
+        leave_one()
+        gc.collect()
+    assert log.lines == []
 
 
 def test_other_warnings_are_shown_as_they_were() -> None:
