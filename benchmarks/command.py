@@ -20,7 +20,7 @@ from ..monitor.output import open_console, print_line
 if TYPE_CHECKING:
     from .result import Result
 
-NAMES = ("rollout", "weightsync", "buffer", "sandbox", "tools", "learner", "learning")
+NAMES = ("rollout", "weightsync", "buffer", "sandbox", "tools", "learner", "simulator", "learning")
 
 LEARNING_ONLY = ("seeds", "staleness", "steps", "out")
 
@@ -66,6 +66,7 @@ def bench(options: argparse.Namespace) -> int:
             "sandbox": _sandbox,
             "tools": _tools,
             "learner": _learner,
+            "simulator": _simulator,
         }
         parts = several[options.name](options.sizes)
     results: list[Result] = []
@@ -150,6 +151,15 @@ def _tools(sizes: list[str] | None) -> list[tuple[str, Measure]]:
         (f"a worker whose episodes call tools, {size}", lambda folder, size=size: tools(folder, size))
         for size in sizes or ["10M"]
     ]
+
+
+def _simulator(sizes: list[str] | None) -> list[tuple[str, Measure]]:
+    from ..errors import ConfigError
+    from .simulator import simulator
+
+    if sizes:
+        raise ConfigError("--sizes: a simulation holds no policy; leave it out")
+    return [("the simulator", simulator)]
 
 
 def _learner(sizes: list[str] | None) -> list[tuple[str, Measure]]:

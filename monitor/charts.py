@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import msgspec
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -77,6 +78,17 @@ _ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "
 """Where the legend of a small chart is."""
 
 Draw = Callable[[Axes], None]
+
+
+class SettingPoint(msgspec.Struct, frozen=True):
+    """A setting in `settings`: shares are 0 to 1; `measured` where it is of a run, not of a simulation."""
+
+    label: str
+    tokens_per_s: float
+    staleness: float
+    learner_wait: float
+    rollout_idle: float
+    measured: bool = False
 
 
 def save_png(figure: Figure, path: Path) -> None:
@@ -237,6 +249,38 @@ def small_multiples(rows: Sequence[Row], titles: dict[str, str]) -> Figure | Non
     wide = min(4, len(present))
     size = 2.4 * wide, 1.8 * -(-len(present) // wide)
     return _styled(size, [functools.partial(draw, name=name) for name in present], wide)
+
+
+def settings(points: Sequence[SettingPoint]) -> Figure:
+    """What settings would do: trained tokens per second against staleness, and which side would wait."""
+
+    def frontier(axes: Axes) -> None:
+        for point in points:
+            ink, marker = COLORS["orange" if point.measured else "blue"], "D" if point.measured else "o"
+            axes.plot(point.staleness, point.tokens_per_s, marker, ms=5.5, color=ink)
+            where = {"xytext": (6, 3), "textcoords": "offset points", "fontsize": 7.5, "color": COLORS["muted"]}
+            axes.annotate(point.label, (point.staleness, point.tokens_per_s), **where)
+        axes.set_ylim(0, 1.18 * max(point.tokens_per_s for point in points))
+        axes.set_xlim(-0.1, 1.35 * max(0.5, *(point.staleness for point in points)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: count(number)))
+        axes.set_xlabel("mean staleness of trained tokens, versions")
+        axes.set_ylabel("trained tokens/s")
+
+    def waits(axes: Axes) -> None:
+        rows = np.arange(len(points))
+        for shift, name, label, color in (
+            (-0.19, "learner_wait", "learner waits for a batch", "orange"),
+            (0.19, "rollout_idle", "rollout slots are empty", "blue"),
+        ):
+            axes.barh(rows + shift, [getattr(p, name) for p in points], 0.34, color=COLORS[color], label=label)
+        axes.set_yticks(rows, [point.label for point in points])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1)
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
+        axes.grid(visible=False, axis="y")
+        axes.legend(**_ABOVE, ncols=2, handlelength=1.2)
+
+    return _styled((9.2, max(3.0, 1.2 + 0.42 * len(points))), [frontier, waits], 2)
 
 
 def _styled(size: tuple[float, float], draws: Sequence[Draw], wide: int = 1) -> Figure:

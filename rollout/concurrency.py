@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .engines.base import EngineLoad
+import msgspec
 
 GROWTH = 0.03  # per second, as a share of what the servers decode at once: doubles the initial cap in half a minute
 CUT = 0.25  # share of the cap that one second of full congestion takes away
@@ -30,6 +30,14 @@ KV_FREE = 0.80  # KV cache usage up to which there is no congestion: sequences i
 KV_FULL = 0.95  # KV cache usage that counts as full congestion: beyond it a server preempts and recomputes
 TURNOVER = 0.1  # share of a used-up cap that may be free: many short episodes end while new leases are on their way
 MEMORY = 0.5  # weight of the newest sample: a group that starts sends many requests at once, which is no congestion
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    """The load of a replica: sequences decoding, sequences queued, share of its KV cache in use."""
+
+    running: int
+    waiting: int
+    kv_usage: float
 
 
 class Concurrency:

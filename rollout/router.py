@@ -36,11 +36,10 @@ from ..errors import DeadlineExceeded, EngineError, with_deadline
 from ..weightsync.fleet import Fleet, ReplicaInfo
 from .engines.base import EngineFailure, EngineLoad, PartialCompletion, RequestRejected, SamplingParams
 from .engines.http_engine import HttpEngine
-from .routing import RouteRequest, RoutingTable
+from .routing import AHEAD, RouteRequest, RoutingTable
 
 log = logging.getLogger(__name__)
 
-AHEAD = 4  # requests of a worker beyond those that a replica decodes at once: free slots fill without a round trip
 PROBE_S = 0.25  # pause before the second probe in a row; the first runs at once, and each further pause doubles
 # Longest pause between two probes; and how long a replica must have been healthy for its next failure to count as its first.
 BACKOFF_S = 8.0

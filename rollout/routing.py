@@ -25,6 +25,7 @@ import msgspec
 
 from ..weightsync.fleet import Fleet, ReplicaInfo
 
+AHEAD = 4  # requests of a worker beyond those that a replica decodes at once: free slots fill without a round trip
 INITIAL_LENGTH = 64  # expected completion length, in tokens, before any completion was seen
 LENGTH_DECAY = 0.05  # weight of the newest completion in the expected length, a moving average over about twenty
 

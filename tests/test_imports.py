@@ -19,13 +19,25 @@ ALLOWED = {
     "buffer": {"monitor", "rpc"},
     "learner": {"buffer", "weightsync", "rpc"},
     "weightsync": {"monitor", "rpc"},
+    "planner": {"buffer", "rollout.concurrency", "rollout.routing", "weightsync.fleet", "monitor"},
     "monitor": set(),
     "configs": set(),
     "rpc": set(),
     "common": set(),
-    "launch": {"agents", "envs", "rollout", "buffer", "learner", "weightsync", "monitor", "rpc"},
+    "launch": {"agents", "envs", "rollout", "buffer", "learner", "weightsync", "monitor", "planner", "rpc"},
     "chaos": {"agents", "envs", "rollout", "buffer", "learner", "weightsync", "monitor", "rpc", "launch"},
-    "benchmarks": {"agents", "envs", "rollout", "buffer", "learner", "weightsync", "monitor", "rpc", "launch"},
+    "benchmarks": {
+        "agents",
+        "envs",
+        "rollout",
+        "buffer",
+        "learner",
+        "weightsync",
+        "monitor",
+        "planner",
+        "rpc",
+        "launch",
+    },
 }
 """What each folder may import besides itself, `configs`, `errors` and `common`. No product folder may import `chaos` or
 `benchmarks`; the command line starts them by module name."""

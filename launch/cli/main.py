@@ -25,6 +25,7 @@ COMMANDS = {
     "sft": ".sft",
     "init-model": ".init_model",
     "ledger": ".ledger",
+    "simulate": ".simulate",
     "waits": ".waits",
     "replicas": ".replicas",
     "chaos": "slipstream.chaos.command",

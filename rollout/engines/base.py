@@ -8,6 +8,7 @@ import msgspec
 
 from ...agents.base import Completion
 from ...errors import EngineError
+from ..concurrency import EngineLoad as EngineLoad
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -19,14 +20,6 @@ class SamplingParams(msgspec.Struct, frozen=True):
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
-
-
-class EngineLoad(msgspec.Struct, frozen=True):
-    """The load of a replica: sequences decoding, sequences queued, share of its KV cache in use."""
-
-    running: int
-    waiting: int
-    kv_usage: float
 
 
 EMPTY = Completion((), (), (), "abort")  # a completion that ended before its first token

@@ -1,0 +1,167 @@
+"""One replica in a simulation: continuous batching, a queue, a prefix cache, swaps of weights. Pure.
+
+    submit ──> queue ──a free place──> prefill, which stalls all ──> decode, side by side ──> complete
+                                                     swap: the caches are void, running sequences are prefilled anew
+
+Invariants:
+- At most `max_concurrent` sequences decode; the others queue in the order of their arrival.
+- A step decodes one token of every running sequence and takes the seconds that the decode curve has for their number.
+- Every sampled token has the version that the replica served then. A request's tokens by version sum to its tokens.
+- A replica that is paused decodes nothing; what arrives meanwhile queues.
+
+Not modelled: the limit of the KV cache, and that a prefill is spread over several steps.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from ..rollout.concurrency import EngineLoad
+from .kernel import SharedProcessor, VirtualClock
+
+
+class DecodeCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of one decode step by the number of running sequences: straight lines between `points`, which are ascending; outside
+    of them the first and the last line go on. A single point is a constant."""
+
+    points: tuple[tuple[float, float], ...]  # (running sequences, seconds of a step)
+
+    def __post_init__(self) -> None:
+        running = [x for x, _ in self.points]
+        if not self.points or running != sorted(set(running)) or min(s for _, s in self.points) <= 0:
+            raise ValueError("a decode curve needs points with ascending numbers of sequences and seconds above 0")
+
+    def step_s(self, running: float) -> float:
+        points = self.points
+        if len(points) == 1:
+            return points[0][1]
+        after = min(max(1, bisect.bisect_left(points, running, key=lambda point: point[0])), len(points) - 1)
+        (x0, y0), (x1, y1) = points[after - 1], points[after]
+        lowest = min(y for _, y in points)  # below the first point a falling line must not reach 0
+        return max(lowest / 2, y0 + (y1 - y0) * (running - x0) / (x1 - x0))
+
+    def scaled(self, factor: float) -> DecodeCurve:
+        return DecodeCurve(tuple((running, seconds * factor) for running, seconds in self.points))
+
+
+class SimulatedRequest:
+    """A completion that is under way: `sampled` tokens after a `context` of which `cached` tokens need no prefill there."""
+
+    __slots__ = ("began", "cached", "complete", "context", "counts", "group", "number", "replica", "sampled")
+
+    def __init__(
+        self, group: int | None, context: int, sampled: int, complete: Callable[[SimulatedRequest], None]
+    ) -> None:
+        self.group = group  # of a first turn: its members have one prompt; else None
+        self.context = context
+        self.sampled = sampled
+        self.complete = complete
+        self.cached = 0
+        self.number = 0  # given by its router
+        self.replica: SimulatedReplica | None = None
+        self.began = 0.0  # progress of the replica's processor at its first token
+        self.counts: dict[int, int] = {}  # once complete: version -> tokens
+
+
+class SimulatedReplica:
+    """`recompute`: a swap voids the keys and values of running sequences (`rollout.partial`)."""
+
+    def __init__(
+        self, clock: VirtualClock, name: str, curve: DecodeCurve, prefill_s: float, max_concurrent: int, recompute: bool
+    ) -> None:
+        self.name = name
+        self.version = 0
+        self._prefill_s = prefill_s
+        self._max_concurrent = max_concurrent
+        self._recompute = recompute
+        self._queue: deque[SimulatedRequest] = deque()
+        unit_s = [curve.step_s(max(1, n)) for n in range(max_concurrent + 1)]
+        self._processor: SharedProcessor[SimulatedRequest] = SharedProcessor(clock, unit_s, self._finish)
+        self._paused = False
+        self._swaps: list[tuple[float, int]] = [(0.0, 0)]  # progress at which a version began
+        self._prompts: set[int] = set()  # groups whose prompt is cached
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._processor.jobs) + len(self._queue)
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(len(self._processor.jobs), len(self._queue), 0.0)
+
+    def submit(self, request: SimulatedRequest) -> None:
+        request.replica = self
+        if self._paused or len(self._processor.jobs) >= self._max_concurrent:
+            self._queue.append(request)
+        else:
+            self._start(request)
+
+    def cancel(self, request: SimulatedRequest) -> None:
+        """End a request early; its `counts` are the tokens that it has got."""
+        if request not in self._processor.jobs:
+            self._queue.remove(request)
+            return
+        self._processor.settle()
+        sampled = min(request.sampled, int(self._processor.progress - request.began))
+        self._processor.remove(request)
+        request.counts = self._by_version(request, sampled)
+        self._fill()
+
+    def pause(self) -> None:
+        self._paused = True
+        self._processor.pause()
+
+    def swap(self, version: int) -> None:
+        """Serve `version` from here on, and go on."""
+        processor = self._processor
+        processor.settle()
+        self.version = version
+        oldest = min((request.began for request in processor.jobs), default=processor.progress)
+        needed = bisect.bisect_right(self._swaps, oldest, key=lambda swap: swap[0]) - 1
+        self._swaps = [*self._swaps[max(0, needed) :], (processor.progress, version)]
+        self._prompts.clear()
+        self._paused = False
+        processor.resume()
+        if self._recompute and self._prefill_s:
+            decoded = sum(processor.progress - r.began for r in processor.jobs)
+            processor.stall(self._prefill_s * (sum(r.context for r in processor.jobs) + decoded))
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._queue and not self._paused and len(self._processor.jobs) < self._max_concurrent:
+            self._start(self._queue.popleft())
+
+    def _start(self, request: SimulatedRequest) -> None:
+        processor = self._processor
+        if self._prefill_s:
+            uncached = 0 if request.group in self._prompts else request.context - request.cached
+            if request.group is not None:
+                self._prompts.add(request.group)
+            processor.stall(self._prefill_s * uncached)
+        processor.settle()
+        request.began = processor.progress
+        processor.add(request, request.sampled)
+
+    def _finish(self, request: SimulatedRequest) -> None:
+        request.counts = self._by_version(request, request.sampled)
+        self._fill()
+        request.complete(request)
+
+    def _by_version(self, request: SimulatedRequest, sampled: int) -> dict[int, int]:
+        """The first `sampled` tokens of a request by the version that was served at each."""
+        swaps = self._swaps
+        if swaps[-1][0] <= request.began:
+            return {swaps[-1][1]: sampled} if sampled else {}
+        first = max(0, bisect.bisect_right(swaps, request.began, key=lambda swap: swap[0]) - 1)
+        counts: dict[int, int] = {}
+        done = 0
+        for index in range(first, len(swaps)):
+            last = index + 1 == len(swaps)
+            upto = sampled if last else min(sampled, round(swaps[index + 1][0] - request.began))
+            if upto > done:
+                counts[swaps[index][1]] = counts.get(swaps[index][1], 0) + upto - done
+                done = upto
+        return counts

@@ -1,0 +1,95 @@
+"""What is simulated: a profile under one set of settings. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..buffer.admission import Admission, ReplayConfig
+from .engine import DecodeCurve
+from .profile import RunProfile
+from .workload import Workload, sample_groups
+
+QUARTER = 4  # with `weightsync.cohort` 0, one of so many replicas changes weights at a time
+FOREVER_S = 1e12  # a lease in a simulation: its workers do not die
+EVENTS = (
+    400_000  # about how many a simulation may have, where its caller leaves the number of steps open: some ten seconds
+)
+STEPS = 60  # most steps then
+SETTLING = 3  # steps beyond the bound that are not counted: until then the run fills up
+
+
+class SimulationPlan(msgspec.Struct, frozen=True):
+    """One simulation. Times in seconds."""
+
+    admission: Admission
+    replay: ReplayConfig
+    environments: tuple[Workload, ...]
+    decode: DecodeCurve
+    prefill_s: float
+    replicas: int
+    max_concurrent: int
+    workers: int
+    recompute: bool  # a swap voids keys and values of running sequences
+    cohort: int
+    cohort_s: float
+    pause_s: float
+    deliver_s: float  # from the end of an episode until its slot is free and its group counts
+    take_s: float
+    step_s: tuple[float, ...]  # seconds per token of a batch, context included; each is drawn equally often
+    gpus: int  # that replicas and learner need
+
+    @classmethod
+    def of(cls, profile: RunProfile, overrides: tuple[str, ...] = ()) -> SimulationPlan:
+        """Raises ConfigError for an override that is not allowed."""
+        config = profile.config(overrides)
+        buffer, engine, ranks = config.buffer, config.rollout.engine, config.learner.backend.ranks
+        shares = tuple(workload.share for workload in profile.environments)
+        learner = profile.learner
+        return cls(
+            admission=Admission(buffer.max_staleness, buffer.groups_per_batch, shares),
+            replay=ReplayConfig(
+                buffer.group_size,
+                buffer.min_members or buffer.group_size,
+                buffer.on_deadline,
+                FOREVER_S,
+                {},
+                buffer.dynamic_sampling,
+                buffer.filter,
+                profile.greedy,
+            ),
+            environments=profile.environments,
+            decode=profile.engine.decode,
+            prefill_s=profile.engine.prefill_s,
+            replicas=engine.replicas,
+            max_concurrent=engine.max_concurrent,
+            workers=config.rollout.workers,
+            recompute=config.rollout.partial != "keep_kv",
+            cohort=config.weightsync.cohort or max(1, engine.replicas // QUARTER),
+            cohort_s=profile.push.cohort_s,
+            pause_s=profile.push.pause_s,
+            deliver_s=profile.deliver_s,
+            take_s=learner.take_s,
+            step_s=tuple(seconds * learner.ranks / ranks for seconds in learner.seconds_per_token),
+            gpus=engine.replicas * profile.engine.ranks + ranks,
+        )
+
+    @property
+    def cohorts(self) -> int:
+        return -(-self.replicas // self.cohort)
+
+    @property
+    def push_s(self) -> float:
+        return self.cohorts * self.cohort_s
+
+    @property
+    def settling(self) -> int:
+        """Steps at the beginning that are not counted."""
+        return self.admission.max_staleness + SETTLING
+
+    @property
+    def default_steps(self) -> int:
+        """Steps that a simulation has, those that are not counted included."""
+        groups = list(sample_groups(self.environments, 50, self.replay.group_size))
+        turns = sum(len(episode.turns) for group in groups for episode in group) / len(groups)
+        per_step = self.admission.groups_per_batch * max(1.0, turns) * 4
+        return self.settling + max(3, min(STEPS, round(EVENTS / per_step) - self.settling))

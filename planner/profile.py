@@ -1,0 +1,146 @@
+"""The profile of a run: what a simulation needs to know of it, as numbers in one file that can be shared.
+
+Invariants:
+- No text of the run is in a profile: no prompt, no token id, no path, no name of a task or a tool.
+- A profile is either right or refused with one line that names the key.
+- `settings` are values of config keys, those in `SIMULATED`; other keys have no part in a simulation, and are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ..common.fsio import write_atomic
+from ..configs import Config, describe, load
+from ..errors import ConfigError
+from .engine import DecodeCurve
+from .figures import RunFigures
+from .workload import Seconds, Workload
+
+PROFILE = "profile.json"  # in the folder of a run
+FORMAT = 1  # raise it when a field changes its meaning
+# Any preset: `load` checks settings as it checks those of a config, and a simulation reads no other key of it.
+BASE = "quickstart"
+
+SIMULATED = (
+    "buffer.max_staleness",
+    "buffer.groups_per_batch",
+    "buffer.group_size",
+    "buffer.min_members",
+    "buffer.dynamic_sampling",
+    "buffer.filter",
+    "buffer.on_deadline",
+    "rollout.engine.replicas",
+    "rollout.engine.max_concurrent",
+    "rollout.workers",
+    "rollout.partial",
+    "learner.backend.ranks",
+    "weightsync.cohort",
+)
+"""Keys whose values a simulation knows the meaning of."""
+
+
+class LearnerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the learner's steps took."""
+
+    # Seconds of a step per token of its batch, context included, a value for each of some steps; each is drawn equally often. A
+    # step of another size takes proportionally longer.
+    seconds_per_token: Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)]
+    ranks: Annotated[int, Meta(ge=1)] = 1  # with which these were measured; with others steps take inversely as long
+    ranks_per_copy: Annotated[int, Meta(ge=1)] = 1  # `ranks` is a multiple of it
+    take_s: Seconds = 0.0  # from the request for a batch that is ready to its arrival
+
+
+class PushProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    cohort_s: Seconds  # of one cohort: transfer, swap, canary
+    pause_s: Seconds  # of a replica
+
+
+class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one replica takes."""
+
+    decode: DecodeCurve
+    prefill_s: Seconds = 0.0  # per token of a prompt that is not cached
+    ranks: Annotated[int, Meta(ge=1)] = 1  # GPUs of a replica
+    # `recorded`: the replicas' own gauges. `fitted`: a guessed form, scaled so that episodes take as long as they did, at
+    # `running` sequences. `given`: by who wrote the file.
+    source: Literal["recorded", "fitted", "given"] = "given"
+    running: float = 0.0
+
+
+class RunProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """See the module. `measured` are the figures of the run, from which a simulation of the run itself should not differ."""
+
+    format: Literal[1] = FORMAT
+    settings: dict[str, bool | int | str]
+    environments: Annotated[tuple[Workload, ...], Meta(min_length=1)]
+    engine: EngineProfile
+    learner: LearnerProfile
+    push: PushProfile
+    # From the end of an episode until its slot is free and its group counts: the way to the buffer's disk and back.
+    deliver_s: Seconds = 0.0
+    greedy: bool = False  # one member of each group is the baseline of the others
+    measured: RunFigures | None = None
+
+    def __post_init__(self) -> None:
+        known(self.settings)
+
+    def config(self, overrides: Sequence[str] = ()) -> Config:
+        """The settings, with overrides, as a config; only its keys in `SIMULATED` mean something. Raises ConfigError."""
+        known([override.partition("=")[0].strip() for override in overrides])
+        given = (f"{key}={_text(value)}" for key, value in self.settings.items())
+        return load(BASE, [*given, *overrides])
+
+    def with_settings(self, config: Config) -> RunProfile:
+        """The same times and lengths with the settings of another config."""
+        return msgspec.structs.replace(self, settings=settings_of(config), measured=None)
+
+
+def settings_of(config: Config) -> dict[str, bool | int | str]:
+    """The values of the keys that a simulation reads."""
+    found: dict[str, bool | int | str] = {}
+    for key in SIMULATED:
+        value: object = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        assert isinstance(value, bool | int | str)
+        found[key] = value
+    return found
+
+
+def known(keys: Sequence[str] | dict[str, bool | int | str]) -> None:
+    """Raises ConfigError for a key that a simulation does not read."""
+    for key in keys:
+        if key not in SIMULATED:
+            every = {field.key for field in describe(Config())}
+            why = "has no part in a simulation" if key in every else "is no key of a config"
+            raise ConfigError(f"{key}: {why}; allowed are {', '.join(SIMULATED)}")
+
+
+def read_profile(path: Path) -> RunProfile:
+    """Raises ConfigError where the file is not a profile."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunProfile)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: settings: {error}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a profile of a run: {error}") from None
+
+
+def write_profile(profile: RunProfile, path: Path) -> None:
+    """Raises ConfigError where it cannot be written."""
+    try:
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error}; --out names another folder") from None
+
+
+def _text(value: bool | int | str) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

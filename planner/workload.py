@@ -1,0 +1,103 @@
+"""What the episodes of an environment are: their turns, lengths, times in tools, and rewards; as a run showed them, or as a law.
+
+Invariants:
+- Numbers only: no text, no token id and no name of a task is in a workload.
+- The members of a group are drawn together, because episodes of one task are alike, and a batch waits for the longest of a group.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class TurnShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One completion: the new tokens before it, the tokens that it samples, and the seconds that the environment takes after it."""
+
+    prompt: Count
+    sampled: Annotated[int, Meta(ge=1)]
+    environment_s: Seconds
+
+
+class EpisodeShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """`tokens` are those that the learner computes, context included, over all branches."""
+
+    reward: float
+    tokens: Count
+    turns: Annotated[tuple[TurnShape, ...], Meta(min_length=1)]
+
+    @property
+    def sampled(self) -> int:
+        return sum(turn.sampled for turn in self.turns)
+
+    @property
+    def environment_s(self) -> float:
+        return sum(turn.environment_s for turn in self.turns)
+
+
+class Observed(msgspec.Struct, frozen=True, tag="observed", tag_field="kind", forbid_unknown_fields=True):
+    """Groups as a run played them; a group of another size is drawn from the members of one of them."""
+
+    groups: Annotated[tuple[Annotated[tuple[EpisodeShape, ...], Meta(min_length=1)], ...], Meta(min_length=1)]
+    share: Annotated[float, Meta(gt=0)] = 1.0
+    """The environment's part of every batch."""
+
+    def group(self, rng: random.Random, members: int) -> list[EpisodeShape]:
+        """The shapes of a group."""
+        found = rng.choice(self.groups)
+        return [found[i] if i < len(found) else rng.choice(found) for i in range(members)]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest episode."""
+        return max(episode.tokens for group in self.groups for episode in group)
+
+
+class Lognormal(msgspec.Struct, frozen=True, tag="lognormal", tag_field="kind", forbid_unknown_fields=True):
+    """Sampled tokens of an episode are lognormal and cut at `most`; they are spread evenly over its `turns`. `mean` is that of the
+    law before it is cut, `sigma` the deviation of the logarithm. With `sigma` 0 all have `mean` tokens. All rewards are alike."""
+
+    mean: Annotated[float, Meta(gt=0)]
+    sigma: Annotated[float, Meta(ge=0)]
+    most: Annotated[int, Meta(gt=0)]
+    prompt: Count = 0
+    """New tokens before each turn: the task, then what tools answer."""
+    turns: Annotated[int, Meta(ge=1)] = 1
+    environment_s: Seconds = 0.0
+    """After each turn."""
+    share: Annotated[float, Meta(gt=0)] = 1.0
+
+    def group(self, rng: random.Random, members: int) -> list[EpisodeShape]:
+        return [self._episode(rng) for _ in range(members)]
+
+    def _episode(self, rng: random.Random) -> EpisodeShape:
+        mu = math.log(self.mean) - self.sigma**2 / 2
+        total = min(self.most, max(self.turns, round(rng.lognormvariate(mu, self.sigma))))
+        each, rest = divmod(total, self.turns)
+        turns = tuple(TurnShape(self.prompt, each + (i < rest), self.environment_s) for i in range(self.turns))
+        return EpisodeShape(0.0, total + self.turns * self.prompt, turns)
+
+    @property
+    def longest(self) -> int:
+        return self.most + self.turns * self.prompt
+
+
+Workload = Observed | Lognormal
+
+
+def sample_groups(
+    workloads: Sequence[Workload], groups: int, members: int, seed: int = 0
+) -> Iterator[list[EpisodeShape]]:
+    """So many groups, of each environment by its share."""
+    rng = random.Random(seed)
+    shares = [workload.share for workload in workloads]
+    for workload in rng.choices(workloads, shares, k=groups):
+        yield workload.group(rng, members)
