@@ -12,6 +12,10 @@ import select
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slipstream.envs.sandbox import LocalPool
 
 THROUGH = ("REACHED", "WROTE", "READ", "ROOT", "PUSHED", "RAW", "SIGNALLED", "CHANGED")
 
@@ -22,6 +26,11 @@ def attempt(word, function, *arguments):
         print(word, function(*arguments), arguments)
     except (OSError, RuntimeError) as error:
         print("refused", error)
+def content(path):  # what is empty tells nothing
+    with open(path, "rb") as file:
+        return file.read(20) or refused("it is empty")
+def refused(why):
+    raise OSError(why)
 def call(*arguments):
     library = ctypes.CDLL(None, use_errno=True)
     if library.syscall(*arguments) < 0:
@@ -39,7 +48,7 @@ for family, kind in ((17, 3), (2, 3), (40, 1), (38, 5)):
     "files of the host": """
 for path in ("/etc/shadow", "/root", "/home", "/var", "/run", "/sys", "/etc/hostname", "/proc/1/environ", "/proc/1/root/etc/shadow",
              "/proc/PARENT/environ", "HOSTFILE"):
-    attempt("READ", lambda p: os.listdir(p) if os.path.isdir(p) else open(p).read(20) or 1 / 0, path)""",
+    attempt("READ", lambda p: os.listdir(p) if os.path.isdir(p) else content(p), path)""",
     "writes outside": """
 for path in ("/usr/x", "/x", "/etc/x", "/opt/x", "/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/dev/x", "/var/tmp/x",
              "HOSTFILE"):
@@ -84,7 +93,7 @@ attempt("CHANGED", os.setpriority, os.PRIO_PROCESS, os.getppid(), 19)""",
     "another's memory": """
 for pid in (os.getppid(), PARENT):
     attempt("READ", lambda: open(f"/proc/{pid}/mem", "rb").read(1))
-    attempt("READ", lambda: open(f"/proc/{pid}/environ").read())
+    attempt("READ", content, f"/proc/{pid}/environ")
     attempt("WROTE", lambda: open(f"/proc/{pid}/oom_score_adj", "w").write("1000") and open(f"/proc/{pid}/fd/0"))
     attempt("REACHED", call, 101, 16, pid, 0, 0)""",
     "user namespaces": """
@@ -195,6 +204,13 @@ def marker() -> str:
     return f"attack-{os.getpid()}"
 
 
+def mark_of(pool: LocalPool) -> str:
+    """What the processes of its sandboxes have in their command lines; what runs under gVisor is no process of the host, but
+    gVisor's own name the folder of its pools."""
+    folder = getattr(pool.confinement, "_folder", None)
+    return str(folder.path) if pool.confinement.name == "gvisor" and folder is not None else marker()
+
+
 def marked(mark: str) -> list[int]:
     """The processes of the host that have `mark` in their command lines."""
     found = []
@@ -252,7 +268,7 @@ async def attack_all(kind: str, port: int) -> dict:
     await asyncio.gather(*map(one, ATTACKS))
     for pool in pools:
         await pool.close()
-    return {"results": results, "left": still_marked(marker()), "host_file": state_of(host_file)}
+    return {"results": results, "left": still_marked(mark_of(pools[0])), "host_file": state_of(host_file)}
 
 
 def state_of(path: str) -> list[object]:
@@ -271,7 +287,7 @@ async def wait_to_be_killed(kind: str) -> None:
     sleeper = sleeper.replace(f"sleep 27182.8 {marker()}", f"python3 -c 'import time; time.sleep(600)' {marker()}")
     cell = f"import subprocess, time\nsubprocess.Popen(['/bin/sh', '-c', {sleeper!r}])\nwhile True: time.sleep(1)"
     tasks = asyncio.gather(box.run(("/bin/sh", "-c", sleeper)), session.run(cell, 600))
-    sys.stdout.write(f"ready {marker()}\n")
+    sys.stdout.write(f"ready {mark_of(pool)}\n")
     sys.stdout.flush()
     await tasks
 

@@ -8,12 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from slipstream.envs.sandbox import Limits, LocalPool, SandboxPool, SweRexPool
 from slipstream.envs.sandbox.bubblewrap import find_bwrap
+from slipstream.envs.sandbox.gvisor import find_runsc
+from slipstream.errors import ConfigError
 from slipstream.tests.tiny import free_port
 from swerex.deployment.remote import RemoteDeployment
 
-ALL = ("bubblewrap", "landlock", "swe-rex")
+LOCAL = ("bubblewrap", "landlock", "gvisor")  # of this host
+ALL = (*LOCAL, "swe-rex")
 KEY = "the-key"
 CONTAINER = (
     *("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--unshare-pid", "--unshare-ipc"),
@@ -65,4 +69,18 @@ class Machines(SweRexPool):
 
 
 def pool_of(kind: str, limits: Limits) -> SandboxPool:
-    return Machines(limits) if kind == "swe-rex" else LocalPool(limits, kind=kind)
+    return Machines(limits) if kind == "swe-rex" else local_pool_of(kind, limits)
+
+
+def local_pool_of(kind: str, limits: Limits, **options: Any) -> LocalPool:
+    require_program(kind)
+    return LocalPool(limits, kind=kind, **options)
+
+
+def require_program(kind: str) -> None:
+    """Skip the test where gVisor is not installed, which nothing needs that was not asked for."""
+    if kind == "gvisor":
+        try:
+            find_runsc()
+        except ConfigError as missing:
+            pytest.skip(str(missing))

@@ -25,11 +25,10 @@ from slipstream.errors import ConfigError, EngineError
 from slipstream.rollout.player import EpisodeResult
 from slipstream.tests.episodes import Once
 from slipstream.tests.sandbox_attacks import still_marked
+from slipstream.tests.sandbox_pools import LOCAL, require_program
 from slipstream.tests.sessions import Script, play_foreign
 from slipstream.tests.test_docs import module_of
 from transformers import PreTrainedTokenizerBase
-
-KINDS = ("bubblewrap", "landlock")
 
 CHAT = """
 import json, os, sys, urllib.request
@@ -44,8 +43,9 @@ def ask(text, model="policy"):
 """What small agents begin with; they know nothing but the environment variables."""
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=LOCAL)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    require_program(request.param)
     monkeypatch.setenv(VARIABLE, request.param)
     return request.param
 

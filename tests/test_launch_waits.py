@@ -467,6 +467,7 @@ ALLOWED = {
     ("envs/isolation/pool.py", "asyncio.wait"): "the start of a process that was cancelled, which kills it",
     ("envs/sandbox/process.py", "asyncio.timeout"): "the wall limit of a program, an outcome and no error",
     ("envs/sandbox/inside/confine.py", "os.waitpid"): "in the sandbox, whose limits the watchdog keeps",
+    ("envs/sandbox/inside/guest.py", "os.waitpid"): "WNOHANG",
     ("envs/verifiers/code.py", "asyncio.timeout"): "the limit of all cases of a program, beyond which it earns 0",
     ("envs/verifiers/process_pool.py", "asyncio.timeout"): "the limit of a verifier, which its caller decides about",
     ("envs/adapters/inspect/player.py", "os.waitpid"): "of a process that was killed",

@@ -2,7 +2,8 @@
 
 Invariants:
 - A kind counts only after a program in it was refused a file of the host. Nothing ever runs unconfined.
-- `auto` takes bubblewrap, else Landlock, else it is refused. The variable SLIPSTREAM_SANDBOX names another.
+- `auto` takes bubblewrap, else Landlock, else it is refused. The variable SLIPSTREAM_SANDBOX names another;
+  gVisor is taken only where it is named.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from collections.abc import Callable
 from ...errors import ConfigError
 from .base import Limits
 from .bubblewrap import Bubblewrap
+from .gvisor import Gvisor
 from .landlock import Landlock
 from .process import LaunchSpec
 from .programs import Confinement, python_candidates
 from .watchdog import kill_session
 
-KINDS: dict[str, Callable[[str], Confinement]] = {"bubblewrap": Bubblewrap, "landlock": Landlock}
+KINDS: dict[str, Callable[[str], Confinement]] = {"bubblewrap": Bubblewrap, "landlock": Landlock, "gvisor": Gvisor}
 AUTO = ("bubblewrap", "landlock")
 VARIABLE = "SLIPSTREAM_SANDBOX"
 PROBE_S = 60.0  # longest start of a sandbox
 
 
 def require_sandbox(kind: str | None = None) -> Confinement:
-    """The kind of sandbox to use, tried once in this process. `kind` is `auto`, `bubblewrap` or `landlock`; None is what the
-    variable SLIPSTREAM_SANDBOX names, else `auto`. Raises ConfigError: it cannot confine anything here, and why."""
+    """The kind of sandbox to use, tried once in this process. `kind` is `auto`, `bubblewrap`, `landlock` or `gvisor`; None is what
+    the variable SLIPSTREAM_SANDBOX names, else `auto`. Raises ConfigError: it cannot confine anything here, and why."""
     return _choose(kind or os.environ.get(VARIABLE) or "auto")
 
 

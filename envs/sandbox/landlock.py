@@ -19,7 +19,6 @@ import os
 import platform
 import resource
 import shutil
-import stat
 import sys
 import tempfile
 import threading
@@ -32,7 +31,7 @@ from . import seccomp
 from .base import GatewayAddress, Limits, Mount
 from .bubblewrap import unused_uid
 from .process import LaunchSpec
-from .programs import FILE_COST, FLAGS, OURS, Program, rlimits, text, variables
+from .programs import FILE_COST, FLAGS, OURS, Program, is_public, rlimits, text, variables
 
 PREFIX = "slipstream-sandbox-"
 OLDEST = 3  # Landlock's version in Linux 6.2, the first that sees files being truncated
@@ -71,7 +70,7 @@ class Landlock:
     def __init__(self, python: str) -> None:
         self._version = version()
         self._root = os.geteuid() == 0
-        if self._root and not _public(python):
+        if self._root and not is_public(python):
             raise ConfigError(f"{python} is in a folder that only root can read")
         self._python = python
         common = (*seccomp.COMMON, *(() if self._root else seccomp.FOREIGN_FILES))
@@ -127,12 +126,6 @@ class Landlock:
             clean=lambda: _remove(home),
             gateway=f"127.0.0.1:{port}" if port else "",
         )
-
-
-def _public(path: str) -> bool:
-    """Whether every user may run it."""
-    folders = all(p.stat().st_mode & stat.S_IXOTH for p in Path(path).parents)
-    return folders and bool(Path(path).stat().st_mode & stat.S_IXOTH)
 
 
 def _processes_of_user() -> int:

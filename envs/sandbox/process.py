@@ -16,7 +16,7 @@ import marshal
 import os
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -47,6 +47,11 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     clean: Callable[[], None] | None = None
     relay: tuple[str, ...] = ()  # what runs its commands, where it has a network of its own and a gateway in it
     gateway: str = ""  # host and port at which commands reach the gateway
+    own_memory: int = 0  # bytes that this kind of sandbox itself may take, beside its programs
+    own_threads: int = 0  # and its threads
+    ends: Mapping[int, Ended] | None = (
+        None  # by exit status: what the policy did; None: whatever it is, it has ended it
+    )
 
     def discard(self) -> None:
         """Instead of a start."""
@@ -125,7 +130,9 @@ class ConfinedProcess:
             theirs.close()
             for fd in (their_messages, *launch.pass_fds):
                 os.close(fd)
-        watched = WATCHDOG.watch(popen.pid, limits, launch.owns_session, launch.files)
+        memory, processes = limits.memory + launch.own_memory, limits.processes + launch.own_threads
+        counted = msgspec.structs.replace(limits, memory=memory, processes=processes)
+        watched = WATCHDOG.watch(popen.pid, counted, launch.owns_session, launch.files)
         process = cls(launch, popen, watched, streams, messages)
         try:
             hint = "the machine is overloaded"
@@ -237,7 +244,10 @@ class ConfinedProcess:
         outside."""
         await self._exit()
         ended = os.waitid(os.P_PIDFD, self._watched.pidfd, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - it has ended
-        self.kill("killed" if ended is not None and ended.si_code == os.CLD_EXITED else "lost")
+        if ended is None or ended.si_code != os.CLD_EXITED:
+            self.kill("lost")
+        else:
+            self.kill("killed" if self._launch.ends is None else self._launch.ends.get(ended.si_status, "lost"))
 
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self._watched.pidfd)  # it stays readable

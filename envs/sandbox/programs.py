@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import resource
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,6 +62,12 @@ def python_candidates() -> tuple[str, ...]:
     """The Pythons of this host that a sandbox may have, best first: the one that this environment is made of, the system's."""
     own = os.path.join(os.path.realpath(sys.base_prefix), "bin", f"python3.{sys.version_info[1]}")
     return tuple(dict.fromkeys(os.path.realpath(p) for p in (own, "/usr/bin/python3") if os.path.exists(p)))
+
+
+def is_public(path: str) -> bool:
+    """Whether every user may run it."""
+    folders = all(p.stat().st_mode & stat.S_IXOTH for p in Path(path).parents)
+    return folders and bool(Path(path).stat().st_mode & stat.S_IXOTH)
 
 
 def variables(home: str, path: str, packages: str) -> dict[str, str]:
