@@ -46,7 +46,7 @@ install-trl: .venv-trl/installed
 
 # `make test` leaves out what only widens a matrix, see tests/tiers.py; `make test-full` runs everything. Two processes test at once,
 # which takes about 8 GiB; `make test WORKERS=1` tests in one. One of the tests of the full tier checks the types; `make lint` does, too.
-PYTEST = .venv/bin/python -m pytest $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist loadscope --no-loadscope-reorder)
+PYTEST = .venv/bin/python -m pytest $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist loadscope --no-loadscope-reorder --max-worker-restart=0)
 
 test: style install-sglang
 	$(PYTEST) -m "not full"

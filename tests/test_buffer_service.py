@@ -332,8 +332,8 @@ async def test_leases_name_the_environment_and_its_task(path: Path, address: str
 
 async def test_workers_wait_while_nobody_takes_a_batch(path: Path, address: str) -> None:
     """Admission ends the leases; lease requests that are repeated add nothing, and what waits is in the file."""
-    config = Buffer(max_staleness=3, groups_per_batch=4, group_size=2, lease_s=60.0)
-    long = 500_000
+    config = Buffer(max_staleness=3, groups_per_batch=8, group_size=2, lease_s=60.0)
+    long = 250_000  # tokens of an episode, 2 MB: the four that are on their way at once are little beside what waits
     small = "from slipstream.buffer import request_handler, service as s\ns.ROUND_BYTES = request_handler.CACHE_BYTES = 4 << 20\n"
     process = await start_process(path, address, config, small + PROCESS)
     try:
@@ -355,17 +355,17 @@ async def test_workers_wait_while_nobody_takes_a_batch(path: Path, address: str)
 
             before = psutil.Process(process.pid).memory_info().rss
             filling = [asyncio.create_task(fill(client)) for client in clients]
-            while (await learner.stats()).ready_groups < 16:
+            while (await learner.stats()).ready_groups < 32:
                 assert not any(task.done() for task in filling)
             await asyncio.sleep(0.5)  # five times as long as it takes to ask again
-            assert granted == 16
-            assert (await learner.stats()).ledger == Ledger(generated=32 * long, ready=32 * long)
+            assert granted == 32
+            assert (await learner.stats()).ledger == Ledger(generated=64 * long, ready=64 * long)
             grown = psutil.Process(process.pid).memory_info().rss - before
-            assert grown < 32 * 9 * long / 2  # of what is in the file
+            assert grown < 64 * 9 * long / 2  # of what is in the file
             await learner.take(0, SOON)
             await learner.commit(0)
             mark_served(learner, 1)
-            while granted < 20:
+            while granted < 40:
                 await learner.stats()
             for task in filling:
                 task.cancel()

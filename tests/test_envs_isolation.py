@@ -206,6 +206,38 @@ def other_is_with(guard: EnvGuard, other: IsolatedEnv) -> bool:
     return episodes[guard._inner._episode][1] is episodes[other._episode][1]  # type: ignore[union-attr]
 
 
+CLOSES = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <unistd.h>
+
+int close(int file)
+{
+    int done = ((int (*)(int))dlsym(RTLD_NEXT, "close"))(file);
+    if (done < 0 && errno == EBADF)
+        _exit(99);
+    return done;
+}
+"""
+
+
+def test_the_pipe_of_a_start_is_closed_once(tmp_path: Path) -> None:
+    """Closed twice, a descriptor that another thread has opened meanwhile would be gone, above all one of libzmq, which aborts."""
+    (tmp_path / "closes.c").write_text(CLOSES)
+    subprocess.run(("gcc", "-shared", "-fPIC", "-o", "closes.so", "closes.c", "-ldl"), cwd=tmp_path, check=True)
+    program = (
+        "import os, uvloop\n"
+        "from slipstream.envs.isolation.process import _line\n"
+        "told, tells = os.pipe()\n"
+        "os.write(tells, b'{}\\n')\n"
+        "assert uvloop.run(_line(told)) == b'{}\\n'\n"
+    )
+    preloaded = os.environ | {"LD_PRELOAD": str(tmp_path / "closes.so")}
+    done = subprocess.run((sys.executable, "-c", program), env=preloaded, timeout=SOON, check=False)
+    assert done.returncode == 0  # 99: what is not open was closed
+
+
 async def test_a_task_that_never_comes_costs_its_process(caplog: pytest.LogCaptureFixture) -> None:
     source = task_source(playground(), "train", 0)
     guard = EnvGuard(EnvPart("games", 1.0, source, None), EpisodeLimits(60.0, 1.0, 0.5), asyncio.Lock())

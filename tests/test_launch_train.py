@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -45,10 +47,13 @@ def check_staleness(run_dir: Path, bound: int = BOUND) -> None:
     assert all(row["staleness_max"] <= bound for row in rows.values())
 
 
-def test_a_run_from_start_to_report(policy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", [contextlib.nullcontext, forkserver.disabled], ids=["forked", "as users start it"])
+def test_a_run_from_start_to_report(
+    policy: Path, tmp_path: Path, start: Callable[[], contextlib.AbstractContextManager[None]]
+) -> None:
     run = tmp_path / "run"
     arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL)
-    with forkserver.disabled():  # every process is started as users start it
+    with start():
         done = slipstream(*arguments, "learner.steps=5", "evaluation.tasks=4")
     assert leftovers(run) == []
     rows = metrics(run)

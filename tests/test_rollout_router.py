@@ -237,7 +237,7 @@ async def test_a_replica_that_is_another_process_now_gets_another_client() -> No
         started = time.monotonic()
         w.serve("a", incarnation=1)  # the host had vanished: nothing ever broke the connection
         again = await w.call("a")
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 5.0
         assert w["a"] is not old
         await old.closed.wait()
         assert call.cancelled
@@ -337,7 +337,7 @@ async def test_a_death_under_load_costs_no_token_and_no_second() -> None:
         for call in list(w["a"].open):
             call.complete(*rest(call, 30))
         assert [await p for p in played] == [[100 * i + n for n in range(30)] for i in range(12)]
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 5.0
         probing = [task for task in asyncio.all_tasks() if task.get_name() == "probe of b"]
         assert len(probing) == died.probes == 1  # however many requests failed
 

@@ -381,7 +381,7 @@ async def test_a_push_breaks_off_a_catch_up_that_gets_nowhere(
     await asyncio.wait_for(stuck.asked.wait(), 5)
     began = time.monotonic()
     assert (await fleet.push(2)).pushed == ("serving",)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5
     broken_off = await catching
     assert broken_off is not None
     assert (broken_off.version, broken_off.pushed) == (1, ())

@@ -103,7 +103,7 @@ async def test_a_broadcast_arrives_in_the_background_and_the_group_lives_on(acks
         with acks.expect("a", version, 1) as expected:
             began = time.monotonic()
             receiver.begin(plan_of(wanted, BroadcastSource(), acks.address, expected.receiver))
-            assert time.monotonic() - began < 0.5  # nothing was sent yet
+            assert time.monotonic() - began < 5  # nothing was sent yet
             await asyncio.to_thread(send, group, wanted)
             await asyncio.wait_for(expected.complete(), 20)
         assert same(receiver.take(version), wanted)
@@ -274,7 +274,7 @@ async def test_closing_while_a_thread_receives_returns_at_once(acks: AckCollecto
     await asyncio.to_thread(send, group, wanted, 1)
     began = time.monotonic()
     receiver.close()
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 5  # not the 60 s of the group
     with pytest.raises(WeightSyncError, match="nothing is"):
         receiver.take(1)
     group.close()

@@ -1,7 +1,7 @@
 """Which tests `make test` leaves to `make test-full`, and in which order and company several processes take them.
 
 The default tier has every test function once at least where that is cheap, and real engines, sockets, databases, collectives, Ray,
-and a run that is started as users start it. The full tier adds what only widens the matrix: the same test on another
+and whole runs. The full tier adds what only widens the matrix: the same test on another
 engine or layout, longer runs, more kills. A test may also carry `@pytest.mark.full` itself.
 
 As a pytest plugin (`-p slipstream.tests.tiers`) it lists every collected test with its tier, see tests/test_tiers.py.
@@ -21,8 +21,10 @@ FULL = (
     r"test_models::.*(untied|tensor parallel).*@vllm",
     r"test_(partial|pushes|deaths)::.*@(sglang|transformers|fake)",
     r"test_cancelling::test_a_killed_callers.*@(sglang|transformers|fake)",
-    # Whole runs. The default tier keeps one that is started as users start it, one with kills of every role, one that is killed as
-    # a whole and resumed, one in which replicas come and go, and processes under Ray (`test_launch_ray`).
+    # Whole runs. The default tier keeps one from its start to its report, one with kills of every role, one that is killed as a
+    # whole and resumed, one in which replicas come and go, and processes under Ray (`test_launch_ray`). Their processes are forked
+    # from one that has imported their packages; a run whose processes are all started as users start them takes a minute more.
+    r"test_launch_train::.*\[as users start it\]",
     r"test_launch_train::test_interrupted_then_resumed",
     r"test_launch_train::test_two_of_each_synchronous",
     r"test_launch_train::test_a_run_on_every_kind_of_server",
@@ -35,7 +37,7 @@ FULL = (
     r"test_launch_placed::test_a_critic_that_is_killed",
     r"test_launch_disk::test_a_full_disk",
     r"test_launch_train::test_a_role_that_cannot_live",
-    r"test_launch_restarts::test_a_second_interrupt",
+    r"test_launch_restarts::test_a_(second_interrupt|terminal_that_is_closed)",
     r"test_launch_environment::test_the_tokenizer_of_a_mixture",
     r"test_launch_chaos::test_runs_that_chaos_cannot_reach",
     r"test_launch_chaos::test_(a_small_chaos|the_audit_finds|groups_that_were_archived|a_torn_last_line|a_line_of)",
@@ -82,7 +84,8 @@ FULL = (
     r"test_envs_check::test_what_blocks_or_ends.*\[(HoldsTheLock|TaskBlocks|EndsItsProcess)-",
     # Servers that are started for one refusal.
     r"test_rollout_sglang::test_a_server_whose_port_is_taken",
-    # Layouts of the learner. The default tier has FSDP2 on one rank and two, and Megatron in every layout.
+    # Layouts of the learner. The default tier has FSDP2 on one rank and two, and Megatron's checkpoints.
+    r"test_learner_megatron::test_(three_steps|a_checkpoint_resumes|bfloat16|an_export)",
     r"test_launch_sft::.*\[(term|interrupt)\]",
     r"test_launch_sft::test_several_ranks",
     r"test_learner_fsdp2_layouts::test_(three_steps|what_is_trained|bfloat16|an_export|compiled_layers)",
@@ -94,6 +97,9 @@ FULL = (
     r"test_learner_megatron::test_a_checkpoint_of_another_model",
     r"test_learner_checkpoint::test_a_kill_while_it_is_written.*\[(fsdp2-written|megatron-begun)\]",
     r"test_learner_hostile::test_a_damaged_checkpoint.*\[(state|truncated)\]",
+    # One optimizer step of each loss: the losses themselves, and their gradients, are all in the default tier.
+    r"test_learner_losses::test_(an_optimizer_step|forgotten_proximal).*\[(?!loss.kind=(ppo|gspo)\])",
+    r"test_learner_losses::test_gradients_are.*-(sequence_mean|fixed_length)\]",
     r"test_buffer_crashes::test_a_kill_at_any_statement.*\[[12]\]",
     r"test_partial::test_long_requests_cross_many_versions.*keep_kv",
     # Faults of the fake server, of which each has a deadline to wait for; chaos and the default tier's recoveries use the others.
@@ -101,6 +107,8 @@ FULL = (
     # Waits of several seconds that another test of the default tier has, too.
     r"test_weightsync_recovery::test_a_server_that_freezes",
     r"test_weightsync_publisher::test_a_late_member_is_fenced.*\[(delta|disk)\]",
+    r"test_weightsync_publisher::test_every_wait_has_a_deadline\[(receive|pause|swap|resume|version)",
+    r"test_monitor_report::test_who_waited_for_whom.*\[(learner-overrides[12]|rollout-overrides4|both)",
     r"test_weightsync_publisher::test_a_leaver_in_the_middle.*\[join_group\]",
     r"test_benchmarks_learner::test_a_contender_that_ends",
     r"test_launch_waits::test_who_is_killed_for_silence",

@@ -39,6 +39,7 @@ ABORT_S = 1.0  # how long a process may take to write its stacks and die, before
 END_S = 10.0  # how long a process may take to end that was killed
 BOOT = str(Path(__file__).with_name("boot.py"))
 LINES = 30  # of the stacks in the log
+LINE_BYTES = 1 << 16  # of the line that says where a host listens, at once
 
 
 class HostProcess:
@@ -145,8 +146,10 @@ class HostProcess:
         )
 
     def signal(self, number: signal.Signals, *, group: bool = False) -> None:
-        """Send a signal to it, or to it and what it has started; from any thread."""
+        """Send a signal to it, or to it and what it has started, unless it has ended; from any thread."""
         with contextlib.suppress(ProcessLookupError):
+            if self._exited.is_set():
+                return  # another process may have its number
             if group:
                 os.killpg(self.pid, number)
             elif self._popen.returncode is None:
@@ -155,6 +158,9 @@ class HostProcess:
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
+        self.signal(
+            signal.SIGKILL, group=True
+        )  # what it has started; until it is waited for, nothing else has its number
         status, self._written = self._popen.wait(), self._read_stacks()
         if self._written:
             text = "\n".join(self._written[:LINES])
@@ -165,7 +171,6 @@ class HostProcess:
             what = f"was killed: {self._why}" if self._why else f"ended with {by}"
             self.ended = f"the process of {self._name} {what}{f'; it was in {where}' if where else ''}"
             log.warning("%s; another one takes its place", self.ended)
-        self.signal(signal.SIGKILL, group=True)  # what it has started
         os.close(self._stack)
         self._exited.set()
         self._fail_calls()
@@ -184,16 +189,23 @@ class HostProcess:
 
 
 async def _line(fd: int) -> bytes:
-    """The first line of a pipe; empty where it is closed before."""
-    reader = asyncio.StreamReader()
-    pipe = os.fdopen(fd, "rb")
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), pipe
-    )
+    """The first line of a pipe, which it closes; what came where the pipe is closed before. uvloop's own reader of pipes closes the
+    descriptor twice, and the second time it may be one that another thread has just opened."""
+    loop, line, readable = asyncio.get_running_loop(), b"", asyncio.Event()
+    os.set_blocking(fd, False)
+    loop.add_reader(fd, readable.set)
     try:
-        return await reader.readline()
+        while not line.endswith(b"\n"):
+            await readable.wait()
+            readable.clear()
+            with contextlib.suppress(BlockingIOError):
+                if not (more := os.read(fd, LINE_BYTES)):
+                    return line
+                line += more
+        return line
     finally:
-        transport.close()
+        loop.remove_reader(fd)
+        os.close(fd)
 
 
 def module_paths(python: str) -> list[str]:
