@@ -69,8 +69,12 @@ def agent(inputs: RunInputs) -> str:
         load_agent(config.agent.kind)
     elif config.launch.hosts != "many":
         asyncio.run(_check_program(config))
+    return config.agent.kind
+
+
+def chat_format(inputs: RunInputs) -> str:
     inputs.renderer()
-    return f"{config.agent.kind}, chat format {config.agent.renderer}"
+    return inputs.config.agent.renderer
 
 
 async def _check_program(config: Config) -> None:

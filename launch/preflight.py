@@ -31,7 +31,7 @@ from ..errors import ConfigError
 from .environment_checks import environment, prompt
 from .file_checks import agent_files, environment_files, model_files, reward_files
 from .launchers.local import claim_ports
-from .model_checks import agent, learner, model
+from .model_checks import agent, chat_format, learner, model
 from .resources import assign_gpus, gpus_of, needs_rendezvous_port, placed_by_ray
 from .reward_check import check_reward_model
 from .run_inputs import RunInputs
@@ -222,10 +222,11 @@ CHECKS = {
     "agent files": PreflightCheck(agent_files),
     "environment files": PreflightCheck(environment_files),
     "environment": PreflightCheck(environment, ("installation", "packages", "environment files")),
+    "agent": PreflightCheck(agent, ("installation", "packages", "agent files")),
     "model": PreflightCheck(model, ("installation", "packages", "model files")),
     "learner": PreflightCheck(learner, ("model",)),
-    "agent": PreflightCheck(agent, ("model", "agent files")),
-    "prompt": PreflightCheck(prompt, ("environment", "agent")),
+    "chat format": PreflightCheck(chat_format, ("model",)),
+    "prompt": PreflightCheck(prompt, ("environment", "agent", "chat format")),
     "sampler": PreflightCheck(check_samplers, ("environment", "prompt")),
     "engine": PreflightCheck(engine, ("model",)),
     "reward": PreflightCheck(check_reward_model, ("reward files", "environment", "model")),

@@ -102,8 +102,22 @@ def test_a_model_that_is_missing_is_said_once_and_what_needs_it_is_left(capsys: 
     assert "allowed are a folder with a model" in wrong
     left = [text for mark, text in lines if mark == "-"]
     assert all(text.endswith("not checked, after model files") for text in left)
-    assert {"model", "learner", "agent", "prompt"} <= {text.split()[0] for text in left}
+    assert {"model", "learner", "chat", "prompt"} <= {text.split()[0] for text in left}
     assert {text.split()[0] for mark, text in lines if mark == "ok"} >= {"environment", "devices", "trackers"}
+
+
+def test_two_faults_are_two_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An agent is looked at without the model."""
+    (tmp_path / "forgets_chat.py").write_text(
+        "async def play(env, policy, task):\n    seen = await env.reset(task)\n    policy.chat(seen.messages)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["doctor", "quickstart", "model.path=no/such/model", "agent.kind=forgets_chat:play"]) == 2
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("WRONG"))
+    assert "model.path" in first
+    assert "`policy.chat(...)` is called without `await` (forgets_chat.py:3 in play)" in second
 
 
 def test_every_need_of_a_check_is_one_before_it() -> None:
