@@ -19,6 +19,30 @@ from ..envs.base import Environment, Message, Task, ToolSpec
 FinishReason = Literal["stop", "length", "abort"]
 
 
+class RequestTiming(msgspec.Struct, frozen=True):
+    """What a completion took, see the fields of `Turn` of the same names."""
+
+    asked: float
+    queued_s: float
+    first_s: float
+    decode_s: float
+    cached: int | None
+    replica: str
+    temperature: float
+
+    def then(self, later: RequestTiming) -> RequestTiming:
+        """Of a completion that came in two parts."""
+        return RequestTiming(
+            self.asked,
+            self.queued_s + later.queued_s,
+            self.first_s + later.first_s,
+            self.decode_s + later.decode_s,
+            self.cached,
+            later.replica,
+            self.temperature,
+        )
+
+
 class Completion(msgspec.Struct, frozen=True):
     """The n tokens that an engine sampled after a prompt, the stop token included if there was one."""
 
@@ -26,6 +50,7 @@ class Completion(msgspec.Struct, frozen=True):
     logprobs: tuple[float, ...]  # in nats, under the distribution that was sampled from
     version_spans: tuple[VersionSpan, ...]  # half-open ranges that cover the n tokens in order
     finish_reason: FinishReason  # `abort`: the request was interrupted and may be continued
+    timing: RequestTiming | None = None  # None where it was not measured, or no token came
 
 
 Generate = Callable[[Sequence[int], int], Awaitable[Completion]]

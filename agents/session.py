@@ -25,7 +25,7 @@ from renderers import Message as ChatMessage
 from renderers import ParsedResponse, Renderer, ToolCallParseStatus
 from renderers import ToolSpec as ChatTool
 
-from ..buffer.trajectory import Outcome, Trajectory
+from ..buffer.trajectory import EnvCall, Outcome, Trajectory
 from ..common.tasks import in_thread
 from ..envs.base import Message, ToolCall, ToolSpec
 from ..errors import EngineError, PolicyError, describe
@@ -129,8 +129,10 @@ class Session:
         outcome: Outcome,
         timings: dict[str, float],
         metrics: dict[str, float],
+        started: float = 0.0,
+        env_calls: Sequence[EnvCall] = (),
     ) -> tuple[Trajectory, ...]:
-        """The episode as trajectories, one per branch."""
+        """The episode as trajectories, one per branch; `env_calls` are on the first."""
         return tuple(
             Trajectory(
                 id=f"{group_id}.{attempt}.{member}.{number}",
@@ -149,6 +151,8 @@ class Session:
                 outcome=outcome,
                 timings=timings,
                 metrics=metrics,
+                started=started,
+                env_calls=() if number else tuple(env_calls),
             )
             for number, branch in enumerate(self.branches)
         )

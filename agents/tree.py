@@ -16,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ import msgspec
 
 from ..buffer.trajectory import Turn, VersionSpan
 from ..envs.base import Message, ToolSpec
-from .base import Completion
+from .base import Completion, RequestTiming
 
 
 @dataclass(eq=False)
@@ -79,7 +80,8 @@ class Branch:
         self.loss_mask.extend([True] * len(completion.token_ids))
         self.logprobs.extend(completion.logprobs)
         append_spans(self.version_spans, completion.version_spans, start)
-        self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason))
+        took = () if completion.timing is None else msgspec.structs.astuple(completion.timing)
+        self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason, *took))
 
 
 class ConversationTree:
@@ -184,10 +186,13 @@ def joined(parts: Sequence[Completion]) -> Completion:
         append_spans(spans, part.version_spans, len(tokens))
         tokens += part.token_ids
         logprobs += part.logprobs
-    return Completion(tuple(tokens), tuple(logprobs), tuple(spans), parts[-1].finish_reason)
+    timings = [part.timing for part in parts if part.timing is not None]
+    timing = functools.reduce(RequestTiming.then, timings) if timings else None
+    return Completion(tuple(tokens), tuple(logprobs), tuple(spans), parts[-1].finish_reason, timing)
 
 
 def cut(completion: Completion, tokens: int) -> Completion:
     """The first `tokens` tokens of a completion, ended by `stop`."""
     spans = [msgspec.structs.replace(s, end=min(s.end, tokens)) for s in completion.version_spans if s.start < tokens]
-    return Completion(completion.token_ids[:tokens], completion.logprobs[:tokens], tuple(spans), "stop")
+    ids, logprobs = completion.token_ids[:tokens], completion.logprobs[:tokens]
+    return Completion(ids, logprobs, tuple(spans), "stop", completion.timing)

@@ -46,6 +46,7 @@ class Episode(msgspec.Struct):
     reason: str = ""  # why it was discarded
     outcome: Outcome | None = None  # how it ended
     reward: float | None = None  # its return, while its trajectories are kept
+    delivered_time: float | None = None  # when its end was delivered, in `GroupTable.time`
 
     @property
     def member(self) -> int:
@@ -87,6 +88,10 @@ class Group(msgspec.Struct):
     leased_at: int = 0  # policy version that the engines served then
     deadline: float = 0.0  # when the lease ends, in the caller's clock
     trained_at: int | None = None  # the version that was made from it
+    # In `GroupTable.time`: its last lease, when it became complete, and when it was last taken into a batch; None before that.
+    leased_time: float | None = None
+    ready_time: float | None = None
+    taken_time: float | None = None
     episodes: dict[str, Episode] = {}
 
     def in_account(self, account: EpisodeAccount) -> list[Episode]:
@@ -117,12 +122,14 @@ class GroupTable:
         groups: by id.
         ledgers: hold the tokens of these groups and of those that are no longer in memory.
         newly_ready: ids of the groups that became ready since the owner emptied it.
+        time: when the next changes happen, in seconds since the epoch; set by the owner. It is recorded and decides nothing.
     """
 
     def __init__(self, groups: Iterable[Group] = (), ledgers: VersionLedgers | None = None) -> None:
         self.groups: dict[int, Group] = {}
         self.ledgers = ledgers or VersionLedgers()
         self.newly_ready: set[int] = set()
+        self.time = 0.0
         self._by_state: dict[GroupState, dict[int, Group]] = {state: {} for state in get_args(GroupState)}
         self._by_version: dict[int, dict[int, Group]] = {}
         self._by_request: dict[str, Group] = {}
@@ -141,6 +148,10 @@ class GroupTable:
     def count(self, state: GroupState, env: int) -> int:
         """How many groups of an environment are in `state`."""
         return self._counts[state, env]
+
+    def sizes(self) -> dict[GroupState, int]:
+        """How many groups are in each state, of all environments. From any thread."""
+        return {state: len(groups) for state, groups in self._by_state.items()}
 
     def trained_in(self, above: int = -1, up_to: float = math.inf) -> list[Group]:
         """The groups whose training made the versions above `above` and up to `up_to`."""
@@ -194,6 +205,15 @@ class GroupTable:
     def set_state(self, group: Group, state: GroupState, trained_at: int | None = None) -> None:
         """Change the state of a group; `trained_at` is the version that was made from it."""
         self._unindex(group)
+        match group.state, state:
+            case _, "leased":
+                group.leased_time = self.time
+            case "leased", "ready":
+                group.ready_time = self.time
+            case _, "batched":
+                group.taken_time = self.time
+            case _:
+                pass
         group.state, group.trained_at = state, trained_at
         self._index(group)
         self.mark_changed(group)

@@ -164,7 +164,7 @@ class LeaseManager:
         again = not outcome.trainable and self._may_retry(group, episode, outcome)
         with self._table.update(group, episode):
             self._table.set_generated(episode, generated)
-            episode.settled, episode.outcome = True, outcome
+            episode.settled, episode.outcome, episode.delivered_time = True, outcome, self._table.time
             if outcome.reason != UNWANTED:
                 ended = self._counters.outcomes
                 ended[outcome.label] = ended.get(outcome.label, 0) + 1

@@ -105,6 +105,7 @@ class RequestHandler:
     def receive(self, server: RpcServer[m.Request], more: Callable[[], bool]) -> None:
         """Carry out the requests that have arrived, while `more`."""
         for request in server.requests(more):
+            self._replay.table.time = time.time()
             try:
                 reply = self._handle(request)
             except (StateError, WireError) as error:
@@ -117,6 +118,7 @@ class RequestHandler:
     def replies(self) -> list[PendingReply]:
         """The replies that can be given since the last call; they may be sent once what `drain` returns is stored."""
         replies, self._replies = self._replies, []
+        self._replay.table.time = time.time()
         return [
             *replies,
             *self._lease_queue.grant(time.monotonic()),
@@ -209,7 +211,9 @@ class RequestHandler:
         self._replay.commit(version)
         self._batch = None
         if self._replay.version != before:
-            self.pending.commits.append(CommitRow(self._replay.version, time.time(), groups))
+            rule = self._replay.admission
+            row = CommitRow(self._replay.version, time.time(), groups, rule.max_staleness, rule.groups_per_batch)
+            self.pending.commits.append(row)
 
     def _recover(self, version: int) -> m.RecoverReply:
         recovered = self._replay.recover(version)

@@ -3,6 +3,7 @@
 Invariants:
 - `ledger` has every generated token once: account (or the reason it was discarded for), policy version, length of its episode.
 - The views need nothing but SQLite.
+- Times are seconds since the epoch, on the clock of the buffer's host; NULL before what they are of.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from ..errors import StoreError
 
-SCHEMA_VERSION = 9  # raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change
+SCHEMA_VERSION = 10  # raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change
 BUSY_S = 10.0  # how long SQLite waits for another connection that holds the file
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS counters (
@@ -21,7 +22,8 @@ CREATE TABLE IF NOT EXISTS counters (
 );
 CREATE TABLE IF NOT EXISTS groups (
     id INTEGER PRIMARY KEY, env INTEGER NOT NULL, task INTEGER NOT NULL, state TEXT NOT NULL, attempt INTEGER NOT NULL,
-    request TEXT NOT NULL, leased_at INTEGER NOT NULL, trained_at INTEGER
+    request TEXT NOT NULL, leased_at INTEGER NOT NULL, trained_at INTEGER,
+    leased_time REAL, ready_time REAL, taken_time REAL  -- see group_table.Group
 );
 CREATE TABLE IF NOT EXISTS episodes (
     id TEXT PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups, worker TEXT NOT NULL, account TEXT NOT NULL,
@@ -31,7 +33,8 @@ CREATE TABLE IF NOT EXISTS episodes (
     settled INTEGER NOT NULL, final INTEGER NOT NULL,
     withheld TEXT,            -- why none of its tokens carries loss
     loss_from INTEGER,        -- once trained: the oldest version whose tokens carried loss
-    reason TEXT NOT NULL, outcome TEXT
+    reason TEXT NOT NULL, outcome TEXT,
+    delivered_time REAL       -- when its end was delivered
 );
 CREATE INDEX IF NOT EXISTS episodes_of_group ON episodes (group_id);
 CREATE TABLE IF NOT EXISTS trajectories (
@@ -43,7 +46,9 @@ CREATE INDEX IF NOT EXISTS held ON trajectories (group_id) WHERE arrays IS NOT N
 CREATE INDEX IF NOT EXISTS positions ON trajectories (arrays) WHERE arrays IS NOT NULL;
 CREATE INDEX IF NOT EXISTS trajectories_of_episode ON trajectories (episode_id);
 CREATE TABLE IF NOT EXISTS commits (
-    version INTEGER PRIMARY KEY, time REAL NOT NULL, groups INTEGER NOT NULL, rolled_back INTEGER NOT NULL DEFAULT 0
+    version INTEGER PRIMARY KEY, time REAL NOT NULL, groups INTEGER NOT NULL,
+    max_staleness INTEGER NOT NULL, groups_per_batch INTEGER NOT NULL,  -- in force when its batch was committed
+    rolled_back INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE IF NOT EXISTS tasks (  -- sums over all groups and episodes of a task; its rows are never dropped
     env INTEGER NOT NULL, task INTEGER NOT NULL,  -- as in `groups`

@@ -117,6 +117,19 @@ class BufferService:
             self._replay.mark_served(None)
         self._wake()
 
+    def gauges(self) -> dict[str, float | None]:
+        """Groups by state, versions, and tokens by account. From any thread."""
+        sizes, ledger = self._replay.table.sizes(), self._replay.table.ledgers.total
+        return {
+            **{state: sizes[state] for state in ("open", "leased", "ready", "batched")},
+            "version": self._replay.version,
+            "served": self._replay.served,
+            "generated": ledger.generated,
+            "in_flight_tokens": ledger.in_flight,
+            "ready_tokens": ledger.ready,
+            "trained_tokens": ledger.trained,
+        }
+
     def stop(self) -> None:
         """End `serve` after the round in progress."""
         self._stopping = True

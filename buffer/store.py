@@ -46,6 +46,7 @@ REWARD = (
     " THEN (SELECT reward FROM trajectories WHERE episode_id = episodes.id LIMIT 1) END AS reward"
 )
 _UPDATED = ["account", "length", "generated", "kept", "settled", "final", "withheld", "loss_from", "reason", "outcome"]
+_UPDATED += ["delivered_time"]
 # Of an episode's row: id, group and worker stay, and so their index entries; `REPLACE` would rewrite all of them.
 UPSERT = "ON CONFLICT (id) DO UPDATE SET " + ", ".join(f"{column} = excluded.{column}" for column in _UPDATED)
 
@@ -60,11 +61,13 @@ ADD_UP = (
 
 
 class CommitRow(msgspec.Struct, frozen=True):
-    """The step that made `version`, at `time` (seconds since the epoch), from `groups` groups."""
+    """The step that made `version`, at `time` (seconds since the epoch), from `groups` groups, and what was in force then."""
 
     version: int
     time: float
     groups: int
+    max_staleness: int
+    groups_per_batch: int
 
 
 class NewTrajectory(NamedTuple):
@@ -100,7 +103,7 @@ class WriteBatch(msgspec.Struct, frozen=True):
         changed = list(groups)
         return cls(
             msgspec.json.encode(counters).decode(),
-            [(g.id, g.env, g.task, g.state, g.attempt, g.request, g.leased_at, g.trained_at) for g, _ in changed],
+            [_group_row(group) for group, _ in changed],
             [_episode_row(g.id, e) for g, episodes in changed for e in episodes],
             trajectories,
             commits,
@@ -314,6 +317,11 @@ class Store:
         return StoreError(f"the buffer {self.path} is damaged at {what}: {why}")
 
 
+def _group_row(g: Group) -> Row:
+    times = g.leased_time, g.ready_time, g.taken_time
+    return (g.id, g.env, g.task, g.state, g.attempt, g.request, g.leased_at, g.trained_at, *times)
+
+
 def _episode_row(group_id: int, e: Episode) -> Row:
     return (
         e.id,
@@ -329,6 +337,7 @@ def _episode_row(group_id: int, e: Episode) -> Row:
         e.loss_from,
         e.reason,
         msgspec.json.encode(e.outcome).decode() if e.outcome else None,
+        e.delivered_time,
     )
 
 

@@ -5,6 +5,7 @@ Invariants, checked by `Trajectory.check` before anything is accepted into the b
 - `turns` and `version_spans` are sorted, do not overlap and lie within T; the spans cover every sampled token and no other.
 - `behavior_logprobs` is finite, at most 0 at sampled tokens, and 0 elsewhere.
 - Turns and spans form no reference cycles, so the garbage collector does not track them (`gc=False`): there may be hundreds.
+- Times are absolute: seconds since the epoch on the clock of the worker's host. They are records; nothing is decided by them.
 - A token is sampled in exactly one trajectory. An agent that rewrites its history opens a new *branch*: another trajectory
   of the same member, whose earlier turns are context (`loss_mask` false).
 """
@@ -29,6 +30,7 @@ from ..rpc.wire import FORMAT
 LENGTH_LIMIT = 1 << 22
 TOKEN_BYTES = 9  # bytes of arrays per token: an id (int32), a log-prob (float32), and whether it was sampled
 NAME_LIMIT = 1000  # characters of a task's or environment's name
+CALLS_LIMIT = 1000  # calls of environments and tools that a trajectory records: 40 kB; an agent may make any number
 DETAIL_LIMIT = 4000  # characters of a failure's detail
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
@@ -60,11 +62,39 @@ def by_version(spans: Iterable[VersionSpan]) -> dict[int, int]:
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One completion: the sampled tokens `[start, end)` and why they ended (`stop`, `length`, `abort`)."""
+    """One completion: the sampled tokens `[start, end)` and why they ended (`stop`, `length`, `abort`); then what its request took.
+    It arrived at `asked + queued_s + first_s + decode_s`, and later by the pauses between its parts where it was interrupted."""
 
     start: int
     end: int
     finish_reason: str
+    asked: float = 0.0  # when the agent asked for it; 0 where that was not recorded
+    queued_s: float = 0.0  # in the router, until a replica had a free slot
+    first_s: float = 0.0  # at the replica until its first token, the server's own queue and the prefill included
+    decode_s: float = 0.0  # from its first token to its last, pauses of the replica included
+    cached: int | None = (
+        None  # tokens of its prompt that the server had in its prefix cache; None where the server does not say
+    )
+    replica: Annotated[str, Meta(max_length=100)] = ""  # that answered last
+    temperature: float = 1.0
+
+    @property
+    def timed(self) -> bool:
+        """Whether its times are finite and not negative."""
+        return min(self.asked, self.queued_s, self.first_s, self.decode_s) >= 0 and math.isfinite(
+            self.asked + self.queued_s + self.first_s + self.decode_s
+        )
+
+
+class EnvCall(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One call of the environment, or of a tool inside one."""
+
+    begin: float  # seconds since the epoch
+    end: float
+    what: Literal["task", "reset", "step", "tool"]
+    tool: Annotated[str, Meta(max_length=NAME_LIMIT)] = ""  # its name, of `tool`
+    # "" where it returned; `invalid`: the policy called the tool wrongly; else whose failure it was.
+    error: Literal["", "invalid", "tool", "environment", "cancelled"] = ""
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
@@ -110,6 +140,8 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
     outcome: Outcome  # how it ended
     timings: dict[str, float] = {}  # seconds by name (`environment`, `total`)
     metrics: dict[str, float] = {}  # numbers that the environment reports
+    started: float = 0.0  # when the episode began; it ended `timings["total"]` later
+    env_calls: tuple[EnvCall, ...] = ()  # of the episode by their ends, on its first branch; at most `CALLS_LIMIT`
 
     @property
     def episode(self) -> str:
@@ -188,10 +220,15 @@ class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
         require(logprobs.max() <= 1e-4, "behavior_logprobs must not be positive")
         require(not ((logprobs != 0) > self.loss_mask).any(), "behavior_logprobs must be 0 where nothing was sampled")
         require(all(map(math.isfinite, (self.reward, *self.turn_rewards))), "rewards must be finite")
+        require(len(self.env_calls) <= CALLS_LIMIT, f"env_calls may have {CALLS_LIMIT} entries")
+        times = (self.started, *(time for call in self.env_calls for time in (call.begin, call.end)))
+        require(all(map(math.isfinite, times)), "times must be finite")
         at = 0
         for turn in self.turns:
             if not at <= turn.start <= turn.end <= n:  # no `require`: it would format its message for every turn
                 raise WireError(f"trajectory {self.id!r}: bad turn {turn}")
+            if not turn.timed:
+                raise WireError(f"trajectory {self.id!r}: bad times of turn {turn}")
             at = turn.end
         at = 0
         covered = np.zeros(n, dtype=np.bool_)

@@ -60,7 +60,7 @@ def audit(run_dir: Path) -> tuple[AuditCheck, ...]:
             _read_workers(db, run_dir)
             _read_learner(db, run_dir)
             buffer = load(str(run_dir / "config.yaml")).buffer
-            db.execute("INSERT INTO bound VALUES (?, ?)", (buffer.max_staleness, buffer.group_size))
+            db.execute("INSERT INTO rules VALUES (?)", (buffer.group_size,))
             return tuple(_check(db, *check) for check in CHECKS)
         finally:
             db.close()

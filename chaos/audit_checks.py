@@ -20,8 +20,10 @@ CREATE TABLE trained_on (made INTEGER, episode TEXT, version INTEGER, tokens INT
 CREATE TABLE steps (made INTEGER, trained INTEGER, stalest INTEGER);
 CREATE TABLE spans (id TEXT, episode TEXT, version INTEGER, tokens INTEGER);
 CREATE TABLE masks (id TEXT, episode TEXT, sampled INTEGER);
-CREATE TABLE bound (max_staleness INTEGER, group_size INTEGER);
+CREATE TABLE rules (group_size INTEGER);
 
+CREATE TEMP VIEW in_force AS  -- the bound by which each version was made
+    SELECT version AS made, max_staleness FROM store.commits;
 CREATE TEMP VIEW generated AS  -- according to the store
     SELECT e.id AS episode, group_id AS grp, CAST(key AS INTEGER) AS version, value AS tokens
     FROM store.episodes e, json_each(e.generated);
@@ -70,7 +72,7 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             " ' was kept ' || count(*) || ' times' FROM store.episodes WHERE account IN ('ready', 'trained')"
             " GROUP BY group_id, json_extract('[' || replace(id, '.', ',') || ']', '$[2]') HAVING count(*) > 1",
             "SELECT 'episode ' || episodes.id || ' is of no attempt or member'"
-            " FROM store.episodes JOIN store.groups g ON g.id = group_id, bound"
+            " FROM store.episodes JOIN store.groups g ON g.id = group_id, rules"
             " WHERE json_extract('[' || replace(episodes.id, '.', ',') || ']', '$[1]') > g.attempt"
             " OR json_extract('[' || replace(episodes.id, '.', ',') || ']', '$[2]') >= group_size",
         ),
@@ -178,13 +180,15 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "SELECT coalesce(sum(tokens), 0) FROM trained_on WHERE loss",
         (
             "SELECT 'version ' || made || ' was made with tokens of version ' || version || ' in episode ' || episode"
-            " FROM trained_on, bound WHERE (loss AND made - 1 - version > max_staleness) OR version > made - 1",
+            " FROM trained_on LEFT JOIN in_force USING (made)"
+            " WHERE (loss AND made - 1 - version > coalesce(max_staleness, 0)) OR version > made - 1",
             "SELECT 'episode ' || s.episode || ': tokens of version ' || s.version || ' carried loss in version ' || trained_at"
-            " FROM spans s JOIN store.episodes e ON e.id = s.episode JOIN store.groups g ON g.id = e.group_id, bound"
-            " WHERE account = 'trained' AND ((s.version >= loss_from AND trained_at - 1 - s.version > max_staleness)"
+            " FROM spans s JOIN store.episodes e ON e.id = s.episode JOIN store.groups g ON g.id = e.group_id"
+            " LEFT JOIN in_force ON made = trained_at"
+            " WHERE account = 'trained' AND ((s.version >= loss_from AND trained_at - 1 - s.version > coalesce(max_staleness, 0))"
             " OR s.version > trained_at - 1) GROUP BY s.episode, s.version",
-            "SELECT 'step ' || made || ' reports that it trained on tokens ' || stalest || ' versions old' FROM steps, bound"
-            " WHERE stalest > max_staleness",
+            "SELECT 'step ' || made || ' reports that it trained on tokens ' || stalest || ' versions old' FROM steps"
+            " LEFT JOIN in_force USING (made) WHERE stalest > coalesce(max_staleness, 0)",
             "SELECT 'version ' || made || ' was made from ' || trained || ' tokens by the learner, by the store from ' ||"
             " coalesce(held, 0) FROM steps JOIN commits_made USING (made) LEFT JOIN"
             " (SELECT trained_at AS made, sum(tokens) AS held FROM spans s JOIN store.episodes e ON e.id = s.episode"

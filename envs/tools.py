@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import contextvars
 import functools
 import inspect
 import operator
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -31,16 +33,52 @@ T = TypeVar("T")
 
 MAX_EXPRESSION = 200  # characters: more than any arithmetic task needs, and shallow enough for the recursive parser
 MAX_BITS = 256  # bits of the largest integer (77 digits): a result must not flood the policy's context
+TIMES_KEPT = 1000  # calls of one step whose times are kept: an environment may make any number
+NAME_KEPT = 200  # characters of a tool's name there
 TOOL_S = 60.0  # longest tool call outside a run
 
 
+class ToolTime(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A call of a tool that has ended, in seconds since the epoch. `error`: `invalid` by the policy, `tool`, `cancelled`, or ""."""
+
+    tool: str
+    begin: float
+    end: float
+    error: Literal["", "invalid", "tool", "cancelled"] = ""
+
+
 class ToolCallTracker:
-    """The tool calls of one episode: `tool_s` is the longest call in seconds, `tool` the name of the running tool or "". Entered,
-    it is the tracker of this context, and of tasks and threads that start in it."""
+    """The tool calls of one episode: `tool_s` is the longest call in seconds, `tool` the name of the running tool or "", `ended`
+    those that ended since `take_ended`. Entered, it is the tracker of this context, and of tasks and threads that start in it."""
 
     def __init__(self, tool_s: float = TOOL_S) -> None:
         self.tool_s = tool_s
         self.tool = ""
+        self.ended: list[ToolTime] = []
+
+    def take_ended(self) -> tuple[ToolTime, ...]:
+        ended, self.ended = self.ended, []
+        return tuple(ended)
+
+    @contextlib.contextmanager
+    def timed(self, tool: str) -> Iterator[None]:
+        """A call of `tool`."""
+        begin, started = time.time(), time.perf_counter()
+        error: Literal["", "invalid", "tool", "cancelled"] = ""
+        try:
+            yield
+        except InvalidCall:
+            error = "invalid"
+            raise
+        except ToolError:
+            error = "tool"
+            raise
+        except BaseException:
+            error = "cancelled"
+            raise
+        finally:
+            if len(self.ended) < TIMES_KEPT:
+                self.ended.append(ToolTime(tool[:NAME_KEPT], begin, begin + time.perf_counter() - started, error))
 
     def __enter__(self) -> None:
         self._token = _TRACKER.set(self)
@@ -86,7 +124,8 @@ async def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> tuple[Message,
         if call.name not in tools:
             raise InvalidCall(f"there is no tool {call.name!r}; use {', '.join(sorted(tools)) or 'none'}")
         tracker.tool = call.name  # stays set when the caller's own deadline passes first
-        content, valid = await _run(tools[call.name], call.arguments, tracker.tool_s), True
+        with tracker.timed(call.name):
+            content, valid = await _run(tools[call.name], call.arguments, tracker.tool_s), True
     except InvalidCall as error:
         content, valid = f"error: {error}", False
     tracker.tool = ""

@@ -20,13 +20,15 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 from ..buffer.client import BufferClient
 from ..buffer.messages import BatchPlan
 from ..buffer.trajectory import BatchRow, Trajectory
+from ..common.spans import RecordSpan, no_record, timed
 from ..configs.schema import Learner
 from ..errors import DeadlineExceeded
 from ..weightsync.publisher import Publisher
@@ -63,7 +65,10 @@ class TrainingLoop:
         # On rank 0: which of the older checkpoints stay, of all by their steps; and what hears the step of each that is complete.
         retained: Callable[[Collection[int]], Collection[int]] = lambda steps: (),
         on_checkpoint: Callable[[int], None] = lambda step: None,
+        record: RecordSpan = no_record,  # receives the phases of each step
     ) -> None:
+        self._record = record
+        self._phase, self._version = "start", 0
         self._config, self._backend, self._buffer, self._report = config, backend, buffer, report
         self._aux_models = aux_models or AuxModels(config)
         self._advantage, self._returns = advantage_of(config.algorithm), returns_of(config.algorithm)
@@ -83,25 +88,43 @@ class TrainingLoop:
             await self._checkpoints.close()
 
     async def _train(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> CheckpointState:
-        state = await self._checkpoints.recover(self._updates.score_canary)
-        await self._updates.publish(state.version)
-        await self._updates.first_rollout(on_ready, stop)
+        with self._in_phase("recover", 0):
+            state = await self._checkpoints.recover(self._updates.score_canary)
+        with self._in_phase("publish", state.version):
+            await self._updates.publish(state.version)
+        with self._in_phase("first_rollout", state.version):
+            await self._updates.first_rollout(on_ready, stop)
         timer = StepTimer(await self._buffer.stats())
         while state.step < self._config.steps:
-            taken = await self._take(state, stop)
+            with self._in_phase("take", state.version):
+                taken = await self._take(state, stop)
             if taken is None:
                 break
             timer.took(taken)
-            batch, result, aux_result = await self._step(taken, state)
-            state = await self._commit(state)
-            timer.stepped(await self._buffer.stats())
-            push = await self._updates.publish(state.version)
-            await self._checkpoints.after_step(state)
+            with self._in_phase("train", state.version):
+                batch, result, aux_result = await self._step(taken, state)
+            with self._in_phase("commit", state.version):
+                state = await self._commit(state)
+                timer.stepped(await self._buffer.stats())
+            with self._in_phase("publish", state.version):
+                push = await self._updates.publish(state.version)
+            with self._in_phase("checkpoint", state.version):
+                await self._checkpoints.after_step(state)
             if push is not None:
                 summary = summarize(taken.groups, batch, taken.withheld)
                 self._report(timer.row(state, summary, result, aux_result, push))
         await self._checkpoints.save_last(state)
         return state
+
+    def gauges(self) -> dict[str, str | int]:
+        """What this rank does, and at which version. From any thread."""
+        return {"phase": self._phase, "version": self._version}
+
+    @contextlib.contextmanager
+    def _in_phase(self, phase: str, version: int) -> Iterator[None]:
+        self._phase, self._version = phase, version
+        with timed(self._record, phase, version=version):
+            yield
 
     async def _take(self, state: CheckpointState, stop: asyncio.Event) -> BatchPlan[BatchRow] | None:
         """Collective. The batch of `state.version`, None when any rank was asked to stop. Raises DeadlineExceeded without one in

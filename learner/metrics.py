@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 import msgspec
@@ -30,7 +30,11 @@ class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
     tokens_trained: int  # tokens that carried loss in this step
     tokens_withheld: int  # sampled tokens that were too old, or of episodes without loss (`buffer.ledger.Withheld`)
     mixed_tokens: int  # trained tokens sampled by new weights from keys and values of older ones (`keep_kv`)
+    groups: int = 0  # task groups in the batch
+    # Those whose episodes all have the same reward: without signal where an advantage compares the members of a group.
+    groups_alike: int = 0
     episodes: int  # episodes in the batch
+    truncated: float = 0.0  # share of them that a token or turn limit ended
     episode_tokens_mean: float  # sampled tokens per episode
     turns_mean: float  # completions per episode
     # What environments reported (`StepResult.metrics`): means by name, over their episodes.
@@ -38,7 +42,8 @@ class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepMetrics(BatchSummary, frozen=True, kw_only=True):
-    """Measured between the end of the previous step and the end of this one, unless stated otherwise."""
+    """Measured between the end of the previous step and the end of this one, unless stated otherwise. Those marked * are over the
+    newest steps of at least `RATE_S` together: workers report twice a second, which in one short step would be noise."""
 
     step: int  # optimizer batches contained in the weights, from 1
     version: int  # the policy version that this step made
@@ -49,12 +54,16 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     outcomes: dict[str, int] = {}
     messages_dropped: int  # malformed messages to the buffer, since its process started
     peers_refused: int  # attempts to connect to the buffer without the run's keys, since its process started
-    rollout_tokens_per_s: float  # tokens generated per second since the previous step
-    overlap_tokens_per_s: float  # tokens generated per second while the learner was stepping
+    rollout_tokens_per_s: float  # * tokens generated per second
+    overlap_tokens_per_s: float  # * tokens generated per second while the learner was stepping
     learner_tokens_per_s: float  # tokens (context included) per second of stepping
     learner_idle: float  # share of the time in which the learner waited for a batch, 0 to 1
-    rollout_idle: float  # share of the episode slots that were empty because no lease was granted, 0 to 1
-    slots: float  # episodes that all workers would play in sum at once, mean; follows how busy the servers are
+    rollout_idle: float  # * share of the episode slots that were empty because no lease was granted, 0 to 1
+    slots: float  # * episodes that all workers would play in sum at once, mean; follows how busy the servers are
+    # What was reported in this step alone, for sums over many of them:
+    tokens_generated: int = 0
+    slot_s: float = 0.0  # seconds of episode slots, all workers together
+    idle_slot_s: float = 0.0  # those of them in which no lease was granted
     replicas: int  # inference servers that took the push and serve its version
     replicas_failed: int  # replicas that did not
     wait_s: float  # seconds waited for the batch
@@ -64,8 +73,8 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     transfer_ms: float  # time of the transfer
     canary: float  # largest canary difference after the push, nats
     # Largest difference in nats between the learner's proximal and the engine's log-prob of a token of staleness 0, in the batch
-    # and in a few trajectories delivered since it was taken; 0 when there were none. Tokens of a mixed policy do not count.
-    mismatch_max: float
+    # and in a few trajectories delivered since it was taken; None when there were none. Tokens of a mixed policy do not count.
+    mismatch_max: float | None
     mismatch_tokens: int  # how many tokens that maximum is over, all ranks together
     loss: float  # the policy loss
     ess: float  # effective sample size of the importance weights over tokens, as a share, 0 to 1
@@ -100,7 +109,7 @@ class PolicyStepResult(msgspec.Struct, frozen=True):
 
     results: tuple[BackendStepResult, ...]
     lr: float
-    mismatch: float  # largest learner-engine difference in nats, over all ranks
+    mismatch: float  # largest learner-engine difference in nats, over all ranks; 0 where nothing was compared
     compared: int  # the number of compared tokens; only rank 0 has fresh ones
 
     @property
@@ -151,7 +160,10 @@ def summarize(
         tokens_trained=tokens,
         tokens_withheld=everything - tokens,
         mixed_tokens=int(trained.mixed.sum()),
+        groups=len(groups),
+        groups_alike=sum(len({t.reward for t in group}) <= 1 for group in groups),
         episodes=len(members),
+        truncated=sum(t.outcome.kind == "truncated" for t in members.values()) / episodes,
         episode_tokens_mean=sampled / episodes,
         turns_mean=turns / episodes,
         environment=_environment(groups),
@@ -179,20 +191,40 @@ def _environment(groups: Sequence[Group]) -> dict[str, float]:
     return {name: sum(found) / len(found) for name, found in sorted(values.items())}
 
 
-class StepTimer:
-    """Call `took`, `stepped` and `row` in this order, once per step. `stats` are the buffer's when the loop begins."""
+RATE_S = 10.0  # the least that a rate is over: twenty reports of each worker, so that one more or less is 5 %
 
-    def __init__(self, stats: Stats) -> None:
-        self._ended = time.perf_counter()
+
+class _Reported(msgspec.Struct, frozen=True):
+    """What workers reported in one step, or in several."""
+
+    seconds: float = 0.0
+    step_s: float = 0.0  # of these the learner stepped
+    tokens: int = 0
+    overlap_tokens: int = 0  # those reported while it stepped
+    slot_s: float = 0.0
+    idle_slot_s: float = 0.0
+
+    def __add__(self, other: _Reported) -> _Reported:
+        return _Reported(*map(sum, zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)))
+
+
+class StepTimer:
+    """Call `took`, `stepped` and `row` in this order, once per step. `stats` are the buffer's when the loop begins; `clock` is in
+    seconds."""
+
+    def __init__(self, stats: Stats, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._ended = clock()
         self._before = stats
+        self._steps: list[_Reported] = []  # the newest, of `RATE_S` together
 
     def took(self, batch: BatchPlan[BatchRow]) -> None:
-        self._took = time.perf_counter()
+        self._took = self._clock()
         self._at_take = batch.stats
         self._context = sum(len(trajectory) for group in batch.groups for trajectory in group)
 
     def stepped(self, stats: Stats) -> None:
-        self._stepped = time.perf_counter()
+        self._stepped = self._clock()
         self._after = stats
 
     def row(
@@ -203,10 +235,10 @@ class StepTimer:
         aux_result: AuxModelsResult,
         push: PushReport,
     ) -> StepMetrics:
-        now = time.perf_counter()
+        now = self._clock()
         total_s, step_s, wait_s = now - self._ended, self._stepped - self._took, self._took - self._ended
         before, after = self._before, self._after
-        slot_s = after.slot_s - before.slot_s
+        this, recent = self._reported(total_s, step_s)
         results, means = done.results, done.means
         metrics = StepMetrics(
             **msgspec.structs.asdict(batch),
@@ -222,12 +254,15 @@ class StepTimer:
             },
             messages_dropped=after.dropped,
             peers_refused=after.refused,
-            rollout_tokens_per_s=(after.ledger.generated - before.ledger.generated) / total_s,
-            overlap_tokens_per_s=(after.ledger.generated - self._at_take.ledger.generated) / step_s,
+            rollout_tokens_per_s=recent.tokens / recent.seconds,
+            overlap_tokens_per_s=recent.overlap_tokens / recent.step_s,
             learner_tokens_per_s=self._context / step_s,
             learner_idle=wait_s / total_s,
-            rollout_idle=(after.idle_slot_s - before.idle_slot_s) / slot_s if slot_s > 0 else 0.0,
-            slots=slot_s / total_s,
+            rollout_idle=recent.idle_slot_s / recent.slot_s if recent.slot_s > 0 else 0.0,
+            slots=recent.slot_s / recent.seconds,
+            tokens_generated=this.tokens,
+            slot_s=this.slot_s,
+            idle_slot_s=this.idle_slot_s,
             replicas=len(push.pushed),
             replicas_failed=len(push.failed),
             wait_s=wait_s,
@@ -236,7 +271,7 @@ class StepTimer:
             pause_ms=push.pause_ms,
             transfer_ms=push.transfer_ms,
             canary=push.canary,
-            mismatch_max=done.mismatch,
+            mismatch_max=done.mismatch if done.compared else None,
             mismatch_tokens=done.compared,
             loss=sum(r.loss for r in results) / len(results),
             ess=effective_sample_size(means),
@@ -252,3 +287,22 @@ class StepTimer:
         )
         self._ended, self._before = now, after
         return metrics
+
+    def _reported(self, seconds: float, step_s: float) -> tuple[_Reported, _Reported]:
+        """Of this step, and of the newest steps of `RATE_S`."""
+        before, taken, after = self._before, self._at_take, self._after
+        this = _Reported(
+            seconds,
+            step_s,
+            after.ledger.generated - before.ledger.generated,
+            after.ledger.generated - taken.ledger.generated,
+            max(0.0, after.slot_s - before.slot_s),  # totals begin anew with the buffer's process
+            max(0.0, after.idle_slot_s - before.idle_slot_s),
+        )
+        self._steps.append(this)
+        while sum(one.seconds for one in self._steps[1:]) >= RATE_S:
+            del self._steps[0]
+        recent = _Reported()
+        for one in self._steps:
+            recent = recent + one
+        return this, recent

@@ -3,7 +3,7 @@
 Invariants:
 - No global state: figures are made without pyplot, styles apply only inside `_styled`.
 - Every color is one of `COLORS`; in an SVG each becomes the CSS variable of the same name.
-- Without data a function returns None, and the report says what is missing.
+- Without data a function returns None; a metric that is 0 in every step is no data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ..common.scores import EvaluationResult
 from .metrics import Row
-from .series import by_suite, column, elapsed, name_of, smooth, staleness_tokens
+from .series import by_staleness, by_suite, column, elapsed, name_of, smooth, staleness_tokens
 from .text import count, duration, share
 
 COLORS = {
@@ -190,7 +190,8 @@ def staleness(rows: Sequence[Row], bound: int | None) -> Figure | None:
 
 def lines(rows: Sequence[Row], series: Sequence[tuple[str, str, str]], unit: str) -> Figure | None:
     """Metrics over the steps; `series` are (metric, label, color). `unit` is `%` for shares, else the axis label."""
-    if not any(_has_data(rows, name) for name, _, _ in series):
+    series = [line for line in series if _has_data(rows, line[0])]
+    if not series:
         return None
 
     def draw(axes: Axes) -> None:
@@ -232,6 +233,30 @@ def step_time(rows: Sequence[Row]) -> Figure | None:
         axes.legend(**_ABOVE, ncols=3, handlelength=1.0)
 
     return _styled((4.6, 2.7), [draw])
+
+
+def correction(rows: Sequence[Row], titles: dict[str, str]) -> Figure | None:
+    """One small chart per metric `*_by_staleness`: its mean at each staleness. None where all tokens have the same staleness, or
+    nothing differs by it."""
+    found = {name: by_staleness(rows, name) for name in titles}
+    present = [name for name, values in found.items() if len(values) > 1 and any(values.values())]
+    if not present:
+        return None
+
+    def draw(axes: Axes, name: str) -> None:
+        values = found[name]
+        bars = axes.bar(list(values), list(values.values()), width=0.72, color=COLORS["blue"])
+        axes.bar_label(bars, [f"{value:.2g}" for value in values.values()], padding=2, fontsize=8, color=COLORS["ink"])
+        axes.set_title(titles[name], pad=6)
+        axes.set_ylim(0, max(values.values()) * 1.25)
+        axes.set_xticks(list(values))
+        axes.set_xlabel("staleness")
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: count(number)))
+        axes.grid(visible=False, axis="x")
+
+    wide = min(4, len(present))
+    return _styled((2.4 * wide, 2.2), [functools.partial(draw, name=name) for name in present], wide)
 
 
 def small_multiples(rows: Sequence[Row], titles: dict[str, str]) -> Figure | None:
@@ -295,7 +320,7 @@ def _styled(size: tuple[float, float], draws: Sequence[Draw], wide: int = 1) -> 
 
 
 def _has_data(rows: Sequence[Row], name: str) -> bool:
-    return bool(np.isfinite(column(rows, name)).any())
+    return bool(np.nan_to_num(column(rows, name), posinf=0.0, neginf=0.0).any())
 
 
 def _line(axes: Axes, rows: Sequence[Row], name: str, label: str | None, color: str) -> None:

@@ -27,6 +27,7 @@ from .metrics import METRICS, Row, read_metrics
 from .series import (
     EVALUATIONS,
     advise,
+    alike_text,
     by_suite,
     column,
     elapsed,
@@ -52,8 +53,18 @@ HEALTH = {
     "tokens_withheld": "tokens withheld",
     "mixed_tokens": "tokens of mixed policies",
     "tokens_discarded": "tokens discarded",
+    "groups_alike": "groups of equal rewards in the batch",
     "groups_refilled": "groups of equal rewards refilled",
+    "truncated": "share of truncated episodes",
 }
+
+CORRECTION = {
+    "ess": "effective sample size",
+    "kl": "KL behavior ‖ current, nats",
+    "clip_fraction": "clipped share",
+    "weight": "importance weight of a token",
+}
+"""The metrics `*_by_staleness`."""
 
 LINES = (
     ("idle", "%", "learner_idle", "learner waits for a batch", "orange"),
@@ -112,15 +123,18 @@ def _template() -> jinja2.Template:
 
 
 def _charts(rows: Sequence[Row], evaluations: Sequence[EvaluationResult], config: Config | None) -> dict[str, Markup]:
-    """Every chart as SVG, empty where it has no data."""
+    """Every chart as SVG, empty where it would show nothing."""
     figures = {
         "reward": charts.reward(rows, evaluations),
         "step_time": charts.step_time(rows),
         "staleness": charts.staleness(rows, config.buffer.max_staleness if config else None),
+        "correction": charts.correction(rows, CORRECTION),
         "health": charts.small_multiples(rows, HEALTH),
     }
     for (name, unit), series in itertools.groupby(LINES, operator.itemgetter(0, 1)):
         figures[name] = charts.lines(rows, [line[2:] for line in series], unit)
+    if not column(rows, "replicas_failed").any() and len(set(column(rows, "replicas"))) == 1:
+        figures["fleet"] = None  # the same servers in every step
     return {name: Markup("" if figure is None else charts.to_svg(figure)) for name, figure in figures.items()}
 
 
@@ -137,6 +151,7 @@ def _training(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
         "speed": speed | {"overlap": overlap / rollout if rollout and overlap is not None else None},
         "canary": float(canary.max()) if mean(canary) is not None else None,
         "advice": advise(rows, config) if config else "",
+        "alike": alike_text(rows),
         "played": ended,
         "failures": failures_text(ended),
         "many_failed": failed_share(ended) > WARN_SHARE,

@@ -30,6 +30,7 @@ IDLE = 0.15  # a side that is idle for more than this share of the time is starv
 BACKED_OFF = (
     0.7  # workers that play less than this share of what servers may decode have backed off from full KV caches
 )
+ALIKE_SHARE = 0.4  # of a batch's groups: with more whose rewards are all equal, most of a step is spent on no signal
 SMALL_BATCH = 32  # below this many sequences a server mostly reads weights, so that one more costs almost no time
 
 
@@ -89,6 +90,51 @@ def mean(values: NDArray[np.float64]) -> float | None:
     return float(finite.mean()) if len(finite) else None
 
 
+def total(rows: Sequence[Row], name: str) -> float:
+    """Sum of a metric over the steps; missing values count as 0."""
+    return float(np.nansum(column(rows, name)))
+
+
+def learner_idle(rows: Sequence[Row]) -> float | None:
+    """Share of the time of these steps in which the learner waited for a batch."""
+    seconds = sum(total(rows, part) for part in ("wait_s", "step_s", "push_s"))
+    return total(rows, "wait_s") / seconds if seconds else mean(column(rows, "learner_idle"))
+
+
+def rollout_idle(rows: Sequence[Row]) -> float | None:
+    """Share of the slots' time in these steps in which no lease was granted."""
+    slot_s = total(rows, "slot_s")
+    return total(rows, "idle_slot_s") / slot_s if slot_s else mean(column(rows, "rollout_idle"))
+
+
+def alike_share(rows: Sequence[Row]) -> float:
+    """Share of the groups whose episodes all had the same reward."""
+    groups = total(rows, "groups")
+    return total(rows, "groups_alike") / groups if groups else 0.0
+
+
+def alike_text(rows: Sequence[Row]) -> str:
+    """`244 of 480 groups had equal rewards`; empty where none had."""
+    alike = total(rows, "groups_alike")
+    return f"{alike:.0f} of {total(rows, 'groups'):.0f} groups had equal rewards" if alike else ""
+
+
+def by_staleness(rows: Sequence[Row], name: str) -> dict[int, float]:
+    """Staleness, ascending -> mean over the trained tokens of that staleness in the whole run. `name` is the metric without
+    `_by_staleness`; of `weight`, a share of each step's sum, it is the weight of a token, 1 for the average token."""
+    sums: dict[int, float] = {}
+    counts: dict[int, int] = {}
+    for row in rows:
+        tokens = row.get("staleness_tokens") or {}
+        for staleness, value in (row.get(f"{name}_by_staleness") or {}).items():
+            number = tokens.get(staleness, 0)
+            if value is not None and number:
+                scale = sum(tokens.values()) if name == "weight" else number
+                sums[int(staleness)] = sums.get(int(staleness), 0.0) + scale * value
+                counts[int(staleness)] = counts.get(int(staleness), 0) + number
+    return {staleness: value / counts[staleness] for staleness, value in sorted(sums.items())}
+
+
 def elapsed(rows: Sequence[Row]) -> NDArray[np.float64]:
     """float64[rows]: seconds from the start of the first step to the end of each; includes the time between two processes."""
     if not rows:
@@ -128,7 +174,7 @@ def advise(rows: Sequence[Row], config: Config) -> str:
     """Which side is starved and the one key to change; empty without a step. The first step, which waits for the first episodes, is
     excluded where there are others."""
     steady = rows[1:] or rows
-    learner, rollout = mean(column(steady, "learner_idle")), mean(column(steady, "rollout_idle"))
+    learner, rollout = learner_idle(steady), rollout_idle(steady)
     if learner is None or rollout is None:
         return ""
     waited = f"The learner waited {share(learner)} of the time for batches; {share(rollout)} of the episode slots were empty."

@@ -23,6 +23,7 @@ from ..common.outcomes import WARN_SHARE, failed_share, failures_text
 from ..configs import Config
 from .metrics import Row
 from .output import open_console
+from .series import ALIKE_SHARE, alike_share, alike_text
 from .text import MISSING, count, reward, share, sparkline
 
 log = logging.getLogger(__name__)
@@ -145,7 +146,8 @@ class TerminalView(View):
         return Group(self._progress, *numbers, *itertools.chain.from_iterable(blocks))
 
     def _numbers(self) -> list[Text]:
-        """One line each for reward, staleness, rollout, learner and failures; a narrow terminal cuts them at the right."""
+        """One line each for reward, staleness, rollout and learner, and where there are many, for failures and groups without
+        signal; a narrow terminal cuts them at the right."""
         row = self._row
         now, staleness = row.get("reward_mean"), _staleness(row, self._config.buffer.max_staleness)
         change = f"{_change(now, next(iter(self._rewards), None))} since the first step   "
@@ -163,6 +165,8 @@ class TerminalView(View):
         if failed := failures_text(row.get("outcomes") or {}):
             many = failed_share(row["outcomes"]) > WARN_SHARE
             lines.append(_line(f"{'failures':11}", (failed, "red" if many else ""), " since the step before"))
+        if alike_share([row]) > ALIKE_SHARE:
+            lines.append(_line(f"{'no signal':11}", (alike_text([row]), "yellow")))
         return lines
 
 
@@ -180,6 +184,7 @@ def step_line(row: Row, config: Config, first_reward: float | None) -> str:
         f"tok/s rollout {count(row.get('rollout_tokens_per_s'))} learner {count(row.get('learner_tokens_per_s'))}  "
         f"idle rollout {share(row.get('rollout_idle'))} learner {share(row.get('learner_idle'))}"
         + (f"  {failed}" if failed else "")
+        + (f"  {alike_text([row])}" if alike_share([row]) > ALIKE_SHARE else "")
     )
 
 

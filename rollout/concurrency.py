@@ -33,11 +33,13 @@ MEMORY = 0.5  # weight of the newest sample: a group that starts sends many requ
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
-    """The load of a replica: sequences decoding, sequences queued, share of its KV cache in use."""
+    """The load of a replica: sequences decoding, sequences queued, share of its KV cache in use, and the tokens that it has sampled
+    since it started, None where its server does not say."""
 
     running: int
     waiting: int
     kv_usage: float
+    tokens: int | None = None
 
 
 class Concurrency:

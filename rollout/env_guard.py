@@ -15,11 +15,11 @@ import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
-from ..buffer.trajectory import NAME_LIMIT
+from ..buffer.trajectory import CALLS_LIMIT, NAME_LIMIT, EnvCall
 from ..common.tasks import being_cancelled
 from ..common.unawaited import UnawaitedLog, without_await
 from ..envs import EnvPart
@@ -54,8 +54,8 @@ class EscapedException(Exception):
 class EnvGuard:
     """The environment of one episode as the agent sees it: turns exceptions, contract violations and overruns into EnvError or
     ToolError, and remembers the first of them as `failure`; what the agent hands over wrongly raises PolicyError. Records rewards
-    by step, metrics, the seconds spent here, the `opening` that `reset` returned, the `transcript` of all messages since, and as
-    `unawaited` the coroutines that the agent and the environment dropped."""
+    by step, metrics, the seconds spent here, the times of all calls, the `opening` that `reset` returned, the `transcript` of all
+    messages since, and as `unawaited` the coroutines that the agent and the environment dropped."""
 
     def __init__(self, part: EnvPart, limits: EpisodeLimits, task_lock: asyncio.Lock) -> None:
         self._part = part
@@ -72,13 +72,14 @@ class EnvGuard:
         self.rewards: list[float] = []
         self.metrics: dict[str, float] = {}
         self.seconds = 0.0
+        self.timed: list[EnvCall] = []
         self.finished = False
         self.failure: EnvError | ToolError | None = None
 
     @calls_user_code
     async def open(self, index: int) -> Task:
         async with self._task_lock:
-            with self._attributed(f"task {index}"):
+            with self._attributed("task", f"task {index}"):
                 self._inner = self._part.source.make()
                 task = await self._in_time(in_thread(self._part.source.task, index), f"task {index}")
                 if why := without_await(task):
@@ -93,7 +94,7 @@ class EnvGuard:
     @calls_user_code
     async def reset(self, task: Task) -> Observation:
         _require_argument("reset", task, Task)
-        with self._attributed(f"reset of task {task.id!r}"):
+        with self._attributed("reset", f"reset of task {task.id!r}"):
             observation = checked(await self._in_time(self._opened.reset(task), "the reset"), Observation)
             self.opening = observation.messages
         return observation
@@ -101,7 +102,7 @@ class EnvGuard:
     @calls_user_code
     async def step(self, message: Message) -> StepResult:
         _require_argument("step", message, Message)
-        with self._attributed("step"):
+        with self._attributed("step", "step"):
             # The only step of an environment that plays itself is its whole episode.
             seconds = self._limits.episode_s if self.self_played else self._limits.step_s
             result = await self._in_time(self._opened.step(message), "a step", seconds)
@@ -163,25 +164,32 @@ class EnvGuard:
             raise
 
     @contextlib.contextmanager
-    def _attributed(self, call: str) -> Iterator[None]:
-        """Turn exceptions of the environment, and coroutines that it drops, into EnvError, and add up its time."""
-        started, dropped = time.perf_counter(), len(self.unawaited.lines)
+    def _attributed(self, what: Literal["task", "reset", "step"], call: str) -> Iterator[None]:
+        """Turn exceptions of the environment, and coroutines that it drops, into EnvError, and record its times."""
+        begin, started, dropped = time.time(), time.perf_counter(), len(self.unawaited.lines)
+        failed: Literal["", "tool", "environment", "cancelled"] = ""
         try:
             yield
             if lines := self.unawaited.lines[dropped:]:
                 raise EnvError(lines[0])
         except ToolError as error:
+            failed = "tool"
             self.failure = self.failure or error
             raise
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and being_cancelled():
+                failed = "cancelled"
                 raise
+            failed = "environment"
             failure = EnvError(f"{self._part.name}: {call}: {describe_user_error(error)}")
             self.failure = self.failure or failure
             raise failure from error
         finally:
             del self.unawaited.lines[dropped:]  # those of a call that failed or was cancelled may be innocent
-            self.seconds += time.perf_counter() - started
+            took = time.perf_counter() - started
+            self.seconds += took
+            tools = [EnvCall(t.begin, t.end, "tool", t.tool, t.error) for t in self.calls.take_ended()]
+            self.timed += [*tools, EnvCall(begin, begin + took, what, "", failed)][: CALLS_LIMIT - len(self.timed)]
 
 
 def _require_argument(call: str, given: object, kind: type) -> None:

@@ -23,6 +23,7 @@ from ..agents.base import Agent, Completion, ContextExhausted, Generate
 from ..agents.session import Session
 from ..buffer.messages import Lease
 from ..buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory
+from ..common.spans import Id, RecordSpan, Span, no_record
 from ..common.unawaited import without_await
 from ..configs.schema import Config
 from ..envs import EnvPart, require_penalties
@@ -89,15 +90,39 @@ class EpisodePlayer:
             1, temperature=temperature, top_p=rollout.top_p, stop_token_ids=tuple(stop_token_ids)
         )
 
-    async def play(self, lease: Lease, member: int, *, on_tokens: OnTokens = lambda completion: None) -> EpisodeResult:
+    async def play(
+        self,
+        lease: Lease,
+        member: int,
+        *,
+        on_tokens: OnTokens = lambda completion: None,
+        record: RecordSpan = no_record,
+    ) -> EpisodeResult:
         """Play one episode of `lease`. `on_tokens` receives every completion as it arrives, and the partial ones that were cut off
-        with the episode or that the agent cancelled."""
+        with the episode or that the agent cancelled. `record` receives the episode, its completions and its calls of the
+        environment, also where the episode is cancelled."""
+        env = EnvGuard(self.parts[lease.env], self._limits, self._task_locks[lease.env])
+        began, started = time.time(), time.perf_counter()
+        ids: dict[str, Id] = {"episode": lease.episode(member), "env": lease.env, "task": lease.task}
+        ids["leased_at"] = lease.version
+        try:
+            result = await self._play(lease, member, env, on_tokens, record)
+            ids |= {"outcome": result.outcome.label, "reward": result.reward}
+            return result
+        finally:
+            for call in env.timed:
+                of = {"episode": lease.episode(member), "tool": call.tool, "error": call.error}
+                record(Span(call.begin, call.end, call.what, {key: value for key, value in of.items() if value}))
+            record(Span(began, began + time.perf_counter() - started, "episode", ids))
+
+    async def _play(
+        self, lease: Lease, member: int, env: EnvGuard, on_tokens: OnTokens, record: RecordSpan
+    ) -> EpisodeResult:
         greedy = {"temperature": 0.0} if member in lease.greedy else {}
         sampling = msgspec.structs.replace(self._sampling, **greedy)
-        requests = _Requests(self.router, lease, member, sampling, on_tokens)
+        requests = _Requests(self.router, lease, member, sampling, on_tokens, record)
         session, part = self._make_session(requests.generate), self.parts[lease.env]
-        env = EnvGuard(part, self._limits, self._task_locks[lease.env])
-        started = time.perf_counter()
+        began, started = time.time(), time.perf_counter()
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(env.calls)
             stack.enter_context(env.unawaited)
@@ -135,6 +160,8 @@ class EpisodePlayer:
             outcome=outcome,
             timings=timings,
             metrics=metrics,
+            started=began,
+            env_calls=env.timed,
         )
         return EpisodeResult(outcome, reward, trajectories, error)
 
@@ -143,8 +170,15 @@ class _Requests:
     """The completions that one episode has in flight; each runs in the task of the agent that awaits it."""
 
     def __init__(
-        self, router: Router, lease: Lease, member: int, sampling: SamplingParams, on_tokens: OnTokens
+        self,
+        router: Router,
+        lease: Lease,
+        member: int,
+        sampling: SamplingParams,
+        on_tokens: OnTokens,
+        record: RecordSpan,
     ) -> None:
+        self._record = record
         self._router = router
         self._episode_id, self._oldest_version = lease.episode(member), lease.oldest_version
         self._sampling = sampling
@@ -160,15 +194,37 @@ class _Requests:
         task = asyncio.current_task()
         assert task is not None
         ended = self._in_flight[task] = asyncio.get_running_loop().create_future()
+
+        def arrived(completion: Completion) -> None:
+            self._record_turn(len(token_ids), completion)
+            self._on_tokens(completion)
+
         try:
             completion = await self._router.generate(
-                self._episode_id, token_ids, sampling, self._oldest_version, on_cancelled=self._on_tokens
+                self._episode_id, token_ids, sampling, self._oldest_version, on_cancelled=arrived
             )
         finally:
             del self._in_flight[task]
             ended.set_result(None)
-        self._on_tokens(completion)
+        arrived(completion)
         return completion
+
+    def _record_turn(self, prompt: int, completion: Completion) -> None:
+        took = completion.timing
+        if took is None:
+            return
+        ids: dict[str, Id] = {
+            "episode": self._episode_id,
+            "replica": took.replica,
+            "prompt": prompt,
+            "cached": took.cached,
+            "tokens": len(completion.token_ids),
+            "version": completion.version_spans[-1].version if completion.version_spans else None,
+            "queued_s": took.queued_s,
+            "first_s": took.first_s,
+            "finish": completion.finish_reason,
+        }
+        self._record(Span(took.asked, took.asked + took.queued_s + took.first_s + took.decode_s, "turn", ids))
 
     async def close(self) -> None:
         """Cancel the completions in flight, and return when none is left on a server."""

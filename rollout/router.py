@@ -26,6 +26,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -63,6 +64,7 @@ class ReplicaConnection:
         self.probe: asyncio.Task[None] | None = None
         self.probes = 0
         self.healthy_since = 0.0
+        self.load: EngineLoad | None = None  # of the last second; None where it did not report one
 
     async def generate(self, request: InflightRequest, version: int) -> Completion:
         self.in_flight += 1
@@ -151,7 +153,28 @@ class Router:
         serving = [c for name, c in self._connections.items() if self._routing.replicas[name].serving]
         return [sample for sample in await asyncio.gather(*map(self._sample, serving)) if sample is not None]
 
+    def gauges(self, share: int = 0, shares: int = 1) -> dict[str, dict[str, float | None]]:
+        """Of each replica that reported its load last: what it said, its version, and the requests of this router there. Of several
+        routers each takes its share of the replicas, from 0. From any thread."""
+        loaded = [(c, c.load) for _, c in sorted(self._connections.copy().items())[share::shares]]
+        return {
+            c.info.name: {
+                "running": load.running,
+                "waiting": load.waiting,
+                "kv": load.kv_usage,
+                "tokens": load.tokens,
+                "version": c.info.version,
+                "sent": c.in_flight,
+            }
+            for c, load in loaded
+            if load is not None
+        }
+
     async def _sample(self, connection: ReplicaConnection) -> EngineLoad | None:
+        connection.load = await self._ask_load(connection)
+        return connection.load
+
+    async def _ask_load(self, connection: ReplicaConnection) -> EngineLoad | None:
         try:
             async with asyncio.timeout(LOAD_S):
                 return await connection.engine.get_load()
@@ -197,24 +220,26 @@ class Router:
             RequestRejected: a server rejects the request.
             PolicyError: no engine would accept the request.
         """
+        asked = time.time()
         route = RouteRequest(next(self._numbers), episode_id, tuple(token_ids), sampling.max_tokens, oldest_version)
         request = InflightRequest(route, sampling)
         try:
-            return await with_deadline(
+            completion = await with_deadline(
                 self._request_s,
                 self._generate(request),
                 who=f"episode {episode_id}",
                 waits_for=f"a completion at version {oldest_version} or later",
                 hint=self._describe,
             )
+            return _asked_at(asked, completion)
         except DeadlineExceeded as error:
             if request.connection is not None:
                 self._mark_failed(request.connection, error)
             if not request.growing.partial.token_ids:
                 raise
-            return request.growing.partial
+            return _asked_at(asked, request.growing.partial)
         except asyncio.CancelledError:
-            on_cancelled(request.growing.partial)
+            on_cancelled(_asked_at(asked, request.growing.partial))
             raise
 
     async def _generate(self, request: InflightRequest) -> Completion:
@@ -308,3 +333,12 @@ class Router:
             f"replicas: {', '.join(states) or 'none'}; {self.waiting} requests wait; see their logs, or raise"
             " rollout.episode_s (a request may take a fifth)"
         )
+
+
+def _asked_at(asked: float, completion: Completion) -> Completion:
+    """With the time that it waited for a replica, requests that failed before included."""
+    if completion.timing is None:
+        return completion
+    waited = max(0.0, completion.timing.asked - asked)
+    timing = msgspec.structs.replace(completion.timing, asked=asked, queued_s=waited)
+    return msgspec.structs.replace(completion, timing=timing)

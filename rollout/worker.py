@@ -25,6 +25,7 @@ from ..buffer.client import BufferClient
 from ..buffer.ledger import Counts
 from ..buffer.messages import Lease
 from ..buffer.trajectory import UNWANTED, Outcome
+from ..common.spans import RecordSpan, no_record
 from ..common.tasks import Stopped, run_or_stop
 from .concurrency import Concurrency
 from .failures import FailureLog, FailureWindow
@@ -41,7 +42,8 @@ CANCELLED = EpisodeResult(Outcome("failed", UNWANTED, "its lease was lost, or it
 
 class Worker:
     """Plays as many episodes at once as the servers can take, until `stop`. The router of `player` must be entered; the caller
-    keeps its fleet up to date. `workers` processes share the servers (`rollout.workers`); `tell` shows the user a line."""
+    keeps its fleet up to date. `workers` processes share the servers (`rollout.workers`); `tell` shows the user a line, `record`
+    keeps what the episodes did and when."""
 
     def __init__(
         self,
@@ -50,7 +52,10 @@ class Worker:
         group_size: int,
         workers: int,
         tell: Callable[[str], None] = lambda text: None,
+        record: RecordSpan = no_record,
     ) -> None:
+        self._record = record
+        self._tokens = self._ended = 0
         self._player = player
         self._buffer = buffer
         self._group_size = group_size
@@ -88,6 +93,17 @@ class Worker:
                     for member in lease.members:
                         tasks.create_task(self._episode(lease, member), name=lease.episode(member))
 
+    def gauges(self) -> dict[str, int]:
+        """Episodes that may be played and that are, requests that wait for a replica, and since the start the tokens received and
+        the episodes delivered. From any thread."""
+        return {
+            "slots": self._concurrency.cap,
+            "playing": len(self._running),
+            "queued": self._player.router.waiting,
+            "tokens": self._tokens,
+            "delivered": self._ended,
+        }
+
     @property
     def _free_groups(self) -> int:
         """Whole groups that may start."""
@@ -98,6 +114,7 @@ class Worker:
         generated = self._running[episode_id]
 
         def count(completion: Completion) -> None:
+            self._tokens += len(completion.token_ids)
             for span in completion.version_spans:
                 generated[span.version] = generated.get(span.version, 0) + span.end - span.start
 
@@ -106,7 +123,7 @@ class Worker:
             async with scope:
                 self._cancel_scopes[episode_id] = scope
                 try:
-                    result = await self._player.play(lease, member, on_tokens=count)
+                    result = await self._player.play(lease, member, on_tokens=count, record=self._record)
                 finally:
                     self._cancel_scopes.pop(episode_id, None)
         except TimeoutError:
@@ -114,6 +131,7 @@ class Worker:
                 raise
             result = CANCELLED
         await self._buffer.deliver(episode_id, generated, result.outcome, result.trajectories)
+        self._ended += 1
         async with self._changed:
             del self._running[episode_id]
             self._changed.notify_all()

@@ -86,7 +86,9 @@ def play(path: Path, groups: int, *, tokens: int = 50, checkpointed: bool = True
                 assert replay.take(n) is not None
                 replay.commit(n)
                 replay.mark_served(n + 1)
-                store.save(WriteBatch.of(replay.counters(), replay.table.drain(), commits=[CommitRow(n + 1, 0.0, 1)]))
+                store.save(
+                    WriteBatch.of(replay.counters(), replay.table.drain(), commits=[CommitRow(n + 1, 0.0, 1, 0, 1)])
+                )
         if checkpointed:
             replay.mark_checkpointed(replay.version)
         store.save(WriteBatch.of(replay.counters(), []))

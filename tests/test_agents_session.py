@@ -3,12 +3,14 @@ import json
 import random
 from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.agents import Completion, ContextExhausted, Session, load_agent, load_renderer, render_demonstration
-from slipstream.buffer.trajectory import FINISHED, Turn, VersionSpan
+from slipstream.agents.base import RequestTiming
+from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Turn, VersionSpan
 from slipstream.configs.environments import ReasoningGym
 from slipstream.configs.schema import Agent
 from slipstream.envs import CALCULATOR, Message, Observation, task_source
@@ -97,6 +99,27 @@ async def test_a_later_turn_extends_what_was_sampled(renderer, tokenizer):
     assert [s.version for s in made.version_spans] == [4, 5]
     assert [(t.start, t.end) for t in made.turns] == [(len(first), len(first) + len(reply)), (len(second), len(made))]
     assert made.token_ids.dtype == np.int32
+
+
+async def test_a_turn_of_two_parts_took_as_long_as_both(renderer, tokenizer):
+    ids, version, _ = reply_of(tokenizer, "<answer>12</answer>")
+    spans = (VersionSpan(0, 1, version),)
+    first = RequestTiming(1.8e9, 0.5, 0.25, 1.0, 7, "engine-0", 0.5)
+    second = RequestTiming(1.8e9 + 2.0, 0.25, 0.5, 2.0, 9, "engine-1", 0.5)
+    parts = [
+        Completion((ids[0],), (-0.5,), spans, "abort", first),
+        Completion(tuple(ids[1:]), (-0.5,) * (len(ids) - 1), (VersionSpan(0, len(ids) - 1, version),), "stop", second),
+    ]
+
+    async def engine(token_ids, max_tokens):
+        return parts.pop(0)
+
+    played = session(renderer, engine)
+    await played.chat(OPENING, TOOLS)
+    (made,) = trajectories(played)
+    (turn,) = made.turns
+    assert msgspec.structs.astuple(turn)[2:] == ("stop", 1.8e9, 0.75, 0.75, 3.0, 7, "engine-1", 0.5)
+    assert EncodedTrajectory.of(made).decode().turns == (turn,)
 
 
 async def test_user_messages_extend_too(renderer, tokenizer):

@@ -101,7 +101,7 @@ class Buffer:
     def commit(self, version: int) -> None:
         made = self.replay.version == version
         self.replay.commit(version)
-        self.save(commits=[CommitRow(version + 1, 0.0, 1)] if made else [])
+        self.save(commits=[CommitRow(version + 1, 0.0, 1, 0, 1)] if made else [])
 
     def serve(self, version: int) -> None:
         self.replay.mark_served(version)
@@ -335,6 +335,8 @@ def forever(path: Path, pipe: int) -> None:
         replay.commit(replay.version)
         replay.mark_served(replay.version)
         replay.mark_checkpointed(replay.version)
-        store.save(WriteBatch.of(replay.counters(), replay.table.drain(), sent, [CommitRow(replay.version, 0.0, 1)]))
+        store.save(
+            WriteBatch.of(replay.counters(), replay.table.drain(), sent, [CommitRow(replay.version, 0.0, 1, 0, 1)])
+        )
         replay.prune()
         os.write(pipe, b"%d\n" % replay.version)

@@ -309,3 +309,33 @@ def test_with_fewer_members_left_than_wanted_a_group_is_complete_with_all_of_the
     assert state(replay) == "leased"
     assert replay.leases.deliver("0.0.3", FINISHED, {0: 3}, {0: 3})
     assert state(replay) == "ready"
+
+
+def test_groups_say_when_they_were_leased_complete_and_taken() -> None:
+    replay = replay_of(staleness=2)
+    group = None
+    for now, act in (
+        (10.0, lambda: lease_of(replay, now=1.0)),
+        (11.5, lambda: replay.leases.deliver("0.0.0", FINISHED, {0: 3}, {0: 3})),
+        (12.5, lambda: replay.leases.deliver("0.0.1", FINISHED, {0: 3}, {0: 3})),
+        (14.0, lambda: replay.take(0)),
+        (15.0, lambda: replay.commit(0)),
+        (16.0, lambda: replay.recover(0)),  # ready again: it became complete before
+        (17.0, lambda: replay.take(2)),
+    ):
+        replay.table.time = now
+        act()
+        group = replay.table.groups[0]
+        times = group.leased_time, group.ready_time, group.taken_time
+        assert times == (10.0, 12.5 if now >= 12.5 else None, None if now < 14.0 else 14.0 if now < 17.0 else 17.0)
+    assert group is not None
+    assert [episode.delivered_time for episode in group.episodes.values()] == [11.5, 12.5]
+
+
+def test_a_group_that_is_leased_again_says_when() -> None:
+    replay = replay_of(staleness=1)
+    for now in (3.0, 5.0):
+        replay.table.time = now
+        lease_of(replay)
+        assert replay.table.groups[0].leased_time == now
+        replay.leases.release("a", "worker_lost")

@@ -275,7 +275,8 @@ class Runs(RuleBasedStateMachine):
         version = self.world.version
         self.replay.commit(version)
         self.world.committed()
-        self.commits.append(CommitRow(version + 1, self.now, len(self.world.inside("trained"))))
+        bound = self.replay.admission.max_staleness, self.replay.admission.groups_per_batch
+        self.commits.append(CommitRow(version + 1, self.now, len(self.world.inside("trained")), *bound))
         self.store_changes()
         self.alive.append(version + 1)
         self.replay.commit(version)  # a client that got no answer

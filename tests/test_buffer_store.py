@@ -82,7 +82,7 @@ def test_a_save_of_many_rows_needs_no_large_statement(tmp_path: Path, monkeypatc
         assert [g.episodes for g in store.load()[1]] == [group.episodes]
         assert len(store.trajectories(0)) == 20
     verbs = [s.split(" VALUES")[0] for s in statements if " VALUES" in s]
-    assert verbs.count("INSERT INTO episodes") == 7  # three of 13 values each
+    assert verbs.count("INSERT INTO episodes") == 10  # two of 14 values each
     assert verbs.count("INSERT INTO trajectories") == 4
 
 
@@ -99,7 +99,9 @@ def test_which_kv_took_part_comes_back(tmp_path: Path) -> None:
 def test_groups_episodes_and_the_clock_come_back(tmp_path: Path) -> None:
     outcome = Outcome("failed", "tool", "fell over: ä \0 \n")
     episode = Episode("4.1.0", "a", "discarded", {0: 3, 7: 2}, {7: 1}, True, True, "late", 6, "failed_tool", outcome)
+    episode.delivered_time = 1.8e9 + 3.25
     group = Group(4, 1, 9, "discarded", 1, "lease_request", 6, episodes={"4.0.0": Episode("4.0.0"), "4.1.0": episode})
+    group.leased_time, group.ready_time = 1.8e9 + 0.5, 1.8e9 + 3.5  # and never taken
     clock = ReplayCounters(8, 7, 5, 6, 3, [4, 9], [3, 1])
     with opened(tmp_path / "buffer.sqlite") as store:
         assert store.load() == (ReplayCounters(), [])
@@ -108,13 +110,21 @@ def test_groups_episodes_and_the_clock_come_back(tmp_path: Path) -> None:
         assert store.load() == (clock, [group])
 
 
+def test_commits_say_what_was_in_force(tmp_path: Path) -> None:
+    store = Store(tmp_path / "buffer.sqlite")
+    store.save(WriteBatch.of(ReplayCounters(), [], commits=[CommitRow(1, 0.5, 8, 2, 8), CommitRow(2, 1.5, 4, 1, 4)]))
+    store.save(WriteBatch.of(ReplayCounters(), [], rolled_back_to=1))
+    rows = sql(tmp_path / "buffer.sqlite", "SELECT * FROM commits ORDER BY version")
+    assert rows == [(1, 0.5, 8, 2, 8, 0), (2, 1.5, 4, 1, 4, 1)]
+
+
 def test_a_save_is_whole_or_not_at_all(tmp_path: Path) -> None:
     store = Store(tmp_path / "buffer.sqlite")
-    store.save(WriteBatch.of(ReplayCounters(), [], commits=[CommitRow(1, 0.0, 1)]))
+    store.save(WriteBatch.of(ReplayCounters(), [], commits=[CommitRow(1, 0.0, 1, 0, 1)]))
     with pytest.raises(StoreError, match="UNIQUE"):
         store.save(
             WriteBatch.of(
-                ReplayCounters(version=9, next_group=1), entire(group_of("0.0.0")), commits=[CommitRow(1, 0.0, 1)]
+                ReplayCounters(version=9, next_group=1), entire(group_of("0.0.0")), commits=[CommitRow(1, 0.0, 1, 0, 1)]
             )
         )
     assert store.load() == (ReplayCounters(), [])
@@ -145,9 +155,9 @@ def test_a_settled_group_comes_back_while_somebody_may_report_about_it(tmp_path:
 def test_a_rollback_marks_the_commits_that_no_longer_count(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
     store = Store(path)
-    store.save(WriteBatch.of(ReplayCounters(), [], commits=[CommitRow(1, 0.0, 2), CommitRow(2, 0.0, 2)]))
-    store.save(WriteBatch.of(ReplayCounters(), [], commits=[CommitRow(3, 0.0, 2)], rolled_back_to=1))
-    store.save(WriteBatch.of(ReplayCounters(), [], commits=[CommitRow(5, 0.0, 2)]))
+    store.save(WriteBatch.of(ReplayCounters(), [], commits=[CommitRow(1, 0.0, 2, 0, 1), CommitRow(2, 0.0, 2, 0, 1)]))
+    store.save(WriteBatch.of(ReplayCounters(), [], commits=[CommitRow(3, 0.0, 2, 0, 1)], rolled_back_to=1))
+    store.save(WriteBatch.of(ReplayCounters(), [], commits=[CommitRow(5, 0.0, 2, 0, 1)]))
     rows = sql(path, "SELECT version, rolled_back FROM commits ORDER BY version")
     assert rows == [(1, 0), (2, 1), (3, 1), (5, 0)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import signal
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from slipstream.buffer.trajectory import TrajectoryHeader
 from slipstream.learner.metrics import StepMetrics
+from slipstream.monitor.timeline import read_series, read_spans
 from slipstream.tests import forkserver
 from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, metrics, query, slipstream, tiny_policy
 
@@ -47,6 +50,73 @@ def check_staleness(run_dir: Path, bound: int = BOUND) -> None:
     assert all(row["staleness_max"] <= bound for row in rows.values())
 
 
+def check_times(run_dir: Path) -> None:
+    """Everything of a trained episode is in the order in which it happened, on one host's clock."""
+    sql = (
+        "SELECT g.id, leased_time, ready_time, taken_time, delivered_time, c.time, max_staleness, groups_per_batch, t.header"
+        " FROM groups g JOIN episodes e ON e.group_id = g.id JOIN trajectories t ON t.episode_id = e.id"
+        " JOIN commits c ON c.version = g.trained_at WHERE g.state = 'trained' AND e.account = 'trained'"
+    )
+    cached = found = 0
+    for group, leased, ready, taken, delivered, committed, bound, groups, encoded in query(run_dir, sql):
+        header = msgspec.msgpack.decode(encoded[1:], type=TrajectoryHeader)
+        turns = [(t.asked, t.asked + t.queued_s + t.first_s + t.decode_s) for t in header.turns]
+        calls = [(call.begin, call.end) for call in header.env_calls]
+        slack = 0.02  # of a wall clock that is read beside the one that times a call
+        assert leased <= header.started + slack, group
+        ended = header.started + header.timings["total"]
+        for begin, end in (*turns, *calls):
+            assert header.started - slack <= begin <= end <= ended + slack
+        for (_, before), (after, _) in itertools.pairwise(turns):
+            assert before <= after + slack
+        assert [call.what for call in header.env_calls][:2] == ["task", "reset"]
+        assert ended - slack <= delivered <= ready + slack
+        assert ready <= taken <= committed
+        assert (bound, groups) == (BOUND, 2)
+        assert all(turn.replica == "engine-0" and turn.temperature == 1.0 for turn in header.turns)
+        assert all(turn.first_s > 0 for turn in header.turns)
+        cached += sum(turn.cached or 0 for turn in header.turns)
+        found += 1
+    assert found
+    assert cached > 0  # a second turn continues the first
+
+
+def check_timeline(run_dir: Path) -> None:
+    """Spans and gauges agree with what the store and the metrics say."""
+    spans, lines = list(read_spans(run_dir)), list(read_series(run_dir))
+    played = {span.ids["episode"]: span for role, span in spans if role == "worker-0" and span.what == "episode"}
+    stored = query(run_dir, "SELECT episode_id, header FROM trajectories")
+    assert stored
+    for episode, encoded in stored:
+        header = msgspec.msgpack.decode(encoded[1:], type=TrajectoryHeader)
+        assert played[episode].ids["reward"] == header.reward
+        turns = [span for _, span in spans if span.what == "turn" and span.ids["episode"] == episode]
+        assert [span.ids["tokens"] for span in turns] == [turn.end - turn.start for turn in header.turns]
+        assert [span.ids["prompt"] for span in turns] == [turn.start for turn in header.turns]
+        assert sum(span.what == "step" and span.ids["episode"] == episode for _, span in spans) == len(
+            header.turn_rewards
+        )
+    learner = [span for role, span in spans if role == "learner-0"]
+    steps = len(metrics(run_dir))
+    for what in ("take", "train", "commit", "checkpoint"):
+        assert sum(span.what == what for span in learner) == steps
+    for row in metrics(run_dir):
+        (step,) = (span for span in learner if span.what == "train" and span.ids["version"] == row["version"] - 1)
+        assert step.t1 - step.t0 <= row["step_s"] + 0.1
+        pauses = [
+            span.t1 - span.t0 for span in learner if span.what == "pause" and span.ids["version"] == row["version"]
+        ]
+        assert max(pauses) == pytest.approx(row["pause_ms"] / 1e3, abs=0.01)
+    last = {role: line for role, line in lines}
+    assert {"buffer", "worker-0", "learner-0"} <= last.keys()
+    assert last["buffer"]["version"] == steps
+    assert last["buffer"]["trained_tokens"] == sum(row["tokens_trained"] for row in metrics(run_dir))
+    loads = [line["replicas"]["engine-0"] for role, line in lines if role == "worker-0" and line.get("replicas")]
+    assert max(load["running"] for load in loads) > 0
+    assert [load["tokens"] for load in loads] == sorted(load["tokens"] for load in loads)
+    assert all(line["dropped"] == 0 and line["rss"] > 1 << 20 and "error" not in line for line in last.values())
+
+
 @pytest.mark.parametrize("start", [contextlib.nullcontext, forkserver.disabled], ids=["forked", "as users start it"])
 def test_a_run_from_start_to_report(
     policy: Path, tmp_path: Path, start: Callable[[], contextlib.AbstractContextManager[None]]
@@ -62,9 +132,15 @@ def test_a_run_from_start_to_report(
     assert all(math.isfinite(v) for row in rows for v in row.values() if isinstance(v, float))
     check_accounts(run)
     check_staleness(run)
+    check_times(run)
+    check_timeline(run)
     # Same version, same weights: what the engine reported is what the learner computes, in fp32.
     assert sum(row["mismatch_tokens"] for row in rows) > 0
-    assert max(row["mismatch_max"] for row in rows) < 1e-3
+    assert all((row["mismatch_max"] is None) == (row["mismatch_tokens"] == 0) for row in rows)
+    assert max(row["mismatch_max"] or 0 for row in rows) < 1e-3
+    assert all(0 <= row["groups_alike"] <= row["groups"] for row in rows)
+    assert all(0 <= row["idle_slot_s"] <= row["slot_s"] for row in rows)
+    assert sum(row["tokens_generated"] for row in rows) >= sum(row["tokens_trained"] for row in rows)
     assert max(row["canary"] for row in rows) < 1e-3
     assert all(row["pause_ms"] > 0 and row["transfer_ms"] > 0 for row in rows)
     # Rollout and training overlap: tokens came while the learner stepped, and some trained tokens are of older versions.
@@ -190,7 +266,7 @@ def test_two_of_each_synchronous_and_a_replica_dies(policy: Path, tmp_path: Path
     rows = metrics(run)
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert sum(row["mismatch_tokens"] for row in rows) > 0
-    assert max(row["mismatch_max"] for row in rows) < 1e-3
+    assert max(row["mismatch_max"] or 0 for row in rows) < 1e-3
     check_accounts(run)
     check_staleness(run, 0)
     assert leftovers(run) == []
@@ -205,7 +281,7 @@ def test_a_run_on_every_kind_of_server(kind: str, policy: Path, tmp_path: Path) 
     rows = metrics(run)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert sum(row["mismatch_tokens"] for row in rows) > 0
-    assert max(row["mismatch_max"] for row in rows) < 1e-3
+    assert max(row["mismatch_max"] or 0 for row in rows) < 1e-3
     assert max(row["canary"] for row in rows) < 1e-3
     check_accounts(run)
     check_staleness(run)

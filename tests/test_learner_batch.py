@@ -131,6 +131,24 @@ def test_the_summary_counts_every_sampled_token():
     assert summary.turns_mean == pytest.approx(4 / 3)
 
 
+def test_groups_without_a_difference_and_truncated_episodes_are_counted():
+    cut = Outcome("truncated")
+    groups = [
+        (trajectory(0, 1.0, [-1, 5]), trajectory(1, 1.0, [-1, 5], outcome=cut)),
+        (trajectory(0, 1.0, [-1, 5], group=1), trajectory(0, 1.0, [-1, -1, 5], branch=1, group=1)),
+        (trajectory(0, 1.0, [-1, 5], group=2), trajectory(1, 0.0, [-1, 5], group=2, outcome=cut)),
+    ]
+    summary = summarize(groups, to_train_batch(groups, PLAIN, version=5, oldest_version=3))
+    assert (summary.groups, summary.groups_alike, summary.episodes) == (3, 2, 5)
+    assert summary.truncated == pytest.approx(2 / 5)
+
+
+def test_the_greedy_member_is_no_difference():
+    group = (trajectory(0, 9.0, [-1, 5]), trajectory(1, 1.0, [-1, 5]), trajectory(2, 1.0, [-1, 5]))
+    withheld = {"0.0.0": "baseline"}
+    assert summarize([group], to_train_batch([group], PLAIN, 5, 5, withheld), withheld).groups_alike == 1
+
+
 def test_an_empty_batch_has_a_summary():
     assert summarize([], joined([])).tokens_trained == 0
 

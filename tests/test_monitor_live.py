@@ -52,6 +52,16 @@ def test_without_a_terminal_there_is_one_short_line_per_step():
     assert "\x1b" not in text
 
 
+def test_steps_without_much_signal_say_so():
+    console = Console(file=io.StringIO(), force_terminal=False, width=200, color_system=None)
+    with open_view(CONFIG, console) as view:
+        view.step(ROW | {"groups": 8, "groups_alike": 3})
+        view.step(ROW | {"groups": 8, "groups_alike": 7})
+    few, many = console.file.getvalue().splitlines()
+    assert "equal rewards" not in few
+    assert many.endswith("7 of 8 groups had equal rewards")
+
+
 def test_in_a_terminal_everything_is_on_one_screen():
     text, kind = shown(terminal=True)
     assert kind is TerminalView

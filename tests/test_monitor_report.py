@@ -14,7 +14,7 @@ from slipstream.errors import StoreError
 from slipstream.learner.metrics import StepMetrics
 from slipstream.monitor.metrics import MetricsWriter
 from slipstream.monitor.report import write_report
-from slipstream.monitor.series import elapsed, smooth
+from slipstream.monitor.series import by_staleness, elapsed, learner_idle, rollout_idle, smooth
 
 LEDGER = {
     "generated": 1_000_000,
@@ -40,7 +40,8 @@ def synthetic(
     now = 1.8e9
     with MetricsWriter(folder / "metrics.jsonl") as writer:
         for step in range(1, steps + 1):
-            wait, work, push = rng.uniform(0.4, 1.2), rng.uniform(0.8, 1.1), rng.uniform(0.1, 0.2)
+            work, push = rng.uniform(0.8, 1.1), rng.uniform(0.1, 0.2)
+            wait = (work + push) * learner_idle / (1 - learner_idle)
             now += wait + work + push
             lags = {"0": 1000 if step > 2 else 4000, "1": 2200 * (step > 1), "2": 800 * (step > 2)}
             writer.append(
@@ -59,6 +60,8 @@ def synthetic(
                     tokens_discarded=int(rng.integers(0, 50)),
                     messages_dropped=0,
                     peers_refused=0,
+                    groups=8,
+                    groups_alike=3,
                     episodes=64,
                     episode_tokens_mean=62 + rng.normal(),
                     turns_mean=1.5 + step / 100,
@@ -68,6 +71,8 @@ def synthetic(
                     learner_tokens_per_s=5200 + rng.normal(0, 300),
                     learner_idle=float(np.clip(learner_idle + rng.normal(0, 0.05), 0, 1)),
                     rollout_idle=float(np.clip(rollout_idle + rng.normal(0, 0.02), 0, 1)),
+                    slot_s=slots * (wait + work + push),
+                    idle_slot_s=rollout_idle * slots * (wait + work + push),
                     slots=slots,
                     replicas=config.rollout.engine.replicas,
                     replicas_failed=int(step == 2),
@@ -77,8 +82,12 @@ def synthetic(
                     pause_ms=45 + rng.normal(0, 5),
                     transfer_ms=12 + rng.normal(0, 2),
                     canary=float(abs(rng.normal(0, 2e-5))),
-                    mismatch_max=float("nan") if step == 3 else float(abs(rng.normal(0, 1e-4))),
-                    mismatch_tokens=1000,
+                    mismatch_max=None if step == 3 else float(abs(rng.normal(0, 1e-4))),
+                    mismatch_tokens=1000 * (step != 3),
+                    ess_by_staleness={s: 0.99 - 0.1 * int(s) for s, n in lags.items() if n},
+                    kl_by_staleness={s: 0.001 * int(s) for s, n in lags.items() if n},
+                    clip_fraction_by_staleness={s: 0.0 for s, n in lags.items() if n},
+                    weight_by_staleness={s: n / sum(lags.values()) for s, n in lags.items() if n},
                     loss=rng.normal(0, 0.02),
                     ess=0.97 - step / 1000,
                     kl=0.002 + step / 1e5,
@@ -135,7 +144,7 @@ def test_the_headline_says_from_what_to_what_on_how_many_tasks(whole):
 
 def test_the_page_is_one_file_that_loads_nothing(whole):
     assert whole[1].external == []
-    assert whole[1].tags.count("svg") == 12
+    assert whole[1].tags.count("svg") == 13
     source = (whole[0] / "report.html").read_text()
     assert "url(http" not in source
     assert "prefers-color-scheme: dark" in source
@@ -254,10 +263,57 @@ def test_an_evaluation_of_a_mixture_shows_every_environment(tmp_path):
     assert text.count("0.875 ± 0.125") >= 2
 
 
+def test_charts_that_would_show_nothing_are_left_out(tmp_path):
+    synthetic(tmp_path / "run", 9)
+    source = (write_report(tmp_path / "run").html).read_text()
+    assert "gradient norm" in source
+    assert "clipped share" not in source  # 0 at every staleness
+    assert "share of truncated episodes" not in source  # 0 in every step
+    assert ">Fleet<" in source  # a replica missed a push
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().replace('"replicas_failed":1', '"replicas_failed":0')
+    (tmp_path / "run" / "metrics.jsonl").write_text(rows)
+    assert ">Fleet<" not in (write_report(tmp_path / "run").html).read_text()
+
+
+def test_groups_that_taught_nothing_are_said(whole):
+    assert "180 of 480 groups had equal rewards" in whole[1].text
+
+
+def test_what_age_does_is_a_mean_over_the_tokens_of_each_age():
+    rows = [
+        {
+            "staleness_tokens": {"0": 10, "2": 30},
+            "kl_by_staleness": {"0": 0.0, "2": 0.5},
+            "weight_by_staleness": {"2": 0.5},
+        },
+        {
+            "staleness_tokens": {"0": 10, "2": 10},
+            "kl_by_staleness": {"0": 1.0, "2": 0.1},
+            "weight_by_staleness": {"2": 1.0},
+        },
+        {"staleness_tokens": {"0": 10}, "kl_by_staleness": {"0": None}},
+        {},
+    ]
+    assert by_staleness(rows, "kl") == {0: 0.5, 2: pytest.approx(0.4)}
+    assert by_staleness(rows, "weight") == {2: pytest.approx((0.5 * 40 + 1.0 * 20) / 40)}
+
+
+def test_idle_shares_weigh_each_step_by_its_time():
+    rows = [
+        {"wait_s": 0.0, "step_s": 1.0, "push_s": 0.0, "slot_s": 10.0, "idle_slot_s": 0.0, "rollout_idle": 0.0},
+        {"wait_s": 6.0, "step_s": 2.0, "push_s": 1.0, "slot_s": 90.0, "idle_slot_s": 45.0, "rollout_idle": 0.5},
+    ]
+    assert (learner_idle(rows), rollout_idle(rows)) == (0.6, 0.45)
+    assert rollout_idle([{"rollout_idle": 0.25}, {"rollout_idle": 0.75}]) == 0.5  # of a run of an older release
+    assert learner_idle([]) is None
+
+
 def test_rows_with_unknown_and_missing_names_are_drawn(tmp_path):
     rows = [{"step": 1, "time": 1.0, "reward_mean": 0.5, "new": 3}, {"step": 2, "time": 3.0, "reward_mean": None}]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-    assert "No push has been recorded" in rendered(tmp_path).text
+    text = rendered(tmp_path).text
+    assert "Learning health" in text
+    assert "Weight pushes" not in text  # none was recorded
 
 
 def test_advice_counts_the_servers_that_served_and_not_those_that_the_config_began_with(tmp_path):

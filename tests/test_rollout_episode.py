@@ -16,7 +16,7 @@ import uvloop
 from slipstream.agents import Completion, Session, load_agent, load_renderer
 from slipstream.agents.base import Agent, Generate
 from slipstream.buffer.messages import Lease
-from slipstream.buffer.trajectory import VersionSpan
+from slipstream.buffer.trajectory import EncodedTrajectory, VersionSpan
 from slipstream.configs import load
 from slipstream.configs.reward import Classifier, Judge
 from slipstream.configs.schema import Failure, Reason
@@ -600,6 +600,47 @@ async def test_a_failure_to_close_changes_nothing(policy: Path, caplog: pytest.L
     result = await episode(policy, env)
     assert (result.outcome.kind, result.reward) == ("finished", 1.0)
     assert "already gone" in caplog.text
+
+
+class Market(Ask):
+    """Calls a tool in each step: one that answers, then one that is called wrongly."""
+
+    async def step(self, message: Message) -> StepResult:
+        def price(arguments: dict[str, Any]) -> str:
+            time.sleep(0.05)
+            if self.turns:
+                raise InvalidCall("there is no such fruit")
+            return "3"
+
+        spec = ToolSpec("price", "", {"type": "object"})
+        await call_tool({"price": Tool(spec, price)}, ToolCall("price", {}, id="1"))
+        return await super().step(message)
+
+
+async def test_what_the_environment_did_and_when_is_in_the_trajectory(policy: Path) -> None:
+    before = time.time()
+    (trajectory,) = (await episode(policy, Market())).trajectories
+    after, calls = time.time(), trajectory.env_calls
+    assert [(call.what, call.tool, call.error) for call in calls] == [
+        ("task", "", ""),
+        ("reset", "", ""),
+        ("tool", "price", ""),
+        ("step", "", ""),
+        ("tool", "price", "invalid"),
+        ("step", "", ""),
+    ]
+    times = [trajectory.started, *(time for call in calls if call.what != "tool" for time in (call.begin, call.end))]
+    assert [before, *times, after] == sorted([before, *times, after])
+    for tool, step in ((calls[2], calls[3]), (calls[4], calls[5])):
+        assert step.begin <= tool.begin < tool.begin + 0.05 <= tool.end <= step.end + 0.01
+    assert EncodedTrajectory.of(trajectory).decode().env_calls == calls
+
+
+async def test_a_call_that_fails_says_whose_failure_it_was(policy: Path) -> None:
+    env = Ask()
+    env.penalty, env.broken["step"] = -1.0, ToolError("the shop is closed")
+    (trajectory,) = (await episode(policy, env, trained_failures=("tool",))).trajectories
+    assert [(call.what, call.error) for call in trajectory.env_calls] == [("task", ""), ("reset", ""), ("step", "tool")]
 
 
 class Scores(RewardModel):

@@ -9,8 +9,10 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors.torch import load_file
+from slipstream.agents import Completion
 from slipstream.configs.schema import Agent, Config, Model, Rollout, Vllm
 from slipstream.launch.launchers.local import free_ports
 from slipstream.rollout.engines import registry as servers
@@ -123,3 +125,8 @@ def canary(model: PreTrainedModel) -> tuple[list[int], list[float]]:
     ids = [(31 * i * i + 7 * i) % VOCABULARY for i in range(48)]
     rows = logprobs(model, ids)
     return ids, [float(row[token]) for row, token in zip(rows, ids[1:], strict=True)]
+
+
+def untimed(completion: Completion) -> Completion:
+    """Without what its request took."""
+    return msgspec.structs.replace(completion, timing=None)

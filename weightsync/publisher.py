@@ -26,6 +26,7 @@ from typing import Literal
 import msgspec
 import torch
 
+from ..common.spans import RecordSpan, no_record, timed
 from ..configs.schema import Partial, TransportKind
 from ..errors import EngineError, WeightSyncError
 from .broadcast import BroadcastTransport
@@ -78,7 +79,9 @@ class Publisher:
         partial: Partial = "recompute",
         on_served: Callable[[str, int], None] | None = None,  # (replica, version), as soon as it is verified
         on_lost: Callable[[str, str], None] | None = None,  # (replica, reason), at every failure
+        record: RecordSpan = no_record,  # receives what each replica went through
     ) -> None:
+        self._record = record
         self._acks = AckCollector(host)
         try:
             self._transport: Transport = (
@@ -200,7 +203,7 @@ class Publisher:
     ) -> PushReport:
         """Update one cohort after the other."""
         began = time.monotonic()
-        push = PushSettings(snapshot, self._transport, self._partial, self._tolerance)
+        push = PushSettings(snapshot, self._transport, self._partial, self._tolerance, self._record)
         served, silent = probed
         targets = [t for cohort in cohorts for t in cohort]
         for target in targets:
@@ -285,7 +288,8 @@ class Publisher:
         name, canary = target.name, result.canary
         for second in (False, True):
             if name not in canary:
-                canary[name] = await target.canary_difference(push.snapshot.canary)
+                with timed(push.record, "canary", version=push.snapshot.version, replica=name):
+                    canary[name] = await target.canary_difference(push.snapshot.canary)
             if canary[name] <= push.tolerance:
                 return self._verified(target)
             if not second:

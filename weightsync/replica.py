@@ -28,6 +28,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from ..common.spans import Id, RecordSpan, Span, no_record, timed
 from ..common.tasks import Stopped, run_or_stop
 from ..configs.schema import Partial
 from ..errors import EngineError, NoAnswer, SlipstreamError, WeightSyncError, with_deadline
@@ -194,6 +195,7 @@ class PushSettings(msgspec.Struct, frozen=True):
     transport: Transport
     mode: Partial
     tolerance: float
+    record: RecordSpan = no_record  # receives what each replica went through
 
 
 class PushAttempt:
@@ -237,7 +239,8 @@ class PushAttempt:
         ready = [t for t in self._targets if t.name not in self._done | failed.keys()]
         if ready:
             left = self._stage_s - (time.monotonic() - self._began)
-            staged = await push.transport.transfer(push.snapshot, ready, left, retry=self._retry)
+            with timed(push.record, "stage", version=push.snapshot.version, replicas=names(ready)):
+                staged = await push.transport.transfer(push.snapshot, ready, left, retry=self._retry)
             self._result.add(staged)
             failed |= await each({t.name: self._switch(t) for t in ready if t.name not in staged.failed})
 
@@ -251,13 +254,15 @@ class PushAttempt:
         """Pause, swap, canary where the server scores while paused, resume."""
         # Also one that an earlier attempt left paused, maybe in another mode.
         await await_reply(self._swap_s, target.pause(self._mode), f"{target.name} to pause")
-        await target.swap(self._push.snapshot.version)
+        with timed(self._push.record, "swap", version=self._push.snapshot.version, replica=target.name):
+            await target.swap(self._push.snapshot.version)
         await self._finish(target)
 
     async def _finish(self, target: PushTarget) -> None:
         """After the swap: resume, unless the canary shows wrong weights."""
         if target.replica.scores_paused:
-            self._result.canary[target.name] = await target.canary_difference(self._push.snapshot.canary)
+            with timed(self._push.record, "canary", version=self._push.snapshot.version, replica=target.name):
+                self._result.canary[target.name] = await target.canary_difference(self._push.snapshot.canary)
         if self._result.canary.get(target.name, 0.0) <= self._push.tolerance:
             target.unverified = False
             await self._resume(target)
@@ -269,7 +274,10 @@ class PushAttempt:
         hint = "see its log; catch_up resumes it once it answers"
         await await_reply(seconds, target.resume(), f"{target.name} to resume", hint)
         if since is not None:
-            self._result.pause_s = max(self._result.pause_s, time.perf_counter() - since)
+            paused, now = time.perf_counter() - since, time.time()
+            self._result.pause_s = max(self._result.pause_s, paused)
+            ids: dict[str, Id] = {"version": self._push.snapshot.version, "replica": target.name}
+            self._push.record(Span(now - paused, now, "pause", ids))
 
 
 def names(targets: Sequence[PushTarget]) -> str:

@@ -93,13 +93,13 @@ class EnvHost:
             case ResetEpisode(source=key, episode=name, task=task, tool_s=tool_s):
                 episode = self._episodes[name] = _Episode((await self._source(key)).source.make(), tool_s)
                 seen = await self._call(request.call, episode.env.reset(task), episode.tools)
-                return EpisodeOpened(checked(seen, Observation))
+                return EpisodeOpened(checked(seen, Observation), episode.tools.take_ended())
             case StepEpisode(episode=name, message=message):
                 if name not in self._episodes:
                     raise EnvError("its process holds no such episode")
                 episode = self._episodes[name]
                 result = await self._call(request.call, episode.env.step(message), episode.tools)
-                return EpisodeStepped(valid_result(result))
+                return EpisodeStepped(valid_result(result), episode.tools.take_ended())
             case CloseEpisode(episode=name):
                 if (closed := self._episodes.pop(name, None)) is not None:
                     await self._call(request.call, closed.env.close(), closed.tools)

@@ -14,6 +14,7 @@ import msgspec
 
 from ..base import Message, Observation, StepResult, Task
 from ..simple import Split
+from ..tools import ToolTime
 
 
 class SourceKey(msgspec.Struct, frozen=True):
@@ -101,10 +102,12 @@ class Demonstrated(msgspec.Struct, frozen=True, tag=True):
 
 class EpisodeOpened(msgspec.Struct, frozen=True, tag=True):
     observation: Observation
+    tools: tuple[ToolTime, ...] = ()  # that were called meanwhile
 
 
 class EpisodeStepped(msgspec.Struct, frozen=True, tag=True):
     result: StepResult
+    tools: tuple[ToolTime, ...] = ()  # that were called meanwhile
 
 
 class EpisodeClosed(msgspec.Struct, frozen=True, tag=True):

@@ -128,10 +128,14 @@ class IsolatedEnv:
     async def reset(self, task: Task) -> Observation:
         tool_s = current_tools().tool_s
         request = ResetEpisode(_new_id(), self._source, self._episode, task, tool_s)
-        return (await self._ask(request, EpisodeOpened)).observation
+        opened = await self._ask(request, EpisodeOpened)
+        current_tools().ended += opened.tools
+        return opened.observation
 
     async def step(self, message: Message) -> StepResult:
-        return (await self._ask(StepEpisode(_new_id(), self._episode, message), EpisodeStepped)).result
+        stepped = await self._ask(StepEpisode(_new_id(), self._episode, message), EpisodeStepped)
+        current_tools().ended += stepped.tools
+        return stepped.result
 
     async def close(self) -> None:
         await self._ask(CloseEpisode(_new_id(), self._episode), EpisodeClosed)

@@ -29,6 +29,7 @@ from ...common.tasks import Stopped, in_thread, run_or_stop
 from ...configs.schema import AuxModel
 from ...errors import ConfigError, Interrupted, SlipstreamError, first_cause
 from ...monitor.log import setup_logging
+from ...monitor.timeline import TimelineWriter
 from ..resources import RANKED
 from ..run_context import RunContext, read_run_context
 from .heartbeat import HeartbeatSender
@@ -153,9 +154,11 @@ async def buffer(context: RunContext, index: int, heartbeat: HeartbeatSender, st
     )
     stopped = asyncio.create_task(stop.wait(), name="stop")
     stopped.add_done_callback(lambda _: service.stop())
+    following = following_fleet(context.addresses.fleet, lambda fleet: service.mark_served(fleet.version))
     try:
-        async with following_fleet(context.addresses.fleet, lambda fleet: service.mark_served(fleet.version)):
-            await service.serve(functools.partial(_ready, heartbeat))
+        with TimelineWriter(context.dir, heartbeat.role, service.gauges):
+            async with following:
+                await service.serve(functools.partial(_ready, heartbeat))
     finally:
         stopped.cancel()
 
@@ -174,7 +177,10 @@ async def worker(context: RunContext, index: int, heartbeat: HeartbeatSender, st
         async with make_buffer_client(context, f"worker-{index}") as client:
             _ready(heartbeat)
             size, workers = config.buffer.group_size, config.rollout.workers
-            await Worker(player, client, size, workers, heartbeat.send_message).run(stop)
+            with TimelineWriter(context.dir, heartbeat.role) as timeline:
+                playing = Worker(player, client, size, workers, heartbeat.send_message, timeline.record)
+                timeline.gauges = lambda: playing.gauges() | {"replicas": router.gauges(index, workers)}
+                await playing.run(stop)
 
 
 async def evaluator(
@@ -260,9 +266,10 @@ async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, s
         stack.callback(aux_models.close)
         client = await stack.enter_async_context(make_buffer_client(context, f"learner-{index}"))
         publisher, joined = None, asyncio.Event()
+        timeline = stack.enter_context(TimelineWriter(context.dir, heartbeat.role))
         if first:
             publisher, joined = await stack.enter_async_context(
-                make_publisher(context, backend.device, heartbeat.report_replicas, stop)
+                make_publisher(context, backend.device, heartbeat.report_replicas, stop, timeline.record)
             )
         recorder = stack.enter_context(Recorder(context.dir, config, context.dir / FILE)) if first else None
 
@@ -286,7 +293,9 @@ async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, s
             aux_models,
             retained=functools.partial(retained, context.dir, config),
             on_checkpoint=heartbeat.saved,
+            record=timeline.record,
         )
+        timeline.gauges = loop.gauges
         state = await loop.run(stop, functools.partial(_ready, heartbeat))
         if state.step >= config.learner.steps:
             backend.export(context.dir / "model")

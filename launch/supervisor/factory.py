@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from msgspec import structs
 
+from ...common.spans import RecordSpan
 from ...common.tasks import run_or_stop
 from ...configs.algorithm import Gae, Kl, needs_critic, needs_reference
 from ...configs.backends import Fsdp2, Megatron
@@ -294,9 +295,10 @@ async def make_publisher(
     device: torch.device,
     report: Callable[[tuple[ReplicaReport, ...]], None],
     stop: asyncio.Event,
+    record: RecordSpan,
 ) -> AsyncIterator[tuple[Publisher, asyncio.Event]]:
     """A publisher that pushes to the replicas of the fleet, once they answer, and an event that is set whenever one of them serves
-    nothing yet. `report` sends what is known of them to the supervisor. Raises Stopped."""
+    nothing yet. `report` sends what is known of them to the supervisor, `record` keeps what they go through. Raises Stopped."""
     from ...weightsync.publisher import Publisher
     from .push_targets import PushTargets, wait_for_replicas
 
@@ -319,6 +321,7 @@ async def make_publisher(
             partial=config.rollout.partial,
             on_served=targets.served,
             on_lost=targets.lost,
+            record=record,
         )
         stack.callback(targets.publisher.close)
         fleets = await stack.enter_async_context(following_fleet(context.addresses.fleet, targets.update))

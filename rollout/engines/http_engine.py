@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from ...agents.base import Completion, FinishReason
+from ...agents.base import Completion, FinishReason, RequestTiming
 from ...buffer.trajectory import VersionSpan
 from ...configs.schema import Partial
 from ...errors import EngineError, PolicyError
@@ -168,7 +169,7 @@ class HttpEngine(HttpClient, ABC):
             growing.certain = lambda: answer.certain(version)
         try:
             async with self.aborting(*self.abort_request(body)):
-                await self.stream(self.generate_path, body, answer.add_chunk)
+                await self.stream(self.generate_path, body, answer.receive)
             if answer.finish is None:
                 raise Disconnected(f"{self.name} at {self.url} ended a completion without a reason")
         except Disconnected as error:
@@ -231,6 +232,18 @@ class CompletionStream(ABC):
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.spans: Sequence[OutputSpan] | None = None
+        self.cached: int | None = None  # tokens of the prompt that the server had in its prefix cache, where it says so
+        self._asked, self._sent = time.time(), time.perf_counter()
+        self._first: float | None = None
+        self._last = self._sent
+
+    def receive(self, event: bytes) -> None:
+        """Add a chunk, and note when it came. Raises as `add_chunk`."""
+        before = len(self.tokens)
+        self.add_chunk(event)
+        if len(self.tokens) > before:
+            self._last = time.perf_counter()
+            self._first = self._last if self._first is None else self._first
 
     @abstractmethod
     def add_chunk(self, event: bytes) -> None:
@@ -278,4 +291,12 @@ class CompletionStream(ABC):
             oldest = min(s.version for s in spans) if version is None else min(version, *(s.version for s in spans))
             spans = [s if s.version == oldest else msgspec.structs.replace(s, kv_version=oldest) for s in spans]
         logprobs = self.engine.finite(self.logprobs[:end])
-        return Completion(tuple(self.tokens[:end]), tuple(logprobs), tuple(spans), finish)
+        return Completion(tuple(self.tokens[:end]), tuple(logprobs), tuple(spans), finish, self._timing())
+
+    def _timing(self) -> RequestTiming | None:
+        """None before the first token."""
+        if self._first is None:
+            return None
+        first_s, decode_s = self._first - self._sent, self._last - self._first
+        replica, temperature = self.engine.name, self.sampling.temperature
+        return RequestTiming(self._asked, 0.0, first_s, decode_s, self.cached, replica, temperature)

@@ -21,7 +21,16 @@ from ....weightsync.staging import WeightStaging
 from ..http_engine import STREAM_INTERVAL
 from .contract import EngineServer
 from .engine_thread import EngineThread
-from .protocol import ABORT_PREFIX, BadRequest, Generated, GenerateRequest, Logprobs, WireChoice, logprob
+from .protocol import (
+    ABORT_PREFIX,
+    BadRequest,
+    Generated,
+    GenerateRequest,
+    Logprobs,
+    TokenUsage,
+    WireChoice,
+    logprob,
+)
 
 T = TypeVar("T")
 
@@ -90,7 +99,7 @@ class HttpApp:
         chunks = await self._engine.submit(sequence, interval)
         try:
             if body.stream:
-                return await _stream(request, body.request_id, chunks)
+                return await _stream(request, body, chunks)
             return _json(Generated((await _whole(chunks),), body.request_id))
         except BaseException:  # the client disconnected, or this process ends
             self._engine.abort(sequence.id)
@@ -131,7 +140,7 @@ class HttpApp:
         return _json({"weight_version": self._engine.version})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "generation_tokens_total")
         values = zip(names, msgspec.structs.astuple(self._engine.load), strict=True)
         lines = [f'# TYPE vllm:{k} gauge\nvllm:{k}{{engine="0",model_name="policy"}} {v}\n' for k, v in values]
         return web.Response(text="".join(lines), content_type="text/plain")
@@ -201,12 +210,20 @@ async def _whole(stream: asyncio.Queue[WireChoice]) -> WireChoice:
     return msgspec.structs.replace(parts[-1], token_ids=tokens, logprobs=Logprobs(logprobs))
 
 
-async def _stream(request: web.Request, id: str, chunks: asyncio.Queue[WireChoice]) -> web.StreamResponse:
+async def _stream(request: web.Request, body: GenerateRequest, chunks: asyncio.Queue[WireChoice]) -> web.StreamResponse:
     """Send chunks as server-sent events. Raises ConnectionResetError, or is cancelled, when the client disconnects."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
+    sampled = 0
     async for chunk in _chunks(chunks):
-        await response.write(b"data: " + msgspec.json.encode(Generated((chunk,), id)) + b"\n\n")
+        sampled += len(chunk.token_ids or ())
+        await response.write(_event(Generated((chunk,), body.request_id)))
+    if body.stream_options is not None and body.stream_options.include_usage:
+        await response.write(_event(Generated((), body.request_id, usage=TokenUsage(len(body.token_ids), sampled))))
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
+
+
+def _event(chunk: Generated) -> bytes:
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"

@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
+import msgspec
+
 from ....agents.base import FinishReason
 from ....errors import SlipstreamError
 from ..base import EngineLoad
@@ -63,7 +65,8 @@ class EngineThread:
     def __init__(self, runner: ModelRunner, failed: Callable[[BaseException], None]) -> None:
         self.version = UNPUSHED  # of the weights that the next token is sampled from
         self.paused = False
-        self.load = EngineLoad(0, 0, 0.0)  # as of the last step
+        self.load = EngineLoad(0, 0, 0.0, 0)  # as of the last step
+        self._sampled = 0
         self._runner = runner
         self._failed = failed
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -157,7 +160,7 @@ class EngineThread:
             while self._run_commands(wait=self.paused or not self._runner.busy()):
                 if not self.paused and self._runner.busy():
                     self._advance()
-                self.load = self._runner.get_load()
+                self.load = msgspec.structs.replace(self._runner.get_load(), tokens=self._sampled)
         except BaseException as error:
             self._failed(error)
 
@@ -176,6 +179,7 @@ class EngineThread:
     def _advance(self) -> None:
         ready: list[tuple[_Output, FinishReason | None]] = []
         for sampled in self._runner.step():
+            self._sampled += 1
             output = self._outputs[sampled.id]
             output.add(sampled, self.version)
             if sampled.finish:

@@ -43,6 +43,12 @@ class WireSamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     n: Annotated[int, Meta(ge=1, le=1)] = 1
 
 
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`include_usage`: the last chunk has no choice but the usage."""
+
+    include_usage: bool = False
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `/inference/v1/generate`."""
 
@@ -51,6 +57,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     model: str | None = None
     stream: bool = False
+    stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     priority: int = 0
 
@@ -97,6 +104,18 @@ class WireChoice(msgspec.Struct, frozen=True):
     index: int = 0
 
 
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
+class TokenUsage(msgspec.Struct, frozen=True):
+    """`prompt_tokens_details` is missing where the server does not count them, as ours does not."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
 class Generated(msgspec.Struct, frozen=True, omit_defaults=True):
     """An answer of `/inference/v1/generate`, or one chunk of it."""
 
@@ -104,3 +123,4 @@ class Generated(msgspec.Struct, frozen=True, omit_defaults=True):
     request_id: str = ""
     prompt_logprobs: tuple[dict[str, Logprob] | None, ...] | None = None
     error: ServerError | None = None
+    usage: TokenUsage | None = None

@@ -40,6 +40,7 @@ class _Finish(msgspec.Struct):
 
 class _Meta(msgspec.Struct):
     completion_tokens: int = 0
+    cached_tokens: int | None = None
     finish_reason: _Finish | None = None
     weight_versions: list[OutputSpan] | None = None
     output_token_logprobs: list[_TokenLogprob] | None = None
@@ -74,6 +75,7 @@ class _Answer(CompletionStream):
                 f"{engine.name} at {engine.url} refused a request: {reason}"
             )
         meta = chunk.meta_info
+        self.cached = meta.cached_tokens if self.cached is None else self.cached
         new = meta.completion_tokens - len(self.tokens)
         if new > 0:  # the end of a request that was aborted in the queue has none
             self.tokens += chunk.output_ids[-new:]

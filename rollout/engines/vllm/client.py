@@ -25,6 +25,9 @@ PAUSE: dict[Partial, dict[str, str]] = {
 }
 
 
+STREAM: Body = {"stream": True, "stream_options": {"include_usage": True}}  # the usage names the cached tokens
+
+
 class _Answer(CompletionStream):
     def add_chunk(self, event: bytes) -> None:
         chunk, engine = self.engine.decode(event, Generated), self.engine
@@ -36,6 +39,8 @@ class _Answer(CompletionStream):
             self.logprobs += [entry.logprob for entry in (choice.logprobs and choice.logprobs.content) or ()]
             self.spans = self.spans if choice.weight_versions is None else choice.weight_versions
             self.finish = choice.finish_reason or self.finish
+        if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
+            self.cached = chunk.usage.prompt_tokens_details.cached_tokens
 
 
 class VllmEngine(HttpEngine):
@@ -58,7 +63,7 @@ class VllmEngine(HttpEngine):
             "detokenize": False,
             "stream_interval": STREAM_INTERVAL,
         }
-        return _request(token_ids, parameters, salt, priority=0) | {"stream": True}
+        return _request(token_ids, parameters, salt, priority=0) | STREAM
 
     def score_request(self, token_ids: Sequence[int], salt: str) -> Body:
         parameters = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
@@ -80,8 +85,9 @@ class VllmEngine(HttpEngine):
 
     async def get_load(self) -> EngineLoad:
         running, waiting, usage = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
-        values = await self.metrics((running, waiting, usage))
-        return EngineLoad(int(values[running]), int(values[waiting]), values[usage])
+        tokens = "vllm:generation_tokens_total"
+        values = await self.metrics((running, waiting, usage, tokens))
+        return EngineLoad(int(values[running]), int(values[waiting]), values[usage], int(values[tokens]))
 
     async def swap_seconds(self) -> float:
         """Seconds of loading weights since the server started, by its own metrics: the lower bound of a swap."""

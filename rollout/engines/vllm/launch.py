@@ -22,6 +22,7 @@ MODULE = "vllm.entrypoints.launchers.api_server.entry"  # the `vllm` command is 
 # `gpu-memory-utilization` beside a size for the KV cache. vLLM uses the size, but refuses to start where its default share, 0.92,
 # is not free: on a GPU that other processes use, too.
 NOMINAL_SHARE = 0.01
+DETAILS = "--enable-prompt-tokens-details"  # the usage of a completion names the tokens found in the prefix cache
 CPU_BLOCK = 32  # tokens per KV block on CPU: vLLM's default of 128 shares no prefix of short prompts
 
 
@@ -43,7 +44,7 @@ def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]
         "weight-transfer-config": json.dumps({"backend": BACKEND}),
         **memory(engine.memory, cpu),
     }
-    return command_line(arguments, "--tokens-only", "--enable-prefix-caching", cpu=cpu)
+    return command_line(arguments, "--tokens-only", "--enable-prefix-caching", DETAILS, cpu=cpu)
 
 
 def command_line(arguments: Mapping[str, object], *switches: str, cpu: bool) -> list[str]:

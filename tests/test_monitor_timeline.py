@@ -1,0 +1,116 @@
+"""Spans and gauges on a real disk: they come back, their bytes are bounded, and what cannot be written is counted."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from slipstream.common.spans import Span, timed
+from slipstream.monitor import timeline
+from slipstream.monitor.timeline import SERIES, SPANS, TimelineWriter, read_series, read_spans
+
+
+def span(number: int, text: str = "") -> Span:
+    return Span(
+        1.8e9 + number, 1.8e9 + number + 0.5, "turn", {"episode": f"{number}.0.0", "tokens": number, "text": text}
+    )
+
+
+def test_what_was_recorded_comes_back_in_order(tmp_path: Path) -> None:
+    sent = [span(number) for number in range(100)]
+    with TimelineWriter(tmp_path, "worker-3", lambda: {"playing": 7, "replicas": {"engine-0": {"kv": 0.5}}}) as writer:
+        for one in sent:
+            writer.record(one)
+    assert list(read_spans(tmp_path)) == [("worker-3", one) for one in sent]
+    (role, line) = list(read_series(tmp_path))[-1]
+    assert role == "worker-3"
+    assert (line["playing"], line["replicas"], line["dropped"]) == (7, {"engine-0": {"kv": 0.5}}, 0)
+    assert abs(line["t"] - time.time()) < 60
+    assert line["rss"] > 1 << 20
+    assert line["cpu_s"] > 0
+
+
+def test_there_is_a_line_each_second(tmp_path: Path) -> None:
+    written = threading.Event()
+    calls: list[float] = []
+
+    def gauges() -> dict[str, int]:
+        calls.append(time.time())
+        if len(calls) == 3:
+            written.set()
+        return {"n": len(calls)}
+
+    with TimelineWriter(tmp_path, "buffer", gauges):
+        assert written.wait(30)
+    lines = [line for _, line in read_series(tmp_path)]
+    assert [line["n"] for line in lines] == list(range(1, len(lines) + 1))
+    assert lines[2]["t"] - lines[1]["t"] == pytest.approx(1.0, abs=0.9)
+
+
+def test_a_block_is_recorded_however_it_ends() -> None:
+    recorded: list[Span] = []
+    with pytest.raises(KeyError), timed(recorded.append, "swap", replica="engine-0", version=3):
+        raise KeyError("no")
+    (one,) = recorded
+    assert (one.what, one.ids) == ("swap", {"replica": "engine-0", "version": 3})
+    assert one.t0 <= one.t1
+
+
+def test_a_full_queue_drops_and_counts_and_blocks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "QUEUE", 10)
+    writer = TimelineWriter(tmp_path, "worker-0")  # its thread has not begun
+    for number in range(25):
+        writer.record(span(number))
+    with writer:
+        pass
+    assert [one.ids["tokens"] for _, one in read_spans(tmp_path)] == list(range(10))
+    assert [line["dropped"] for _, line in read_series(tmp_path)][-1] == 15
+
+
+def test_the_oldest_lines_go_when_the_bytes_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "SPANS_BYTES", 8000)
+    for begin in range(0, 300, 5):
+        file = TimelineWriter(tmp_path, "worker-0")
+        with file:
+            for number in range(begin, begin + 5):
+                file.record(span(number, "x" * 100))
+    found = [one.ids["tokens"] for _, one in read_spans(tmp_path)]
+    assert found == list(range(found[0], 300))
+    assert 10 <= len(found) < 60
+    assert sum(path.stat().st_size for path in (tmp_path / SPANS).iterdir()) <= 8000
+
+
+def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    with TimelineWriter(tmp_path, "worker-0") as writer:
+        writer.record(span(1))
+    for folder in (SPANS, SERIES):
+        (path,) = (tmp_path / folder).iterdir()
+        path.write_bytes(path.read_bytes() + b'{"t0":1.8')
+    assert [one for _, one in read_spans(tmp_path)] == [span(1)]
+    assert all("rss" in line for _, line in read_series(tmp_path))
+
+
+def test_a_disk_that_refuses_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / SPANS).write_text("a file where the folder should be")
+    with TimelineWriter(tmp_path, "worker-0") as writer:
+        for number in range(3):
+            writer.record(span(number))
+    assert writer.dropped == 3
+    assert "not recorded" in caplog.text
+    assert list(read_series(tmp_path))
+
+
+def test_a_gauge_that_raises_is_said_in_its_line(tmp_path: Path) -> None:
+    def gauges() -> dict[str, int]:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    with TimelineWriter(tmp_path, f"learner-{os.getpid()}", gauges):
+        pass
+    (_, line) = list(read_series(tmp_path))[-1]
+    assert "changed size" in line["error"]
+    assert line["rss"] > 0
+
+
+def test_a_run_that_recorded_nothing_has_nothing(tmp_path: Path) -> None:
+    assert list(read_spans(tmp_path)) == list(read_series(tmp_path)) == []
