@@ -11,6 +11,7 @@ from slipstream.buffer.admission import ReplayCounters
 from slipstream.buffer.group_table import Episode, Group
 from slipstream.buffer.ledger import Counts, Ledger, VersionLedgers, Withheld, total_of
 from slipstream.buffer.ledger_report import ledger_report, ledgers_by_version
+from slipstream.buffer.schema import SCHEMA_VERSION
 from slipstream.buffer.segments import segments_path
 from slipstream.buffer.store import Store, WriteBatch
 from slipstream.buffer.trajectory import FINISHED, TOKEN_BYTES
@@ -211,7 +212,7 @@ def test_a_database_without_the_tables_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="has schema 0, this program knows") as error:
         ledger_report(path)
     with contextlib.closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA user_version = 9")
+        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     with pytest.raises(StoreError, match=r"cannot read the buffer .*: no such table") as error:
         ledger_report(path)
     assert str(path) in str(error.value)
