@@ -648,3 +648,17 @@ async def test_loads_are_of_the_replicas_that_answer_and_the_others_are_probed()
         await settle()
         assert len(await w.router.engine_loads()) == 2
         assert w["c"].probes == 0
+
+
+async def test_gauges_are_of_the_replicas_that_have_reported_and_several_routers_share_them() -> None:
+    async with world() as w:
+        w.serve("a", "b", "c", version=3)
+        assert w.router.gauges() == {}
+        w["a"].busy, w["b"].busy = EngineLoad(3, 1, 0.5, 70), EngineLoad(2, 0, 0.25, 40)
+        w["c"].busy = DeadlineExceeded("c", "metrics", 5.0, "busy")
+        await w.router.engine_loads()
+        said = {"running": 3, "waiting": 1, "kv": 0.5, "tokens": 70, "version": 3, "sent": 0}
+        assert w.router.gauges()["a"] == said
+        assert set(w.router.gauges()) == {"a", "b"}
+        assert set(w.router.gauges(0, 2)) == {"a"}  # of a and c
+        assert set(w.router.gauges(1, 2)) == {"b"}
