@@ -66,6 +66,27 @@ def read_metrics(path: Path) -> list[Row]:
     return [rows[step] for step in sorted(rows)]
 
 
+class MetricsTail:
+    """The rows of steps that were added to a file since the last look, in the order in which they were written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0  # bytes
+        self._lines = 0
+
+    def read(self) -> list[Row]:
+        """Complete lines only: one that is being written is read when it is whole. Raises as `read_metrics`."""
+        if not self._path.is_file():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        data = data[: data.rfind(b"\n") + 1]
+        rows = _decoded(self._path, data.split(b"\n")[:-1], self._lines + 1)
+        self._read, self._lines = self._read + len(data), self._lines + len(rows)
+        return [row for row in rows if EVALUATION not in row]
+
+
 def read_lines(path: Path) -> list[Row]:
     """All lines, those of evaluations included. Raises as `read_metrics`."""
     if not path.is_file():
@@ -73,8 +94,13 @@ def read_lines(path: Path) -> list[Row]:
     lines = path.read_bytes().split(b"\n")
     if lines.pop():
         log.warning("%s: the last line is torn and is ignored", path)
+    return _decoded(path, lines, 1)
+
+
+def _decoded(path: Path, lines: list[bytes], first: int) -> list[Row]:
+    """`first` is the number of the first of the lines."""
     rows: list[Row] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines, start=first):
         try:
             row = msgspec.json.decode(line, type=dict[str, Any])
             rows.append(row | {"step": int(row["step"])})

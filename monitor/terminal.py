@@ -21,6 +21,7 @@ from rich.text import Text
 
 from ..common.outcomes import WARN_SHARE, failed_share, failures_text
 from ..configs import Config
+from .alerts import Alert
 from .metrics import Row
 from .output import open_console
 from .series import ALIKE_SHARE, alike_share, alike_text
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 EVENTS_SHOWN = 4
 SPARK_WIDTH = 40
 REFRESH_PER_S = 4.0
+_ALERT_STYLES = {"critical": "bold red", "warning": "red"}
 ROLES_SHOWN = 10  # with more processes than this, those of one kind share a line, so that the view fits on a screen
 
 
@@ -45,6 +47,9 @@ class View:
 
     def event(self, text: str) -> None:
         """Something worth recording: a restart, a failure, a replica that missed a push."""
+
+    def alert(self, alert: Alert) -> None:
+        """An alert fired, or is over."""
 
     def __enter__(self) -> Self:
         return self
@@ -88,18 +93,23 @@ class LineView(View):
         log.info("%s", text)
         self._print(f"! {text}")
 
+    def alert(self, alert: Alert) -> None:
+        log.info("%s", _alert_text(alert))
+        self._print(f"! {_alert_text(alert)}")
+
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
 
 class TerminalView(View):
-    """Progress, reward, staleness, throughput and idle share of both sides, the roles, and the last events."""
+    """Progress, active alerts, reward, staleness, throughput and idle share of both sides, the roles, and the last events."""
 
     def __init__(self, config: Config, console: Console) -> None:
         self._config = config
         self._row: Row = {}
         self._rewards: list[float] = []
         self._status: dict[str, str] = {}
+        self._alerts: dict[str, Alert] = {}  # those that are active, by rule
         self._events: deque[str] = deque(maxlen=EVENTS_SHOWN)
         self._progress = Progress(
             TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
@@ -129,6 +139,14 @@ class TerminalView(View):
         log.info("%s", text)
         self._events.append(f"{time.strftime('%H:%M:%S')}  {text}")
 
+    def alert(self, alert: Alert) -> None:
+        log.info("%s", _alert_text(alert))
+        if alert.active:
+            self._alerts[alert.rule] = alert
+        else:
+            self._alerts.pop(alert.rule, None)
+            self._events.append(f"{time.strftime('%H:%M:%S')}  {_alert_text(alert)}")
+
     def __enter__(self) -> Self:
         self._live.start()
         return self
@@ -142,7 +160,8 @@ class TerminalView(View):
         width = max(map(len, status), default=0) + 2
         roles = [_line((f"{role:{width}}", "cyan"), text) for role, text in sorted(status.items())]
         events = [_line((event, "yellow")) for event in self._events]
-        blocks = ([Text(), *lines] for lines in (roles, events) if lines)
+        alerts = [_line((f"! {_alert_text(one)}", _ALERT_STYLES[one.severity])) for one in self._alerts.values()]
+        blocks = ([Text(), *lines] for lines in (alerts, roles, events) if lines)
         return Group(self._progress, *numbers, *itertools.chain.from_iterable(blocks))
 
     def _numbers(self) -> list[Text]:
@@ -168,6 +187,11 @@ class TerminalView(View):
         if alike_share([row]) > ALIKE_SHARE:
             lines.append(_line(f"{'no signal':11}", (alike_text([row]), "yellow")))
         return lines
+
+
+def _alert_text(alert: Alert) -> str:
+    since = f" (since step {alert.step})" if alert.active and alert.step else ""
+    return f"{alert.severity}: {alert}{since}"
 
 
 def _line(*parts: str | tuple[str, str]) -> Text:

@@ -22,6 +22,7 @@ import msgspec
 from ...common.waits import Wait, current_waits
 from ...monitor.terminal import View
 from ...rpc.server import RpcServer
+from .alert_monitor import AlertMonitor
 from .heartbeat import Heartbeat, RoleFailed, RoleMessage, RoleSignal, StepReported
 from .processes import PROBE_S, ProcessManager, RoleProcess
 from .replicas import ReplicaManager
@@ -51,44 +52,53 @@ class WaitWatchdog:
     """Takes steps and waits, returns what to report. Pure; times are of one clock, in seconds."""
 
     def __init__(self) -> None:
+        self.stalled = ""  # since when there is no step and what is waited for, where one is overdue
         self._reported: set[tuple[str, str]] = set()
         self._steps: deque[float] = deque(maxlen=STEPS)
         self._last_step: float | None = None
-        self._stalled = False
 
     def stepped(self, now: float) -> None:
         if self._last_step is not None:
             seconds = now - self._last_step
             self._steps.append(min(seconds, GROWTH * max(self._steps, default=seconds)))
-        self._last_step, self._stalled = now, False
+        self._last_step, self.stalled = now, ""
 
     def pause(self) -> None:
         """No step is due until there is one."""
-        self._last_step = None
+        self._last_step, self.stalled = None, ""
 
     def check(self, waits: Sequence[RoleWait], now: float) -> list[str]:
         """The lines to report about the waits of all roles."""
         old = {(row.role, row.wait.kind): row for row in waits if _is_old(row.wait)}
         lines = [f"{row} already" for key, row in old.items() if key not in self._reported]
         self._reported = set(old)
-        if self._last_step is None or not self._steps or self._stalled:
+        if self._last_step is None or not self._steps or self.stalled:
             return lines
         slowest, age = max(self._steps), now - self._last_step
         if age > max(STALL_S, STALL_FACTOR * slowest):
-            self._stalled = True
             oldest = "; ".join(map(str, by_age(waits)[:NAMED_WAITS])) or "no process reports a wait"
-            lines.append(f"no step for {age:.0f} s, the slowest before took {slowest:.0f} s; {oldest}")
+            self.stalled = f"no step for {age:.0f} s, the slowest before took {slowest:.0f} s; {oldest}"
+            lines.append(self.stalled)
         return lines
 
 
 class HealthMonitor:
-    """Watches the roles of `processes`, the engines of `replicas` among them; `silence_s` is how long a role may be silent."""
+    """Watches the roles of `processes`, the engines of `replicas` among them; `silence_s` is how long a role may be silent. A run
+    without steps is an alert of `alerts`, where there are any, instead of an event."""
 
-    def __init__(self, processes: ProcessManager, replicas: ReplicaManager, silence_s: float, view: View) -> None:
+    def __init__(
+        self,
+        processes: ProcessManager,
+        replicas: ReplicaManager,
+        silence_s: float,
+        view: View,
+        alerts: AlertMonitor | None = None,
+    ) -> None:
         self._roles = processes.roles
         self._replicas = replicas
         self._silence_s = silence_s
         self._view = view
+        self._alerts = alerts
         self._watchdog = WaitWatchdog()
 
     async def listen(self, server: RpcServer[RoleSignal]) -> None:
@@ -146,7 +156,10 @@ class HealthMonitor:
                     role.deadline = float("inf")
                     await role.process.kill()
             for line in self._watchdog.check(self.waits(), time.monotonic()):
-                self._view.event(line)
+                if self._alerts is None or line != self._watchdog.stalled:
+                    self._view.event(line)
+            if self._alerts is not None:
+                self._alerts.stalled = self._watchdog.stalled
 
     def waits(self) -> list[RoleWait]:
         """What every role and this process wait for now, oldest first; for a role without waits the supervisor's wait for its next

@@ -53,6 +53,7 @@ from .. import evaluations
 from ..launchers.local import Launcher, Placement
 from ..resources import AUX_MODEL_KINDS, RANKED, needs_rendezvous_port, role_environment
 from ..run_context import Addresses, RunContext
+from .alert_monitor import AlertMonitor
 from .control import ControlServer
 from .evaluations import CheckpointEvaluations
 from .factory import make_engine
@@ -198,9 +199,11 @@ class Supervisor:
             gpus=self.gpus.get("engine-0", 0),
             pushed=context.pushed,
         )
-        health = HealthMonitor(self._processes, replicas, self.config.launch.heartbeat_s, self.view)
+        alerts = AlertMonitor(self.run_dir, self.config, self.view)
+        stack.push_async_callback(alerts.finish)
+        health = HealthMonitor(self._processes, replicas, self.config.launch.heartbeat_s, self.view, alerts)
         control = ControlServer(self.run_dir, replicas, fleet.address, health.waits, self._keys)
-        for service in (fleet.serve(), health.listen(signals), health.watch(), control.serve()):
+        for service in (fleet.serve(), health.listen(signals), health.watch(), alerts.watch(), control.serve()):
             spawn(service)
         for name in names:
             if not name.startswith("engine-"):

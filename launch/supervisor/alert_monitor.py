@@ -1,0 +1,105 @@
+"""The alerts of a run while it goes on: shown in its view, logged, and appended to `alerts.jsonl`.
+
+Invariants:
+- What fired before a restart of the whole run is known from its rows, and is not written again.
+- Nothing here ends a run: a file that cannot be read or written is a line in the log.
+- Files are read and written in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from ...common.tasks import in_thread
+from ...configs import Config
+from ...errors import DeadlineExceeded, StoreError, with_deadline
+from ...monitor.alerts import ALERTS, DISK, NO_STEP, Alert, AlertBook, DiskForecast, read_alerts, unseen_in_rows
+from ...monitor.metrics import METRICS, MetricsTail
+from ...monitor.terminal import View
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 2.0  # between two looks
+LOOK_S = 30.0  # the longest that one may take
+
+
+class AlertMonitor:
+    """Follows the rows of the run in `run_dir`, and its disk. `stalled`, which the supervisor sets, says that no step comes."""
+
+    def __init__(self, run_dir: Path, config: Config, view: View) -> None:
+        self.stalled = ""
+        self._run_dir = run_dir
+        self._view = view
+        self._book = AlertBook(config)
+        self._tail = MetricsTail(run_dir / METRICS)
+        self._disk = DiskForecast()
+        self._looking = threading.Lock()  # a look at a disk that hangs is abandoned, and goes on
+        self._began = False
+        self._warned = ""
+
+    async def watch(self) -> None:
+        """Look every `PERIOD_S`, until cancelled."""
+        while True:
+            await self._check()
+            await asyncio.sleep(PERIOD_S)
+
+    async def finish(self) -> None:
+        """Look once more, at the last steps of the run; none is due any more."""
+        self.stalled = ""
+        await self._check()
+
+    async def _check(self) -> None:
+        looking, hint = in_thread(self._look, "alerts"), f"is the disk of {self._run_dir} gone?"
+        try:
+            changed = await with_deadline(
+                LOOK_S, looking, who="the supervisor", waits_for="the rows of the run", hint=hint
+            )
+        except DeadlineExceeded as error:
+            log.warning("%s", error)
+            return
+        for alert in changed:
+            self._view.alert(alert)
+
+    def _look(self) -> list[Alert]:
+        """What fired since the last look and what is over; at first all that is active."""
+        if not self._looking.acquire(blocking=False):
+            return []
+        try:
+            changed = [alert for row in self._tail.read() for alert in self._book.observe(row)]
+            if not self._began:
+                self._began = True
+                old = unseen_in_rows(read_alerts(self._run_dir / ALERTS))  # of a supervisor that was killed
+                self._append([msgspec.structs.replace(alert, active=False) for alert in old])
+                return list(self._book.active.values())
+            now = time.time()
+            changed += self._book.set(NO_STEP, self.stalled, now)
+            changed += self._book.set(DISK, self._disk.observe(now, shutil.disk_usage(self._run_dir).free), now)
+            self._append(changed)
+            return changed
+        except (OSError, StoreError) as error:
+            self._warn(str(error))
+            return []
+        finally:
+            self._looking.release()
+
+    def _append(self, alerts: list[Alert]) -> None:
+        if not alerts:
+            return
+        try:
+            with (self._run_dir / ALERTS).open("ab") as file:
+                file.write(b"".join(msgspec.json.encode(alert) + b"\n" for alert in alerts))
+        except OSError as error:  # the view shows them nevertheless
+            self._warn(str(error))
+
+    def _warn(self, why: str) -> None:
+        """Once, and again when the reason is another."""
+        if why != self._warned:
+            self._warned = why
+            log.warning("alerts may be missing: %s", why)
