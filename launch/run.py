@@ -12,7 +12,7 @@ import asyncio
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -143,17 +143,20 @@ def _supervise(config: Config, run_dir: Path, counts: Mapping[str, int]) -> Repo
                 asyncio.run(make_supervisor(config, run_dir, view, gpus_of(config)).train())
         except BaseException:
             try:
-                _write_report(run_dir)
+                _write_report(run_dir, [f"`slipstream explain {config.run.dir}` says what to change"])
             except (SlipstreamError, OSError) as error:  # the caller reports the run's own error
                 log.error("the report of the failed run could not be written: %s", error)
             raise
-        return _write_report(run_dir)
+        from .explain import explain_end
+
+        return _write_report(run_dir, explain_end(run_dir))
 
 
-def _write_report(run_dir: Path) -> ReportPaths:
+def _write_report(run_dir: Path, explanation: Sequence[str]) -> ReportPaths:
     from ..monitor.report import write_report  # takes a second
 
-    return write_report(run_dir, read_ledger(run_dir).to_builtins() if (run_dir / DATABASE).exists() else None)
+    ledger = read_ledger(run_dir).to_builtins() if (run_dir / DATABASE).exists() else None
+    return write_report(run_dir, ledger, explanation)
 
 
 def read_ledger(run_dir: Path) -> LedgerReport:
@@ -188,9 +191,9 @@ def evaluate(config: Config, label: str) -> list[EvaluationResult]:
 
 
 def summary(report: ReportPaths) -> str:
-    """The text printed when a run is done: its evaluations and where its report is."""
+    """The text printed when a run is done: its evaluations, what to change in it, and where its report is."""
     lines = list(map(evaluation_line, read_evaluations(report.html.parent / evaluations.FILE)))
-    return "\n".join([*lines, f"report: {report.html}", f"curve:  {report.png}"])
+    return "\n".join([*lines, *report.explanation, f"report: {report.html}", f"curve:  {report.png}"])
 
 
 def make_supervisor(config: Config, run_dir: Path, view: View, gpus: Mapping[str, int]) -> Supervisor:

@@ -26,7 +26,6 @@ from . import charts
 from .metrics import METRICS, Row, read_metrics
 from .series import (
     EVALUATIONS,
-    advise,
     alike_text,
     by_suite,
     column,
@@ -87,23 +86,25 @@ LINES = (
 class ReportPaths(msgspec.Struct, frozen=True):
     html: Path
     png: Path
+    explanation: tuple[str, ...] = ()  # the lines of `slipstream explain`, which the page has, too
 
 
-def write_report(folder: Path, ledger: Mapping[str, Any] | None = None) -> ReportPaths:
+def write_report(folder: Path, ledger: Mapping[str, Any] | None = None, explanation: Sequence[str] = ()) -> ReportPaths:
     """Make both files in the run folder from its `config.yaml`, `metrics.jsonl` and `evaluations.json`, each of which may be
-    missing, and from the ledger given: generated, in_flight, ready, trained (tokens), withheld, discarded (reason -> tokens),
-    closes. Raises ConfigError or StoreError where a file is not valid."""
+    missing, from the ledger given: generated, in_flight, ready, trained (tokens), withheld, discarded (reason -> tokens),
+    closes, and from the lines of `slipstream explain`. Raises ConfigError or StoreError where a file is not valid."""
     config_path = folder / "config.yaml"
     config = load(str(config_path)) if config_path.is_file() else None
     rows, evaluations = read_metrics(folder / METRICS), read_evaluations(folder / EVALUATIONS)
-    report = ReportPaths(html=folder / "report.html", png=folder / "reward.png")
+    report = ReportPaths(folder / "report.html", folder / "reward.png", tuple(explanation))
     charts.save_png(charts.reward(rows, evaluations), report.png)
     values = {
         "name": folder.resolve().name,
         "charts": _charts(rows, evaluations, config),
         "config": config,
         "yaml": dump(config) if config else "",
-        **_training(rows, config),
+        "explanation": list(explanation),
+        **_training(rows),
         **_evaluations(evaluations),
         **_ledger(ledger, rows),
     }
@@ -138,7 +139,7 @@ def _charts(rows: Sequence[Row], evaluations: Sequence[EvaluationResult], config
     return {name: Markup("" if figure is None else charts.to_svg(figure)) for name, figure in figures.items()}
 
 
-def _training(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
+def _training(rows: Sequence[Row]) -> dict[str, Any]:
     tokens, canary, ended = staleness_tokens(rows), column(rows, "canary"), outcomes(rows)
     total = sum(tokens.values())
     average = sum(staleness * number for staleness, number in tokens.items()) / max(total, 1)
@@ -150,7 +151,6 @@ def _training(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
         "seconds": float(elapsed(rows)[-1]) if rows else 0.0,
         "speed": speed | {"overlap": overlap / rollout if rollout and overlap is not None else None},
         "canary": float(canary.max()) if mean(canary) is not None else None,
-        "advice": advise(rows, config) if config else "",
         "alike": alike_text(rows),
         "played": ended,
         "failures": failures_text(ended),

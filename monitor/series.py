@@ -2,7 +2,6 @@
 
 Invariants:
 - Rows, evaluations, the ledger and single numbers may be missing.
-- Advice names one config key, its present value and a new one, or says that nothing needs to change.
 """
 
 from __future__ import annotations
@@ -15,23 +14,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..common.outcomes import WARN_SHARE, failed_share, failures_text
+from ..common.outcomes import failures_text
 from ..common.scores import EvaluationResult, EvaluationScore
-from ..configs import Config
-from ..configs.backends import copy_ranks
 from ..errors import StoreError
 from .metrics import Row
-from .text import reward, share
+from .text import reward
 
 EVALUATIONS = "evaluations.json"  # in the folder of a run
 
-IDLE = 0.15  # a side that is idle for more than this share of the time is starved; less is the noise of single steps
-
-BACKED_OFF = (
-    0.7  # workers that play less than this share of what servers may decode have backed off from full KV caches
-)
 ALIKE_SHARE = 0.4  # of a batch's groups: with more whose rewards are all equal, most of a step is spent on no signal
-SMALL_BATCH = 32  # below this many sequences a server mostly reads weights, so that one more costs almost no time
 
 
 def read_evaluations(path: Path) -> list[EvaluationResult]:
@@ -95,18 +86,6 @@ def total(rows: Sequence[Row], name: str) -> float:
     return float(np.nansum(column(rows, name)))
 
 
-def learner_idle(rows: Sequence[Row]) -> float | None:
-    """Share of the time of these steps in which the learner waited for a batch."""
-    seconds = sum(total(rows, part) for part in ("wait_s", "step_s", "push_s"))
-    return total(rows, "wait_s") / seconds if seconds else mean(column(rows, "learner_idle"))
-
-
-def rollout_idle(rows: Sequence[Row]) -> float | None:
-    """Share of the slots' time in these steps in which no lease was granted."""
-    slot_s = total(rows, "slot_s")
-    return total(rows, "idle_slot_s") / slot_s if slot_s else mean(column(rows, "rollout_idle"))
-
-
 def alike_share(rows: Sequence[Row]) -> float:
     """Share of the groups whose episodes all had the same reward."""
     groups = total(rows, "groups")
@@ -168,60 +147,3 @@ def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
     half, last = max(1, len(values) // 20), len(values) - 1
     means = (mean(values[i - reach : i + reach + 1]) for i in range(last + 1) for reach in (min(half, i, last - i),))
     return np.array([np.nan if value is None else value for value in means], dtype=np.float64)
-
-
-def advise(rows: Sequence[Row], config: Config) -> str:
-    """Which side is starved and the one key to change; empty without a step. The first step, which waits for the first episodes, is
-    excluded where there are others."""
-    steady = rows[1:] or rows
-    learner, rollout = learner_idle(steady), rollout_idle(steady)
-    if learner is None or rollout is None:
-        return ""
-    waited = f"The learner waited {share(learner)} of the time for batches; {share(rollout)} of the episode slots were empty."
-    ended = outcomes(rows)
-    if failed_share(ended) > WARN_SHARE:
-        logs = f"{config.run.dir}/logs/worker-*.log"
-        waited = f"{failures_text(ended)}: mend that first, the tracebacks are in {logs}. {waited}"
-    replicas = mean(column(steady, "replicas"))
-    served = config.rollout.engine.replicas if replicas is None else max(1, round(replicas))
-    return f"{waited} {_advice(learner > IDLE, rollout > IDLE, mean(column(steady, 'slots')), served, config)}"
-
-
-def _advice(learner_starved: bool, rollout_starved: bool, slots: float | None, replicas: int, config: Config) -> str:
-    """One sentence; `slots` are the episodes that the workers play at once, also in tools, `replicas` those that served on
-    average."""
-    buffer, engine = config.buffer, config.rollout.engine
-    admitted = (buffer.max_staleness + 1) * buffer.groups_per_batch * buffer.group_size
-    decoding = replicas * engine.max_concurrent
-    needed = -(-admitted // engine.max_concurrent)
-    if learner_starved and rollout_starved:
-        return (
-            "Each side waits for the other: admission is too tight for the spread of episode lengths. "
-            f"Raise buffer.max_staleness from {buffer.max_staleness} to {buffer.max_staleness + 1}."
-        )
-    if learner_starved and slots is not None and slots < BACKED_OFF * decoding:
-        return (
-            f"Rollouts are the bottleneck: requests queue before the servers decode all {decoding} that they may, because "
-            f"their KV caches are full. Raise rollout.engine.memory above {engine.memory}."
-        )
-    if learner_starved and engine.max_concurrent < SMALL_BATCH and decoding < admitted:
-        return (
-            f"Rollouts are the bottleneck, and a server that decodes {engine.max_concurrent} sequences at once is not busy. "
-            f"Raise rollout.engine.max_concurrent from {engine.max_concurrent} to {2 * engine.max_concurrent}."
-        )
-    if learner_starved:
-        return (
-            "Rollouts are the bottleneck: the servers are the limit. "
-            f"Raise rollout.engine.replicas from {replicas} to {replicas + 1}."
-            f" (While it runs: slipstream replicas {config.run.dir} add.)"
-        )
-    if rollout_starved and needed < replicas:
-        return (
-            f"The learner is busy, and the servers decode {decoding} episodes at once where admission allows {admitted}. "
-            f"Lower rollout.engine.replicas from {replicas} to {needed}."
-        )
-    if rollout_starved:
-        backend = config.learner.backend
-        more = backend.ranks + copy_ranks(backend)
-        return f"The learner is the bottleneck. Raise learner.backend.ranks from {backend.ranks} to {more}."
-    return "The two sides are balanced; nothing needs to change."

@@ -20,6 +20,8 @@ from slipstream.monitor.metrics import MetricsWriter
 from slipstream.monitor.report import write_report
 from slipstream.monitor.series import evaluation_line
 from slipstream.monitor.terminal import open_view
+from slipstream.planner.explain.evidence import Hardware
+from slipstream.planner.explain.explain import explain
 from slipstream.rollout.evaluation import evaluate
 from slipstream.rollout.player import EpisodePlayer
 from slipstream.rollout.router import Router
@@ -50,16 +52,19 @@ def test_the_line_of_an_evaluation_says_how_many_failed() -> None:
     assert line.endswith(f"over 15 fresh tasks; {TEXT} and count in no mean")
 
 
-def test_the_report_says_how_many_failed_before_any_advice(tmp_path: Path) -> None:
+def test_how_many_failed_is_said_before_any_advice(tmp_path: Path) -> None:
+    """Where many episodes fail that is an alert, which comes first and leaves no room for advice on speed."""
+    rows = [{"step": step, "time": float(step), "reward_mean": 0.5, "outcomes": OUTCOMES} for step in (1, 2)]
     with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
-        for step in (1, 2):
-            idle = {"learner_idle": 0.5, "rollout_idle": 0.0, "slots": 8.0}
-            writer.append({"step": step, "time": float(step), "reward_mean": 0.5, "outcomes": OUTCOMES} | idle)
+        for row in rows:
+            writer.append(row)
     (tmp_path / "config.yaml").write_text(f"{{extends: quickstart, run: {{dir: {tmp_path}}}}}")
-    page = write_report(tmp_path, None).html.read_text()
+    said = explain(tmp_path, Hardware("cores", 2, 0, 2), active=False)
     total = "98 of 128 episodes failed (80 environment, 18 tool)"
-    assert f"{total}: mend that first, the tracebacks are in {tmp_path}/logs/worker-*.log" in page
-    assert page.count(total) >= 2  # in the advice, and in a place of its own
+    first = f"{total}: mend that first, the tracebacks are in {tmp_path}/logs/worker-*.log"
+    assert first in said.lines()[0]
+    assert said.findings == ()
+    assert total in write_report(tmp_path, None).html.read_text()  # in a place of its own
 
 
 def player(tokenizer: PreTrainedTokenizerBase, renderer: Any, agent: Agent, source: SimpleEnv) -> EpisodePlayer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import itertools
 import json
 import math
@@ -15,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from slipstream.buffer.trajectory import TrajectoryHeader
+from slipstream.launch.explain import explain_end
 from slipstream.learner.metrics import StepMetrics
 from slipstream.monitor.timeline import read_series, read_spans
 from slipstream.tests import forkserver
@@ -128,6 +130,17 @@ def check_timeline(run_dir: Path) -> None:
     assert all(line["dropped"] == 0 and line["rss"] > 1 << 20 and "error" not in line for line in last.values())
 
 
+def check_explained(run_dir: Path, printed: str) -> None:
+    """What to change is said where a run ends, in its report, and by the command, which finds no more devices than there are."""
+    said = explain_end(run_dir)
+    assert all(line in printed for line in said)
+    page = html.unescape((run_dir / "report.html").read_text())
+    assert all(line in page for line in said)
+    found = json.loads(slipstream("explain", str(run_dir), "--json", "--gpus", "2").stdout)
+    assert found["steps"] == [BOUND + 4, 10] or found["alerts"]
+    assert "more_" not in "".join(one["rule"] for one in found["findings"] if one["cost"] == "devices")
+
+
 @pytest.mark.parametrize("start", [contextlib.nullcontext, forkserver.disabled], ids=["forked", "as users start it"])
 def test_a_run_from_start_to_report(
     policy: Path, tmp_path: Path, start: Callable[[], contextlib.AbstractContextManager[None]]
@@ -135,10 +148,10 @@ def test_a_run_from_start_to_report(
     run = tmp_path / "run"
     arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL)
     with start():
-        done = slipstream(*arguments, "learner.steps=5", "evaluation.tasks=4")
+        done = slipstream(*arguments, "learner.steps=10", "evaluation.tasks=4")
     assert leftovers(run) == []
     rows = metrics(run)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows] == list(range(1, 11))
     assert set(rows[0]) == set(StepMetrics.__struct_fields__)
     assert all(math.isfinite(v) for row in rows for v in row.values() if isinstance(v, float))
     check_accounts(run)
@@ -164,6 +177,7 @@ def test_a_run_from_start_to_report(
     assert "final: reward" in done.stdout
     assert (run / "reward.png").stat().st_size > 5000
     assert "final" in (run / "report.html").read_text()
+    check_explained(run, done.stdout)
     answer = slipstream("eval", str(run), "evaluation.tasks=4", "--json")
     assert json.loads(answer.stdout)["tasks"] == 4
 

@@ -14,7 +14,7 @@ from slipstream.errors import StoreError
 from slipstream.learner.metrics import StepMetrics
 from slipstream.monitor.metrics import MetricsWriter
 from slipstream.monitor.report import write_report
-from slipstream.monitor.series import by_staleness, elapsed, learner_idle, rollout_idle, smooth
+from slipstream.monitor.series import by_staleness, elapsed, smooth
 
 LEDGER = {
     "generated": 1_000_000,
@@ -180,33 +180,12 @@ def test_reward_png_is_a_picture_with_something_on_it(whole):
     ).max() > 60
 
 
-@pytest.mark.parametrize(
-    ("starved", "overrides", "slots", "advice"),
-    [
-        ("learner", (), 70.0, "Raise rollout.engine.replicas from 1 to 2."),
-        ("learner", (), 40.0, "Raise rollout.engine.memory above 128MiB."),
-        ("learner", ("rollout.engine.max_concurrent=8",), 20.0, "Raise rollout.engine.max_concurrent from 8 to 16."),
-        ("rollout", (), 70.0, "Raise learner.backend.ranks from 1 to 2."),
-        (
-            "rollout",
-            ("buffer.max_staleness=0", "rollout.engine.replicas=4"),
-            256.0,
-            "Lower rollout.engine.replicas from 4 to 1.",
-        ),
-        ("both", ("buffer.max_staleness=0",), 70.0, "Raise buffer.max_staleness from 0 to 1."),
-        ("none", (), 70.0, "nothing needs to change"),
-    ],
-)
-def test_who_waited_for_whom_ends_in_one_flag(starved, overrides, slots, advice, tmp_path):
-    synthetic(tmp_path / "run", 3, starved, overrides, slots)
-    text = rendered(tmp_path / "run").text
-    assert advice in text
-    assert "The ledger was not available" in text
-
-
-def test_a_server_can_be_added_to_the_run_that_lacks_one(tmp_path):
+def test_what_explain_says_is_on_the_page_and_escaped(tmp_path):
     synthetic(tmp_path / "run", 3)
-    assert f"slipstream replicas {tmp_path / 'run'} add" in rendered(tmp_path / "run").text
+    report = write_report(tmp_path / "run", None, ["hint: <b> & more", "  -> buffer.max_staleness=1"])
+    assert report.explanation == ("hint: <b> & more", "  -> buffer.max_staleness=1")
+    assert "hint: <b> & more\n  -> buffer.max_staleness=1" in Page(report.html.read_text()).text
+    assert "The ledger was not available" in rendered(tmp_path / "run").text
 
 
 def test_a_smoothed_curve_starts_and_ends_where_the_run_did():
@@ -298,26 +277,9 @@ def test_what_age_does_is_a_mean_over_the_tokens_of_each_age():
     assert by_staleness(rows, "weight") == {2: pytest.approx((0.5 * 40 + 1.0 * 20) / 40)}
 
 
-def test_idle_shares_weigh_each_step_by_its_time():
-    rows = [
-        {"wait_s": 0.0, "step_s": 1.0, "push_s": 0.0, "slot_s": 10.0, "idle_slot_s": 0.0, "rollout_idle": 0.0},
-        {"wait_s": 6.0, "step_s": 2.0, "push_s": 1.0, "slot_s": 90.0, "idle_slot_s": 45.0, "rollout_idle": 0.5},
-    ]
-    assert (learner_idle(rows), rollout_idle(rows)) == (0.6, 0.45)
-    assert rollout_idle([{"rollout_idle": 0.25}, {"rollout_idle": 0.75}]) == 0.5  # of a run of an older release
-    assert learner_idle([]) is None
-
-
 def test_rows_with_unknown_and_missing_names_are_drawn(tmp_path):
     rows = [{"step": 1, "time": 1.0, "reward_mean": 0.5, "new": 3}, {"step": 2, "time": 3.0, "reward_mean": None}]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     text = rendered(tmp_path).text
     assert "Learning health" in text
     assert "Weight pushes" not in text  # none was recorded
-
-
-def test_advice_counts_the_servers_that_served_and_not_those_that_the_config_began_with(tmp_path):
-    synthetic(tmp_path / "run", 3, "rollout", ("buffer.max_staleness=0", "rollout.engine.replicas=4"), 256.0)
-    config = tmp_path / "run" / "config.yaml"
-    config.write_text(config.read_text().replace("replicas: 4", "replicas: 1"))  # three were added while it went on
-    assert "Lower rollout.engine.replicas from 4 to 1." in rendered(tmp_path / "run").text

@@ -108,7 +108,6 @@ FULL = (
     r"test_weightsync_recovery::test_a_server_that_freezes",
     r"test_weightsync_publisher::test_a_late_member_is_fenced.*\[(delta|disk)\]",
     r"test_weightsync_publisher::test_every_wait_has_a_deadline\[(receive|pause|swap|resume|version)",
-    r"test_monitor_report::test_who_waited_for_whom.*\[(learner-overrides[12]|rollout-overrides4|both)",
     r"test_weightsync_publisher::test_a_leaver_in_the_middle.*\[join_group\]",
     r"test_benchmarks_learner::test_a_contender_that_ends",
     r"test_launch_waits::test_who_is_killed_for_silence",

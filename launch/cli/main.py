@@ -26,6 +26,7 @@ COMMANDS = {
     "init-model": ".init_model",
     "ledger": ".ledger",
     "simulate": ".simulate",
+    "explain": ".explain",
     "waits": ".waits",
     "replicas": ".replicas",
     "chaos": "slipstream.chaos.command",

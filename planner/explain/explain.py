@@ -1,0 +1,107 @@
+"""From the folder of a run to what to change in it.
+
+    rows ──> alerts ──any but an idle side──> mend that first
+                └──none──> profile, evidence ──> suspicions of the rules ──> gains by simulation ──> findings
+
+Invariants:
+- Alarms first: findings are told only while no alert is active, but those of an idle side, which findings are the answer to.
+- Findings are in the order of what they cost: warnings, then what is free, then devices, then age; by gain among these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from ...configs import load, run_config
+from ...errors import ConfigError, StateError
+from ...monitor.alerts import ALERTS, Alert, AlertBook, read_alerts, unseen_in_rows
+from ...monitor.metrics import METRICS, read_metrics
+from ..closed_form import estimate
+from ..fit import profile_of
+from ..plan import SimulationPlan
+from ..profile import RunProfile
+from .evidence import Evidence, Hardware, read_evidence
+from .findings import Explanation, Finding, Suspicion
+from .gains import MISSED, GainSimulator, finding_of
+from .rules import suspicions
+
+IDLE_ALERTS = {"learner_idle", "rollout_idle"}
+COSTS = ("free", "devices", "age")
+
+
+def explain(folder: Path, hardware: Hardware, *, active: bool) -> Explanation:
+    """What is wrong with the run in `folder`, and what to change. `active` where it goes on now.
+
+    Raises:
+        ConfigError: there is no run. StoreError: a file of it is damaged.
+    """
+    alerts = tuple(active_alerts(folder, active=active))
+    if any(alert.rule not in IDLE_ALERTS for alert in alerts):
+        return Explanation(
+            run=str(folder), alerts=alerts, note="advice on speed follows when no alert is active any more"
+        )
+    try:
+        profile = profile_of(folder)
+    except (ConfigError, StateError) as error:  # it has only begun, or no batch of it is ever full
+        return Explanation(run=str(folder), alerts=alerts, note=str(error))
+    measured = profile.measured
+    assert measured is not None  # it is of a run
+    evidence = read_evidence(folder, profile, measured, hardware)
+    findings, missed, note = find(profile, evidence)
+    return Explanation(
+        run=str(folder),
+        alerts=alerts,
+        findings=tuple(findings),
+        steps=evidence.steps,
+        measured=measured,
+        missed=missed,
+        note=note,
+    )
+
+
+def active_alerts(folder: Path, *, active: bool) -> list[Alert]:
+    """By the rules on the rows; of what no row shows, while the run goes on, what its supervisor wrote last."""
+    book = AlertBook(load(str(run_config(folder))))
+    for row in read_metrics(folder / METRICS):
+        book.observe(row)
+    seen = unseen_in_rows(read_alerts(folder / ALERTS)) if active else []
+    found = sorted((*seen, *book.active.values()), key=lambda alert: alert.severity != "critical")
+    # Their advice is to look here.
+    return [msgspec.structs.replace(one, advice="") if one.rule in IDLE_ALERTS else one for one in found]
+
+
+def find(profile: RunProfile, evidence: Evidence) -> tuple[list[Finding], float | None, str]:
+    """The findings in their order, by how much the simulation misses the run's cycle, and why no gain is claimed. Pure."""
+    plan = SimulationPlan.of(profile)
+    suspected = list(suspicions(evidence, plan, estimate(plan)))
+    if not suspected:
+        return [], None, ""
+    try:
+        simulator = GainSimulator(profile, sum(len(one.candidates) for one in suspected))
+    except StateError as error:
+        return in_order(_unproved(suspected)), None, f"no gain is claimed: {error}"
+    if abs(simulator.missed) > MISSED:
+        note = (
+            f"no gain is claimed: the simulation of the run itself misses its cycle by {100 * simulator.missed:+.0f} %"
+        )
+        return in_order(_unproved(suspected)), simulator.missed, note
+    judged = (simulator.judge(one) for one in suspected)
+    return in_order(one for one in judged if one is not None), simulator.missed, ""
+
+
+def _unproved(suspected: Iterable[Suspicion]) -> Iterable[Finding]:
+    """Without simulation; that a bound may be lowered at no price is nothing but a simulation's word."""
+    for one in suspected:
+        if one.aim != "staleness":
+            yield finding_of(one, one.candidates[0] if one.candidates else None)
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    def key(one: Finding) -> tuple[bool, int, float]:
+        gain = one.gain.trained_tokens_per_s.mean if one.gain else 0.0
+        return one.severity != "warning", COSTS.index(one.cost), -gain
+
+    return sorted(findings, key=key)
