@@ -1,7 +1,7 @@
 # Two commands are enough: `make quickstart` and `make test`; `make test-full` is what CI runs. `make model` makes the quickstart's model
 # without training it. `make install` alone makes the environment in .venv,
 # `make install-sglang` the one that SGLang's server runs in: its pins conflict with vLLM's; `make install-trl` one for TRL, which
-# two benchmarks compare with.
+# two benchmarks compare with, `make install-envs` those of the libraries of which `make test-full` tests the adapters.
 
 PYTHON ?= $(shell command -v python3.11 >/dev/null 2>&1 && python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 SEED ?= 0
@@ -13,7 +13,12 @@ INPUTS = pyproject.toml requirements/install.sh requirements/install-bubblewrap.
 SGLANG_INPUTS = pyproject.toml requirements/install-sglang.sh requirements/sglang-cpu.lock
 TRL_INPUTS = pyproject.toml requirements/install-trl.sh requirements/trl.lock
 
-.PHONY: quickstart model install install-sglang install-trl test test-full lint style format clean
+# Each has an environment of its own. `make test-full WITHOUT="nemo_gym openenv"` leaves out some of them, whose tests are then skipped.
+LIBRARIES = $(filter-out $(WITHOUT),agents inspect nemo_gym openenv verifiers)
+# Claude Code and Codex, which their tests install, where there is npm.
+PROGRAMS = $(filter-out $(WITHOUT),$(shell command -v npm >/dev/null 2>&1 && echo cli_agents))
+
+.PHONY: quickstart model install install-sglang install-trl install-envs test test-full lint style format clean
 
 quickstart: install $(MODEL)/config.json
 	@run=$(RUN); if [ -e $$run ]; then run=$$run-$$(date +%Y%m%d-%H%M%S); fi; \
@@ -44,6 +49,12 @@ install-trl: .venv-trl/installed
 	sh requirements/install-trl.sh $(PYTHON)
 	touch $@
 
+install-envs: $(LIBRARIES:%=.venv-%/installed)
+
+.venv-%/installed: requirements/install-env.sh requirements/env-%.txt requirements/env-%.lock
+	bash requirements/install-env.sh $*
+	touch $@
+
 # `make test` leaves out what only widens a matrix, see tests/tiers.py; `make test-full` runs everything. Two processes test at once,
 # which takes about 8 GiB; `make test WORKERS=1` tests in one. One of the tests of the full tier checks the types; `make lint` does, too.
 PYTEST = .venv/bin/python -m pytest $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist loadscope --no-loadscope-reorder --max-worker-restart=0)
@@ -51,7 +62,9 @@ PYTEST = .venv/bin/python -m pytest $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS
 test: style install-sglang
 	$(PYTEST) -m "not full"
 
-test-full: style install-sglang
+# Here a test that needs an environment is an error where it is absent, not skipped.
+test-full: export SLIPSTREAM_TESTS_REQUIRE = $(LIBRARIES) $(PROGRAMS)
+test-full: style install-sglang install-envs
 	$(PYTEST)
 
 lint: style
@@ -66,4 +79,4 @@ format: install
 	.venv/bin/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-sglang .venv-trl build dist *.egg-info
+	rm -rf .venv .venv-* build dist *.egg-info

@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+from slipstream.tests.servers import is_required
 
 CLAUDE_CODE, CODEX = "2.1.197", "0.169.0"
 VARIABLE = "SLIPSTREAM_CLI_AGENTS"  # a folder in which npm has installed both
@@ -15,16 +17,15 @@ INSTALL_S = 200.0
 
 
 def installed() -> Path:
-    """A folder with both in its `node_modules`. Skips where there is none and npm cannot make it."""
+    """A folder with both in its `node_modules`. Where there is none and npm cannot make it, the test is skipped; where `cli_agents`
+    is required, it fails."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     folder = cache / "slipstream" / f"cli-agents-{CLAUDE_CODE}-{CODEX}"
     if not folder.exists():
         if not (shutil.which("node") and shutil.which("npm")):
-            pytest.skip(
-                f"there is no node and npm to install Claude Code and Codex with, and {VARIABLE} names no folder"
-            )
+            _give_up(f"there is no node and npm to install Claude Code and Codex with, and {VARIABLE} names no folder")
         made = folder.with_name(f"{folder.name}.{os.getpid()}")
         packages = (f"@anthropic-ai/claude-code@{CLAUDE_CODE}", f"@openai/codex@{CODEX}")
         command = ("npm", "install", "--prefix", str(made), "--no-audit", "--no-fund", "--loglevel=error", *packages)
@@ -33,8 +34,10 @@ def installed() -> Path:
             subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=True)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             shutil.rmtree(made)
-            pytest.skip(
-                f"npm cannot install Claude Code and Codex: {error}; {str(error.stderr or '').strip()[-200:]!r}"
-            )
+            _give_up(f"npm cannot install Claude Code and Codex: {error}; {str(error.stderr or '').strip()[-200:]!r}")
         made.rename(folder)
     return folder
+
+
+def _give_up(why: str) -> NoReturn:
+    (pytest.fail if is_required("cli_agents") else pytest.skip)(why)

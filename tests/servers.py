@@ -15,6 +15,8 @@ from slipstream.launch.launchers.local import free_ports
 
 ROOT = Path(__file__).parent.parent
 SOON = 60.0
+REQUIRED = "SLIPSTREAM_TESTS_REQUIRE"
+"""Variable with the names of what `make test-full` has installed: a test that needs it fails where it is absent."""
 
 
 def python_of(library: str) -> Path:
@@ -23,11 +25,16 @@ def python_of(library: str) -> Path:
     return Path(named) if named else ROOT / f".venv-{library}" / "bin" / "python"
 
 
+def is_required(name: str) -> bool:
+    """Whether a test that needs it may not be skipped."""
+    return name in os.environ.get(REQUIRED, "").split()
+
+
 def needs(library: str) -> pytest.MarkDecorator:
-    """Skips a test where there is no such interpreter."""
+    """Skips a test where there is no such interpreter, unless it is required."""
     python = python_of(library)
     reason = f"there is no {python}; make it by `bash requirements/install-env.sh {library}`"
-    return pytest.mark.skipif(not python.exists(), reason=reason)
+    return pytest.mark.skipif(not (python.exists() or is_required(library)), reason=reason)
 
 
 @contextlib.contextmanager

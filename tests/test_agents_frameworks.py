@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 from slipstream.agents.gateway import Gateway
+from slipstream.tests.servers import needs, python_of
 from slipstream.tests.sessions import Script, call, session_of
 
-ROOT = Path(__file__).parent.parent
-PYTHON = ROOT / ".venv-agents" / "bin" / "python"
 PROGRAM = Path(__file__).parent / "agents_of_frameworks.py"
 
-pytestmark = pytest.mark.skipif(
-    not PYTHON.exists(), reason=f"there is no {PYTHON}; make it by `bash requirements/install-env.sh agents`"
-)
+pytestmark = [pytest.mark.full, needs("agents")]
 
 TURNS = (call("add", a=1, b=2), "  Hmm,\n" + call("add", a=3, b=3) + "\n" + call("add", a=4, b=5), "The result is 15. ")
 CODE = ("Thought: compute.\n<code>\nx = 1 + 2\nprint(x)\n</code>", "Thought: done.\n<code>\nfinal_answer(x)\n</code>")
@@ -28,7 +25,7 @@ async def played(name, script, session):
     async with Gateway() as gateway, gateway.endpoint(session, None) as endpoint:
         quiet = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "LANGSMITH_TRACING": "false"}
         process = await asyncio.create_subprocess_exec(
-            str(PYTHON), str(PROGRAM), name, env=os.environ | dict(endpoint.environ) | quiet,
+            str(python_of("agents")), str(PROGRAM), name, env=os.environ | dict(endpoint.environ) | quiet,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
         try:

@@ -14,6 +14,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from slipstream.tests.runs import SMALL
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +43,21 @@ def test_the_package_list_equals_the_folders():
     listed = PROJECT["tool"]["setuptools"]["packages"]
     assert listed == sorted(expected)
     assert all((ROOT / folder / "__init__.py").exists() for folder in folders)
+
+
+LISTS = sorted(path for path in (ROOT / "requirements").glob("env-*.txt") if path.stem != "env-host")
+
+
+@pytest.mark.parametrize("wanted", LISTS, ids=lambda path: path.stem)
+def test_an_environment_of_a_library_is_pinned_and_tested(wanted: Path) -> None:
+    lines = [*wanted.read_text().splitlines(), *wanted.with_name("env-host.txt").read_text().splitlines()]
+    requirements = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    lines = wanted.with_suffix(".lock").read_text().splitlines()
+    pinned = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    for requirement in requirements:
+        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)])
+    (libraries,) = re.findall(r"^LIBRARIES = .*,(.*)\)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert wanted.stem.removeprefix("env-") in libraries.split()
 
 
 def test_the_type_checker_sees_every_folder():
