@@ -1,4 +1,5 @@
-"""An OpenEnv server for tests, run by the interpreter that has openenv: `python openenv_server.py PORT`. Guess a number."""
+"""An OpenEnv server for tests, run by the interpreter that has openenv: `python openenv_server.py PORT [BROKEN]`. Guess a number;
+where it is BROKEN, the environment raises."""
 
 import random
 import sys
@@ -7,6 +8,8 @@ import uvicorn
 from openenv.core.env_server.http_server import create_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
+
+BROKEN = int(sys.argv[2]) if len(sys.argv) > 2 else 0
 
 
 class Guess(Action):
@@ -30,7 +33,7 @@ class GuessEnv(Environment):
 
     def step(self, action, **options):
         self.turns += 1
-        if action.number == 99:
+        if action.number == 99 or self.number == BROKEN:
             raise RuntimeError("boom")
         right = action.number == self.number
         hint = "right" if right else "higher" if action.number < self.number else "lower"

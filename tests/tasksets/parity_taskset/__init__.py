@@ -1,0 +1,24 @@
+"""A taskset of the verifiers library for tests: rewards answers of odd length, whatever they are; scoring task 3 raises."""
+
+import verifiers.v1 as vf
+
+
+class Data(vf.TaskData):
+    number: int
+
+
+class Parity(vf.Task[Data, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def odd(self, trace) -> float:
+        if self.data.number == 3:
+            raise ValueError("there is no score")
+        return float(len(trace.last_reply or "") % 2)
+
+
+class ParityTaskset(vf.Taskset[Parity, vf.TasksetConfig]):
+    def load(self):
+        for number in range(5):
+            yield Parity(Data(prompt=f"Task {number}", number=number), self.config.task)
+
+
+__all__ = ["ParityTaskset"]
