@@ -1,5 +1,5 @@
 """An OpenEnv server for tests, run by the interpreter that has openenv: `python openenv_server.py PORT [BROKEN]`. Guess a number;
-where it is BROKEN, the environment raises."""
+where it is BROKEN, the environment raises at its reset."""
 
 import random
 import sys
@@ -29,11 +29,13 @@ class GuessEnv(Environment):
 
     def reset(self, seed=None, episode_id=None, **options):
         self.number, self.turns = random.Random(seed).randint(1, 9), 0
+        if self.number == BROKEN:
+            raise RuntimeError("broken")
         return Seen(hint="Guess 1 to 9.", done=False, reward=None)
 
     def step(self, action, **options):
         self.turns += 1
-        if action.number == 99 or self.number == BROKEN:
+        if action.number == 99:
             raise RuntimeError("boom")
         right = action.number == self.number
         hint = "right" if right else "higher" if action.number < self.number else "lower"
