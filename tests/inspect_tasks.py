@@ -38,23 +38,3 @@ def shape():
 def doubles(count: int = 40):
     samples = [Sample(input=f"{number} + {number}?", target=str(2 * number)) for number in range(count)]
     return Task(dataset=samples, solver=[use_tools(add()), generate()], scorer=[match(numeric=True), shape()])
-
-
-@scorer(metrics=[accuracy()])
-def parity():
-    async def score(state, target):
-        if state.input_text == target.text:
-            raise ValueError("there is no score")
-        return Score(value=len(state.output.completion) % 2)
-
-    return score
-
-
-@task
-def parities():
-    """Rewards answers of odd length, whatever they are; the scorer raises on the sample 3."""
-    return Task(
-        dataset=[Sample(input=f"Sample {number}", target="Sample 3") for number in range(5)],
-        solver=generate(),
-        scorer=parity(),
-    )

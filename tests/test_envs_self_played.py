@@ -204,7 +204,7 @@ async def test_many_episodes_of_a_library_at_once(
 
     async def one(index: int) -> float:
         script = Script(tokenizer, lambda number: right if index % 2 else "1")
-        return (await play_foreign(tokenizer, None, script, source)).reward
+        return (await play_foreign(tokenizer, None, script, source, episode_s=240.0)).reward
 
     assert await asyncio.gather(*map(one, range(24))) == [float(index % 2) for index in range(24)]
 

@@ -119,22 +119,15 @@ def verifiers(folder: Path) -> Iterator[Played]:
     yield Played(env, frozenset(("parity_taskset-train-3",)))
 
 
-@contextlib.contextmanager
-def inspect(folder: Path) -> Iterator[Played]:
-    """As `verifiers`."""
-    task = f"{TESTS / 'inspect_tasks.py'}@parities"
-    env = {"kind": "inspect", "task": task, "python": str(python_of("inspect")), "evaluation": 0.0}
-    yield Played(env, frozenset(("parities-train-3",)))
-
-
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "begin",
     [
         pytest.param(harbor, id="harbor"),
-        *(pytest.param(begin, marks=needs(begin.__name__), id=begin.__name__) for begin in (nemo_gym, openenv)),
-        *(pytest.param(begin, marks=needs(begin.__name__), id=begin.__name__) for begin in (inspect, verifiers)),
+        pytest.param(nemo_gym, marks=needs("nemo_gym"), id="nemo_gym"),
+        pytest.param(openenv, marks=needs("openenv"), id="openenv"),
+        pytest.param(verifiers, marks=needs("verifiers"), id="verifiers"),
     ],
 )
 def test_a_run_on_the_environment_of_a_library_trains_and_resumes(
