@@ -1,10 +1,15 @@
-"""What a run's episodes were, read from its buffer file while the run goes on or after it: rows without their arrays."""
+"""What a run's episodes were, read from its buffer file while the run goes on or after it: rows without their arrays, and when the
+buffer did what with them."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sqlite3
+from collections.abc import Collection, Iterator
 from pathlib import Path
+
+import msgspec
 
 from ..errors import StoreError, WireError
 from .schema import connect, require_schema
@@ -17,6 +22,19 @@ ENDED = (
     " AND EXISTS (SELECT 1 FROM trajectories WHERE group_id = groups.id) ORDER BY id"
 )
 ROWS = "SELECT id, header, length FROM trajectories WHERE group_id = ?"
+LEASED = "SELECT leased_time FROM groups WHERE id = ? AND leased_time IS NOT NULL"
+DELIVERED = "SELECT id, delivered_time FROM episodes WHERE group_id = ? AND delivered_time IS NOT NULL"
+COMPLETE = (
+    "SELECT trained_at, max(ready_time) FROM groups WHERE trained_at > ? AND ready_time IS NOT NULL GROUP BY trained_at"
+)
+
+
+class BufferTimes(msgspec.Struct, frozen=True):
+    """Seconds since the epoch, on the clock of the buffer's host."""
+
+    leased: dict[int, float]  # group -> its last lease
+    delivered: dict[str, float]  # episode -> its end was on disk
+    complete: dict[int, float]  # version -> the last group of the batch that made it was complete
 
 
 def read_groups(path: Path, after: int, most: int) -> list[list[list[BatchRow]]]:
@@ -26,15 +44,32 @@ def read_groups(path: Path, after: int, most: int) -> list[list[list[BatchRow]]]
     Raises:
         StoreError: there is no such file, it is not a buffer of this version, or a row of it is damaged.
     """
+    with _reading(path) as db:
+        ids = [id for (id,) in db.execute(ENDED, (after,))]
+        chosen = ids if len(ids) <= most else [ids[i * len(ids) // most] for i in range(most)]
+        return [_episodes(db, path, id) for id in chosen]
+
+
+def read_times(path: Path, after: int, groups: Collection[int]) -> BufferTimes:
+    """Times of `groups` and of their episodes, and of all batches since version `after`. Raises as `read_groups`."""
+    with _reading(path) as db:
+        return BufferTimes(
+            {id: seconds for id in groups for (seconds,) in db.execute(LEASED, (id,))},
+            {episode: seconds for id in groups for episode, seconds in db.execute(DELIVERED, (id,))},
+            dict(db.execute(COMPLETE, (after,))),
+        )
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """All queries see one state. Raises StoreError."""
     if not path.exists():
         raise StoreError(f"there is no buffer at {path}")
     db = connect(path, "ro")
     try:
         require_schema(db, path)
-        db.execute("BEGIN")  # all queries see one state
-        ids = [id for (id,) in db.execute(ENDED, (after,))]
-        chosen = ids if len(ids) <= most else [ids[i * len(ids) // most] for i in range(most)]
-        return [_episodes(db, path, id) for id in chosen]
+        db.execute("BEGIN")
+        yield db
     except sqlite3.Error as error:
         raise StoreError(f"cannot read the buffer {path}: {error}") from None
     finally:

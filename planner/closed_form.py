@@ -59,8 +59,9 @@ def makespan(batch: Sequence[EpisodeShape], plan: SimulationPlan) -> float:
     longest = 0.0
     for first in range(min(plan.replicas, len(batch))):
         mine = batch[first :: plan.replicas]
-        stalled = plan.prefill_s * sum(turn.prompt for episode in mine for turn in episode.turns)
-        waiting = max(episode.environment_s for episode in mine)
+        stalled = plan.prefill_s * sum(sum(turn.prompt for turn in e.turns) - e.shared for e in mine)
+        waiting = max(episode.environment_s + len(episode.turns) * plan.request_s for episode in mine)
+        stalled += plan.arrival_s * len(mine)
         longest = max(longest, stalled + waiting + plan.deliver_s + _decode_s([e.sampled for e in mine], plan))
     return longest
 

@@ -1,10 +1,11 @@
 """One replica in a simulation: continuous batching, a queue, a prefix cache, swaps of weights. Pure.
 
-    submit ──> queue ──a free place──> prefill, which stalls all ──> decode, side by side ──> complete
+    submit ──> on the way ──> queue ──a free place──> prefill, which stalls all ──> decode, side by side ──> complete
                                                      swap: the caches are void, running sequences are prefilled anew
 
 Invariants:
 - At most `max_concurrent` sequences decode; the others queue in the order of their arrival.
+- Requests arrive one after the other, each some time after it was sent.
 - A step decodes one token of every running sequence and takes the seconds that the decode curve has for their number.
 - Every sampled token has the version that the replica served then. A request's tokens by version sum to its tokens.
 - A replica that is paused decodes nothing; what arrives meanwhile queues.
@@ -49,18 +50,15 @@ class DecodeCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SimulatedRequest:
-    """A completion that is under way: `sampled` tokens after a `context` of which `cached` tokens need no prefill there."""
+    """A completion that is under way: `sampled` tokens after a `context`, of which `shared` tokens are cached on every replica."""
 
-    __slots__ = ("began", "cached", "complete", "context", "counts", "group", "number", "replica", "sampled")
+    __slots__ = ("began", "cached", "complete", "context", "counts", "number", "replica", "sampled")
 
-    def __init__(
-        self, group: int | None, context: int, sampled: int, complete: Callable[[SimulatedRequest], None]
-    ) -> None:
-        self.group = group  # of a first turn: its members have one prompt; else None
+    def __init__(self, context: int, shared: int, sampled: int, complete: Callable[[SimulatedRequest], None]) -> None:
         self.context = context
         self.sampled = sampled
         self.complete = complete
-        self.cached = 0
+        self.cached = shared  # tokens that need no prefill on its replica; its router knows of more
         self.number = 0  # given by its router
         self.replica: SimulatedReplica | None = None
         self.began = 0.0  # progress of the replica's processor at its first token
@@ -68,14 +66,30 @@ class SimulatedRequest:
 
 
 class SimulatedReplica:
-    """`recompute`: a swap voids the keys and values of running sequences (`rollout.partial`)."""
+    """`recompute`: a swap voids the keys and values of running sequences (`rollout.partial`). The other arguments are those of
+    `EngineProfile`."""
 
     def __init__(
-        self, clock: VirtualClock, name: str, curve: DecodeCurve, prefill_s: float, max_concurrent: int, recompute: bool
+        self,
+        clock: VirtualClock,
+        name: str,
+        curve: DecodeCurve,
+        prefill_s: float,
+        max_concurrent: int,
+        *,
+        recompute: bool,
+        block: int = 1,
+        request_s: float = 0.0,
+        arrival_s: float = 0.0,
     ) -> None:
         self.name = name
         self.version = 0
         self._prefill_s = prefill_s
+        self._block = block
+        self._request_s, self._arrival_s = request_s, arrival_s
+        self._arrived_at = 0.0  # when the newest request that is on the way is with the server
+        self._on_the_way: set[SimulatedRequest] = set()
+        self._clock = clock
         self._max_concurrent = max_concurrent
         self._recompute = recompute
         self._queue: deque[SimulatedRequest] = deque()
@@ -83,17 +97,29 @@ class SimulatedReplica:
         self._processor: SharedProcessor[SimulatedRequest] = SharedProcessor(clock, unit_s, self._finish)
         self._paused = False
         self._swaps: list[tuple[float, int]] = [(0.0, 0)]  # progress at which a version began
-        self._prompts: set[int] = set()  # groups whose prompt is cached
 
     @property
     def in_flight(self) -> int:
-        return len(self._processor.jobs) + len(self._queue)
+        return len(self._processor.jobs) + len(self._queue) + len(self._on_the_way)
 
     def load(self) -> EngineLoad:
         return EngineLoad(len(self._processor.jobs), len(self._queue), 0.0)
 
     def submit(self, request: SimulatedRequest) -> None:
         request.replica = self
+        if not self._request_s and not self._arrival_s:
+            self._arrive(request)
+            return
+        self._on_the_way.add(request)
+        self._arrived_at = max(self._arrived_at, self._clock.now) + self._arrival_s
+        self._clock.after(self._arrived_at + self._request_s - self._clock.now, self._arrive_unless_cancelled, request)
+
+    def _arrive_unless_cancelled(self, request: SimulatedRequest) -> None:
+        if request in self._on_the_way:
+            self._on_the_way.remove(request)
+            self._arrive(request)
+
+    def _arrive(self, request: SimulatedRequest) -> None:
         if self._paused or len(self._processor.jobs) >= self._max_concurrent:
             self._queue.append(request)
         else:
@@ -101,6 +127,9 @@ class SimulatedReplica:
 
     def cancel(self, request: SimulatedRequest) -> None:
         """End a request early; its `counts` are the tokens that it has got."""
+        if request in self._on_the_way:
+            self._on_the_way.remove(request)
+            return
         if request not in self._processor.jobs:
             self._queue.remove(request)
             return
@@ -122,7 +151,6 @@ class SimulatedReplica:
         oldest = min((request.began for request in processor.jobs), default=processor.progress)
         needed = bisect.bisect_right(self._swaps, oldest, key=lambda swap: swap[0]) - 1
         self._swaps = [*self._swaps[max(0, needed) :], (processor.progress, version)]
-        self._prompts.clear()
         self._paused = False
         processor.resume()
         if self._recompute and self._prefill_s:
@@ -137,10 +165,8 @@ class SimulatedReplica:
     def _start(self, request: SimulatedRequest) -> None:
         processor = self._processor
         if self._prefill_s:
-            uncached = 0 if request.group in self._prompts else request.context - request.cached
-            if request.group is not None:
-                self._prompts.add(request.group)
-            processor.stall(self._prefill_s * uncached)
+            cached = max(0, min(request.cached, request.context - 1))  # the last token is computed in any case
+            processor.stall(self._prefill_s * (request.context - cached + cached % self._block))
         processor.settle()
         request.began = processor.progress
         processor.add(request, request.sampled)

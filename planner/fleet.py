@@ -101,7 +101,8 @@ class ExactRouter:
         for assignment in self._table.assign():
             request, replica = self._waiting.pop(assignment.number), self._replicas[assignment.replica]
             known = self._cached.get(self._episodes[assignment.number])
-            request.cached = known[2] if known is not None and known[:2] == (replica, replica.version) else 0
+            if known is not None and known[:2] == (replica, replica.version):
+                request.cached = known[2]
             replica.submit(request)
 
 
@@ -123,7 +124,8 @@ class TwoChoicesRouter:
         if known is not None and known[0].version == known[1] and known[0].in_flight <= other.in_flight:
             one = known[0]  # its prefix is there
         replica = one if one.in_flight <= other.in_flight else other
-        request.cached = known[2] if known is not None and known[:2] == (replica, replica.version) else 0
+        if known is not None and known[:2] == (replica, replica.version):
+            request.cached = known[2]
         self._episodes[request] = episode
         replica.submit(request)
 
@@ -145,17 +147,24 @@ class TwoChoicesRouter:
 
 
 class SimulatedFleet:
-    """`push_s` seconds for each cohort, of which a replica pauses `pause_s`."""
+    """`once_s` seconds before the first cohort, and `cohort_s` for each, of which a replica pauses `pause_s`."""
 
     def __init__(
-        self, clock: VirtualClock, replicas: Sequence[SimulatedReplica], cohort: int, push_s: float, pause_s: float
+        self,
+        clock: VirtualClock,
+        replicas: Sequence[SimulatedReplica],
+        cohort: int,
+        once_s: float,
+        cohort_s: float,
+        pause_s: float,
     ) -> None:
         self.replicas = replicas
         self.routers: list[SimulatedRouter] = []
         self._clock = clock
         self._cohorts = [replicas[i : i + cohort] for i in range(0, len(replicas), cohort)]
-        self._push_s = push_s
-        self._pause_s = min(push_s, pause_s)
+        self._once_s = once_s
+        self._cohort_s = cohort_s
+        self._pause_s = min(cohort_s, pause_s)
         self._revision = 0
 
     def make_router(self, max_concurrent: int, longest: int, rng: random.Random) -> SimulatedRouter:
@@ -181,7 +190,8 @@ class SimulatedFleet:
     def push(self, version: int, done: Callable[[], None]) -> None:
         """Roll `version` over the replicas, beginning now; `done` when the last serves it."""
         for index, cohort in enumerate(self._cohorts):
-            begins, ends = index * self._push_s, (index + 1) * self._push_s
+            begins = self._once_s + index * self._cohort_s
+            ends = begins + self._cohort_s
             self._clock.after(max(begins, ends - self._pause_s), self._pause, cohort)
             last = index + 1 == len(self._cohorts)
             self._clock.after(ends, self._swap, cohort, version, done if last else None)

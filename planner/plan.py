@@ -26,11 +26,15 @@ class SimulationPlan(msgspec.Struct, frozen=True):
     environments: tuple[Workload, ...]
     decode: DecodeCurve
     prefill_s: float
+    block: int  # tokens of a block of the prefix cache
+    request_s: float  # of a request until the step that makes its first token
+    arrival_s: float  # of a request, before the next one arrives
     replicas: int
     max_concurrent: int
     workers: int
     recompute: bool  # a swap voids keys and values of running sequences
     cohort: int
+    once_s: float  # of a push, before its first cohort
     cohort_s: float
     pause_s: float
     deliver_s: float  # from the end of an episode until its slot is free and its group counts
@@ -60,11 +64,15 @@ class SimulationPlan(msgspec.Struct, frozen=True):
             environments=profile.environments,
             decode=profile.engine.decode,
             prefill_s=profile.engine.prefill_s,
+            block=profile.engine.block,
+            request_s=profile.engine.request_s,
+            arrival_s=profile.engine.arrival_s,
             replicas=engine.replicas,
             max_concurrent=engine.max_concurrent,
             workers=config.rollout.workers,
             recompute=config.rollout.partial != "keep_kv",
             cohort=config.weightsync.cohort or max(1, engine.replicas // QUARTER),
+            once_s=profile.push.once_s,
             cohort_s=profile.push.cohort_s,
             pause_s=profile.push.pause_s,
             deliver_s=profile.deliver_s,
@@ -79,7 +87,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
 
     @property
     def push_s(self) -> float:
-        return self.cohorts * self.cohort_s
+        return self.once_s + self.cohorts * self.cohort_s
 
     @property
     def settling(self) -> int:

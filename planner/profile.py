@@ -59,6 +59,7 @@ class LearnerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PushProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cohort_s: Seconds  # of one cohort: transfer, swap, canary
     pause_s: Seconds  # of a replica
+    once_s: Seconds = 0.0  # before the first cohort, however many there are: the learner gathers the weights
 
 
 class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,10 +68,15 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: DecodeCurve
     prefill_s: Seconds = 0.0  # per token of a prompt that is not cached
     ranks: Annotated[int, Meta(ge=1)] = 1  # GPUs of a replica
-    # `recorded`: the replicas' own gauges. `fitted`: a guessed form, scaled so that episodes take as long as they did, at
-    # `running` sequences. `given`: by who wrote the file.
+    # `recorded`: from the times of the run's completions. `fitted`: a guessed form, scaled so that episodes take as long as they
+    # did. `given`: by who wrote the file.
     source: Literal["recorded", "fitted", "given"] = "given"
-    running: float = 0.0
+    running: float = 0.0  # sequences that ran at once, on average
+    # From the request to the step that makes its first token: the way there, the step under way. Then what the server needs for
+    # each request that came before and is on the way, too: it takes them in one after the other.
+    request_s: Seconds = 0.0
+    arrival_s: Seconds = 0.0
+    block: Annotated[int, Meta(ge=1)] = 1  # prefixes are cached in whole blocks of so many tokens
 
 
 class RunProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,7 +88,7 @@ class RunProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     engine: EngineProfile
     learner: LearnerProfile
     push: PushProfile
-    # From the end of an episode until its slot is free and its group counts: the way to the buffer's disk and back.
+    # From the end of an episode until its slot is free and its group counts: the way to the buffer's disk.
     deliver_s: Seconds = 0.0
     greedy: bool = False  # one member of each group is the baseline of the others
     measured: RunFigures | None = None

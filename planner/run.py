@@ -64,11 +64,19 @@ class SimulatedRun:
         self._rng = random.Random(seed)
         replicas = [
             SimulatedReplica(
-                clock, f"engine-{i}", plan.decode, plan.prefill_s, plan.max_concurrent, recompute=plan.recompute
+                clock,
+                f"engine-{i}",
+                plan.decode,
+                plan.prefill_s,
+                plan.max_concurrent,
+                recompute=plan.recompute,
+                block=plan.block,
+                request_s=plan.request_s,
+                arrival_s=plan.arrival_s,
             )
             for i in range(plan.replicas)
         ]
-        self._fleet = SimulatedFleet(clock, replicas, plan.cohort, plan.cohort_s, plan.pause_s)
+        self._fleet = SimulatedFleet(clock, replicas, plan.cohort, plan.once_s, plan.cohort_s, plan.pause_s)
         longest = max(workload.longest for workload in plan.environments)
         self._workers = [
             SimulatedWorker(

@@ -8,7 +8,7 @@ Invariants:
   and a slot that waits for the room of a whole group is not idle.
 - An episode whose result is no longer wanted is cancelled at the next report of progress.
 
-Not modelled: the worker's own computing, failures of episodes, and their time limits.
+Not modelled: that the worker's own computing takes longer with more episodes, failures of episodes, and their time limits.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class SimulatedWorker:
             id = lease.episode(member)
             episode = PlayedEpisode(id, lease.group_id, lease.oldest_version, shape, self._clock.now)
             self._playing[id] = episode
-            self._next(episode)
+            self._after(shape.start_s, episode)
         return True
 
     def report(self) -> None:
@@ -133,9 +133,8 @@ class SimulatedWorker:
             return
         turn = episode.shape.turns[episode.turn]
         episode.context += turn.prompt
-        group = None if episode.turn else episode.group
         request = SimulatedRequest(
-            group, episode.context, turn.sampled, lambda request: self._completed(episode, request)
+            episode.context, episode.shape.shared, turn.sampled, lambda request: self._completed(episode, request)
         )
         episode.request = request
         self._router.send(episode.id, request, episode.oldest)
@@ -149,6 +148,10 @@ class SimulatedWorker:
         self._count(episode, request)
         seconds = episode.shape.turns[episode.turn].environment_s
         episode.turn += 1
+        self._after(seconds, episode)
+
+    def _after(self, seconds: float, episode: PlayedEpisode) -> None:
+        """Its next turn, or its end, in `seconds`."""
         if seconds:
             self._clock.after(seconds, self._next, episode)
         else:

@@ -20,7 +20,8 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 
 class TurnShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One completion: the new tokens before it, the tokens that it samples, and the seconds that the environment takes after it."""
+    """One completion: the new tokens before it, the tokens that it samples, and the seconds from its end to the next one, or to the
+    end of the episode: the environment, its tools, and the worker's own computing."""
 
     prompt: Count
     sampled: Annotated[int, Meta(ge=1)]
@@ -28,11 +29,14 @@ class TurnShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EpisodeShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`tokens` are those that the learner computes, context included, over all branches."""
+    """`tokens` are those that the learner computes, context included, over all branches; `shared` those of its first prompt that
+    other episodes have, too, and that are cached wherever it begins; `start_s` the seconds from its lease to its first turn."""
 
     reward: float
     tokens: Count
     turns: Annotated[tuple[TurnShape, ...], Meta(min_length=1)]
+    shared: Count = 0
+    start_s: Seconds = 0.0
 
     @property
     def sampled(self) -> int:
@@ -40,7 +44,8 @@ class EpisodeShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def environment_s(self) -> float:
-        return sum(turn.environment_s for turn in self.turns)
+        """Seconds in which it is no request."""
+        return self.start_s + sum(turn.environment_s for turn in self.turns)
 
 
 class Observed(msgspec.Struct, frozen=True, tag="observed", tag_field="kind", forbid_unknown_fields=True):
@@ -76,14 +81,15 @@ class Lognormal(msgspec.Struct, frozen=True, tag="lognormal", tag_field="kind", 
     share: Annotated[float, Meta(gt=0)] = 1.0
 
     def group(self, rng: random.Random, members: int) -> list[EpisodeShape]:
-        return [self._episode(rng) for _ in range(members)]
+        """Members of one prompt, which the first of them brings into the cache."""
+        return [self._episode(rng, self.prompt if member else 0) for member in range(members)]
 
-    def _episode(self, rng: random.Random) -> EpisodeShape:
+    def _episode(self, rng: random.Random, shared: int) -> EpisodeShape:
         mu = math.log(self.mean) - self.sigma**2 / 2
         total = min(self.most, max(self.turns, round(rng.lognormvariate(mu, self.sigma))))
         each, rest = divmod(total, self.turns)
         turns = tuple(TurnShape(self.prompt, each + (i < rest), self.environment_s) for i in range(self.turns))
-        return EpisodeShape(0.0, total + self.turns * self.prompt, turns)
+        return EpisodeShape(0.0, total + self.turns * self.prompt, turns, shared)
 
     @property
     def longest(self) -> int:

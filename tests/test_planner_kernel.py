@@ -67,14 +67,16 @@ def test_a_decode_curve_is_straight_between_its_points_and_beyond() -> None:
 def replica_of(
     clock: VirtualClock, *, prefill_s: float = 0.0, places: int = 2, recompute: bool = True
 ) -> tuple[SimulatedReplica, list[SimulatedRequest]]:
-    replica = SimulatedReplica(clock, "engine-0", DecodeCurve(((1.0, 1.0),)), prefill_s, places, recompute=recompute)
+    replica = SimulatedReplica(
+        clock, "engine-0", DecodeCurve(((1.0, 1.0),)), prefill_s, places, recompute=recompute, block=8
+    )
     return replica, []
 
 
 def test_tokens_have_the_version_that_was_served_and_pauses_make_none() -> None:
     clock = VirtualClock()
     replica, done = replica_of(clock)
-    request = SimulatedRequest(None, 0, 10, done.append)
+    request = SimulatedRequest(0, 0, 10, done.append)
     replica.submit(request)
     clock.after(4.0, replica.pause)
     clock.after(6.0, replica.swap, 1)
@@ -87,7 +89,7 @@ def test_tokens_have_the_version_that_was_served_and_pauses_make_none() -> None:
 def test_more_requests_than_places_wait_in_order_and_a_cancelled_one_leaves_its_tokens() -> None:
     clock = VirtualClock()
     replica, done = replica_of(clock)
-    first, second, third, fourth = (SimulatedRequest(None, 0, length, done.append) for length in (8, 6, 5, 5))
+    first, second, third, fourth = (SimulatedRequest(0, 0, length, done.append) for length in (8, 6, 5, 5))
     for request in (first, second, third, fourth):
         replica.submit(request)
     assert (replica.load().running, replica.load().waiting) == (2, 2)
@@ -98,15 +100,32 @@ def test_more_requests_than_places_wait_in_order_and_a_cancelled_one_leaves_its_
     assert (first.counts, fourth.counts, clock.now) == ({0: 2}, {}, 7.0)
 
 
-def test_prompts_of_a_group_are_prefilled_once_a_version_and_running_ones_again_at_a_swap() -> None:
+def test_requests_arrive_one_after_the_other_and_one_that_is_cancelled_on_its_way_never() -> None:
+    clock, done = VirtualClock(), list[SimulatedRequest]()
+    curve = DecodeCurve(((1.0, 1.0),))
+    replica = SimulatedReplica(clock, "engine-0", curve, 0.0, 8, recompute=True, request_s=3.0, arrival_s=0.5)
+    first, second, third = (SimulatedRequest(0, 0, 4, done.append) for _ in range(3))
+    for request in (first, second, third):
+        replica.submit(request)
+    assert (replica.in_flight, replica.load().running) == (3, 0)
+    clock.after(1.0, replica.cancel, second)
+    clock.run(lambda: len(done) == 2)
+    assert done == [first, third]
+    assert (second.counts, clock.now) == ({}, 3.0 + 3 * 0.5 + 4)
+
+
+def test_what_is_not_cached_in_whole_blocks_is_prefilled_and_what_runs_at_a_swap_again() -> None:
     clock = VirtualClock()
     replica, done = replica_of(clock, prefill_s=0.1)
-    replica.submit(SimulatedRequest(7, 20, 4, done.append))
-    replica.submit(SimulatedRequest(7, 20, 4, done.append))  # 2 s of prefill, for both
+    replica.submit(SimulatedRequest(20, 0, 4, done.append))
+    replica.submit(
+        SimulatedRequest(20, 20, 4, done.append)
+    )  # 2 s of prefill, and 0.4 s: two blocks of eight are cached
     clock.run(lambda: len(done) == 2)
-    assert clock.now == pytest.approx(2 + 4)
-    replica.swap(1)
-    replica.submit(SimulatedRequest(7, 20, 4, done.append))  # the cache was of version 0
-    clock.after(4.0, replica.swap, 2)  # after 2 s of prefill and 2 tokens: 22 tokens are computed anew
+    assert clock.now == pytest.approx(2 + 0.4 + 4)
+    replica.submit(
+        SimulatedRequest(16, 16, 4, done.append)
+    )  # the last token of a prompt is always computed, with its block
+    clock.after(3.8, replica.swap, 1)  # after 0.8 s of prefill and 3 tokens: 19 tokens are computed anew
     clock.run(lambda: len(done) == 3)
-    assert clock.now == pytest.approx(6 + 2 + 4 + 2.2)
+    assert clock.now == pytest.approx(6.4 + 0.8 + 4 + 1.9)

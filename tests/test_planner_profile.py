@@ -33,9 +33,10 @@ TRUTH = RunProfile(
         "rollout.engine.max_concurrent": 24,
     },
     environments=(Lognormal(mean=60.0, sigma=0.7, most=400, prompt=30, turns=2, environment_s=0.1),),
-    engine=EngineProfile(DecodeCurve(((0.0, 0.01), (32.0, 0.02)))),
+    engine=EngineProfile(DecodeCurve(((0.0, 0.01), (32.0, 0.02))), prefill_s=5e-5),
     learner=LearnerProfile((3e-4, 4e-4), take_s=0.02),
-    push=PushProfile(0.2, 0.05),
+    push=PushProfile(0.15, 0.05, once_s=0.05),
+    deliver_s=0.03,
 )
 
 
@@ -46,9 +47,18 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_profile_of_a_run_predicts_the_run(recorded: Path) -> None:
+@pytest.fixture(scope="module")
+def unrecorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run without the times of its turns, and without spans."""
+    folder = tmp_path_factory.mktemp("unrecorded") / "run"
+    RecordedRun(TRUTH, folder, times=False).record(60)
+    return folder
+
+
+@pytest.mark.parametrize("folder", ["recorded", "unrecorded"])
+def test_a_profile_of_a_run_predicts_the_run(folder: str, request: pytest.FixtureRequest) -> None:
     """The limits are those for real runs; the numbers here have no noise of a machine."""
-    profile = profile_of(recorded)
+    profile = profile_of(request.getfixturevalue(folder))
     measured, predicted = profile.measured, simulate(SimulationPlan.of(profile)).figures
     assert measured is not None
     assert predicted.cycle_s == pytest.approx(measured.cycle_s, rel=0.05)
@@ -70,11 +80,36 @@ def test_a_profile_has_what_the_run_was(recorded: Path) -> None:
         (2, 30, 0.1)
     }
     assert sum(shape.sampled for shape in shapes) / len(shapes) == pytest.approx(60, rel=0.1)
+    assert {shape.shared for shape in shapes} == {0, 29}  # the first member of a group brings the prompt into the cache
     assert {round(seconds, 6) for seconds in profile.learner.seconds_per_token} == {3e-4, 4e-4}
-    assert profile.push.cohort_s == pytest.approx(0.2)
-    assert profile.engine.source == "fitted"
-    truth = TRUTH.engine.decode.step_s(profile.engine.running)
-    assert profile.engine.decode.step_s(profile.engine.running) == pytest.approx(truth, rel=0.1)
+    assert profile.learner.take_s == pytest.approx(0.02)
+    assert (profile.push.once_s, profile.push.cohort_s, profile.push.pause_s) == pytest.approx((0.05, 0.15, 0.05))
+    assert profile.deliver_s == pytest.approx(0.03, abs=1e-3)
+
+
+def test_the_curve_of_a_run_that_recorded_its_completions_holds_at_other_loads(recorded: Path) -> None:
+    engine = profile_of(recorded).engine
+    assert engine.source == "recorded"
+    assert engine.prefill_s == pytest.approx(TRUTH.engine.prefill_s, rel=0.5)
+    for running in (4.0, 8.0, 16.0, 24.0):
+        assert engine.decode.step_s(running) == pytest.approx(TRUTH.engine.decode.step_s(running), rel=0.1)
+    assert engine.request_s < 0.005
+
+
+def test_a_run_that_did_not_record_them_has_one_point_and_says_so(unrecorded: Path) -> None:
+    engine = profile_of(unrecorded).engine
+    assert engine.source == "fitted"
+    truth = TRUTH.engine.decode.step_s(engine.running)
+    assert engine.decode.step_s(engine.running) == pytest.approx(truth, rel=0.15)  # prefill is a part of it
+
+
+@pytest.mark.parametrize(("key", "value"), [("buffer.max_staleness", 0), ("rollout.engine.max_concurrent", 6)])
+def test_a_profile_predicts_runs_with_other_settings(key: str, value: int, recorded: Path) -> None:
+    truth = msgspec.structs.replace(TRUTH, settings=TRUTH.settings | {key: value})
+    happens = simulate(SimulationPlan.of(truth), seed=7).figures
+    predicted = simulate(SimulationPlan.of(profile_of(recorded), (f"{key}={value}",))).figures
+    assert predicted.cycle_s == pytest.approx(happens.cycle_s, rel=0.1)
+    assert predicted.staleness == pytest.approx(happens.staleness, abs=0.15)
 
 
 def test_a_profile_holds_numbers_only_and_comes_back_as_it_was(recorded: Path, tmp_path: Path) -> None:
@@ -90,7 +125,7 @@ def test_a_profile_holds_numbers_only_and_comes_back_as_it_was(recorded: Path, t
             collect(item)
 
     collect(msgspec.json.decode((tmp_path / "profile.json").read_bytes()))
-    assert texts <= {"observed", "fitted", "recompute", "withhold", "none"}
+    assert texts <= {"observed", "recorded", "recompute", "withhold", "none"}
 
 
 def test_a_run_that_goes_on_has_a_profile_and_one_that_has_just_begun_is_refused(tmp_path: Path) -> None:
@@ -108,21 +143,32 @@ def test_a_run_that_goes_on_has_a_profile_and_one_that_has_just_begun_is_refused
         profile_of(tmp_path / "longer")
 
 
-def test_a_turn_of_an_earlier_branch_is_context_and_is_played_once() -> None:
-    def branch(number: int, spans: list[tuple[int, int]], turns: list[tuple[int, int]], length: int) -> BatchRow:
-        return msgspec.structs.replace(
-            row_of(trajectory("3.0.1", number)),
-            version_spans=tuple(VersionSpan(a, b, 0) for a, b in spans),
-            turns=tuple(Turn(a, b, "stop") for a, b in turns),
-            timings={"total": 9.0, "environment": 3.0},
-            reward=0.5,
-            length=length,
-        )
+def branch_of(number: int, spans: list[tuple[int, int]], turns: list[Turn], length: int) -> BatchRow:
+    return msgspec.structs.replace(
+        row_of(trajectory("3.0.1", number)),
+        version_spans=tuple(VersionSpan(a, b, 0) for a, b in spans),
+        turns=tuple(turns),
+        started=100.0,
+        timings={"total": 9.0, "environment": 3.0},
+        reward=0.5,
+        length=length,
+    )
 
-    first = branch(0, [(10, 14), (20, 25)], [(10, 14), (20, 25)], 25)
-    second = branch(1, [(30, 32)], [(10, 14), (30, 32)], 32)
+
+def test_a_turn_of_an_earlier_branch_is_context_and_is_played_once() -> None:
+    opening, more, other = Turn(10, 14, "stop"), Turn(20, 25, "stop"), Turn(30, 32, "stop")
+    first = branch_of(0, [(10, 14), (20, 25)], [opening, more], 25)
+    second = branch_of(1, [(30, 32)], [opening, other], 32)
     turns = (TurnShape(10, 4, 1.0), TurnShape(6, 5, 1.0), TurnShape(16, 2, 1.0))
-    assert _shape([first, second]) == EpisodeShape(0.5, 57, turns)
+    assert _shape([first, second], 99.0) == EpisodeShape(0.5, 57, turns)
+
+
+def test_the_time_between_two_completions_is_that_of_the_first() -> None:
+    first = Turn(10, 14, "stop", asked=100.5, queued_s=0.25, first_s=0.25, decode_s=1.0, cached=8)
+    second = Turn(20, 25, "stop", asked=104.0, queued_s=0.0, first_s=0.5, decode_s=1.5, cached=0)
+    turns = (TurnShape(10, 4, 2.0), TurnShape(6, 5, 3.0))  # the episode ends at 109
+    branch = branch_of(0, [(10, 14), (20, 25)], [first, second], 25)
+    assert _shape([branch], 100.0) == EpisodeShape(0.5, 25, turns, 8, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_without_run_ahead_and_with_equal_lengths_arithmetic_gives_the_cycle(tur
 def test_the_closed_form_is_close_at_other_bounds() -> None:
     for bound in (1, 2, 4):
         plan = plan_of(buffer__max_staleness=bound)
-        assert estimate(plan).cycle_s == pytest.approx(simulate(plan, 30).figures.cycle_s, rel=0.2)
+        assert estimate(plan).cycle_s == pytest.approx(simulate(plan, 30).figures.cycle_s, rel=0.3)
 
 
 def verl(bound: int, quarters: int, replicas: int, step_s: float) -> float:

@@ -1,0 +1,113 @@
+"""What the processes of a run recorded of its completions and its learner, as numbers. A run may have lost its spans, or a part.
+
+Invariants:
+- Times are seconds since the epoch, on the clocks of those who recorded them: the workers' and the learner's.
+- The turns of a replica are all that it had in their time, also those of episodes that failed or were cancelled.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..common.spans import Span
+from ..monitor.timeline import read_spans
+
+TURNS = 50_000  # the newest of each worker: more say nothing new about a replica
+LEARNER = "learner-0"  # the rank that pushes
+Floats = NDArray[np.float64]
+
+
+class RecordedTurn(NamedTuple):
+    """One completion; of one that was interrupted, one part."""
+
+    sent: float  # to its replica
+    first: float  # its first token arrived
+    last: float
+    tokens: int  # sampled
+    prompt: int
+    cached: float  # tokens of the prompt; NaN where the server does not say
+
+
+class ReplicaSpans(msgspec.Struct, frozen=True):
+    """What one replica did: float64[N, fields of `RecordedTurn`], and when it was paused, float64[P, 2]."""
+
+    turns: Floats
+    pauses: Floats
+
+
+class RunSpans(msgspec.Struct, frozen=True):
+    replicas: tuple[ReplicaSpans, ...]
+    pushes: tuple[tuple[float, ...], ...]  # of each push the seconds of its cohorts, from the transfer to the canary
+    takes: dict[int, tuple[float, float]]  # version of the learner -> when it asked for a batch, and when it had it
+
+
+def read_run_spans(folder: Path) -> RunSpans:
+    """Those of the run in `folder`, which goes on or has ended."""
+    turns: dict[str, collections.deque[tuple[str, RecordedTurn]]] = {}
+    learner: list[Span] = []
+    for role, span in read_spans(folder):
+        if span.what == "turn":
+            turns.setdefault(role, collections.deque(maxlen=TURNS)).append(_turn(span))
+        elif role == LEARNER:
+            learner.append(span)
+    learner.sort(key=lambda span: (span.t0, -span.t1))  # a phase before its parts
+    takes = {int(span.ids["version"] or 0): (span.t0, span.t1) for span in learner if span.what == "take"}
+    return RunSpans(_replicas(list(turns.values()), learner), _pushes(learner), takes)
+
+
+def _turn(span: Span) -> tuple[str, RecordedTurn]:
+    ids = span.ids
+    number = {key: float(ids[key] or 0) for key in ("queued_s", "first_s", "tokens", "prompt")}
+    sent, cached = span.t0 + number["queued_s"], ids["cached"]
+    return str(ids["replica"]), RecordedTurn(
+        sent,
+        sent + number["first_s"],
+        span.t1,
+        round(number["tokens"]),
+        round(number["prompt"]),
+        math.nan if cached is None else float(cached),
+    )
+
+
+def _replicas(
+    workers: Sequence[Sequence[tuple[str, RecordedTurn]]], learner: Sequence[Span]
+) -> tuple[ReplicaSpans, ...]:
+    """From the time on of which all workers' turns are there."""
+    since = max((min(turn.sent for _, turn in worker) for worker in workers if len(worker) == TURNS), default=0.0)
+    found: dict[str, list[RecordedTurn]] = {}
+    for name, turn in (one for worker in workers for one in worker):
+        if turn.sent >= since and turn.tokens:
+            found.setdefault(name, []).append(turn)
+    pauses: dict[str, list[tuple[float, float]]] = {name: [] for name in found}
+    for span in learner:
+        if span.what == "pause" and (name := str(span.ids["replica"])) in pauses:
+            pauses[name].append((span.t0, span.t1))
+    return tuple(
+        ReplicaSpans(np.array(turns, dtype=np.float64), np.array(pauses[name], dtype=np.float64).reshape(-1, 2))
+        for name, turns in sorted(found.items())
+    )
+
+
+def _pushes(learner: Sequence[Span]) -> tuple[tuple[float, ...], ...]:
+    """Those that reached a replica. A cohort lasts from its transfer to the last that its replicas did at that version."""
+    found: list[tuple[float, ...]] = []
+    begins = [span.t0 for span in learner]
+    for index, push in ((i, span) for i, span in enumerate(learner) if span.what == "publish"):
+        parts = learner[index + 1 : bisect.bisect_right(begins, push.t1)]
+        cohorts: list[float] = []
+        for stage in (span for span in parts if span.what == "stage"):
+            names = str(stage.ids["replicas"]).split(", ")
+            ends = [span.t1 for span in parts if span.ids.get("replica") in names and span.t0 >= stage.t0]
+            cohorts.append(max(ends, default=stage.t1) - stage.t0)
+        if cohorts:
+            found.append(tuple(cohorts))
+    return tuple(found)
