@@ -23,8 +23,8 @@ T = TypeVar("T")
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _ROOT = Path(__file__).parent
 OUR_FOLDERS = (
-    "agents", "benchmarks", "buffer", "chaos", "common", "configs", "envs", "launch", "learner", "monitor", "planner", "rollout",
-    "rpc", "weightsync",
+    "agents", "benchmarks", "buffer", "chaos", "common", "configs", "dashboard", "envs", "launch", "learner", "monitor", "planner",
+    "rollout", "rpc", "weightsync",
 )  # fmt: skip
 """The folders of the package beside its examples and tests. A user's files may lie beside them."""
 

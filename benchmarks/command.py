@@ -20,7 +20,7 @@ from ..monitor.output import open_console, print_line
 if TYPE_CHECKING:
     from .result import Result
 
-NAMES = ("rollout", "weightsync", "buffer", "sandbox", "tools", "learner", "simulator", "learning")
+NAMES = ("rollout", "weightsync", "buffer", "sandbox", "tools", "learner", "simulator", "dashboard", "learning")
 
 LEARNING_ONLY = ("seeds", "staleness", "steps", "out")
 
@@ -67,6 +67,7 @@ def bench(options: argparse.Namespace) -> int:
             "tools": _tools,
             "learner": _learner,
             "simulator": _simulator,
+            "dashboard": _dashboard,
         }
         parts = several[options.name](options.sizes)
     results: list[Result] = []
@@ -160,6 +161,15 @@ def _simulator(sizes: list[str] | None) -> list[tuple[str, Measure]]:
     if sizes:
         raise ConfigError("--sizes: a simulation holds no policy; leave it out")
     return [("the simulator", simulator)]
+
+
+def _dashboard(sizes: list[str] | None) -> list[tuple[str, Measure]]:
+    from ..errors import ConfigError
+    from .dashboard import dashboard
+
+    if sizes:
+        raise ConfigError("--sizes: the dashboard holds no policy; leave it out")
+    return [("the dashboard", dashboard)]
 
 
 def _learner(sizes: list[str] | None) -> list[tuple[str, Measure]]:

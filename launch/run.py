@@ -20,7 +20,7 @@ import msgspec
 
 from ..buffer.ledger_report import LedgerReport, ledger_report
 from ..common import gc as heap
-from ..common.fsio import write_atomic
+from ..common.fsio import replace_directory, write_atomic
 from ..common.scores import EvaluationResult
 from ..configs import Config, describe, dump
 from ..configs.algorithm import plays_greedily
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DATABASE = "buffer.sqlite"
+TOKENIZER = "tokenizer"  # the copy of the model's, which the dashboard decodes with
 
 # Beginnings of keys that define the groups in the buffer: a resumed run cannot change them.
 IMMUTABLE = ("seed", "env.", "reward.", "agent.renderer", "buffer.group_size", "model.dtype")
@@ -138,6 +139,7 @@ def _supervise(config: Config, run_dir: Path, counts: Mapping[str, int]) -> Repo
     with run_lock(run_dir):
         record_counts(run_dir, counts)
         write_atomic(run_dir / "config.yaml", dump(config).encode())
+        keep_tokenizer(config.model.path, run_dir)
         try:
             with open_view(config) as view:
                 asyncio.run(make_supervisor(config, run_dir, view, gpus_of(config)).train())
@@ -150,6 +152,16 @@ def _supervise(config: Config, run_dir: Path, counts: Mapping[str, int]) -> Repo
         from .explain import explain_end
 
         return _write_report(run_dir, explain_end(run_dir))
+
+
+def keep_tokenizer(model: str, run_dir: Path) -> None:
+    """Copy the tokenizer of `model` into the run, so that its tokens can be read where the model is not, or no longer the same."""
+    from ..learner.model import load_tokenizer
+
+    if not (run_dir / TOKENIZER).exists():
+        written = run_dir / f".{TOKENIZER}.part"
+        load_tokenizer(model).save_pretrained(str(written))
+        replace_directory(run_dir / TOKENIZER, written)
 
 
 def _write_report(run_dir: Path, explanation: Sequence[str]) -> ReportPaths:

@@ -20,6 +20,7 @@ from slipstream.launch.explain import explain_end
 from slipstream.learner.metrics import StepMetrics
 from slipstream.monitor.timeline import read_series, read_spans
 from slipstream.tests import forkserver
+from slipstream.tests.dashboards import check_dashboard
 from slipstream.tests.runs import (
     SMALL,
     Background,
@@ -158,6 +159,7 @@ def test_a_run_from_start_to_report(
     check_staleness(run)
     check_times(run)
     check_timeline(run)
+    check_dashboard(run)
     # Same version, same weights: what the engine reported is what the learner computes, in fp32.
     assert sum(row["mismatch_tokens"] for row in rows) > 0
     assert all((row["mismatch_max"] is None) == (row["mismatch_tokens"] == 0) for row in rows)

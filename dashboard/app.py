@@ -1,0 +1,294 @@
+"""The server of the page: files of the page, JSON of the runs, and a stream that says which runs changed.
+
+    browser ──GET /──────────────────────────> static/            ES modules; the page asks no other host for anything
+            ──GET /api/runs/RUN/...──────────> what is asked for, read in a thread
+            ──GET /api/events (SSE)──────────> {"RUN": 17}        RUN has something new: the page asks again for what it shows
+
+Invariants:
+- Nothing is written, and no request changes anything: there is only GET.
+- Everything of a run is sent as JSON and shown as text, never as HTML. The page may load and run only what this server sends.
+- Who does not listen on loopback asks for a token. On loopback only requests that name it as their host are answered, so that a
+  page of another site, whose name leads here, reads nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import hmac
+import ipaddress
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ..errors import ConfigError, SlipstreamError, with_deadline
+from .curves import corrections
+from .environments import environments
+from .index import TrajectoryQuery
+from .processes import log_tail, logs, processes
+from .runs import RunFolder, WatchedRun
+from .trajectory import WINDOW
+
+STATIC = Path(__file__).parent / "static"
+LOOK_S = 1.0  # between two looks at the files of the runs, which offer nothing to await
+ALIVE_S = 15.0  # after which a stream without news has a comment, so that no proxy takes it for dead
+READ_S = 120.0  # longest that a request may read; the index of a million trajectories takes some seconds
+SHUTDOWN_S = 1.0  # how long connections may take to close
+COOKIE = "slipstream_dash"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Read = Callable[[WatchedRun, web.Request], Any]  # the answer of one request about one run; in a thread
+
+
+class DashServer:
+    """Serves `runs` while the context lasts, on `host` and `port`; 0 is any that is free. `token` is what a browser must know, ""
+    for nothing. Raises ConfigError where the address cannot be used."""
+
+    def __init__(self, runs: RunFolder, host: str, port: int, token: str) -> None:
+        self._runs = runs
+        self._host, self._port, self._token = host, port, token
+        self._stopped = asyncio.Event()
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get("/", self._page)
+        app.router.add_get("/api/runs", self._list)
+        app.router.add_get("/api/events", self._events)
+        for path, read in READS.items():
+            app.router.add_get(f"/api/runs/{{run}}/{path}", functools.partial(self._answer, read))
+        app.router.add_static("/static", STATIC)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+
+    async def __aenter__(self) -> DashServer:
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._host, self._port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+            raise ConfigError(
+                f"--port: {self._host}:{self._port} {why}; name another, for example --port {self._port + 1}"
+            ) from None
+        self.port = int(self._runner.addresses[0][1])
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stopped.set()
+        await self._runner.cleanup()
+
+    @property
+    def url(self) -> str:
+        """What to open; with the token, which the page then keeps as a cookie."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self.port}/" + (f"?token={self._token}" if self._token else "")
+
+    # --- who may ask ----------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            response = await (handler(request) if self._may_ask(request) else _refused())
+        except web.HTTPException as error:
+            error.headers.update(HEADERS)
+            raise
+        except (ConfigError, msgspec.ValidationError) as error:
+            response = _json({"error": str(error)}, 400)
+        except (SlipstreamError, OSError) as error:
+            response = _json({"error": str(error)}, 409)
+        if not response.prepared:
+            response.headers.update(HEADERS)
+        return response
+
+    def _may_ask(self, request: web.Request) -> bool:
+        if not self._token:
+            return _is_loopback(request.host)
+        given = request.query.get("token") or request.cookies.get(COOKIE, "")
+        return hmac.compare_digest(given.encode(), self._token.encode())
+
+    # --- answers --------------------------------------------------------------------------------------------------
+
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        response = web.FileResponse(STATIC / "index.html")
+        if request.query.get("token"):
+            response = web.Response(status=303, headers={"Location": "/"})
+            response.set_cookie(COOKIE, self._token, httponly=True, samesite="Strict")
+        return response
+
+    async def _list(self, _: web.Request) -> web.StreamResponse:
+        return _json(await _in_time(lambda: [run.summary() for run in self._runs.runs()], "the list of runs"))
+
+    async def _answer(self, read: Read, request: web.Request) -> web.StreamResponse:
+        run = self._runs.run(request.match_info["run"])
+        answer = await _in_time(lambda: read(run, request), f"what was asked of {run.name}")
+        return _json(await answer if isinstance(answer, Awaitable) else answer)
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """The number of changes seen of each run, whenever one has changed."""
+        response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
+        with contextlib.suppress(ConnectionResetError):  # the page was closed
+            await response.prepare(request)
+            seen: dict[str, tuple[object, int]] = {}
+            quiet_s = 0.0
+            while not self._stopped.is_set():
+                before = dict(seen)
+                for run in await asyncio.to_thread(self._runs.runs):
+                    known, number = seen.get(run.name, (None, 0))
+                    if (changes := run.changes()) != known:
+                        seen[run.name] = changes, number + 1
+                if seen != before:
+                    await response.write(
+                        b"data: " + msgspec.json.encode({name: n for name, (_, n) in seen.items()}) + b"\n\n"
+                    )
+                    quiet_s = 0.0
+                elif quiet_s >= ALIVE_S:
+                    await response.write(b": nothing new\n\n")
+                    quiet_s = 0.0
+                quiet_s += LOOK_S
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await self._stopped.wait()
+        return response
+
+
+def needs_token(host: str) -> bool:
+    """Whether other machines can reach what listens on `host`."""
+    return not _is_loopback(host)
+
+
+def _is_loopback(host: str) -> bool:
+    """Of an address or a name, with a port or without."""
+    name = host.rpartition(":")[0] if host.count(":") == 1 or ("]" in host and not host.endswith("]")) else host
+    name = name.strip("[]")
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+async def _refused() -> web.StreamResponse:
+    return web.Response(status=403, text="open the address that `slipstream dash` printed, with its token\n")
+
+
+async def _in_time(work: Callable[[], Any], what: str) -> Any:
+    """In a thread, so that a long read holds up no other request."""
+    reading = asyncio.to_thread(work)
+    return await with_deadline(READ_S, reading, who="slipstream dash", waits_for=what, hint="is the disk slow?")
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+def _number(request: web.Request, name: str, default: int) -> int:
+    """Raises ConfigError."""
+    text = request.query.get(name, str(default))
+    if not text.isdecimal() or len(text) > 9:
+        raise ConfigError(f"{name}: {text!r} is not a number")
+    return int(text)
+
+
+def _time(request: web.Request, name: str) -> float | None:
+    """Seconds since the epoch. Raises ConfigError."""
+    text = request.query.get(name)
+    try:
+        found = None if text is None else float(text)
+    except ValueError:
+        found = math.nan
+    if found is not None and not math.isfinite(found):
+        raise ConfigError(f"{name}: {text!r} is no time")
+    return found
+
+
+def _trajectories(run: WatchedRun, request: web.Request) -> Any:
+    given = {name: value for name, value in request.query.items() if value}
+    return run.index.page(msgspec.convert(given, TrajectoryQuery, strict=False))
+
+
+def _trajectory(run: WatchedRun, request: web.Request) -> Any:
+    return run.reader.describe(request.match_info["id"], _number(request, "bins", 600))
+
+
+def _tokens(run: WatchedRun, request: web.Request) -> Any:
+    start = _number(request, "start", 0)
+    return run.reader.window(request.match_info["id"], start, _number(request, "end", start + WINDOW))
+
+
+def _messages(run: WatchedRun, request: web.Request) -> Any:
+    return run.reader.messages(request.match_info["id"])
+
+
+def _group(run: WatchedRun, request: web.Request) -> Any:
+    return run.reader.group(int(request.match_info["group"]))
+
+
+def _curves(run: WatchedRun, request: web.Request) -> Any:
+    return run.metrics.columns([name for name in request.query.get("names", "").split(",") if name])
+
+
+def _summary(run: WatchedRun, _: web.Request) -> Any:
+    return run.summary() | {"newest": run.index.newest()}
+
+
+def _staleness(run: WatchedRun, _: web.Request) -> Any:
+    return corrections(run.metrics.rows(), run.config()[0])
+
+
+def _timeline(run: WatchedRun, request: web.Request) -> Any:
+    t0, t1 = (_time(request, name) for name in ("t0", "t1"))
+    return run.timeline.window(t0, t1)
+
+
+def _batch(run: WatchedRun, request: web.Request) -> Any:
+    return run.timeline.batch(int(request.match_info["version"]))
+
+
+def _environments(run: WatchedRun, _: web.Request) -> Any:
+    return environments(run.index, run.store)
+
+
+def _accounts(run: WatchedRun, _: web.Request) -> Any:
+    return run.accounts.read() if run.store.exists else None
+
+
+def _processes(run: WatchedRun, _: web.Request) -> Any:
+    return {"processes": processes(run.gauges), "logs": logs(run.folder)}
+
+
+def _log(run: WatchedRun, request: web.Request) -> Any:
+    return log_tail(run.folder, request.match_info["name"])
+
+
+def _status(run: WatchedRun, _: web.Request) -> Any:
+    return run.access.status(run.folder)
+
+
+READS: dict[str, Read] = {
+    "now": _summary,
+    "curves": _curves,
+    "trajectories": _trajectories,
+    r"trajectories/{id:\d+\.\d+\.\d+\.\d+}": _trajectory,
+    r"trajectories/{id:\d+\.\d+\.\d+\.\d+}/tokens": _tokens,
+    r"trajectories/{id:\d+\.\d+\.\d+\.\d+}/messages": _messages,
+    r"groups/{group:\d{1,18}}": _group,
+    "staleness": _staleness,
+    "timeline": _timeline,
+    r"batches/{version:\d{1,18}}": _batch,
+    "tokens": _accounts,
+    "environments": _environments,
+    "processes": _processes,
+    "status": _status,
+    "logs/{name}": _log,
+}
+"""By the path behind `/api/runs/RUN/`."""

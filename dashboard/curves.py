@@ -1,0 +1,115 @@
+"""The metrics of a run's steps as columns, read as the file grows, and what they say of the present.
+
+Invariants:
+- A learner that resumes repeats steps: of two rows for one step the later one counts.
+- A metric that is missing or null in a step is null there, never 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..configs import Config
+from ..monitor.metrics import EVALUATION, METRICS, Row, scalars
+from ..monitor.series import alike_share, by_staleness, learner_idle, outcomes, rollout_idle, staleness_tokens, total
+from .follow import LineFollower
+
+log = logging.getLogger(__name__)
+
+RECENT = 20  # steps that the present is a mean over
+SPARK = 60  # steps of the small curve
+
+
+class MetricsTable:
+    """Of the run in `folder`; from any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._follower = LineFollower(folder / METRICS)
+        self._lock = threading.Lock()
+        self._steps: dict[int, tuple[Row, dict[str, float]]] = {}  # step -> its row, and its numbers by flat name
+        self._evaluations: list[Row] = []
+
+    def rows(self) -> list[Row]:
+        """Of all steps, in their order. Raises OSError."""
+        return [row for row, _ in self._follow()]
+
+    def columns(self, names: Sequence[str]) -> dict[str, Any]:
+        """These metrics by step, with the seconds since the start of the first step; the names of all; and the evaluations."""
+        found = self._follow()
+        numbers = [flat for _, flat in found]
+        first = found[0][0] if found else {}
+        began = first.get("time", 0.0) - sum(first.get(part) or 0.0 for part in ("wait_s", "step_s", "push_s"))
+        return {
+            "steps": [row["step"] for row, _ in found],
+            "versions": [row.get("version") for row, _ in found],
+            "seconds": [round(row["time"] - began, 3) if "time" in row else None for row, _ in found],
+            "names": sorted({name for flat in numbers for name, value in flat.items() if value}),
+            "columns": {name: [flat.get(name) for flat in numbers] for name in names},
+            "evaluations": self._evaluations,
+        }
+
+    def _follow(self) -> list[tuple[Row, dict[str, float]]]:
+        with self._lock:
+            for line in self._follower.lines():
+                try:
+                    row = msgspec.json.decode(line, type=dict[str, Any])
+                    if EVALUATION in row:
+                        self._evaluations.append(row)
+                    else:
+                        self._steps[int(row["step"])] = row, scalars(row)
+                except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+                    log.warning("%s: a line is no row of metrics and is left out: %r", self._follower.path, error)
+            return [self._steps[step] for step in sorted(self._steps)]
+
+
+def present(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
+    """What a person wants to know at first: the last step, and means over the newest `RECENT`; empty without a step. The first
+    step, which waits for the first episodes, is left out where there are others."""
+    if not rows:
+        return {}
+    last, steady = rows[-1], (rows[1:] or rows)[-RECENT:]
+    cycles = [sum(row.get(part) or 0.0 for part in ("wait_s", "step_s", "push_s")) for row in steady]
+    seconds = sum(cycles)
+    steps = config.learner.steps if config else None
+    return {
+        "step": last["step"],
+        "steps": steps,
+        "version": last.get("version"),
+        "time": last.get("time"),
+        "reward": last.get("reward_mean"),
+        "rewards": [row.get("reward_mean") for row in rows[-SPARK:]],
+        "first_reward": rows[0].get("reward_mean"),
+        "trained_tokens_per_s": total(steady, "tokens_trained") / seconds if seconds else None,
+        "generated_tokens_per_s": last.get("rollout_tokens_per_s"),
+        "staleness": last.get("staleness_mean"),
+        "staleness_max": last.get("staleness_max"),
+        "bound": config.buffer.max_staleness if config else None,
+        "learner_idle": learner_idle(steady),
+        "rollout_idle": rollout_idle(steady),
+        "cycle_s": statistics.median(cycles),
+        "left_s": max(0, steps - last["step"]) * statistics.median(cycles) if steps else None,
+        "over": len(steady),
+        "alike": alike_share(steady),
+        "ess": last.get("ess"),
+        "mismatch_max": last.get("mismatch_max"),
+        "entropy": last.get("entropy"),
+        "outcomes": outcomes(steady),
+    }
+
+
+def corrections(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
+    """Tokens trained at each staleness in the whole run, and how the correction weighed them there."""
+    names = ("ess", "kl", "clip_fraction", "weight")
+    return {
+        "bound": config.buffer.max_staleness if config else None,
+        "tokens": staleness_tokens(rows),
+        "metrics": {name: by_staleness(rows, name) for name in names},
+        "steps": len(rows),
+    }

@@ -1,0 +1,122 @@
+"""The gauges of all processes of a run, one line a second each, as columns over time.
+
+Invariants:
+- A gauge that a process did not report in a second is missing there, never 0.
+- What counts from the start of a process is shown per second; where the process was replaced there is a gap.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..monitor.timeline import SERIES
+from .follow import LineFollower
+
+COUNTERS = ("cpu_s", "tokens", "delivered", "generated", "trained_tokens")  # last parts of the names of what only grows
+OLD = ".old.jsonl"  # ends the name of the older half of a file, see `monitor.timeline`
+
+
+class RoleGauges:
+    """Of one role, over all processes that had it."""
+
+    def __init__(self) -> None:
+        self.times = array("d")
+        self.columns: dict[str, array[float]] = {}  # name -> a value for each time, NaN where it is missing
+        self.last: dict[str, Any] = {}  # the newest line
+        self.pid = ""  # of the process that wrote it
+
+    def add(self, line: Mapping[str, Any], pid: str) -> None:
+        at = len(self.times)
+        self.times.append(line["t"])
+        for name, value in _numbers(line):
+            if name not in self.columns:
+                self.columns[name] = array("d", [math.nan]) * at
+            self.columns[name].append(value)
+        for column in self.columns.values():
+            if len(column) == at:
+                column.append(math.nan)
+        self.last, self.pid = dict(line), pid
+
+    def between(self, t0: float, t1: float, points: int) -> dict[str, list[float | None]]:
+        """Means over `points` equal parts of the time from `t0` to `t1`."""
+        first, last = bisect_left(self.times, t0), bisect_right(self.times, t1)
+        times = np.array(self.times[first:last])
+        if not len(times):
+            return {}
+        part = np.minimum(((times - t0) / max(t1 - t0, 1e-9) * points).astype(int), points - 1)
+        found = {}
+        for name, column in self.columns.items():
+            values = np.array(column[first:last])
+            if name.rpartition(".")[2] in COUNTERS:
+                values = _rates(times, values)
+            known = np.isfinite(values)
+            if known.any():
+                sums = np.bincount(part[known], values[known], points)
+                counts = np.bincount(part[known], minlength=points)
+                found[name] = [
+                    round(s / n, 4) if n else None for s, n in zip(sums.tolist(), counts.tolist(), strict=True)
+                ]
+        return found
+
+
+class GaugeTable:
+    """Of the run in `folder`; from any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / SERIES
+        self._files: dict[str, LineFollower] = {}
+        self._roles: dict[str, RoleGauges] = {}
+        self._lock = threading.Lock()
+
+    def roles(self) -> dict[str, RoleGauges]:
+        """Up to now. Raises OSError."""
+        with self._lock:
+            for path in sorted(self._folder.glob("*.jsonl")) if self._folder.is_dir() else ():
+                if path.name.endswith(OLD):
+                    continue  # was read under its first name, or is read with the newer half
+                if path.name not in self._files:
+                    self._files[path.name] = LineFollower(path)
+                    self._read(path.name, LineFollower(path.with_name(path.name.removesuffix(".jsonl") + OLD)))
+                self._read(path.name, self._files[path.name])
+            return dict(self._roles)
+
+    def bounds(self) -> tuple[float, float] | None:
+        """The first time and the last; None before the first line."""
+        times = [role.times for role in self.roles().values() if role.times]
+        return (min(one[0] for one in times), max(one[-1] for one in times)) if times else None
+
+    def _read(self, name: str, follower: LineFollower) -> None:
+        role, pid = name.split(".")[:2]
+        for data in follower.lines():
+            try:
+                line = msgspec.json.decode(data, type=dict[str, Any])
+                self._roles.setdefault(role, RoleGauges()).add({"t": float(line["t"]), **line}, pid)
+            except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+                continue  # a line that a killed process left
+
+
+def _numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Every number of a line but its time, `replicas.engine-0.kv` by its whole name."""
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}.")
+        elif isinstance(value, int | float) and not (name == "t" and not prefix):
+            yield prefix + name, float(value)
+
+
+def _rates(times: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Per second since the value before; NaN where it fell."""
+    rates = np.full(len(values), np.nan)
+    if len(values) > 1:
+        grown, took = np.diff(values), np.diff(times)
+        rates[1:] = np.where((grown >= 0) & (took > 0), grown / np.maximum(took, 1e-9), np.nan)
+    return rates

@@ -1,0 +1,131 @@
+"""The runs that a page shows: a run's folder, or every run in a folder."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..configs import Config, load
+from ..errors import ConfigError, SlipstreamError
+from .accounts import TokenAccounts
+from .curves import MetricsTable, present
+from .gauges import GaugeTable
+from .index import TrajectoryIndex
+from .store import StoreReader
+from .texts import TokenTexts
+from .timeline import Timeline
+from .trajectory import TrajectoryReader
+
+CONFIG = "config.yaml"
+RUNS_LIMIT = 200  # folders that are shown of one; more are no comparison
+
+
+class RunAccess(msgspec.Struct, frozen=True):
+    """What only the room of launches knows of a run's folder."""
+
+    is_active: Callable[[Path], bool]  # whether a process writes to the run now
+    status: Callable[[Path], Awaitable[Any]]  # replicas and waits of an active run; raises SlipstreamError
+
+
+class WatchedRun:
+    """A run and what was read of it so far."""
+
+    def __init__(self, name: str, folder: Path, access: RunAccess) -> None:
+        self.name = name
+        self.folder = folder
+        self.access = access
+        self.store = StoreReader(folder, self.is_active)
+        self.metrics = MetricsTable(folder)
+        self.gauges = GaugeTable(folder)
+        self.timeline = Timeline(folder, self.gauges, self.store)
+        self.accounts = TokenAccounts(self.store)
+        self.index = TrajectoryIndex(self.store)
+        self._lock = threading.Lock()
+        self._config: tuple[int, Config | None, str] = (
+            0,
+            None,
+            "",
+        )  # when its file was changed, what is in it, or why not
+
+    def is_active(self) -> bool:
+        return self.access.is_active(self.folder)
+
+    @functools.cached_property
+    def reader(self) -> TrajectoryReader:
+        config, _ = self.config()
+        return TrajectoryReader(self.store, TokenTexts(self.folder, config.model.path if config else ""))
+
+    def config(self) -> tuple[Config | None, str]:
+        """The run's config, and why there is none: it may be of another version of the program."""
+        path = self.folder / CONFIG
+        with self._lock:
+            try:
+                changed = path.stat().st_mtime_ns
+                if changed != self._config[0]:
+                    self._config = changed, load(str(path)), ""
+            except (SlipstreamError, OSError) as error:
+                self._config = self._config[0], None, str(error)
+            return self._config[1:]
+
+    def summary(self) -> dict[str, Any]:
+        """For the list of runs, and the view of the present."""
+        config, error = self.config()
+        settings = None
+        if config is not None:
+            settings = {
+                "max_staleness": config.buffer.max_staleness,
+                "groups_per_batch": config.buffer.groups_per_batch,
+                "group_size": config.buffer.group_size,
+                "engine": type(config.rollout.engine).__name__,
+                "replicas": config.rollout.engine.replicas,
+                "model": config.model.path,
+            }
+        found = {"name": self.name, "folder": str(self.folder), "active": self.is_active(), "error": error}
+        return {**found, "settings": settings, "now": present(self.metrics.rows(), config)}
+
+    def changes(self) -> tuple[tuple[int, int], ...]:
+        """What differs after the run has written something that a page shows."""
+        names = ("metrics.jsonl", "buffer.sqlite", "buffer.sqlite-wal", "evaluations.json", "control.json", CONFIG)
+        return tuple(_changed(self.folder / name) for name in names)
+
+
+class RunFolder:
+    """`root` is a run's folder, or a folder that has some. Raises ConfigError where there is no run."""
+
+    def __init__(self, root: Path, access: RunAccess) -> None:
+        self.root = root
+        self._access = access
+        self._runs: dict[str, WatchedRun] = {}
+        self._lock = threading.Lock()
+        if not self.runs():
+            raise ConfigError(f"{root} holds no run: there is no {CONFIG} in it, nor in a folder in it")
+
+    def runs(self) -> list[WatchedRun]:
+        """By name; those that began since the last call included."""
+        single = (self.root / CONFIG).is_file()
+        folders = [self.root] if single else sorted(path.parent for path in self.root.glob(f"*/{CONFIG}"))
+        with self._lock:
+            for folder in folders[:RUNS_LIMIT]:
+                if folder.name not in self._runs:
+                    self._runs[folder.name] = WatchedRun(folder.name, folder, self._access)
+            return [self._runs[folder.name] for folder in folders[:RUNS_LIMIT]]
+
+    def run(self, name: str) -> WatchedRun:
+        """Raises ConfigError where there is none of that name."""
+        found = next((run for run in self.runs() if run.name == name), None)
+        if found is None:
+            raise ConfigError(f"{self.root} holds no run {name!r}")
+        return found
+
+
+def _changed(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_mtime_ns, status.st_size

@@ -1,0 +1,100 @@
+"""Texts of tokens, by the tokenizer that the run keeps a copy of, else by that of its model's folder.
+
+Invariants:
+- A character that several tokens make together belongs to the last of them; the others have no text.
+- Where there is no tokenizer, numbers are shown, and nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+TOKENIZER = "tokenizer"  # folder of a run: the copy of its model's tokenizer
+FILE = "tokenizer.json"
+CUT = 20_000  # characters of a message; the tokens have all of it
+ROLES = (
+    "system",
+    "developer",
+    "user",
+    "assistant",
+    "tool",
+    "ipython",
+    "function",
+    "model",
+)  # as chat formats spell them
+
+
+class ShownMessage(msgspec.Struct, frozen=True):
+    """Tokens `[start, end)`. `role` is what the chat format has there between its control tokens, "" where that is no role;
+    `turn` is the number of the turn that sampled it, None for what the policy was given."""
+
+    start: int
+    end: int
+    role: str
+    turn: int | None
+    text: str
+    cut: bool  # whether the text ends before the tokens do
+
+
+class TokenTexts:
+    def __init__(self, folder: Path, model: str) -> None:
+        """Of the run in `folder`, whose config says `model` for `model.path`."""
+        found = (path for path in (folder / TOKENIZER / FILE, Path(model) / FILE) if path.is_file())
+        self.source = next(found, None)
+        self._tokenizer = None if self.source is None else Tokenizer.from_file(str(self.source))
+        added = {} if self._tokenizer is None else self._tokenizer.get_added_tokens_decoder()
+        self._control = frozenset(id for id, token in added.items() if token.special)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token; empty for the first ones of a character that several make."""
+        if self._tokenizer is None:
+            return [f"[{id}]" for id in ids]
+        stream = DecodeStream(skip_special_tokens=False)
+        return [self._step(stream, id) for id in ids]
+
+    def text(self, ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return " ".join(f"[{id}]" for id in ids)
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def messages(self, ids: Sequence[int], turns: Iterable[tuple[int, int]]) -> list[ShownMessage]:
+        """A trajectory as a conversation: its turns, and what is between them, split at the control tokens of the chat format."""
+        found: list[ShownMessage] = []
+        at = 0
+        for number, (start, end) in enumerate(turns):
+            found += self._given(ids, at, start)
+            while end > start and ids[end - 1] in self._control:
+                end -= 1  # the control token that ends the turn belongs to the format
+            found.append(self._message(ids, start, end, "assistant", number))
+            at = end
+        return found + self._given(ids, at, len(ids))
+
+    def _given(self, ids: Sequence[int], start: int, end: int) -> list[ShownMessage]:
+        """What the policy was given in `[start, end)`."""
+        cuts = [i for i in range(start, end) if ids[i] in self._control]
+        found, role = list[ShownMessage](), ""
+        for begin, until in zip([start, *(i + 1 for i in cuts)], [*cuts, end], strict=True):
+            message = self._message(ids, begin, until, role, None)
+            first, _, rest = message.text.strip().partition("\n")
+            if begin > start and first.strip() in ROLES:
+                role, text = first.strip(), rest
+            else:
+                text = message.text
+            if text.strip():
+                found.append(msgspec.structs.replace(message, role=role, text=text.strip()))
+                role = ""
+        return found
+
+    def _message(self, ids: Sequence[int], start: int, end: int, role: str, turn: int | None) -> ShownMessage:
+        most = start + CUT  # a token has a character at least, nearly always
+        text = self.text(ids[start : min(end, most)])
+        return ShownMessage(start, end, role, turn, text[:CUT], end > most or len(text) > CUT)
+
+    def _step(self, stream: DecodeStream, id: int) -> str:
+        assert self._tokenizer is not None
+        return stream.step(self._tokenizer, id) or ""

@@ -1,0 +1,142 @@
+"""What happened when: phases of the learner and parts of pushes, gauges of all processes, and the life of the episodes of a batch.
+
+Invariants:
+- Times are absolute, as they were recorded; hosts may have clocks that differ.
+- A window has the spans that touch it, the gauges as means over its parts: the answer's size does not grow with the run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..buffer.trajectory import BatchRow, EncodedRow
+from ..common.spans import Span
+from ..errors import StoreError, WireError
+from ..monitor.timeline import SPANS
+from .follow import LineFollower
+from .gauges import GaugeTable
+from .store import StoreReader
+
+PHASES = ("recover", "first_rollout", "take", "train", "commit", "publish", "checkpoint")
+WINDOW_S = 60.0  # shown at first: the newest of a run
+POINTS = 300  # parts of a window that gauges are means over
+SPANS_SHOWN = 4000  # of a window; more are thinner than a pixel
+EPISODES = 512  # of a batch
+LEARNER = "learner-0"
+
+
+class Timeline:
+    """Of the run in `folder`; from any thread."""
+
+    def __init__(self, folder: Path, gauges: GaugeTable, store: StoreReader) -> None:
+        self._folder = folder / SPANS
+        self._gauges = gauges
+        self._store = store
+        self._files: dict[str, LineFollower] = {}
+        self._spans: list[Span] = []  # of the learner's rank 0, by their ends
+        self._lock = threading.Lock()
+
+    def window(self, t0: float | None, t1: float | None) -> dict[str, Any]:
+        """From `t0` to `t1`, by default the newest `WINDOW_S`. Raises OSError."""
+        spans = self._follow()
+        known = [bound for bound in (self._gauges.bounds(), (spans[0].t0, spans[-1].t1) if spans else None) if bound]
+        if not known:
+            return {"bounds": None, "phases": [], "pushes": [], "series": {}}
+        first, last = min(bound[0] for bound in known), max(bound[1] for bound in known)
+        t1 = last if t1 is None else t1
+        t0 = max(first, t1 - WINDOW_S) if t0 is None else t0
+        touching = [span for span in spans if span.t1 >= t0 and span.t0 <= t1][-SPANS_SHOWN:]
+        series = {
+            role: found for role, gauges in self._gauges.roles().items() if (found := gauges.between(t0, t1, POINTS))
+        }
+        return {
+            "bounds": [first, last],
+            "t0": t0,
+            "t1": t1,
+            "points": POINTS,
+            "phases": [span for span in touching if span.what in PHASES],
+            "pushes": [span for span in touching if span.what not in PHASES],
+            "series": series,
+        }
+
+    def batch(self, version: int) -> dict[str, Any]:
+        """The episodes of the batch that `version` was made from: what each did and when. Raises StoreError."""
+        query = (
+            "SELECT t.header, t.length, g.id, g.leased_time, g.ready_time, g.taken_time, e.delivered_time, e.withheld"
+            " FROM groups g JOIN episodes e ON e.group_id = g.id JOIN trajectories t ON t.episode_id = e.id"
+            " WHERE g.trained_at = ? ORDER BY g.id, t.rowid LIMIT ?"
+        )
+        with self._store.open() as db:
+            rows = db.all(query, version, EPISODES)
+            commit = db.one("SELECT time, max_staleness, groups_per_batch FROM commits WHERE version = ?", version)
+            versions = db.one("SELECT min(trained_at), max(trained_at) FROM groups")
+        episodes: dict[str, dict[str, Any]] = {}
+        for header, length, group, leased, ready, taken, delivered, withheld in rows:
+            h = self._decode(header, length)
+            one = episodes.setdefault(
+                h.episode,
+                {
+                    "id": h.id, "group": group, "member": h.member, "reward": h.reward, "outcome": h.outcome.label,
+                    "withheld": withheld, "started": h.started, "ended": h.started + h.timings.get("total", 0.0),
+                    "leased": leased, "delivered": delivered, "ready": ready, "taken": taken, "parts": [],
+                },
+            )  # fmt: skip
+            one["parts"] += _parts(h)
+        names = ("time", "max_staleness", "groups_per_batch")
+        return {
+            "version": version,
+            "first": versions[0] if versions else None,
+            "last": versions[1] if versions else None,
+            "commit": dict(zip(names, commit, strict=True)) if commit else None,
+            "episodes": list(episodes.values()),
+        }
+
+    def _decode(self, header: bytes, length: int) -> BatchRow:
+        try:
+            return EncodedRow(header, length, 0).decode()
+        except (WireError, TypeError) as error:
+            raise StoreError(f"{self._store.path} is damaged: {error}") from None
+
+    def _follow(self) -> Sequence[Span]:
+        with self._lock:
+            added = False
+            for path in sorted(self._folder.glob(f"{LEARNER}.*.jsonl")) if self._folder.is_dir() else ():
+                if path.name.endswith(".old.jsonl"):
+                    continue
+                if path.name not in self._files:
+                    self._files[path.name] = LineFollower(path)
+                    added |= self._read(LineFollower(path.with_name(path.name.removesuffix(".jsonl") + ".old.jsonl")))
+                added |= self._read(self._files[path.name])
+            if added:
+                self._spans.sort(key=lambda span: span.t1)
+            return list(self._spans)
+
+    def _read(self, follower: LineFollower) -> bool:
+        before = len(self._spans)
+        for line in follower.lines():
+            try:
+                self._spans.append(msgspec.json.decode(line, type=Span))
+            except msgspec.MsgspecError:
+                continue  # a line that a killed process left
+        return len(self._spans) > before
+
+
+def _parts(h: BatchRow) -> list[tuple[float, float, str, int | None]]:
+    """(begin, end, what, version) of a branch: requests in the router's queue, until their first token, decoding; and calls of its
+    environment. Turns that another branch sampled are left out."""
+    found: list[tuple[float, float, str, int | None]] = []
+    for turn in h.turns:
+        versions = [span.version for span in h.version_spans if turn.start <= span.start < turn.end]
+        if not turn.asked or not versions:
+            continue
+        queued = turn.asked + turn.queued_s
+        first = queued + turn.first_s
+        found += [(turn.asked, queued, "queue", None), (queued, first, "prefill", None)]
+        found.append((first, first + turn.decode_s, "decode", versions[-1]))
+    found += [(call.begin, call.end, "failed" if call.error else call.what, None) for call in h.env_calls]
+    return [part for part in found if part[1] > part[0]]

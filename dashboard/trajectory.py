@@ -1,0 +1,248 @@
+"""One trajectory and one group, read from the store when they are asked for.
+
+Invariants:
+- A request reads the header and the bytes that it shows: the cost of a window does not grow with the trajectory.
+- What is not recorded is null; nothing is made up in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..buffer.admission import ReplayCounters
+from ..buffer.segments import read_arrays, segments_path, starts_of
+from ..buffer.trajectory import TOKEN_BYTES, BatchRow, EncodedRow
+from ..errors import ConfigError, StoreError, WireError
+from .store import ReadConnection, StoreReader
+from .texts import ShownMessage, TokenTexts
+
+WINDOW = 2048  # tokens that a page draws at once
+BINS = 2000  # columns of a strip, at most
+MEMBERS = 64  # of a group that are shown side by side
+ANSWER = 2000  # characters of a member's last turn there
+AHEAD = 8  # tokens decoded before a window, so that a character that begins before it is whole
+ROW = (
+    "SELECT t.header, t.length, t.arrays, e.account, e.withheld, e.loss_from, e.reason, e.delivered_time,"
+    " g.state, g.leased_at, g.trained_at, g.leased_time, g.ready_time, g.taken_time"
+    " FROM trajectories t JOIN episodes e ON e.id = t.episode_id JOIN groups g ON g.id = t.group_id"
+)
+
+
+class StoredTrajectory(msgspec.Struct, frozen=True):
+    """A row of the store with those of its episode and its group."""
+
+    header: BatchRow
+    position: int | None  # of its arrays; None once they were dropped
+    account: str
+    withheld: str | None
+    loss_from: int | None
+    reason: str
+    delivered_time: float | None
+    state: str
+    leased_at: int
+    trained_at: int | None
+    leased_time: float | None
+    ready_time: float | None
+    taken_time: float | None
+    version: int  # of the learner now
+
+    @property
+    def learner_version(self) -> int:
+        """The version that staleness is counted from: of the learner as it took the batch, or now."""
+        return self.version if self.trained_at is None else self.trained_at - 1
+
+    @property
+    def oldest_with_loss(self) -> int | None:
+        """The oldest version whose tokens carried loss, -1 where that is still open; None where none did."""
+        return self.loss_from if self.account == "trained" else -1
+
+
+class TrajectoryReader:
+    def __init__(self, store: StoreReader, texts: TokenTexts) -> None:
+        self._store = store
+        self._texts = texts
+        self._arrays = segments_path(store.path)
+
+    def describe(self, id: str, bins: int) -> dict[str, Any]:
+        """Everything of a trajectory but its tokens, and a strip of `bins` columns over all of them. Raises StoreError."""
+        one = self._read(id)
+        h = one.header
+        fields = msgspec.to_builtins(h)
+        kept = {
+            name: getattr(one, name)
+            for name in StoredTrajectory.__struct_fields__
+            if name not in ("header", "position")
+        }
+        turns = [dict(zip(turn.__struct_fields__, msgspec.structs.astuple(turn), strict=True)) for turn in h.turns]
+        calls = [dict(zip(c.__struct_fields__, msgspec.structs.astuple(c), strict=True)) for c in h.env_calls]
+        return {
+            **{
+                name: fields[name]
+                for name in ("id", "group_id", "member", "branch", "task_id", "env", "reward", "started")
+            },
+            **{name: fields[name] for name in ("turn_rewards", "outcome", "timings", "metrics", "version_spans")},
+            **kept,
+            "turns": turns,
+            "env_calls": calls,
+            "tokens": len(h),
+            "sampled": h.sampled,
+            "learner_version": one.learner_version,
+            "has_tokens": one.position is not None,
+            "tokenizer": self._texts.source is not None,
+            "strip": self._strip(one, bins),
+        }
+
+    def window(self, id: str, start: int, end: int) -> dict[str, Any]:
+        """Tokens `[start, end)`: ids, texts, log-probs, versions (-1: not sampled), staleness, and loss: 0 for context, 1 for
+        tokens with loss, 2 for sampled ones without. Raises StoreError, or ConfigError for more than `WINDOW` tokens."""
+        one = self._read(id)
+        if not 0 <= start < end <= len(one.header) or end - start > WINDOW:
+            raise ConfigError(f"window: {start} to {end} of {len(one.header)} tokens; allowed are {WINDOW} at once")
+        ahead = max(0, start - AHEAD)
+        ids = self._ids(one, ahead, end)
+        versions = one.header.versions()[start:end]
+        sampled = versions >= 0
+        return {
+            "start": start,
+            "end": end,
+            "ids": ids[start - ahead :].tolist(),
+            "texts": self._texts.pieces(ids.tolist())[start - ahead :],
+            "logprobs": np.round(self._logprobs(one, start, end), 5).astype(np.float64).tolist(),
+            "versions": versions.tolist(),
+            "staleness": np.where(sampled, one.learner_version - versions, -1).tolist(),
+            "loss": _loss(one, versions).tolist(),
+        }
+
+    def messages(self, id: str) -> list[ShownMessage]:
+        """The conversation. Raises StoreError."""
+        one = self._read(id)
+        ids = self._ids(one, 0, len(one.header)).tolist()
+        return self._texts.messages(ids, [(turn.start, turn.end) for turn in one.header.turns])
+
+    def group(self, id: int) -> dict[str, Any]:
+        """A group and its trajectories, with the last turn of each. Raises StoreError."""
+        with self._store.open() as db:
+            group = db.one(
+                "SELECT state, leased_at, trained_at, leased_time, ready_time, taken_time FROM groups WHERE id = ?", id
+            )
+            if group is None:
+                raise StoreError(
+                    f"group {id} is not in the buffer: there was none, or its rows were dropped to free space"
+                )
+            rows = db.all(f"{ROW} WHERE t.group_id = ? LIMIT ?", id, MEMBERS)
+            found = [self._stored(db, row) for row in rows]
+            around = db.one(
+                "SELECT (SELECT max(id) FROM groups WHERE id < ?), (SELECT min(id) FROM groups WHERE id > ?)", id, id
+            )
+        found.sort(key=lambda one: (one.header.member, one.header.branch))
+        names = ("state", "leased_at", "trained_at", "leased_time", "ready_time", "taken_time")
+        members = [self._member(one) for one in found]
+        prompt = self._prompt(found[0]) if found else []
+        before, after = around or (None, None)
+        return {"id": id, **dict(zip(names, group, strict=True)), "members": members, "prompt": prompt,
+                "task": found[0].header.task_id if found else "", "previous": before, "next": after}  # fmt: skip
+
+    def _member(self, one: StoredTrajectory) -> dict[str, Any]:
+        h = one.header
+        texts: list[str] = []
+        if one.position is not None and h.turns:
+            for turn in h.turns:
+                ids = self._ids(one, turn.start, turn.end).tolist()
+                texts.append(self._texts.text(ids[:ANSWER])[:ANSWER])
+        return {
+            "id": h.id, "reward": h.reward, "outcome": h.outcome.label, "detail": h.outcome.detail, "tokens": len(h),
+            "sampled": h.sampled, "turns": len(h.turns), "seconds": round(h.timings.get("total", 0.0), 3),
+            "account": one.account, "withheld": one.withheld, "texts": texts,
+            "versions": sorted({span.version for span in h.version_spans}),
+        }  # fmt: skip
+
+    def _prompt(self, one: StoredTrajectory) -> list[ShownMessage]:
+        if one.position is None or not one.header.turns:
+            return []
+        ids = self._ids(one, 0, one.header.turns[0].start).tolist()
+        return self._texts.messages(ids, [])
+
+    def _strip(self, one: StoredTrajectory, bins: int) -> dict[str, Any] | None:
+        """By column of tokens: the share of tokens with loss and without, the largest staleness, the newest version, and the mean
+        log-prob of the sampled ones; null where none was sampled."""
+        total = len(one.header)
+        if one.position is None or not 0 < bins <= BINS:
+            return None
+        edges = np.unique(np.linspace(0, total, min(bins, total) + 1).astype(np.int64))
+        starts, widths = edges[:-1], np.diff(edges)
+        versions = one.header.versions()
+        loss, sampled = _loss(one, versions), versions >= 0
+        counts = np.add.reduceat(sampled, starts, dtype=np.int64)
+        staleness = np.maximum.reduceat(np.where(sampled, one.learner_version - versions, -1), starts)
+        logprobs = np.add.reduceat(self._logprobs(one, 0, total).astype(np.float64), starts)
+        shares = {
+            name: np.round(np.add.reduceat(loss == code, starts, dtype=np.int64) / widths, 3)
+            for name, code in LOSS.items()
+        }
+        some = counts > 0
+        return {
+            "edges": edges.tolist(),
+            **{name: share.tolist() for name, share in shares.items()},
+            "staleness": _where(some, staleness),
+            "version": _where(some, np.maximum.reduceat(versions, starts)),
+            "logprob": _where(some, np.round(logprobs / np.maximum(counts, 1), 4)),
+        }
+
+    def _read(self, id: str) -> StoredTrajectory:
+        with self._store.open() as db:
+            row = db.one(f"{ROW} WHERE t.id = ?", id)
+            if row is None:
+                raise StoreError(
+                    f"trajectory {id} is not in the buffer: there was none, or its rows were dropped to free space"
+                )
+            return self._stored(db, row)
+
+    def _stored(self, db: ReadConnection, row: Sequence[Any]) -> StoredTrajectory:
+        counters = db.one("SELECT value FROM counters")
+        version = msgspec.json.decode(counters[0], type=ReplayCounters).version if counters else 0
+        header, length, *others = row
+        names = StoredTrajectory.__struct_fields__[1:-1]
+        try:
+            fields = dict(zip(names, others, strict=True))
+            return StoredTrajectory(header=EncodedRow(header, length, 0).decode(), **fields, version=version)
+        except (WireError, TypeError) as error:
+            raise StoreError(f"{self._store.path} is damaged: {error}") from None
+
+    def _ids(self, one: StoredTrajectory, start: int, end: int) -> NDArray[np.int32]:
+        return np.frombuffer(self._bytes(one, 4 * start, 4 * (end - start)), dtype=np.int32)
+
+    def _logprobs(self, one: StoredTrajectory, start: int, end: int) -> NDArray[np.float32]:
+        data = self._bytes(one, 4 * len(one.header) + 4 * start, 4 * (end - start))
+        return np.frombuffer(data, dtype=np.float32)
+
+    def _bytes(self, one: StoredTrajectory, offset: int, size: int) -> bytes:
+        """Of its arrays: 4 T of ids, 4 T of log-probs, T of the loss mask."""
+        assert offset + size <= TOKEN_BYTES * len(one.header)
+        data = (
+            b""
+            if one.position is None
+            else read_arrays(self._arrays, starts_of(self._arrays), one.position + offset, size)
+        )
+        if len(data) < size:
+            raise StoreError(f"the tokens of trajectory {one.header.id} were dropped to free space (`buffer.keep`)")
+        return data
+
+
+LOSS = {"loss": 1, "without": 2}  # the values of `_loss` beside 0, context
+
+
+def _loss(one: StoredTrajectory, versions: NDArray[np.int32]) -> NDArray[np.int8]:
+    """int8[T]: 0 not sampled, 1 sampled, 2 sampled and trained on without loss (`withheld`)."""
+    oldest = one.oldest_with_loss
+    sampled = versions >= 0
+    carried = sampled & (versions >= oldest) if oldest is not None else np.zeros_like(sampled)
+    return np.where(sampled, np.where(carried, 1, 2), 0).astype(np.int8)
+
+
+def _where(some: NDArray[np.bool_], values: NDArray[Any]) -> list[Any]:
+    return [value if there else None for value, there in zip(values.tolist(), some.tolist(), strict=True)]

@@ -1,0 +1,111 @@
+"""Asking a dashboard's server, and what must hold of every run that it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from slipstream.buffer.ledger_report import ledger_report
+from slipstream.dashboard.app import DashServer
+from slipstream.dashboard.runs import RunAccess, RunFolder
+from slipstream.errors import ConfigError
+from slipstream.monitor.timeline import read_spans
+from slipstream.tests.runs import query
+
+
+async def no_status(_: Path) -> None:
+    raise ConfigError("the run is not active")
+
+
+IDLE = RunAccess(lambda _: False, no_status)
+ACTIVE = RunAccess(lambda _: True, no_status)
+
+
+class Asked:
+    def __init__(self, server: DashServer, client: aiohttp.ClientSession) -> None:
+        self.server = server
+        self.client = client
+
+    async def __call__(self, path: str, **given: object) -> Any:
+        url = f"http://127.0.0.1:{self.server.port}{path}"
+        async with self.client.get(url, params={name: str(value) for name, value in given.items()}) as response:
+            body = await response.json()
+            assert response.status == 200, body
+            return body
+
+    async def refused(self, path: str, **given: object) -> tuple[int, str]:
+        url = f"http://127.0.0.1:{self.server.port}{path}"
+        async with self.client.get(url, params={name: str(value) for name, value in given.items()}) as response:
+            return response.status, (await response.json())["error"]
+
+
+def check_dashboard(run: Path) -> None:
+    """Of a real run that is over: what the page shows of its tokens is what the learner says it trained on."""
+
+    async def look() -> None:
+        async with DashServer(RunFolder(run, IDLE), "127.0.0.1", 0, "") as server, aiohttp.ClientSession() as client:
+            asked = Asked(server, client)
+            page = await asked(f"/api/runs/{run.name}/trajectories", limit=200)
+            assert page["total"] == query(run, "SELECT count(*) FROM trajectories")[0][0] > 0
+            found: Counter[str] = Counter()
+            for row in page["rows"]:
+                path = f"/api/runs/{run.name}/trajectories/{row['id']}"
+                one = await asked(path)
+                tokens = await asked(f"{path}/tokens", start=0, end=one["tokens"])
+                if one["account"] == "trained" and one["trained_at"] is not None:
+                    found.update(
+                        str(s) for s, loss in zip(tokens["staleness"], tokens["loss"], strict=True) if loss == 1
+                    )
+                messages = await asked(f"{path}/messages")
+                assert [m["role"] for m in messages[:2]] == ["system", "user"] or messages[0]["role"] == "user"
+                assert any("calculator" in m["text"] for m in messages)
+                assert (await asked(f"/api/runs/{run.name}/groups/{row['group']}"))["members"]
+            await check_views(asked, run)
+            rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            trained: Counter[str] = Counter()
+            for row in rows:
+                trained.update({s: n for s, n in row.get("staleness_tokens", {}).items() if n})
+            assert found == trained
+
+    asyncio.run(look())
+
+
+async def check_views(asked: Asked, run: Path) -> None:
+    """Accounts are those of the ledger, times those of the spans."""
+    base = f"/api/runs/{run.name}"
+    ledger = ledger_report(run / "buffer.sqlite").total
+    accounts = await asked(f"{base}/tokens")
+    assert accounts["generated"] == ledger.generated
+    assert accounts["accounts"].get("trained", 0) == ledger.trained
+    assert sum(accounts["accounts"].get(f"withheld_{why}", 0) for why in ledger.withheld) == sum(
+        ledger.withheld.values()
+    )
+    line = await asked(f"{base}/timeline", t0=0, t1=4e9)
+    first, last = line["bounds"]
+    spans = [span for role, span in read_spans(run) if role == "learner-0"]
+    whole = await asked(f"{base}/timeline", t0=first, t1=last)
+    assert len(whole["phases"]) + len(whole["pushes"]) == len(spans)
+    assert {"train", "take", "publish"} <= {one["what"] for one in whole["phases"]}
+    assert {"buffer", "worker-0", "learner-0"} <= whole["series"].keys()
+    assert any(value for value in whole["series"]["worker-0"]["tokens"] if value)
+    commits = query(run, "SELECT version, time FROM commits ORDER BY version")
+    for version, time in commits:
+        batch = await asked(f"{base}/batches/{version}")
+        assert batch["commit"]["time"] == time
+        assert len(batch["episodes"]) == 8
+        for one in batch["episodes"]:
+            assert one["started"] <= one["ended"] <= one["taken"] + 0.1
+            assert {"decode"} < {part[2] for part in one["parts"]}
+    found = await asked(f"{base}/environments")
+    assert (
+        sum(row["episodes"] for row in found["environments"])
+        == query(run, "SELECT count(DISTINCT episode_id) FROM trajectories")[0][0]
+    )
+    assert {"task", "reset", "step"} <= {row["what"] for row in found["calls"]}
+    found = await asked(f"{base}/processes")
+    assert {"buffer", "worker-0", "learner-0"} <= {one["role"] for one in found["processes"]}
+    assert (await asked(f"{base}/logs/{found['logs'][0]['name']}"))["bytes"] > 0

@@ -1,0 +1,217 @@
+"""The page in a real browser: every view opens without an error or a request to another host, and shows what the store has."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from slipstream.tests.dashboard_runs import MEMBERS, PLANTED, DashboardRun
+from slipstream.tests.runs import WAIT_S, query
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright (Python) is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (Debian: apt install chromium)"),
+]
+
+VIEWS = ("now", "curves", "trajectories", "staleness", "timeline", "tokens", "environments", "processes")
+SIZES = {"desktop": (1280, 900, "light"), "phone": (400, 800, "light"), "dark": (1280, 900, "dark")}
+GROUPS = 7
+FIRST_TOKEN_S = 1.5  # from the navigation, as OPERATION asks of a quiet machine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs: one that is over, another to compare with, and one without a step."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, groups in (("first", GROUPS), ("second", 4), ("third", 1)):
+        run = DashboardRun(root / name)
+        run.record(groups)
+        run.close()
+    (root / "third" / "metrics.jsonl").unlink()
+    return root
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    command = [sys.executable, "-m", "slipstream.launch.cli", "dash", str(folder), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().rpartition(" ")[2].strip()
+        process.terminate()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        launched = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+class Look:
+    """A page, and everything that was wrong with it."""
+
+    def __init__(self, browser: Any, url: str, size: str = "desktop") -> None:
+        width, height, scheme = SIZES[size]
+        self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(1e3 * WAIT_S / 8)
+        self.wrong: list[str] = []
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("console", lambda line: line.type in ("error", "warning") and self.wrong.append(line.text))
+        self.page.on(
+            "request", lambda request: request.url.startswith((url, "data:")) or self.wrong.append(request.url)
+        )
+        self.page.on(
+            "requestfailed", lambda request: "/api/events" in request.url or self.wrong.append(f"failed: {request.url}")
+        )
+        self.url = url
+
+    def open(self, address: str) -> Any:
+        self.page.goto(f"{self.url}#/{address}")
+        self.page.wait_for_selector("main h1, main .card")
+        return self.page
+
+    def close(self) -> None:
+        self.context.close()
+        assert self.wrong == []
+
+
+@pytest.fixture(params=SIZES)
+def look(request: pytest.FixtureRequest, browser: Any, url: str) -> Iterator[Look]:
+    found = Look(browser, url, request.param)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def desktop(browser: Any, url: str) -> Iterator[Look]:
+    found = Look(browser, url)
+    yield found
+    found.close()
+
+
+def test_every_view_opens_on_every_screen_and_is_no_wider(look: Look) -> None:
+    places = [
+        "",
+        *(f"first/{view}" for view in VIEWS),
+        "first/trajectory/4.0.1.0",
+        "first/group/4",
+        *(f"third/{view}" for view in VIEWS),
+    ]
+    for place in places:
+        page = look.open(place)
+        page.wait_for_load_state("networkidle") if place == "" else page.wait_for_timeout(150)
+        assert page.evaluate("document.title") != "owned", place
+        wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        assert wide <= 0, f"{place} is {wide} pixels wider than the screen"
+        assert page.query_selector("main .card, main .tile"), place
+        look.page.evaluate("location.hash = ''")
+
+
+def test_tokens_have_the_colors_of_their_staleness(desktop: Look, folder: Path) -> None:
+    began = time.monotonic()
+    page = desktop.open("first/trajectory/4.0.1.0")
+    page.wait_for_selector(".tokens span")
+    assert time.monotonic() - began < 10 * FIRST_TOKEN_S  # a machine that does other things is slower
+    sql = "SELECT t.header, g.trained_at, t.length FROM trajectories t JOIN groups g ON g.id = t.group_id WHERE t.id = '4.0.1.0'"
+    ((header, trained_at, length),) = query(folder / "first", sql)
+    wanted: Counter[str] = Counter()
+    for start, end, version, *_ in msgspec.msgpack.decode(header[1:])["version_spans"]:
+        wanted[str(trained_at - 1 - version)] += end - start
+    cells = page.eval_on_selector_all(
+        ".tokens span", "all => all.map(one => [one.dataset.staleness ?? null, one.style.background])"
+    )
+    assert len(cells) == length
+    assert Counter(age for age, _ in cells if age is not None) == wanted
+    assert len({color for age, color in cells if age is not None}) == len(wanted)
+    for by in ("mask", "staleness", "version", "logprob"):  # nothing is colored that was not sampled
+        page.click(f"button[data-by={by}]")
+        backgrounds = page.eval_on_selector_all(
+            ".tokens span", "all => all.map(one => [one.className, one.style.background])"
+        )
+        assert all((name == "context") == (color == "") for name, color in backgrounds), by
+    page.hover(".tokens span[data-staleness='2']")
+    page.wait_for_function("document.querySelector('.detail').textContent.includes('staleness 2')")
+    page.keyboard.press("Tab")
+    page.focus(".tokens")
+    page.keyboard.press("ArrowRight")
+    assert page.query_selector(".tokens span.at")
+
+
+def test_what_a_run_says_is_text(desktop: Look) -> None:
+    for place in ("first/trajectory/4.0.1.0", "first/group/4", "first/trajectories", "first/now", "first/environments"):
+        page = desktop.open(place)
+        page.wait_for_function("document.body.textContent.includes('onerror=')")
+        assert page.query_selector("main img, main script") is None
+        assert page.evaluate("document.title") != "owned"
+    page = desktop.open("first/trajectory/4.0.1.0")
+    page.click("button[role=tab]:nth-of-type(2)")
+    page.wait_for_selector(".message.sampled")
+    assert PLANTED in page.inner_text(".message.sampled:last-of-type")
+
+
+def test_from_a_point_of_the_reward_to_a_sibling(desktop: Look) -> None:
+    page = desktop.open("first/curves")
+    over = page.wait_for_selector("[data-chart=reward] .u-over")
+    box = over.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 20)
+    page.wait_for_function("location.hash.includes('trained_at=')")
+    page.wait_for_function(f"document.querySelectorAll('tbody tr').length === {MEMBERS}")
+    page.click("tbody tr:first-child")
+    page.wait_for_function("location.hash.includes('/trajectory/')")
+    page.wait_for_selector(".tokens span")
+    before = page.evaluate("location.hash")
+    page.wait_for_function("document.querySelector('h1 ~ a, .row a')?.textContent.includes(' of ')")
+    page.keyboard.press("[")
+    page.wait_for_function(f"location.hash !== {json.dumps(before)}")
+    page.click("a[href*='/group/']")
+    page.wait_for_selector(".members .card")
+    assert len(page.query_selector_all(".members > .card")) == MEMBERS
+
+
+def test_a_list_is_filtered_sorted_and_continued(desktop: Look) -> None:
+    page = desktop.open("first/trajectories")
+    page.wait_for_selector("tbody tr")
+    page.select_option("label:has-text('outcome') select", "truncated")
+    page.wait_for_function(f"document.querySelector('p.small b').textContent === '{GROUPS}'")
+    page.fill("label:has-text('task contains') input", "sum-3")
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.querySelector('p.small b').textContent === '1'")
+    page.click("text=show all")
+    page.wait_for_function(f"document.querySelector('p.small b').textContent === '{GROUPS * MEMBERS}'")
+    page.evaluate("location.hash = '#/first/trajectories?limit=5'")
+    page.click("text=show more")
+    page.wait_for_function("document.querySelectorAll('tbody tr').length === 10")
+
+
+def test_a_run_under_way_is_followed(browser: Any, tmp_path: Path) -> None:
+    run = DashboardRun(tmp_path / "run")
+    run.play()
+    command = [sys.executable, "-m", "slipstream.launch.cli", "dash", str(run.folder), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        look = Look(browser, process.stdout.readline().rpartition(" ")[2].strip())
+        page = look.open("run/trajectories")
+        page.wait_for_function(f"document.querySelectorAll('tbody tr').length === {MEMBERS}")
+        run.step()
+        run.play()
+        page.wait_for_function(f"document.querySelectorAll('tbody tr').length === {2 * MEMBERS}")
+        page.wait_for_function("document.body.textContent.includes('trained')")
+        process.kill()  # the page says so, and the run goes on
+        page.wait_for_function("document.querySelector('.live').textContent === 'the server is gone'")
+        run.step()
+        look.context.close()
+    run.close()

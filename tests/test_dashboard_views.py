@@ -1,0 +1,186 @@
+"""What the views over time and over all tokens say: sums that agree with the ledger, gauges without inventions."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from slipstream.buffer.ledger_report import ledger_report
+from slipstream.buffer.trajectory import Outcome
+from slipstream.dashboard.accounts import PART, TokenAccounts
+from slipstream.dashboard.app import DashServer
+from slipstream.dashboard.environments import environments
+from slipstream.dashboard.follow import LineFollower
+from slipstream.dashboard.gauges import GaugeTable
+from slipstream.dashboard.index import TrajectoryIndex
+from slipstream.dashboard.processes import TAIL
+from slipstream.dashboard.runs import RunFolder
+from slipstream.dashboard.store import StoreReader
+from slipstream.dashboard.timeline import Timeline
+from slipstream.tests.dashboard_runs import BEGAN, MEMBERS, PLANTED, DashboardRun
+from slipstream.tests.dashboards import IDLE, Asked
+from slipstream.tests.stores import opened, play
+
+
+def lines(path: Path, rows: Sequence[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(f"{json.dumps(row)}\n" for row in rows)
+
+
+def accounts_of(path: Path) -> dict[str, int]:
+    """The ledger's, by the names of the store's accounts."""
+    total = ledger_report(path).total
+    found = {"trained": total.trained, "ready": total.ready, "in_flight": total.in_flight, **total.discarded}
+    found |= {f"withheld_{reason}": tokens for reason, tokens in total.withheld.items()}
+    return {account: tokens for account, tokens in found.items() if tokens}
+
+
+def test_accounts_are_those_of_the_ledger_also_after_rows_became_sums(tmp_path: Path) -> None:
+    path = tmp_path / "buffer.sqlite"
+    replay = play(path, 2 * PART + 5)
+    accounts = TokenAccounts(StoreReader(tmp_path, lambda: True))
+    before = accounts.read()
+    assert before["accounts"] == accounts_of(path)
+    assert before["generated"] == ledger_report(path).total.generated
+    assert set(accounts._settled) == {0, 1}
+    by_version = ledger_report(path).by_version
+    assert {row["version"]: sum(row["accounts"].values()) for row in before["by_version"]} == {
+        version: ledger.generated for version, ledger in by_version.items()
+    }
+    with opened(path) as store:
+        while store.shrink(1, replay.counters().settled):
+            pass
+    with sqlite3.connect(path) as db:
+        assert db.execute("SELECT count(*) FROM archive").fetchone()[0] > 0
+    after = accounts.read()
+    assert after["accounts"] == before["accounts"] == accounts_of(path)
+    assert after["by_length"] == before["by_length"]
+
+
+def test_the_life_of_a_batch(tmp_path: Path) -> None:
+    run = DashboardRun(tmp_path / "run")
+    made = run.record(4)
+    run.close()
+    store = StoreReader(run.folder, lambda: False)
+    batch = Timeline(run.folder, GaugeTable(run.folder), store).batch(3)
+    assert (batch["first"], batch["last"], batch["commit"]) == (
+        1,
+        3,
+        {"time": BEGAN + 2, "max_staleness": 2, "groups_per_batch": 1},
+    )
+    assert [one["member"] for one in batch["episodes"]] == list(range(MEMBERS))
+    one = batch["episodes"][1]
+    origin = next(t for t in made if t.id == one["id"])
+    assert (one["started"], one["ended"]) == (origin.started, pytest.approx(origin.started + 1.1))
+    decoded = [part for part in one["parts"] if part[2] == "decode"]
+    assert [version for *_, version in decoded] == [0, 2]  # the newest of a turn's
+    assert decoded[1][:2] == (pytest.approx(origin.started + 0.53), pytest.approx(origin.started + 0.73))
+    assert {part[2] for part in one["parts"]} == {"queue", "prefill", "decode", "reset", "tool"}
+    assert Timeline(run.folder, GaugeTable(run.folder), store).batch(99)["episodes"] == []
+
+
+def test_gauges_have_gaps_where_nothing_was_said_and_rates_where_counts_only_grow(tmp_path: Path) -> None:
+    folder = tmp_path / "series"
+    lines(folder / "worker-0.11.old.jsonl", [{"t": 100.0, "playing": 1, "tokens": 0}])
+    lines(
+        folder / "worker-0.11.jsonl", [{"t": 101.0, "playing": 3, "tokens": 50, "replicas": {"engine-0": {"kv": 0.5}}}]
+    )
+    lines(folder / "learner-0.12.jsonl", [{"t": 100.0, "phase": "take"}])
+    table = GaugeTable(tmp_path)
+    assert table.bounds() == (100.0, 101.0)
+    lines(folder / "worker-0.11.jsonl", [{"t": 103.0, "playing": 5, "tokens": 150}])
+    lines(
+        folder / "worker-0.13.jsonl", [{"t": 104.0, "playing": 7, "tokens": 10}]
+    )  # another process: its counts begin anew
+    with (folder / "worker-0.13.jsonl").open("a") as file:
+        file.write('{"t": 105.0, "play')  # is being written
+    found = table.roles()["worker-0"].between(100.0, 105.0, 5)
+    assert found == {
+        "playing": [1, 3, None, 5, 7],
+        "tokens": [None, 50, None, 50, None],
+        "replicas.engine-0.kv": [None, 0.5, None, None, None],
+    }
+    assert table.roles()["worker-0"].pid == "13"
+    assert "phase" not in table.roles()["learner-0"].between(100.0, 105.0, 5)
+    with (folder / "worker-0.13.jsonl").open("a") as file:
+        file.write('ing": 9}\nno line of ours\n')
+    assert table.roles()["worker-0"].between(104.9, 105.1, 1)["playing"] == [9]
+
+
+def test_a_follower_reads_each_line_once_and_a_new_file_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    follower = LineFollower(path)
+    assert list(follower.lines()) == []
+    path.write_bytes(b"a\nb\nc")
+    assert list(follower.lines()) == [b"a", b"b"]
+    assert list(follower.lines()) == []
+    with path.open("ab") as file:
+        file.write(b"d\n")
+    assert list(follower.lines()) == [b"cd"]
+    path.rename(tmp_path / "old")
+    path.write_bytes(b"e\n")
+    assert list(follower.lines()) == [b"e"]
+    path.write_bytes(b"\n")
+    assert list(follower.lines()) == [b""]
+
+
+def test_failed_episodes_say_why_and_calls_how_long(tmp_path: Path) -> None:
+    run = DashboardRun(tmp_path / "run")
+    run.play()
+    run.step()
+    lease = run.replay.leases.grant("worker-0", 0.0)
+    assert lease is not None
+    failed = Outcome("failed", "tool", f"no connection {PLANTED}")
+    run.replay.leases.deliver(lease.episode(2), failed, {1: 7}, {})
+    run._save([])
+    run.close()
+    store = StoreReader(run.folder, lambda: False)
+    found = environments(TrajectoryIndex(store), store)
+    (env,) = found["environments"]
+    assert (env["env"], env["episodes"], env["reward"]) == ("calculator", MEMBERS, 0.5)
+    assert env["outcomes"] == {"finished": 3, "truncated": 1}
+    (failure,) = found["failures"]
+    assert (failure["id"], failure["reason"], failure["tokens"]) == (lease.episode(2), "tool", 7)
+    assert failure["detail"] == failed.detail
+    tool = next(row for row in found["calls"] if row["what"] == "tool")
+    assert (tool["calls"], tool["errors"], tool["p50"]) == (MEMBERS, 0, pytest.approx(0.2))
+
+
+async def test_logs_are_shown_from_their_end_and_only_those_of_the_run(tmp_path: Path) -> None:
+    run = DashboardRun(tmp_path / "run")
+    run.close()
+    (run.folder / "logs").mkdir()
+    (run.folder / "logs" / "buffer.log").write_text(
+        "\x1b[31mold\x1b[0m\n" + "x" * 99 + "\n" * TAIL + "last <b>line</b>\n"
+    )
+    lines(
+        run.folder / "series" / "buffer.7.jsonl",
+        [{"t": 100.0 + i, "cpu_s": i / 2, "rss": 1, "ready": 3} for i in range(5)],
+    )
+    async with DashServer(RunFolder(run.folder, IDLE), "127.0.0.1", 0, "") as server, aiohttp.ClientSession() as client:
+        asked = Asked(server, client)
+        found = await asked("/api/runs/run/processes")
+        assert [one["name"] for one in found["logs"]] == ["buffer.log"]
+        (process,) = found["processes"]
+        assert (process["role"], process["pid"], process["cores"], process["gauges"]) == (
+            "buffer",
+            "7",
+            0.5,
+            {"ready": 3},
+        )
+        tail = await asked("/api/runs/run/logs/buffer.log")
+        assert tail["text"].endswith("last <b>line</b>\n")
+        assert "old" not in tail["text"]
+        for name in ("..%2fconfig.yaml", "config.yaml", "nothing.log"):
+            status = (await asked.refused(f"/api/runs/run/logs/{name}"))[0]
+            assert status == 400
+        assert "not active" in (await asked.refused("/api/runs/run/status"))[1]
+        assert await asked("/api/runs/run/timeline", t0=0, t1=1)
+        for wrong in ("x", "nan", "inf"):
+            assert (await asked.refused("/api/runs/run/timeline", t0=wrong))[0] == 400
