@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from ..errors import ConfigError, SlipstreamError, with_deadline
+from ..errors import ConfigError, SlipstreamError, StoreError, with_deadline
 from .curves import corrections
 from .environments import environments
 from .index import TrajectoryQuery
@@ -238,7 +238,12 @@ def _curves(run: WatchedRun, request: web.Request) -> Any:
 
 
 def _summary(run: WatchedRun, _: web.Request) -> Any:
-    return run.summary() | {"newest": run.index.newest()}
+    """Curves can be read where the store cannot, for example one of an older version of the program."""
+    try:
+        found = {"newest": run.index.newest(), "problem": ""}
+    except StoreError as error:
+        found = {"newest": None, "problem": str(error)}
+    return run.summary() | found
 
 
 def _staleness(run: WatchedRun, _: web.Request) -> Any:

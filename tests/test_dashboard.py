@@ -301,6 +301,14 @@ async def test_what_is_missing_is_said(tmp_path: Path) -> None:
         assert "nothing" in found["old"]["error"]
         assert found["empty"]["now"] == {}
         assert (await asked("/api/runs/empty/trajectories"))["total"] == 0
+        with sqlite3.connect(run.folder / "buffer.sqlite") as db:
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            db.execute("PRAGMA user_version = 1")
+        now = await asked("/api/runs/run/now")
+        assert "has schema 1" in now["problem"]
+        assert now["now"]["step"] == 2
+        with sqlite3.connect(run.folder / "buffer.sqlite") as db:
+            db.execute(f"PRAGMA user_version = {version}")
         assert "no buffer yet" in (await asked.refused("/api/runs/empty/groups/0"))[1]
         dropped = await asked("/api/runs/run/trajectories/0.0.0.0")
         assert (dropped["has_tokens"], dropped["strip"], dropped["tokenizer"]) == (False, None, False)

@@ -21,7 +21,7 @@ export function Now({run}) {
   const now = data.now, failed = failures(now.outcomes), all = ended(now.outcomes);
   const failedShare = all ? failed.reduce((sum, [, n]) => sum + n, 0) / all : 0;
   if (now.step == null) return html`<h1>${run.name}</h1><div class="card">No step yet. ${data.active ? 'The run is starting, or plays its first episodes.' : 'The run is not active.'}</div>${data.newest && html`<${Newest} run=${run.name} one=${data.newest} />`}`;
-  return html`<h1>${run.name}</h1>
+  return html`<h1>${run.name}</h1>${data.problem && html`<${Problem} error=${data.problem} />`}
     <div class="tiles">
       <${Tile} name="step" value=${`${now.step}${now.steps ? ' / ' + now.steps : ''}`} note=${data.active && now.left_s ? duration(now.left_s) + ' left' : data.active ? '' : 'last step ' + ago(now.time)} />
       <${Tile} name="reward of the batch" value=${fixed(now.reward)} note=${change(now)} />
