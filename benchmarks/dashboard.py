@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 
+from ..buffer.admission import ReplayCounters
 from ..buffer.schema import SCHEMA, SCHEMA_VERSION
 from ..buffer.segments import segments_path
 from ..buffer.trajectory import FINISHED, EncodedTrajectory, Trajectory, Turn, VersionSpan
@@ -80,7 +82,10 @@ def _write(folder: Path) -> None:
     with sqlite3.connect(folder / DATABASE) as db:
         db.executescript(SCHEMA)
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        db.execute("INSERT INTO counters VALUES (0, ?)", (f'{{"version": {TRAJECTORIES // MEMBERS}}}',))
+        counters = ReplayCounters(
+            TRAJECTORIES // MEMBERS, served=TRAJECTORIES // MEMBERS, checkpointed=TRAJECTORIES // MEMBERS
+        )
+        db.execute("INSERT INTO counters VALUES (0, ?)", (msgspec.json.encode(counters).decode(),))
         for first in range(0, TRAJECTORIES, AT_ONCE):
             rewards, tokens = rng.random(AT_ONCE), rng.integers(100, 4000, AT_ONCE)
             ids = [(n // MEMBERS, n % MEMBERS) for n in range(first, first + AT_ONCE)]

@@ -127,11 +127,11 @@ class TrajectoryIndex:
             raise ConfigError(f"limit: {query.limit}; allowed are 1 to {PAGE_LIMIT}")
         with self._lock:
             self._follow()
-            trained_at = self._of_groups("trained_at")
-            found = np.flatnonzero(self._kept(query, trained_at))
-            keys = self._keys(query.sort, trained_at)[found].astype(np.float64)
+            found = np.flatnonzero(self._kept(query))
+            # The rows are in the order of their rowids, so that the newest need not be sorted.
+            keys = found if query.sort == "newest" else self._keys(query.sort)[found]
             shown, following = _page_of(found, -keys if query.ascending else keys, query.after, query.limit)
-            rows = [self._row(at, trained_at) for at in shown]
+            rows = [self._row(at) for at in shown]
             names = (sorted(self._outcomes.texts), sorted(self._envs.texts))
             return TrajectoryPage(len(found), len(self), rows, following, *names)
 
@@ -245,23 +245,21 @@ class TrajectoryIndex:
         known = groups < len(values)
         return np.where(known, values[np.minimum(groups, len(values) - 1)], -1 if name == "trained_at" else 0)
 
-    def _keys(self, sort: Sort, trained_at: NDArray[Any]) -> NDArray[Any]:
+    def _keys(self, sort: Sort) -> NDArray[Any]:
         match sort:
-            case "newest":
-                return self._rows["rowid"]
             case "trained_at":
-                return trained_at
+                return self._of_groups("trained_at")
             case "staleness":
-                return self._staleness(trained_at)
+                return self._staleness()
             case _:
                 return self._rows[sort]
 
-    def _staleness(self, trained_at: NDArray[Any]) -> NDArray[Any]:
+    def _staleness(self) -> NDArray[Any]:
         """int64[rows]: of the oldest sampled token where it was trained on, else -1."""
-        oldest = self._rows["oldest"]
+        oldest, trained_at = self._rows["oldest"], self._of_groups("trained_at")
         return np.where((trained_at >= 0) & (oldest >= 0), trained_at - 1 - oldest, -1)
 
-    def _kept(self, q: TrajectoryQuery, trained_at: NDArray[Any]) -> NDArray[np.bool_]:
+    def _kept(self, q: TrajectoryQuery) -> NDArray[np.bool_]:
         rows = self._rows
         kept = np.ones(rows.size, dtype=np.bool_)
         for name, least in (("turns", q.turns_min), ("tokens", q.tokens_min), ("reward", q.reward_min)):
@@ -270,9 +268,9 @@ class TrajectoryIndex:
         if q.reward_max is not None:
             kept &= rows["reward"] <= q.reward_max
         if q.staleness_min is not None:
-            kept &= self._staleness(trained_at) >= q.staleness_min
+            kept &= self._staleness() >= q.staleness_min
         if q.trained_at is not None:
-            kept &= trained_at == q.trained_at
+            kept &= self._of_groups("trained_at") == q.trained_at
         if q.group is not None:
             kept &= rows["group"] == q.group
         if q.state:
@@ -284,10 +282,11 @@ class TrajectoryIndex:
             kept &= self._tasks.containing(q.task)[rows["task"]]
         return kept
 
-    def _row(self, at: int, trained_at: NDArray[Any]) -> dict[str, Any]:
+    def _row(self, at: int) -> dict[str, Any]:
         row = self._rows.row(at)
         group = int(row["group"])
         known = group < self._states.size
+        trained_at = int(self._states["trained_at"][group]) if known else -1
         return {
             **row,
             "id": f"{group}.{row['attempt']}.{row['member']}.{row['branch']}",
@@ -296,10 +295,8 @@ class TrajectoryIndex:
             "outcome": self._outcomes.texts[int(row["outcome"])],
             "seconds": round(row["seconds"], 3),
             "state": STATES[self._states["state"][group]] if known else "",
-            "trained_at": int(trained_at[at]) if trained_at[at] >= 0 else None,
-            "staleness": int(trained_at[at] - 1 - row["oldest"])
-            if trained_at[at] >= 0 and row["oldest"] >= 0
-            else None,
+            "trained_at": trained_at if trained_at >= 0 else None,
+            "staleness": int(trained_at - 1 - row["oldest"]) if trained_at >= 0 and row["oldest"] >= 0 else None,
         }
 
 
