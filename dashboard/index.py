@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..buffer.admission import ReplayCounters
-from ..buffer.trajectory import Outcome, VersionSpan
+from ..buffer.trajectory import VersionSpan
+from ..common.outcomes import FAILED
 from ..errors import ConfigError, StoreError
 from .columns import GrowingColumns, Names
 from .store import ROWS, ReadConnection, StoreReader
@@ -56,7 +57,18 @@ Sort = Literal["newest", "reward", "tokens", "sampled", "turns", "seconds", "sta
 PAGE_LIMIT = 200
 
 
-class IndexedHeader(msgspec.Struct, frozen=True):
+class IndexedOutcome(msgspec.Struct, frozen=True, gc=False):
+    """An `Outcome` without its detail and without its checks, which took as long as all the rest."""
+
+    kind: str
+    reason: str = ""
+
+    @property
+    def label(self) -> str:
+        return FAILED + self.reason if self.kind == "failed" else self.kind
+
+
+class IndexedHeader(msgspec.Struct, frozen=True, gc=False):
     """The parts of a `TrajectoryHeader` that are in the index; the others are skipped, not decoded."""
 
     id: str
@@ -66,9 +78,9 @@ class IndexedHeader(msgspec.Struct, frozen=True):
     task_id: str
     env: str
     version_spans: list[VersionSpan]
-    turns: list[msgspec.Raw]
+    turns: msgspec.Raw  # an array, of which only the number is shown
     reward: float
-    outcome: Outcome
+    outcome: IndexedOutcome
     timings: dict[str, float] = {}
     started: float = 0.0
 
@@ -207,7 +219,7 @@ class TrajectoryIndex:
             self._outcomes.number(h.outcome.label),
             length,
             sum(span.end - span.start for span in h.version_spans),
-            len(h.turns),
+            _length(h.turns),
             min(versions, default=-1),
             max(versions, default=-1),
             h.reward,
@@ -298,6 +310,14 @@ class TrajectoryIndex:
             "trained_at": trained_at if trained_at >= 0 else None,
             "staleness": int(trained_at - 1 - row["oldest"]) if trained_at >= 0 and row["oldest"] >= 0 else None,
         }
+
+
+def _length(array: msgspec.Raw) -> int:
+    """Of an array in msgpack, by its first bytes: 0x90 + n, or 0xdc and 16 bits, or 0xdd and 32 bits."""
+    data = memoryview(array)
+    if data[0] & 0xF0 == 0x90:
+        return data[0] & 0x0F
+    return int.from_bytes(data[1 : 3 if data[0] == 0xDC else 5], "big")
 
 
 def _page_of(found: NDArray[Any], keys: NDArray[Any], after: str, limit: int) -> tuple[list[int], str]:

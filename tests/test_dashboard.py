@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from slipstream.buffer.trajectory import Trajectory, TrajectoryHeader
 from slipstream.dashboard.app import DashServer
-from slipstream.dashboard.index import TrajectoryIndex, TrajectoryQuery
+from slipstream.dashboard.index import IndexedHeader, TrajectoryIndex, TrajectoryQuery, _length
 from slipstream.dashboard.runs import RunAccess, RunFolder
 from slipstream.dashboard.store import StoreReader
 from slipstream.dashboard.texts import TokenTexts
@@ -454,8 +454,11 @@ def test_a_damaged_store_is_said_and_ends_nothing(tmp_path: Path) -> None:
         index.page(TrajectoryQuery())
 
 
+@pytest.mark.parametrize("turns", [0, 1, 15, 16, 300, 70_000])
+def test_turns_are_counted_without_being_decoded(turns: int) -> None:
+    assert _length(msgspec.Raw(msgspec.msgpack.encode([[0, 1, "stop"]] * turns))) == turns
+
+
 def test_headers_of_the_store_are_what_the_index_decodes() -> None:
     """The index skips what it does not show; what it decodes has the names that headers have."""
-    from slipstream.dashboard.index import IndexedHeader
-
     assert set(IndexedHeader.__struct_fields__) < set(TrajectoryHeader.__struct_fields__)
