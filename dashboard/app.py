@@ -20,6 +20,7 @@ import functools
 import hmac
 import ipaddress
 import math
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,12 @@ class DashServer:
             await web.TCPSite(self._runner, self._host, self._port).start()
         except OSError as error:
             await self._runner.cleanup()
-            why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
-            raise ConfigError(
-                f"--port: {self._host}:{self._port} {why}; name another, for example --port {self._port + 1}"
-            ) from None
+            where = f"{self._host}:{self._port}"
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"--port: {where} is in use; name another, for example --port {self._port + 1}"
+                ) from None
+            raise ConfigError(f"--host: {where} cannot be used: {os.strerror(error.errno or 0)}") from None
         self.port = int(self._runner.addresses[0][1])
         return self
 
