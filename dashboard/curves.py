@@ -18,7 +18,7 @@ import msgspec
 
 from ..configs import Config
 from ..monitor.metrics import EVALUATION, METRICS, Row, scalars
-from ..monitor.series import alike_share, by_staleness, learner_idle, outcomes, rollout_idle, staleness_tokens, total
+from ..monitor.series import alike_share, by_staleness, outcomes, staleness_tokens, total
 from .follow import LineFollower
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def present(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
         return {}
     last, steady = rows[-1], (rows[1:] or rows)[-RECENT:]
     cycles = [sum(row.get(part) or 0.0 for part in ("wait_s", "step_s", "push_s")) for row in steady]
-    seconds = sum(cycles)
+    seconds, slot_s = sum(cycles), total(steady, "slot_s")
     steps = config.learner.steps if config else None
     return {
         "step": last["step"],
@@ -91,8 +91,8 @@ def present(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
         "staleness": last.get("staleness_mean"),
         "staleness_max": last.get("staleness_max"),
         "bound": config.buffer.max_staleness if config else None,
-        "learner_idle": learner_idle(steady),
-        "rollout_idle": rollout_idle(steady),
+        "learner_idle": total(steady, "wait_s") / seconds if seconds else None,
+        "rollout_idle": total(steady, "idle_slot_s") / slot_s if slot_s else None,
         "cycle_s": statistics.median(cycles),
         "left_s": max(0, steps - last["step"]) * statistics.median(cycles) if steps else None,
         "over": len(steady),
