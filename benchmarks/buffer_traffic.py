@@ -36,6 +36,7 @@ from ..common.process import set_parent_death_signal
 from ..configs.schema import Buffer
 from ..errors import DeadlineExceeded, with_deadline
 from ..launch.launchers.local import free_ports
+from ..monitor.timeline import TimelineWriter
 from ..rpc import wire
 from ..rpc.pubsub import StatePublisher
 from ..weightsync.fleet import Fleet, ReplicaInfo, following_fleet
@@ -85,6 +86,7 @@ class Round(msgspec.Struct, frozen=True):
         groups: in a batch, of `BUFFER.group_size` trajectories each.
         counts_from, until: the part that is measured, in seconds of `time.monotonic`.
         keep: `buffer.keep`.
+        recorded: the service writes its series beside the database.
     """
 
     address: str
@@ -95,6 +97,7 @@ class Round(msgspec.Struct, frozen=True):
     counts_from: float
     until: float
     keep: str = BUFFER.keep
+    recorded: bool = False
 
 
 class Took(msgspec.Struct, frozen=True):
@@ -239,8 +242,9 @@ async def _serve(this: Round) -> float:
     loop = asyncio.get_running_loop()
     loop.call_later(max(0.0, this.until - time.monotonic()), service.stop)
     loop.add_signal_handler(signal.SIGTERM, service.stop)
-    async with following_fleet(this.fleet, lambda fleet: service.mark_served(fleet.version)):
-        await service.serve()
+    with TimelineWriter(this.path.parent if this.recorded else None, "buffer", service.gauges):
+        async with following_fleet(this.fleet, lambda fleet: service.mark_served(fleet.version)):
+            await service.serve()
     return service.stored / max(1, service.transactions)
 
 

@@ -20,9 +20,27 @@ from ..monitor.output import open_console, print_line
 if TYPE_CHECKING:
     from .result import Result
 
-NAMES = ("rollout", "weightsync", "buffer", "sandbox", "tools", "learner", "simulator", "dashboard", "learning")
+NAMES = (
+    "rollout",
+    "weightsync",
+    "buffer",
+    "sandbox",
+    "tools",
+    "learner",
+    "simulator",
+    "prediction",
+    "recording",
+    "dashboard",
+    "learning",
+)
 
-LEARNING_ONLY = ("seeds", "staleness", "steps", "out")
+OPTIONS = {
+    "seeds": ("learning",),
+    "staleness": ("learning",),
+    "steps": ("learning", "prediction"),
+    "out": ("learning", "prediction"),
+}
+"""Options that only some benchmarks know."""
 
 Measure = Callable[[Path], Coroutine[Any, Any, "Result | tuple[Result, ...]"]]
 """Runs one measurement in the scratch folder given."""
@@ -39,8 +57,10 @@ def register(commands: CommandTable) -> None:
     parser.add_argument(
         "--staleness", type=int, metavar="N", nargs="+", help="learning: bounds to try; default: 0 1 2 4 8"
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="learning: steps of each run; default: 60")
-    parser.add_argument("--out", metavar="DIR", help="learning: where results are kept; default: runs/bench-learning")
+    text = "learning, prediction: steps of each run; default: 60, 30"
+    parser.add_argument("--steps", type=int, metavar="N", help=text)
+    text = "learning, prediction: where runs are kept; default: runs/bench-learning, and nowhere"
+    parser.add_argument("--out", metavar="DIR", help=text)
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -54,11 +74,15 @@ def bench(options: argparse.Namespace) -> int:
     if unknown := sorted(set(options.sizes or ()) - SHAPES.keys()):
         raise ConfigError(f"--sizes: {unknown[0]} is not one of {', '.join(SHAPES)}")
     console = open_console(stderr=True)
+    for option, names in OPTIONS.items():
+        if getattr(options, option) is not None and options.name not in names:
+            known = " and ".join(f"`slipstream bench {name}`" for name in names)
+            raise ConfigError(f"--{option}: only {known} know{'s' * (len(names) == 1)} it; leave it out")
     if options.name == "learning":
         parts = _learning(options, console)
+    elif options.name == "prediction":
+        parts = _prediction(options, console)
     else:
-        if wrong := [name for name in LEARNING_ONLY if getattr(options, name) is not None]:
-            raise ConfigError(f"--{wrong[0]}: only `slipstream bench learning` knows it; leave it out")
         several = {
             "rollout": _rollout,
             "weightsync": _weightsync,
@@ -68,6 +92,7 @@ def bench(options: argparse.Namespace) -> int:
             "learner": _learner,
             "simulator": _simulator,
             "dashboard": _dashboard,
+            "recording": _recording,
         }
         parts = several[options.name](options.sizes)
     results: list[Result] = []
@@ -170,6 +195,33 @@ def _dashboard(sizes: list[str] | None) -> list[tuple[str, Measure]]:
     if sizes:
         raise ConfigError("--sizes: the dashboard holds no policy; leave it out")
     return [("the dashboard", dashboard)]
+
+
+def _recording(sizes: list[str] | None) -> list[tuple[str, Measure]]:
+    from ..errors import ConfigError
+    from .recording import buffer_recording, run_recording, step_recording
+
+    if sizes:
+        raise ConfigError("--sizes: recording is measured with the quickstart's policy; leave it out")
+    return [
+        ("the buffer with and without its series", buffer_recording),
+        ("the learner's step with and without its spans", step_recording),
+        ("whole runs with and without spans and series", run_recording),
+    ]
+
+
+def _prediction(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
+    from ..errors import ConfigError
+    from .prediction import LEAST_STEPS, PROBES, STEPS, prediction
+
+    if options.sizes:
+        raise ConfigError("--sizes: prediction trains the quickstart's policy; leave it out")
+    steps = STEPS if options.steps is None else options.steps
+    if steps < LEAST_STEPS:
+        raise ConfigError(f"--steps: {steps} is not allowed; allowed are {LEAST_STEPS} and more")
+    out = None if options.out is None else Path(options.out)
+    what = f"runs of {steps} steps on {len(PROBES)} other settings, each between two of its own"
+    return [(what, lambda folder: prediction(out or folder, steps, console.print))]
 
 
 def _learner(sizes: list[str] | None) -> list[tuple[str, Measure]]:

@@ -81,8 +81,8 @@ async def measure(folder: Path, size: str, shape: Shape, rounds: int) -> Measure
     vocabulary = vocabulary_size(str(model))
     batch, long = make_batch(shape, vocabulary), make_long_prompt(vocabulary, LONG_PROMPT, ANSWERS, ANSWER)
     names = [name for name in CONTENDERS if _is_here(name)]
-    seconds, memory_of = await _by_turns(names, batch, model, folder, rounds)
-    long_prompt, _ = await _by_turns(("full", "unshared"), long, model, folder, rounds)
+    seconds, memory_of = await by_turns(names, batch, model, folder, rounds)
+    long_prompt, _ = await by_turns(("full", "unshared"), long, model, folder, rounds)
     return Measured(tokens_of(batch), fill_of(batch), seconds, memory_of, long_prompt)
 
 
@@ -92,12 +92,12 @@ def _is_here(contender: str) -> bool:
     return contender not in PLACES or not torch.cuda.is_available()
 
 
-async def _by_turns(
+async def by_turns(
     names: Sequence[str], batch: tuple[Sampled, ...], model: Path, folder: Path, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[MemoryUse]]]:
     """Seconds of each step, and memory of each process, of contenders that step on `batch`."""
     if torch.cuda.is_available() and len(names) > 1:
-        alone = [await _by_turns((name,), batch, model, folder, rounds) for name in names]
+        alone = [await by_turns((name,), batch, model, folder, rounds) for name in names]
         return {k: v for one, _ in alone for k, v in one.items()}, {k: v for _, one in alone for k, v in one.items()}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     async with contextlib.AsyncExitStack() as stack:

@@ -2,6 +2,7 @@
 
     full      what the training loop does with a batch: credit, rows, loss, FSDP2 step, a look at fresh trajectories
     unshared  the same, but a prompt is computed for each member of its group
+    recorded  as full, with the spans and gauges of a run
     bare      transformers and torch.optim.AdamW over the same rows with the same attention, nothing around them
     padded    the same again, but over the batch padded to its longest sequence, with an attention mask and standard SDPA
 
@@ -28,6 +29,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from ..common.process import set_parent_death_signal
+from ..common.spans import timed
 from ..configs.algorithm import Algorithm
 from ..configs.backends import Fsdp2
 from ..configs.schema import Config, Learner, Model, Optimizer
@@ -40,6 +42,7 @@ from ..learner.fsdp2 import attention
 from ..learner.fsdp2.backend import Fsdp2Backend
 from ..learner.packing import microbatches
 from ..learner.step import PolicyStepper
+from ..monitor.timeline import TimelineWriter
 from .learner_batch import LR, Job, MemoryUse, to_groups
 from .learner_memory import memory_used
 
@@ -70,6 +73,23 @@ class Full:
     def step(self) -> None:
         sequences = trainable(assign_advantages(flatten(self._groups, 0), self._advantage), 0)
         self._stepper.step(sequences, self._stepper.plan(sequences), self._fresh, CheckpointState(step=0, version=0))
+
+
+class Recorded(Full):
+    """With the spans that a step of the loop and its push have, and with a line of gauges a second."""
+
+    phases = "take", "train", "commit", "stage", "pause", "swap", "canary", "publish", "checkpoint"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._timeline = TimelineWriter(Path(job.model), "learner-0", lambda: {"phase": "train", "version": 0})
+        self._timeline.__enter__()  # until the process ends
+
+    def step(self) -> None:
+        for phase in self.phases:
+            with timed(self._timeline.record, phase, version=0, replica="engine-0"):
+                if phase == "train":
+                    super().step()
 
 
 class Unshared(Full):
@@ -167,6 +187,7 @@ def _pad(part: TrainBatch, longest: int, device: torch.device) -> tuple[torch.Te
 
 CONTENDERS: dict[str, Callable[[Job], Full | Plain]] = {
     "full": Full,
+    "recorded": Recorded,
     "unshared": Unshared,
     "bare": Bare,
     "padded": Padded,

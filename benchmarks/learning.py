@@ -10,12 +10,9 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import shutil
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -24,12 +21,12 @@ import msgspec
 from ..agents import load_renderer
 from ..agents.session import to_chat
 from ..configs import load
-from ..errors import ConfigError, SlipstreamError, with_deadline
+from ..errors import ConfigError
 from ..learner.model import load_tokenizer
 from ..monitor.metrics import read_metrics
 from ..monitor.series import column, elapsed, staleness_tokens
+from .commands import Notify, run_command, slipstream, warm_model
 from .learner_processes import TRL as TRL_PYTHON
-from .learner_processes import end_of
 from .learning_arms import (
     EVALUATION,
     GROUP_SIZE,
@@ -51,13 +48,6 @@ from .result import Result, Row
 STALENESS = (0, 1, 2, 4, 8)
 SEEDS, STEPS = 3, 60
 
-RUN_S = 3600.0
-"""Longest run of one arm; on two cores the default of 60 steps takes about two minutes."""
-
-END_S = 60.0
-
-Notify = Callable[[str], None]
-
 
 class Settings(msgspec.Struct, frozen=True):
     """What may not differ between the results in one folder."""
@@ -76,7 +66,7 @@ async def learning(out: Path, seeds: int, staleness: Sequence[int], steps: int, 
     if not TRL_PYTHON.exists():
         notify("TRL is not installed: make install-trl; going on without it")
     chosen = arms(staleness, TRL_PYTHON.exists())
-    model = await _warm_model(out, notify)
+    model = await warm_model(out, PRESET, TASK, WARM_UP, notify)
     runs: list[Run] = []
     for seed in range(seeds):
         for arm in chosen:
@@ -168,26 +158,11 @@ def _prepare(out: Path, settings: Settings) -> None:
         )
 
 
-async def _warm_model(out: Path, notify: Notify) -> Path:
-    """What every arm begins with; made once per folder."""
-    random, warm = out / "model-random", out / "model"
-    if not warm.exists():
-        notify("warming up the model")
-        shutil.rmtree(random, ignore_errors=True)
-        command = (sys.executable, "-m", "slipstream.launch.cli")
-        await _finish((*command, "init-model", str(random), "--config", PRESET, *TASK), out / "warm-up.log")
-        await _finish(
-            (*command, "sft", PRESET, *TASK, *WARM_UP, f"model.path={random}", f"sft.out={warm}"), out / "warm-up.log"
-        )
-    return warm
-
-
 async def _run_ours(arm: Arm, seed: int, steps: int, model: Path, folder: Path) -> Run:
     """`slipstream train`."""
     run = folder / "run"
-    command = (sys.executable, "-m", "slipstream.launch.cli", "train", PRESET, *TASK, *TRAINING, *arm.overrides)
     overrides = (f"model.path={model}", f"run.dir={run}", f"seed={seed}", f"learner.steps={steps}")
-    await _finish((*command, *overrides), folder / "run.log")
+    await slipstream("train", PRESET, *TASK, *TRAINING, *arm.overrides, *overrides, log=folder / "run.log")
     reward, stderr = await _evaluated(run / "model", seed, folder)
     rows = read_metrics(run / "metrics.jsonl")
     ages = staleness_tokens(rows)
@@ -211,7 +186,7 @@ async def _run_trl(arm: Arm, seed: int, steps: int, model: Path, folder: Path) -
     (folder / "job.json").write_bytes(msgspec.json.encode(job))
     # Ours keep every core busy with engine and learner; TRL's one process may, too.
     threads = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
-    await _finish(
+    await run_command(
         (str(TRL_PYTHON), "-m", f"{__package__}.trl_grpo", str(folder / "job.json")), folder / "run.log", threads
     )
     reward, stderr = await _evaluated(out / "model", seed, folder)
@@ -228,8 +203,7 @@ async def _run_trl(arm: Arm, seed: int, steps: int, model: Path, folder: Path) -
 async def _evaluated(model: Path, seed: int, folder: Path) -> tuple[float, float]:
     """Mean reward of fresh tasks, by `slipstream eval`, and its standard error."""
     overrides = (*TASK, *TRAINING, *EVALUATION, f"seed={seed}", f"model.path={model}")
-    command = (sys.executable, "-m", "slipstream.launch.cli", "eval", PRESET, *overrides, "--json")
-    final = msgspec.json.decode(await _finish(command, folder / "eval.log"))
+    final = msgspec.json.decode(await slipstream("eval", PRESET, *overrides, "--json", log=folder / "eval.log"))
     return final["reward_mean"], final["reward_stderr"]
 
 
@@ -238,37 +212,3 @@ def _first_prompt(model: Path, overrides: Sequence[str]) -> list[int]:
     config = load(PRESET, overrides)
     renderer = load_renderer(config.agent.renderer, load_tokenizer(str(model)), thinking=config.agent.thinking)
     return list(renderer.render_ids(to_chat(tasks(config).opening(0).messages), add_generation_prompt=True))
-
-
-async def _finish(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> bytes:
-    """Run a command to its end, its output also in `log`; what it wrote on stdout.
-
-    Raises:
-        SlipstreamError: it failed; with the end of its log.
-    """
-    with log.open("ab") as out:
-        process = await asyncio.create_subprocess_exec(
-            # So that it ends with this process, whatever ends that.
-            *(sys.executable, "-m", "slipstream.common.process", *command),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=out,
-            env={**os.environ, **(environment or {})},
-        )
-        try:
-            answer, _ = await with_deadline(
-                RUN_S, process.communicate(), who="the benchmark", waits_for=" ".join(command[:4]), hint=f"see {log}"
-            )
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.terminate()
-                try:
-                    await asyncio.wait_for(process.wait(), END_S)
-                except TimeoutError:
-                    process.kill()
-        out.write(answer)
-    if process.returncode:
-        raise SlipstreamError(
-            f"{' '.join(command[:5])} ended with {process.returncode}; the end of {log}: {end_of(log)}"
-        )
-    return answer

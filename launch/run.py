@@ -55,9 +55,10 @@ QUOTED = 60  # most characters of a value that an error quotes: a template has m
 C = TypeVar("C", bound=Config)
 
 
-def train(config: Config) -> ReportPaths:
-    """Start a new run and see it through. Raises ConfigError where something is wrong with the config or this machine (nothing was
-    started), RoleDied where the run failed, Interrupted where it was stopped and can be resumed."""
+def train(config: Config, *, recorded: bool = True) -> ReportPaths:
+    """Start a new run and see it through; `recorded` False is for benchmarks of what spans and series cost. Raises ConfigError
+    where something is wrong with the config or this machine (nothing was started), RoleDied where the run failed, Interrupted where
+    it was stopped and can be resumed."""
     writable("run.dir", config.run.dir)
     run_dir = Path(config.run.dir).resolve()
     config = with_absolute_paths(config)
@@ -65,7 +66,7 @@ def train(config: Config) -> ReportPaths:
     if run_dir.is_dir() and any(run_dir.iterdir()):
         continues = f"continue it with `slipstream resume {config.run.dir}`"
         raise ConfigError(f"run.dir: {config.run.dir} is not empty; {continues}, or name a new folder")
-    return _supervise(config, run_dir, preflight(config).counts)
+    return _supervise(config, run_dir, preflight(config).counts, recorded=recorded)
 
 
 def refuse_active(run_dir: Path) -> None:
@@ -134,7 +135,7 @@ def without_reward_model(config: C) -> C:
     return msgspec.structs.replace(config, reward=EnvironmentReward())
 
 
-def _supervise(config: Config, run_dir: Path, counts: Mapping[str, int]) -> ReportPaths:
+def _supervise(config: Config, run_dir: Path, counts: Mapping[str, int], *, recorded: bool = True) -> ReportPaths:
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with run_lock(run_dir):
         record_counts(run_dir, counts)
@@ -142,7 +143,7 @@ def _supervise(config: Config, run_dir: Path, counts: Mapping[str, int]) -> Repo
         keep_tokenizer(config.model.path, run_dir)
         try:
             with open_view(config) as view:
-                asyncio.run(make_supervisor(config, run_dir, view, gpus_of(config)).train())
+                asyncio.run(make_supervisor(config, run_dir, view, gpus_of(config), recorded=recorded).train())
         except BaseException:
             try:
                 _write_report(run_dir, [f"`slipstream explain {config.run.dir}` says what to change"])
@@ -208,7 +209,9 @@ def summary(report: ReportPaths) -> str:
     return "\n".join([*lines, *report.explanation, f"report: {report.html}", f"curve:  {report.png}"])
 
 
-def make_supervisor(config: Config, run_dir: Path, view: View, gpus: Mapping[str, int]) -> Supervisor:
+def make_supervisor(
+    config: Config, run_dir: Path, view: View, gpus: Mapping[str, int], *, recorded: bool = True
+) -> Supervisor:
     """A supervisor with the launcher that `launch.kind` names; `gpus` is the number that each role needs."""
     import torch
 
@@ -224,4 +227,4 @@ def make_supervisor(config: Config, run_dir: Path, view: View, gpus: Mapping[str
         placement = assign_gpus(gpus, sum(gpus.values()))  # Ray assigns every role its own GPUs
         launcher = RayLauncher(logs, config.launch.port, many_hosts=config.launch.hosts == "many")
     heap.freeze_startup_objects()
-    return Supervisor(config, run_dir, launcher, view, gpus=gpus, backend=placement.backend)
+    return Supervisor(config, run_dir, launcher, view, gpus=gpus, backend=placement.backend, recorded=recorded)

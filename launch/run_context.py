@@ -39,10 +39,16 @@ class RunContext(msgspec.Struct, frozen=True):
     backend: Literal["gloo", "nccl"]  # of collectives between learner and replicas
     started_in: str  # the folder that the run was started from
     pushed: bool  # a learner pushes versions; without one engines serve what they loaded, as version 0
+    recorded: bool = True  # the processes write spans and series
 
     @property
     def dir(self) -> Path:
         return Path(self.run_dir)
+
+    @property
+    def timeline_dir(self) -> Path | None:
+        """Where a `TimelineWriter` writes."""
+        return self.dir if self.recorded else None
 
     def environment(self, role: str) -> dict[str, str]:
         """What to add to the environment of `role`; the variable with its name is for people who inspect processes."""

@@ -35,11 +35,12 @@ Gauges = Callable[[], Mapping[str, Any]]  # numbers, and mappings of them, that 
 
 
 class TimelineWriter:
-    """Records the process `role` in the run's `folder` while the context lasts. `gauges`, which the role sets, is called in a
-    thread of its own and must only read."""
+    """Records the process `role` in the run's `folder` while the context lasts; without a folder, nothing. `gauges`, which the role
+    sets, is called in a thread of its own and must only read."""
 
-    def __init__(self, folder: Path, role: str, gauges: Gauges = dict) -> None:
+    def __init__(self, folder: Path | None, role: str, gauges: Gauges = dict) -> None:
         self.gauges = gauges
+        self._recorded, folder = folder is not None, folder or Path()
         name = f"{role}.{os.getpid()}"
         self._spans = _BoundedFile(folder / SPANS / f"{name}.jsonl", SPANS_BYTES)
         self._series = _BoundedFile(folder / SERIES / f"{name}.jsonl", SERIES_BYTES)
@@ -50,15 +51,19 @@ class TimelineWriter:
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        if self._recorded:
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join(2 * PERIOD_S)
+        if self._recorded:
+            self._thread.join(2 * PERIOD_S)
 
     def record(self, span: Span) -> None:
         """From any thread; returns at once."""
+        if not self._recorded:
+            return
         try:
             self._queue.put_nowait(span)
         except queue.Full:

@@ -129,6 +129,9 @@ def check_timeline(run_dir: Path) -> None:
     assert counts == sorted(counts)
     assert counts[-1] > 0
     assert all(line["dropped"] == 0 and line["rss"] > 1 << 20 and "error" not in line for line in last.values())
+    served = [line["servers"]["engine-0"] for role, line in lines if role == "supervisor" and line["servers"]]
+    assert max(server["rss"] for server in served) > 64 << 20
+    assert served[-1]["cpu_s"] > served[0]["cpu_s"]
 
 
 def check_explained(run_dir: Path, printed: str) -> None:

@@ -31,6 +31,14 @@ def test_what_was_recorded_comes_back_in_order(tmp_path: Path) -> None:
     assert line["cpu_s"] > 0
 
 
+def test_without_a_folder_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with TimelineWriter(None, "worker-0") as writer:
+        writer.record(span(0))
+    assert list(tmp_path.iterdir()) == []
+    assert writer.dropped == 0
+
+
 def test_there_is_a_line_each_second(tmp_path: Path) -> None:
     written = threading.Event()
     calls: list[float] = []

@@ -156,7 +156,7 @@ async def buffer(context: RunContext, index: int, heartbeat: HeartbeatSender, st
     stopped.add_done_callback(lambda _: service.stop())
     following = following_fleet(context.addresses.fleet, lambda fleet: service.mark_served(fleet.version))
     try:
-        with TimelineWriter(context.dir, heartbeat.role, service.gauges):
+        with TimelineWriter(context.timeline_dir, heartbeat.role, service.gauges):
             async with following:
                 await service.serve(functools.partial(_ready, heartbeat))
     finally:
@@ -177,7 +177,7 @@ async def worker(context: RunContext, index: int, heartbeat: HeartbeatSender, st
         async with make_buffer_client(context, f"worker-{index}") as client:
             _ready(heartbeat)
             size, workers = config.buffer.group_size, config.rollout.workers
-            with TimelineWriter(context.dir, heartbeat.role) as timeline:
+            with TimelineWriter(context.timeline_dir, heartbeat.role) as timeline:
                 playing = Worker(player, client, size, workers, heartbeat.send_message, timeline.record)
                 timeline.gauges = lambda: playing.gauges() | {"replicas": router.gauges(index, workers)}
                 await playing.run(stop)
@@ -266,7 +266,7 @@ async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, s
         stack.callback(aux_models.close)
         client = await stack.enter_async_context(make_buffer_client(context, f"learner-{index}"))
         publisher, joined = None, asyncio.Event()
-        timeline = stack.enter_context(TimelineWriter(context.dir, heartbeat.role))
+        timeline = stack.enter_context(TimelineWriter(context.timeline_dir, heartbeat.role))
         if first:
             publisher, joined = await stack.enter_async_context(
                 make_publisher(context, backend.device, heartbeat.report_replicas, stop, timeline.record)

@@ -44,6 +44,7 @@ from ...learner.checkpoint import checkpoints, read_state
 from ...monitor.log import logged_to
 from ...monitor.output import discard_output
 from ...monitor.terminal import View
+from ...monitor.timeline import TimelineWriter
 from ...rollout.engines import registry as servers
 from ...rpc.pubsub import StatePublisher
 from ...rpc.security import make_keys
@@ -61,6 +62,7 @@ from .health import HealthMonitor
 from .heartbeat import RoleSignal
 from .processes import ProcessManager, RoleProcess, role_names
 from .replicas import END_S, ReplicaManager, Spawn
+from .server_usage import ServerUsage
 
 IMPORT_S = 60.0  # beyond `start_s`: what the learner may take to import torch and load the model on a busy machine
 Plan = Callable[[Spawn], Coroutine[Any, Any, None]]  # starts roles in order and returns when the run is done
@@ -78,6 +80,7 @@ class Supervisor:
     view: View
     gpus: Mapping[str, int]  # that each role needs, by name; none for the others
     backend: Literal["gloo", "nccl"]  # of collectives between learner and replicas
+    recorded: bool = True  # all processes write their spans and series; without them benchmarks compare
 
     def __post_init__(self) -> None:
         self._keys = make_keys() if self.config.launch.hosts == "many" else None
@@ -89,7 +92,8 @@ class Supervisor:
 
     async def train(self) -> None:
         self._exit_message = f"interrupted; continue with `slipstream resume {self.config.run.dir}`"
-        await self._run(role_names(self.config), self._train)
+        with TimelineWriter(self.run_dir if self.recorded else None, "supervisor", ServerUsage(self._processes).gauges):
+            await self._run(role_names(self.config), self._train)
 
     async def evaluate(self, label: str, step: int = 0) -> None:
         """Serve `model.path` as it is, the policy after `step`, and add its evaluation to the run's."""
@@ -230,7 +234,13 @@ class Supervisor:
         )
         pushed = learner is not None
         return RunContext(
-            self.config, addresses, str(self.run_dir), self.backend, started_in=os.getcwd(), pushed=pushed
+            self.config,
+            addresses,
+            str(self.run_dir),
+            self.backend,
+            started_in=os.getcwd(),
+            pushed=pushed,
+            recorded=self.recorded,
         )
 
     def _environment(self, context: RunContext, name: str, placement: Placement) -> dict[str, str]:

@@ -1,0 +1,52 @@
+"""What the inference servers use, which record nothing themselves: the supervisor started them, and reads it from the system."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import psutil
+
+from .processes import ProcessManager, RoleProcess
+
+SERVERS = ("engine", "reward")  # kinds of roles
+TREE_S = 15.0  # between two looks for the processes that a server has started: a look at all processes of the host
+Usage = dict[str, float]
+
+
+class ServerUsage:
+    """Of the servers on this host; of none where roles may be on others. `gauges` is for the thread of a `TimelineWriter`."""
+
+    def __init__(self, processes: ProcessManager) -> None:
+        self._processes = processes
+        self._trees: dict[int, tuple[float, list[psutil.Process]]] = {}
+
+    def gauges(self) -> dict[str, dict[str, Usage]]:
+        """`servers`: by name seconds of CPU since the start (`cpu_s`) and bytes of memory (`rss`), each with the processes that it
+        started; pages that these share count for each."""
+        if self._processes.config.launch.hosts == "many":
+            return {"servers": {}}
+        roles = [role for role in self._processes.roles.copy().values() if role.kind in SERVERS]
+        used = {role.name: self._usage(role) for role in roles}
+        return {"servers": {name: one for name, one in used.items() if one}}
+
+    def _usage(self, role: RoleProcess) -> Usage | None:
+        if role.process is None or not role.running:
+            return None
+        cpu_s = rss = 0.0
+        for process in self._tree(role.process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied), process.oneshot():
+                times = process.cpu_times()
+                cpu_s += times.user + times.system + times.children_user + times.children_system
+                rss += process.memory_info().rss
+        return {"cpu_s": round(cpu_s, 2), "rss": rss} if rss else None
+
+    def _tree(self, pid: int) -> list[psutil.Process]:
+        looked_at, tree = self._trees.get(pid, (0.0, []))
+        if time.monotonic() - looked_at > TREE_S:
+            tree = []
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                root = psutil.Process(pid)
+                tree = [root, *root.children(recursive=True)]
+            self._trees[pid] = time.monotonic(), tree
+        return tree
