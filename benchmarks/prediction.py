@@ -48,9 +48,7 @@ class Measured(msgspec.Struct, frozen=True):
 
 async def prediction(out: Path, steps: int, notify: Notify) -> Result:
     """Run in `out`, which must be empty or new. Raises ConfigError."""
-    if out.is_dir() and any(out.iterdir()):
-        raise ConfigError(f"--out: {out} is not empty; name a new folder")
-    out.mkdir(parents=True, exist_ok=True)
+    _make_empty(out)
     model = await warm_model(out, PRESET, (), (), notify)
 
     async def run(name: str, *overrides: str) -> Measured:
@@ -72,6 +70,12 @@ async def prediction(out: Path, steps: int, notify: Notify) -> Result:
         "measured",
         rows(bases, probes),
     )
+
+
+def _make_empty(out: Path) -> None:
+    if out.is_dir() and any(out.iterdir()):
+        raise ConfigError(f"--out: {out} is not empty; name a new folder")
+    out.mkdir(parents=True, exist_ok=True)
 
 
 def rows(bases: Sequence[Measured], probes: Sequence[Measured]) -> tuple[Row, ...]:
