@@ -64,11 +64,11 @@ def explain_end(folder: Path) -> list[str]:
 def follow(folder: Path, gpus: int | None = None) -> Iterator[Explanation]:
     """An explanation now, another after steps or alerts of the run, and a last one when it has ended. Raises as `explain_run`."""
     while True:
-        going, sizes, began = is_locked(folder), _sizes(folder), time.monotonic()
+        going, sizes, began = is_locked(folder), _sizes(folder), time.process_time()
         yield explain_run(folder, gpus)
         if not going:
             return
-        again = time.monotonic() + max(LEAST_S, AGAIN * (time.monotonic() - began))
+        again = time.monotonic() + max(LEAST_S, AGAIN * (time.process_time() - began))
         looks = watch(
             folder,
             watch_filter=lambda change, path: Path(path).name in FOLLOWED,

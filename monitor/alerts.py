@@ -256,14 +256,14 @@ class AlertRule(msgspec.Struct, frozen=True):
 
 def alert_rules(config: Config) -> tuple[AlertRule, ...]:
     bound, run = config.buffer.max_staleness, config.run.dir
-    back = f"go back by `slipstream resume {run}`"
+    back = f"begin again from a checkpoint before it (`slipstream export {run} --step N`)"
     explain = f"`slipstream explain {run}` names what to change"
     workers, engines = f"the tracebacks are in {run}/logs/worker-*.log", f"see {run}/logs/engine-*.log"
     lower = "lower learner.optimizer.lr"
     longer = "raise agent.max_tokens_per_turn or agent.max_tokens, or set learner.algorithm.overlong"
     return (
-        AlertRule("reward_collapse", "critical", bound + SMOOTH, 3, _reward_collapse, f"{lower}, and {back}"),
-        AlertRule("entropy_collapse", "critical", SMOOTH, 3, _entropy_collapse, f"{lower}, and {back}"),
+        AlertRule("reward_collapse", "critical", bound + SMOOTH, 3, _reward_collapse, f"{lower} and {back}"),
+        AlertRule("entropy_collapse", "critical", SMOOTH, 3, _entropy_collapse, f"{lower} and {back}"),
         AlertRule("ratio_explosion", "critical", 3, 3, _ratio_explosion, f"{lower} or buffer.max_staleness"),
         AlertRule("mismatch", "critical", 2, 3, _mismatch, f"the learner cannot trust their log-probs; {engines}"),
         AlertRule("mismatch_growth", "warning", 3, 3, _mismatch_growth, f"{engines}"),
@@ -280,7 +280,7 @@ class AlertBook:
     """The alerts of a run: takes what happens, returns the alerts that fired and those that are over."""
 
     def __init__(self, config: Config) -> None:
-        self.active: dict[str, Alert] = {}  # by rule, with the newest numbers
+        self.active: dict[str, Alert] = {}  # by rule, with the numbers of the newest row that was bad
         self._run = config.run.dir
         self._history = RunHistory(config)
         self._rules = alert_rules(config)
@@ -300,11 +300,12 @@ class AlertBook:
             self._good[rule.name] = self._good[rule.name] + 1 if verdict.good else 0
             alert = Alert(rule.name, rule.severity, verdict.text, rule.advice, step, time)
             if rule.name in self.active:
-                began = self.active[rule.name]
-                self.active[rule.name] = msgspec.structs.replace(alert, step=began.step, time=began.time)
-                if self._good[rule.name] >= rule.release:
-                    del self.active[rule.name]
-                    changed.append(msgspec.structs.replace(alert, active=False))
+                if verdict.bad:
+                    began = self.active[rule.name]
+                    self.active[rule.name] = msgspec.structs.replace(began, text=verdict.text)
+                elif self._good[rule.name] >= rule.release:
+                    over = self.active.pop(rule.name)
+                    changed.append(msgspec.structs.replace(over, step=step, time=time, active=False))
             elif self._bad[rule.name] >= rule.attack:
                 self.active[rule.name] = alert
                 changed.append(alert)

@@ -82,7 +82,7 @@ def test_what_cannot_be_explained_is_one_line(tmp_path: Path, capsys: pytest.Cap
     assert "--gpus 0: allowed are 1 and more" in capsys.readouterr().err
     assert main(["explain", str(tmp_path / "run")]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    assert "the run has 6 steps; a profile needs" in line
+    assert line == "6 steps so far: what to change is said from 9 on"
     (tmp_path / "run" / "metrics.jsonl").write_text("no row\n")
     assert "not explained: " in explain_end(tmp_path / "run")[0]
 
@@ -123,7 +123,7 @@ def test_watching_ends_with_an_interrupt(tmp_path: Path) -> None:
     ):
         try:
             assert process.stdout is not None
-            assert "the run has 6 steps" in process.stdout.readline()
+            assert "6 steps so far" in process.stdout.readline()
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=WAIT_S)
         finally:

@@ -20,8 +20,8 @@ from ...errors import ConfigError, StateError
 from ...monitor.alerts import ALERTS, Alert, AlertBook, read_alerts, unseen_in_rows
 from ...monitor.metrics import METRICS, read_metrics
 from ..closed_form import estimate
-from ..fit import profile_of
-from ..plan import SimulationPlan
+from ..fit import LEAST_STEPS, profile_of
+from ..plan import SETTLING, SimulationPlan
 from ..profile import RunProfile
 from .evidence import Evidence, Hardware, read_evidence
 from .findings import Explanation, Finding, Suspicion
@@ -43,9 +43,14 @@ def explain(folder: Path, hardware: Hardware, *, active: bool) -> Explanation:
         return Explanation(
             run=str(folder), alerts=alerts, note="advice on speed follows when no alert is active any more"
         )
+    needed = load(str(run_config(folder))).buffer.max_staleness + SETTLING + LEAST_STEPS
+    if (steps := len(read_metrics(folder / METRICS))) < needed:
+        return Explanation(
+            run=str(folder), alerts=alerts, note=f"{steps} steps so far: what to change is said from {needed} on"
+        )
     try:
         profile = profile_of(folder)
-    except (ConfigError, StateError) as error:  # it has only begun, or no batch of it is ever full
+    except (ConfigError, StateError) as error:  # an environment was not played yet, or no batch is ever full
         return Explanation(run=str(folder), alerts=alerts, note=str(error))
     measured = profile.measured
     assert measured is not None  # it is of a run

@@ -25,7 +25,8 @@ from ..run import simulate
 from ..workload import Observed, Workload
 from .findings import Candidate, Finding, Gain, Interval, Suspicion
 
-TOLD = 0.03  # relative gain of trained tokens per second; a bound is lowered at no higher price
+TOLD = 0.03  # relative gain of trained tokens per second
+PRICE = 0.05  # most of these that a lower bound may cost: half the staleness is worth that
 MISSED = 0.15  # of the run's cycle: a simulation that is further off knows too little of the run
 COUNTED = 30  # most steps of a simulation that count
 EVENTS = 300_000  # about how many all simulations of a run may have: some ten seconds
@@ -111,7 +112,7 @@ class GainSimulator:
             return statistics.fmean(one.tokens_by_staleness.get(0, 0.0) for one in figures) >= FRESH
         if suspicion.aim == "staleness":
             younger = -gain.staleness.mean >= TOLD * statistics.fmean(one.staleness for one in self.base)
-            return younger and gain.staleness.high < 0 and gain.trained_tokens_per_s.mean >= -TOLD
+            return younger and gain.staleness.high < 0 and gain.trained_tokens_per_s.mean >= -PRICE
         return True
 
 
