@@ -61,13 +61,15 @@ class GainSimulator:
 
     def figures(self, candidate: Candidate) -> list[RunFigures] | None:
         """Of each seed; None where the change is none."""
-        profile = msgspec.structs.replace(
+        replace, push, factor = msgspec.structs.replace, self._profile.push, candidate.push
+        profile = replace(
             self._profile,
             environments=tuple(_scaled(one, candidate.environment) for one in self._profile.environments),
-            push=msgspec.structs.replace(
-                self._profile.push,
-                cohort_s=candidate.push * self._profile.push.cohort_s,
-                pause_s=candidate.push * self._profile.push.pause_s,
+            push=replace(
+                push,
+                once_s=factor * push.once_s,
+                cohort_s=factor * push.cohort_s,
+                pause_s=factor * push.pause_s,
             ),
         )
         try:
