@@ -246,7 +246,7 @@ def _summary(run: WatchedRun, _: web.Request) -> Any:
         found = {"newest": run.index.newest(), "problem": ""}
     except StoreError as error:
         found = {"newest": None, "problem": str(error)}
-    return run.summary() | found
+    return run.summary() | found | {"alerts": run.alerts()}
 
 
 def _staleness(run: WatchedRun, _: web.Request) -> Any:

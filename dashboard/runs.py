@@ -12,6 +12,7 @@ import msgspec
 
 from ..configs import Config, load
 from ..errors import ConfigError, SlipstreamError
+from ..monitor.alerts import ALERTS, Alert, read_alerts
 from .accounts import TokenAccounts
 from .curves import MetricsTable, present
 from .gauges import GaugeTable
@@ -87,6 +88,11 @@ class WatchedRun:
             }
         found = {"name": self.name, "folder": str(self.folder), "active": self.is_active(), "error": error}
         return {**found, "settings": settings, "now": present(self.metrics.rows(), config)}
+
+    def alerts(self) -> list[Alert]:
+        """The newest line of each rule, those that are active first. Raises StoreError."""
+        last = {alert.rule: alert for alert in read_alerts(self.folder / ALERTS)}
+        return sorted(last.values(), key=lambda alert: (not alert.active, -alert.time))
 
     def changes(self) -> tuple[tuple[int, int], ...]:
         """What differs after the run has written something that a page shows."""

@@ -165,6 +165,19 @@ async def test_logs_are_shown_from_their_end_and_only_those_of_the_run(tmp_path:
     )
     async with DashServer(RunFolder(run.folder, IDLE), "127.0.0.1", 0, "") as server, aiohttp.ClientSession() as client:
         asked = Asked(server, client)
+        assert (await asked("/api/runs/run/now"))["alerts"] == []
+        said = {
+            "rule": "idle",
+            "severity": "warning",
+            "text": f"slots {PLANTED}",
+            "advice": "lower it",
+            "step": 3,
+            "time": 5.0,
+        }
+        other = {**said, "rule": "failures", "time": 4.0}
+        lines(run.folder / "alerts.jsonl", [said, other, {**said, "active": False, "time": 9.0}])
+        alerts = (await asked("/api/runs/run/now"))["alerts"]
+        assert [(alert["rule"], alert["active"]) for alert in alerts] == [("failures", True), ("idle", False)]
         found = await asked("/api/runs/run/processes")
         assert [one["name"] for one in found["logs"]] == ["buffer.log"]
         (process,) = found["processes"]

@@ -22,6 +22,7 @@ export function Now({run}) {
   const failedShare = all ? failed.reduce((sum, [, n]) => sum + n, 0) / all : 0;
   if (now.step == null) return html`<h1>${run.name}</h1><div class="card">No step yet. ${data.active ? 'The run is starting, or plays its first episodes.' : 'The run is not active.'}</div>${data.newest && html`<${Newest} run=${run.name} one=${data.newest} />`}`;
   return html`<h1>${run.name}</h1>${data.problem && html`<${Problem} error=${data.problem} />`}
+    ${data.alerts.map(alert => html`<div key=${alert.rule} class="card ${!alert.active ? '' : alert.severity === 'critical' ? 'bad' : 'warn'}">${alert.active ? '' : 'over: '}${alert.text}${alert.advice && `: ${alert.advice}`} <span class="muted small">step ${alert.step}, ${ago(alert.time)}</span></div>`)}
     <div class="tiles">
       <${Tile} name="step" value=${`${now.step}${now.steps ? ' / ' + now.steps : ''}`} note=${data.active && now.left_s ? duration(now.left_s) + ' left' : data.active ? '' : 'last step ' + ago(now.time)} />
       <${Tile} name="reward of the batch" value=${fixed(now.reward)} note=${change(now)} />
