@@ -78,7 +78,7 @@ class IndexedHeader(msgspec.Struct, frozen=True, gc=False):
     task_id: str
     env: str
     version_spans: list[VersionSpan]
-    turns: msgspec.Raw  # an array, of which only the number is shown
+    turns: list[msgspec.Raw]  # only their number is shown; what a `Raw` points at may be gone
     reward: float
     outcome: IndexedOutcome
     timings: dict[str, float] = {}
@@ -219,7 +219,7 @@ class TrajectoryIndex:
             self._outcomes.number(h.outcome.label),
             length,
             sum(span.end - span.start for span in h.version_spans),
-            _length(h.turns),
+            len(h.turns),
             min(versions, default=-1),
             max(versions, default=-1),
             h.reward,
@@ -310,14 +310,6 @@ class TrajectoryIndex:
             "trained_at": trained_at if trained_at >= 0 else None,
             "staleness": int(trained_at - 1 - row["oldest"]) if trained_at >= 0 and row["oldest"] >= 0 else None,
         }
-
-
-def _length(array: msgspec.Raw) -> int:
-    """Of an array in msgpack, by its first bytes: 0x90 + n, or 0xdc and 16 bits, or 0xdd and 32 bits."""
-    data = memoryview(array)
-    if data[0] & 0xF0 == 0x90:
-        return data[0] & 0x0F
-    return int.from_bytes(data[1 : 3 if data[0] == 0xDC else 5], "big")
 
 
 def _page_of(found: NDArray[Any], keys: NDArray[Any], after: str, limit: int) -> tuple[list[int], str]:

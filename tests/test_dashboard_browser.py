@@ -62,9 +62,12 @@ def browser() -> Iterator[Any]:
 class Look:
     """A page, and everything that was wrong with it."""
 
-    def __init__(self, browser: Any, url: str, size: str = "desktop") -> None:
+    def __init__(self, browser: Any, url: str, size: str = "desktop", *, waits: bool = True) -> None:
         width, height, scheme = SIZES[size]
-        self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        # The page allows no `eval`, by which Playwright `waits` for conditions.
+        self.context = browser.new_context(
+            bypass_csp=waits, viewport={"width": width, "height": height}, color_scheme=scheme
+        )
         self.page = self.context.new_page()
         self.page.set_default_timeout(1e3 * WAIT_S / 8)
         self.wrong: list[str] = []
@@ -90,7 +93,7 @@ class Look:
 
 @pytest.fixture(params=SIZES)
 def look(request: pytest.FixtureRequest, browser: Any, url: str) -> Iterator[Look]:
-    found = Look(browser, url, request.param)
+    found = Look(browser, url, request.param, waits=False)
     yield found
     found.close()
 
