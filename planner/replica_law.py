@@ -26,7 +26,9 @@ REACH = (0.01, 0.99)  # quantiles of the time by the number of running sequences
 APART = 1.6  # most that a point is of the one before
 SLOWEST = 0.1  # of the mean rate: no part of the curve is slower
 UNSAID = 0.1  # of completions without the number of cached tokens; with more of them prefill is a part of the steps
-HALVINGS = 12  # of the range in which the seconds of a prefilled token are
+# Of the seconds of a prefilled token: the errors have several minima, so that the range of the smallest is looked for among so many
+# numbers, that many decades down from the time that there is, and then halved so often.
+TRIED, DECADES, HALVINGS = 40, 6, 10
 
 
 class ReplicaLaw(msgspec.Struct, frozen=True):
@@ -149,7 +151,7 @@ def _knots(running: Floats, seconds: Floats) -> Floats:
 
 
 def _least_squares(near: Floats, prefilled: Floats, steps: Floats) -> tuple[Floats, float]:
-    """u and p. For each p the best u is that of a linear problem; of p the best is found by halving its range."""
+    """u and p. For each p the best u is that of a linear problem."""
     weight = 1 / np.sqrt(np.maximum(steps, 1.0))
 
     def solve(p: float) -> tuple[float, Floats]:
@@ -157,12 +159,17 @@ def _least_squares(near: Floats, prefilled: Floats, steps: Floats) -> tuple[Floa
         rates = np.asarray(np.linalg.lstsq(columns, steps * weight, rcond=None)[0], dtype=np.float64)
         return float(((columns @ rates - steps * weight) ** 2).sum()), rates
 
-    low, high = 0.0, float(near.sum() / prefilled.sum()) if prefilled.any() else 0.0
-    for _ in range(HALVINGS if high else 0):
+    if not prefilled.any():
+        return solve(0.0)[1], 0.0
+    most = float(near.sum() / prefilled.sum())
+    tried = [0.0, *np.geomspace(most / 10**DECADES, most, TRIED).tolist()]
+    best = int(np.argmin([solve(p)[0] for p in tried]))
+    low, high = tried[max(0, best - 1)], tried[min(TRIED, best + 1)]
+    for _ in range(HALVINGS):
         quarter = (high - low) / 4
         errors = [solve(low + i * quarter)[0] for i in (1, 2, 3)]
-        best = low + quarter * (1 + errors.index(min(errors)))
-        low, high = best - quarter, best + quarter
+        middle = low + quarter * (1 + errors.index(min(errors)))
+        low, high = middle - quarter, middle + quarter
     return solve((low + high) / 2)[1], (low + high) / 2
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 import pytest
@@ -138,15 +139,19 @@ def test_watching_ends_with_an_interrupt(tmp_path: Path) -> None:
     ids=["bound too low", "few sequences", "bound too high"],
 )
 def test_a_change_gives_at_least_half_of_what_is_promised(truth: RunProfile, tmp_path: Path) -> None:
-    """The run is known by its files only; the change is made in what it really was."""
+    """The run is known by its files only; the change is made in what it really was. A loss is at most 2 points greater."""
     RecordedRun(truth, tmp_path / "run", seed=5).record(50)
     finding, *_ = explain(tmp_path / "run", Hardware("cores", 2, 0, 2), active=False).findings
     assert finding.gain is not None
-    before, after = (
-        simulate(SimulationPlan.of(truth, overrides), 60, seed=7).figures for overrides in ((), (finding.change,))
-    )
-    gained = after.trained_tokens_per_s / before.trained_tokens_per_s - 1
-    assert gained >= 0.5 * finding.gain.trained_tokens_per_s.mean - 0.02
+    promised, trained, staleness = finding.gain.trained_tokens_per_s.mean, list[float](), list[float]()
+    for seed in range(7, 12):
+        before, after = (
+            simulate(SimulationPlan.of(truth, overrides), 60, seed=seed).figures
+            for overrides in ((), (finding.change,))
+        )
+        trained.append(after.trained_tokens_per_s / before.trained_tokens_per_s - 1)
+        staleness.append(after.staleness - before.staleness)
+    assert fmean(trained) >= (0.5 * promised if promised > 0 else promised) - 0.02
     if finding.rule == "lower_bound":
-        assert before.staleness - after.staleness >= -0.5 * finding.gain.staleness.mean
+        assert fmean(staleness) <= 0.5 * finding.gain.staleness.mean
     assert msgspec.json.decode(msgspec.json.encode(finding))["change"] == finding.change

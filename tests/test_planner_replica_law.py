@@ -5,11 +5,14 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from slipstream.planner.replica_law import replica_law
-from slipstream.planner.run_spans import RecordedTurn, ReplicaSpans
+from slipstream.planner.run_spans import RecordedTurn, ReplicaSpans, read_run_spans
+from slipstream.tests.simulated_runs import RecordedRun
+from slipstream.tests.test_planner_explain import run_of
 
 PLACES = 48
 PREFILL_S, REQUEST_S, BLOCK = 2e-4, 0.004, 16
@@ -71,6 +74,17 @@ def test_the_law_of_a_server_is_found(law: Law) -> None:
     assert found.request_s + found.arrival_s == pytest.approx(
         REQUEST_S + law(8) / 2, rel=0.5
     )  # half of a step is under way
+
+
+def test_prefill_that_costs_nothing_is_not_taken_for_the_decoding(tmp_path: Path) -> None:
+    """Prompts come in bursts with the groups, so that their number follows that of running sequences."""
+    truth = run_of(bound=6)
+    RecordedRun(truth, tmp_path / "run", seed=5).record(50)
+    found = replica_law(read_run_spans(tmp_path / "run").replicas, 24, recompute=True)
+    assert found is not None
+    assert found.prefill_s < 1e-4
+    for running, seconds in found.decode.points:
+        assert seconds == pytest.approx(truth.engine.decode.step_s(running), rel=0.05)
 
 
 def test_without_the_cached_tokens_prefill_is_a_part_of_the_steps() -> None:
