@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -17,17 +19,17 @@ import pytest
 from slipstream.tests.dashboard_runs import MEMBERS, PLANTED, DashboardRun
 from slipstream.tests.runs import WAIT_S, query
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright (Python) is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.full,
+    pytest.mark.skipif(importlib.util.find_spec("playwright") is None, reason="playwright (Python) is not installed"),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (Debian: apt install chromium)"),
 ]
 
 VIEWS = ("now", "curves", "trajectories", "staleness", "timeline", "tokens", "environments", "processes")
 SIZES = {"desktop": (1280, 900, "light"), "phone": (400, 800, "light"), "dark": (1280, 900, "dark")}
 GROUPS = 7
-FIRST_TOKEN_S = 1.5  # from the navigation, as OPERATION asks of a quiet machine
+FIRST_TOKEN_S = 1.5  # from the navigation, on a quiet machine
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def url(folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
+    with importlib.import_module("playwright.sync_api").sync_playwright() as started:
         launched = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield launched
         launched.close()
