@@ -35,6 +35,7 @@ NAMES = (
 )
 
 OPTIONS = {
+    "sizes": ("rollout", "weightsync", "tools", "learner"),
     "seeds": ("learning",),
     "staleness": ("learning",),
     "steps": ("learning", "prediction"),
@@ -82,19 +83,18 @@ def bench(options: argparse.Namespace) -> int:
         parts = _learning(options, console)
     elif options.name == "prediction":
         parts = _prediction(options, console)
+    elif options.name in OPTIONS["sizes"]:
+        sized = {"rollout": _rollout, "weightsync": _weightsync, "tools": _tools, "learner": _learner}
+        parts = sized[options.name](options.sizes)
     else:
-        several = {
-            "rollout": _rollout,
-            "weightsync": _weightsync,
+        others = {
             "buffer": _buffer,
             "sandbox": _sandbox,
-            "tools": _tools,
-            "learner": _learner,
             "simulator": _simulator,
             "dashboard": _dashboard,
             "recording": _recording,
         }
-        parts = several[options.name](options.sizes)
+        parts = others[options.name]()
     results: list[Result] = []
     try:
         with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
@@ -145,13 +145,10 @@ def _weightsync(sizes: list[str] | None) -> list[tuple[str, Measure]]:
     return parts
 
 
-def _buffer(sizes: list[str] | None) -> list[tuple[str, Measure]]:
-    from ..errors import ConfigError
+def _buffer() -> list[tuple[str, Measure]]:
     from . import buffer
     from .buffer_engine import beside_an_engine
 
-    if sizes:
-        raise ConfigError("--sizes: the buffer carries tokens, not policies; leave it out")
     return [
         ("the buffer over ZeroMQ and over SQLite", buffer.floors),
         ("latency to a batch", buffer.latency),
@@ -161,12 +158,9 @@ def _buffer(sizes: list[str] | None) -> list[tuple[str, Measure]]:
     ]
 
 
-def _sandbox(sizes: list[str] | None) -> list[tuple[str, Measure]]:
-    from ..errors import ConfigError
+def _sandbox() -> list[tuple[str, Measure]]:
     from .sandbox import sandbox
 
-    if sizes:
-        raise ConfigError("--sizes: sandboxes hold no policy; leave it out")
     return [("sandboxes over bare processes", sandbox)]
 
 
@@ -179,30 +173,21 @@ def _tools(sizes: list[str] | None) -> list[tuple[str, Measure]]:
     ]
 
 
-def _simulator(sizes: list[str] | None) -> list[tuple[str, Measure]]:
-    from ..errors import ConfigError
+def _simulator() -> list[tuple[str, Measure]]:
     from .simulator import simulator
 
-    if sizes:
-        raise ConfigError("--sizes: a simulation holds no policy; leave it out")
     return [("the simulator", simulator)]
 
 
-def _dashboard(sizes: list[str] | None) -> list[tuple[str, Measure]]:
-    from ..errors import ConfigError
+def _dashboard() -> list[tuple[str, Measure]]:
     from .dashboard import dashboard
 
-    if sizes:
-        raise ConfigError("--sizes: the dashboard holds no policy; leave it out")
     return [("the dashboard", dashboard)]
 
 
-def _recording(sizes: list[str] | None) -> list[tuple[str, Measure]]:
-    from ..errors import ConfigError
+def _recording() -> list[tuple[str, Measure]]:
     from .recording import buffer_recording, run_recording, step_recording
 
-    if sizes:
-        raise ConfigError("--sizes: recording is measured with the quickstart's policy; leave it out")
     return [
         ("the buffer with and without its series", buffer_recording),
         ("the learner's step with and without its spans", step_recording),
@@ -214,8 +199,6 @@ def _prediction(options: argparse.Namespace, console: Console) -> list[tuple[str
     from ..errors import ConfigError
     from .prediction import LEAST_STEPS, PROBES, STEPS, prediction
 
-    if options.sizes:
-        raise ConfigError("--sizes: prediction trains the quickstart's policy; leave it out")
     steps = STEPS if options.steps is None else options.steps
     if steps < LEAST_STEPS:
         raise ConfigError(f"--steps: {steps} is not allowed; allowed are {LEAST_STEPS} and more")
@@ -237,8 +220,6 @@ def _learning(options: argparse.Namespace, console: Console) -> list[tuple[str, 
     from ..errors import ConfigError
     from .learning import SEEDS, STALENESS, STEPS, learning
 
-    if options.sizes:
-        raise ConfigError("--sizes: learning trains one small policy of its own; leave it out")
     seeds = SEEDS if options.seeds is None else options.seeds
     steps = STEPS if options.steps is None else options.steps
     staleness = STALENESS if options.staleness is None else tuple(dict.fromkeys(options.staleness))

@@ -13,11 +13,11 @@ import numpy as np
 import psutil
 
 from ..buffer.admission import ReplayCounters
-from ..buffer.schema import SCHEMA, SCHEMA_VERSION
+from ..buffer.schema import DATABASE, SCHEMA, SCHEMA_VERSION
 from ..buffer.segments import segments_path
 from ..buffer.trajectory import FINISHED, EncodedTrajectory, Trajectory, Turn, VersionSpan
 from ..dashboard.index import TrajectoryIndex, TrajectoryQuery
-from ..dashboard.store import DATABASE, StoreReader
+from ..dashboard.store import StoreReader
 from ..dashboard.texts import TokenTexts
 from ..dashboard.trajectory import WINDOW, TrajectoryReader
 from .result import Result, Row

@@ -16,6 +16,7 @@ import msgspec
 from ..configs import load
 from ..learner.model import vocabulary_size
 from ..monitor.metrics import METRICS, read_metrics
+from ..monitor.series import cycle_s
 from .buffer_traffic import Crew, Round, Rounds, Took, through_the_buffer
 from .commands import run_command, slipstream
 from .learner import GROUPS, by_turns
@@ -75,7 +76,7 @@ async def run_recording(folder: Path) -> Result:
         command = (sys.executable, "-m", __name__, "on" if recorded else "off", *words)
         await run_command(command, folder / f"run-{number}.log")
         rows = read_metrics(run / METRICS)[SETTLED:]
-        seconds = sum(row["wait_s"] + row["step_s"] + row["push_s"] for row in rows)
+        seconds = sum(map(cycle_s, rows))
         rates[recorded].append(sum(row["tokens_trained"] for row in rows) / seconds)
     return _result(f"a run of {STEPS} steps", rates[True], rates[False], "trained tokens/s")
 

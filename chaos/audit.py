@@ -16,7 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..configs import load
+from ..buffer.schema import DATABASE
+from ..configs import load, run_config
 from ..errors import StoreError
 from .audit_checks import CHECKS, TABLES
 from .audit_log import (
@@ -54,18 +55,18 @@ def audit(run_dir: Path) -> tuple[AuditCheck, ...]:
     try:
         db = sqlite3.connect(":memory:", uri=True)
         try:
-            db.execute("ATTACH ? AS store", (f"{(run_dir / 'buffer.sqlite').absolute().as_uri()}?mode=ro",))
+            db.execute("ATTACH ? AS store", (f"{(run_dir / DATABASE).absolute().as_uri()}?mode=ro",))
             db.executescript(TABLES)
             _read_store(db, run_dir / "buffer.arrays")
             _read_workers(db, run_dir)
             _read_learner(db, run_dir)
-            buffer = load(str(run_dir / "config.yaml")).buffer
+            buffer = load(str(run_config(run_dir))).buffer
             db.execute("INSERT INTO rules VALUES (?)", (buffer.group_size,))
             return tuple(_check(db, *check) for check in CHECKS)
         finally:
             db.close()
     except sqlite3.Error as error:
-        raise StoreError(f"{run_dir / 'buffer.sqlite'} cannot be audited: {error}") from None
+        raise StoreError(f"{run_dir / DATABASE} cannot be audited: {error}") from None
 
 
 def _check(db: sqlite3.Connection, name: str, examined: str, queries: tuple[str, ...]) -> AuditCheck:

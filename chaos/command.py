@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.table import Table
 
+from ..buffer.schema import DATABASE
 from ..configs import load
 from ..configs.environments import LimitedTasks, parts_by_key
 from ..errors import ConfigError
@@ -85,7 +86,7 @@ def chaos(options: argparse.Namespace) -> int:
         console.print(str(fault))
     console.print("the run starts")
     result = FaultRunner([options.config, *overrides], run_dir, options.hang, console.print).run(plan)
-    checks = (*audit(run_dir), _ledger_check(run_dir)) if (run_dir / "buffer.sqlite").exists() else ()
+    checks = (*audit(run_dir), _ledger_check(run_dir)) if (run_dir / DATABASE).exists() else ()
     problems = (*result.problems, *(f"{check.name}: {problem}" for check in checks for problem in check.problems))
     report = ChaosReport(
         options.seed,

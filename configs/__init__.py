@@ -4,6 +4,7 @@ from .checks import check as check
 from .fields import FieldDoc as FieldDoc
 from .fields import describe as describe
 from .fields import describe_schema as describe_schema
+from .loading import RUN_CONFIG as RUN_CONFIG
 from .loading import dump as dump
 from .loading import load as load
 from .loading import presets as presets

@@ -308,9 +308,12 @@ def _validate_value(value: Any, annotation: Any, path: str) -> None:
         raise ConfigError(f"{path}: {value!r} is not allowed; expected {type_text(kind)}{hint}") from None
 
 
+RUN_CONFIG = "config.yaml"  # in the folder of a run
+
+
 def run_config(run: str | Path) -> Path:
     """The config file of a run folder. Raises ConfigError where the folder holds no run."""
-    path = Path(run) / "config.yaml"
+    path = Path(run) / RUN_CONFIG
     if not path.is_file():
         raise ConfigError(f"{run} holds no run: there is no {path}")
     return path

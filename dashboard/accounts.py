@@ -11,9 +11,6 @@ import threading
 from collections import Counter
 from typing import Any
 
-import msgspec
-
-from ..buffer.admission import ReplayCounters
 from ..buffer.retention import SETTLED
 from .store import ReadConnection, StoreReader
 
@@ -57,8 +54,8 @@ class TokenAccounts:
         archive: Sums = Counter({(v, n, a): tokens for v, n, a, tokens in db.all(ARCHIVE)})
         if archive != self._archive:
             self._archive, self._settled = archive, {}  # rows became sums: parts have fewer tokens than they had
-        counters = db.one("SELECT value FROM counters")
-        settled = msgspec.json.decode(counters[0], type=ReplayCounters).settled if counters else -1
+        counters = db.counters()
+        settled = counters.settled if counters else -1
         total = Counter(archive)
         bounds = db.one("SELECT min(id), max(id) FROM groups")
         if bounds is None or bounds[0] is None:

@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from ..configs import Config
+from ..monitor.follow import LineFollower
 from ..monitor.metrics import EVALUATION, METRICS, Row, scalars
-from ..monitor.series import alike_share, by_staleness, outcomes, staleness_tokens, total
-from .follow import LineFollower
+from ..monitor.series import alike_share, by_staleness, cycle_s, outcomes, staleness_tokens, total
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class MetricsTable:
         found = self._follow()
         numbers = [flat for _, flat in found]
         first = found[0][0] if found else {}
-        began = first.get("time", 0.0) - sum(first.get(part) or 0.0 for part in ("wait_s", "step_s", "push_s"))
+        began = first.get("time", 0.0) - cycle_s(first)
         return {
             "steps": [row["step"] for row, _ in found],
             "versions": [row.get("version") for row, _ in found],
@@ -75,7 +75,7 @@ def present(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
     if not rows:
         return {}
     last, steady = rows[-1], (rows[1:] or rows)[-RECENT:]
-    cycles = [sum(row.get(part) or 0.0 for part in ("wait_s", "step_s", "push_s")) for row in steady]
+    cycles = [cycle_s(row) for row in steady]
     seconds, slot_s = sum(cycles), total(steady, "slot_s")
     steps = config.learner.steps if config else None
     return {

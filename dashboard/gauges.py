@@ -18,11 +18,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..monitor.timeline import SERIES
-from .follow import LineFollower
+from ..monitor.timeline import SERIES, FolderFollower
 
 COUNTERS = ("cpu_s", "tokens", "delivered", "generated", "trained_tokens")  # last parts of the names of what only grows
-OLD = ".old.jsonl"  # ends the name of the older half of a file, see `monitor.timeline`
 
 
 class RoleGauges:
@@ -72,36 +70,25 @@ class GaugeTable:
     """Of the run in `folder`; from any thread."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / SERIES
-        self._files: dict[str, LineFollower] = {}
+        self._files = FolderFollower(folder / SERIES)
         self._roles: dict[str, RoleGauges] = {}
         self._lock = threading.Lock()
 
     def roles(self) -> dict[str, RoleGauges]:
         """Up to now. Raises OSError."""
         with self._lock:
-            for path in sorted(self._folder.glob("*.jsonl")) if self._folder.is_dir() else ():
-                if path.name.endswith(OLD):
-                    continue  # was read under its first name, or is read with the newer half
-                if path.name not in self._files:
-                    self._files[path.name] = LineFollower(path)
-                    self._read(path.name, LineFollower(path.with_name(path.name.removesuffix(".jsonl") + OLD)))
-                self._read(path.name, self._files[path.name])
+            for role, pid, data in self._files.lines():
+                try:
+                    line = msgspec.json.decode(data, type=dict[str, Any])
+                    self._roles.setdefault(role, RoleGauges()).add({"t": float(line["t"]), **line}, pid)
+                except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+                    continue  # a line that a killed process left
             return dict(self._roles)
 
     def bounds(self) -> tuple[float, float] | None:
         """The first time and the last; None before the first line."""
         times = [role.times for role in self.roles().values() if role.times]
         return (min(one[0] for one in times), max(one[-1] for one in times)) if times else None
-
-    def _read(self, name: str, follower: LineFollower) -> None:
-        role, pid = name.split(".")[:2]
-        for data in follower.lines():
-            try:
-                line = msgspec.json.decode(data, type=dict[str, Any])
-                self._roles.setdefault(role, RoleGauges()).add({"t": float(line["t"]), **line}, pid)
-            except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
-                continue  # a line that a killed process left
 
 
 def _numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

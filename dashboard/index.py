@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..buffer.admission import ReplayCounters
 from ..buffer.trajectory import VersionSpan
 from ..common.outcomes import FAILED
 from ..errors import ConfigError, StoreError
@@ -228,8 +227,8 @@ class TrajectoryIndex:
         )
 
     def _follow_groups(self, db: ReadConnection) -> None:
-        row = db.one("SELECT value FROM counters")
-        settled = msgspec.json.decode(row[0], type=ReplayCounters).settled if row else -1
+        counters = db.counters()
+        settled = counters.settled if counters else -1
         at = self._first_unsettled
         states = self._states
         while rows := db.all(GROUP_ROWS, at, ROWS):

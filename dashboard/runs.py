@@ -10,9 +10,11 @@ from typing import Any
 
 import msgspec
 
-from ..configs import Config, load
+from ..buffer.schema import DATABASE
+from ..configs import RUN_CONFIG, Config, load
 from ..errors import ConfigError, SlipstreamError
 from ..monitor.alerts import ALERTS, Alert, read_alerts
+from ..monitor.metrics import METRICS
 from .accounts import TokenAccounts
 from .curves import MetricsTable, present
 from .gauges import GaugeTable
@@ -22,7 +24,6 @@ from .texts import TokenTexts
 from .timeline import Timeline
 from .trajectory import TrajectoryReader
 
-CONFIG = "config.yaml"
 RUNS_LIMIT = 200  # folders that are shown of one; more are no comparison
 
 
@@ -63,7 +64,7 @@ class WatchedRun:
 
     def config(self) -> tuple[Config | None, str]:
         """The run's config, and why there is none: it may be of another version of the program."""
-        path = self.folder / CONFIG
+        path = self.folder / RUN_CONFIG
         with self._lock:
             try:
                 changed = path.stat().st_mtime_ns
@@ -96,7 +97,7 @@ class WatchedRun:
 
     def changes(self) -> tuple[tuple[int, int], ...]:
         """What differs after the run has written something that a page shows."""
-        names = ("metrics.jsonl", "buffer.sqlite", "buffer.sqlite-wal", "evaluations.json", "control.json", CONFIG)
+        names = (METRICS, DATABASE, f"{DATABASE}-wal", "evaluations.json", "control.json", RUN_CONFIG)
         return tuple(_changed(self.folder / name) for name in names)
 
 
@@ -109,12 +110,12 @@ class RunFolder:
         self._runs: dict[str, WatchedRun] = {}
         self._lock = threading.Lock()
         if not self.runs():
-            raise ConfigError(f"{root} holds no run: there is no {CONFIG} in it, nor in a folder in it")
+            raise ConfigError(f"{root} holds no run: there is no {RUN_CONFIG} in it, nor in a folder in it")
 
     def runs(self) -> list[WatchedRun]:
         """By name; those that began since the last call included."""
-        single = (self.root / CONFIG).is_file()
-        folders = [self.root] if single else sorted(path.parent for path in self.root.glob(f"*/{CONFIG}"))
+        single = (self.root / RUN_CONFIG).is_file()
+        folders = [self.root] if single else sorted(path.parent for path in self.root.glob(f"*/{RUN_CONFIG}"))
         with self._lock:
             for folder in folders[:RUNS_LIMIT]:
                 if folder.name not in self._runs:

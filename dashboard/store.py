@@ -17,10 +17,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..buffer.schema import connect, require_schema, store_error
-from ..errors import StoreError
+import msgspec
 
-DATABASE = "buffer.sqlite"
+from ..buffer.admission import ReplayCounters
+from ..buffer.schema import DATABASE, connect, require_schema, store_error
+from ..buffer.trajectory import BatchRow, EncodedRow
+from ..errors import StoreError, WireError
+
 ROWS = 2000  # of one query: headers of some kilobytes each are read within 50 ms
 QUERY_S = 5.0  # far more than any query of this room takes
 CHECKED_EVERY = 20_000  # steps of SQLite's machine between two looks at the clock: a few milliseconds
@@ -51,6 +54,13 @@ class StoreReader:
         except sqlite3.Error as error:
             raise store_error(f"cannot read the buffer {self.path}", error) from None
 
+    def decode(self, header: bytes, length: int) -> BatchRow:
+        """A row of `trajectories` without its arrays. Raises StoreError."""
+        try:
+            return EncodedRow(header, length, 0).decode()
+        except (WireError, TypeError) as error:
+            raise StoreError(f"{self.path} is damaged: {error}") from None
+
     def _is_final(self) -> bool:
         wal = self.path.with_name(self.path.name + "-wal")
         return not self._is_active() and not (wal.exists() and wal.stat().st_size)
@@ -72,3 +82,8 @@ class ReadConnection:
     def one(self, query: str, *values: object, **named: object) -> tuple[Any, ...] | None:
         """The first row, None where there is none."""
         return next(iter(self.all(query, *values, **named)), None)
+
+    def counters(self) -> ReplayCounters | None:
+        """Of the replay as it was saved last; None before the first."""
+        row = self.one("SELECT value FROM counters")
+        return None if row is None else msgspec.json.decode(row[0], type=ReplayCounters)

@@ -14,11 +14,10 @@ from typing import Any
 
 import msgspec
 
-from ..buffer.trajectory import BatchRow, EncodedRow
+from ..buffer.trajectory import BatchRow
 from ..common.spans import Span
-from ..errors import StoreError, WireError
-from ..monitor.timeline import SPANS
-from .follow import LineFollower
+from ..monitor.timeline import SPANS, FolderFollower
+from ..planner.run_spans import LEARNER
 from .gauges import GaugeTable
 from .store import StoreReader
 
@@ -27,17 +26,15 @@ WINDOW_S = 60.0  # shown at first: the newest of a run
 POINTS = 300  # parts of a window that gauges are means over
 SPANS_SHOWN = 4000  # of a window; more are thinner than a pixel
 EPISODES = 512  # of a batch
-LEARNER = "learner-0"
 
 
 class Timeline:
     """Of the run in `folder`; from any thread."""
 
     def __init__(self, folder: Path, gauges: GaugeTable, store: StoreReader) -> None:
-        self._folder = folder / SPANS
         self._gauges = gauges
         self._store = store
-        self._files: dict[str, LineFollower] = {}
+        self._files = FolderFollower(folder / SPANS, LEARNER)
         self._spans: list[Span] = []  # of the learner's rank 0, by their ends
         self._lock = threading.Lock()
 
@@ -77,7 +74,7 @@ class Timeline:
             versions = db.one("SELECT min(trained_at), max(trained_at) FROM groups")
         episodes: dict[str, dict[str, Any]] = {}
         for header, length, group, leased, ready, taken, delivered, withheld in rows:
-            h = self._decode(header, length)
+            h = self._store.decode(header, length)
             one = episodes.setdefault(
                 h.episode,
                 {
@@ -96,34 +93,17 @@ class Timeline:
             "episodes": list(episodes.values()),
         }
 
-    def _decode(self, header: bytes, length: int) -> BatchRow:
-        try:
-            return EncodedRow(header, length, 0).decode()
-        except (WireError, TypeError) as error:
-            raise StoreError(f"{self._store.path} is damaged: {error}") from None
-
     def _follow(self) -> Sequence[Span]:
         with self._lock:
-            added = False
-            for path in sorted(self._folder.glob(f"{LEARNER}.*.jsonl")) if self._folder.is_dir() else ():
-                if path.name.endswith(".old.jsonl"):
-                    continue
-                if path.name not in self._files:
-                    self._files[path.name] = LineFollower(path)
-                    added |= self._read(LineFollower(path.with_name(path.name.removesuffix(".jsonl") + ".old.jsonl")))
-                added |= self._read(self._files[path.name])
-            if added:
+            before = len(self._spans)
+            for _, _, line in self._files.lines():
+                try:
+                    self._spans.append(msgspec.json.decode(line, type=Span))
+                except msgspec.MsgspecError:
+                    continue  # a line that a killed process left
+            if len(self._spans) > before:
                 self._spans.sort(key=lambda span: span.t1)
             return list(self._spans)
-
-    def _read(self, follower: LineFollower) -> bool:
-        before = len(self._spans)
-        for line in follower.lines():
-            try:
-                self._spans.append(msgspec.json.decode(line, type=Span))
-            except msgspec.MsgspecError:
-                continue  # a line that a killed process left
-        return len(self._spans) > before
 
 
 def _parts(h: BatchRow) -> list[tuple[float, float, str, int | None]]:

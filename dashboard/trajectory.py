@@ -14,10 +14,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..buffer.admission import ReplayCounters
 from ..buffer.segments import read_arrays, segments_path, starts_of
-from ..buffer.trajectory import TOKEN_BYTES, BatchRow, EncodedRow
-from ..errors import ConfigError, StoreError, WireError
+from ..buffer.trajectory import TOKEN_BYTES, BatchRow
+from ..errors import ConfigError, StoreError
 from .store import ReadConnection, StoreReader
 from .texts import ShownMessage, TokenTexts
 
@@ -203,15 +202,11 @@ class TrajectoryReader:
             return self._stored(db, row)
 
     def _stored(self, db: ReadConnection, row: Sequence[Any]) -> StoredTrajectory:
-        counters = db.one("SELECT value FROM counters")
-        version = msgspec.json.decode(counters[0], type=ReplayCounters).version if counters else 0
+        counters = db.counters()
         header, length, *others = row
-        names = StoredTrajectory.__struct_fields__[1:-1]
-        try:
-            fields = dict(zip(names, others, strict=True))
-            return StoredTrajectory(header=EncodedRow(header, length, 0).decode(), **fields, version=version)
-        except (WireError, TypeError) as error:
-            raise StoreError(f"{self._store.path} is damaged: {error}") from None
+        fields = dict(zip(StoredTrajectory.__struct_fields__[1:-1], others, strict=True))
+        version = counters.version if counters else 0
+        return StoredTrajectory(header=self._store.decode(header, length), **fields, version=version)
 
     def _ids(self, one: StoredTrajectory, start: int, end: int) -> NDArray[np.int32]:
         return np.frombuffer(self._bytes(one, 4 * start, 4 * (end - start)), dtype=np.int32)

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from ..buffer.ledger_report import LedgerReport, ledger_report
+from ..buffer.schema import DATABASE
 from ..common import gc as heap
 from ..common.fsio import replace_directory, write_atomic
 from ..common.scores import EvaluationResult
-from ..configs import Config, describe, dump
+from ..configs import RUN_CONFIG, Config, describe, dump
 from ..configs.algorithm import plays_greedily
 from ..configs.environments import absolute_paths, without_placement
 from ..configs.evaluation import EvaluationSuite
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DATABASE = "buffer.sqlite"
-TOKENIZER = "tokenizer"  # the copy of the model's, which the dashboard decodes with
 
 # Beginnings of keys that define the groups in the buffer: a resumed run cannot change them.
 IMMUTABLE = ("seed", "env.", "reward.", "agent.renderer", "buffer.group_size", "model.dtype")
@@ -139,7 +138,7 @@ def _supervise(config: Config, run_dir: Path, counts: Mapping[str, int], *, reco
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with run_lock(run_dir):
         record_counts(run_dir, counts)
-        write_atomic(run_dir / "config.yaml", dump(config).encode())
+        write_atomic(run_dir / RUN_CONFIG, dump(config).encode())
         keep_tokenizer(config.model.path, run_dir)
         try:
             with open_view(config) as view:
@@ -157,6 +156,7 @@ def _supervise(config: Config, run_dir: Path, counts: Mapping[str, int], *, reco
 
 def keep_tokenizer(model: str, run_dir: Path) -> None:
     """Copy the tokenizer of `model` into the run, so that its tokens can be read where the model is not, or no longer the same."""
+    from ..dashboard.texts import TOKENIZER
     from ..learner.model import load_tokenizer
 
     if not (run_dir / TOKENIZER).exists():

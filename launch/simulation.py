@@ -24,8 +24,6 @@ PICTURE = "simulate.png"
 MOST = 64  # points of one command
 SPLITS = 9  # of GPUs between replicas and learner, where there are more
 REPLICAS, RANKS = "rollout.engine.replicas", "learner.backend.ranks"
-# Share of its cycle by which the simulation of a run may miss the run, before differences between settings mean little.
-MISSED = 0.15
 
 
 class SimulatedPoint(msgspec.Struct, frozen=True):

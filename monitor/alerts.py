@@ -22,6 +22,7 @@ from ..common.outcomes import WARN_SHARE, failed_share, failures_text
 from ..configs import Config
 from ..errors import StoreError
 from .metrics import Row
+from .series import CYCLE, total
 from .text import count, duration, share
 
 ALERTS = "alerts.jsonl"  # in the folder of a run: each alert as it fires, and as it ends
@@ -31,7 +32,7 @@ Severity = Literal["critical", "warning"]
 SMOOTH = 5  # rows that a mean is over
 IDLE_ROWS = 10  # rows over which a side is idle
 KEPT = 20  # newest rows that rules see
-SETTLING = 3  # rows beyond the bound until a run has filled up, as in `planner.plan`
+SETTLING = 3  # steps beyond the bound until a run has filled up: they say nothing of its speed
 ERRORS, DROP = 4.0, 0.2  # a reward has collapsed when it is so many standard errors, and this share, below its best
 ENTROPY_LEFT = 0.2  # share of the entropy of the start below which a policy samples almost nothing new
 BEST_ERRORS, BEST_DROP = 3.0, 0.15  # likewise, from which a reward is not at its best any more
@@ -120,10 +121,6 @@ def mean_of(rows: Sequence[Row], name: str) -> float | None:
     return sum(found) / len(found) if len(found) == len(values) >= SMOOTH else None
 
 
-def _sum(rows: Sequence[Row], name: str) -> float:
-    return sum(row.get(name) or 0.0 for row in rows)
-
-
 # --- rules --------------------------------------------------------------------------------------------------------
 
 
@@ -177,13 +174,13 @@ def _mismatch_growth(run: RunHistory) -> Verdict | None:
     return Verdict(big and now > GROWN * before, not big or now < math.sqrt(GROWN) * before, text)
 
 
-def _idle(run: RunHistory, wasted: str, total: Sequence[str], text: str) -> Verdict | None:
+def _idle(run: RunHistory, wasted: str, whole: Sequence[str], text: str) -> Verdict | None:
     """Time-weighted, over the newest `IDLE_ROWS` rows since the run filled up."""
     rows = run.newest(IDLE_ROWS)
-    seconds = sum(_sum(rows, name) for name in total)
+    seconds = sum(total(rows, name) for name in whole)
     if run.settled < IDLE_ROWS or seconds <= 0:
         return None
-    idle = _sum(rows, wasted) / seconds
+    idle = total(rows, wasted) / seconds
     return Verdict(idle > IDLE, idle < IDLE * 2 / 3, text.format(share(idle)))
 
 
@@ -191,7 +188,7 @@ def _learner_idle(run: RunHistory) -> Verdict | None:
     return _idle(
         run,
         "wait_s",
-        ("wait_s", "step_s", "push_s"),
+        CYCLE,
         f"the learner waited for batches for {{}} of the time of {IDLE_ROWS} steps",
     )
 
@@ -225,8 +222,8 @@ def _truncation(run: RunHistory) -> Verdict | None:
 
 def _length_bias(run: RunHistory) -> Verdict | None:
     rows = run.newest(KEPT)
-    ended, trained = sum(sum((row.get("outcomes") or {}).values()) for row in rows), _sum(rows, "episodes")
-    generated, kept_tokens = _sum(rows, "tokens_generated"), _sum(rows, "tokens_trained")
+    ended, trained = sum(sum((row.get("outcomes") or {}).values()) for row in rows), total(rows, "episodes")
+    generated, kept_tokens = total(rows, "tokens_generated"), total(rows, "tokens_trained")
     if (
         run.config.buffer.filter != "none"
         or run.settled < KEPT

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ..common.scores import EvaluationResult
 from .metrics import Row
-from .series import by_staleness, by_suite, column, elapsed, name_of, smooth, staleness_tokens
+from .series import CYCLE, by_staleness, by_suite, column, elapsed, name_of, smooth, staleness_tokens
 from .text import count, duration, share
 
 COLORS = {
@@ -212,7 +212,7 @@ def lines(rows: Sequence[Row], series: Sequence[tuple[str, str, str]], unit: str
 
 def step_time(rows: Sequence[Row]) -> Figure | None:
     """Seconds of every step, stacked: waiting for a batch, stepping, pushing weights."""
-    parts = [np.nan_to_num(column(rows, name)) for name in ("wait_s", "step_s", "push_s")]
+    parts = [np.nan_to_num(column(rows, name)) for name in CYCLE]
     if not len(rows) or not sum(part.sum() for part in parts):
         return None
 

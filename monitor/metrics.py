@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from ..errors import StoreError
+from .follow import LineFollower
 
 log = logging.getLogger(__name__)
 
@@ -70,20 +71,16 @@ class MetricsTail:
     """The rows of steps that were added to a file since the last look, in the order in which they were written."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read = 0  # bytes
-        self._lines = 0
+        self._follower = LineFollower(path)
+        self._unread: list[bytes] = []  # lines that came since the last look that could read all of its lines
+        self._lines = 0  # before these
 
     def read(self) -> list[Row]:
-        """Complete lines only: one that is being written is read when it is whole. Raises as `read_metrics`."""
-        if not self._path.is_file():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._read)
-            data = file.read()
-        data = data[: data.rfind(b"\n") + 1]
-        rows = _decoded(self._path, data.split(b"\n")[:-1], self._lines + 1)
-        self._read, self._lines = self._read + len(data), self._lines + len(rows)
+        """Complete lines only: one that is being written is read when it is whole. Raises as `read_metrics`, at each look again."""
+        self._unread += self._follower.lines()
+        rows = _decoded(self._follower.path, self._unread, self._lines + 1)
+        self._lines += len(self._unread)
+        self._unread = []
         return [row for row in rows if EVALUATION not in row]
 
 

@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from ..common.outcomes import WARN_SHARE, failed_share, failures_text
 from ..common.scores import EvaluationResult
-from ..configs import Config, dump, load
+from ..configs import RUN_CONFIG, Config, dump, load
 from . import charts
 from .metrics import METRICS, Row, read_metrics
 from .series import (
@@ -93,7 +93,7 @@ def write_report(folder: Path, ledger: Mapping[str, Any] | None = None, explanat
     """Make both files in the run folder from its `config.yaml`, `metrics.jsonl` and `evaluations.json`, each of which may be
     missing, from the ledger given: generated, in_flight, ready, trained (tokens), withheld, discarded (reason -> tokens),
     closes, and from the lines of `slipstream explain`. Raises ConfigError or StoreError where a file is not valid."""
-    config_path = folder / "config.yaml"
+    config_path = folder / RUN_CONFIG
     config = load(str(config_path)) if config_path.is_file() else None
     rows, evaluations = read_metrics(folder / METRICS), read_evaluations(folder / EVALUATIONS)
     report = ReportPaths(folder / "report.html", folder / "reward.png", tuple(explanation))

@@ -20,6 +20,7 @@ from ..errors import StoreError
 from .metrics import Row
 from .text import reward
 
+CYCLE = ("wait_s", "step_s", "push_s")  # the metrics that a learner step's time is made of
 EVALUATIONS = "evaluations.json"  # in the folder of a run
 
 ALIKE_SHARE = 0.4  # of a batch's groups: with more whose rewards are all equal, most of a step is spent on no signal
@@ -83,7 +84,12 @@ def mean(values: NDArray[np.float64]) -> float | None:
 
 def total(rows: Sequence[Row], name: str) -> float:
     """Sum of a metric over the steps; missing values count as 0."""
-    return float(np.nansum(column(rows, name)))
+    return sum(row.get(name) or 0.0 for row in rows)
+
+
+def cycle_s(row: Row) -> float:
+    """Seconds from the end of the step before to the end of this one, its push included."""
+    return sum(row.get(part) or 0.0 for part in CYCLE)
 
 
 def alike_share(rows: Sequence[Row]) -> float:
@@ -118,9 +124,8 @@ def elapsed(rows: Sequence[Row]) -> NDArray[np.float64]:
     """float64[rows]: seconds from the start of the first step to the end of each; includes the time between two processes."""
     if not rows:
         return np.zeros(0)
-    first = sum(rows[0].get(part) or 0.0 for part in ("wait_s", "step_s", "push_s"))
     times = column(rows, "time")
-    return times - times[0] + first
+    return times - times[0] + cycle_s(rows[0])
 
 
 def staleness_tokens(rows: Sequence[Row]) -> dict[int, int]:

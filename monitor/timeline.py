@@ -8,6 +8,7 @@ Invariants:
   or the disk refuses, lines are dropped; every line of the series has the number that were dropped so far.
 - A file takes at most half of its bytes; then it replaces `ROLE.PID.old.jsonl`, so that the oldest lines go first.
 - A process that is killed loses at most the last second and leaves at most one torn line, which readers leave out.
+- A reader that follows the files gets each line once; those that were replaced twice between two looks are lost to it.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from typing import Any, Self
 import msgspec
 
 from ..common.spans import Span
+from .follow import LineFollower
 
 log = logging.getLogger(__name__)
 
 SPANS, SERIES = "spans", "series"  # folders of a run
+FILE, OLD = ".jsonl", ".old.jsonl"  # end the names of the newer and of the older half of a process's lines
 PERIOD_S = 1.0  # between two lines of the series, and the longest that a span waits for the disk
 QUEUE = 1 << 14  # spans that wait for the thread: a second of a worker with thousands of short episodes
 SPANS_BYTES, SERIES_BYTES = 64 << 20, 16 << 20  # of one process on disk
@@ -42,8 +45,8 @@ class TimelineWriter:
         self.gauges = gauges
         self._recorded, folder = folder is not None, folder or Path()
         name = f"{role}.{os.getpid()}"
-        self._spans = _BoundedFile(folder / SPANS / f"{name}.jsonl", SPANS_BYTES)
-        self._series = _BoundedFile(folder / SERIES / f"{name}.jsonl", SERIES_BYTES)
+        self._spans = _BoundedFile(folder / SPANS / (name + FILE), SPANS_BYTES)
+        self._series = _BoundedFile(folder / SERIES / (name + FILE), SERIES_BYTES)
         self._queue: queue.Queue[Span] = queue.Queue(QUEUE)
         self._overflowed = 0
         self._encode = msgspec.json.Encoder().encode
@@ -108,7 +111,7 @@ class _BoundedFile:
             file = self._open() if self._file is None else self._file
             if self._size and self._size + len(data) > self._limit // 2:
                 self.close()
-                self._path.replace(self._path.with_suffix(f".old{self._path.suffix}"))
+                self._path.replace(self._path.with_name(self._path.name.removesuffix(FILE) + OLD))
                 file = self._open()
             written = os.write(file, data)
             self._size += written
@@ -135,9 +138,32 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+class FolderFollower:
+    """The lines that processes add to `folder`, `RUN/spans` or `RUN/series`, which need not be there yet; of one role or of all."""
+
+    def __init__(self, folder: Path, role: str = "*") -> None:
+        self._folder, self._role = folder, role
+        self._files: dict[str, LineFollower] = {}
+
+    def lines(self) -> Iterator[tuple[str, str, bytes]]:
+        """(role, pid, line) of what was added since the last look, process by process, the oldest first. Raises OSError."""
+        paths = self._folder.glob(f"{self._role}.*{FILE}")
+        for name in sorted({path.name.removesuffix(OLD).removesuffix(FILE) for path in paths}):
+            role, _, pid = name.partition(".")
+            followers = []
+            if name not in self._files:
+                self._files[name] = LineFollower(self._folder / (name + FILE))
+                followers.append(
+                    LineFollower(self._folder / (name + OLD))
+                )  # afterwards it has what was read under the first name
+            for follower in (*followers, self._files[name]):
+                for line in follower.lines():
+                    yield role, pid, line
+
+
 def read_spans(folder: Path) -> Iterator[tuple[str, Span]]:
     """(role, span) of all processes of the run in `folder`, process by process, the oldest first. Torn lines are left out."""
-    for role, line in _lines(folder / SPANS):
+    for role, _, line in FolderFollower(folder / SPANS).lines():
         try:
             yield role, msgspec.json.decode(line, type=Span)
         except msgspec.MsgspecError:
@@ -146,16 +172,8 @@ def read_spans(folder: Path) -> Iterator[tuple[str, Span]]:
 
 def read_series(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(role, gauges with their time `t`), likewise."""
-    for role, line in _lines(folder / SERIES):
+    for role, _, line in FolderFollower(folder / SERIES).lines():
         try:
             yield role, msgspec.json.decode(line, type=dict[str, Any])
         except msgspec.MsgspecError:
             continue
-
-
-def _lines(folder: Path) -> Iterator[tuple[str, bytes]]:
-    paths = folder.glob("*.jsonl") if folder.is_dir() else ()
-    for path in sorted(paths, key=lambda path: (path.name.split(".")[:2], ".old." not in path.name)):
-        with path.open("rb") as file:
-            for line in file:
-                yield path.name.partition(".")[0], line

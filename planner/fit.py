@@ -16,50 +16,49 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ..buffer.history import BufferTimes, read_groups, read_times
+from ..buffer.history import BufferTimes, read_times
 from ..buffer.trajectory import BatchRow, Turn
-from ..configs import Config, load, run_config
+from ..configs import Config
 from ..configs.algorithm import plays_greedily
 from ..configs.backends import copy_ranks
 from ..configs.environments import parts_by_key, shares_of
 from ..configs.schema import Sglang, Vllm
 from ..errors import ConfigError
-from ..monitor.metrics import METRICS, Row, read_metrics
+from ..monitor.metrics import Row
 from .figures import RunFigures, StepSample, figures_of
 from .guess import guess_engine, scaled_to_episodes
-from .plan import SETTLING, SimulationPlan
+from .plan import SimulationPlan
 from .profile import EngineProfile, LearnerProfile, PushProfile, RunProfile, settings_of
+from .records import Groups, RunRecords
 from .replica_law import replica_law
 from .run_spans import RunSpans, read_run_spans
 from .workload import EpisodeShape, Observed, TurnShape
 
-DATABASE = "buffer.sqlite"
 LEAST_STEPS = 5  # that a profile needs, besides those in which the run fills up
-GROUPS = 200  # most groups in a profile; evenly spread over the run
 STEPS = 200  # most steps in it
 # Where no span says when a batch was asked for: the quantile of the waits for batches that is taken for the wait for one that is
 # ready, and the most that it may be: in a run that always waits no batch is ready.
 READY_QUANTILE, READY_MOST_S = 0.25, 0.05
 
-Groups = Sequence[Sequence[Sequence[BatchRow]]]  # of each group its episodes, of each episode its branches
-
 
 def profile_of(folder: Path) -> RunProfile:
-    """Raises ConfigError where there is no run, or too little of one; StoreError where a file of it is damaged."""
-    config = load(str(run_config(folder)))
-    settling = config.buffer.max_staleness + SETTLING
-    every = read_metrics(folder / METRICS)
-    rows = every[settling:]
+    """Raises as `RunRecords` and `fit_profile`."""
+    return fit_profile(RunRecords(folder))
+
+
+def fit_profile(run: RunRecords) -> RunProfile:
+    """Raises ConfigError where the run has too few steps, StoreError where a file of it is damaged."""
+    config, rows = run.config, run.steady
+    needed = run.settling + LEAST_STEPS
     if len(rows) < LEAST_STEPS:
         raise ConfigError(
-            f"{folder}: the run has {len(every)} steps; a profile needs {settling + LEAST_STEPS}: "
-            f"continue it with `slipstream resume {folder} learner.steps={settling + LEAST_STEPS}`"
+            f"{run.folder}: the run has {len(run.rows)} steps; a profile needs {needed}: "
+            f"continue it with `slipstream resume {run.folder} learner.steps={needed}`"
         )
-    since = rows[0]["version"] - 1
-    groups = read_groups(folder / DATABASE, since, GROUPS)
+    groups = run.groups
     episodes = [episode for group in groups for episode in group]
-    times = read_times(folder / DATABASE, since, {episode[0].group_id for episode in episodes})
-    spans = read_run_spans(folder)
+    times = read_times(run.database, run.since, {episode[0].group_id for episode in episodes})
+    spans = read_run_spans(run.folder)
     served = [row["replicas"] for row in rows if row.get("replicas")]
     replicas = max(1, round(sum(served) / len(served)) if served else config.rollout.engine.replicas)
     began = [_began(episode, times.leased) for episode in episodes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ..buffer.admission import Admission, ReplayConfig
+from ..monitor.alerts import SETTLING
 from .engine import DecodeCurve
 from .profile import RunProfile
 from .workload import Workload, sample_groups
@@ -15,7 +16,6 @@ EVENTS = (
     400_000  # about how many a simulation may have, where its caller leaves the number of steps open: some ten seconds
 )
 STEPS = 60  # most steps then
-SETTLING = 3  # steps beyond the bound that are not counted: until then the run fills up
 
 
 class SimulationPlan(msgspec.Struct, frozen=True):

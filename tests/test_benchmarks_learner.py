@@ -273,7 +273,7 @@ def test_the_plot_shows_every_arm(tmp_path: Path) -> None:
     ("arguments", "what"),
     [
         (("learner", "--seeds", "2"), "--seeds: only `slipstream bench learning` knows it"),
-        (("learning", "--sizes", "1M"), "--sizes: learning trains one small policy"),
+        (("learning", "--sizes", "1M"), "--sizes: only `slipstream bench rollout`"),
         (("learning", "--steps", "0"), "--steps: 0 is not allowed; allowed are 1 and more"),
         (("learning", "--staleness", "0", "-1"), "--staleness: -1 is not allowed; allowed are 0 and more"),
     ],

@@ -51,8 +51,8 @@ async def test_a_folder_with_results_is_refused(tmp_path: Path) -> None:
     ("words", "why"),
     [
         (("prediction", "--steps", "3"), "--steps: 3 is not allowed; allowed are 12 and more"),
-        (("prediction", "--sizes", "1M"), "--sizes: prediction trains the quickstart's policy"),
-        (("recording", "--sizes", "1M"), "--sizes: recording is measured with the quickstart's policy"),
+        (("prediction", "--sizes", "1M"), "--sizes: only `slipstream bench rollout`"),
+        (("recording", "--sizes", "1M"), "--sizes: only `slipstream bench rollout`"),
         (("recording", "--out", "x"), "`slipstream bench learning` and `slipstream bench prediction` know it"),
     ],
     ids=str,

@@ -15,13 +15,13 @@ from slipstream.buffer.trajectory import Outcome
 from slipstream.dashboard.accounts import PART, TokenAccounts
 from slipstream.dashboard.app import DashServer
 from slipstream.dashboard.environments import environments
-from slipstream.dashboard.follow import LineFollower
 from slipstream.dashboard.gauges import GaugeTable
 from slipstream.dashboard.index import TrajectoryIndex
 from slipstream.dashboard.processes import TAIL
 from slipstream.dashboard.runs import RunFolder
 from slipstream.dashboard.store import StoreReader
 from slipstream.dashboard.timeline import Timeline
+from slipstream.monitor.follow import LineFollower
 from slipstream.tests.dashboard_runs import BEGAN, MEMBERS, PLANTED, DashboardRun
 from slipstream.tests.dashboards import IDLE, Asked
 from slipstream.tests.stores import opened, play

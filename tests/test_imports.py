@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
+RUN = {"agents", "envs", "rollout", "buffer", "learner", "weightsync", "monitor", "rpc"}  # what a run is made of
 ALLOWED = {
     "agents": {"envs", "buffer.trajectory"},
     "envs": {"rpc"},
@@ -25,32 +26,9 @@ ALLOWED = {
     "configs": set(),
     "rpc": set(),
     "common": set(),
-    "launch": {
-        "agents",
-        "envs",
-        "rollout",
-        "buffer",
-        "learner",
-        "weightsync",
-        "monitor",
-        "planner",
-        "dashboard",
-        "rpc",
-    },
-    "chaos": {"agents", "envs", "rollout", "buffer", "learner", "weightsync", "monitor", "rpc", "launch"},
-    "benchmarks": {
-        "agents",
-        "envs",
-        "rollout",
-        "buffer",
-        "learner",
-        "weightsync",
-        "monitor",
-        "planner",
-        "dashboard",
-        "rpc",
-        "launch",
-    },
+    "launch": {*RUN, "planner", "dashboard"},
+    "chaos": {*RUN, "launch"},
+    "benchmarks": {*RUN, "planner", "dashboard", "launch"},
 }
 """What each folder may import besides itself, `configs`, `errors` and `common`. No product folder may import `chaos` or
 `benchmarks`; the command line starts them by module name."""

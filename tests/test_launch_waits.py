@@ -421,21 +421,7 @@ def test_a_store_error_is_final_unless_it_may_pass() -> None:
 
 # --- no wait without an end ---------------------------------------------------------------------------------------
 
-ROOMS = (
-    "agents",
-    "envs",
-    "rollout",
-    "buffer",
-    "learner",
-    "weightsync",
-    "launch",
-    "monitor",
-    "dashboard",
-    "configs",
-    "rpc",
-    "common",
-    "chaos",
-)
+ROOMS = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"benchmarks", "examples", "tests"}
 
 LIMITED = {
     "subprocess.run",

@@ -13,7 +13,7 @@ import msgspec
 from rich.table import Table
 
 from ...common.tasks import Stopped, run_or_stop
-from ...configs import load
+from ...configs import load, run_config
 from ...errors import EngineError, with_deadline
 from ...monitor.output import open_console, print_line
 from ...rpc.pubsub import StateSubscriber
@@ -104,7 +104,7 @@ async def _wait_for_fleet(
     control: ControlAddress, run_dir: Path, settled: Callable[[Fleet], bool], waits_for: str
 ) -> Fleet:
     """The first fleet that is `settled`. The learner pushes weights to a new replica between two of its steps."""
-    config = load(str(run_dir / "config.yaml"))
+    config = load(str(run_config(run_dir)))
     seconds = config.rollout.engine.start_s + config.push_s + config.learner.batch_s
     async with StateSubscriber(control.fleet, Fleet(), control.keys) as subscriber:
         settling = subscriber.until(lambda fleet: fleet.revision > 0 and (not fleet.replicas or settled(fleet)))

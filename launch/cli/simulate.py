@@ -70,7 +70,8 @@ def simulate(options: argparse.Namespace) -> int:
 
 def show(found: Comparison, running: float, saved: list[Path], console: Console, *, per_gpu: bool) -> None:
     """The table, what may be believed of it, and where the files are."""
-    from ..simulation import MISSED, frontier
+    from ...planner.explain.gains import MISSED
+    from ..simulation import frontier
 
     table = Table("", *COLUMNS, *(["GPUs"] if per_gpu else []), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.columns[0].no_wrap = True

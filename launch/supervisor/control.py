@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from ...common.fsio import write_atomic
+from ...configs import run_config
 from ...errors import ConfigError, RequestRefused, SlipstreamError, describe
 from ...rpc.client import RpcClient
 from ...rpc.security import Keys
@@ -139,8 +140,8 @@ class ControlServer:
 def read_control_address(run_dir: Path) -> ControlAddress:
     """How to reach the supervisor of the run in `run_dir`. Raises ConfigError where there is no run, or it does not run now."""
     locked = is_locked(run_dir)
-    if not locked and not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir} holds no run: there is no {run_dir / 'config.yaml'}")
+    if not locked:
+        run_config(run_dir)
     path = run_dir / FILE
     try:
         found = msgspec.json.decode(path.read_bytes(), type=ControlAddress)

@@ -22,6 +22,7 @@ from typing import NoReturn
 import msgspec
 import uvloop
 
+from ...buffer.schema import DATABASE
 from ...common.gc import freeze_startup_objects
 from ...common.owned_folders import temporary_environment
 from ...common.process import set_parent_death_signal
@@ -140,7 +141,7 @@ async def buffer(context: RunContext, index: int, heartbeat: HeartbeatSender, st
     samplers, tasks = await in_thread(functools.partial(make_samplers, inputs), "make_samplers")
     shares = shares_of(context.config.env)
     retries = {reason: failure.retries for reason, failure in context.config.rollout.failures.items()}
-    database = context.dir / "buffer.sqlite"
+    database = context.dir / DATABASE
     greedy = plays_greedily(context.config.learner.algorithm)
     service = BufferService(
         context.config.buffer,

@@ -20,16 +20,13 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from ...buffer.history import read_groups
-from ...buffer.trajectory import BatchRow
-from ...configs import Config, load, run_config
-from ...monitor.metrics import METRICS, Row, read_metrics
+from ...configs import Config
+from ...monitor.metrics import Row
 from ...monitor.series import alike_share, by_staleness, staleness_tokens
 from ...monitor.timeline import read_series
 from ..figures import RunFigures
-from ..fit import DATABASE, GROUPS
-from ..plan import SETTLING
 from ..profile import RunProfile
+from ..records import Groups, RunRecords
 
 NEWEST = 5  # steps over which groups of equal rewards are counted
 LATE_SHARE = 0.1  # of a group's members: the last of them, at least one
@@ -114,18 +111,16 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         return f"steps {max(self.steps[0], self.steps[1] - NEWEST + 1)}–{self.steps[1]}"
 
 
-def read_evidence(folder: Path, profile: RunProfile, measured: RunFigures, hardware: Hardware) -> Evidence:
-    """Of the run in `folder`, which `profile` is of. Raises ConfigError or StoreError where a file of it is damaged."""
-    config = load(str(run_config(folder)))
-    rows = read_metrics(folder / METRICS)[config.buffer.max_staleness + SETTLING :]
+def read_evidence(run: RunRecords, profile: RunProfile, measured: RunFigures, hardware: Hardware) -> Evidence:
+    """Of `run`, which `profile` is of. Raises StoreError where a file of it is damaged."""
+    config, rows, groups = run.config, run.steady, run.groups
     replicas = int(profile.settings["rollout.engine.replicas"])
-    groups = read_groups(folder / DATABASE, rows[0]["version"] - 1, GROUPS)
-    gauges = _gauges(folder, rows[0]["time"] - rows[0]["wait_s"], rows[-1]["time"])
+    gauges = _gauges(run.folder, rows[0]["time"] - rows[0]["wait_s"], rows[-1]["time"])
     running, kv = _means(gauges, "running"), _means(gauges, "kv")
     environment, tool = _environment(groups)
     unseen = next((n for n, row in enumerate(reversed(rows)) if row.get("mismatch_tokens", 1)), len(rows))
     return Evidence(
-        run=str(folder),
+        run=str(run.folder),
         config=config,
         hardware=hardware,
         steps=(rows[0]["step"], rows[-1]["step"]),
@@ -184,8 +179,6 @@ def _cpu_share(lines: Lines) -> float | None:
 
 
 # --- episodes -----------------------------------------------------------------------------------------------------
-
-Groups = Sequence[Sequence[Sequence[BatchRow]]]  # groups of episodes of branches
 
 
 def _environment(groups: Groups) -> tuple[float, SlowestCall | None]:

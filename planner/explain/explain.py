@@ -15,14 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from ...configs import load, run_config
 from ...errors import ConfigError, StateError
 from ...monitor.alerts import ALERTS, Alert, AlertBook, read_alerts, unseen_in_rows
-from ...monitor.metrics import METRICS, read_metrics
 from ..closed_form import estimate
-from ..fit import LEAST_STEPS, profile_of
-from ..plan import SETTLING, SimulationPlan
+from ..fit import LEAST_STEPS, fit_profile
+from ..plan import SimulationPlan
 from ..profile import RunProfile
+from ..records import RunRecords
 from .evidence import Evidence, Hardware, read_evidence
 from .findings import Explanation, Finding, Suspicion
 from .gains import MISSED, GainSimulator, finding_of
@@ -38,23 +37,24 @@ def explain(folder: Path, hardware: Hardware, *, active: bool) -> Explanation:
     Raises:
         ConfigError: there is no run. StoreError: a file of it is damaged.
     """
-    alerts = tuple(active_alerts(folder, active=active))
+    run = RunRecords(folder)
+    alerts = tuple(active_alerts(run, active=active))
     if any(alert.rule not in IDLE_ALERTS for alert in alerts):
         return Explanation(
             run=str(folder), alerts=alerts, note="advice on speed follows when no alert is active any more"
         )
-    needed = load(str(run_config(folder))).buffer.max_staleness + SETTLING + LEAST_STEPS
-    if (steps := len(read_metrics(folder / METRICS))) < needed:
+    needed = run.settling + LEAST_STEPS
+    if (steps := len(run.rows)) < needed:
         return Explanation(
             run=str(folder), alerts=alerts, note=f"{steps} steps so far: what to change is said from {needed} on"
         )
     try:
-        profile = profile_of(folder)
+        profile = fit_profile(run)
     except (ConfigError, StateError) as error:  # an environment was not played yet, or no batch is ever full
         return Explanation(run=str(folder), alerts=alerts, note=str(error))
     measured = profile.measured
     assert measured is not None  # it is of a run
-    evidence = read_evidence(folder, profile, measured, hardware)
+    evidence = read_evidence(run, profile, measured, hardware)
     findings, missed, note = find(profile, evidence)
     return Explanation(
         run=str(folder),
@@ -67,12 +67,12 @@ def explain(folder: Path, hardware: Hardware, *, active: bool) -> Explanation:
     )
 
 
-def active_alerts(folder: Path, *, active: bool) -> list[Alert]:
-    """By the rules on the rows; of what no row shows, while the run goes on, what its supervisor wrote last."""
-    book = AlertBook(load(str(run_config(folder))))
-    for row in read_metrics(folder / METRICS):
+def active_alerts(run: RunRecords, *, active: bool) -> list[Alert]:
+    """By the rules on the rows; of what no row shows, while the run goes on, what its supervisor wrote last. Raises StoreError."""
+    book = AlertBook(run.config)
+    for row in run.rows:
         book.observe(row)
-    seen = unseen_in_rows(read_alerts(folder / ALERTS)) if active else []
+    seen = unseen_in_rows(read_alerts(run.folder / ALERTS)) if active else []
     found = sorted((*seen, *book.active.values()), key=lambda alert: alert.severity != "critical")
     # Their advice is to look here.
     return [msgspec.structs.replace(one, advice="") if one.rule in IDLE_ALERTS else one for one in found]
