@@ -43,7 +43,9 @@ class DashboardRun:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tokenizer = byte_tokenizer()
-        synthetic(folder, 0, overrides=("buffer.groups_per_batch=1", f"buffer.group_size={MEMBERS}"))
+        synthetic(
+            folder, 0, overrides=("buffer.groups_per_batch=1", f"buffer.group_size={MEMBERS}", "model.path=/no/model")
+        )
         (folder / "tokenizer").mkdir()
         self.tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
         self.replay = Replay(Admission(2, 1), ReplayConfig(MEMBERS, MEMBERS, "withhold", 5.0))
@@ -84,7 +86,9 @@ class DashboardRun:
             if number < groups - 1:
                 self.step()
         synthetic(
-            self.folder, max(1, groups - 1), overrides=("buffer.groups_per_batch=1", f"buffer.group_size={MEMBERS}")
+            self.folder,
+            max(1, groups - 1),
+            overrides=("buffer.groups_per_batch=1", f"buffer.group_size={MEMBERS}", "model.path=/no/model"),
         )
         return made
 
