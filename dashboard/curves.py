@@ -40,6 +40,10 @@ class MetricsTable:
         """Of all steps, in their order. Raises OSError."""
         return [row for row, _ in self._follow()]
 
+    def versions(self) -> dict[int, int]:
+        """Of each step, in their order, the version that it made. Raises OSError."""
+        return {row["step"]: row["version"] for row in self.rows() if "version" in row}
+
     def columns(self, names: Sequence[str]) -> dict[str, Any]:
         """These metrics by step, with the seconds since the start of the first step; the names of all; and the evaluations."""
         found = self._follow()

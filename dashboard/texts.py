@@ -62,24 +62,25 @@ class TokenTexts:
             return " ".join(f"[{id}]" for id in ids)
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def messages(self, ids: Sequence[int], turns: Iterable[tuple[int, int]]) -> list[ShownMessage]:
-        """A trajectory as a conversation: its turns, and what is between them, split at the control tokens of the chat format."""
+    def messages(self, ids: Sequence[int], turns: Iterable[tuple[int, int]], cut: int = CUT) -> list[ShownMessage]:
+        """A trajectory as a conversation: its turns, and what is between them, split at the control tokens of the chat format. No
+        text has more than `cut` characters."""
         found: list[ShownMessage] = []
         at = 0
         for number, (start, end) in enumerate(turns):
-            found += self._given(ids, at, start)
+            found += self._given(ids, at, start, cut)
             while end > start and ids[end - 1] in self._control:
                 end -= 1  # the control token that ends the turn belongs to the format
-            found.append(self._message(ids, start, end, "assistant", number))
+            found.append(self._message(ids, start, end, "assistant", number, cut))
             at = end
-        return found + self._given(ids, at, len(ids))
+        return found + self._given(ids, at, len(ids), cut)
 
-    def _given(self, ids: Sequence[int], start: int, end: int) -> list[ShownMessage]:
+    def _given(self, ids: Sequence[int], start: int, end: int, cut: int) -> list[ShownMessage]:
         """What the policy was given in `[start, end)`."""
         cuts = [i for i in range(start, end) if ids[i] in self._control]
         found, role = list[ShownMessage](), ""
         for begin, until in zip([start, *(i + 1 for i in cuts)], [*cuts, end], strict=True):
-            message = self._message(ids, begin, until, role, None)
+            message = self._message(ids, begin, until, role, None, cut)
             first, _, rest = message.text.strip().partition("\n")
             if begin > start and first.strip() in ROLES:
                 role, text = first.strip(), rest
@@ -90,10 +91,10 @@ class TokenTexts:
                 role = ""
         return found
 
-    def _message(self, ids: Sequence[int], start: int, end: int, role: str, turn: int | None) -> ShownMessage:
-        most = start + CUT  # a token has a character at least, nearly always
+    def _message(self, ids: Sequence[int], start: int, end: int, role: str, turn: int | None, cut: int) -> ShownMessage:
+        most = start + cut  # a token has a character at least, nearly always
         text = self.text(ids[start : min(end, most)])
-        return ShownMessage(start, end, role, turn, text[:CUT], end > most or len(text) > CUT)
+        return ShownMessage(start, end, role, turn, text[:cut], end > most or len(text) > cut)
 
     def _step(self, stream: DecodeStream, id: int) -> str:
         assert self._tokenizer is not None

@@ -3,11 +3,12 @@
 Invariants:
 - A request reads the header and the bytes that it shows: the cost of a window does not grow with the trajectory.
 - What is not recorded is null; nothing is made up in its place.
+- All trajectories are read page by page; the memory that this takes does not grow with the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -18,15 +19,17 @@ from ..buffer.segments import read_arrays, segments_path, starts_of
 from ..buffer.trajectory import TOKEN_BYTES, BatchRow
 from ..errors import ConfigError, StoreError
 from .store import ReadConnection, StoreReader
-from .texts import ShownMessage, TokenTexts
+from .texts import CUT, ShownMessage, TokenTexts
 
 WINDOW = 2048  # tokens that a page draws at once
 BINS = 2000  # columns of a strip, at most
 MEMBERS = 64  # of a group that are shown side by side
 ANSWER = 2000  # characters of a member's last turn there
 AHEAD = 8  # tokens decoded before a window, so that a character that begins before it is whole
+BRANCHES = 256  # of an episode that are read
+PAGE = 256  # headers that are in memory at once while all are read
 ROW = (
-    "SELECT t.header, t.length, t.arrays, e.account, e.withheld, e.loss_from, e.reason, e.delivered_time,"
+    "SELECT t.rowid, t.header, t.length, t.arrays, e.account, e.withheld, e.loss_from, e.reason, e.delivered_time,"
     " g.state, g.leased_at, g.trained_at, g.leased_time, g.ready_time, g.taken_time"
     " FROM trajectories t JOIN episodes e ON e.id = t.episode_id JOIN groups g ON g.id = t.group_id"
 )
@@ -35,6 +38,7 @@ ROW = (
 class StoredTrajectory(msgspec.Struct, frozen=True):
     """A row of the store with those of its episode and its group."""
 
+    rowid: int
     header: BatchRow
     position: int | None  # of its arrays; None once they were dropped
     account: str
@@ -64,7 +68,7 @@ class StoredTrajectory(msgspec.Struct, frozen=True):
 class TrajectoryReader:
     def __init__(self, store: StoreReader, texts: TokenTexts) -> None:
         self._store = store
-        self._texts = texts
+        self.texts = texts
         self._arrays = segments_path(store.path)
 
     def describe(self, id: str, bins: int) -> dict[str, Any]:
@@ -75,7 +79,7 @@ class TrajectoryReader:
         kept = {
             name: getattr(one, name)
             for name in StoredTrajectory.__struct_fields__
-            if name not in ("header", "position")
+            if name not in ("rowid", "header", "position")
         }
         turns = [dict(zip(turn.__struct_fields__, msgspec.structs.astuple(turn), strict=True)) for turn in h.turns]
         calls = [dict(zip(c.__struct_fields__, msgspec.structs.astuple(c), strict=True)) for c in h.env_calls]
@@ -92,7 +96,7 @@ class TrajectoryReader:
             "sampled": h.sampled,
             "learner_version": one.learner_version,
             "has_tokens": one.position is not None,
-            "tokenizer": self._texts.source is not None,
+            "tokenizer": self.texts.source is not None,
             "strip": self._strip(one, bins),
         }
 
@@ -110,7 +114,7 @@ class TrajectoryReader:
             "start": start,
             "end": end,
             "ids": ids[start - ahead :].tolist(),
-            "texts": self._texts.pieces(ids.tolist())[start - ahead :],
+            "texts": self.texts.pieces(ids.tolist())[start - ahead :],
             "logprobs": np.round(self._logprobs(one, start, end), 5).astype(np.float64).tolist(),
             "versions": versions.tolist(),
             "staleness": np.where(sampled, one.learner_version - versions, -1).tolist(),
@@ -119,9 +123,35 @@ class TrajectoryReader:
 
     def messages(self, id: str) -> list[ShownMessage]:
         """The conversation. Raises StoreError."""
-        one = self._read(id)
+        return self.conversation(self._read(id))
+
+    def conversation(self, one: StoredTrajectory, cut: int = CUT) -> list[ShownMessage]:
+        """Its messages, of at most `cut` characters each. Raises StoreError."""
         ids = self._ids(one, 0, len(one.header)).tolist()
-        return self._texts.messages(ids, [(turn.start, turn.end) for turn in one.header.turns])
+        return self.texts.messages(ids, [(turn.start, turn.end) for turn in one.header.turns], cut)
+
+    def episode(self, id: str) -> list[StoredTrajectory]:
+        """The branches of an episode in their order, `BRANCHES` at most; none where it left none. Raises StoreError."""
+        with self._store.open() as db:
+            rows = db.all(f"{ROW} WHERE t.episode_id = ? LIMIT ?", id, BRANCHES)
+            return sorted(self._stored(db, rows), key=lambda one: one.header.branch)
+
+    def all(self, versions: Collection[int] | None = None) -> Iterator[StoredTrajectory]:
+        """Every trajectory in the order of delivery; with `versions` those whose batch made one of them. Raises StoreError."""
+        at = 0
+        while True:
+            with self._store.open() as db:
+                page = self._stored(db, db.all(f"{ROW} WHERE t.rowid > ? ORDER BY t.rowid LIMIT ?", at, PAGE))
+            if not page:
+                return
+            at = page[-1].rowid
+            yield from (one for one in page if versions is None or one.trained_at in versions)
+
+    def arrays(self, one: StoredTrajectory) -> bytes | None:
+        """Token ids, log-probs and loss mask as an `EncodedTrajectory` has them; None where they were dropped to free space."""
+        size = TOKEN_BYTES * len(one.header)
+        data = b"" if one.position is None else self._read_arrays(one.position, size)
+        return data if len(data) == size else None
 
     def group(self, id: int) -> dict[str, Any]:
         """A group and its trajectories, with the last turn of each. Raises StoreError."""
@@ -134,7 +164,7 @@ class TrajectoryReader:
                     f"group {id} is not in the buffer: there was none, or its rows were dropped to free space"
                 )
             rows = db.all(f"{ROW} WHERE t.group_id = ? LIMIT ?", id, MEMBERS)
-            found = [self._stored(db, row) for row in rows]
+            found = self._stored(db, rows)
             around = db.one(
                 "SELECT (SELECT max(id) FROM groups WHERE id < ?), (SELECT min(id) FROM groups WHERE id > ?)", id, id
             )
@@ -152,7 +182,7 @@ class TrajectoryReader:
         if one.position is not None and h.turns:
             for turn in h.turns:
                 ids = self._ids(one, turn.start, turn.end).tolist()
-                texts.append(self._texts.text(ids[:ANSWER])[:ANSWER])
+                texts.append(self.texts.text(ids[:ANSWER])[:ANSWER])
         return {
             "id": h.id, "reward": h.reward, "outcome": h.outcome.label, "detail": h.outcome.detail, "tokens": len(h),
             "sampled": h.sampled, "turns": len(h.turns), "seconds": round(h.timings.get("total", 0.0), 3),
@@ -164,7 +194,7 @@ class TrajectoryReader:
         if one.position is None or not one.header.turns:
             return []
         ids = self._ids(one, 0, one.header.turns[0].start).tolist()
-        return self._texts.messages(ids, [])
+        return self.texts.messages(ids, [])
 
     def _strip(self, one: StoredTrajectory, bins: int) -> dict[str, Any] | None:
         """By column of tokens: the share of tokens with loss and without, the largest staleness, the newest version, and the mean
@@ -199,14 +229,18 @@ class TrajectoryReader:
                 raise StoreError(
                     f"trajectory {id} is not in the buffer: there was none, or its rows were dropped to free space"
                 )
-            return self._stored(db, row)
+            return self._stored(db, [row])[0]
 
-    def _stored(self, db: ReadConnection, row: Sequence[Any]) -> StoredTrajectory:
+    def _stored(self, db: ReadConnection, rows: Sequence[Sequence[Any]]) -> list[StoredTrajectory]:
         counters = db.counters()
-        header, length, *others = row
-        fields = dict(zip(StoredTrajectory.__struct_fields__[1:-1], others, strict=True))
         version = counters.version if counters else 0
-        return StoredTrajectory(header=self._store.decode(header, length), **fields, version=version)
+        names = StoredTrajectory.__struct_fields__[2:-1]
+        found: list[StoredTrajectory] = []
+        for rowid, header, length, *others in rows:
+            fields = dict(zip(names, others, strict=True))
+            decoded = self._store.decode(header, length)
+            found.append(StoredTrajectory(rowid=rowid, header=decoded, **fields, version=version))
+        return found
 
     def _ids(self, one: StoredTrajectory, start: int, end: int) -> NDArray[np.int32]:
         return np.frombuffer(self._bytes(one, 4 * start, 4 * (end - start)), dtype=np.int32)
@@ -218,14 +252,13 @@ class TrajectoryReader:
     def _bytes(self, one: StoredTrajectory, offset: int, size: int) -> bytes:
         """Of its arrays: 4 T of ids, 4 T of log-probs, T of the loss mask."""
         assert offset + size <= TOKEN_BYTES * len(one.header)
-        data = (
-            b""
-            if one.position is None
-            else read_arrays(self._arrays, starts_of(self._arrays), one.position + offset, size)
-        )
+        data = b"" if one.position is None else self._read_arrays(one.position + offset, size)
         if len(data) < size:
             raise StoreError(f"the tokens of trajectory {one.header.id} were dropped to free space (`buffer.keep`)")
         return data
+
+    def _read_arrays(self, position: int, size: int) -> bytes:
+        return read_arrays(self._arrays, starts_of(self._arrays), position, size)
 
 
 LOSS = {"loss": 1, "without": 2}  # the values of `_loss` beside 0, context

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..errors import ConfigError
 
 LOCK = "lock"
+CONTROL = "control.json"  # where the supervisor of an active run takes commands; it removes the file when it ends
 
 
 @contextlib.contextmanager

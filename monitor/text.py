@@ -1,10 +1,15 @@
-"""Numbers as text: `12.3k`, `4 min 05 s`, `12 %`, and a curve in one line."""
+"""Numbers as text: `12.3k`, `4 min 05 s`, `12 %`, and a curve in one line; and text of others that a terminal may print."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 MISSING = "–"
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+)
+"""What moves the cursor, changes colors, turns the direction of what follows, or is not seen; line ends and tabs are none of it."""
 
 
 def count(number: float | None) -> str:
@@ -44,3 +49,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     scale = 7 / (high - low) if high > low else 0.0
     return "".join("▁▂▃▄▅▆▇█"[round((value - low) * scale)] for value in shown)
+
+
+def printable(text: str) -> str:
+    """`text` with control characters and invisible ones as escapes: `\\x1b[2J` instead of an empty screen."""
+    return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], text)

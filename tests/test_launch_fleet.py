@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.errors import ConfigError, EngineError
 from slipstream.launch.cli.replicas import _wait_for_fleet
-from slipstream.launch.run_lock import run_lock
-from slipstream.launch.supervisor.control import FILE, ControlAddress, read_control_address
+from slipstream.launch.run_lock import CONTROL, run_lock
+from slipstream.launch.supervisor.control import ControlAddress, read_control_address
 from slipstream.launch.supervisor.fleet import FleetState
 from slipstream.rpc.pubsub import StatePublisher, StateSubscriber
 from slipstream.weightsync.fleet import Fleet, ReplicaInfo
@@ -161,15 +161,15 @@ def test_a_run_that_was_killed_leaves_a_contact_that_is_one_line(tmp_path: Path)
     with pytest.raises(ConfigError, match="is not running; if it has not finished, `slipstream resume"):
         read_control_address(tmp_path)
     pid = os.getpid()  # numbers are used again: that a process has this one says nothing
-    (tmp_path / FILE).write_text(f'{{"pid": {pid}, "address": "tcp://127.0.0.1:1", "fleet": "", "key": ""}}')
+    (tmp_path / CONTROL).write_text(f'{{"pid": {pid}, "address": "tcp://127.0.0.1:1", "fleet": "", "key": ""}}')
     with pytest.raises(ConfigError, match=f"its supervisor, process {pid}, was killed"):
         read_control_address(tmp_path)
     with run_lock(tmp_path):
         assert read_control_address(tmp_path).pid == pid
-        (tmp_path / FILE).unlink()
+        (tmp_path / CONTROL).unlink()
         with pytest.raises(ConfigError, match="is only starting or just ending"):
             read_control_address(tmp_path)
-    (tmp_path / FILE).write_text("{")
+    (tmp_path / CONTROL).write_text("{")
     with pytest.raises(ConfigError, match=r"control\.json is not of this version"):
         read_control_address(tmp_path)
 

@@ -9,11 +9,10 @@ import secrets
 import signal
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
 from ...monitor.output import print_line
-from ..run_lock import is_locked
 from .options import CommandTable
 
 if TYPE_CHECKING:
@@ -36,14 +35,15 @@ def register(commands: CommandTable) -> None:
 
 
 def dash(options: argparse.Namespace) -> int:
-    from ...dashboard.runs import RunAccess, RunFolder
+    from ...dashboard.runs import RunFolder
+    from ..watched import ACCESS
 
     if options.port not in PORTS:
         raise ConfigError(f"--port {options.port}: allowed are 0 to {PORTS.stop - 1}")
     root = Path(options.folder).resolve()
     if not root.is_dir():
         raise ConfigError(f"{options.folder} is no folder")
-    asyncio.run(_serve(RunFolder(root, RunAccess(is_active, status)), options.host, options.port))
+    asyncio.run(_serve(RunFolder(root, ACCESS), options.host, options.port))
     return 0
 
 
@@ -62,18 +62,3 @@ async def _serve(runs: RunFolder, host: str, port: int) -> None:
             print_line(f"from another machine: {tunnel}, then the same address there")
         print_line("Ctrl-C ends it; the runs do not notice")
         await stopped.wait()
-
-
-def is_active(run: Path) -> bool:
-    """Whether a command uses the run. The lock is looked at only where its supervisor has not said that it ended: a look could
-    hold it in the moment in which another command wants it."""
-    from ..supervisor.control import FILE
-
-    return (run / FILE).exists() and is_locked(run)
-
-
-async def status(run: Path) -> Any:
-    """Replicas and waits of an active run. Raises ConfigError where it is not active, or of another user."""
-    from ..supervisor.control import GetStatus, RunStatus, read_control_address, send_command
-
-    return await send_command(read_control_address(run), GetStatus(), RunStatus, who="slipstream dash")

@@ -25,6 +25,7 @@ COMMANDS = {
     "sft": ".sft",
     "init-model": ".init_model",
     "ledger": ".ledger",
+    "show": ".show",
     "dash": ".dash",
     "simulate": ".simulate",
     "explain": ".explain",

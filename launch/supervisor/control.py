@@ -26,7 +26,7 @@ from ...errors import ConfigError, RequestRefused, SlipstreamError, describe
 from ...rpc.client import RpcClient
 from ...rpc.security import Keys
 from ...rpc.server import RpcRequest, RpcServer
-from ..run_lock import is_locked
+from ..run_lock import CONTROL, is_locked
 from .fleet import ReplicaListing
 from .health import RoleWait
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FILE = "control.json"
+
 REPLY_S = 150.0  # longest wait for a reply: Ray may need long to find room for a replica
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ class ControlServer:
     async def serve(self) -> None:
         """Serve until cancelled; `control.json` exists for as long."""
         server = RpcServer("tcp://127.0.0.1:*", "the supervisor", ControlRequest, keys=self.keys)
-        path = self.run_dir / FILE
+        path = self.run_dir / CONTROL
         address = ControlAddress(os.getpid(), server.address, self.fleet_address, self.key, self.keys)
         try:
             write_atomic(path, msgspec.json.encode(address), mode=0o600)
@@ -142,7 +142,7 @@ def read_control_address(run_dir: Path) -> ControlAddress:
     locked = is_locked(run_dir)
     if not locked:
         run_config(run_dir)
-    path = run_dir / FILE
+    path = run_dir / CONTROL
     try:
         found = msgspec.json.decode(path.read_bytes(), type=ControlAddress)
     except FileNotFoundError:

@@ -1,0 +1,45 @@
+"""Runs as `slipstream dash`, `show`, `export` and `trace` read them: while they go on, and without taking part in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..configs import run_config
+from ..dashboard.runs import RunAccess, WatchedRun
+from ..errors import ConfigError
+from .run_lock import CONTROL, is_locked
+
+
+def is_active(run: Path) -> bool:
+    """Whether a command uses the run. The lock is looked at only where its supervisor has not said that it ended: a look could
+    hold it in the moment in which another command wants it."""
+    return (run / CONTROL).exists() and is_locked(run)
+
+
+async def status(run: Path) -> Any:
+    """Replicas and waits of an active run. Raises ConfigError where it is not active, or of another user."""
+    from .supervisor.control import GetStatus, RunStatus, read_control_address, send_command  # takes seconds
+
+    return await send_command(read_control_address(run), GetStatus(), RunStatus, who="slipstream dash")
+
+
+ACCESS = RunAccess(is_active, status)
+
+
+def open_run(folder: str) -> WatchedRun:
+    """Raises ConfigError where the folder holds no run."""
+    run_config(folder)
+    path = Path(folder)
+    return WatchedRun(path.resolve().name, path, ACCESS)
+
+
+def versions_of(run: WatchedRun, key: str, steps: str) -> tuple[int, ...]:
+    """The versions that the steps `A-B`, or the one step `A`, have made. Raises ConfigError naming `key` where there is none."""
+    known = run.metrics.versions()
+    first, _, last = steps.partition("-")
+    found = tuple(version for step, version in known.items() if int(first) <= step <= int(last or first))
+    if not found:
+        has = f"it has trained steps {min(known)} to {max(known)}" if known else "it has trained none yet"
+        raise ConfigError(f"{key} {steps}: {run.folder} has not trained that; {has}")
+    return found
