@@ -15,8 +15,9 @@ TRL_INPUTS = pyproject.toml requirements/install-trl.sh requirements/trl.lock
 
 # Each has an environment of its own. `make test-full WITHOUT="nemo_gym openenv"` leaves out some of them, whose tests are then skipped.
 LIBRARIES = $(filter-out $(WITHOUT),agents inspect nemo_gym openenv verifiers)
-# Claude Code and Codex, which their tests install, where there is npm.
-PROGRAMS = $(filter-out $(WITHOUT),$(shell command -v npm >/dev/null 2>&1 && echo cli_agents))
+# What their tests install: Claude Code and Codex, where there is npm, and Prometheus's checker of rules, where there is apt-get.
+PROGRAMS = $(filter-out $(WITHOUT),$(shell command -v npm >/dev/null 2>&1 && echo cli_agents) \
+  $(shell command -v apt-get >/dev/null 2>&1 && echo promtool))
 
 .PHONY: quickstart model install install-sglang install-trl install-envs test test-full lint style format clean
 

@@ -117,7 +117,7 @@ class BufferService:
             self._replay.mark_served(None)
         self._wake()
 
-    def gauges(self) -> dict[str, float | None]:
+    def gauges(self) -> dict[str, float | dict[str, int] | None]:
         """Groups by state, versions, and tokens by account. From any thread."""
         sizes, ledger = self._replay.table.sizes(), self._replay.table.ledgers.total
         return {
@@ -128,6 +128,8 @@ class BufferService:
             "in_flight_tokens": ledger.in_flight,
             "ready_tokens": ledger.ready,
             "trained_tokens": ledger.trained,
+            "withheld_tokens": ledger.withheld.copy(),
+            "discarded_tokens": ledger.discarded.copy(),
         }
 
     def stop(self) -> None:

@@ -31,9 +31,10 @@ RENAMED = {
     "reward.request_s": "rollout.episode_s, from which it follows",
     "weightsync.bucket": "nothing: it follows from the device",
     "weightsync.push_s": "rollout.episode_s, from which it follows",
+    "launch.port": "launch.ports.first",
     "launch.hosts": "launch.kind=ray_cluster",
     "launch.stop_s": "launch.heartbeat_s, from which it follows",
-    "monitor": "run.trackers; TERM=dumb in the environment gives plain lines in place of the live view",
+    "monitor": "run.trackers, and launch.ports.metrics; TERM=dumb in the environment gives plain lines in place of the live view",
     "sft": "the overrides sft.KEY=VALUE of `slipstream sft`, or a file of its own with `extends:`",
 }
 """Old key -> what to write in its place."""

@@ -246,6 +246,9 @@ class WeightSync(Section, frozen=True):
     """Largest difference in nats between the learner's and a replica's log-probs of a fixed prompt after a push."""
 
 
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
 class Launch(Section, frozen=True):
     kind: Literal["local", "ray", "ray_cluster"] = "local"
     """`local`: child processes of this one. `ray`: a Ray placement group on this host, on loopback (`RAY_ADDRESS` names an
@@ -253,8 +256,10 @@ class Launch(Section, frozen=True):
     fleet state and acknowledgments of weights are encrypted with CURVE keys made for the run; unknown peers are refused and
     counted. Requests to engines, collectives and Ray itself are not encrypted, and all hosts must share `run.dir`: private
     clusters only."""
-    port: Annotated[int, Meta(ge=0, le=65000)] = 0
-    """First of the consecutive ports that buffer, engines, learner and auxiliary models listen on; 0 picks free ones."""
+    ports: dict[Literal["first", "metrics"], Port] = field(default_factory=lambda: {"first": 0})
+    """`first`: first of the consecutive ports that buffer, engines, learner and auxiliary models listen on; 0 picks free ones.
+    `metrics`: where the supervisor serves `/metrics` to Prometheus, on loopback or at the address that the variable
+    SLIPSTREAM_METRICS_HOST names; 0 picks a free port, and without it there is none. docs/monitoring.md has the metrics."""
     restarts: NonNegative = 3
     """How often each process may be restarted before the run stops."""
     heartbeat_s: AboveZero = 30.0

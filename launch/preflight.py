@@ -180,13 +180,13 @@ def trackers(inputs: RunInputs) -> str:
 
 def ports(inputs: RunInputs) -> str:
     config = inputs.config
-    if not config.launch.port:
+    if not (first := config.launch.ports["first"]):
         return "free ones are picked"
     if placed_by_ray(config):
         return "checked on the hosts where Ray places the roles"
     from .supervisor.processes import role_names
 
-    claimed = claim_ports(config.launch.port, len(role_names(config)) + len(needs_rendezvous_port(config)))
+    claimed = claim_ports(first, len(role_names(config)) + len(needs_rendezvous_port(config)))
     return f"{claimed[0]} to {claimed[-1]} are free"
 
 

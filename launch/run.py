@@ -9,7 +9,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -41,11 +43,14 @@ from .row_counts import record_counts, recorded_counts
 from .run_lock import is_locked, run_lock
 
 if TYPE_CHECKING:
+    from ..monitor.metrics_server import MetricsServer
     from ..monitor.report import ReportPaths
     from .supervisor.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
+METRICS_HOST = "SLIPSTREAM_METRICS_HOST"  # variable with the address at which `/metrics` is served
+LOOPBACK = "127.0.0.1"
 
 # Beginnings of keys that define the groups in the buffer: a resumed run cannot change them.
 IMMUTABLE = ("seed", "env.", "reward.", "agent.renderer", "buffer.group_size", "model.dtype")
@@ -135,14 +140,17 @@ def without_reward_model(config: C) -> C:
 
 
 def _supervise(config: Config, run_dir: Path, counts: Mapping[str, int], *, recorded: bool = True) -> ReportPaths:
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    with run_lock(run_dir):
+    with contextlib.ExitStack() as stack:
+        metrics = open_metrics(config, stack)
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        stack.enter_context(run_lock(run_dir))
         record_counts(run_dir, counts)
         write_atomic(run_dir / RUN_CONFIG, dump(config).encode())
         keep_tokenizer(config.model.path, run_dir)
         try:
             with open_view(config) as view:
-                asyncio.run(make_supervisor(config, run_dir, view, gpus_of(config), recorded=recorded).train())
+                supervisor = make_supervisor(config, run_dir, view, gpus_of(config), recorded=recorded)
+                asyncio.run(supervisor.train(metrics))
         except BaseException:
             try:
                 _write_report(run_dir, [f"`slipstream explain {config.run.dir}` says what to change"])
@@ -152,6 +160,16 @@ def _supervise(config: Config, run_dir: Path, counts: Mapping[str, int], *, reco
         from .explain import explain_end
 
         return _write_report(run_dir, explain_end(run_dir))
+
+
+def open_metrics(config: Config, stack: contextlib.ExitStack) -> MetricsServer | None:
+    """The server of `/metrics`, which listens already, where the config wants one; `stack` ends it. Raises ConfigError."""
+    if (port := config.launch.ports.get("metrics")) is None:
+        return None
+    from ..monitor.metrics_server import MetricsServer
+
+    host = os.environ.get(METRICS_HOST) or LOOPBACK
+    return stack.enter_context(MetricsServer(host, port, "launch.ports.metrics"))
 
 
 def keep_tokenizer(model: str, run_dir: Path) -> None:
@@ -220,11 +238,11 @@ def make_supervisor(
     logs, available = run_dir / "logs", torch.cuda.device_count()
     if config.launch.kind == "local":
         placement = assign_gpus(gpus, available)
-        launcher = LocalLauncher(logs, config.launch.port, placement, available)
+        launcher = LocalLauncher(logs, config.launch.ports["first"], placement, available)
     else:
         from .launchers.ray import RayLauncher
 
         placement = assign_gpus(gpus, sum(gpus.values()))  # Ray assigns every role its own GPUs
-        launcher = RayLauncher(logs, config.launch.port, many_hosts=config.launch.hosts == "many")
+        launcher = RayLauncher(logs, config.launch.ports["first"], many_hosts=config.launch.hosts == "many")
     heap.freeze_startup_objects()
     return Supervisor(config, run_dir, launcher, view, gpus=gpus, backend=placement.backend, recorded=recorded)

@@ -23,18 +23,18 @@ class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of `StepMetrics` about the batch."""
 
     reward_mean: float  # mean return of the batch's episodes
-    reward_std: float  # its standard deviation over episodes
+    reward_std: float  # standard deviation of the returns over episodes
     staleness_mean: float  # learner version minus sampling version, mean over trained tokens
-    staleness_max: int  # the same, maximum
+    staleness_max: int  # largest staleness of a trained token
     staleness_tokens: dict[str, int]  # trained tokens by staleness (`{"0": 120, "1": 30}`)
     tokens_trained: int  # tokens that carried loss in this step
-    tokens_withheld: int  # sampled tokens that were too old, or of episodes without loss (`buffer.ledger.Withheld`)
+    tokens_withheld: int  # sampled tokens that were too old, or of episodes without loss (see the ledger)
     mixed_tokens: int  # trained tokens sampled by new weights from keys and values of older ones (`keep_kv`)
     groups: int = 0  # task groups in the batch
-    # Those whose episodes all have the same reward: without signal where an advantage compares the members of a group.
+    # Groups whose episodes all have the same reward: without signal where an advantage compares the members of a group.
     groups_alike: int = 0
     episodes: int  # episodes in the batch
-    truncated: float = 0.0  # share of them that a token or turn limit ended
+    truncated: float = 0.0  # share of the episodes that a token or turn limit ended
     episode_tokens_mean: float  # sampled tokens per episode
     turns_mean: float  # completions per episode
     # What environments reported (`StepResult.metrics`): means by name, over their episodes.
@@ -49,7 +49,7 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     version: int  # the policy version that this step made
     time: float  # seconds since the epoch, at the end of the step
     tokens_discarded: int  # tokens discarded for any reason since the previous step
-    groups_refilled: int = 0  # discarded because all rewards were equal (`buffer.dynamic_sampling`)
+    groups_refilled: int = 0  # groups discarded because all rewards were equal (`buffer.dynamic_sampling`)
     # Episodes that ended since the previous step, by outcome (`{"finished": 60, "truncated": 1, "failed_tool": 3}`).
     outcomes: dict[str, int] = {}
     messages_dropped: int  # malformed messages to the buffer, since its process started
@@ -61,11 +61,11 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     rollout_idle: float  # * share of the episode slots that were empty because no lease was granted, 0 to 1
     slots: float  # * episodes that all workers would play in sum at once, mean; follows how busy the servers are
     # What was reported in this step alone, for sums over many of them:
-    tokens_generated: int = 0
+    tokens_generated: int = 0  # tokens generated since the previous step
     slot_s: float = 0.0  # seconds of episode slots, all workers together
-    idle_slot_s: float = 0.0  # those of them in which no lease was granted
+    idle_slot_s: float = 0.0  # seconds of slots in which no lease was granted
     replicas: int  # inference servers that took the push and serve its version
-    replicas_failed: int  # replicas that did not
+    replicas_failed: int  # replicas that did not take the push
     wait_s: float  # seconds waited for the batch
     step_s: float  # seconds from the batch to its commit: rows, aux models, advantages, forward, backward, optimizer
     push_s: float  # seconds of the whole weight push
@@ -75,7 +75,7 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     # Largest difference in nats between the learner's proximal and the engine's log-prob of a token of staleness 0, in the batch
     # and in a few trajectories delivered since it was taken; None when there were none. Tokens of a mixed policy do not count.
     mismatch_max: float | None
-    mismatch_tokens: int  # how many tokens that maximum is over, all ranks together
+    mismatch_tokens: int  # how many tokens `mismatch_max` is over, all ranks together
     loss: float  # the policy loss
     ess: float  # effective sample size of the importance weights over tokens, as a share, 0 to 1
     kl: float  # mean over trained tokens of the k3 estimate of KL(behavior || current), nats (Schulman 2020)
@@ -88,10 +88,10 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     reward_model_loss: float = 0.0  # cross-entropy of outcomes before its step, nats; 0: no reward model
     reward_model_accuracy: float = 0.0  # share of trained tokens in sequences that it classified correctly
     ess_by_staleness: dict[str, float] = {}  # `ess` by staleness (`{"0": 0.99, "1": 0.9}`)
-    kl_by_staleness: dict[str, float] = {}  # `kl`, likewise
-    clip_fraction_by_staleness: dict[str, float] = {}  # `clip_fraction`, likewise
+    kl_by_staleness: dict[str, float] = {}  # `kl` by staleness
+    clip_fraction_by_staleness: dict[str, float] = {}  # `clip_fraction` by staleness
     weight_by_staleness: dict[str, float] = {}  # share of all importance weight on tokens of this staleness; sums to 1
-    grad_norm: float  # before clipping
+    grad_norm: float  # norm of the gradient before clipping
     lr: float  # learning rate used
 
 

@@ -273,6 +273,13 @@ def alert_rules(config: Config) -> tuple[AlertRule, ...]:
     )
 
 
+def severities(config: Config) -> dict[str, Severity]:
+    """Every rule that may fire -> how severe it is."""
+    found: dict[str, Severity] = {rule.name: rule.severity for rule in alert_rules(config)}
+    found[NO_STEP] = found[DISK] = "critical"
+    return found
+
+
 class AlertBook:
     """The alerts of a run: takes what happens, returns the alerts that fired and those that are over."""
 

@@ -34,6 +34,8 @@ FILE, OLD = ".jsonl", ".old.jsonl"  # end the names of the newer and of the olde
 PERIOD_S = 1.0  # between two lines of the series, and the longest that a span waits for the disk
 QUEUE = 1 << 14  # spans that wait for the thread: a second of a worker with thousands of short episodes
 SPANS_BYTES, SERIES_BYTES = 64 << 20, 16 << 20  # of one process on disk
+LINE_BYTES = 256 << 10  # more than a line of the series has: a worker names a thousand replicas in less
+SKEW_S = 300.0  # by which the clocks of two hosts may differ
 Gauges = Callable[[], Mapping[str, Any]]  # numbers, and mappings of them, that JSON has
 
 
@@ -177,3 +179,26 @@ def read_series(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield role, msgspec.json.decode(line, type=dict[str, Any])
         except msgspec.MsgspecError:
             continue
+
+
+def newest_gauges(folder: Path, since: float) -> dict[str, dict[str, Any]]:
+    """Role -> the last line of the series of its newest process, where that is not older than `since`, seconds since the epoch."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in (folder / SERIES).glob(f"*{FILE}"):
+        role, line = path.name.partition(".")[0], _last_line(path, since)
+        if line is not None and line.get("t", 0.0) >= max(since, found.get(role, {}).get("t", 0.0)):
+            found[role] = line
+    return found
+
+
+def _last_line(path: Path, since: float) -> dict[str, Any] | None:
+    """None where the file has no whole line, was not written for a while before `since`, or is being replaced."""
+    try:
+        if path.stat().st_mtime < since - SKEW_S:
+            return None
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LINE_BYTES))
+            lines = file.read().split(b"\n")
+        return msgspec.json.decode(lines[-2], type=dict[str, Any]) if len(lines) > 1 else None
+    except (OSError, msgspec.MsgspecError):
+        return None

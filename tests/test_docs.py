@@ -166,7 +166,14 @@ def test_every_key_file_and_link_exists(page: Path) -> None:
     text = page.read_text()
     keys = {doc.key for doc in (*describe_schema(), *describe(SftConfig()))}
     keys |= {key[: dot.start()] for key in keys for dot in re.finditer(r"\.", key)}
-    mappings = ("learner.backend.parallel", "learner.aux_models", "reward.weights", "rollout.failures", "env.parts")
+    mappings = (
+        "learner.backend.parallel",
+        "learner.aux_models",
+        "reward.weights",
+        "rollout.failures",
+        "env.parts",
+        "launch.ports",
+    )
     for name in re.findall(r"`((?:\w+\.)+\w+)(?:=[^`]*)?`", text):
         if name.partition(".")[0] in keys and not NAMES_FILES.search(name):
             assert name in keys or name.startswith(mappings), f"{page.name} names {name}"

@@ -207,9 +207,14 @@ def test_a_busy_port(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         busy.listen()
         port = busy.getsockname()[1]
         line = refused(
-            capsys, "train", "quickstart", f"model.path={policy}", f"run.dir={tmp_path / 'run'}", f"launch.port={port}"
+            capsys,
+            "train",
+            "quickstart",
+            f"model.path={policy}",
+            f"run.dir={tmp_path / 'run'}",
+            f"launch.ports.first={port}",
         )
-    assert "launch.port" in line
+    assert "launch.ports.first" in line
     assert str(port) in line
 
 

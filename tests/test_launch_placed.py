@@ -96,5 +96,5 @@ async def test_ranks_meet_at_a_port_that_no_other_role_has(tmp_path: Path) -> No
     spots = await launcher.place({"critic-0": 0, "critic-1": 0})
     assert [spot.port for spot in spots.values()] == [first, first + 1]
     assert await launcher.reserve_port("critic-0") == first + 2
-    config = load("quickstart", [*PLACED, f"launch.port={first}"])
+    config = load("quickstart", [*PLACED, f"launch.ports.first={first}"])
     assert preflight.ports(RunInputs(config)) == f"{first} to {first + len(role_names(config))} are free"

@@ -105,7 +105,7 @@ def test_ports_are_chosen_where_no_outgoing_connection_takes_them(monkeypatch: p
         monkeypatch.setattr(local, "LOWEST_PORT", above - 1)
         assert free_ports(0) == []
         with pytest.raises(
-            ConfigError, match=rf"launch.port: 127.0.0.1 has no 2 free ports from {above - 1} to {above - 1}"
+            ConfigError, match=rf"launch.ports.first: 127.0.0.1 has no 2 free ports from {above - 1} to {above - 1}"
         ):
             free_ports(2)
         monkeypatch.setattr(local, "LOWEST_PORT", ports[0])

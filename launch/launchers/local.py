@@ -100,7 +100,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     if len(found) == count:
         return found
     raise ConfigError(
-        f"launch.port: {host} has no {count} free ports from {LOWEST_PORT} to {above - 1}; set the first one"
+        f"launch.ports.first: {host} has no {count} free ports from {LOWEST_PORT} to {above - 1}; set the first one"
     )
 
 
@@ -114,7 +114,7 @@ def claim_ports(first: int, count: int, host: str = "127.0.0.1") -> list[int]:
                 s.bind((host, port))
             except (OSError, OverflowError) as error:
                 raise ConfigError(
-                    f"launch.port: {first} needs the ports {first} to {first + count - 1}, but {port} cannot be used "
+                    f"launch.ports.first: {first} needs the ports {first} to {first + count - 1}, but {port} cannot be used "
                     f"({getattr(error, 'strerror', None) or error}); choose another, or 0 for any free ones"
                 ) from None
     return ports

@@ -44,6 +44,11 @@ class AlertMonitor:
         self._began = False
         self._warned = ""
 
+    @property
+    def active(self) -> frozenset[str]:
+        """The rules whose alerts are active. From any thread."""
+        return frozenset(self._book.active.copy())
+
     async def watch(self) -> None:
         """Look every `PERIOD_S`, until cancelled."""
         while True:

@@ -13,6 +13,7 @@
     ProcessManager    the end of a process                       the run's end
     HealthMonitor     a heartbeat, or a server's answer          heartbeat_s; then the process is killed and restarted
     ControlServer     a command                                  the run's end
+    MetricsServer     a scrape, in threads of its own            the run's end
 
 Invariants:
 - However a run ends, no process that it started is left.
@@ -42,6 +43,7 @@ from ...configs.schema import Fake
 from ...errors import Interrupted, first_cause, with_deadline
 from ...learner.checkpoint import checkpoints, read_state
 from ...monitor.log import logged_to
+from ...monitor.metrics_server import MetricsServer
 from ...monitor.output import discard_output
 from ...monitor.terminal import View
 from ...monitor.timeline import TimelineWriter
@@ -60,6 +62,7 @@ from .evaluations import CheckpointEvaluations
 from .factory import make_engine
 from .health import HealthMonitor
 from .heartbeat import RoleSignal
+from .metrics_endpoint import MetricsEndpoint
 from .processes import ProcessManager, RoleProcess, role_names
 from .replicas import END_S, ReplicaManager, Spawn
 from .server_usage import ServerUsage
@@ -86,11 +89,14 @@ class Supervisor:
         self._keys = make_keys() if self.config.launch.hosts == "many" else None
         self._processes = ProcessManager(self.config, self.run_dir, self.launcher, self.view)
         self._interrupted = asyncio.Event()
+        self._metrics: MetricsServer | None = None
         self._exit_message = "interrupted"
         self._placements: dict[str, Placement] = {}
         self._rendezvous_ports: dict[str, int] = {}
 
-    async def train(self) -> None:
+    async def train(self, metrics: MetricsServer | None = None) -> None:
+        """`metrics` listens already, and serves the run's until the end."""
+        self._metrics = metrics
         self._exit_message = f"interrupted; continue with `slipstream resume {self.config.run.dir}`"
         with TimelineWriter(self.run_dir if self.recorded else None, "supervisor", ServerUsage(self._processes).gauges):
             await self._run(role_names(self.config), self._train)
@@ -209,6 +215,8 @@ class Supervisor:
         control = ControlServer(self.run_dir, replicas, fleet.address, health.waits, self._keys)
         for service in (fleet.serve(), health.listen(signals), health.watch(), alerts.watch(), control.serve()):
             spawn(service)
+        if self._metrics is not None:
+            spawn(MetricsEndpoint(self._metrics, self.run_dir, self._processes, replicas, alerts).serve())
         for name in names:
             if not name.startswith("engine-"):
                 role = RoleProcess(name, self._environment(context, name, self._placements[name]))

@@ -83,6 +83,8 @@ def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]
     if config.rollout.partial == "keep_kv":
         # Else a token is under way when weights change, and the span is one off.
         switches.append("--disable-overlap-schedule")
+    if "metrics" in config.launch.ports:
+        switches.append("--enable-metrics")  # without it SGLang has no /metrics
     if cpu:
         arguments |= {"device": "cpu", "attention-backend": "torch_native"}
         switches.append("--sleep-on-idle")

@@ -1,0 +1,175 @@
+"""An HTTP server of `/metrics` in threads of its own.
+
+Invariants:
+- It listens from its construction on, so that a port that is taken is known before anything starts.
+- A scrape takes at most `READ_S`: where what it reads hangs, it gets what was read last. One read goes on at a time.
+- A client that sends nothing, and more than `SCRAPES` at once, cost no thread for long.
+- What fails in a scrape is status 500 or 503 there and a line in the log, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import StartResponse, WSGIEnvironment
+
+from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
+from prometheus_client.registry import Collector
+
+from ..errors import ConfigError, DeadlineExceeded, SlipstreamError, describe
+
+log = logging.getLogger(__name__)
+
+READ_S = 5.0  # Prometheus waits 10 s for a scrape by default
+SCRAPES = 8  # at once
+SILENT_S = 10.0  # longest wait for a client's next byte
+AGAIN_S = 0.5  # scrapes within this time share what was read
+POLL_S = 0.1  # between two looks for the end of the server
+ANY = ("0.0.0.0", "::")  # addresses that stand for all of a host's
+
+Read = Callable[[], Sequence[Metric]]
+
+
+class MetricsServer:
+    """Listens at `host` and `port`, 0 for a free one; `key` is what the user wrote the port in. Use as a context manager. Raises
+    ConfigError where it cannot listen there."""
+
+    def __init__(self, host: str, port: int, key: str) -> None:
+        try:
+            self._server = _Server(host, port)
+        except OSError as error:
+            choose = "choose another, or 0 for any free one"
+            raise ConfigError(
+                f"{key}: {port} on {host} cannot be listened on ({error.strerror or error}); {choose}"
+            ) from None
+        self.port = int(self._server.server_address[1])
+        name = socket.gethostname() if host in ANY else host
+        self.address = f"[{name}]:{self.port}" if ":" in name else f"{name}:{self.port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}/metrics"
+
+    def start(self, read: Read) -> None:
+        """Answer scrapes with what `read` returns, which is called in a thread."""
+        registry = CollectorRegistry()
+        registry.register(_Collector(_LastRead(read).get))
+        self._server.set_app(_safe(make_wsgi_app(registry)))
+        self._thread.start()
+
+    def __enter__(self) -> MetricsServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread.is_alive():
+            self._server.shutdown()
+        self._server.server_close()
+
+
+class _LastRead:
+    """The newest result of `read`, which may hang."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+        self._lock = threading.Lock()
+        self._reading: Future[Sequence[Metric]] | None = None
+        self._began = 0.0
+        self._last: Sequence[Metric] | None = None
+
+    def get(self) -> Sequence[Metric]:
+        """Raises DeadlineExceeded where nothing was ever read, and as `read`."""
+        with self._lock:
+            reading = self._reading
+            if reading is None or (reading.done() and time.monotonic() - self._began > AGAIN_S):
+                reading = self._reading = Future()
+                self._began = time.monotonic()
+                threading.Thread(target=self._run, args=(reading,), name="metrics read", daemon=True).start()
+        try:
+            self._last = reading.result(READ_S)
+        except TimeoutError:
+            if self._last is None:
+                raise DeadlineExceeded("a scrape", "the numbers of the run", READ_S, "does its disk hang?") from None
+        return self._last
+
+    def _run(self, reading: Future[Sequence[Metric]]) -> None:
+        try:
+            reading.set_result(self._read())
+        except Exception as error:  # raised again by every scrape that waits for it
+            reading.set_exception(error)
+
+
+class _Collector(Collector):
+    def __init__(self, get: Callable[[], Iterable[Metric]]) -> None:
+        self._get = get
+
+    def collect(self) -> Iterable[Metric]:
+        return self._get()
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # asked when it is registered, before there is anything to read
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SILENT_S
+
+    def log_message(self, format: str, *args: object) -> None:
+        log.debug(format, *args)
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._scrapes = threading.BoundedSemaphore(SCRAPES)
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        """Without the look-up of the host's name that `HTTPServer` makes, which may take seconds."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
+        if self._scrapes.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(
+        self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
+    ) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._scrapes.release()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        log.debug("a scrape from %s ended early", client_address, exc_info=True)
+
+
+def _safe(app: Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    """`app`, whose errors are an answer. The log has an error once, until there is another."""
+    logged = ""
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        nonlocal logged
+        try:
+            return app(environ, start_response)
+        except Exception as error:
+            late = isinstance(error, DeadlineExceeded)
+            status, text = "503 Service Unavailable" if late else "500 Internal Server Error", describe(error)
+            if text != logged:
+                log.warning("a scrape failed: %s", text, exc_info=not isinstance(error, SlipstreamError))
+                logged = text
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"{text}\n".encode()]
+
+    return answer

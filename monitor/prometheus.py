@@ -1,0 +1,261 @@
+"""What `/metrics` of a run exports: the table of metrics, and the samples of each from what a run has recorded. Pure.
+
+Invariants:
+- Names and types are Prometheus's: counters end in `_total`, times are in seconds, sizes in bytes, shares from 0 to 1.
+- Each field of a step's row is `slipstream_step_NAME`; the parts of a field that is a mapping are told apart by one label.
+- A metric has at most `SERIES` series, so that names from an environment cannot flood a server; the others are counted.
+- A counter never falls. Where an account of the ledger falls, because a learner's restart rolled commits back, its counter stays
+  and counts what is repeated again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from ..common.scores import EvaluationResult
+from .metrics import Row
+
+SERIES = 2000  # of one metric: a fleet's replicas and workers fit, names that never end do not
+PARTS = 64  # of one mapping of a step's row: names of an environment's metrics, ages
+LONGEST = 200  # characters of a label's value
+FRESH_S = 30.0  # a process that recorded nothing for so long is gone; it records once a second
+PREFIX, STEP = "slipstream_", "slipstream_step_"
+REPLICA_STATES = ("starting", "serving", "draining")
+GROUP_STATES = ("open", "leased", "ready", "batched")
+Family = GaugeMetricFamily | CounterMetricFamily
+Gauges = Mapping[str, Any]  # a line of a process's series
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """A line of the table. The name is without `slipstream_`."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def type(self) -> Literal["counter", "gauge"]:
+        return "counter" if self.name.endswith("_total") else "gauge"
+
+
+METRICS = (
+    Metric("build_info", "1; the labels say which version runs, on which Python", ("version", "python")),
+    Metric(
+        "run_info",
+        "1; the labels name the run's kinds of servers and learner, and its seed",
+        ("engine", "backend", "seed"),
+    ),
+    Metric(
+        "snapshot_timestamp_seconds", "when these numbers were read; it stands still while the disk of the run hangs"
+    ),
+    Metric("series_dropped", "series that are not exported, because their metric has too many"),
+    Metric("episodes_total", "episodes that ended, by outcome", ("outcome",)),
+    Metric("groups_total", "groups that were trained on"),
+    Metric("groups_alike_total", "those of them whose episodes all had the same reward"),
+    Metric("evaluation_reward_mean", "mean reward of the newest evaluation of each suite", ("suite",)),
+    Metric("evaluation_reward_stderr", "its standard error", ("suite",)),
+    Metric("evaluation_step", "learner steps in the weights that it evaluated", ("suite",)),
+    Metric("evaluation_tasks", "tasks that it is over: those with an episode that did not fail", ("suite",)),
+    Metric(
+        "ledger_tokens",
+        "tokens in each account of the ledger now; their sum is generated_tokens_total",
+        ("account", "reason"),
+    ),
+    Metric("generated_tokens_total", "tokens that servers returned to workers"),
+    Metric("trained_tokens_total", "tokens that carried loss in a committed step"),
+    Metric("withheld_tokens_total", "tokens of committed steps without loss, by reason", ("reason",)),
+    Metric("discarded_tokens_total", "tokens that were discarded, by reason", ("reason",)),
+    Metric("buffer_groups", "groups in the buffer, by state", ("state",)),
+    Metric("learner_version", "policy version of the learner's weights"),
+    Metric("served_version", "oldest policy version that a serving replica serves"),
+    Metric("learner_phase", "1 for what each rank of the learner does now", ("role", "phase")),
+    Metric("worker_slots", "episodes that a worker may play at once", ("role",)),
+    Metric("worker_episodes", "episodes that it plays", ("role",)),
+    Metric("worker_queued_requests", "requests that wait in it for a replica", ("role",)),
+    Metric("worker_received_tokens_total", "sampled tokens that it received", ("role",)),
+    Metric("worker_delivered_episodes_total", "episodes that it delivered to the buffer", ("role",)),
+    Metric("engine_running_requests", "sequences that a replica decodes", ("role",)),
+    Metric("engine_waiting_requests", "requests that wait in it", ("role",)),
+    Metric("engine_kv_cache_ratio", "share of its cache of keys and values that is in use", ("role",)),
+    Metric("engine_sampled_tokens_total", "tokens that it sampled; SGLang does not say", ("role",)),
+    Metric("engine_version", "policy version that a replica serves; absent while it serves none", ("role",)),
+    Metric("replicas", "replicas by state", ("state",)),
+    Metric("process_up", "1 where the process of a role runs, else 0", ("role",)),
+    Metric("process_restarts_total", "restarts of a role by the supervisor", ("role",)),
+    Metric(
+        "process_cpu_seconds_total", "CPU time of a process; of a server with the processes that it started", ("role",)
+    ),
+    Metric("process_resident_memory_bytes", "memory of a process, likewise", ("role",)),
+    Metric("process_dropped_lines_total", "lines of spans and series that were not written", ("role",)),
+    Metric("alert", "1 while an alert of the run is active, else 0", ("rule", "severity")),
+)
+"""All but those of a step's row, which `step_metrics` makes from its fields."""
+
+_LABELS = {"staleness_tokens": "staleness", "outcomes": "outcome", "environment": "metric"}
+_STEP_NAMES = {"step": "slipstream_step", "time": "slipstream_step_timestamp_seconds"}
+
+
+def step_name(field: str) -> str:
+    """`pause_ms` -> `slipstream_step_pause_seconds`: Prometheus's units are spelled out and have no prefix."""
+    field = re.sub(r"_per_s$", "_per_second", re.sub(r"(?<!per)_m?s$", "_seconds", field))
+    return _STEP_NAMES.get(field, STEP + field)
+
+
+def step_metrics(docs: Mapping[str, str], mappings: Iterable[str]) -> list[Metric]:
+    """The table's lines of a step's row, whose fields `docs` explains; those in `mappings` are mappings."""
+    labels = {field: (_label_of(field),) for field in mappings}
+    return [Metric(step_name(field).removeprefix(PREFIX), text, labels.get(field, ())) for field, text in docs.items()]
+
+
+def _label_of(field: str) -> str:
+    return "staleness" if field.endswith("_by_staleness") else _LABELS.get(field, "key")
+
+
+class Exposition:
+    """The samples of one scrape."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = {metric.name: metric for metric in metrics}
+        self._samples: dict[str, dict[tuple[str, ...], float]] = {}
+        self.dropped = 0
+
+    def set(self, name: str, value: object, *labels: str, most: int = SERIES) -> None:
+        """A sample of metric `name`, in place of an earlier one with the same labels. None and what is not finite is left out."""
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return
+        samples = self._samples.setdefault(name, {})
+        if labels not in samples and (len(samples) >= most or any(len(label) > LONGEST for label in labels)):
+            self.dropped += 1
+            return
+        samples[labels] = float(value)
+
+    def step(self, row: Row) -> None:
+        """The newest step's row; a field that the table lacks, as of an older version, is left out."""
+        for field, value in row.items():
+            name = step_name(field).removeprefix(PREFIX)
+            if name not in self._metrics:
+                continue
+            if not isinstance(value, Mapping):
+                self.set(name, value / 1000 if field.endswith("_ms") and value is not None else value)
+                continue
+            for part, number in value.items():
+                self.set(name, number, str(part), most=PARTS)
+
+    def families(self) -> Iterator[Family]:
+        """All of the table in its order; one without samples has its type and its HELP."""
+        self.set("series_dropped", self.dropped)
+        for metric in self._metrics.values():
+            kind = CounterMetricFamily if metric.type == "counter" else GaugeMetricFamily
+            family = kind(PREFIX + metric.name, metric.help, labels=metric.labels)
+            for labels, value in self._samples.get(metric.name, {}).items():
+                family.add_metric(labels, value)
+            yield family
+
+
+class RowTotals:
+    """Sums over the steps of a run; a step that is repeated after a restart counts again."""
+
+    def __init__(self) -> None:
+        self.newest: Row = {}
+        self._outcomes: dict[str, int] = {}
+        self._groups = self._alike = 0
+
+    def add(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self.newest = row
+            self._groups += row.get("groups") or 0
+            self._alike += row.get("groups_alike") or 0
+            for outcome, number in (row.get("outcomes") or {}).items():
+                self._outcomes[outcome] = self._outcomes.get(outcome, 0) + number
+
+    def export(self, to: Exposition) -> None:
+        to.step(self.newest)
+        for outcome, number in sorted(self._outcomes.items()):
+            to.set("episodes_total", number, outcome)
+        to.set("groups_total", self._groups)
+        to.set("groups_alike_total", self._alike)
+
+
+class CommittedTokens:
+    """The accounts of the ledger as counters, which never fall."""
+
+    def __init__(self) -> None:
+        self._seen: dict[
+            tuple[str, str], tuple[float, float]
+        ] = {}  # account and reason -> as last seen, and the counter
+
+    def export(self, buffer: Gauges, to: Exposition) -> None:
+        """`buffer` is a line of the buffer's series."""
+        to.set("generated_tokens_total", self._count("generated", "", buffer.get("generated")))
+        to.set("trained_tokens_total", self._count("trained", "", buffer.get("trained_tokens")))
+        for account in ("in_flight", "ready", "trained"):
+            to.set("ledger_tokens", buffer.get(f"{account}_tokens"), account, "")
+        for account in ("withheld", "discarded"):
+            for reason, tokens in sorted((buffer.get(f"{account}_tokens") or {}).items()):
+                to.set("ledger_tokens", tokens, account, reason, most=PARTS)
+                counted = self._count(account, reason, tokens)
+                to.set(f"{account}_tokens_total", counted, reason, most=PARTS)
+
+    def _count(self, account: str, reason: str, tokens: float | None) -> float | None:
+        if tokens is None:
+            return None
+        before, counted = self._seen.get((account, reason), (0.0, 0.0))
+        counted += max(0.0, tokens - before)
+        self._seen[account, reason] = tokens, counted
+        return counted
+
+
+def export_evaluations(evaluations: Iterable[EvaluationResult], to: Exposition) -> None:
+    """The newest of each suite, by step."""
+    newest = {one.suite: one for one in sorted(evaluations, key=lambda one: one.step)}
+    for suite, one in newest.items():
+        to.set("evaluation_reward_mean", one.reward_mean, suite)
+        to.set("evaluation_reward_stderr", one.reward_stderr, suite)
+        to.set("evaluation_step", one.step, suite)
+        to.set("evaluation_tasks", one.tasks, suite)
+
+
+def export_processes(series: Mapping[str, Gauges], to: Exposition) -> None:
+    """The newest line of each process, by role."""
+    for role, line in sorted(
+        series.items(), key=lambda pair: pair[1]["t"]
+    ):  # of two that know a replica the newer one counts
+        _export_usage(role, line, to)
+        to.set("process_dropped_lines_total", line.get("dropped"), role)
+        match role.partition("-")[0]:
+            case "worker":
+                _export_worker(role, line, to)
+            case "learner" if "phase" in line:
+                to.set("learner_phase", 1, role, str(line["phase"]))
+            case "supervisor":
+                for server, usage in (line.get("servers") or {}).items():
+                    _export_usage(server, usage, to)
+            case "buffer":
+                for state in GROUP_STATES:
+                    to.set("buffer_groups", line.get(state), state)
+                to.set("learner_version", line.get("version"))
+                to.set("served_version", line.get("served"))
+
+
+def _export_usage(role: str, usage: Gauges, to: Exposition) -> None:
+    to.set("process_cpu_seconds_total", usage.get("cpu_s"), role)
+    to.set("process_resident_memory_bytes", usage.get("rss"), role)
+
+
+def _export_worker(role: str, line: Gauges, to: Exposition) -> None:
+    to.set("worker_slots", line.get("slots"), role)
+    to.set("worker_episodes", line.get("playing"), role)
+    to.set("worker_queued_requests", line.get("queued"), role)
+    to.set("worker_received_tokens_total", line.get("tokens"), role)
+    to.set("worker_delivered_episodes_total", line.get("delivered"), role)
+    for replica, load in (line.get("replicas") or {}).items():
+        to.set("engine_running_requests", load.get("running"), replica)
+        to.set("engine_waiting_requests", load.get("waiting"), replica)
+        to.set("engine_kv_cache_ratio", load.get("kv"), replica)
+        to.set("engine_sampled_tokens_total", load.get("tokens"), replica)
