@@ -32,6 +32,7 @@ from ..configs.evaluation import EvaluationSuite
 from ..configs.reward import EnvironmentReward, ModelReward
 from ..configs.suites import suites_of
 from ..errors import ConfigError, Interrupted, SlipstreamError
+from ..monitor.metrics import METRICS, read_metrics
 from ..monitor.output import open_console
 from ..monitor.series import evaluation_line, read_evaluations
 from ..monitor.terminal import View, open_view
@@ -149,6 +150,7 @@ def _supervise(config: Config, run_dir: Path, counts: Mapping[str, int], *, reco
         keep_tokenizer(config.model.path, run_dir)
         try:
             with open_view(config) as view:
+                view.past(read_metrics(run_dir / METRICS))
                 supervisor = make_supervisor(config, run_dir, view, gpus_of(config), recorded=recorded)
                 asyncio.run(supervisor.train(metrics))
         except BaseException:

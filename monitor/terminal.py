@@ -12,6 +12,7 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -38,6 +39,9 @@ ROLES_SHOWN = 10  # with more processes than this, those of one kind share a lin
 
 class View:
     """A context manager that shows a run. This one shows nothing."""
+
+    def past(self, rows: Sequence[Row]) -> None:
+        """The steps that the run made before it was resumed."""
 
     def step(self, row: Row) -> None:
         """The learner finished a step."""
@@ -75,6 +79,9 @@ class LineView(View):
         self._first_reward: float | None = None
         self._started = False
         self._status: dict[str, str] = {}
+
+    def past(self, rows: Sequence[Row]) -> None:
+        self._first_reward = next(iter(_rewards(rows)), None)
 
     def step(self, row: Row) -> None:
         if self._first_reward is None:
@@ -124,6 +131,9 @@ class TerminalView(View):
         )
         self._task = self._progress.add_task("steps", total=config.learner.steps)
         self._live = Live(get_renderable=self._draw, console=console, refresh_per_second=REFRESH_PER_S)
+
+    def past(self, rows: Sequence[Row]) -> None:
+        self._rewards = _rewards(rows)
 
     def step(self, row: Row) -> None:
         self._row = row
@@ -198,8 +208,12 @@ def _line(*parts: str | tuple[str, str]) -> Text:
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
+def _rewards(rows: Sequence[Row]) -> list[float]:
+    return [row["reward_mean"] for row in rows if row.get("reward_mean") is not None]
+
+
 def step_line(row: Row, config: Config, first_reward: float | None) -> str:
-    """A step in one line; the change of the reward is since the first step shown."""
+    """A step in one line; the change of the reward is since the run's first step."""
     now = row.get("reward_mean")
     failed = failures_text(row.get("outcomes") or {})
     return (

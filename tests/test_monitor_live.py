@@ -62,6 +62,16 @@ def test_steps_without_much_signal_say_so():
     assert many.endswith("7 of 8 groups had equal rewards")
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_after_a_resume_the_change_is_since_the_first_step_of_the_run(terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=110, color_system=None)
+    with open_view(CONFIG, console) as view:
+        view.past([{"step": 1, "reward_mean": None}, {"step": 2, "reward_mean": 0.25}, {"step": 3, "reward_mean": 0.5}])
+        view.step(ROW)
+    text = console.file.getvalue()
+    assert ("+0.281 since the first step" if terminal else "reward 0.531 (+0.281)") in text
+
+
 def test_in_a_terminal_everything_is_on_one_screen():
     text, kind = shown(terminal=True)
     assert kind is TerminalView
