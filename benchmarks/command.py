@@ -29,6 +29,7 @@ NAMES = (
     "learner",
     "simulator",
     "prediction",
+    "tune",
     "recording",
     "dashboard",
     "learning",
@@ -38,8 +39,8 @@ OPTIONS = {
     "sizes": ("rollout", "weightsync", "tools", "learner"),
     "seeds": ("learning",),
     "staleness": ("learning",),
-    "steps": ("learning", "prediction"),
-    "out": ("learning", "prediction"),
+    "steps": ("learning", "prediction", "tune"),
+    "out": ("learning", "prediction", "tune"),
 }
 """Options that only some benchmarks know."""
 
@@ -58,9 +59,9 @@ def register(commands: CommandTable) -> None:
     parser.add_argument(
         "--staleness", type=int, metavar="N", nargs="+", help="learning: bounds to try; default: 0 1 2 4 8"
     )
-    text = "learning, prediction: steps of each run; default: 60, 30"
+    text = "learning, prediction, tune: steps of each run; default: 60, 30, 60"
     parser.add_argument("--steps", type=int, metavar="N", help=text)
-    text = "learning, prediction: where runs are kept; default: runs/bench-learning, and nowhere"
+    text = "learning, prediction, tune: where runs are kept; default: runs/bench-learning, and nowhere"
     parser.add_argument("--out", metavar="DIR", help=text)
 
 
@@ -86,6 +87,8 @@ def bench(options: argparse.Namespace) -> int:
     elif options.name in OPTIONS["sizes"]:
         sized = {"rollout": _rollout, "weightsync": _weightsync, "tools": _tools, "learner": _learner}
         parts = sized[options.name](options.sizes)
+    elif options.name == "tune":
+        parts = _tune(options, console)
     else:
         others = {
             "buffer": _buffer,
@@ -205,6 +208,18 @@ def _prediction(options: argparse.Namespace, console: Console) -> list[tuple[str
     out = None if options.out is None else Path(options.out)
     what = f"runs of {steps} steps on {len(PROBES)} other settings, each between two of its own"
     return [(what, lambda folder: prediction(out or folder, steps, console.print))]
+
+
+def _tune(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
+    from ..errors import ConfigError
+    from .tune import LEAST_STEPS, MINUTES, STEPS, tuning
+
+    steps = STEPS if options.steps is None else options.steps
+    if steps < LEAST_STEPS:
+        raise ConfigError(f"--steps: {steps} is not allowed; allowed are {LEAST_STEPS} and more")
+    out = None if options.out is None else Path(options.out)
+    what = f"a search of {MINUTES} minutes at most, and a sweep of six points, {steps} steps each"
+    return [(what, lambda folder: tuning(out or folder, steps, console.print))]
 
 
 def _learner(sizes: list[str] | None) -> list[tuple[str, Measure]]:

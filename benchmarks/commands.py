@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ..errors import SlipstreamError, with_deadline
+from ..errors import ConfigError, SlipstreamError, with_deadline
 from .learner_processes import end_of
 
 RUN_S = 3600.0
@@ -19,6 +19,13 @@ RUN_S = 3600.0
 END_S = 60.0
 
 Notify = Callable[[str], None]
+
+
+def make_empty(out: Path) -> None:
+    """Make the folder that `--out` names. Raises ConfigError where it holds anything."""
+    if out.is_dir() and any(out.iterdir()):
+        raise ConfigError(f"--out: {out} is not empty; name a new folder")
+    out.mkdir(parents=True, exist_ok=True)
 
 
 async def slipstream(*words: str, log: Path) -> bytes:

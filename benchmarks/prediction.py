@@ -18,13 +18,12 @@ from statistics import mean
 
 import msgspec
 
-from ..errors import ConfigError
 from ..planner.figures import RunFigures
 from ..planner.fit import profile_of
 from ..planner.plan import SimulationPlan
 from ..planner.profile import RunProfile
 from ..planner.run import simulate
-from .commands import Notify, slipstream, warm_model
+from .commands import Notify, make_empty, slipstream, warm_model
 from .result import Result, Row
 
 PRESET = "quickstart"
@@ -48,7 +47,7 @@ class Measured(msgspec.Struct, frozen=True):
 
 async def prediction(out: Path, steps: int, notify: Notify) -> Result:
     """Run in `out`, which must be empty or new. Raises ConfigError."""
-    _make_empty(out)
+    make_empty(out)
     model = await warm_model(out, PRESET, (), (), notify)
 
     async def run(name: str, *overrides: str) -> Measured:
@@ -70,12 +69,6 @@ async def prediction(out: Path, steps: int, notify: Notify) -> Result:
         "measured",
         rows(bases, probes),
     )
-
-
-def _make_empty(out: Path) -> None:
-    if out.is_dir() and any(out.iterdir()):
-        raise ConfigError(f"--out: {out} is not empty; name a new folder")
-    out.mkdir(parents=True, exist_ok=True)
 
 
 def rows(bases: Sequence[Measured], probes: Sequence[Measured]) -> tuple[Row, ...]:

@@ -19,6 +19,7 @@ from ..planner.fit import profile_of
 from ..planner.plan import SimulationPlan
 from ..planner.profile import PROFILE, RunProfile, read_profile, write_profile
 from ..planner.run import simulate
+from ..planner.tune.choice import on_frontier
 
 PICTURE = "simulate.png"
 MOST = 64  # points of one command
@@ -138,13 +139,7 @@ def _split(override: str) -> tuple[str, str]:
 
 def frontier(points: Sequence[SimulatedPoint]) -> list[bool]:
     """Of each point whether no other trains more tokens per second with no more staleness, or as many with less."""
-
-    def beats(one: RunFigures, other: RunFigures) -> bool:
-        no_worse = one.trained_tokens_per_s >= other.trained_tokens_per_s and one.staleness <= other.staleness
-        better = one.trained_tokens_per_s > other.trained_tokens_per_s or one.staleness < other.staleness
-        return no_worse and better
-
-    return [not any(beats(other.figures, point.figures) for other in points) for point in points]
+    return on_frontier([(point.figures.trained_tokens_per_s, point.figures.staleness) for point in points])
 
 
 def draw(comparison: Comparison, path: Path) -> None:

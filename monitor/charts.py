@@ -91,6 +91,15 @@ class SettingPoint(msgspec.Struct, frozen=True):
     measured: bool = False
 
 
+class TuningPoint(msgspec.Struct, frozen=True):
+    """A setting in `tuning`: (mean staleness, trained tokens per second) by simulation and, where there was a run, by that."""
+
+    label: str
+    simulated: tuple[float, float]
+    measured: tuple[float, float] | None
+    chosen: bool
+
+
 def save_png(figure: Figure, path: Path) -> None:
     with matplotlib.rc_context(_STYLE):
         figure.savefig(path, format="png", dpi=160, facecolor=COLORS["surface"])
@@ -306,6 +315,40 @@ def settings(points: Sequence[SettingPoint]) -> Figure:
         axes.legend(**_ABOVE, ncols=2, handlelength=1.2)
 
     return _styled((9.2, max(3.0, 1.2 + 0.42 * len(points))), [frontier, waits], 2)
+
+
+def tuning(points: Sequence[TuningPoint]) -> Figure:
+    """What a search found: trained tokens per second against staleness. A line joins what was simulated and what was measured."""
+
+    def draw(axes: Axes) -> None:
+        axes.plot(
+            *zip(*(p.simulated for p in points), strict=True),
+            "o",
+            ms=3,
+            color=COLORS["muted"],
+            alpha=0.6,
+            label="simulated",
+        )
+        labels = {True: "chosen", False: "measured"}
+        for point in points:
+            if point.measured is None:
+                continue
+            ink = COLORS["green" if point.chosen else "orange"]
+            axes.plot(*zip(point.simulated, point.measured, strict=True), color=ink, linewidth=0.8, alpha=0.6)
+            axes.plot(
+                *point.measured, "D", ms=8 if point.chosen else 5.5, color=ink, label=labels.pop(point.chosen, None)
+            )
+            where = {"xytext": (7, 4), "textcoords": "offset points", "fontsize": 7.5, "color": COLORS["ink"]}
+            axes.annotate(point.label, point.measured, **where)
+        every = [pair for p in points for pair in (p.simulated, p.measured) if pair is not None]
+        axes.set_ylim(0, 1.18 * max(rate for _, rate in every))
+        axes.set_xlim(-0.1, 1.3 * max(0.5, *(age for age, _ in every)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: count(number)))
+        axes.set_xlabel("mean staleness of trained tokens, versions")
+        axes.set_ylabel("trained tokens/s")
+        axes.legend(**_ABOVE, ncols=3, handlelength=1.2)
+
+    return _styled((9.2, 4.6), [draw])
 
 
 def _styled(size: tuple[float, float], draws: Sequence[Draw], wide: int = 1) -> Figure:

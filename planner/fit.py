@@ -63,7 +63,7 @@ def fit_profile(run: RunRecords) -> RunProfile:
     replicas = max(1, round(sum(served) / len(served)) if served else config.rollout.engine.replicas)
     began = [_began(episode, times.leased) for episode in episodes]
     episode_s = float(np.mean([_ended(episode) - start for episode, start in zip(episodes, began, strict=True)]))
-    measured = figures_of([_sample(row) for row in rows], episode_s)
+    measured = figures_of_rows(rows, episode_s)
     profile = RunProfile(
         settings=settings_of(config) | {"rollout.engine.replicas": replicas},
         environments=_environments(config, groups, times.leased),
@@ -77,6 +77,11 @@ def fit_profile(run: RunRecords) -> RunProfile:
     push = _push(rows, spans, SimulationPlan.of(profile).cohorts)
     profile = msgspec.structs.replace(profile, push=push)
     return scaled_to_episodes(profile) if profile.engine.source == "fitted" else profile
+
+
+def figures_of_rows(rows: Sequence[Row], episode_s: float | None = None) -> RunFigures:
+    """The figures of a run over at least one of its steps."""
+    return figures_of([_sample(row) for row in rows], episode_s)
 
 
 # --- episodes -------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class RunProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def config(self, overrides: Sequence[str] = ()) -> Config:
         """The settings, with overrides, as a config; only its keys in `SIMULATED` mean something. Raises ConfigError."""
         known([override.partition("=")[0].strip() for override in overrides])
-        given = (f"{key}={_text(value)}" for key, value in self.settings.items())
+        given = (f"{key}={text_of(value)}" for key, value in self.settings.items())
         return load(BASE, [*given, *overrides])
 
     def with_settings(self, config: Config) -> RunProfile:
@@ -148,5 +148,5 @@ def write_profile(profile: RunProfile, path: Path) -> None:
         raise ConfigError(f"{path}: cannot be written: {error}; --out names another folder") from None
 
 
-def _text(value: bool | int | str) -> str:
+def text_of(value: bool | int | str) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -21,7 +21,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*
 MARKDOWN = [page for page in PAGES if page.suffix == ".md"]
 
 MINE = {"CONFIG": "quickstart", "my.yaml": "quickstart", "RUN": "runs/x", "DIR": "models/x", "NAME": "engine-0"} | {
-    word: "1" for word in "NS"
+    word: "1" for word in "NSM"
 }
 """What stands for the reader's own in a command, and what the test puts there."""
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "dash": ".dash",
     "simulate": ".simulate",
     "explain": ".explain",
+    "tune": ".tune",
     "waits": ".waits",
     "replicas": ".replicas",
     "chaos": "slipstream.chaos.command",

@@ -1,0 +1,146 @@
+"""`slipstream tune CONFIG --minutes M [--over keys] [--gpus N] [--json]`: find settings that train more tokens per second."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ...configs import load
+from ...errors import ConfigError, Interrupted
+from ...monitor.output import open_console, print_line
+from ...monitor.text import count, duration, share
+from .options import CommandTable, add_config
+
+if TYPE_CHECKING:
+    from ...planner.tune.search import TunedPoint
+    from ..tune import TuneResult
+
+LEAST_MINUTES = 1.0
+SHOWN = 6  # points of the table that were only simulated
+COLUMNS = ("trained\ntok/s", "simu-\nlated", "x ess", "stale-\nness", "with-\nheld", "steps")
+
+
+def register(commands: CommandTable) -> None:
+    parser = commands.add(
+        "tune", tune, "find settings that train more tokens per second, by simulations and short runs"
+    )
+    add_config(parser)
+    text = "time for everything: a first run of the config's own settings, simulations, short runs of the best others"
+    parser.add_argument("--minutes", type=float, required=True, metavar="M", help=text)
+    text = (
+        "settings to look at, as key=a,b or as key,key; repeat it for the combinations; default: max_staleness, groups_per_batch "
+        "with minibatches, replicas with ranks, max_concurrent, min_members"
+    )
+    parser.add_argument("--over", action="append", default=[], metavar="KEYS", help=text)
+    text = "GPUs that replicas and learner may have, or cores where none are used; default: those of this machine"
+    parser.add_argument("--gpus", type=int, metavar="N", help=text)
+    text = "a new folder for the runs and the results; default: runs/tune-CONFIG"
+    parser.add_argument("--out", metavar="FOLDER", help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON; what is done meanwhile goes to stderr")
+
+
+def tune(options: argparse.Namespace) -> int:
+    if not options.minutes >= LEAST_MINUTES:
+        raise ConfigError(f"--minutes {options.minutes:g}: allowed are {LEAST_MINUTES:g} and more")
+    if options.gpus is not None and options.gpus < 2:
+        raise ConfigError(f"--gpus {options.gpus}: allowed are 2 and more, one for a replica and one for the learner")
+    from ...planner.tune.space import search_of
+
+    over = search_of(options.over)
+    config = load(options.config, options.overrides)  # before anything is imported that takes seconds
+    out = Path(options.out) if options.out else free_folder(Path(config.run.dir).parent, Path(options.config).stem)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the run that goes on ends with it
+    from .. import tune as tuning
+
+    console = open_console(stderr=options.json)
+    request = tuning.TuneRequest(
+        source=options.config,
+        overrides=tuple(options.overrides),
+        minutes=options.minutes,
+        over=over,
+        gpus=options.gpus,
+        out=out,
+    )
+    result = tuning.Tuner(request, functools.partial(console.print, soft_wrap=True, markup=False)).run()
+    tuning.draw(result, out / tuning.PICTURE)
+    if options.json:
+        print_line(msgspec.json.encode(result).decode())
+    else:
+        show(result, console)
+    if result.interrupted:
+        raise Interrupted("interrupted; the search ended with what it knew")
+    return 0
+
+
+def free_folder(parent: Path, name: str) -> Path:
+    """`tune-NAME` in `parent`, with a number where there is one."""
+    number, path = 1, parent / f"tune-{name}"
+    while path.exists():
+        number += 1
+        path = parent / f"tune-{name}-{number}"
+    return path
+
+
+def show(result: TuneResult, console: Console) -> None:
+    """The table, what to take, and where the files are."""
+    per = "GPU" if result.devices == "GPUs" else "core"
+    table = Table("", *COLUMNS, f"{per}-h\nper M", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    probed = [point for point in result.points if point.measured]
+    others = [point for point in result.points if not point.measured and point.frontier]
+    for point in probed:
+        table.add_row(*_cells(point))
+    if others:
+        table.add_section()
+    for point in others[:SHOWN]:
+        table.add_row(*_cells(point))
+    console.print(table)
+    console.print(
+        "> chosen   * frontier: none of the others trains more tokens per second at the same or a lower staleness"
+    )
+    if others:
+        console.print("The rows below the line were not run: expected by simulation and the runs above.")
+    if result.drift is not None:
+        console.print(
+            f"Two runs of the same settings differ by {100 * abs(result.drift):.0f} %: less than that means nothing."
+        )
+    own = next((point for point in probed if not point.changes), None)
+    chosen = result.chosen
+    if own is None or own.measured is None or chosen.measured is None or not chosen.changes:
+        console.print("The config's own settings are the ones to take.")
+    else:
+        gain = 100 * (chosen.measured.tokens_per_s / own.measured.tokens_per_s - 1)
+        age = chosen.measured.staleness - own.measured.staleness
+        console.print(f"Chosen: {gain:+.0f} % trained tok/s, staleness {age:+.2f}:")
+    words = " ".join(result.overrides)
+    console.print(f"  slipstream train {result.config} {words}".rstrip(), soft_wrap=True, markup=False)
+    console.print(
+        f"{len(probed)} points run in {duration(result.seconds)}; {result.folder} has tune.json, tune.png, profile.json and the "
+        "folders of the runs, without their weights",
+        soft_wrap=True,
+    )
+
+
+def _cells(point: TunedPoint) -> list[str]:
+    one, figures = point.rating, point.probes[-1].figures if point.probes else point.simulated
+    name = "\n".join(point.labels) or "own settings"
+    return [
+        f"{'>' if point.chosen else ' '}{'*' if point.frontier else ' '} {name}".replace("\n", "\n   "),
+        count(one.tokens_per_s),
+        count(point.simulated.trained_tokens_per_s),
+        count(one.ess_tokens_per_s),
+        f"{one.staleness:.2f}",
+        share(figures.withheld),
+        str(figures.steps) if point.probes else "–",
+        f"{one.device_hours:.3g}",
+    ]
