@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,9 @@ from numpy.typing import NDArray
 
 from ..buffer.segments import read_arrays, segments_path, starts_of
 from ..buffer.trajectory import TOKEN_BYTES, BatchRow
+from ..common.annotations import CLIPPED, DROPPED, VALUES, TokenAnnotations
 from ..errors import ConfigError, StoreError
+from ..monitor.annotations import read_annotations
 from .store import ReadConnection, StoreReader
 from .texts import CUT, ShownMessage, TokenTexts
 
@@ -97,12 +100,14 @@ class TrajectoryReader:
             "learner_version": one.learner_version,
             "has_tokens": one.position is not None,
             "tokenizer": self.texts.source is not None,
+            "annotated": self._annotations(one) is not None,
             "strip": self._strip(one, bins),
         }
 
     def window(self, id: str, start: int, end: int) -> dict[str, Any]:
         """Tokens `[start, end)`: ids, texts, log-probs, versions (-1: not sampled), staleness, and loss: 0 for context, 1 for
-        tokens with loss, 2 for sampled ones without. Raises StoreError, or ConfigError for more than `WINDOW` tokens."""
+        tokens with loss, 2 for sampled ones without; and what the learner computed at those with loss, where it was recorded: by
+        name in `annotations`, null elsewhere. Raises StoreError, or ConfigError for more than `WINDOW` tokens."""
         one = self._read(id)
         if not 0 <= start < end <= len(one.header) or end - start > WINDOW:
             raise ConfigError(f"window: {start} to {end} of {len(one.header)} tokens; allowed are {WINDOW} at once")
@@ -110,6 +115,7 @@ class TrajectoryReader:
         ids = self._ids(one, ahead, end)
         versions = one.header.versions()[start:end]
         sampled = versions >= 0
+        found = self._annotations(one)
         return {
             "start": start,
             "end": end,
@@ -119,6 +125,7 @@ class TrajectoryReader:
             "versions": versions.tolist(),
             "staleness": np.where(sampled, one.learner_version - versions, -1).tolist(),
             "loss": _loss(one, versions).tolist(),
+            "annotations": None if found is None else _annotated(found, start, end),
         }
 
     def messages(self, id: str) -> list[ShownMessage]:
@@ -198,7 +205,7 @@ class TrajectoryReader:
 
     def _strip(self, one: StoredTrajectory, bins: int) -> dict[str, Any] | None:
         """By column of tokens: the share of tokens with loss and without, the largest staleness, the newest version, and the mean
-        log-prob of the sampled ones; null where none was sampled."""
+        log-prob of the sampled ones; null where none was sampled. Where annotations are recorded, `_strip_of`."""
         total = len(one.header)
         if one.position is None or not 0 < bins <= BINS:
             return None
@@ -220,7 +227,14 @@ class TrajectoryReader:
             "staleness": _where(some, staleness),
             "version": _where(some, np.maximum.reduceat(versions, starts)),
             "logprob": _where(some, np.round(logprobs / np.maximum(counts, 1), 4)),
+            **_strip_of(self._annotations(one), starts, total),
         }
+
+    def _annotations(self, one: StoredTrajectory) -> TokenAnnotations | None:
+        """Of the step that it was trained in; None where it was in none, or that step did not record it."""
+        if one.trained_at is None or one.account != "trained":
+            return None
+        return read_annotations(self._store.path.parent, one.trained_at, one.header.id)
 
     def _read(self, id: str) -> StoredTrajectory:
         with self._store.open() as db:
@@ -270,6 +284,40 @@ def _loss(one: StoredTrajectory, versions: NDArray[np.int32]) -> NDArray[np.int8
     sampled = versions >= 0
     carried = sampled & (versions >= oldest) if oldest is not None else np.zeros_like(sampled)
     return np.where(sampled, np.where(carried, 1, 2), 0).astype(np.int8)
+
+
+def _annotated(found: TokenAnnotations, start: int, end: int) -> dict[str, list[Any]]:
+    """Of tokens `[start, end)` by name; null where a token had no loss, or stands behind the last one that had."""
+    values, flags = _padded(found, end)
+    by_name = {name: _numbers(row[start:]) for name, row in zip(VALUES, values, strict=True)}
+    bits = {"clipped": CLIPPED, "dropped": DROPPED}
+    return {**by_name, **{name: ((flags[start:] & bit) > 0).tolist() for name, bit in bits.items()}}
+
+
+def _strip_of(found: TokenAnnotations | None, starts: NDArray[np.int64], total: int) -> dict[str, list[Any]]:
+    """By column that begins at `starts`: of log-ratios the one that is furthest from 0; the means of entropies and advantages."""
+    if found is None:
+        return {}
+    values, _ = _padded(found, total)
+    some = ~np.isnan(values)
+    known = np.where(some, values, 0)
+    counts = np.add.reduceat(some[0], starts, dtype=np.int64)
+    largest, least = np.maximum.reduceat(known[0], starts), np.minimum.reduceat(known[0], starts)
+    columns = {"log_ratio": np.where(largest >= -least, largest, least)}
+    for name in ("entropy", "advantage"):
+        columns[name] = np.add.reduceat(known[VALUES.index(name)], starts) / np.maximum(counts, 1)
+    return {name: _where(counts > 0, np.round(column, 5)) for name, column in columns.items()}
+
+
+def _padded(found: TokenAnnotations, end: int) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
+    """float64[4, end] and uint8[end]: those behind the last recorded token are NaN, without flags."""
+    missing = max(0, end - len(found))
+    values = np.pad(found.values[:, :end].astype(np.float64), ((0, 0), (0, missing)), constant_values=np.nan)
+    return values, np.pad(found.flags[:end], (0, missing))
+
+
+def _numbers(values: NDArray[np.float64]) -> list[float | None]:
+    return [None if math.isnan(value) else round(value, 5) for value in values.tolist()]
 
 
 def _where(some: NDArray[np.bool_], values: NDArray[Any]) -> list[Any]:

@@ -28,11 +28,23 @@ from .distributed import all_ranks_agree, gather_rows, maximum_of
 from .packing import MicroBatch, scoring_microbatch
 
 
+class TokenOutputs(msgspec.Struct, frozen=True):
+    """What a policy loss saw at the K trained tokens of a row, in its order and without gradient; see `common.annotations`."""
+
+    log_ratio: torch.Tensor  # float[K]
+    entropy: torch.Tensor  # float[K]
+    advantage: torch.Tensor  # float[K]
+    weight: torch.Tensor  # float[K]
+    clipped: torch.Tensor  # bool[K]
+    dropped: torch.Tensor  # bool[K]
+
+
 class LossOutput(msgspec.Struct, frozen=True):
     """A policy loss on one row: the sum over its trained tokens, and sums of what to report (each divided by tokens later)."""
 
     loss_sum: torch.Tensor
     sums: dict[str, torch.Tensor]
+    tokens: TokenOutputs | None = None  # None for losses of other models than the policy
 
 
 PolicyLoss = Callable[[torch.Tensor, torch.Tensor, MicroBatch], LossOutput]
@@ -77,6 +89,9 @@ class ShardedModel(Scorer):
     world_size: int
     data_rank: int  # of `data_size`; ranks of one data rank share a copy of the model, or the work on their rows
     data_size: int
+    leads_rows: (
+        bool  # whether it is the one of its data rank's ranks that records what the loss saw: the loss runs on several
+    )
     device: torch.device
     _data: dist.ProcessGroup  # ranks that have different rows
     _multiple = 1  # passes come in multiples of it

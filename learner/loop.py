@@ -28,12 +28,14 @@ from pathlib import Path
 from ..buffer.client import BufferClient
 from ..buffer.messages import BatchPlan
 from ..buffer.trajectory import BatchRow, Trajectory
+from ..common.annotations import RecordAnnotations, no_annotations
 from ..common.spans import RecordSpan, no_record, timed
 from ..configs.schema import Learner
 from ..errors import DeadlineExceeded
 from ..weightsync.publisher import Publisher
 from .algorithms import advantage_of, returns_of
 from .algorithms.estimators import assign_advantages, overlong
+from .annotations import StepAnnotations, choose
 from .aux_models.aux_models import AuxModels
 from .backend import Backend
 from .batch import TrainBatch, flatten, trainable, with_rows
@@ -66,8 +68,10 @@ class TrainingLoop:
         retained: Callable[[Collection[int]], Collection[int]] = lambda steps: (),
         on_checkpoint: Callable[[int], None] = lambda step: None,
         record: RecordSpan = no_record,  # receives the phases of each step
+        annotate: RecordAnnotations = no_annotations,  # after each commit, what this rank saw at tokens of some groups
+        annotations_bytes: int = 0,  # of one step, all ranks together
     ) -> None:
-        self._record = record
+        self._record, self._annotate, self._annotations_bytes = record, annotate, annotations_bytes
         self._phase, self._version = "start", 0
         self._config, self._backend, self._buffer, self._report = config, backend, buffer, report
         self._aux_models = aux_models or AuxModels(config)
@@ -102,9 +106,10 @@ class TrainingLoop:
                 break
             timer.took(taken)
             with self._in_phase("train", state.version):
-                batch, result, aux_result = await self._step(taken, state)
+                batch, result, aux_result, seen = await self._step(taken, state)
             with self._in_phase("commit", state.version):
                 state = await self._commit(state)
+                self._annotate(state.version, seen.finish())
                 timer.stepped(await self._buffer.stats())
             with self._in_phase("publish", state.version):
                 push = await self._updates.publish(state.version)
@@ -145,7 +150,7 @@ class TrainingLoop:
 
     async def _step(
         self, taken: BatchPlan[BatchRow], state: CheckpointState
-    ) -> tuple[TrainBatch, PolicyStepResult, AuxModelsResult]:
+    ) -> tuple[TrainBatch, PolicyStepResult, AuxModelsResult, StepAnnotations]:
         """Compute advantages, then step the policy and the trained aux model. This rank fetches the rows that it works on."""
         rows: dict[str, Trajectory] = {}
         flat = flatten(taken.groups, state.version, withheld=taken.withheld, shape=self._shape)
@@ -158,8 +163,9 @@ class TrainingLoop:
         batch = await self._fetch(taken, batch, wanted, rows)
         fresh = await self._buffer.fresh(state.version, FRESH) if self._backend.rank == 0 else ()
         aux_result = self._aux_models.learn(batch)
-        result = self._stepper.step(batch, plan, fresh, state)
-        return batch, result, await aux_result()
+        seen = StepAnnotations(choose(batch, self._annotations_bytes))
+        result = self._stepper.step(batch, plan, fresh, state, seen.of)
+        return batch, result, await aux_result(), seen
 
     async def _fetch(
         self, taken: BatchPlan[BatchRow], batch: TrainBatch, wanted: Collection[int], rows: dict[str, Trajectory]

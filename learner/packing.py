@@ -49,6 +49,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
     positive: torch.Tensor  # bool[N], trained tokens of episodes whose reward is above 0
     reference_logprobs: torch.Tensor | None = None  # float32[N], 0 where not trained; None: no reference
     returns: torch.Tensor | None = None  # float32[N], a critic's targets, 0 where not trained; None where there is none
+    ids: tuple[str, ...] = ()  # S trajectory ids, empty for sequences that are of none
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {k: v.to(device) for k, v in msgspec.structs.asdict(self).items() if isinstance(v, torch.Tensor)}
@@ -118,6 +119,7 @@ def to_microbatch(batch: TrainBatch) -> MicroBatch:
         positive=torch.from_numpy(batch.loss_mask & np.repeat(batch.positive, batch.sizes)),
         reference_logprobs=None if batch.reference_logprobs is None else _tensor(batch.reference_logprobs),
         returns=None if batch.returns is None else _tensor(batch.returns),
+        ids=batch.ids,
     )
 
 

@@ -9,7 +9,7 @@ the proximal log-probs, unless the loss chooses tokens before the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -58,10 +58,11 @@ class PolicyStepper:
         plan: Sequence[Sequence[Sequence[int]]],
         fresh: Sequence[Trajectory],
         state: CheckpointState,
+        annotate: Callable[[PolicyLoss], PolicyLoss] = lambda loss: loss,
     ) -> PolicyStepResult:
         """Collective. Step the policy on `batch`, of which this rank has the rows of its `plan`; engine and learner are compared
-        on `fresh` trajectories. Raises LearnerError: there is no token to train, or `Backend.step` failed; the weights are
-        unchanged."""
+        on `fresh` trajectories; `annotate` listens to the loss of each step. Raises LearnerError: there is no token to train, or
+        `Backend.step` failed; the weights are unchanged."""
         backend, config = self._backend, self._config
         if not len(batch):
             raise LearnerError(
@@ -73,11 +74,11 @@ class PolicyStepper:
         probe = self._scored(fresh_microbatches(fresh, state.version, config.backend.tokens_per_microbatch))
         if self._one_pass:
             seen: list[MicroBatch] = []
-            results = [self._one_pass_step(part, lr, seen) for part in rows]
+            results = [self._one_pass_step(part, lr, seen, annotate) for part in rows]
         else:
             rows = [self._scored(part) for part in rows]
             seen = [row for part in rows for row in part]
-            results = [backend.step(part, self._loss(part, backend.gather), lr) for part in rows]
+            results = [backend.step(part, annotate(self._loss(part, backend.gather)), lr) for part in rows]
         gap, _ = mismatch([*probe, *seen])
         return PolicyStepResult(
             results=tuple(results),
@@ -90,9 +91,15 @@ class PolicyStepper:
         """Collective. `rows` with the proximal log-probs that the policy gives now."""
         return [with_proximal(r, p) for r, p in zip(rows, self._backend.logprobs(rows), strict=True)]
 
-    def _one_pass_step(self, rows: Sequence[MicroBatch], lr: float, seen: list[MicroBatch]) -> BackendStepResult:
+    def _one_pass_step(
+        self,
+        rows: Sequence[MicroBatch],
+        lr: float,
+        seen: list[MicroBatch],
+        annotate: Callable[[PolicyLoss], PolicyLoss],
+    ) -> BackendStepResult:
         """Collective. A step whose forward pass gives the proximal log-probs; rows that this rank computed go to `seen`."""
-        loss: PolicyLoss = self._loss(rows, self._backend.gather)
+        loss = annotate(self._loss(rows, self._backend.gather))
 
         def on_policy(logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch) -> LossOutput:
             seen.append(with_proximal(row, logprobs.detach()))

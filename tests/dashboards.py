@@ -60,6 +60,7 @@ def check_dashboard(run: Path) -> None:
                     found.update(
                         str(s) for s, loss in zip(tokens["staleness"], tokens["loss"], strict=True) if loss == 1
                     )
+                    check_annotations(tokens)
                 messages = await asked(f"{path}/messages")
                 assert [m["role"] for m in messages[:2]] == ["system", "user"] or messages[0]["role"] == "user"
                 assert any("calculator" in m["text"] for m in messages)
@@ -72,6 +73,14 @@ def check_dashboard(run: Path) -> None:
             assert found == trained
 
     asyncio.run(look())
+
+
+def check_annotations(tokens: dict[str, Any]) -> None:
+    """A small run records all of its tokens; those of the learner's own version have its log-probs."""
+    ratios = tokens["annotations"]["log_ratio"]
+    for ratio, loss, staleness in zip(ratios, tokens["loss"], tokens["staleness"], strict=True):
+        assert (ratio is not None) == (loss == 1)
+        assert loss != 1 or staleness or abs(ratio) < 0.01
 
 
 async def check_views(asked: Asked, run: Path) -> None:

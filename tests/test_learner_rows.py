@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.trajectory import FINISHED, BatchRow, EncodedTrajectory, Trajectory, Turn, VersionSpan
+from slipstream.common.annotations import TRAINED
 from slipstream.configs.algorithm import Algorithm, Gae, Grpo
 from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Buffer, Learner, Model, Optimizer
@@ -29,6 +30,7 @@ from slipstream.learner.aux_models.aux_models import AuxModels
 from slipstream.learner.aux_models.base import LocalTrainableModel
 from slipstream.learner.aux_models.critic import Critic
 from slipstream.learner.loop import TrainingLoop
+from slipstream.monitor.annotations import AnnotationWriter, read_annotations
 from slipstream.tests import tiny
 from slipstream.tests.ranks import CPU, DEADLINE_S, open_backend, run_on_two_ranks
 
@@ -95,12 +97,28 @@ async def train(job: Job, rank: int) -> list[str]:
         critic = Critic(Model(path=job.model, dtype="float32"), OPTIMIZER, CPU, temperature=1.0, timeout_s=DEADLINE_S)
         aux_models = AuxModels(config, trained=LocalTrainableModel(config, critic))
     checkpoints, never = Path(f"{job.out}.checkpoints"), asyncio.Event()
-    async with RecordingClient(job.addresses[rank], f"learner-{rank}", deadline_s=DEADLINE_S) as client:
+    writer = AnnotationWriter(Path(f"{job.out}.run"), f"learner-{rank}", 1 << 30)
+    client = RecordingClient(job.addresses[rank], f"learner-{rank}", deadline_s=DEADLINE_S)
+    async with client:
         loop = TrainingLoop(
-            config, backend, client, None, never, checkpoints, [5, 6, 7], lambda _: None, LONGEST, aux_models
+            config,
+            backend,
+            client,
+            None,
+            never,
+            checkpoints,
+            [5, 6, 7],
+            lambda _: None,
+            LONGEST,
+            aux_models,
+            annotate=writer.record,
+            annotations_bytes=1 << 30,
         )
-        state = await loop.run(never, lambda: None)
+        with writer:
+            state = await loop.run(never, lambda: None)
     assert state.step == 1
+    assert backend.leads_rows
+    assert not writer.dropped
     weights = {name: tensor.clone() for name, tensor in backend.named_weights()}
     if rank == 0:
         save_file(weights, job.out)
@@ -189,6 +207,12 @@ async def test_each_of_two_ranks_receives_the_bytes_of_its_own_rows_and_the_step
     if not critic:  # which scores other rows than the step trains
         assert not {*own[0]} & {*own[1]}
         assert all(sum(sizes) < 0.75 * sum(size.values()) for _, sizes in proxies)
+    for name in rows:  # each rank has recorded what it saw of its own
+        one_rank, two_ranks = (read_annotations(Path(f"{job.out}.run"), 1, name) for job in (one, two))
+        assert one_rank is not None
+        assert two_ranks is not None
+        assert one_rank.flags.tolist() == two_ranks.flags.tolist() == [TRAINED * bool(m) for m in rows[name].loss_mask]
+        np.testing.assert_allclose(two_ranks.values, one_rank.values, rtol=0.01, atol=0.01)
     weights, expected_weights = load_file(two.out), load_file(one.out)
     for name, tensor in expected_weights.items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-6, msg=name)

@@ -254,6 +254,7 @@ async def rater(context: RunContext, index: int, heartbeat: HeartbeatSender, sto
 async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
     from ...learner.loop import TrainingLoop
     from ...learner.metrics import StepMetrics
+    from ...monitor.annotations import KEPT_BYTES, STEP_BYTES, AnnotationWriter
     from ...monitor.recorder import Recorder
     from ..evaluations import FILE, retained
     from .factory import make_aux_models, make_backend, make_buffer_client, make_canary, make_publisher
@@ -268,6 +269,9 @@ async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, s
         client = await stack.enter_async_context(make_buffer_client(context, f"learner-{index}"))
         publisher, joined = None, asyncio.Event()
         timeline = stack.enter_context(TimelineWriter(context.timeline_dir, heartbeat.role))
+        recorded = context.timeline_dir if backend.leads_rows else None
+        limit = KEPT_BYTES // backend.data_size
+        annotations = stack.enter_context(AnnotationWriter(recorded, heartbeat.role, limit))
         if first:
             publisher, joined = await stack.enter_async_context(
                 make_publisher(context, backend.device, heartbeat.report_replicas, stop, timeline.record)
@@ -295,8 +299,10 @@ async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, s
             retained=functools.partial(retained, context.dir, config),
             on_checkpoint=heartbeat.saved,
             record=timeline.record,
+            annotate=annotations.record,
+            annotations_bytes=STEP_BYTES if recorded else 0,
         )
-        timeline.gauges = loop.gauges
+        timeline.gauges = lambda: loop.gauges() | {"annotations_dropped": annotations.dropped}
         state = await loop.run(stop, functools.partial(_ready, heartbeat))
         if state.step >= config.learner.steps:
             backend.export(context.dir / "model")

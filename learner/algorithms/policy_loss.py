@@ -50,7 +50,7 @@ from ...configs.algorithm import (
     Truncated,
 )
 from ...errors import LearnerError
-from ..backend import BatchLoss, Gather, LossOutput, PolicyLoss
+from ..backend import BatchLoss, Gather, LossOutput, PolicyLoss, TokenOutputs
 from ..packing import MicroBatch
 
 LOG_RATIO_LIMIT = 20.0
@@ -191,11 +191,12 @@ def batch_loss(config: Algorithm, surrogate: SurrogateLoss, select: BatchSelecti
             if config.imitation and totals.positive:
                 factor = config.imitation * totals.tokens / totals.positive  # the backend divides by all trained tokens
                 loss_sum = loss_sum - factor * tokens.current[tokens.positive].sum()
-            sums = _report(tokens, outcome.clipped & kept, kept, totals.stalest)
+            clipped = outcome.clipped & kept
+            sums = _report(tokens, clipped, kept, totals.stalest)
             if not isinstance(kl, NoKl):
                 with torch.no_grad():
                     sums["kl_reference"] = kl_estimate("k3", tokens.current, _reference(tokens)).sum()
-            return LossOutput(loss_sum=loss_sum, sums=sums)
+            return LossOutput(loss_sum=loss_sum, sums=sums, tokens=_seen(tokens, weight, clipped, kept))
 
         return of_row
 
@@ -228,6 +229,18 @@ def _report(tokens: Tokens, clipped: torch.Tensor, kept: torch.Tensor, stalest: 
         at = tokens.staleness == staleness
         sums |= {f"{name}/{staleness}": values[name][at].sum() for name in BY_STALENESS}
     return sums
+
+
+@torch.no_grad()
+def _seen(tokens: Tokens, weight: torch.Tensor, clipped: torch.Tensor, kept: torch.Tensor) -> TokenOutputs:
+    return TokenOutputs(
+        log_ratio=tokens.current - tokens.behavior,
+        entropy=tokens.entropy.detach(),
+        advantage=tokens.advantages,
+        weight=weight,
+        clipped=clipped,
+        dropped=~kept,
+    )
 
 
 def effective_sample_size(means: dict[str, float]) -> float:

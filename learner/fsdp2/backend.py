@@ -72,6 +72,7 @@ class Fsdp2Model(ShardedModel):
         self.rank, self.world_size = self._groups.rank, self._groups.size
         self.data_rank, self.data_size = self._groups.data_rank, self._groups.data_size
         self._data, self._context = self._groups.data, self._groups.context
+        self.leads_rows = self._context is None or self._context.rank == 0
         self.shares_prefixes = self._context is None  # a rank's part of a row may end within a prompt
         self._shard(dtype, "offload" in config.options)
 

@@ -70,6 +70,8 @@ class MegatronModel(ShardedModel):
         self._data = self._groups.data
         self._multiple = self._layout.pipeline_parallel if self._layout.virtual_stages > 1 else 1  # which stages take
         self.data_rank, self.data_size = self._groups.data.rank(), self._groups.data.size()
+        stages = self._groups.stages
+        self.leads_rows = self._groups.copy.rank() == 0 and stages.rank() == stages.size() - 1  # which has the logits
         self._parts = build(source, self._layout, self._dtype, self.device)
         self._passed = self._prepared()
         with torch.no_grad():

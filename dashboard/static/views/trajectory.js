@@ -3,8 +3,12 @@ import {html, useState, useEffect, useRef, useCallback, useData, useRun, useLive
 
 const WINDOW = 2048;
 const COLORS = [['mask', 'loss'], ['staleness', 'staleness'], ['version', 'version'], ['logprob', 'log-prob']];
+const ANNOTATED = [['log_ratio', 'log-ratio'], ['entropy', 'entropy'], ['advantage', 'advantage']];  // where the learner recorded them
 const LANES = [['loss', 'loss'], ['staleness', 'staleness'], ['version', 'version'], ['logprob', 'log-prob']];
 const LANE = 13, GAP = 3, LABELS = 66;
+// Of what the learner computed: a color by its sign, and how strong. A ratio of 2 and an entropy of 2 nats are full.
+const FULL = {log_ratio: Math.LN2, entropy: 2, advantage: 2};
+const tone = (name, value) => [css(name === 'entropy' ? 'teal' : value < 0 ? 'red' : 'blue'), Math.min(1, Math.abs(value) / FULL[name])];
 const alpha = (color, share) => `color-mix(in srgb, ${color} ${Math.round(100 * share)}%, transparent)`;
 
 export function Trajectory({run, id}) {
@@ -52,13 +56,13 @@ function Siblings({run, one}) {
 }
 
 function Strip({one, start, move}) {
-  const strip = one.strip, height = LANES.length * (LANE + GAP), place = useRef({left: LABELS, width: 1});
+  const strip = one.strip, lanes = one.annotated ? [...LANES, ...ANNOTATED] : LANES, height = lanes.length * (LANE + GAP), place = useRef({left: LABELS, width: 1});
   const draw = useCallback((context, width) => {
     const left = width < 420 ? 0 : LABELS, wide = width - left, total = one.tokens, x = token => left + token / total * wide;
     place.current = {left, width: wide};
     const columns = strip.edges.length - 1;
     context.font = '11px ' + css('font');
-    LANES.forEach(([lane, label], row) => {
+    lanes.forEach(([lane, label], row) => {
       const top = row * (LANE + GAP);
       context.fillStyle = css('muted');
       if (left) context.fillText(label, 0, top + LANE - 3);
@@ -71,6 +75,7 @@ function Strip({one, start, move}) {
         else if (strip[lane][i] == null) continue;
         else if (lane === 'staleness') fill(stalenessColor(strip.staleness[i]), 1);
         else if (lane === 'version') fill(versionColor(strip.version[i]), .9);
+        else if (FULL[lane]) { const [color, part] = tone(lane, strip[lane][i]); fill(color, .08 + .92 * part); }
         else fill(css('violet'), .12 + .88 * surprise(strip.logprob[i]));
       }
     });
@@ -91,7 +96,7 @@ function Strip({one, start, move}) {
   };
   return html`<div style=${{margin: '10px 0'}}><${Canvas} height=${height} draw=${draw} role="slider" tabindex="0" aria-label="window of tokens" aria-valuemin="0" aria-valuemax=${latest} aria-valuenow=${start}
     onPointerDown=${event => { event.currentTarget.setPointerCapture(event.pointerId); pull(event); }} onPointerMove=${pull} onKeyDown=${press} />
-    <p class="legend-note">${one.tokens} tokens${latest ? `, ${start} to ${start + WINDOW} below: drag, or use the arrow keys` : ''}. Loss: blue with loss, red sampled without. Staleness: the oldest of a column.</p></div>`;
+    <p class="legend-note">${one.tokens} tokens${latest ? `, ${start} to ${start + WINDOW} below: drag, or use the arrow keys` : ''}. Loss: blue with loss, red sampled without. Staleness: the oldest of a column.${one.annotated && ' Log-ratio: the largest of a column; of it and of advantages red is below 0.'}</p></div>`;
 }
 
 function Tokens({run, one, start, by, setBy}) {
@@ -110,8 +115,8 @@ function Tokens({run, one, start, by, setBy}) {
     const step = {ArrowLeft: -1, ArrowRight: 1}[event.key];
     if (step && data) { event.preventDefault(); setAt(Math.max(0, Math.min(data.ids.length - 1, (at ?? -1) + step))); }
   };
-  return html`<div class="row"><span class="muted small">color</span>${COLORS.map(([name, text]) => html`<button key=${name} data-by=${name} class=${by === name ? 'on' : ''} onClick=${() => setBy(name)}>${text}</button>`)}
-      <span class="muted small">log-ratio, entropy and advantage: not recorded</span></div>
+  return html`<div class="row"><span class="muted small">color</span>${[...COLORS, ...one.annotated ? ANNOTATED : []].map(([name, text]) => html`<button key=${name} data-by=${name} class=${by === name ? 'on' : ''} onClick=${() => setBy(name)}>${text}</button>`)}
+      ${!one.annotated && html`<span class="muted small">log-ratio, entropy and advantage: ${one.trained_at == null ? 'not trained on' : 'not recorded'}</span>`}</div>
     <${Legend} by=${by} data=${data} one=${one} />
     ${error && html`<${Problem} error=${error} />`}
     <p class="detail muted" aria-live="polite">${at == null || !data ? 'point at a token, or use the arrow keys' : describe(data, at)}</p>
@@ -140,15 +145,29 @@ function color(place, data, by) {
       by === 'mask' ? alpha(data.loss[i] === 1 ? css('blue') : css('red'), .28) :
       by === 'staleness' ? alpha(stalenessColor(data.staleness[i]), .38) :
       by === 'version' ? alpha(versionColor(data.versions[i]), .42) :
+      FULL[by] ? annotated(data, by, i) :
       alpha(css('violet'), .06 + .6 * surprise(data.logprobs[i]));
   });
+}
+
+function annotated(data, name, i) {
+  const value = data.annotations?.[name][i];
+  if (value == null) return '';
+  const [color, part] = tone(name, value);
+  return alpha(color, .05 + .55 * part);
 }
 
 function describe(data, i) {
   const text = `token ${data.start + i} · id ${data.ids[i]} · ${JSON.stringify(data.texts[i])}`;
   if (!data.loss[i]) return `${text} · given, not sampled: no loss`;
   const p = Math.exp(data.logprobs[i]);
-  return `${text} · sampled by version ${data.versions[i]} · staleness ${data.staleness[i]} · log-prob ${fixed(data.logprobs[i], 4)} (p = ${p < .001 ? p.toExponential(1) : p.toFixed(3)})${data.loss[i] === 2 ? ' · without loss' : ''}`;
+  return `${text} · sampled by version ${data.versions[i]} · staleness ${data.staleness[i]} · log-prob ${fixed(data.logprobs[i], 4)} (p = ${p < .001 ? p.toExponential(1) : p.toFixed(3)})${data.loss[i] === 2 ? ' · without loss' : ''}${learned(data.annotations, i)}`;
+}
+
+// What the learner computed, where the token had loss.
+function learned(of, i) {
+  if (!of || of.log_ratio[i] == null) return '';
+  return ` · ratio ${fixed(Math.exp(of.log_ratio[i]), 4)} (log ${fixed(of.log_ratio[i], 4)}) · entropy ${fixed(of.entropy[i], 3)} · advantage ${fixed(of.advantage[i], 3)} · weight ${fixed(of.weight[i], 3)}${of.clipped[i] ? ' · clipped' : ''}${of.dropped[i] ? ' · loss dropped' : ''}`;
 }
 
 function Legend({by, data, one}) {
@@ -158,6 +177,7 @@ function Legend({by, data, one}) {
   const keys = by === 'mask' ? [key(css('blue'), 'loss'), ...(data.loss.includes(2) ? [key(css('red'), 'sampled, without loss')] : []), key('transparent', 'given: no loss')] :
     by === 'staleness' ? found(data.staleness).map(s => key(stalenessColor(s), s >= 4 ? `${s}` : String(s))) :
     by === 'version' ? found(data.versions).slice(0, 24).map(v => key(versionColor(v), `version ${v}`)) :
+    FULL[by] ? (by === 'entropy' ? [0, .5, 1] : [-1, -.5, .5, 1]).map(part => { const [color, strong] = tone(by, part * FULL[by]); return key(alpha(color, .05 + .55 * strong), fixed(part * FULL[by], 2)); }) :
     [0, -1, -3].map(l => key(alpha(css('violet'), .06 + .6 * surprise(l)), l === -3 ? 'log-prob −3 and less' : `${l}`));
   return html`<div class="chips" style=${{marginTop: '8px'}}>${keys}${by === 'staleness' && one.trained_at == null && html`<span class="muted small">counted from version ${one.learner_version}, which the learner has now</span>`}</div>`;
 }
