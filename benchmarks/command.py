@@ -41,6 +41,7 @@ OPTIONS = {
     "staleness": ("learning",),
     "steps": ("learning", "prediction", "tune"),
     "out": ("learning", "prediction", "tune"),
+    "browser": ("dashboard",),
 }
 """Options that only some benchmarks know."""
 
@@ -63,6 +64,8 @@ def register(commands: CommandTable) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help=text)
     text = "learning, prediction, tune: where runs are kept; default: runs/bench-learning, and nowhere"
     parser.add_argument("--out", metavar="DIR", help=text)
+    text = "dashboard: measure the page in Chromium, which must be installed"
+    parser.add_argument("--browser", action="store_const", const=True, help=text)
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -89,12 +92,13 @@ def bench(options: argparse.Namespace) -> int:
         parts = sized[options.name](options.sizes)
     elif options.name == "tune":
         parts = _tune(options, console)
+    elif options.name == "dashboard":
+        parts = _dashboard(browser=bool(options.browser))
     else:
         others = {
             "buffer": _buffer,
             "sandbox": _sandbox,
             "simulator": _simulator,
-            "dashboard": _dashboard,
             "recording": _recording,
         }
         parts = others[options.name]()
@@ -182,10 +186,15 @@ def _simulator() -> list[tuple[str, Measure]]:
     return [("the simulator", simulator)]
 
 
-def _dashboard() -> list[tuple[str, Measure]]:
+def _dashboard(*, browser: bool) -> list[tuple[str, Measure]]:
     from .dashboard import dashboard
+    from .dashboard_browser import in_browser, required
+    from .dashboard_live import looked_at
 
-    return [("the dashboard", dashboard)]
+    if browser:
+        required()
+        return [("the page in Chromium", in_browser)]
+    return [("the dashboard", dashboard), ("a buffer that the dashboard reads", looked_at)]
 
 
 def _recording() -> list[tuple[str, Measure]]:

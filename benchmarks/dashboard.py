@@ -31,7 +31,7 @@ TIMES = 5  # each request, of which the median counts
 
 async def dashboard(folder: Path) -> Result:
     """What the page asks for over the plainest query for the same, in one process."""
-    _write(folder)
+    write_store(folder, TRAJECTORIES)
     store = StoreReader(folder, lambda: False)
     process = psutil.Process()
     before = process.memory_info().rss
@@ -76,22 +76,21 @@ async def dashboard(folder: Path) -> Result:
     return Result("the dashboard over plain reads", "dashboard", "plain", tuple(rows))
 
 
-def _write(folder: Path) -> None:
-    """A store of settled groups, by SQL: the run that would make it takes days."""
+def write_store(folder: Path, trajectories: int) -> None:
+    """A store of settled groups, by SQL: the run that would make it takes days. Its first trajectory has `LONG` tokens."""
     rng = np.random.default_rng(0)
     with sqlite3.connect(folder / DATABASE) as db:
         db.executescript(SCHEMA)
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        counters = ReplayCounters(
-            TRAJECTORIES // MEMBERS, served=TRAJECTORIES // MEMBERS, checkpointed=TRAJECTORIES // MEMBERS
-        )
+        groups = trajectories // MEMBERS
+        counters = ReplayCounters(groups, served=groups, checkpointed=groups)
         db.execute("INSERT INTO counters VALUES (0, ?)", (msgspec.json.encode(counters).decode(),))
-        for first in range(0, TRAJECTORIES, AT_ONCE):
+        for first in range(0, trajectories, AT_ONCE):
             rewards, tokens = rng.random(AT_ONCE), rng.integers(100, 4000, AT_ONCE)
             ids = [(n // MEMBERS, n % MEMBERS) for n in range(first, first + AT_ONCE)]
             made = [_header(g, m, float(r), int(n)) for (g, m), r, n in zip(ids, rewards, tokens, strict=True)]
-            groups = [(g, 0, g, "trained", 0, "", g, g + 1, None, None, None) for g, m in ids if not m]
-            db.executemany(f"INSERT INTO groups VALUES ({', '.join('?' * 11)})", groups)
+            settled = [(g, 0, g, "trained", 0, "", g, g + 1, None, None, None) for g, m in ids if not m]
+            db.executemany(f"INSERT INTO groups VALUES ({', '.join('?' * 11)})", settled)
             episodes = [
                 (f"{g}.0.{m}", g, "w", "trained", 10, "{}", "{}", 1, 1, None, 0, "", None, None) for g, m in ids
             ]

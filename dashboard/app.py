@@ -19,7 +19,6 @@ import errno
 import functools
 import hmac
 import ipaddress
-import math
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -28,13 +27,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from ..errors import ConfigError, SlipstreamError, StoreError, with_deadline
-from .curves import corrections
-from .environments import environments
-from .index import TrajectoryQuery
-from .processes import log_tail, logs, processes
-from .runs import RunFolder, WatchedRun
-from .trajectory import WINDOW
+from ..errors import ConfigError, SlipstreamError, with_deadline
+from .answers import READS, Question, Read
+from .explanation import LiveExplanation
+from .runs import RunFolder
 
 STATIC = Path(__file__).parent / "static"
 LOOK_S = 1.0  # between two looks at the files of the runs, which offer nothing to await
@@ -50,7 +46,6 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Read = Callable[[WatchedRun, web.Request], Any]  # the answer of one request about one run; in a thread
 
 
 class DashServer:
@@ -61,10 +56,13 @@ class DashServer:
         self._runs = runs
         self._host, self._port, self._token = host, port, token
         self._stopped = asyncio.Event()
+        self._explanations: dict[str, LiveExplanation] = {}
+        self._explaining = asyncio.Lock()  # one at a time
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/", self._page)
         app.router.add_get("/api/runs", self._list)
         app.router.add_get("/api/events", self._events)
+        app.router.add_get("/api/runs/{run}/explanation", self._explanation)
         for path, read in READS.items():
             app.router.add_get(f"/api/runs/{{run}}/{path}", functools.partial(self._answer, read))
         app.router.add_static("/static", STATIC)
@@ -87,6 +85,8 @@ class DashServer:
 
     async def __aexit__(self, *_: object) -> None:
         self._stopped.set()
+        for explanation in self._explanations.values():
+            await explanation.close()
         await self._runner.cleanup()
 
     @property
@@ -132,8 +132,14 @@ class DashServer:
 
     async def _answer(self, read: Read, request: web.Request) -> web.StreamResponse:
         run = self._runs.run(request.match_info["run"])
-        answer = await _in_time(lambda: read(run, request), f"what was asked of {run.name}")
+        question = Question(dict(request.match_info), dict(request.query))
+        answer = await _in_time(lambda: read(run, question), f"what was asked of {run.name}")
         return _json(await answer if isinstance(answer, Awaitable) else answer)
+
+    async def _explanation(self, request: web.Request) -> web.StreamResponse:
+        run = self._runs.run(request.match_info["run"])
+        explanation = self._explanations.setdefault(run.name, LiveExplanation(run, self._explaining))
+        return _json(explanation.newest())
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """The number of changes seen of each run, whenever one has changed."""
@@ -192,111 +198,3 @@ async def _in_time(work: Callable[[], Any], what: str) -> Any:
 
 def _json(value: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
-
-
-def _number(request: web.Request, name: str, default: int) -> int:
-    """Raises ConfigError."""
-    text = request.query.get(name, str(default))
-    if not text.isdecimal() or len(text) > 9:
-        raise ConfigError(f"{name}: {text!r} is not a number")
-    return int(text)
-
-
-def _time(request: web.Request, name: str) -> float | None:
-    """Seconds since the epoch. Raises ConfigError."""
-    text = request.query.get(name)
-    try:
-        found = None if text is None else float(text)
-    except ValueError:
-        found = math.nan
-    if found is not None and not math.isfinite(found):
-        raise ConfigError(f"{name}: {text!r} is no time")
-    return found
-
-
-def _trajectories(run: WatchedRun, request: web.Request) -> Any:
-    given = {name: value for name, value in request.query.items() if value}
-    return run.index.page(msgspec.convert(given, TrajectoryQuery, strict=False))
-
-
-def _trajectory(run: WatchedRun, request: web.Request) -> Any:
-    return run.reader.describe(request.match_info["id"], _number(request, "bins", 600))
-
-
-def _tokens(run: WatchedRun, request: web.Request) -> Any:
-    start = _number(request, "start", 0)
-    return run.reader.window(request.match_info["id"], start, _number(request, "end", start + WINDOW))
-
-
-def _messages(run: WatchedRun, request: web.Request) -> Any:
-    return run.reader.messages(request.match_info["id"])
-
-
-def _group(run: WatchedRun, request: web.Request) -> Any:
-    return run.reader.group(int(request.match_info["group"]))
-
-
-def _curves(run: WatchedRun, request: web.Request) -> Any:
-    return run.metrics.columns([name for name in request.query.get("names", "").split(",") if name])
-
-
-def _summary(run: WatchedRun, _: web.Request) -> Any:
-    """Curves can be read where the store cannot, for example one of an older version of the program."""
-    try:
-        found = {"newest": run.index.newest(), "problem": ""}
-    except StoreError as error:
-        found = {"newest": None, "problem": str(error)}
-    return run.summary() | found | {"alerts": run.alerts()}
-
-
-def _staleness(run: WatchedRun, _: web.Request) -> Any:
-    return corrections(run.metrics.rows(), run.config()[0])
-
-
-def _timeline(run: WatchedRun, request: web.Request) -> Any:
-    t0, t1 = (_time(request, name) for name in ("t0", "t1"))
-    return run.timeline.window(t0, t1)
-
-
-def _batch(run: WatchedRun, request: web.Request) -> Any:
-    return run.timeline.batch(int(request.match_info["version"]))
-
-
-def _environments(run: WatchedRun, _: web.Request) -> Any:
-    return environments(run.index, run.store)
-
-
-def _accounts(run: WatchedRun, _: web.Request) -> Any:
-    return run.accounts.read() if run.store.exists else None
-
-
-def _processes(run: WatchedRun, _: web.Request) -> Any:
-    return {"processes": processes(run.gauges), "logs": logs(run.folder)}
-
-
-def _log(run: WatchedRun, request: web.Request) -> Any:
-    return log_tail(run.folder, request.match_info["name"])
-
-
-def _status(run: WatchedRun, _: web.Request) -> Any:
-    return run.access.status(run.folder)
-
-
-READS: dict[str, Read] = {
-    "now": _summary,
-    "curves": _curves,
-    "trajectories": _trajectories,
-    r"trajectories/{id:\d+\.\d+\.\d+\.\d+}": _trajectory,
-    r"trajectories/{id:\d+\.\d+\.\d+\.\d+}/tokens": _tokens,
-    r"trajectories/{id:\d+\.\d+\.\d+\.\d+}/messages": _messages,
-    r"groups/{group:\d{1,18}}": _group,
-    "staleness": _staleness,
-    "timeline": _timeline,
-    r"batches/{version:\d{1,18}}": _batch,
-    "tokens": _accounts,
-    "environments": _environments,
-    "processes": _processes,
-    "status": _status,
-    "logs/{name}": _log,
-}
-"""By the path behind `/api/runs/RUN/`."""

@@ -16,10 +16,11 @@ from typing import Any
 
 import msgspec
 
+from ..common.outcomes import WARN_SHARE, failed_share, failures_text
 from ..configs import Config
 from ..monitor.follow import LineFollower
 from ..monitor.metrics import EVALUATION, METRICS, Row, scalars
-from ..monitor.series import alike_share, by_staleness, cycle_s, outcomes, staleness_tokens, total
+from ..monitor.series import alike_share, alike_text, by_staleness, cycle_s, elapsed, outcomes, staleness_tokens, total
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def present(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
     last, steady = rows[-1], (rows[1:] or rows)[-RECENT:]
     cycles = [cycle_s(row) for row in steady]
     seconds, slot_s = sum(cycles), total(steady, "slot_s")
-    steps = config.learner.steps if config else None
+    steps, ended = config.learner.steps if config else None, outcomes(rows)
     return {
         "step": last["step"],
         "steps": steps,
@@ -101,10 +102,12 @@ def present(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
         "left_s": max(0, steps - last["step"]) * statistics.median(cycles) if steps else None,
         "over": len(steady),
         "alike": alike_share(steady),
+        "alike_all": alike_text(rows),
         "ess": last.get("ess"),
         "mismatch_max": last.get("mismatch_max"),
         "entropy": last.get("entropy"),
-        "outcomes": outcomes(steady),
+        "seconds": float(elapsed(rows)[-1]),
+        "failures": failures_text(ended) if failed_share(ended) > WARN_SHARE else "",
     }
 
 

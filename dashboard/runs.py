@@ -15,6 +15,7 @@ from ..configs import RUN_CONFIG, Config, load
 from ..errors import ConfigError, SlipstreamError
 from ..monitor.alerts import ALERTS, Alert, read_alerts
 from ..monitor.metrics import METRICS
+from ..planner.explain.findings import Explanation
 from .accounts import TokenAccounts
 from .curves import MetricsTable, present
 from .gauges import GaugeTable
@@ -32,6 +33,17 @@ class RunAccess(msgspec.Struct, frozen=True):
 
     is_active: Callable[[Path], bool]  # whether a process writes to the run now
     status: Callable[[Path], Awaitable[Any]]  # replicas and waits of an active run; raises SlipstreamError
+    explain: Callable[
+        [Path], Awaitable[Explanation]
+    ]  # takes seconds, in another process; raises SlipstreamError or OSError
+
+
+async def _is_over(_: Path) -> Any:
+    raise ConfigError("the run is over")
+
+
+ENDED = RunAccess(lambda _: False, _is_over, _is_over)
+"""To a run of which only files are left."""
 
 
 class WatchedRun:
@@ -47,6 +59,7 @@ class WatchedRun:
         self.timeline = Timeline(folder, self.gauges, self.store)
         self.accounts = TokenAccounts(self.store)
         self.index = TrajectoryIndex(self.store)
+        self.explained = 0  # explanations that were found
         self._lock = threading.Lock()
         self._config: tuple[int, Config | None, str] = (
             0,
@@ -74,6 +87,10 @@ class WatchedRun:
                 self._config = self._config[0], None, str(error)
             return self._config[1:]
 
+    def yaml(self) -> str:
+        """The text of the run's config. Raises OSError."""
+        return (self.folder / RUN_CONFIG).read_text(errors="replace")
+
     def summary(self) -> dict[str, Any]:
         """For the list of runs, and the view of the present."""
         config, error = self.config()
@@ -96,9 +113,9 @@ class WatchedRun:
         return sorted(last.values(), key=lambda alert: (not alert.active, -alert.time))
 
     def changes(self) -> tuple[tuple[int, int], ...]:
-        """What differs after the run has written something that a page shows."""
-        names = (METRICS, DATABASE, f"{DATABASE}-wal", "evaluations.json", "control.json", RUN_CONFIG)
-        return tuple(_changed(self.folder / name) for name in names)
+        """What differs after the run has written something that a page shows, or was explained again."""
+        names = (METRICS, DATABASE, f"{DATABASE}-wal", "evaluations.json", "control.json", ALERTS, RUN_CONFIG)
+        return ((self.explained, 0), *(_changed(self.folder / name) for name in names))
 
 
 class RunFolder:

@@ -26,6 +26,10 @@ WINDOW_S = 60.0  # shown at first: the newest of a run
 POINTS = 300  # parts of a window that gauges are means over
 SPANS_SHOWN = 4000  # of a window; more are thinner than a pixel
 EPISODES = 512  # of a batch
+AROUND = (
+    "SELECT (SELECT max(trained_at) FROM groups WHERE trained_at < ?),"
+    " (SELECT min(trained_at) FROM groups WHERE trained_at > ?)"
+)
 
 
 class Timeline:
@@ -38,8 +42,8 @@ class Timeline:
         self._spans: list[Span] = []  # of the learner's rank 0, by their ends
         self._lock = threading.Lock()
 
-    def window(self, t0: float | None, t1: float | None) -> dict[str, Any]:
-        """From `t0` to `t1`, by default the newest `WINDOW_S`. Raises OSError."""
+    def window(self, t0: float | None, t1: float | None, points: int = POINTS) -> dict[str, Any]:
+        """From `t0` to `t1`, by default the newest `WINDOW_S`; gauges are means over `points` parts. Raises OSError."""
         spans = self._follow()
         known = [bound for bound in (self._gauges.bounds(), (spans[0].t0, spans[-1].t1) if spans else None) if bound]
         if not known:
@@ -49,13 +53,13 @@ class Timeline:
         t0 = max(first, t1 - WINDOW_S) if t0 is None else t0
         touching = [span for span in spans if span.t1 >= t0 and span.t0 <= t1][-SPANS_SHOWN:]
         series = {
-            role: found for role, gauges in self._gauges.roles().items() if (found := gauges.between(t0, t1, POINTS))
+            role: found for role, gauges in self._gauges.roles().items() if (found := gauges.between(t0, t1, points))
         }
         return {
             "bounds": [first, last],
             "t0": t0,
             "t1": t1,
-            "points": POINTS,
+            "points": points,
             "phases": [span for span in touching if span.what in PHASES],
             "pushes": [span for span in touching if span.what not in PHASES],
             "series": series,
@@ -71,7 +75,7 @@ class Timeline:
         with self._store.open() as db:
             rows = db.all(query, version, EPISODES)
             commit = db.one("SELECT time, max_staleness, groups_per_batch FROM commits WHERE version = ?", version)
-            versions = db.one("SELECT min(trained_at), max(trained_at) FROM groups")
+            around = db.one(AROUND, version, version)
         episodes: dict[str, dict[str, Any]] = {}
         for header, length, group, leased, ready, taken, delivered, withheld in rows:
             h = self._store.decode(header, length)
@@ -87,8 +91,8 @@ class Timeline:
         names = ("time", "max_staleness", "groups_per_batch")
         return {
             "version": version,
-            "first": versions[0] if versions else None,
-            "last": versions[1] if versions else None,
+            "previous": around[0] if around else None,
+            "next": around[1] if around else None,
             "commit": dict(zip(names, commit, strict=True)) if commit else None,
             "episodes": list(episodes.values()),
         }

@@ -50,15 +50,15 @@ def explain_run(folder: Path, gpus: int | None = None) -> Explanation:
     return explain(folder, hardware, active=is_locked(folder))
 
 
-def explain_end(folder: Path) -> list[str]:
-    """The lines for the end of a run, which still holds its lock; why there are none, where its files do not allow any."""
+def explain_or_say_why(folder: Path, *, active: bool) -> Explanation:
+    """Where the run's files allow no explanation, one that says why."""
     try:
-        return explain(folder, hardware_of(load(str(run_config(folder)))), active=False).lines()
+        return explain(folder, hardware_of(load(str(run_config(folder)))), active=active)
     except KeyboardInterrupt:  # of a user who does not want to wait for simulations; the report is written nevertheless
-        return [f"not explained; `slipstream explain {folder}` does"]
+        return Explanation(run=str(folder), alerts=(), note=f"not explained; `slipstream explain {folder}` does")
     except SlipstreamError as error:
         log.warning("the run is not explained: %s", error)
-        return [f"not explained: {error}"]
+        return Explanation(run=str(folder), alerts=(), note=f"not explained: {error}")
 
 
 def follow(folder: Path, gpus: int | None = None) -> Iterator[Explanation]:

@@ -3,7 +3,7 @@
 Invariants:
 - Everything that can be refused is refused before the first process starts and before a file is written.
 - What takes seconds to import is imported after the first checks.
-- The report is written however a run ends.
+- The report is written however a run ends, or a line says why not; writing it neither fails a run nor delays its end by long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,13 +25,15 @@ from ..buffer.schema import DATABASE
 from ..common import gc as heap
 from ..common.fsio import replace_directory, write_atomic
 from ..common.scores import EvaluationResult
+from ..common.tasks import in_thread
 from ..configs import RUN_CONFIG, Config, describe, dump
 from ..configs.algorithm import plays_greedily
 from ..configs.environments import absolute_paths, without_placement
 from ..configs.evaluation import EvaluationSuite
 from ..configs.reward import EnvironmentReward, ModelReward
 from ..configs.suites import suites_of
-from ..errors import ConfigError, Interrupted, SlipstreamError
+from ..errors import ConfigError, Interrupted, SlipstreamError, with_deadline
+from ..errors import describe as describe_error
 from ..monitor.metrics import METRICS, read_metrics
 from ..monitor.output import open_console
 from ..monitor.series import evaluation_line, read_evaluations
@@ -45,13 +47,16 @@ from .run_lock import is_locked, run_lock
 
 if TYPE_CHECKING:
     from ..monitor.metrics_server import MetricsServer
-    from ..monitor.report import ReportPaths
+    from ..planner.explain.findings import Explanation
     from .supervisor.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
 METRICS_HOST = "SLIPSTREAM_METRICS_HOST"  # variable with the address at which `/metrics` is served
 LOOPBACK = "127.0.0.1"
+REPORT = "report.html"
+SAMPLE_S = 5.0  # of writing the report, after which it samples no more trajectories
+REPORT_S = 20.0  # after which the run ends without its report
 
 # Beginnings of keys that define the groups in the buffer: a resumed run cannot change them.
 IMMUTABLE = ("seed", "env.", "reward.", "agent.renderer", "buffer.group_size", "model.dtype")
@@ -60,7 +65,15 @@ QUOTED = 60  # most characters of a value that an error quotes: a template has m
 C = TypeVar("C", bound=Config)
 
 
-def train(config: Config, *, recorded: bool = True) -> ReportPaths:
+class RunReport(msgspec.Struct, frozen=True):
+    """What a run leaves for its user."""
+
+    path: Path  # of the page
+    problem: str  # why it was not written, else empty
+    explanation: tuple[str, ...]  # the lines of `slipstream explain`
+
+
+def train(config: Config, *, recorded: bool = True) -> RunReport:
     """Start a new run and see it through; `recorded` False is for benchmarks of what spans and series cost. Raises ConfigError
     where something is wrong with the config or this machine (nothing was started), RoleDied where the run failed, Interrupted where
     it was stopped and can be resumed."""
@@ -99,7 +112,7 @@ def with_absolute_paths(config: C) -> C:
     return config
 
 
-def resume(config: Config, before: Config, run_dir: Path) -> ReportPaths:
+def resume(config: Config, before: Config, run_dir: Path) -> RunReport:
     """Continue a run, whose config was `before`, from its newest checkpoint or from its start; raises as `train`."""
     refuse_active(run_dir)
     refuse_changes(config, before)
@@ -140,7 +153,7 @@ def without_reward_model(config: C) -> C:
     return msgspec.structs.replace(config, reward=EnvironmentReward())
 
 
-def _supervise(config: Config, run_dir: Path, counts: Mapping[str, int], *, recorded: bool = True) -> ReportPaths:
+def _supervise(config: Config, run_dir: Path, counts: Mapping[str, int], *, recorded: bool = True) -> RunReport:
     with contextlib.ExitStack() as stack:
         metrics = open_metrics(config, stack)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -154,14 +167,16 @@ def _supervise(config: Config, run_dir: Path, counts: Mapping[str, int], *, reco
                 supervisor = make_supervisor(config, run_dir, view, gpus_of(config), recorded=recorded)
                 asyncio.run(supervisor.train(metrics))
         except BaseException:
-            try:
-                _write_report(run_dir, [f"`slipstream explain {config.run.dir}` says what to change"])
-            except (SlipstreamError, OSError) as error:  # the caller reports the run's own error
-                log.error("the report of the failed run could not be written: %s", error)
-            raise
-        from .explain import explain_end
+            from ..planner.explain.findings import Explanation
 
-        return _write_report(run_dir, explain_end(run_dir))
+            hint = f"`slipstream explain {config.run.dir}` says what to change"
+            report = write_report(run_dir, Explanation(run=config.run.dir, alerts=(), note=hint))
+            if report.problem:  # the caller reports the run's own error
+                log.error("the report of the failed run: %s", report.problem)
+            raise
+        from .explain import explain_or_say_why
+
+        return write_report(run_dir, explain_or_say_why(run_dir, active=False))
 
 
 def open_metrics(config: Config, stack: contextlib.ExitStack) -> MetricsServer | None:
@@ -185,11 +200,28 @@ def keep_tokenizer(model: str, run_dir: Path) -> None:
         replace_directory(run_dir / TOKENIZER, written)
 
 
-def _write_report(run_dir: Path, explanation: Sequence[str]) -> ReportPaths:
-    from ..monitor.report import write_report  # takes a second
+def write_report(run_dir: Path, explanation: Explanation) -> RunReport:
+    """The page of the dashboard as a file of the run, which a command may still hold. It never fails: the run is over, and
+    `slipstream dash RUN --export FILE` writes it, too."""
+    path = run_dir / REPORT
 
-    ledger = read_ledger(run_dir).to_builtins() if (run_dir / DATABASE).exists() else None
-    return write_report(run_dir, ledger, explanation)
+    async def write() -> None:
+        from ..dashboard.export import export_run
+        from ..dashboard.runs import ENDED, WatchedRun
+
+        run = WatchedRun(run_dir.name, run_dir, ENDED)
+        work = in_thread(lambda: export_run(run, path, explanation, SAMPLE_S), "report")
+        await with_deadline(
+            REPORT_S, work, who="the report", waits_for="the files of the run", hint="is the disk slow?"
+        )
+
+    problem = ""
+    try:
+        asyncio.run(write())
+    except Exception as error:  # whatever it is, the run has ended well
+        log.warning("the report was not written", exc_info=True)
+        problem = str(error) if isinstance(error, SlipstreamError | OSError) else describe_error(error)
+    return RunReport(path, problem, tuple(explanation.lines()))
 
 
 def read_ledger(run_dir: Path) -> LedgerReport:
@@ -223,10 +255,11 @@ def evaluate(config: Config, label: str) -> list[EvaluationResult]:
     return results
 
 
-def summary(report: ReportPaths) -> str:
+def summary(report: RunReport) -> str:
     """The text printed when a run is done: its evaluations, what to change in it, and where its report is."""
-    lines = list(map(evaluation_line, read_evaluations(report.html.parent / evaluations.FILE)))
-    return "\n".join([*lines, *report.explanation, f"report: {report.html}", f"curve:  {report.png}"])
+    lines = list(map(evaluation_line, read_evaluations(report.path.parent / evaluations.FILE)))
+    where = f"not written: {report.problem}" if report.problem else str(report.path)
+    return "\n".join([*lines, *report.explanation, f"report: {where}"])
 
 
 def make_supervisor(

@@ -1,1 +1,1 @@
-"""What is recorded and shown of a run: metrics, trackers, the live view, the report, logging."""
+"""What is recorded and shown of a run: metrics, trackers, the live view, logging."""

@@ -56,14 +56,6 @@ def name_of(evaluation: EvaluationResult) -> str:
     return f"{evaluation.label}, {evaluation.suite}" if evaluation.suite else evaluation.label
 
 
-def by_suite(evaluations: Iterable[EvaluationResult]) -> dict[str, list[EvaluationResult]]:
-    """The evaluations of each suite, by step."""
-    suites: dict[str, list[EvaluationResult]] = {}
-    for one in sorted(evaluations, key=lambda one: one.step):
-        suites.setdefault(one.suite, []).append(one)
-    return suites
-
-
 def pass_text(evaluation: EvaluationScore) -> str:
     """`pass@1 0.500 ± 0.044, pass@4 0.781 ± 0.037`."""
     found = evaluation.pass_at.items()

@@ -18,7 +18,7 @@ from slipstream.buffer.trajectory import (
     VersionSpan,
     by_version,
 )
-from slipstream.tests.test_monitor_report import synthetic
+from slipstream.tests.synthetic_runs import synthetic
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 MEMBERS = 4

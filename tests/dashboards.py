@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from slipstream.dashboard.app import DashServer
 from slipstream.dashboard.runs import RunAccess, RunFolder
 from slipstream.errors import ConfigError
 from slipstream.monitor.timeline import read_spans
+from slipstream.planner.explain.findings import Explanation
 from slipstream.tests.runs import query
 
 
@@ -21,8 +24,31 @@ async def no_status(_: Path) -> None:
     raise ConfigError("the run is not active")
 
 
-IDLE = RunAccess(lambda _: False, no_status)
-ACTIVE = RunAccess(lambda _: True, no_status)
+async def no_explanation(run: Path) -> Explanation:
+    return Explanation(run=str(run), alerts=(), note="nothing to say")
+
+
+IDLE = RunAccess(lambda _: False, no_status, no_explanation)
+ACTIVE = RunAccess(lambda _: True, no_status, no_explanation)
+
+
+class Dashboard:
+    """`slipstream dash FOLDER` in a process of its own, which is ended with the context."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-m", "slipstream.launch.cli", "dash", str(folder), "--port", "0"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().rpartition(" ")[2].strip()
+
+    def __enter__(self) -> Dashboard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 class Asked:

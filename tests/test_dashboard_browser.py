@@ -6,8 +6,6 @@ import importlib
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,8 +14,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from slipstream.launch.cli.main import main
 from slipstream.tests.dashboard_runs import MEMBERS, PLANTED, DashboardRun
+from slipstream.tests.dashboards import Dashboard
 from slipstream.tests.runs import WAIT_S, query
+from slipstream.tests.simulated_runs import RecordedRun
+from slipstream.tests.test_planner_explain import run_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -46,11 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "slipstream.launch.cli", "dash", str(folder), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().rpartition(" ")[2].strip()
-        process.terminate()
+    with Dashboard(folder) as dashboard:
+        yield dashboard.url
 
 
 @pytest.fixture(scope="module")
@@ -205,18 +204,86 @@ def test_a_list_is_filtered_sorted_and_continued(desktop: Look) -> None:
 def test_a_run_under_way_is_followed(browser: Any, tmp_path: Path) -> None:
     run = DashboardRun(tmp_path / "run")
     run.play()
-    command = [sys.executable, "-m", "slipstream.launch.cli", "dash", str(run.folder), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        look = Look(browser, process.stdout.readline().rpartition(" ")[2].strip())
+    with Dashboard(run.folder) as dashboard:
+        look = Look(browser, dashboard.url)
         page = look.open("run/trajectories")
         page.wait_for_function(f"document.querySelectorAll('tbody tr').length === {MEMBERS}")
         run.step()
         run.play()
         page.wait_for_function(f"document.querySelectorAll('tbody tr').length === {2 * MEMBERS}")
         page.wait_for_function("document.body.textContent.includes('trained')")
-        process.kill()  # the page says so, and the run goes on
+        dashboard.process.kill()  # the page says so, and the run goes on
         page.wait_for_function("document.querySelector('.live').textContent === 'the server is gone'")
         run.step()
         look.context.close()
     run.close()
+
+
+# --- the same page as a file --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def file(folder: Path) -> str:
+    path = folder.parent / "first.html"
+    assert main(["dash", str(folder / "first"), "--export", str(path)]) == 0
+    return path.as_uri()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_file_shows_the_same_views_without_a_server(browser: Any, file: str, size: str) -> None:
+    look = Look(browser, file, size, waits=False)
+    for place in ("", *(f"first/{view}" for view in (*VIEWS, "all")), "first/trajectory/4.0.1.0", "first/group/4"):
+        page = look.open(place)
+        page.wait_for_selector(".tokens span" if "trajectory/" in place else "main .card")
+        assert page.evaluate("document.title") == "first · Slipstream", place
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, place
+        assert page.query_selector("main .card.bad") is None, place
+        assert page.query_selector("main img, main script") is None
+    look.open("first/all")
+    look.page.wait_for_selector("section.part:nth-of-type(7) .card")
+    look.page.emulate_media(media="print")
+    assert look.page.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
+    assert look.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert len(look.page.pdf(format="A4")) > 50_000
+    look.close()
+
+
+def test_a_file_leads_from_a_point_of_the_reward_to_a_sibling_and_says_what_it_lacks(browser: Any, file: str) -> None:
+    look = Look(browser, file)
+    page = look.open("first/now")
+    box = page.wait_for_selector("[data-chart=reward] .u-over").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 20)
+    page.wait_for_function("location.hash.includes('trained_at=')")
+    page.wait_for_function(f"document.querySelectorAll('tbody tr').length === {MEMBERS}")
+    page.click("tbody tr:first-child")
+    page.wait_for_selector(".tokens span[data-staleness='2']")
+    before = page.evaluate("location.hash")
+    page.wait_for_function("document.querySelector('h1 ~ a, .row a')?.textContent.includes(' of ')")
+    page.keyboard.press("[")
+    page.wait_for_function(f"location.hash !== {json.dumps(before)}")
+    page = look.open("first/trajectories")
+    page.select_option("label:has-text('outcome') select", "truncated")
+    page.wait_for_function(f"document.querySelector('p.small b').textContent === '{GROUPS - 1}'")
+    page = look.open("first/trajectory/99.0.0.0")
+    page.wait_for_function("document.querySelector('.card.bad').textContent.includes('This is not in the file')")
+    look.close()
+
+
+def test_what_to_change_is_on_the_page_with_its_command(browser: Any, tmp_path: Path) -> None:
+    run = RecordedRun(run_of(bound=0), tmp_path / "run")
+    run.record(20)
+    with Dashboard(tmp_path / "run") as dashboard:
+        look = Look(browser, dashboard.url)
+        look.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page = look.open("run/now")
+        page.wait_for_selector(".finding", timeout=1e3 * WAIT_S)
+        assert "buffer.max_staleness=1" in page.inner_text(".finding .change")
+        page.click(".finding button:has-text('why')")
+        assert "learner waits" in page.inner_text(".finding .why")
+        page.click(".finding button:has-text('copy')")
+        page.wait_for_selector("button:has-text('copied')")
+        assert page.evaluate("navigator.clipboard.readText()") == "buffer.max_staleness=1"
+        page.click(".finding button:has-text('simulate')")
+        assert "slipstream simulate" in page.inner_text(".finding .why")
+        look.close()

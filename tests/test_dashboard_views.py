@@ -69,9 +69,9 @@ def test_the_life_of_a_batch(tmp_path: Path) -> None:
     run.close()
     store = StoreReader(run.folder, lambda: False)
     batch = Timeline(run.folder, GaugeTable(run.folder), store).batch(3)
-    assert (batch["first"], batch["last"], batch["commit"]) == (
-        1,
-        3,
+    assert (batch["previous"], batch["next"], batch["commit"]) == (
+        2,
+        None,
         {"time": BEGAN + 2, "max_staleness": 2, "groups_per_batch": 1},
     )
     assert [one["member"] for one in batch["episodes"]] == list(range(MEMBERS))

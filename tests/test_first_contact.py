@@ -16,8 +16,8 @@ from slipstream.common.scores import EvaluationResult
 from slipstream.configs import load
 from slipstream.envs import EnvPart, Message, SimpleEnv, StepResult, Task
 from slipstream.errors import EvaluationError
+from slipstream.launch.run import write_report
 from slipstream.monitor.metrics import MetricsWriter
-from slipstream.monitor.report import write_report
 from slipstream.monitor.series import evaluation_line
 from slipstream.monitor.terminal import open_view
 from slipstream.planner.explain.evidence import Hardware
@@ -26,6 +26,7 @@ from slipstream.rollout.evaluation import evaluate
 from slipstream.rollout.player import EpisodePlayer
 from slipstream.rollout.router import Router
 from slipstream.tests.episodes import Once
+from slipstream.tests.reports import recorded_in
 from slipstream.tests.runs import SMALL, check_accounts, metrics, slipstream, tiny_policy
 from slipstream.tests.sessions import Engines, Script, play_foreign, session_of
 from transformers import PreTrainedTokenizerBase
@@ -64,7 +65,8 @@ def test_how_many_failed_is_said_before_any_advice(tmp_path: Path) -> None:
     first = f"{total}: mend that first, the tracebacks are in {tmp_path}/logs/worker-*.log"
     assert first in said.lines()[0]
     assert said.findings == ()
-    assert total in write_report(tmp_path, None).html.read_text()  # in a place of its own
+    present = recorded_in(write_report(tmp_path, said).path)["answers"]["now"]["now"]
+    assert present["failures"] == total  # in a place of its own
 
 
 def player(tokenizer: PreTrainedTokenizerBase, renderer: Any, agent: Agent, source: SimpleEnv) -> EpisodePlayer:
@@ -196,9 +198,9 @@ def test_a_run_whose_episodes_crash_says_so_everywhere(tmp_path: Path, monkeypat
     assert re.search(r"warm start: .* over 5 fresh tasks; 3 of 8 episodes failed \(3 environment\)", done.stdout)
     assert re.search(r"step \d/8 .* \d+ of \d+ episodes failed \(\d+ environment\)", done.stdout)
     assert sum(row["outcomes"].get("failed_environment", 0) for row in metrics(run)) > 0
-    assert re.search(
-        r"\d+ of \d+ episodes failed \(\d+ environment\): mend that first", (run / "report.html").read_text()
-    )
+    shown = recorded_in(run / "report.html")["answers"]
+    assert re.search(r"\d+ of \d+ episodes failed \(\d+ environment\)", shown["now"]["now"]["failures"])
+    assert any("mend that first" in one["advice"] for one in shown["explanation"]["alerts"])
     log = (run / "logs" / "worker-0.log").read_text()
     assert log.count("Traceback") == 2  # the user's exception, and the EnvError that it became; once
     assert 'fails_often.py", line 15, in step' in log

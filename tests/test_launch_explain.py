@@ -14,7 +14,7 @@ import pytest
 from slipstream.configs import load
 from slipstream.launch import explain as explaining
 from slipstream.launch.cli.main import main
-from slipstream.launch.explain import explain_end, follow, hardware_of
+from slipstream.launch.explain import explain_or_say_why, follow, hardware_of
 from slipstream.launch.run_lock import run_lock
 from slipstream.planner.explain import gains
 from slipstream.planner.explain.evidence import Hardware
@@ -85,7 +85,7 @@ def test_what_cannot_be_explained_is_one_line(tmp_path: Path, capsys: pytest.Cap
     (line,) = capsys.readouterr().out.splitlines()
     assert line == "6 steps so far: what to change is said from 9 on"
     (tmp_path / "run" / "metrics.jsonl").write_text("no row\n")
-    assert "not explained: " in explain_end(tmp_path / "run")[0]
+    assert "not explained: " in explain_or_say_why(tmp_path / "run", active=False).note
 
 
 def test_the_hardware_is_this_machine_or_what_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from slipstream.tests.runs import SMALL
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NOT_INSTALLED = {"tests", "docs", "requirements", "examples"}
-DATA = {".yaml", ".typed", ".css", ".html", ".js", ".j2"}
+DATA = {".yaml", ".typed", ".css", ".html", ".js"}
 
 
 def tracked() -> list[Path]:

@@ -1,10 +1,12 @@
 // What all views share: requests, live changes, the address, and numbers as text. Text of a run is only ever a text node.
 import {html, useState, useEffect, useRef, useMemo, useCallback} from '/static/vendor/preact.js';
+import {recorded, answer} from '/static/recorded.js';
 
-export {html, useState, useEffect, useRef, useMemo, useCallback};
+export {html, useState, useEffect, useRef, useMemo, useCallback, recorded};
 export const DASH = '–';
 
 export async function get(url) {
+  if (recorded) return answer(url);
   const response = await fetch(url);
   if (response.status === 403) throw new Error('the server wants its token: open the address that it printed');
   const body = await response.json();
@@ -22,6 +24,7 @@ export const api = (run, path, query = {}) => {
 const listeners = new Set();
 export const live = {changes: {}, connected: null};
 export function listen() {
+  if (recorded) return;
   const stream = new EventSource('/api/events');
   const tell = () => listeners.forEach(listener => listener());
   stream.onmessage = event => { live.changes = JSON.parse(event.data); live.connected = true; tell(); };
@@ -79,7 +82,9 @@ export function duration(s) {
   if (s < 3600) return `${Math.floor(s / 60)} min ${String(s % 60).padStart(2, '0')} s`;
   return `${Math.floor(s / 3600)} h ${String(Math.floor(s % 3600 / 60)).padStart(2, '0')} min`;
 }
-export const ago = t => t == null ? DASH : duration(Math.max(0, Date.now() / 1000 - t)) + ' ago';
+export const now = () => recorded ? recorded.time : Date.now() / 1000;
+export const date = t => t == null ? DASH : new Date(1000 * t).toLocaleString([], {dateStyle: 'medium', timeStyle: 'short'});
+export const ago = t => t == null ? DASH : recorded ? date(t) : duration(Math.max(0, now() - t)) + ' ago';
 export const clock = t => t == null ? DASH : new Date(1000 * t).toLocaleTimeString();
 
 export const css = name => getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim();
@@ -102,8 +107,8 @@ export function useTheme() {
   return dark;
 }
 export const Problem = ({error}) => html`<div class="card bad">${error}</div>`;
-export const Tile = ({name, value, note}) =>
-  html`<div class="tile"><div class="name">${name}</div><div class="value">${value}</div>${note && html`<div class="note">${note}</div>`}</div>`;
+export const Tile = ({name, value, note, wide}) =>
+  html`<div class="tile ${wide ? 'wide' : ''}"><div class="name">${name}</div><div class="value">${value}</div>${note && html`<div class="note">${note}</div>`}</div>`;
 export const Chip = ({name, children}) => html`<span class="chip"><b>${name}</b>${children}</span>`;
 
 // A curve as small as a line of text.

@@ -1,4 +1,5 @@
-"""`slipstream dash RUN|FOLDER [--port N] [--host H]`: runs as a page in a browser, while they go on and after."""
+"""`slipstream dash RUN|FOLDER [--port N] [--host H]`: runs as a page in a browser, while they go on and after; with `--export FILE`
+a run as one file."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from .options import CommandTable
 if TYPE_CHECKING:
     from ...dashboard.runs import RunFolder
 
-PORT = 7860
+PORT, HOST = 7860, "127.0.0.1"
 PORTS = range(1 << 16)
+EXPORT_S = 30.0  # after which nothing more is sampled for a file
 
 
 def register(commands: CommandTable) -> None:
@@ -27,23 +29,50 @@ def register(commands: CommandTable) -> None:
     parser.add_argument(
         "folder", metavar="RUN|FOLDER", help="the folder of a run, or a folder with the folders of some"
     )
-    parser.add_argument(
-        "--port", type=int, default=PORT, metavar="N", help=f"default: {PORT}; 0 takes any that is free"
-    )
-    text = "the address to listen on; default: 127.0.0.1. With another than loopback the page asks for a token"
-    parser.add_argument("--host", default="127.0.0.1", metavar="H", help=text)
+    parser.add_argument("--port", type=int, metavar="N", help=f"default: {PORT}; 0 takes any that is free")
+    text = f"the address to listen on; default: {HOST}. With another than loopback the page asks for a token"
+    parser.add_argument("--host", metavar="H", help=text)
+    text = "write the page of a run with a sample of its trajectories to FILE, which opens without a server, and end"
+    parser.add_argument("--export", metavar="FILE", help=text)
 
 
 def dash(options: argparse.Namespace) -> int:
     from ...dashboard.runs import RunFolder
     from ..watched import ACCESS
 
-    if options.port not in PORTS:
-        raise ConfigError(f"--port {options.port}: allowed are 0 to {PORTS.stop - 1}")
+    port = PORT if options.port is None else options.port
+    if port not in PORTS:
+        raise ConfigError(f"--port {port}: allowed are 0 to {PORTS.stop - 1}")
     root = Path(options.folder).resolve()
     if not root.is_dir():
         raise ConfigError(f"{options.folder} is no folder")
-    asyncio.run(_serve(RunFolder(root, ACCESS), options.host, options.port))
+    runs = RunFolder(root, ACCESS)
+    if options.export is None:
+        asyncio.run(_serve(runs, options.host or HOST, port))
+        return 0
+    for option in ("port", "host"):
+        if getattr(options, option) is not None:
+            raise ConfigError(f"--{option}: a file is not served; leave it or --export out")
+    return _export(runs, Path(options.export))
+
+
+def _export(runs: RunFolder, path: Path) -> int:
+    from ...dashboard.export import export_run
+    from ..explain import explain_or_say_why
+
+    if len(runs.runs()) > 1:
+        raise ConfigError(f"--export: {runs.root} holds {len(runs.runs())} runs; name one of them")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"--export {path}: {'is a folder' if path.is_dir() else f'there is no folder {path.parent}'}")
+    (run,) = runs.runs()
+    try:
+        written = export_run(run, path, explain_or_say_why(run.folder, active=run.is_active()), EXPORT_S)
+    except OSError as error:
+        raise ConfigError(f"--export {path}: cannot be written: {error}") from None
+    listed = written.trajectories
+    print_line(
+        f"{path}: {path.stat().st_size / 1e6:.1f} MB, with {listed['total']} of {listed['indexed']} trajectories"
+    )
     return 0
 
 

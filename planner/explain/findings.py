@@ -11,6 +11,7 @@ from ...monitor.text import count, share
 from ..figures import RunFigures
 
 Unit = Literal["share", "s", "versions", "steps"]
+NOTHING = "no change that this hardware allows is worth 3 %"
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -123,7 +124,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
             found.append(f"  -> {finding.change}{gain}")
             found.append(f"     {', '.join(map(str, finding.evidence))}")
         if self.measured is not None:
-            nothing = "" if self.findings else "; no change that this hardware allows is worth 3 %"
+            nothing = "" if self.findings else f"; {NOTHING}"
             balanced = "" if self.findings or self.alerts else "balanced: "
             found.insert(len(self.alerts), f"{balanced}{self.summary}{nothing}")
         return [*found, *([self.note] if self.note else [])]

@@ -1,5 +1,6 @@
 // Metrics over steps or wall time, of one run or several. A chart of nothing is left out.
-import {html, useState, useEffect, useMemo, useLive, get, api, go, link, runColor, css, useTheme, Problem} from '/static/lib.js';
+import {html, useState, useEffect, useMemo, useLive, get, api, go, link, runColor, css, useRun, useTheme, Problem, recorded} from '/static/lib.js';
+import {sampledVersion} from '/static/recorded.js';
 import {Chart, smooth} from '/static/chart.js';
 
 const CHARTS = [
@@ -53,16 +54,28 @@ export function Comparison({runs, chosen}) {
   if (!shown.length) return html`<p class="muted">reading</p>`;
   const more = [...new Set(shown.flatMap(run => found[run].names))].filter(name => !METRICS.includes(name) && !['step', 'version', 'time', 'lr'].includes(name));
   if (!drawn.length) return html`<div class="card">No step has been recorded.</div>`;
-  const pick = shown.length === 1 && x === 'steps' ? step => {
-    const data = found[shown[0]], at = data.steps.indexOf(step);
-    if (at >= 0) go(shown[0], 'trajectories', '', {trained_at: data.versions[at]});
-  } : undefined;
+  const pick = shown.length === 1 && x === 'steps' ? step => openStep(shown[0], found[shown[0]], step) : undefined;
   return html`<div class="row card"><span class="muted small">over</span>
       ${[['steps', 'steps'], ['seconds', 'wall time, s']].map(([name, text]) => html`<button key=${name} class=${x === name ? 'on' : ''} onClick=${() => setX(name)}>${text}</button>`)}
       ${more.length > 0 && html`<select aria-label="another metric" value="" onChange=${event => event.target.value && setOwn([...new Set([...own, event.target.value])])}><option value="">another metric …</option>${more.map(name => html`<option value=${name} key=${name}>${name}</option>`)}</select>`}
       ${shown.length > 1 && html`<div class="chips">${shown.map(run => html`<span class="chip key" key=${run}><i style=${{background: runColor(chosen.indexOf(run))}}></i>${run}</span>`)}</div>`}
       <span class="muted small">drag to zoom, double-click for all${pick ? '; a click lists the trajectories of that step' : ''}</span></div>
     <div class="cards">${drawn.map(chart => html`<${Chart} key=${chart.title} ...${chart} sync=${x} pick=${pick} />`)}</div>`;
+}
+
+// One of the charts, of one run.
+export function Curve({run, title}) {
+  const dark = useTheme(), chart = CHARTS.find(one => one.title === title);
+  const {data, error} = useRun(run.name, 'curves', {names: chart.lines.map(([name]) => name).join(',')});
+  const drawn = useMemo(() => data && plan(chart, [run.name], {[run.name]: data}, 'steps', [run.name]), [data, dark]);
+  if (error) return html`<${Problem} error=${error} />`;
+  return drawn && html`<${Chart} ...${drawn} sync="steps" pick=${step => openStep(run.name, data, step)} />`;
+}
+
+// The trajectories that were trained at a step; in a file those of the nearest step that it has.
+export function openStep(run, {steps, versions}, step) {
+  const version = versions[steps.indexOf(step)];
+  if (version != null) go(run, 'trajectories', '', {trained_at: recorded ? sampledVersion(version) : version});
 }
 
 // The data and lines of a chart; null where no run has any.

@@ -1,5 +1,5 @@
 // The fleet, the processes, what each waits for, and the ends of their logs.
-import {html, useState, useRun, useData, useLive, api, link, count, share, duration, ago, Problem, DASH} from '/static/lib.js';
+import {html, useState, useRun, useData, useLive, api, link, count, share, duration, ago, now, Problem, DASH} from '/static/lib.js';
 
 const bytes = n => n == null ? DASH : n < 1 << 20 ? `${Math.ceil(n / 1024)} KiB` : n < 1 << 30 ? `${Math.round(n / (1 << 20))} MiB` : `${(n / (1 << 30)).toFixed(1)} GiB`;
 const plain = (name, value) => typeof value === 'number' ? `${name.replaceAll('_', ' ')} ${count(value)}` : typeof value === 'string' ? `${name}: ${value}` : '';
@@ -19,11 +19,11 @@ export function Processes({run}) {
     <div class="card scroll"><h2>inference servers, as their workers see them</h2>${Object.keys(replicas).length ? html`<table><thead><tr><th>replica</th><th>version</th><th>decoding</th><th>waiting</th><th>KV cache</th><th>requests there</th></tr></thead><tbody>
       ${Object.entries(replicas).sort().map(([name, one]) => html`<tr key=${name}><td>${name}</td><td>${one.version ?? DASH}</td><td>${one.running ?? DASH}</td><td>${one.waiting ?? DASH}</td><td>${share(one.kv)}</td><td>${one.sent}</td></tr>`)}</tbody></table>` : html`<p class="muted">none reported</p>`}</div>
     <div class="card scroll"><h2>processes</h2><table><thead><tr><th>role</th><th>pid</th><th>reported</th><th>cores</th><th>memory</th><th class="text">gauges</th><th>lines dropped</th></tr></thead><tbody>
-      ${data.processes.map(one => html`<tr key=${one.role}><td>${one.role}</td><td>${one.pid}</td><td>${duration(one.age_s)} ago</td><td>${one.cores == null ? DASH : one.cores.toFixed(2)}</td><td>${bytes(one.rss)}</td>
+      ${data.processes.map(one => html`<tr key=${one.role}><td>${one.role}</td><td>${one.pid}</td><td>${ago(now() - one.age_s)}</td><td>${one.cores == null ? DASH : one.cores.toFixed(2)}</td><td>${bytes(one.rss)}</td>
         <td class="text wrap">${Object.entries(one.gauges).map(([name, value]) => plain(name, value)).filter(text => text).join(', ')}</td><td>${one.dropped || ''}</td></tr>`)}</tbody></table>
       ${!data.processes.length && html`<p class="muted">none has recorded a gauge</p>`}</div>
-    <div class="card"><h2>logs</h2><div class="row">${data.logs.map(one => html`<button key=${one.name} class=${log === one.name ? 'on' : ''} onClick=${() => setLog(log === one.name ? '' : one.name)} title="${bytes(one.bytes)}, changed ${ago(one.time)}">${one.name.replace(/\.log$/, '')}</button>`)}</div>
-      ${log && html`<${Log} run=${run.name} name=${log} />`}</div>`;
+    ${data.logs.length > 0 && html`<div class="card"><h2>logs</h2><div class="row">${data.logs.map(one => html`<button key=${one.name} class=${log === one.name ? 'on' : ''} onClick=${() => setLog(log === one.name ? '' : one.name)} title="${bytes(one.bytes)}, changed ${ago(one.time)}">${one.name.replace(/\.log$/, '')}</button>`)}</div>
+      ${log && html`<${Log} run=${run.name} name=${log} />`}</div>`}`;
 }
 
 function Log({run, name}) {

@@ -1,7 +1,8 @@
 // How old the trained tokens were, and what the correction did about it.
-import {html, useState, useEffect, useMemo, useRun, useLive, get, api, go, css, stalenessColor, count, share, useTheme, Problem} from '/static/lib.js';
+import {html, useState, useEffect, useMemo, useRun, useLive, get, api, css, stalenessColor, count, share, useTheme, Problem} from '/static/lib.js';
 import {Chart} from '/static/chart.js';
 import {Bars} from '/static/bars.js';
+import {openStep} from '/static/views/curves.js';
 
 const METRICS = [['ess', 'effective sample size'], ['kl', 'KL behavior ‖ current, nats'], ['clip_fraction', 'clipped share'], ['weight', 'importance weight of a token, 1 for the average']];
 const OVER_STEPS = [['ess_by_staleness', 'effective sample size'], ['kl_by_staleness', 'KL behavior ‖ current, nats'], ['clip_fraction_by_staleness', 'clipped share of tokens'], ['staleness_tokens', 'tokens trained']];
@@ -26,7 +27,7 @@ export function Staleness({run}) {
   if (!data) return html`<p class="muted">reading</p>`;
   const total = ages.reduce((sum, age) => sum + data.tokens[age], 0);
   if (!total) return html`<h1>${run.name}</h1><div class="card">No token has been trained on.</div>`;
-  const pick = step => go(run.name, 'trajectories', '', {trained_at: curves.versions[curves.steps.indexOf(step)]});
+  const pick = step => openStep(run.name, curves, step);
   return html`<h1>${run.name}</h1><div class="cards">
       <${Bars} title="trained tokens by staleness" label="staleness" note=${`In ${data.steps} steps; the bound is ${data.bound ?? 'not known'}. Staleness is the learner's version less the version that sampled the token.`}
         rows=${ages.map(age => ({name: String(age), href: `#/${encodeURIComponent(run.name)}/trajectories?staleness_min=${age}`, parts: [{value: data.tokens[age], color: stalenessColor(age)}], text: `${count(data.tokens[age])}, ${share(data.tokens[age] / total)}`}))} />

@@ -1,5 +1,5 @@
 // When: what the learner did, pushes, gauges of all processes in one window of time; and the life of the episodes of a batch.
-import {html, useState, useEffect, useRef, useCallback, useMemo, useData, useRun, useLive, api, go, link, css, count, duration, clock, versionColor, Canvas, Problem} from '/static/lib.js';
+import {html, useState, useEffect, useRef, useCallback, useMemo, useData, useRun, useLive, api, go, link, css, count, duration, clock, versionColor, Canvas, Problem, recorded} from '/static/lib.js';
 
 const PHASE_COLORS = {take: 'grid', train: 'blue', commit: 'teal', publish: 'green', checkpoint: 'violet', recover: 'red', first_rollout: 'grid', stage: 'teal', pause: 'red', swap: 'orange', canary: 'violet'};
 const PHASE_TEXTS = {take: 'waits for a batch', train: 'step', commit: 'commit', publish: 'push', checkpoint: 'checkpoint', recover: 'recovers', first_rollout: 'first push', stage: 'stages weights', pause: 'paused', swap: 'swaps weights', canary: 'canary'};
@@ -24,7 +24,7 @@ export function Timeline({run, query}) {
   return html`<h1>${run.name}</h1><div class="card"><div class="row">
       <button onClick=${() => move(-.7)} aria-label="earlier" disabled=${data.t0 <= first}>◀</button><button onClick=${() => move(.7)} aria-label="later" disabled=${data.t1 >= last}>▶</button>
       <button onClick=${() => zoom(.5)}>closer</button><button onClick=${() => zoom(2)}>wider</button><button onClick=${() => show(first, last)}>all</button>
-      <a href=${link(run.name, 'timeline', '', {version: query.version})}>newest minute</a>
+      ${!recorded && html`<a href=${link(run.name, 'timeline', '', {version: query.version})}>newest minute</a>`}
       <span class="muted small">${clock(data.t0)} to ${clock(data.t1)}, ${duration(span)}; the run: ${clock(first)} to ${clock(last)}</span></div>
     <${Keys} names=${[...new Set([...data.phases, ...data.pushes].map(one => one.what))]} />
     <${Spans} name="learner" data=${data} spans=${data.phases} />
@@ -93,7 +93,7 @@ function Batch({run, query}) {
   if (version == null) return null;
   const show = to => go(run.name, 'timeline', '', {...query, version: to});
   return html`<div class="card"><div class="row"><h2>the batch of version ${version}</h2>
-      <button disabled=${data?.first == null || version <= data.first} onClick=${() => show(+version - 1)} aria-label="previous batch">◀</button><button disabled=${data?.last == null || version >= data.last} onClick=${() => show(+version + 1)} aria-label="next batch">▶</button></div>
+      <button disabled=${data?.previous == null} onClick=${() => show(data.previous)} aria-label="previous batch">◀</button><button disabled=${data?.next == null} onClick=${() => show(data.next)} aria-label="next batch">▶</button></div>
     ${error && html`<${Problem} error=${error} />`}${data && html`<${Anatomy} run=${run.name} data=${data} />`}</div>`;
 }
 

@@ -1,5 +1,5 @@
 // All trajectories of a run, filtered and sorted by the server, page after page.
-import {html, useState, useEffect, useLive, useData, get, api, go, link, count, duration, Problem, DASH} from '/static/lib.js';
+import {html, useState, useEffect, useLive, useData, get, api, go, link, count, duration, Problem, DASH, recorded} from '/static/lib.js';
 
 const SORTS = [['newest', 'newest'], ['reward', 'reward'], ['staleness', 'staleness'], ['tokens', 'tokens'], ['sampled', 'tokens sampled'], ['turns', 'turns'], ['seconds', 'seconds'], ['trained_at', 'version trained']];
 const STATES = ['leased', 'ready', 'batched', 'trained', 'discarded'];
@@ -38,13 +38,13 @@ export function Trajectories({run, query}) {
       <${Field} value=${query.trained_at} set=${value => set({trained_at: value})} text="trained into version" />
       <${Field} value=${query.task} set=${value => set({task: value})} text="task contains" inputmode="text" />
     </div>
-    <p class="small muted" aria-live="polite"><b>${data.total}</b> of ${data.indexed} trajectories ${Object.keys(query).length > 0 && html`<a href=${link(run.name, 'trajectories')}>show all</a>`} ${loading && 'reading'}</p>
+    <p class="small muted" aria-live="polite"><b>${data.total}</b> of ${data.indexed} trajectories ${Object.keys(query).length > 0 && html`<a href=${link(run.name, 'trajectories')}>show all</a>`} ${loading && 'reading'}${recorded && ' The file has a sample, evenly over the run: of some steps the groups whose rewards differ.'}</p>
     <div class="scroll"><table><thead><tr><th>id</th><th class="text">task</th><th>reward</th><th class="text">outcome</th><th>turns</th><th>tokens</th><th>sampled</th><th>time</th><th>versions</th><th>trained at</th><th>staleness</th><th class="text">group</th></tr></thead>
     <tbody>${rows.map(row => html`<tr key=${row.id} class="link" onClick=${() => go(run.name, 'trajectory', row.id)}>
       <td><a href=${link(run.name, 'trajectory', row.id)}>${row.id}</a></td><td class="text">${row.task.length > 48 ? row.task.slice(0, 47) + '…' : row.task}</td><td>${count(row.reward)}</td><td class="text">${row.outcome}</td>
       <td>${row.turns}</td><td>${row.tokens}</td><td>${row.sampled}</td><td>${duration(row.seconds)}</td>
       <td>${row.oldest < 0 ? DASH : row.oldest === row.newest ? row.newest : `${row.oldest}–${row.newest}`}</td><td>${row.trained_at ?? DASH}</td><td>${row.staleness ?? DASH}</td>
       <td class="text"><a href=${link(run.name, 'group', row.group)} onClick=${event => event.stopPropagation()}>${row.group}</a> <span class="muted">${row.state}</span></td></tr>`)}</tbody></table></div>
-    ${rows.length === 0 && html`<p>${data.indexed ? 'None matches.' : 'No trajectory has been delivered yet.'}</p>`}
+    ${rows.length === 0 && html`<p>${data.indexed ? 'None matches.' : 'No trajectory has been delivered.'}</p>`}
     ${next && html`<p><button onClick=${follow}>show more</button></p>`}</div>`;
 }

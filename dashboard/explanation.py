@@ -1,0 +1,120 @@
+"""What `slipstream explain` says of a run, for the page: found off the requests, kept, and found again after new steps.
+
+    request ──> the newest that is known, at once        task ──> waits until it is due ──> `RunAccess.explain` ──> kept
+
+Invariants:
+- A request never waits for a simulation. There is one at a time in the whole server.
+- A run that goes on is explained again only after new steps or alerts, and so seldom that it takes a tenth of one core at most; a
+  run that is over is explained once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+import time
+from pathlib import Path
+
+import msgspec
+
+from ..errors import SlipstreamError
+from ..monitor.alerts import ALERTS, Alert
+from ..monitor.metrics import METRICS
+from ..planner.explain.findings import NOTHING, Explanation, Finding
+from .runs import WatchedRun
+
+log = logging.getLogger(__name__)
+
+LEAST_S = 10.0  # between the end of one explanation and the begin of the next
+AGAIN = 9.0  # times what the last one took, likewise
+
+
+class ShownFinding(msgspec.Struct, frozen=True):
+    """A finding with the commands that go with it; `command` is empty where no command makes the change."""
+
+    severity: str
+    text: str
+    change: str
+    gain: str
+    evidence: tuple[str, ...]
+    command: str
+    simulate: str
+
+
+class ShownExplanation(msgspec.Struct, frozen=True):
+    working: bool = False  # whether a newer one is being found
+    known: bool = False  # whether there is one
+    summary: str = ""
+    alerts: tuple[Alert, ...] = ()
+    findings: tuple[ShownFinding, ...] = ()
+    note: str = ""  # why there are no findings, or no gains
+
+
+def shown_explanation(found: Explanation, *, active: bool) -> ShownExplanation:
+    """For the page, which is of a run that goes on where `active`."""
+    nothing = NOTHING if found.measured is not None and not found.findings else ""
+    return ShownExplanation(
+        known=True,
+        summary=found.summary,
+        alerts=found.alerts,
+        findings=tuple(_shown(one, found.run, active=active) for one in found.findings),
+        note=found.note or nothing,
+    )
+
+
+def _shown(one: Finding, run: str, *, active: bool) -> ShownFinding:
+    run = shlex.quote(run)
+    command = simulate = ""
+    if one.change.startswith("slipstream "):
+        command = one.change
+    elif all("=" in word for word in one.change.split()):  # values of keys, not what to do outside of the config
+        changes = shlex.join(one.change.split())
+        simulate = f"slipstream simulate {run} {changes}"
+        command = f"slipstream resume {run} {changes}" if active else changes
+    gain = str(one.gain) if one.gain else ""
+    return ShownFinding(one.severity, one.text, one.change, gain, tuple(map(str, one.evidence)), command, simulate)
+
+
+class LiveExplanation:
+    """Of one run; from the server's event loop. `turn` is that of the whole server."""
+
+    def __init__(self, run: WatchedRun, turn: asyncio.Lock) -> None:
+        self._run, self._turn = run, turn
+        self._known = ShownExplanation()
+        self._state: object = None  # what the run was like as it was explained last
+        self._due = 0.0  # when it may be explained again
+        self._task: asyncio.Task[None] | None = None
+
+    def newest(self) -> ShownExplanation:
+        """What is known; starts to find a newer one where the run has changed since."""
+        if (self._task is None or self._task.done()) and self._state != self._now():
+            self._task = asyncio.create_task(self._find())
+        working = self._task is not None and not self._task.done()
+        return msgspec.structs.replace(self._known, working=working)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _find(self) -> None:
+        await asyncio.sleep(max(0.0, self._due - time.monotonic()))
+        async with self._turn:
+            state, active, began = self._now(), self._run.is_active(), time.monotonic()
+            try:
+                self._known = shown_explanation(await self._run.access.explain(self._run.folder), active=active)
+            except (SlipstreamError, OSError) as error:
+                log.warning("%s is not explained: %s", self._run.name, error)
+                self._known = ShownExplanation(known=True, note=f"not explained: {error}")
+            self._state, now = state, time.monotonic()
+        self._due = now + max(LEAST_S, AGAIN * (now - began))
+        self._run.explained += 1  # the page asks again
+
+    def _now(self) -> object:
+        """What an explanation depends on."""
+        return self._run.is_active(), *(_size(self._run.folder / name) for name in (METRICS, ALERTS))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
