@@ -16,7 +16,7 @@ const VIEWS = {now: Now, curves: Curves, trajectories: Trajectories, trajectory:
   staleness: Staleness, timeline: Timeline, tokens: Accounts, environments: Environments, processes: Processes, all: All};
 const TABS = [['now', 'now'], ['curves', 'curves'], ['trajectories', 'trajectories'], ['staleness', 'staleness'], ['timeline', 'timeline'],
   ['tokens', 'tokens'], ['environments', 'environments'], ['processes', 'processes']];
-const FILED = [['now', 'summary'], ...TABS.slice(1), ['all', 'all on one page']];  // of an exported page
+const FILED = [['now', 'summary'], ...TABS.slice(1), ['all', 'all']];  // of an exported page
 const BELONGS = {trajectory: 'trajectories', group: 'trajectories'};
 
 // What a file has to be read, or printed, from above to below.
