@@ -292,12 +292,17 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
 
 def _trajectory(header: tuple[Any, ...], arrays: NDArray[np.uint8]) -> Trajectory:
     """Of the values of a `TrajectoryHeader` and uint8[9 T]."""
+    ids, logprobs, mask = split_arrays(arrays)
+    return Trajectory(*header, token_ids=ids, behavior_logprobs=logprobs, loss_mask=mask)
+
+
+def split_arrays(arrays: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.bool_]]:
+    """Token ids, log-probs and loss mask: int32[T], float32[T], bool[T], which are views of uint8[9 T]."""
     tokens = len(arrays) // TOKEN_BYTES
-    return Trajectory(
-        *header,
-        token_ids=arrays[: 4 * tokens].view(np.int32),
-        behavior_logprobs=arrays[4 * tokens : 8 * tokens].view(np.float32),
-        loss_mask=arrays[8 * tokens :].view(np.bool_),
+    return (
+        arrays[: 4 * tokens].view(np.int32),
+        arrays[4 * tokens : 8 * tokens].view(np.float32),
+        arrays[8 * tokens :].view(np.bool_),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -40,6 +42,19 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o666, durable: bool = 
         raise
     if durable:
         fsync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def part_of(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write piece by piece. It becomes `path` when the block ends, and is removed where it raises."""
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)  # of a process that was killed
+    try:
+        yield part
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def replace_directory(directory: Path, written: Path) -> None:

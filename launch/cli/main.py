@@ -20,7 +20,7 @@ COMMANDS = {
     "train": ".train",
     "resume": ".train",
     "eval": ".train",
-    "export": ".train",
+    "export": ".export",
     "rate": ".rate",
     "sft": ".sft",
     "init-model": ".init_model",

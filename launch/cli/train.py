@@ -1,4 +1,4 @@
-"""`slipstream train`, `resume`, `eval` and `export`."""
+"""`slipstream train`, `resume` and `eval`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,6 @@ def register(commands: CommandTable) -> None:
     add_config(parser, or_run=True)
     add_step(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON object for each suite")
-    parser = commands.add("export", export, "write the model of a run's checkpoint as a Hugging Face folder")
-    add_run(parser)
-    add_step(parser)
-    parser.add_argument("--out", metavar="DIR", help="the new folder; default: RUN/model-step-N")
 
 
 def train(options: argparse.Namespace) -> int:
@@ -81,11 +77,4 @@ def evaluate(options: argparse.Namespace) -> int:
             f"{what}{f', {result.suite}' if result.suite else ''}: reward {result.reward_mean:.3f} ± {result.reward_stderr:.3f} "
             f"over {result.tasks} tasks ({outcomes}) in {result.seconds:.1f} s{chances}"
         )
-    return 0
-
-
-def export(options: argparse.Namespace) -> int:
-    from ..export import export
-
-    print_line(f"the model is in {export(options.run, options.out and Path(options.out), options.step)}")
     return 0
