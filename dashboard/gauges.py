@@ -11,12 +11,13 @@ import math
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ..monitor.timeline import SERIES, FolderFollower
 
@@ -55,7 +56,7 @@ class RoleGauges:
         for name, column in self.columns.items():
             values = np.array(column[first:last])
             if name.rpartition(".")[2] in COUNTERS:
-                values = _rates(times, values)
+                values = rates(times, values)
             known = np.isfinite(values)
             if known.any():
                 sums = np.bincount(part[known], values[known], points)
@@ -100,10 +101,13 @@ def _numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, f
             yield prefix + name, float(value)
 
 
-def _rates(times: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Per second since the value before; NaN where it fell."""
-    rates = np.full(len(values), np.nan)
+Numbers = Sequence[float] | NDArray[np.float64]
+
+
+def rates(times: Numbers, values: Numbers) -> np.ndarray[Any, Any]:
+    """float64[T]: per second since the value before; NaN where it fell."""
+    found = np.full(len(values), np.nan)
     if len(values) > 1:
         grown, took = np.diff(values), np.diff(times)
-        rates[1:] = np.where((grown >= 0) & (took > 0), grown / np.maximum(took, 1e-9), np.nan)
-    return rates
+        found[1:] = np.where((grown >= 0) & (took > 0), grown / np.maximum(took, 1e-9), np.nan)
+    return found

@@ -73,7 +73,7 @@ def _row(run: WatchedRun, one: StoredTrajectory, steps: dict[int, int], arrays: 
     whole = None if data is None else split_arrays(np.frombuffer(data, dtype=np.uint8))
     messages = None
     if whole is not None:
-        found = run.reader.texts.messages(whole[0].tolist(), [(turn.start, turn.end) for turn in h.turns], WHOLE)
+        found = run.reader.conversation(one, WHOLE)
         names = ("start", "end", "role", "turn", "text")
         messages = [{name: getattr(message, name) for name in names} for message in found]
     ids, logprobs, mask = whole if whole is not None and arrays else (None, None, None)

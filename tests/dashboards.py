@@ -15,8 +15,10 @@ from slipstream.buffer.ledger_report import ledger_report
 from slipstream.dashboard.app import DashServer
 from slipstream.dashboard.runs import RunAccess, RunFolder
 from slipstream.errors import ConfigError
+from slipstream.launch.cli.main import main
 from slipstream.monitor.timeline import read_spans
 from slipstream.planner.explain.findings import Explanation
+from slipstream.tests.perfetto import read_perfetto
 from slipstream.tests.runs import query
 
 
@@ -107,6 +109,26 @@ def check_annotations(tokens: dict[str, Any]) -> None:
     for ratio, loss, staleness in zip(ratios, tokens["loss"], tokens["staleness"], strict=True):
         assert (ratio is not None) == (loss == 1)
         assert loss != 1 or staleness or abs(ratio) < 0.01
+
+
+def check_written(run: Path) -> None:
+    """Of a real run that is over: `export` writes its trajectories, `trace` its spans, and `show` prints one."""
+    assert main(["export", str(run), "--to", "jsonl"]) == 0
+    rows = [json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()]
+    assert [(row["id"],) for row in rows] == query(run, "SELECT id FROM trajectories ORDER BY rowid")
+    assert {row["step"] for row in rows if row["account"] == "trained"} == {
+        version for (version,) in query(run, "SELECT version FROM commits")
+    }
+    assert all(row["messages"] and len(row["token_ids"]) == len(row["loss_mask"]) for row in rows)
+    assert main(["trace", str(run)]) == 0
+    spans = list(read_spans(run))
+    slices = [one for one in read_perfetto(run / "trace.perfetto-trace").slices if one.category == "span"]
+    assert len(slices) == len(spans)
+    assert all("episode" in one.above for one in slices if one.name in ("turn", "step", "reset"))
+    ended = set[int]().union(*(one.ended for one in slices))
+    trained = [row["episode_id"] for row in rows if row["account"] == "trained"]
+    assert len(ended) == len(set(trained)) > 0
+    assert main(["show", str(run), "--worst"]) == 0
 
 
 async def check_views(asked: Asked, run: Path) -> None:

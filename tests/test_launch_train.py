@@ -19,7 +19,7 @@ from slipstream.launch.explain import explain_or_say_why
 from slipstream.learner.metrics import StepMetrics
 from slipstream.monitor.timeline import read_series, read_spans
 from slipstream.tests import forkserver
-from slipstream.tests.dashboards import check_dashboard
+from slipstream.tests.dashboards import check_dashboard, check_written
 from slipstream.tests.reports import evaluations_in, recorded_in
 from slipstream.tests.runs import (
     SMALL,
@@ -164,6 +164,7 @@ def test_a_run_from_start_to_report(
     check_times(run)
     check_timeline(run)
     check_dashboard(run)
+    check_written(run)
     # Same version, same weights: what the engine reported is what the learner computes, in fp32.
     assert sum(row["mismatch_tokens"] for row in rows) > 0
     assert all((row["mismatch_max"] is None) == (row["mismatch_tokens"] == 0) for row in rows)

@@ -26,6 +26,7 @@ COMMANDS = {
     "init-model": ".init_model",
     "ledger": ".ledger",
     "show": ".show",
+    "trace": ".trace",
     "dash": ".dash",
     "simulate": ".simulate",
     "explain": ".explain",
