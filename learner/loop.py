@@ -110,7 +110,7 @@ class TrainingLoop:
             with self._in_phase("commit", state.version):
                 state = await self._commit(state)
                 self._annotate(state.version, seen.finish())
-                timer.stepped(await self._buffer.stats())
+                timer.stepped(await self._buffer.stats(), int(batch.sizes.sum()))
             with self._in_phase("publish", state.version):
                 push = await self._updates.publish(state.version)
             with self._in_phase("checkpoint", state.version):

@@ -56,7 +56,7 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     peers_refused: int  # attempts to connect to the buffer without the run's keys, since its process started
     rollout_tokens_per_s: float  # * tokens generated per second
     overlap_tokens_per_s: float  # * tokens generated per second while the learner was stepping
-    learner_tokens_per_s: float  # tokens (context included) per second of stepping
+    learner_tokens_per_s: float  # tokens (context included) that it computed, per second of stepping
     learner_idle: float  # share of the time in which the learner waited for a batch, 0 to 1
     rollout_idle: float  # * share of the episode slots that were empty because no lease was granted, 0 to 1
     slots: float  # * episodes that all workers would play in sum at once, mean; follows how busy the servers are
@@ -221,11 +221,11 @@ class StepTimer:
     def took(self, batch: BatchPlan[BatchRow]) -> None:
         self._took = self._clock()
         self._at_take = batch.stats
-        self._context = sum(len(trajectory) for group in batch.groups for trajectory in group)
 
-    def stepped(self, stats: Stats) -> None:
+    def stepped(self, stats: Stats, tokens: int) -> None:
+        """`tokens` were computed, context included."""
         self._stepped = self._clock()
-        self._after = stats
+        self._after, self._tokens = stats, tokens
 
     def row(
         self,
@@ -256,7 +256,7 @@ class StepTimer:
             peers_refused=after.refused,
             rollout_tokens_per_s=recent.tokens / recent.seconds,
             overlap_tokens_per_s=recent.overlap_tokens / recent.step_s,
-            learner_tokens_per_s=self._context / step_s,
+            learner_tokens_per_s=self._tokens / step_s,
             learner_idle=wait_s / total_s,
             rollout_idle=recent.idle_slot_s / recent.slot_s if recent.slot_s > 0 else 0.0,
             slots=recent.slot_s / recent.seconds,

@@ -8,7 +8,7 @@ Invariants:
 - Requests arrive one after the other, each some time after it was sent.
 - A step decodes one token of every running sequence and takes the seconds that the decode curve has for their number.
 - Every sampled token has the version that the replica served then. A request's tokens by version sum to its tokens.
-- A replica that is paused decodes nothing; what arrives meanwhile queues.
+- A replica that is paused decodes nothing; what arrives meanwhile queues. One that drains decodes what it has, and then pauses.
 
 Not modelled: the limit of the KV cache, and that a prefill is spread over several steps.
 """
@@ -96,6 +96,7 @@ class SimulatedReplica:
         unit_s = [curve.step_s(max(1, n)) for n in range(max_concurrent + 1)]
         self._processor: SharedProcessor[SimulatedRequest] = SharedProcessor(clock, unit_s, self._finish)
         self._paused = False
+        self._drained: Callable[[], None] | None = None  # called when nothing is decoded any more
         self._swaps: list[tuple[float, int]] = [(0.0, 0)]  # progress at which a version began
 
     @property
@@ -137,11 +138,22 @@ class SimulatedReplica:
         sampled = min(request.sampled, int(self._processor.progress - request.began))
         self._processor.remove(request)
         request.counts = self._by_version(request, sampled)
+        self._note_drained()
         self._fill()
 
     def pause(self) -> None:
         self._paused = True
         self._processor.pause()
+
+    def drain(self, drained: Callable[[], None]) -> None:
+        """Begin no request until the next swap; call `drained` when those that are decoded have ended."""
+        self._paused, self._drained = True, drained
+        self._note_drained()
+
+    def _note_drained(self) -> None:
+        if self._drained is not None and not self._processor.jobs:
+            drained, self._drained = self._drained, None
+            drained()
 
     def swap(self, version: int) -> None:
         """Serve `version` from here on, and go on."""
@@ -173,6 +185,7 @@ class SimulatedReplica:
 
     def _finish(self, request: SimulatedRequest) -> None:
         request.counts = self._by_version(request, request.sampled)
+        self._note_drained()
         self._fill()
         request.complete(request)
 

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -147,7 +148,8 @@ class TwoChoicesRouter:
 
 
 class SimulatedFleet:
-    """`once_s` seconds before the first cohort, and `cohort_s` for each, of which a replica pauses `pause_s`."""
+    """`once_s` seconds before the first cohort, and `cohort_s` for each, of which a replica pauses `pause_s`. With `drains` its
+    replicas finish what they decode before they pause."""
 
     def __init__(
         self,
@@ -157,6 +159,8 @@ class SimulatedFleet:
         once_s: float,
         cohort_s: float,
         pause_s: float,
+        *,
+        drains: bool = False,
     ) -> None:
         self.replicas = replicas
         self.routers: list[SimulatedRouter] = []
@@ -165,6 +169,7 @@ class SimulatedFleet:
         self._once_s = once_s
         self._cohort_s = cohort_s
         self._pause_s = min(cohort_s, pause_s)
+        self._drains = drains
         self._revision = 0
 
     def make_router(self, max_concurrent: int, longest: int, rng: random.Random) -> SimulatedRouter:
@@ -189,12 +194,33 @@ class SimulatedFleet:
 
     def push(self, version: int, done: Callable[[], None]) -> None:
         """Roll `version` over the replicas, beginning now; `done` when the last serves it."""
+        if self._drains:
+            self._clock.after(self._once_s, self._push_drained, 0, version, done)
+            return
         for index, cohort in enumerate(self._cohorts):
             begins = self._once_s + index * self._cohort_s
             ends = begins + self._cohort_s
             self._clock.after(max(begins, ends - self._pause_s), self._pause, cohort)
             last = index + 1 == len(self._cohorts)
             self._clock.after(ends, self._swap, cohort, version, done if last else None)
+
+    def _push_drained(self, index: int, version: int, done: Callable[[], None]) -> None:
+        """Push to the cohort `index` and those after it. Each replica swaps when it has drained; the next cohort waits for all."""
+        cohort, left = self._cohorts[index], len(self._cohorts[index])
+
+        def swap(replica: SimulatedReplica) -> None:
+            nonlocal left
+            left -= 1
+            last = not left and index + 1 == len(self._cohorts)
+            self._swap([replica], version, done if last else None)
+            if not left and not last:
+                self._push_drained(index + 1, version, done)
+
+        def drain() -> None:
+            for replica in cohort:
+                replica.drain(functools.partial(self._clock.after, self._pause_s, swap, replica))
+
+        self._clock.after(self._cohort_s - self._pause_s, drain)
 
     def _pause(self, cohort: Sequence[SimulatedReplica]) -> None:
         for replica in cohort:

@@ -41,6 +41,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
     take_s: float
     step_s: tuple[float, ...]  # seconds per token of a batch, context included; each is drawn equally often
     gpus: int  # that replicas and learner need
+    drains: bool = False  # replicas finish what they decode before they change weights, which no setting asks for
 
     @classmethod
     def of(cls, profile: RunProfile, overrides: tuple[str, ...] = ()) -> SimulationPlan:

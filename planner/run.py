@@ -76,7 +76,9 @@ class SimulatedRun:
             )
             for i in range(plan.replicas)
         ]
-        self._fleet = SimulatedFleet(clock, replicas, plan.cohort, plan.once_s, plan.cohort_s, plan.pause_s)
+        self._fleet = SimulatedFleet(
+            clock, replicas, plan.cohort, plan.once_s, plan.cohort_s, plan.pause_s, drains=plan.drains
+        )
         longest = max(workload.longest for workload in plan.environments)
         self._workers = [
             SimulatedWorker(
@@ -91,7 +93,7 @@ class SimulatedRun:
             for i in range(plan.workers)
         ]
         self._turn = 0  # the worker that is asked first for the next lease
-        self._contexts: dict[int, int] = {}  # group -> tokens of its episodes, context included
+        self._contexts: dict[str, int] = {}  # episode -> its tokens, context included
         self._episodes_s = 0.0  # of episodes that were kept
         self._episodes = 0
         self._stuck = ""
@@ -149,7 +151,7 @@ class SimulatedRun:
 
     def _delivered(self, episode: PlayedEpisode, kept: bool) -> None:
         if kept:
-            self._contexts[episode.group] = self._contexts.get(episode.group, 0) + episode.shape.tokens
+            self._contexts[episode.id] = episode.shape.tokens
             self._episodes_s += episode.ended - episode.began
             self._episodes += 1
         self._take()
@@ -201,13 +203,16 @@ class SimulatedRun:
         self._clock.after(self.plan.take_s + self._step_s, self._commit)
 
     def _count(self, batch: list[Group]) -> None:
-        """The tokens of a batch that carry loss, by staleness; those that do not; and the learner's work."""
+        """The tokens of a batch that carry loss, by staleness; those that do not; and the learner's work: it computes no episode
+        without a token that carries loss."""
         version, oldest = self.replay.version, self.plan.admission.oldest_trainable(self.replay.version)
         self._lags.clear()
         self._withheld = self._context = 0
         for group in batch:
-            self._context += self._contexts.pop(group.id, 0)
             for episode in group.in_account("ready"):
+                context = self._contexts.pop(episode.id, 0)
+                if not episode.withheld and max(episode.kept, default=-1) >= oldest:
+                    self._context += context
                 for sampled_at, tokens in episode.kept.items():
                     if episode.withheld or sampled_at < oldest:
                         self._withheld += tokens

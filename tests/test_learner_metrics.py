@@ -33,7 +33,7 @@ def rows(steps: int, step_s: float, compared: int = 1) -> list[StepMetrics]:
         reports.now += 0.2 * step_s
         timer.took(BatchPlan(step, 0, (), {}, reports.stats()))
         reports.now += 0.7 * step_s
-        timer.stepped(reports.stats())
+        timer.stepped(reports.stats(), 70)
         reports.now += 0.1 * step_s
         summary, push = summarize([], joined([])), PushReport(step, ("engine-0",), {})
         made.append(timer.row(CheckpointState(step, step), summary, done, AuxModelsResult(), push))
@@ -48,6 +48,7 @@ def test_a_rate_does_not_follow_the_moments_of_reports(step_s: float) -> None:
         assert row.rollout_tokens_per_s == pytest.approx(1000, rel=0.06)
         assert row.slots == pytest.approx(64, rel=0.06)
         assert row.rollout_idle == pytest.approx(0.25)
+        assert row.learner_tokens_per_s == pytest.approx(70 / (0.7 * step_s))
 
 
 def test_what_single_steps_report_adds_up_to_the_whole() -> None:
@@ -65,7 +66,7 @@ def test_totals_of_a_buffer_that_began_anew_make_no_negative_time() -> None:
     reports.now = 101.0
     timer.took(BatchPlan(0, 0, (), {}, reports.stats()))
     reports.now = 102.0
-    timer.stepped(reports.stats(scale=0.01))
+    timer.stepped(reports.stats(scale=0.01), 70)
     done = PolicyStepResult((BackendStepResult(0.0, 0.0, 1, MEANS),), 0.1, 0.0, 0)
     row = timer.row(CheckpointState(1, 1), summarize([], joined([])), done, AuxModelsResult(), PushReport(1, (), {}))
     assert (row.slot_s, row.idle_slot_s, row.rollout_idle) == (0.0, 0.0, 0.0)

@@ -170,6 +170,15 @@ def test_environments_have_their_shares_of_a_batch() -> None:
         assert sum(sample.tokens_by_staleness.values()) + sample.withheld == 4 * (2 * 50 + 6 * 400)
 
 
+def test_the_learner_computes_no_episode_that_has_nothing_to_train() -> None:
+    tail = Lognormal(mean=200.0, sigma=1.2, most=2000)
+    samples = simulate(plan_of(tail, buffer__max_staleness=1), 30).samples
+    sampled = [(sum(one.tokens_by_staleness.values()), one.withheld, one.context) for one in samples]
+    assert all(trained <= context <= trained + withheld for trained, withheld, context in sampled)
+    assert any(context < trained + withheld for trained, withheld, context in sampled)
+    assert any(trained < context for trained, _, context in sampled)
+
+
 def test_ranks_divide_the_step_and_what_is_no_setting_of_a_simulation_is_refused() -> None:
     profile = profile_of()
     assert SimulationPlan.of(profile, ("learner.backend.ranks=2",)).step_s == pytest.approx((2.2e-4, 2.3e-4))
