@@ -91,8 +91,9 @@ class Policy(Protocol):
         ContextExhausted where it leaves no room for another token."""
         ...
 
-    async def generate(self, token_ids: Sequence[int]) -> Completion:
-        """Continue raw token ids. A prompt that does not begin with the tokens of an earlier call opens a new branch."""
+    async def generate(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
+        """Continue raw token ids by at most `max_tokens`; the run's limit applies where it is lower. A prompt that does not begin
+        with the tokens of an earlier call opens a new branch."""
         ...
 
 

@@ -94,15 +94,17 @@ class Session:
         with self._remembered_failure():
             return await _together([self._reply(parent, prompt, tools, request, keys[-1]) for _ in range(request.n)])
 
-    async def generate(self, token_ids: Sequence[int]) -> Completion:
+    async def generate(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
         """Continue raw token ids. See `Policy.generate`. Raises ContextExhausted where they leave no room for another token,
-        PolicyError where there are none, or ids outside the vocabulary."""
+        PolicyError where there are none, or ids outside the vocabulary, or `max_tokens` below 1."""
         if not token_ids or not all(0 <= token < self._vocabulary for token in token_ids):
             raise PolicyError(f"generate needs token ids between 0 and {self._vocabulary - 1}, and at least one")
+        if max_tokens is not None and max_tokens < 1:
+            raise PolicyError(f"generate with max_tokens={max_tokens}: allowed are 1 and more")
         self._require_room(len(token_ids))
         parent, size = self._tree.beginning(token_ids)
         with self._remembered_failure():
-            completion = await self._complete(parent, token_ids, size, ONE_REPLY)
+            completion = await self._complete(parent, token_ids, size, SampleRequest(max_tokens))
         self._tree.add(Node(parent, token_ids[size:], completion))
         return completion
 

@@ -106,7 +106,8 @@ class Transformers(Servers, frozen=True, tag_field="kind", tag="transformers"):
 
 
 class Fake(Servers, frozen=True, tag_field="kind", tag="fake"):
-    """For fault injection only: a slow and exact server. The environment variable SLIPSTREAM_FAULTS scripts its failures."""
+    """For fault injection and benchmarks only: a slow and exact server. The environment variable SLIPSTREAM_FAULTS scripts its
+    failures; with SLIPSTREAM_ENGINE_LAW it takes the time of a law instead of computing."""
 
 
 Reason = Literal["tool", "environment", "engine", "policy", "reward", "timeout"]

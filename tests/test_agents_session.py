@@ -278,6 +278,8 @@ async def test_malformed_messages_name_the_fault(renderer, tokenizer, text, comp
 async def test_raw_tokens(renderer, tokenizer):
     script = Script(([7, 8], 1, "stop"), ([9], 1, "stop"), ([3], 2, "length"))
     played = session(renderer, script)
+    with pytest.raises(PolicyError, match="max_tokens=0: allowed are 1 and more"):
+        await played.generate([1, 2], 0)
     assert (await played.generate([1, 2])).token_ids == (7, 8)
     continued = await played.generate([1, 2, 7, 8])
     assert continued.version_spans == (VersionSpan(0, 1, 1),)

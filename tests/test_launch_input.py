@@ -112,6 +112,8 @@ def test_keys_that_do_not_go_together_are_one_line(
         ("sglang", "SLIPSTREAM_SGLANG_PYTHON", "/nowhere/python", ("/nowhere/python",)),
         ("fake", "SLIPSTREAM_FAULTS", "[{at: lunch, do: die}]", ("lunch",)),
         ("fake", "SLIPSTREAM_FAULTS", "[{at: token, do: refuse}]", ("do=refuse", "at=token")),
+        ("fake", "SLIPSTREAM_ENGINE_LAW", "{step_s: 0}", ("step_s", "> 0")),
+        ("fake", "SLIPSTREAM_ENGINE_LAW", "{step_s: 0.1, sequences_s: 1}", ("sequences_s",)),
     ],
 )
 def test_a_wrong_environment_variable_is_one_line_that_names_it(

@@ -14,6 +14,7 @@ import msgspec
 from ....configs.schema import Config, Fake, Transformers
 from ....errors import ConfigError
 from ..fake.faults import read_script
+from ..fake.law import read_law
 from ..launch_common import CPU_THREADS, hub_environment, kv_memory
 
 MODULE = "slipstream.rollout.engines.server"
@@ -42,6 +43,7 @@ def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]
         raise ConfigError(f"rollout.engine.kind: {type(engine).__name__.lower()!r} has a server of its own")
     if isinstance(engine, Fake):
         read_script()  # a wrong one is refused before a server starts
+        read_law()  # likewise
     options = Options(
         kind="fake" if isinstance(engine, Fake) else "transformers",
         model=config.model.path,
