@@ -33,15 +33,17 @@ NAMES = (
     "recording",
     "dashboard",
     "learning",
+    "async",
 )
 
 OPTIONS = {
     "sizes": ("rollout", "weightsync", "tools", "learner"),
     "seeds": ("learning",),
-    "staleness": ("learning",),
-    "steps": ("learning", "prediction", "tune"),
-    "out": ("learning", "prediction", "tune"),
+    "staleness": ("learning", "async"),
+    "steps": ("learning", "prediction", "tune", "async"),
+    "out": ("learning", "prediction", "tune", "async"),
     "browser": ("dashboard",),
+    "config": ("async",),
 }
 """Options that only some benchmarks know."""
 
@@ -57,15 +59,16 @@ def register(commands: CommandTable) -> None:
         "--sizes", metavar="SIZE", nargs="+", help="policies to measure, for example 3M 50M; default: all"
     )
     parser.add_argument("--seeds", type=int, metavar="N", help="learning: seeds of each arm; default: 3")
-    parser.add_argument(
-        "--staleness", type=int, metavar="N", nargs="+", help="learning: bounds to try; default: 0 1 2 4 8"
-    )
-    text = "learning, prediction, tune: steps of each run; default: 60, 30, 60"
+    text = "learning, async: bounds to try; default: 0 1 2 4 8"
+    parser.add_argument("--staleness", type=int, metavar="N", nargs="+", help=text)
+    text = "learning, prediction, tune, async: steps of each run; default: 60, 30, 60, and 8 that count"
     parser.add_argument("--steps", type=int, metavar="N", help=text)
-    text = "learning, prediction, tune: where runs are kept; default: runs/bench-learning, and nowhere"
+    text = "learning, prediction, tune, async: where runs are kept; default: runs/bench-learning, and nowhere"
     parser.add_argument("--out", metavar="DIR", help=text)
     text = "dashboard: measure the page in Chromium, which must be installed"
     parser.add_argument("--browser", action="store_const", const=True, help=text)
+    text = "async: measure runs of this config, with its engine and learner; default: both are emulated"
+    parser.add_argument("--config", metavar="CONFIG", help=text)
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -81,8 +84,9 @@ def bench(options: argparse.Namespace) -> int:
     console = open_console(stderr=True)
     for option, names in OPTIONS.items():
         if getattr(options, option) is not None and options.name not in names:
-            known = " and ".join(f"`slipstream bench {name}`" for name in names)
-            raise ConfigError(f"--{option}: only {known} know{'s' * (len(names) == 1)} it; leave it out")
+            *first, last = (f"`slipstream bench {name}`" for name in names)
+            known = f"{', '.join(first)} and {last} know" if first else f"{last} knows"
+            raise ConfigError(f"--{option}: only {known} it; leave it out")
     if options.name == "learning":
         parts = _learning(options, console)
     elif options.name == "prediction":
@@ -90,6 +94,8 @@ def bench(options: argparse.Namespace) -> int:
     elif options.name in OPTIONS["sizes"]:
         sized = {"rollout": _rollout, "weightsync": _weightsync, "tools": _tools, "learner": _learner}
         parts = sized[options.name](options.sizes)
+    elif options.name == "async":
+        parts = _async(options, console)
     elif options.name == "tune":
         parts = _tune(options, console)
     elif options.name == "dashboard":
@@ -217,6 +223,28 @@ def _prediction(options: argparse.Namespace, console: Console) -> list[tuple[str
     out = None if options.out is None else Path(options.out)
     what = f"runs of {steps} steps on {len(PROBES)} other settings, each between two of its own"
     return [(what, lambda folder: prediction(out or folder, steps, console.print))]
+
+
+def _async(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
+    from ..configs import load
+    from ..errors import ConfigError
+    from .asynchrony import LEAST_STEPS, PLAIN, STEPS, arms, checked_bounds, emulated, real
+    from .commands import make_empty
+
+    steps = STEPS if options.steps is None else options.steps
+    if steps < LEAST_STEPS:
+        raise ConfigError(f"--steps: {steps} is not allowed; allowed are {LEAST_STEPS} and more")
+    bounds = checked_bounds(options.staleness)
+    out, config = None if options.out is None else Path(options.out), options.config
+    if out is not None:
+        make_empty(out)
+    if config is not None:
+        load(config, PLAIN)
+        what = f"{len(bounds)} runs of {config}"
+        return [(what, lambda folder: real(config, out or folder, bounds, steps, console.print))]
+    every = arms(bounds)
+    what = f"{len(every)} runs with an emulated engine and learner"
+    return [(what, lambda folder: emulated(out or folder, every, steps, console.print))]
 
 
 def _tune(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:

@@ -63,9 +63,9 @@ def test_every_command_parses_and_its_configuration_loads(page: Path) -> None:
             continue
         options, unparsed = parser.parse_known_args(arguments)
         merge_overrides(parser, options, unparsed)
-        config = getattr(options, "config", "runs/")
+        config = getattr(options, "config", None) or "runs/"
         if not config.startswith("runs/"):
-            load(config, options.overrides, SftConfig if arguments[0] == "sft" else Config)
+            load(config, getattr(options, "overrides", ()), SftConfig if arguments[0] == "sft" else Config)
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=page_name)

@@ -11,7 +11,7 @@ import logging
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import structs
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLIENT_FACTORY = "SLIPSTREAM_BUFFER_CLIENT"  # see `make_buffer_client`
+BACKEND_FACTORY = "SLIPSTREAM_BACKEND"  # see `make_backend`
 CANARY_TOKENS = 32  # whose log-probs verify a push: long enough to reach every kernel, short enough to cost nothing
 PROGRAM_SHARE = 0.75  # of an episode's time that its program may take; its environment needs the rest
 BUCKET_BYTES = 64 << 20  # largest bucket of tensors in a weight broadcast; the receiver holds one next to its KV cache
@@ -76,12 +77,19 @@ def make_engine(context: RunContext, replica: ReplicaInfo) -> HttpEngine:
 def make_buffer_client(context: RunContext, name: str) -> BufferClient:
     """The buffer client of role `name`. The variable CLIENT_FACTORY names another factory, as `module:function`: `slipstream chaos`
     audits the run through its own."""
-    if not (factory := os.environ.get(CLIENT_FACTORY)):
-        from ...buffer.client import BufferClient
+    if (factory := _named_by(CLIENT_FACTORY)) is not None:
+        return factory(context, name)
+    from ...buffer.client import BufferClient
 
-        return BufferClient(context.addresses.buffer, name)
-    module, _, function = factory.partition(":")
-    return getattr(importlib.import_module(module), function)(context, name)
+    return BufferClient(context.addresses.buffer, name)
+
+
+def _named_by(variable: str) -> Callable[..., Any] | None:
+    """The function that an environment variable names as `module:function`; None where it is not set."""
+    if not (named := os.environ.get(variable)):
+        return None
+    module, _, function = named.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 @contextlib.asynccontextmanager
@@ -186,7 +194,10 @@ def collective_s(config: Config) -> float:
 
 
 def make_backend(config: Config, *, temperature: float) -> Backend:
-    """The learner's model; log-probs are those of logits / `temperature`."""
+    """The learner's model; log-probs are those of logits / `temperature`. The variable BACKEND_FACTORY names another factory, as
+    `module:function`: `slipstream bench async` emulates the learner's computing through its own."""
+    if (factory := _named_by(BACKEND_FACTORY)) is not None:
+        return factory(config, temperature)
     chosen, model, optimizer = config.learner.backend, config.model, config.learner.optimizer
     timeout_s = collective_s(config)
     if isinstance(chosen, Megatron):
