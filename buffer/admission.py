@@ -6,6 +6,7 @@ Invariants:
   alone frees nothing.
 - With `max_staleness = 0` no group is in flight while the weights change: synchronous training.
 - At version v no token older than `v - max_staleness` carries loss, whatever was admitted.
+- The bound may change while a run goes on (`LiveRules`). A batch keeps the bound that it was taken under.
 - Every environment has its share of every batch, and of the outstanding groups: fast environments do not crowd out a slow one, and
   versions do not advance without it.
 """
@@ -14,9 +15,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
+
+from ..configs.schema import Buffer
 
 OnDeadline = Literal["withhold", "wait", "drop"]
 Filter = Literal["none", "best", "best_random", "best_worst"]
@@ -73,6 +77,20 @@ class ReplayConfig(msgspec.Struct, frozen=True):
     greedy: bool = False
 
 
+class LiveRules(msgspec.Struct, frozen=True):
+    """What `slipstream set` changes of a buffer that serves: fields of `Admission` and `ReplayConfig`."""
+
+    max_staleness: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    groups_per_batch: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    min_members: Annotated[int, Meta(ge=2, lt=1 << 31)]
+    on_deadline: OnDeadline
+
+    @classmethod
+    def of(cls, config: Buffer) -> LiveRules:
+        members = config.min_members or config.group_size
+        return cls(config.max_staleness, config.groups_per_batch, members, config.on_deadline)
+
+
 class ReplayCounters(msgspec.Struct):
     """The state machine's own numbers; stored with every transaction."""
 
@@ -88,6 +106,7 @@ class ReplayCounters(msgspec.Struct):
     outcomes: dict[
         str, int
     ] = {}  # episodes that ended, by `Outcome.label`; without those that the buffer had cancelled
+    taken: Admission | None = None  # what the batch that is taken was taken under; None without a batch
 
     @property
     def settled(self) -> int:

@@ -20,6 +20,7 @@ import msgspec
 from ..rpc.client import RpcClient
 from ..rpc.security import Keys
 from . import messages as m
+from .admission import LiveRules
 from .client_registry import connection_name
 from .ledger import Counts
 from .messages import BatchPlan, Lease, Stats
@@ -144,6 +145,12 @@ class BufferClient:
 
     async def stats(self) -> Stats:
         return await self._request(m.RequestStats(), Stats)
+
+    # --- supervisor -----------------------------------------------------------------------------------------------
+
+    async def configure(self, revision: int, rules: LiveRules) -> int:
+        """Put rules in force; returns the version at which the first batch under them is taken. See `messages.Configure`."""
+        return (await self._request(m.Configure(revision, rules), m.Configured)).version
 
     async def _request(
         self, request: m.Request, reply_type: type[R], deadline_s: float | None = None, waits_for: str = ""

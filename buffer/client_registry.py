@@ -23,6 +23,7 @@ from ..errors import StateError
 from .lease_manager import LeaseManager
 from .messages import Lease, LeaseReply
 
+SUPERVISOR = "supervisor"  # the name of the client that changes settings
 KNOWN = 1 << 14  # workers, and unanswered requests, that are remembered; more than any run today has
 K = TypeVar("K")
 V = TypeVar("V")
@@ -108,6 +109,11 @@ class ClientRegistry:
         name, _ = _parse(connection)
         if self._learner is not None and _role(name) != _role(self._learner[0]):
             raise StateError(f"{_describe(connection)} is no rank of this run's learner")
+
+    def require_supervisor(self, connection: bytes) -> None:
+        """Raises StateError when the sender is not the supervisor."""
+        if _parse(connection)[0] != SUPERVISOR:
+            raise StateError(f"{_describe(connection)} is not the supervisor of this run")
 
     def slots(self) -> tuple[float, float]:
         """Slot seconds and idle slot seconds of all workers, earlier processes included."""

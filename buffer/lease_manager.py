@@ -63,6 +63,12 @@ class LeaseManager:
         self._counters = counters
         self.tasks = tasks or TaskTable([SequentialSampler()] * envs)
 
+    def configure(self, admission: Admission, config: ReplayConfig) -> None:
+        """Follow other rules. A group that runs and has enough members under them is complete at once."""
+        self._admission, self._config = admission, config
+        for group in self._table.in_state("leased"):
+            self._complete(group)
+
     # --- leases ---------------------------------------------------------------------------------------------------
 
     def outstanding(self) -> list[int]:

@@ -16,6 +16,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from ..rpc.wire import RpcMessage, RpcRefusal
+from .admission import LiveRules
 from .ledger import Ledger, Withheld
 from .trajectory import BatchRow, EncodedRow, EncodedTrajectory, Outcome, Trajectory
 
@@ -130,6 +131,13 @@ class RequestFresh(BufferMessage, frozen=True):
     limit: Annotated[int, Meta(ge=0, le=1 << 16)]
 
 
+class Configure(BufferMessage, frozen=True):
+    """The supervisor changes the rules. Revisions rise with every change: rules older than the newest change nothing."""
+
+    revision: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    rules: LiveRules
+
+
 class RequestStats(BufferMessage, frozen=True):
     """Read-only request for `Stats`."""
 
@@ -152,6 +160,12 @@ class RecoverReply(BufferMessage, frozen=True):
     """The version to publish the recovered weights under: above every version ever used, unless nothing was rolled back."""
 
     version: int
+
+
+class Configured(BufferMessage, frozen=True):
+    """The rules are in force."""
+
+    version: int  # at which the first batch under them is taken
 
 
 class Stats(BufferMessage, frozen=True):
@@ -207,9 +221,18 @@ Request = (
     | Recover
     | RequestFresh
     | RequestStats
+    | Configure
 )
 Reply = (
-    Ack | LeaseReply | CancelledEpisodes | RecoverReply | Stats | BatchPlan[EncodedRow] | RowsReply | TrajectoriesReply
+    Ack
+    | LeaseReply
+    | CancelledEpisodes
+    | RecoverReply
+    | Stats
+    | BatchPlan[EncodedRow]
+    | RowsReply
+    | TrajectoriesReply
+    | Configured
 )
 
 Envelope = RpcMessage[Request]

@@ -13,6 +13,7 @@ Invariants:
 - A group is numbered when it is first leased; batches take the oldest ready groups of each environment.
 - `version` never decreases: after a rollback the recovered weights get a number above every one used before, so that a version
   names one set of weights for the whole run.
+- A batch is trained under the bound that it was taken under, also where the rules change or the buffer restarts meanwhile.
 - Every change keeps the ledger balanced, see `group_table`.
 """
 
@@ -20,8 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from ..errors import StateError
-from .admission import Admission, ReplayConfig, ReplayCounters
+from .admission import Admission, LiveRules, ReplayConfig, ReplayCounters
 from .group_table import Episode, Group, GroupTable
 from .lease_manager import LeaseManager
 from .ledger import VersionLedgers
@@ -38,6 +41,7 @@ class Replay:
         tasks: see `LeaseManager`.
 
     Attributes:
+        admission, config: the rules in force, see `configure`.
         table: the groups and the ledger.
         leases: what workers do.
 
@@ -75,6 +79,28 @@ class Replay:
         """A copy, to be stored."""
         return self._counters.copy()
 
+    @property
+    def next_batch(self) -> int:
+        """The version that the next batch is taken at."""
+        return self.version + bool(self.table.in_state("batched"))
+
+    @property
+    def taken_under(self) -> Admission:
+        """The bound of the batch that is taken; without one the bound in force."""
+        return self._counters.taken or self.admission
+
+    def configure(self, rules: LiveRules) -> int:
+        """Change the rules. A higher bound acts with the next lease. A lower one acts with the next batch, and no new group starts
+        until fewer are outstanding than it allows. Returns the version at which the first batch under these rules is taken."""
+        replace = msgspec.structs.replace
+        self.admission = replace(
+            self.admission, max_staleness=rules.max_staleness, groups_per_batch=rules.groups_per_batch
+        )
+        self.config = replace(self.config, min_members=rules.min_members, on_deadline=rules.on_deadline)
+        self.leases.configure(self.admission, self.config)
+        self._staleness_checked_at = -1
+        return self.next_batch
+
     def take(self, version: int) -> list[Group] | None:
         """The batch for `version`, oldest groups first; None when there is not enough, or with `wait` while a group is late.
 
@@ -98,6 +124,7 @@ class Replay:
                 for episode in group.in_account("in_flight"):
                     self.table.discard(group, episode, STRAGGLER)
                 self.table.set_state(group, "batched")
+        self._counters.taken = self.admission
         return self.table.in_state("batched")
 
     def fresh(self, version: int) -> list[Episode]:
@@ -120,14 +147,14 @@ class Replay:
             raise StateError(f"commit of version {version} without a batch; the buffer is at version {self.version}")
         if gap := self.table.ledgers.gap():
             raise StateError(f"the ledger does not balance: {gap}")
-        oldest = self.admission.oldest_trainable(version)
+        oldest = self.taken_under.oldest_trainable(version)
         for group in batch:
             self.table.set_state(group, "trained", version + 1)
             self._counters.trained[group.env] += 1
             for episode in group.in_account("ready"):
                 with self.table.update(group, episode):
                     episode.account, episode.loss_from = "trained", None if episode.withheld else oldest
-        self._counters.version, self._counters.recovered_from = version + 1, None
+        self._counters.version, self._counters.recovered_from, self._counters.taken = version + 1, None, None
 
     def mark_served(self, version: int | None) -> None:
         """The fleet serves `version`; None: no replica serves one now, so nothing is leased."""
@@ -163,6 +190,7 @@ class Replay:
             self.table.set_state(group, "ready")
         for group in self.table.in_state("batched"):
             self.table.set_state(group, "ready")
+        counters.taken = None
         if restored not in (counters.version, counters.recovered_from):
             counters.version, counters.recovered_from = counters.version + 1, restored
         return counters.version

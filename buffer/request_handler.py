@@ -26,7 +26,7 @@ from ..errors import StateError, WireError
 from ..rpc.server import RpcRequest, RpcServer
 from ..rpc.wire import RpcRefusal
 from . import messages as m
-from .admission import ReplayCounters
+from .admission import LiveRules, ReplayCounters
 from .client_registry import ClientRegistry, LeaseQueue, LeaseRequest, enqueue
 from .group_table import Episode, Group
 from .ledger import Withheld
@@ -61,18 +61,22 @@ class RequestHandler:
     Args:
         store: for trajectories that are no longer in memory.
         transport_counts: messages dropped and connections refused so far.
+        revision: of the rules that `replay` was made with, see `messages.Configure`.
 
     Attributes:
         pending: see `PendingWrites`.
         checkpointed: a checkpoint was reported since the owner cleared it, so more groups may be settled.
     """
 
-    def __init__(self, replay: Replay, store: Store, transport_counts: Callable[[], tuple[int, int]]) -> None:
+    def __init__(
+        self, replay: Replay, store: Store, transport_counts: Callable[[], tuple[int, int]], revision: int = 0
+    ) -> None:
         self.pending = PendingWrites()
         self.checkpointed = False
         self._replay = replay
         self._store = store
         self._transport_counts = transport_counts
+        self._revision, self._first_batch = revision, replay.next_batch
         self._replies: list[PendingReply] = []
         self._stored_counters: ReplayCounters | None = None
         self._clients = ClientRegistry()
@@ -101,6 +105,12 @@ class RequestHandler:
             return None
         arrived = list(itertools.chain.from_iterable(pending.trajectories.values()))
         return WriteBatch.of(counters, groups, arrived, pending.commits, pending.rolled_back_to, tasks)
+
+    def configure(self, revision: int, rules: LiveRules) -> int:
+        """Put rules in force, unless newer ones are; the version at which the first batch under those in force is taken."""
+        if revision > self._revision:
+            self._revision, self._first_batch = revision, self._replay.configure(rules)
+        return self._first_batch
 
     def receive(self, server: RpcServer[m.Request], more: Callable[[], bool]) -> None:
         """Carry out the requests that have arrived, while `more`."""
@@ -182,6 +192,9 @@ class RequestHandler:
                 return None
             case m.RequestStats():
                 return self._stats()
+            case m.Configure(revision, rules):
+                clients.require_supervisor(identity)
+                return m.Configured(self.configure(revision, rules))
         return m.Ack()
 
     def _require_holder(self, worker: str, episode_id: str) -> None:
@@ -207,11 +220,10 @@ class RequestHandler:
 
     def _commit(self, version: int) -> None:
         groups = len(self._replay.table.in_state("batched"))
-        before = self._replay.version
+        before, rule = self._replay.version, self._replay.taken_under
         self._replay.commit(version)
         self._batch = None
         if self._replay.version != before:
-            rule = self._replay.admission
             row = CommitRow(self._replay.version, time.time(), groups, rule.max_staleness, rule.groups_per_batch)
             self.pending.commits.append(row)
 
@@ -241,7 +253,7 @@ class RequestHandler:
 
     def _make_batch(self, version: int, groups: list[Group]) -> _Batch:
         """Held until it is committed: every rank gets the same arrays."""
-        oldest = self._replay.admission.oldest_trainable(version)
+        oldest = self._replay.taken_under.oldest_trainable(version)
         trajectories = [self._trajectories(g) for g in groups]
         rows = tuple(tuple(one.row for one in group) for group in trajectories)
         withheld: dict[str, Withheld] = {e.id: e.withheld for g in groups for e in g.in_account("ready") if e.withheld}

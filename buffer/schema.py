@@ -48,7 +48,7 @@ CREATE INDEX IF NOT EXISTS positions ON trajectories (arrays) WHERE arrays IS NO
 CREATE INDEX IF NOT EXISTS trajectories_of_episode ON trajectories (episode_id);
 CREATE TABLE IF NOT EXISTS commits (
     version INTEGER PRIMARY KEY, time REAL NOT NULL, groups INTEGER NOT NULL,
-    max_staleness INTEGER NOT NULL, groups_per_batch INTEGER NOT NULL,  -- in force when its batch was committed
+    max_staleness INTEGER NOT NULL, groups_per_batch INTEGER NOT NULL,  -- its batch was taken under
     rolled_back INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE IF NOT EXISTS tasks (  -- sums over all groups and episodes of a task; its rows are never dropped

@@ -30,7 +30,7 @@ from ..errors import StateError, StoreError, TrackedWait
 from ..rpc.security import Keys
 from ..rpc.server import RpcServer
 from . import messages as m
-from .admission import Admission, ReplayConfig
+from .admission import Admission, LiveRules, ReplayConfig
 from .ledger import VersionLedgers
 from .ledger_report import ledgers_by_version
 from .replay import Replay
@@ -57,6 +57,7 @@ class BufferService:
         retries: failure reason -> how often a member that failed so is leased again.
         greedy: one member of each group is sampled greedily, see `ReplayConfig`.
         samplers, tasks: of each environment what chooses its tasks, and how many it has, 0 without end; by default in order.
+        revision: of the settings in `config`, see `configure`.
         keys: the run's CURVE keys, where they are not those of this process.
 
     Raises:
@@ -76,6 +77,7 @@ class BufferService:
         greedy: bool = False,
         samplers: Sequence[TaskSampler] = (),
         tasks: Sequence[int] = (),
+        revision: int = 0,
         keys: Keys | None = None,
     ) -> None:
         self._lease_s = config.lease_s
@@ -102,7 +104,7 @@ class BufferService:
         watched = [env for env, sampler in enumerate(samplers) if not isinstance(sampler, SequentialSampler)]
         table = TaskTable(samplers, tasks, self._store.tasks(watched))
         self._replay = Replay(admission, replay_config, counters, groups, ledgers, table)
-        self._handler = RequestHandler(self._replay, self._store, self._transport_counts)
+        self._handler = RequestHandler(self._replay, self._store, self._transport_counts, revision)
         self._round_ends = 0, 0
         self._store_thread = ThreadPoolExecutor(1, "store")
         self._over_limit = self._store_hangs = self._stopping = False
@@ -115,6 +117,11 @@ class BufferService:
         except StateError as error:
             log.error("nothing is leased: %s", error)
             self._replay.mark_served(None)
+        self._wake()
+
+    def configure(self, revision: int, config: Buffer) -> None:
+        """Follow changed settings, as the request `Configure` does. Call it in the loop with every revision of them."""
+        self._handler.configure(revision, LiveRules.of(config))
         self._wake()
 
     def gauges(self) -> dict[str, float | dict[str, int] | None]:

@@ -61,7 +61,8 @@ ADD_UP = (
 
 
 class CommitRow(msgspec.Struct, frozen=True):
-    """The step that made `version`, at `time` (seconds since the epoch), from `groups` groups, and what was in force then."""
+    """The step that made `version`, at `time` (seconds since the epoch), from `groups` groups, and the rules that its batch was
+    taken under."""
 
     version: int
     time: float

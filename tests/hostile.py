@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 from slipstream.buffer import messages as m
+from slipstream.buffer.admission import LiveRules
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Outcome
 from slipstream.rpc import wire
@@ -91,6 +92,7 @@ def forged_ids(rng: random.Random, captured: Sequence[Frames]) -> Frames:
         m.TakeBatch(version),
         m.FetchRows(version, (f"{episode}.0",)),
         m.RequestFresh(version, 1 << 16),
+        m.Configure(1 << 40, LiveRules(0, 1, 2, "drop")),
     ]
     request = rng.choice(requests)
     own = isinstance(request, m.ReportProgress | m.DeliverEpisode) and request.worker == "mallory"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 
@@ -58,6 +58,7 @@ class Team:
     batched: bool = False
     made: int | None = None
     over: bool = False
+    bound: int = 0  # that its batch was taken under
 
     @property
     def state(self) -> str:
@@ -80,6 +81,7 @@ class Model:
         self.checkpointed = 0
         self.recovered_from: int | None = None
         self.refilled = 0
+        self.taken_under = (0, 0)
         self.teams: dict[int, Team] = {}
         self.episodes: dict[str, Played] = {}
 
@@ -134,7 +136,7 @@ class Model:
                 if team.made is None:
                     books[version]["ready"] += kept
                 else:
-                    young = version >= team.made - 1 - self.rules.staleness
+                    young = version >= team.made - 1 - team.bound
                     books[version][
                         f"withheld_{e.withheld}" if e.withheld else "trained" if young else "withheld_stale"
                     ] += kept
@@ -299,10 +301,21 @@ class Model:
             chosen += mine[:quota]
         for group in chosen:
             self.teams[group].batched = True
+            self.teams[group].bound = self.rules.staleness
+            self.taken_under = self.rules.staleness, self.rules.per_batch
             for e in self.of(group):
                 if e.where == "in_flight":
                     e.where = "straggler"
         return sorted(chosen)
+
+    def changed(self, staleness: int, per_batch: int, min_members: int, policy: str) -> int:
+        """The user changes the rules; returns the version at which the next batch is taken."""
+        self.rules = replace(
+            self.rules, staleness=staleness, per_batch=per_batch, min_members=min_members, policy=policy
+        )
+        for group in self.inside("leased"):
+            self._look_at(group)
+        return self.version + bool(self.inside("batched"))
 
     def committed(self) -> None:
         self.version += 1

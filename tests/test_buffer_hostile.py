@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 from slipstream.buffer import client as client_module
 from slipstream.buffer import messages as m
+from slipstream.buffer.admission import LiveRules
 from slipstream.buffer.client import BufferClient, R
 from slipstream.buffer.ledger_report import ledger_report
 from slipstream.buffer.messages import BatchPlan
@@ -274,6 +275,8 @@ def any_request(rng: random.Random, now: int) -> tuple[str, m.Request]:
         return "learner", m.RequestFresh(version, rng.choice([0, 1, 1 << 16]))
     if kind is m.FetchRows:
         return "learner", m.FetchRows(version, (f"{episode}.0",) * rng.randint(0, 2))
+    if kind is m.Configure:
+        return "learner", m.Configure(1 << 40, LiveRules(0, 1, 2, "drop"))
     return "learner", m.RequestStats() if kind is m.RequestStats else kind(version)
 
 

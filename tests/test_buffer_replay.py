@@ -5,7 +5,8 @@ SLIPSTREAM_EXAMPLES=10000 plays so many runs instead of the few that are enough 
 
 Invariants, checked after every step:
 - Groups, episodes and every account of every version are what the model says: in memory, and by SQL over the file.
-- A token that was trained is at most `max_staleness` versions older than the version that it was trained at, by the file alone.
+- A token that was trained is at most `max_staleness` versions older than the version that it was trained at, by the file alone: the
+  bound is the one that was in force when its batch was taken.
 - Tasks of an environment are issued one after the other, none twice; no member is kept twice.
 - From wherever a run is, a batch comes when what is leased is delivered.
 """
@@ -27,7 +28,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from slipstream.buffer.admission import Admission, Filter, OnDeadline, ReplayConfig
+from slipstream.buffer.admission import Admission, Filter, LiveRules, OnDeadline, ReplayConfig
 from slipstream.buffer.group_table import Group, GroupState
 from slipstream.buffer.ledger import Ledger, VersionLedgers
 from slipstream.buffer.ledger_report import ledger_report, ledgers_by_version
@@ -47,7 +48,8 @@ MEMORY = Path("/dev/shm")  # hundreds of small databases: where there is one, a 
 OUTCOMES = [FINISHED, FINISHED, FINISHED, TRUNCATED, *(Outcome("failed", r) for r in ("tool", "engine", "policy"))]
 
 TOO_OLD = """
-SELECT count(*) FROM accounts JOIN groups ON id = group_id WHERE account = 'trained' AND version < trained_at - 1 - ?
+SELECT count(*) FROM accounts JOIN groups ON id = group_id JOIN commits ON commits.version = trained_at
+WHERE account = 'trained' AND accounts.version < trained_at - 1 - max_staleness
 """
 
 
@@ -272,11 +274,13 @@ class Runs(RuleBasedStateMachine):
     @precondition(lambda self: self.world.inside("batched"))
     @rule()
     def commits_batch(self) -> None:
-        version = self.world.version
+        version, under = self.world.version, self.replay.taken_under
+        assert (under.max_staleness, under.groups_per_batch) == self.world.taken_under
         self.replay.commit(version)
         self.world.committed()
-        bound = self.replay.admission.max_staleness, self.replay.admission.groups_per_batch
-        self.commits.append(CommitRow(version + 1, self.now, len(self.world.inside("trained")), *bound))
+        self.commits.append(
+            CommitRow(version + 1, self.now, len(self.world.inside("trained")), *self.world.taken_under)
+        )
         self.store_changes()
         self.alive.append(version + 1)
         self.replay.commit(version)  # a client that got no answer
@@ -355,6 +359,26 @@ class Runs(RuleBasedStateMachine):
         there = {n for n in e if e[n].group in waiting and e[n].where == "ready" and e[n].kept[version]}
         expected = {n for n in there if e[n].withheld != "baseline"}
         assert {episode.id for episode in self.replay.fresh(version)} == expected
+
+    # --- the user -------------------------------------------------------------------------------------------------
+
+    @rule(
+        staleness=st.integers(0, 4),
+        per_batch=st.integers(1, 3),
+        policy=st.sampled_from(["withhold", "wait", "drop"]),
+        members=st.integers(2, 4),
+    )
+    def changes_settings(self, staleness: int, per_batch: int, policy: OnDeadline, members: int) -> None:
+        members = min(members, self.world.rules.group_size)
+        version = self.replay.configure(LiveRules(staleness, per_batch, members, policy))
+        assert version == self.world.changed(staleness, per_batch, members, policy)
+        admission, rules = self.given
+        self.staleness = staleness
+        self.given = (
+            msgspec.structs.replace(admission, max_staleness=staleness, groups_per_batch=per_batch),
+            msgspec.structs.replace(rules, min_members=members, on_deadline=policy),
+        )
+        self.store_changes()
 
     # --- the buffer -----------------------------------------------------------------------------------------------
 
@@ -464,7 +488,7 @@ class Runs(RuleBasedStateMachine):
             for name, e in world.episodes.items()
             if e.group not in self.archived
         )
-        assert self.db.execute(TOO_OLD, (self.staleness,)).fetchone() == (0,)
+        assert self.db.execute(TOO_OLD).fetchone() == (0,)
         kept = [(e.group, e.member) for e in world.episodes.values() if e.where == "ready"]
         assert len(kept) == len(set(kept)), "a member was kept twice"
 
