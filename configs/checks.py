@@ -221,6 +221,12 @@ def _batch(config: Config) -> Iterator[str]:
             f"learner.algorithm.overlong={algorithm.overlong} leaves no length unpunished: it is a part of agent.max_tokens="
             f"{config.agent.max_tokens}; allowed are 0 to {config.agent.max_tokens - 1}"
         )
+    least = rollout.workers * buffer.group_size
+    if 0 < rollout.max_episodes < least:
+        yield (
+            f"rollout.max_episodes={rollout.max_episodes} leaves no room for a group in each worker: rollout.workers="
+            f"{rollout.workers} times buffer.group_size={buffer.group_size}; allowed are 0, which is no limit, and {least} and more"
+        )
     waits = "buffer.max_staleness=0" if buffer.max_staleness == 0 else "buffer.on_deadline=wait"
     longest, keys = rollout.episode_s, f"rollout.episode_s={rollout.episode_s:g}"
     if isinstance(config.reward, ModelReward):  # asked when the episode is over

@@ -70,8 +70,12 @@ def load(
     """Read a YAML file or a preset, apply overrides such as `buffer.max_staleness=4`, check everything. `schema` is `SftConfig`
     for a config that also has the section `sft`; `notice` receives a line for each section whose kind changed and lost settings.
     Raises ConfigError in one line, naming the key, the value and what is allowed."""
+    return _checked(_read(path_or_preset, root(schema), notice, ()), overrides, schema, notice)
+
+
+def _checked(data: Tree, overrides: Sequence[str], schema: type[C], notice: Notice) -> C:
+    """The config that a raw tree and overrides make."""
     top = root(schema)
-    data = _read(path_or_preset, top, notice, ())
     for keys, text in sorted(map(_parse_override, overrides), key=lambda o: (len(o[0]), o[0][-1] != "kind")):
         _apply(data, keys, text, top, notice)
     replace_installed_kinds(data)
@@ -79,6 +83,12 @@ def load(
     config = msgspec.convert(data, schema, strict=True)
     check(config)
     return config
+
+
+def changed(config: C, overrides: Sequence[str]) -> C:
+    """`config` with overrides applied and checked, as `load` does. Raises ConfigError."""
+    data = msgspec.json.decode(msgspec.json.encode(config))
+    return _checked(data, overrides, type(config), lambda line: None)
 
 
 def dump(config: Config) -> str:

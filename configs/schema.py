@@ -146,6 +146,8 @@ class Rollout(Section, frozen=True):
     """Nucleus sampling in training. Below 1 the behavior log-probs are those of the truncated distribution."""
     workers: Positive = 1
     """Worker processes. How many episodes each plays at once follows from how busy the servers are."""
+    max_episodes: NonNegative = 0
+    """Most episodes that are played at once, by all workers together; 0 for as many as the servers have room for."""
     episode_s: AboveZero = 600.0
     """Longest episode, in seconds; past it the episode fails by `timeout`. Shorter limits follow from it: a completion, and a
     step of the environment, get a fifth but at least 120 s (then the episode fails by `engine` or `environment`), a call of
@@ -153,6 +155,11 @@ class Rollout(Section, frozen=True):
     failures: dict[Reason, Failure] = field(default_factory=FAILURES.copy)
     """What happens to episodes that failed, by reason. `retries`: how often such a member of a group is played again; `then`:
     `drop` it, or `train` with the penalty that its environment declares. Reasons that are not named keep their defaults."""
+
+    def episode_limit(self, worker: int) -> int | None:
+        """Most episodes that worker number `worker` plays at once, its share of `max_episodes`; None without a limit."""
+        share, rest = divmod(self.max_episodes, self.workers)
+        return share + (worker < rest) if self.max_episodes else None
 
     @property
     def request_s(self) -> float:

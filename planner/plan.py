@@ -31,7 +31,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
     arrival_s: float  # of a request, before the next one arrives
     replicas: int
     max_concurrent: int
-    workers: int
+    limits: tuple[int | None, ...]  # of each worker: the most episodes that it plays at once
     recompute: bool  # a swap voids keys and values of running sequences
     cohort: int
     once_s: float  # of a push, before its first cohort
@@ -70,7 +70,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
             arrival_s=profile.engine.arrival_s,
             replicas=engine.replicas,
             max_concurrent=engine.max_concurrent,
-            workers=config.rollout.workers,
+            limits=tuple(map(config.rollout.episode_limit, range(config.rollout.workers))),
             recompute=config.rollout.partial != "keep_kv",
             cohort=config.weightsync.cohort or max(1, engine.replicas // QUARTER),
             once_s=profile.push.once_s,
@@ -81,6 +81,10 @@ class SimulationPlan(msgspec.Struct, frozen=True):
             step_s=tuple(seconds * learner.ranks / ranks for seconds in learner.seconds_per_token),
             gpus=engine.replicas * profile.engine.ranks + ranks,
         )
+
+    @property
+    def workers(self) -> int:
+        return len(self.limits)
 
     @property
     def cohorts(self) -> int:

@@ -38,6 +38,7 @@ SIMULATED = (
     "rollout.engine.replicas",
     "rollout.engine.max_concurrent",
     "rollout.workers",
+    "rollout.max_episodes",
     "rollout.partial",
     "learner.backend.ranks",
     "weightsync.cohort",

@@ -82,7 +82,7 @@ class SimulatedRun:
         longest = max(workload.longest for workload in plan.environments)
         self._workers = [
             SimulatedWorker(
-                f"worker-{i}",
+                i,
                 plan,
                 clock,
                 self.replay.leases,

@@ -54,7 +54,7 @@ class SimulatedWorker:
 
     def __init__(
         self,
-        name: str,
+        index: int,
         plan: SimulationPlan,
         clock: VirtualClock,
         leases: LeaseManager,
@@ -64,7 +64,7 @@ class SimulatedWorker:
     ) -> None:
         self.slot_s = 0.0
         self.idle_slot_s = 0.0
-        self._name = name
+        self._name = f"worker-{index}"
         self._deliver_s = plan.deliver_s
         self._clock = clock
         self._leases = leases
@@ -72,7 +72,7 @@ class SimulatedWorker:
         self._draw = draw
         self._delivered = delivered
         self._group_size = plan.replay.group_size
-        self._concurrency = Concurrency(self._group_size, plan.max_concurrent, plan.workers)
+        self._concurrency = Concurrency(self._group_size, plan.max_concurrent, plan.workers, plan.limits[index])
         self._concurrency.set_replicas(plan.replicas)
         self._playing: dict[str, PlayedEpisode] = {}
         self._accounted_at = clock.now

@@ -9,7 +9,7 @@ instead of oscillating (Alizadeh et al. 2010, DCTCP). Episodes are not always ge
 limit by the share of time that tools and environments take.
 
 Invariants:
-- The cap is never below one group: the members of a group start at the same time.
+- The cap is never below one group: the members of a group start at the same time. It is never above a limit that the user set.
 - The cap moves only when its last move has taken effect: it grows while it leaves no room for a group, and shrinks while no more
   episodes run than it allows. Running episodes are never ended.
 - A pure state machine: no clock, no task. `observe` is called once a second.
@@ -17,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -44,20 +45,26 @@ class EngineLoad(msgspec.Struct, frozen=True):
 
 class Concurrency:
     """The cap of one worker, for servers that each decode `max_concurrent` sequences at once. `workers` processes share the
-    servers; each starts with an equal share."""
+    servers; each starts with an equal share. `limit` is the most episodes of this worker, None for no limit."""
 
-    def __init__(self, group_size: int, max_concurrent: int, workers: int) -> None:
+    def __init__(self, group_size: int, max_concurrent: int, workers: int, limit: int | None = None) -> None:
         self._group_size = group_size
         self._max_concurrent = max_concurrent
         self._share = max_concurrent / workers
         self._replicas = 0
-        self._cap = max(float(group_size), self._share)
+        self._limit = math.inf if limit is None else float(limit)
+        self._cap = max(float(group_size), min(self._share, self._limit))
         self._congestion = 0.0
 
     @property
     def cap(self) -> int:
         """Episodes that may run."""
         return int(self._cap)
+
+    def set_limit(self, limit: int | None) -> None:
+        """Another limit. A cap that the old one held down starts again with its share of the servers."""
+        held, self._limit = self._cap >= self._limit, math.inf if limit is None else float(limit)
+        self._set(max(self._cap, self._share * max(1, self._replicas)) if held else self._cap)
 
     def set_replicas(self, replicas: int) -> None:
         """`replicas` serve requests now. With none the cap stays: they are expected back."""
@@ -86,4 +93,4 @@ class Concurrency:
         return max(min(1.0, queue), sum(caches) / len(caches))
 
     def _set(self, cap: float) -> None:
-        self._cap = max(float(self._group_size), cap)
+        self._cap = max(float(self._group_size), min(cap, self._limit))

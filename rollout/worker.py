@@ -41,9 +41,9 @@ CANCELLED = EpisodeResult(Outcome("failed", UNWANTED, "its lease was lost, or it
 
 
 class Worker:
-    """Plays as many episodes at once as the servers can take, until `stop`. The router of `player` must be entered; the caller
-    keeps its fleet up to date. `workers` processes share the servers (`rollout.workers`); `tell` shows the user a line, `record`
-    keeps what the episodes did and when."""
+    """Plays as many episodes at once as the servers can take, and at most `limit`, until `stop`. The router of `player` must be
+    entered; the caller keeps its fleet up to date. `workers` processes share the servers (`rollout.workers`); `tell` shows the user
+    a line, `record` keeps what the episodes did and when."""
 
     def __init__(
         self,
@@ -53,19 +53,25 @@ class Worker:
         workers: int,
         tell: Callable[[str], None] = lambda text: None,
         record: RecordSpan = no_record,
+        limit: int | None = None,
     ) -> None:
         self._record = record
         self._tokens = self._ended = 0
         self._player = player
         self._buffer = buffer
         self._group_size = group_size
-        self._concurrency = Concurrency(group_size, player.router.max_concurrent, workers)
+        self._concurrency = Concurrency(group_size, player.router.max_concurrent, workers, limit)
         self._running: dict[str, Counts] = {}
         self._cancel_scopes: dict[str, asyncio.Timeout] = {}
         self._failures, self._window = FailureLog(tell), FailureWindow(tell)
         self._slot_s = 0.0
         self._idle_slot_s = 0.0
         self._changed = asyncio.Condition()
+
+    def set_limit(self, limit: int | None) -> None:
+        """Most episodes to play at once from now on, None for no limit. No running episode is ended, and a group that is asked for
+        already may still come."""
+        self._concurrency.set_limit(limit)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Lease, play, deliver; returns after `stop` is set and the leases are returned."""

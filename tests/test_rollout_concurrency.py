@@ -136,6 +136,7 @@ def test_it_grows_back_when_the_congestion_is_gone() -> None:
     st.lists(
         st.one_of(
             st.tuples(st.just("replicas"), st.integers(0, 9)),
+            st.tuples(st.just("limit"), st.none() | st.integers(1, 400)),
             st.tuples(
                 st.just("second"),
                 st.lists(st.builds(EngineLoad, st.integers(0, 99), st.integers(0, 999), st.floats(0, 1)), max_size=3),
@@ -147,15 +148,36 @@ def test_it_grows_back_when_the_congestion_is_gone() -> None:
     st.integers(1, 8),
 )
 def test_a_group_always_fits(events, group_size: int, max_concurrent: int, workers: int) -> None:
-    concurrency = Concurrency(group_size, max_concurrent, workers)
+    concurrency, limit = Concurrency(group_size, max_concurrent, workers), None
     for kind, value in events:
         before = concurrency.cap
         if kind == "replicas":
             concurrency.set_replicas(value)
+        elif kind == "limit":
+            concurrency.set_limit(limit := value)
         else:
             concurrency.observe(value, 3, before)
             assert concurrency.cap >= int(0.7 * before)
         assert concurrency.cap >= group_size
+        assert limit is None or concurrency.cap <= max(group_size, limit)
+
+
+def test_a_limit_holds_and_what_it_held_down_starts_again_with_its_share() -> None:
+    concurrency = Concurrency(GROUP, 64, 1, 20)
+    concurrency.set_replicas(2)
+    assert concurrency.cap == 20
+    for _ in range(100):
+        concurrency.observe([IDLE, IDLE], 0, concurrency.cap)
+    assert concurrency.cap == 20
+    concurrency.set_limit(40)
+    assert concurrency.cap == 40
+    concurrency.set_limit(None)
+    assert concurrency.cap == 128
+    concurrency.observe([EngineLoad(64, 64, 1.0)] * 2, 0, 128)
+    cut = concurrency.cap
+    assert cut < 128
+    concurrency.set_limit(400)  # it was not this that held the cap down
+    assert concurrency.cap == cut
 
 
 def test_it_follows_the_fleet_and_back() -> None:
