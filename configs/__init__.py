@@ -4,11 +4,11 @@ from .checks import check as check
 from .fields import FieldDoc as FieldDoc
 from .fields import describe as describe
 from .fields import describe_schema as describe_schema
-from .loading import RUN_CONFIG as RUN_CONFIG
 from .live import LIVE as LIVE
 from .live import LiveChange as LiveChange
 from .live import changed_live as changed_live
 from .live import differences as differences
+from .loading import RUN_CONFIG as RUN_CONFIG
 from .loading import changed as changed
 from .loading import dump as dump
 from .loading import load as load

@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -26,7 +27,7 @@ from ..common import gc as heap
 from ..common.fsio import replace_directory, write_atomic
 from ..common.scores import EvaluationResult
 from ..common.tasks import in_thread
-from ..configs import RUN_CONFIG, Config, describe, dump
+from ..configs import RUN_CONFIG, Config, describe, differences, dump
 from ..configs.algorithm import plays_greedily
 from ..configs.environments import absolute_paths, without_placement
 from ..configs.evaluation import EvaluationSuite
@@ -37,6 +38,7 @@ from ..errors import describe as describe_error
 from ..monitor.metrics import METRICS, read_metrics
 from ..monitor.output import open_console
 from ..monitor.series import evaluation_line, read_evaluations
+from ..monitor.settings import SETTINGS, SettingChange, append_changes
 from ..monitor.terminal import View, open_view
 from . import evaluations
 from .launchers.local import LocalLauncher
@@ -116,7 +118,7 @@ def resume(config: Config, before: Config, run_dir: Path) -> RunReport:
     """Continue a run, whose config was `before`, from its newest checkpoint or from its start; raises as `train`."""
     refuse_active(run_dir)
     refuse_changes(config, before)
-    return _supervise(config, run_dir, preflight(config, recorded_counts(run_dir)).counts)
+    return _supervise(config, run_dir, preflight(config, recorded_counts(run_dir)).counts, before=before)
 
 
 def refuse_changes(config: Config, before: Config) -> None:
@@ -153,12 +155,16 @@ def without_reward_model(config: C) -> C:
     return msgspec.structs.replace(config, reward=EnvironmentReward())
 
 
-def _supervise(config: Config, run_dir: Path, counts: Mapping[str, int], *, recorded: bool = True) -> RunReport:
+def _supervise(
+    config: Config, run_dir: Path, counts: Mapping[str, int], *, recorded: bool = True, before: Config | None = None
+) -> RunReport:
     with contextlib.ExitStack() as stack:
         metrics = open_metrics(config, stack)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         stack.enter_context(run_lock(run_dir))
         record_counts(run_dir, counts)
+        if before is not None:
+            _record_changes(run_dir, before, config)
         write_atomic(run_dir / RUN_CONFIG, dump(config).encode())
         keep_tokenizer(config.model.path, run_dir)
         try:
@@ -187,6 +193,19 @@ def open_metrics(config: Config, stack: contextlib.ExitStack) -> MetricsServer |
 
     host = os.environ.get(METRICS_HOST) or LOOPBACK
     return stack.enter_context(MetricsServer(host, port, "launch.ports.metrics"))
+
+
+def _record_changes(run_dir: Path, before: Config, after: Config) -> None:
+    """What a resumed run changes of its live settings, in `settings.jsonl`, before `config.yaml` has it."""
+    from ..learner.checkpoint import checkpoints, read_state
+
+    complete = checkpoints(run_dir / "checkpoints")
+    state = read_state(complete[-1]) if complete else None
+    step, version = (state.step + 1, state.version) if state else (1, 0)
+    now, different = time.time(), differences(before, after)
+    if different:
+        changes = [SettingChange(now, step, version, one.key, one.old, one.new) for one in different]
+        append_changes(run_dir / SETTINGS, changes)
 
 
 def keep_tokenizer(model: str, run_dir: Path) -> None:

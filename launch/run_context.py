@@ -4,11 +4,14 @@ Invariants:
 - The context is JSON in one environment variable, so that a role starts the same way under any launcher, on any host.
 - Addresses are fixed for the life of a run: a restarted process listens where it did before. Only replicas come and go: their
   addresses are in the fleet snapshots.
+- The config of a context is the one in force when the process starts; what `slipstream set` changes afterwards is published.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +19,7 @@ import msgspec
 
 from ..configs import Config
 from ..errors import ConfigError
+from ..rpc.pubsub import StateSubscriber, following
 
 VARIABLE = "SLIPSTREAM_JOB"
 ROLE = "SLIPSTREAM_ROLE"
@@ -28,8 +32,16 @@ class Addresses(msgspec.Struct, frozen=True):
     fleet: str  # the fleet snapshots
     buffer: str
     learner_host: str  # of rank 0, the rendezvous of a push
+    settings: str = ""  # `RunSettings`
     reward: str = ""  # URL of the reward server, if there is one
     aux_models: dict[str, tuple[str, ...]] = {}  # the ranks of each placed auxiliary model, by its kind
+
+
+class RunSettings(msgspec.Struct, frozen=True):
+    """The config in force. The supervisor publishes it; `revision` rises with every change."""
+
+    revision: int
+    config: Config
 
 
 class RunContext(msgspec.Struct, frozen=True):
@@ -40,6 +52,7 @@ class RunContext(msgspec.Struct, frozen=True):
     started_in: str  # the folder that the run was started from
     pushed: bool  # a learner pushes versions; without one engines serve what they loaded, as version 0
     recorded: bool = True  # the processes write spans and series
+    revision: int = 1  # of `config`, see `RunSettings`
 
     @property
     def dir(self) -> Path:
@@ -53,6 +66,13 @@ class RunContext(msgspec.Struct, frozen=True):
     def environment(self, role: str) -> dict[str, str]:
         """What to add to the environment of `role`; the variable with its name is for people who inspect processes."""
         return {VARIABLE: msgspec.json.encode(self).decode(), ROLE: role}
+
+
+def following_settings(
+    context: RunContext, update: Callable[[RunSettings], None]
+) -> contextlib.AbstractAsyncContextManager[StateSubscriber[RunSettings]]:
+    """Passes the settings of the run to `update`, now and on every change; a failure of `update` ends the context."""
+    return following(context.addresses.settings, RunSettings(context.revision, context.config), update, "settings")
 
 
 def read_run_context() -> RunContext:

@@ -22,7 +22,11 @@ log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """One rank's. The arguments are those of `TrainingLoop`."""
+    """One rank's. The arguments are those of `TrainingLoop`.
+
+    Attributes:
+        every: steps between two checkpoints; on all ranks the same, and it may change between two steps.
+    """
 
     def __init__(
         self,
@@ -34,6 +38,7 @@ class Checkpointer:
         retained: Callable[[Collection[int]], Collection[int]] = lambda steps: (),
         on_checkpoint: Callable[[int], None] = lambda step: None,
     ) -> None:
+        self.every = config.checkpoint_every
         self._config = config
         self._backend = backend
         self._aux_models = aux_models
@@ -69,7 +74,7 @@ class Checkpointer:
         """Raise what went wrong with the checkpoint that was begun, if it has ended; begin the next one every so many steps."""
         if self._saving is not None and self._saving.done():
             await self._finish()
-        if state.step % self._config.checkpoint_every == 0:
+        if state.step % self.every == 0:
             await self._begin(state)
 
     async def save_last(self, state: CheckpointState) -> None:

@@ -14,6 +14,7 @@ Invariants:
 - All ranks run this same loop over the same headers; each plans the same steps, and fetches the rows that it works on.
 - The commit comes after the optimizer step and before the weights are gathered, so no rank asks for a batch too early.
 - Only rank 0 commits, publishes, reports and prunes.
+- Settings that change while the run goes on are those that rank 0 knows when a batch was taken: all ranks step with the same.
 - The ranks agree on a stop between two steps. A stop leaves a checkpoint of the last commit.
 """
 
@@ -70,10 +71,12 @@ class TrainingLoop:
         record: RecordSpan = no_record,  # receives the phases of each step
         annotate: RecordAnnotations = no_annotations,  # after each commit, what this rank saw at tokens of some groups
         annotations_bytes: int = 0,  # of one step, all ranks together
+        settings: Callable[[], Learner] | None = None,  # on rank 0: the config in force; None where it stays as it is
     ) -> None:
         self._record, self._annotate, self._annotations_bytes = record, annotate, annotations_bytes
         self._phase, self._version = "start", 0
         self._config, self._backend, self._buffer, self._report = config, backend, buffer, report
+        self._settings = settings or (lambda: config)
         self._aux_models = aux_models or AuxModels(config)
         self._advantage, self._returns = advantage_of(config.algorithm), returns_of(config.algorithm)
         self._shape = overlong(config.algorithm.overlong, longest)
@@ -106,6 +109,7 @@ class TrainingLoop:
                 break
             timer.took(taken)
             with self._in_phase("train", state.version):
+                self._agree()
                 batch, result, aux_result, seen = await self._step(taken, state)
             with self._in_phase("commit", state.version):
                 state = await self._commit(state)
@@ -147,6 +151,12 @@ class TrainingLoop:
         finally:
             take.cancel()
             stopped.cancel()
+
+    def _agree(self) -> None:
+        """Collective. Every rank follows the settings that rank 0 knows now."""
+        config, first = self._settings(), self._backend.rank == 0
+        self._stepper.peak_lr = self._backend.maximum(config.optimizer.lr if first else 0.0)
+        self._checkpoints.every = int(self._backend.maximum(config.checkpoint_every if first else 0))
 
     async def _step(
         self, taken: BatchPlan[BatchRow], state: CheckpointState

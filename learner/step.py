@@ -36,12 +36,17 @@ FLOOR = 0.1  # share of the peak at which the cosine of the learning rate ends
 
 
 class PolicyStepper:
-    """One rank's policy steps. `longest` is that of `TrainingLoop`."""
+    """One rank's policy steps. `longest` is that of `TrainingLoop`.
+
+    Attributes:
+        peak_lr: the learning rate after warm-up; on all ranks the same, and it may change between two batches.
+    """
 
     def __init__(self, config: Learner, backend: Backend, longest: int) -> None:
         advantage = config.algorithm.advantage
         self._config = config
         self._backend = backend
+        self.peak_lr = config.optimizer.lr
         self._critic_warmup = advantage.critic_warmup if isinstance(advantage, Gae) else 0
         self._loss = loss_of(config.algorithm, longest)
         self._one_pass = config.algorithm.minibatches == 1 and not chooses_tokens(config.algorithm)
@@ -69,7 +74,7 @@ class PolicyStepper:
                 f"the batch of step {state.step + 1} holds no token that may be trained; see buffer.max_staleness"
             )
         step = state.step - self._critic_warmup
-        lr = warm_up(config.optimizer.lr, step, config.optimizer.warmup_steps) if step >= 0 else 0.0
+        lr = warm_up(self.peak_lr, step, config.optimizer.warmup_steps) if step >= 0 else 0.0
         rows = [[to_microbatch(batch.select(row)) for row in step_rows] for step_rows in plan]
         probe = self._scored(fresh_microbatches(fresh, state.version, config.backend.tokens_per_microbatch))
         if self._one_pass:

@@ -291,6 +291,10 @@ class AlertBook:
         self._bad: Counter[str] = Counter()  # rows in a row
         self._good: Counter[str] = Counter()
 
+    def configure(self, config: Config) -> None:
+        """Another config is in force: its bound and limits count from the next row on."""
+        self._history.config, self._rules = config, alert_rules(config)
+
     def observe(self, row: Row) -> list[Alert]:
         """A step's row of `metrics.jsonl`."""
         self._history.add(row)

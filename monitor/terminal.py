@@ -55,6 +55,9 @@ class View:
     def alert(self, alert: Alert) -> None:
         """An alert fired, or is over."""
 
+    def configure(self, config: Config) -> None:
+        """Another config is in force."""
+
     def __enter__(self) -> Self:
         return self
 
@@ -103,6 +106,9 @@ class LineView(View):
     def alert(self, alert: Alert) -> None:
         log.info("%s", _alert_text(alert))
         self._print(f"! {_alert_text(alert)}")
+
+    def configure(self, config: Config) -> None:
+        self._config = config
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
@@ -156,6 +162,9 @@ class TerminalView(View):
         else:
             self._alerts.pop(alert.rule, None)
             self._events.append(f"{time.strftime('%H:%M:%S')}  {_alert_text(alert)}")
+
+    def configure(self, config: Config) -> None:
+        self._config = config
 
     def __enter__(self) -> Self:
         self._live.start()

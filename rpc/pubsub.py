@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Generic, Protocol, TypeVar
@@ -92,7 +93,7 @@ class StateSubscriber(Generic[S]):
     """Follows the state published at `address`; an async context manager.
 
     Args:
-        state: the state before the first snapshot; also gives the type. Its revision is 0.
+        state: the state before the first snapshot; also gives the type. Its revision is 0, or that of a snapshot known already.
         keys: default to those of this process.
     """
 
@@ -148,3 +149,22 @@ class StateSubscriber(Generic[S]):
                 async with self._condition:
                     self.state = state
                     self._condition.notify_all()
+
+
+@contextlib.asynccontextmanager
+async def following(
+    address: str, state: S, update: Callable[[S], None], name: str
+) -> AsyncIterator[StateSubscriber[S]]:
+    """Passes the newest state published at `address` to `update` on every change, in a task called `name`. A failure of `update`
+    ends the context. `state` is the one before the first snapshot."""
+
+    async def follow(states: StateSubscriber[S]) -> None:
+        async for newest in states:
+            update(newest)
+
+    async with StateSubscriber(address, state) as states, asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(follow(states), name=name)
+        try:
+            yield states
+        finally:
+            task.cancel()

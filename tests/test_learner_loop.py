@@ -14,7 +14,7 @@ import torch
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.messages import BatchPlan, Stats
 from slipstream.buffer.trajectory import BatchRow, Trajectory
-from slipstream.configs.schema import Learner
+from slipstream.configs.schema import Learner, Optimizer
 from slipstream.errors import DeadlineExceeded, EngineError, LearnerError
 from slipstream.learner.backend import BackendStepResult, PolicyLoss
 from slipstream.learner.checkpoint import CheckpointState
@@ -297,6 +297,17 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_the_buffer_hea
     assert (await asyncio.wait_for(running, 10)).step == STEPS
     assert buffer.final == [2, 4, STEPS]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{STEPS:08d}"]
+
+
+async def test_a_change_of_settings_acts_with_the_next_step(benches: list[Bench], tmp_path: Path) -> None:
+    bench = Bench(tmp_path, LocalReplica("serving"))
+    benches.append(bench)
+    first = Learner(checkpoint_every=100)
+    later = Learner(checkpoint_every=2, optimizer=Optimizer(lr=0.5))
+    bench.loop._settings = lambda: later if len(bench.rows) >= 3 else first  # pyright: ignore[reportPrivateUsage]
+    await asyncio.wait_for(bench.run(), 10)
+    assert [row.lr for row in bench.rows] == [first.optimizer.lr] * 3 + [0.5] * 3
+    assert [state.step for _, state, _ in bench.model.saves] == [4, 6]
 
 
 async def test_a_checkpoint_that_cannot_be_written_ends_training(benches: list[Bench], tmp_path: Path) -> None:

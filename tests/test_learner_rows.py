@@ -91,7 +91,14 @@ async def train(job: Job, rank: int) -> list[str]:
     backend = open_backend(job.model)
     algorithm = Algorithm(advantage=Gae(lr=2e-5) if job.critic else Grpo(), minibatches=2)
     on_cpu = Fsdp2(device="cpu", tokens_per_microbatch=BUDGET)
-    config = Learner(steps=1, batch_s=DEADLINE_S, algorithm=algorithm, backend=on_cpu, optimizer=OPTIMIZER)
+    # Only rank 0 knows the learning rate in force, after a change of settings.
+    config = Learner(
+        steps=1,
+        batch_s=DEADLINE_S,
+        algorithm=algorithm,
+        backend=on_cpu,
+        optimizer=Optimizer(lr=OPTIMIZER.lr * (1 + rank)),
+    )
     aux_models = None
     if job.critic:
         critic = Critic(Model(path=job.model, dtype="float32"), OPTIMIZER, CPU, temperature=1.0, timeout_s=DEADLINE_S)

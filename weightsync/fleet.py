@@ -9,14 +9,13 @@ Only the supervisor decides what the fleet is. `serving` means verified: the lea
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
-from ..rpc.pubsub import StateSubscriber
+from ..rpc.pubsub import StateSubscriber, following
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True):
@@ -61,17 +60,8 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     why: str = ""  # why the last of these did not
 
 
-@contextlib.asynccontextmanager
-async def following_fleet(address: str, update: Callable[[Fleet], None]) -> AsyncIterator[StateSubscriber[Fleet]]:
+def following_fleet(
+    address: str, update: Callable[[Fleet], None]
+) -> contextlib.AbstractAsyncContextManager[StateSubscriber[Fleet]]:
     """Passes the newest fleet published at `address` to `update` on every change; a failure of `update` ends the context."""
-
-    async def follow(fleets: StateSubscriber[Fleet]) -> None:
-        async for fleet in fleets:
-            update(fleet)
-
-    async with StateSubscriber(address, Fleet()) as fleets, asyncio.TaskGroup() as tasks:
-        following = tasks.create_task(follow(fleets), name="fleet")
-        try:
-            yield fleets
-        finally:
-            following.cancel()
+    return following(address, Fleet(), update, "fleet")

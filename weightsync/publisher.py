@@ -95,7 +95,7 @@ class Publisher:
         self._push_s = push_s
         self._tolerance = canary_tolerance
         self._dtype = dtype
-        self._cohort = cohort
+        self.cohort = cohort  # may change between two pushes
         self._partial: Partial = partial
         self._on_served = on_served
         self._on_lost = on_lost
@@ -136,7 +136,7 @@ class Publisher:
         async with self._lock:
             self._snapshot = snapshot
             targets = list(self._targets.values())
-            size = self._cohort or max(1, len(targets) // QUARTER)
+            size = self.cohort or max(1, len(targets) // QUARTER)
             cohorts = [targets[i : i + size] for i in range(0, len(targets), size)]
             if any(t.verified != NOTHING for t in targets):
                 cohorts = [[t for t in cohort if t.verified != NOTHING] for cohort in cohorts]

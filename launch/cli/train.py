@@ -39,8 +39,10 @@ def train(options: argparse.Namespace) -> int:
 
 
 def resume(options: argparse.Namespace) -> int:
-    path = str(run_config(options.run))
-    before, config = load(path), load(path, [*options.overrides, f"run.dir={options.run}"])
+    from ...monitor.settings import SETTINGS, in_force, read_changes
+
+    path, live = str(run_config(options.run)), in_force(read_changes(Path(options.run) / SETTINGS))
+    before, config = load(path, live), load(path, [*live, *options.overrides, f"run.dir={options.run}"])
     print_line(f"slipstream {__version__}: checks the config, then resumes {options.run}")
     from .. import run
 

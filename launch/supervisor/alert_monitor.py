@@ -49,6 +49,10 @@ class AlertMonitor:
         """The rules whose alerts are active. From any thread."""
         return frozenset(self._book.active.copy())
 
+    def configure(self, config: Config) -> None:
+        """Another config is in force."""
+        self._book.configure(config)
+
     async def watch(self) -> None:
         """Look every `PERIOD_S`, until cancelled."""
         while True:

@@ -1,8 +1,9 @@
-"""The control channel of an active run: the commands `slipstream replicas` and `slipstream waits`, carried out by the supervisor.
+"""The control channel of an active run: the commands `slipstream replicas`, `set` and `waits`, carried out by the
+supervisor.
 
 Invariants:
 - It listens on loopback, and serves only clients that know the key in `control.json`, which only the owner of the run can read.
-- One command at a time: two never change the fleet together.
+- One command at a time: two never change the fleet or the settings together.
 - No command can end a run.
 """
 
@@ -23,6 +24,7 @@ import msgspec
 from ...common.fsio import write_atomic
 from ...configs import run_config
 from ...errors import ConfigError, RequestRefused, SlipstreamError, describe
+from ...monitor.settings import LiveSetting, SettingChange
 from ...rpc.client import RpcClient
 from ...rpc.security import Keys
 from ...rpc.server import RpcRequest, RpcServer
@@ -32,6 +34,7 @@ from .health import RoleWait
 
 if TYPE_CHECKING:
     from .replicas import ReplicaManager
+    from .settings import SettingsManager
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +69,17 @@ class GetStatus(msgspec.Struct, frozen=True, tag=True):
     """Reply: `RunStatus`."""
 
 
-Command = AddReplicas | RemoveReplica | GetStatus
+class ChangeSettings(msgspec.Struct, frozen=True, tag=True):
+    """Change live settings: `overrides` as on a command line. Reply: `SettingsChanged`."""
+
+    overrides: tuple[str, ...]
+
+
+class GetSettings(msgspec.Struct, frozen=True, tag=True):
+    """Reply: `SettingsListing`."""
+
+
+Command = AddReplicas | RemoveReplica | GetStatus | ChangeSettings | GetSettings
 
 
 class ControlRequest(msgspec.Struct, frozen=True, tag=True):
@@ -86,17 +99,28 @@ class RunStatus(msgspec.Struct, frozen=True, tag=True):
     waits: tuple[RoleWait, ...]
 
 
-Reply = CommandAccepted | RunStatus
+class SettingsChanged(msgspec.Struct, frozen=True, tag=True):
+    """What has changed, in force and on the disk; empty where all keys had these values."""
+
+    changes: tuple[SettingChange, ...]
+
+
+class SettingsListing(msgspec.Struct, frozen=True, tag=True):
+    settings: tuple[LiveSetting, ...]
+
+
+Reply = CommandAccepted | RunStatus | SettingsChanged | SettingsListing
 
 
 @dataclass(eq=False)
 class ControlServer:
-    """The supervisor's end; `waits` returns the waits of all roles."""
+    """The supervisor's end; `waits` returns the waits of all roles. `settings` is None where the run does not train."""
 
     run_dir: Path
     replicas: ReplicaManager
     fleet_address: str
     waits: Callable[[], Sequence[RoleWait]] = tuple
+    settings: SettingsManager | None = None
     keys: Keys | None = None
     key: str = field(default_factory=functools.partial(secrets.token_hex, 16), repr=False)
 
@@ -134,11 +158,22 @@ class ControlServer:
                 names = [name]
             case GetStatus():
                 return RunStatus(tuple(self.replicas.listed()), tuple(self.waits()))
+            case ChangeSettings(overrides=overrides):
+                return SettingsChanged(await self._settings().change(overrides))
+            case GetSettings():
+                return SettingsListing(tuple(self._settings().listed()))
         return CommandAccepted(tuple(names), self.replicas.fleet.revision)
 
+    def _settings(self) -> SettingsManager:
+        if self.settings is None:
+            raise ConfigError("this run does not train: it has no settings to change")
+        return self.settings
 
-def read_control_address(run_dir: Path) -> ControlAddress:
-    """How to reach the supervisor of the run in `run_dir`. Raises ConfigError where there is no run, or it does not run now."""
+
+def read_control_address(run_dir: Path, change: str = "") -> ControlAddress:
+    """How to reach the supervisor of the run in `run_dir`. Raises ConfigError where there is no run, or it does not run now; then
+    `change`, such as `learner.steps=200`, is part of the command that continues it."""
+    resume = f"slipstream resume {run_dir} {change}".rstrip()
     locked = is_locked(run_dir)
     if not locked:
         run_config(run_dir)
@@ -146,7 +181,7 @@ def read_control_address(run_dir: Path) -> ControlAddress:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=ControlAddress)
     except FileNotFoundError:
-        idle = f"is not running; if it has not finished, `slipstream resume {run_dir}` continues it"
+        idle = f"is not running; if it has not finished, `{resume}` continues it"
         why = "is only starting or just ending; try again in a moment" if locked else idle
         raise ConfigError(f"{run_dir} {why}") from None
     except PermissionError:
@@ -156,7 +191,7 @@ def read_control_address(run_dir: Path) -> ControlAddress:
     if not locked:
         raise ConfigError(
             f"{run_dir} is not running: its supervisor, process {found.pid}, was killed; "
-            f"continue the run with `slipstream resume {run_dir}`"
+            f"continue the run with `{resume}`"
         )
     return found
 

@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import uvloop
@@ -32,9 +32,12 @@ from ...errors import ConfigError, Interrupted, SlipstreamError, first_cause
 from ...monitor.log import setup_logging
 from ...monitor.timeline import TimelineWriter
 from ..resources import RANKED
-from ..run_context import RunContext, read_run_context
+from ..run_context import RunContext, RunSettings, following_settings, read_run_context
 from .heartbeat import HeartbeatSender
 from .processes import FINAL
+
+if TYPE_CHECKING:
+    from ...weightsync.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -152,13 +155,15 @@ async def buffer(context: RunContext, index: int, heartbeat: HeartbeatSender, st
         greedy=greedy,
         samplers=samplers,
         tasks=tasks,
+        revision=context.revision,
     )
     stopped = asyncio.create_task(stop.wait(), name="stop")
     stopped.add_done_callback(lambda _: service.stop())
-    following = following_fleet(context.addresses.fleet, lambda fleet: service.mark_served(fleet.version))
+    fleets = following_fleet(context.addresses.fleet, lambda fleet: service.mark_served(fleet.version))
+    settings = following_settings(context, lambda new: service.configure(new.revision, new.config.buffer))
     try:
         with TimelineWriter(context.timeline_dir, heartbeat.role, service.gauges):
-            async with following:
+            async with fleets, settings:
                 await service.serve(functools.partial(_ready, heartbeat))
     finally:
         stopped.cancel()
@@ -179,9 +184,13 @@ async def worker(context: RunContext, index: int, heartbeat: HeartbeatSender, st
             _ready(heartbeat)
             size, workers = config.buffer.group_size, config.rollout.workers
             with TimelineWriter(context.timeline_dir, heartbeat.role) as timeline:
-                playing = Worker(player, client, size, workers, heartbeat.send_message, timeline.record)
+                limit = config.rollout.episode_limit(index)
+                playing = Worker(player, client, size, workers, heartbeat.send_message, timeline.record, limit)
                 timeline.gauges = lambda: playing.gauges() | {"replicas": router.gauges(index, workers)}
-                await playing.run(stop)
+                async with following_settings(
+                    context, lambda new: playing.set_limit(new.config.rollout.episode_limit(index))
+                ):
+                    await playing.run(stop)
 
 
 async def evaluator(
@@ -267,7 +276,7 @@ async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, s
         aux_models = make_aux_models(config, backend, context.addresses.aux_models)
         stack.callback(aux_models.close)
         client = await stack.enter_async_context(make_buffer_client(context, f"learner-{index}"))
-        publisher, joined = None, asyncio.Event()
+        publisher, joined, settings = None, asyncio.Event(), None
         timeline = stack.enter_context(TimelineWriter(context.timeline_dir, heartbeat.role))
         recorded = context.timeline_dir if backend.leads_rows else None
         limit = KEPT_BYTES // backend.data_size
@@ -275,6 +284,9 @@ async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, s
         if first:
             publisher, joined = await stack.enter_async_context(
                 make_publisher(context, backend.device, heartbeat.report_replicas, stop, timeline.record)
+            )
+            settings = await stack.enter_async_context(
+                following_settings(context, functools.partial(_set_cohort, publisher))
             )
         recorder = stack.enter_context(Recorder(context.dir, config, context.dir / FILE)) if first else None
 
@@ -301,6 +313,7 @@ async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, s
             record=timeline.record,
             annotate=annotations.record,
             annotations_bytes=STEP_BYTES if recorded else 0,
+            settings=None if settings is None else lambda: settings.state.config.learner,
         )
         timeline.gauges = lambda: loop.gauges() | {"annotations_dropped": annotations.dropped}
         state = await loop.run(stop, functools.partial(_ready, heartbeat))
@@ -308,6 +321,10 @@ async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, s
             backend.export(context.dir / "model")
             heartbeat.done()
             await loop.serve(stop)
+
+
+def _set_cohort(publisher: Publisher, settings: RunSettings) -> None:
+    publisher.cohort = settings.config.weightsync.cohort
 
 
 async def aux_model(

@@ -23,7 +23,7 @@ from ...common.waits import Wait, current_waits
 from ...monitor.terminal import View
 from ...rpc.server import RpcServer
 from .alert_monitor import AlertMonitor
-from .heartbeat import Heartbeat, RoleFailed, RoleMessage, RoleSignal, StepReported
+from .heartbeat import Heartbeat, RoleFailed, RoleMessage, RoleSignal, StepReported, StepSummary
 from .processes import PROBE_S, ProcessManager, RoleProcess
 from .replicas import ReplicaManager
 
@@ -100,6 +100,7 @@ class HealthMonitor:
         self._view = view
         self._alerts = alerts
         self._watchdog = WaitWatchdog()
+        self.last_step: StepSummary | None = None  # that the learner reported
 
     async def listen(self, server: RpcServer[RoleSignal]) -> None:
         while True:
@@ -122,6 +123,7 @@ class HealthMonitor:
                 self._take(role, signal, now)
             case StepReported(summary=summary):
                 self._watchdog.stepped(now)
+                self.last_step = summary
                 self._view.step(msgspec.structs.asdict(summary))
             case RoleMessage(text=text):
                 self._view.event(f"{role.name}: {text}")

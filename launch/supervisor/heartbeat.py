@@ -53,6 +53,7 @@ class StepSummary(msgspec.Struct, frozen=True):
     learner_tokens_per_s: float | None
     rollout_idle: float | None
     learner_idle: float | None
+    version: int = 0
     groups: int = 0
     groups_alike: int = 0
     outcomes: dict[str, int] = {}

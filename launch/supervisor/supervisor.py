@@ -55,7 +55,7 @@ from ...weightsync.fleet import Fleet
 from .. import evaluations
 from ..launchers.local import Launcher, Placement
 from ..resources import AUX_MODEL_KINDS, RANKED, needs_rendezvous_port, role_environment
-from ..run_context import Addresses, RunContext
+from ..run_context import Addresses, RunContext, RunSettings
 from .alert_monitor import AlertMonitor
 from .control import ControlServer
 from .evaluations import CheckpointEvaluations
@@ -66,6 +66,7 @@ from .metrics_endpoint import MetricsEndpoint
 from .processes import ProcessManager, RoleProcess, role_names
 from .replicas import END_S, ReplicaManager, Spawn
 from .server_usage import ServerUsage
+from .settings import SettingsManager
 
 IMPORT_S = 60.0  # beyond `start_s`: what the learner may take to import torch and load the model on a busy machine
 Plan = Callable[[Spawn], Coroutine[Any, Any, None]]  # starts roles in order and returns when the run is done
@@ -196,14 +197,16 @@ class Supervisor:
         stack.callback(signals.close)
         fleet = StatePublisher(f"tcp://{host}:*", Fleet(), self._keys)
         stack.push_async_callback(lambda: fleet.close(fleet.state.ended()))
+        settings = StatePublisher(f"tcp://{host}:*", RunSettings(1, self.config), self._keys)
+        stack.push_async_callback(settings.close)
         stack.push_async_callback(self._end)
-        context = self._context(signals.address, fleet.address)
+        context = self._context(signals.address, fleet.address, settings.address)
         replicas = ReplicaManager(
             self._processes,
             self.launcher,
             fleet.publish,
             self.view,
-            environment=functools.partial(self._environment, context),
+            environment=lambda name, placement: self._environment(changing.context, name, placement),
             make_engine=functools.partial(make_engine, context),
             probe_path=servers.probe_path(self.config),
             gpus=self.gpus.get("engine-0", 0),
@@ -212,8 +215,26 @@ class Supervisor:
         alerts = AlertMonitor(self.run_dir, self.config, self.view)
         stack.push_async_callback(alerts.finish)
         health = HealthMonitor(self._processes, replicas, self.config.launch.heartbeat_s, self.view, alerts)
-        control = ControlServer(self.run_dir, replicas, fleet.address, health.waits, self._keys)
-        for service in (fleet.serve(), health.listen(signals), health.watch(), alerts.watch(), control.serve()):
+        changing = SettingsManager(
+            context,
+            settings,
+            self._processes,
+            self.view,
+            last_step=lambda: health.last_step,
+            followers=(self.view.configure, alerts.configure),
+            keys=self._keys,
+        )
+        live = changing if "buffer" in names else None
+        control = ControlServer(self.run_dir, replicas, fleet.address, health.waits, live, self._keys)
+        services = (
+            fleet.serve(),
+            settings.serve(),
+            health.listen(signals),
+            health.watch(),
+            alerts.watch(),
+            control.serve(),
+        )
+        for service in services:
             spawn(service)
         if self._metrics is not None:
             spawn(MetricsEndpoint(self._metrics, self.run_dir, self._processes, replicas, alerts).serve())
@@ -227,11 +248,12 @@ class Supervisor:
         await replicas.begin({name: self._placements[name] for name in engines}, spawn)
         await plan(spawn)
 
-    def _context(self, supervisor: str, fleet: str) -> RunContext:
+    def _context(self, supervisor: str, fleet: str, settings: str) -> RunContext:
         buffer, learner, reward = (self._placements.get(name) for name in ("buffer", "learner-0", "reward"))
         addresses = Addresses(
             supervisor=supervisor,
             fleet=fleet,
+            settings=settings,
             buffer=f"tcp://{buffer.address}" if buffer else "",
             learner_host=learner.host if learner else "",
             reward=f"http://{reward.address}" if reward else "",

@@ -1,0 +1,115 @@
+"""The settings of an active run that `slipstream set` changes: validated here, applied by the process that each key belongs to.
+
+    overrides ──> checked config ──> buffer: in force at version v ──> settings.jsonl, config.yaml ──> published to all roles
+
+Invariants:
+- A change is in `settings.jsonl` before it is acknowledged. One that the buffer does not take, or that cannot be written, changes
+  nothing.
+- A process that starts, or starts again, has the settings in force; what was published meanwhile reaches it, too.
+- Revisions rise with every attempt: a buffer that took rules of an attempt that failed returns to those in force.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ...buffer.admission import LiveRules
+from ...buffer.client import BufferClient
+from ...buffer.client_registry import SUPERVISOR
+from ...common.fsio import write_atomic
+from ...common.tasks import in_thread
+from ...configs import LIVE, RUN_CONFIG, Config, changed_live, dump
+from ...errors import ConfigError, SlipstreamError
+from ...learner.checkpoint import checkpoints, read_state
+from ...monitor.settings import SETTINGS, LiveSetting, SettingChange, append_changes
+from ...monitor.terminal import View
+from ...rpc.pubsub import StatePublisher
+from ...rpc.security import Keys
+from ..run_context import RunContext, RunSettings
+from .heartbeat import StepSummary
+from .processes import ProcessManager
+
+log = logging.getLogger(__name__)
+
+BUFFER_S = 60.0  # longest wait for the buffer, which may be starting again
+
+
+@dataclass(eq=False)
+class SettingsManager:
+    """`context` is what processes start with. `followers` are told each config that comes into force; `last_step` returns the last
+    step that the learner reported."""
+
+    context: RunContext
+    publisher: StatePublisher[RunSettings]
+    processes: ProcessManager
+    view: View
+    last_step: Callable[[], StepSummary | None]
+    followers: Sequence[Callable[[Config], None]] = ()
+    keys: Keys | None = None
+
+    def listed(self) -> list[LiveSetting]:
+        return [LiveSetting(k.key, k.value(self.context.config), k.applied_by, k.acts) for k in LIVE.values()]
+
+    async def change(self, overrides: Sequence[str]) -> tuple[SettingChange, ...]:
+        """Apply overrides of live keys; those that changed something. Raises ConfigError where one is not allowed or the changes
+        cannot be written, DeadlineExceeded where the buffer does not answer: then nothing has changed."""
+        before = self.context.config
+        after, different = changed_live(before, overrides)
+        if not different:
+            return ()
+        self._start_with(after)  # from now on: the buffer may start again while it is asked
+        try:
+            version = await self._configure_buffer()
+            now, step = time.time(), self._step_of(version)
+            changes = tuple(SettingChange(now, step, version, one.key, one.old, one.new) for one in different)
+            await in_thread(lambda: append_changes(self.context.dir / SETTINGS, changes), "settings")
+        except (SlipstreamError, OSError) as error:
+            self._start_with(before)
+            self.publisher.publish(RunSettings(self.context.revision, before))
+            if isinstance(error, SlipstreamError):
+                raise
+            raise ConfigError(
+                f"{self.context.dir / SETTINGS} cannot be written, nothing was changed: {error}"
+            ) from None
+        self._follow(after)
+        for change in changes:
+            self.view.event(f"{change}, from step {step} on")
+        return changes
+
+    def _follow(self, config: Config) -> None:
+        """`config` is in force."""
+        self.publisher.publish(RunSettings(self.context.revision, config))
+        for follow in self.followers:
+            follow(config)
+        try:
+            write_atomic(self.context.dir / RUN_CONFIG, dump(config).encode())
+        except OSError as error:  # `resume` folds in `settings.jsonl`
+            log.warning("%s keeps the old values: %s", self.context.dir / RUN_CONFIG, error)
+
+    def _start_with(self, config: Config) -> None:
+        """Processes that start from now on have `config`."""
+        revision = self.context.revision + 1
+        self.context = msgspec.structs.replace(self.context, config=config, revision=revision)
+        for role in self.processes.roles.values():
+            role.environment |= self.context.environment(role.name)
+
+    async def _configure_buffer(self) -> int:
+        rules = LiveRules.of(self.context.config.buffer)
+        address = self.context.addresses.buffer
+        async with BufferClient(address, SUPERVISOR, deadline_s=BUFFER_S, keys=self.keys) as buffer:
+            return await buffer.configure(self.context.revision, rules)
+
+    def _step_of(self, version: int) -> int:
+        """The step that the batch taken at `version` makes."""
+        if (last := self.last_step()) is not None:
+            step, made = last.step, last.version
+        else:
+            complete = checkpoints(self.context.dir / "checkpoints")
+            state = read_state(complete[-1]) if complete else None
+            step, made = (state.step, state.version) if state else (0, 0)
+        return step + max(1, version + 1 - made)
