@@ -93,7 +93,7 @@ def _present(run: WatchedRun, _: Question) -> Any:
 
 
 def _staleness(run: WatchedRun, _: Question) -> Any:
-    return corrections(run.metrics.rows(), run.config()[0])
+    return corrections(run.metrics.rows(), run.largest_bound())
 
 
 def _timeline(run: WatchedRun, question: Question) -> Any:

@@ -18,9 +18,11 @@ import msgspec
 
 from ..common.outcomes import WARN_SHARE, failed_share, failures_text
 from ..configs import Config
+from ..errors import StoreError
 from ..monitor.follow import LineFollower
 from ..monitor.metrics import EVALUATION, METRICS, Row, scalars
 from ..monitor.series import alike_share, alike_text, by_staleness, cycle_s, elapsed, outcomes, staleness_tokens, total
+from ..monitor.settings import SETTINGS, marks, read_changes
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ class MetricsTable:
 
     def __init__(self, folder: Path) -> None:
         self._follower = LineFollower(folder / METRICS)
+        self._settings = folder / SETTINGS
         self._lock = threading.Lock()
         self._steps: dict[int, tuple[Row, dict[str, float]]] = {}  # step -> its row, and its numbers by flat name
         self._evaluations: list[Row] = []
@@ -46,7 +49,8 @@ class MetricsTable:
         return {row["step"]: row["version"] for row in self.rows() if "version" in row}
 
     def columns(self, names: Sequence[str]) -> dict[str, Any]:
-        """These metrics by step, with the seconds since the start of the first step; the names of all; and the evaluations."""
+        """These metrics by step, with the seconds since the start of the first step; the names of all; the evaluations; and
+        where settings changed."""
         found = self._follow()
         numbers = [flat for _, flat in found]
         first = found[0][0] if found else {}
@@ -58,7 +62,17 @@ class MetricsTable:
             "names": sorted({name for flat in numbers for name, value in flat.items() if value}),
             "columns": {name: [flat.get(name) for flat in numbers] for name in names},
             "evaluations": self._evaluations,
+            "marks": self._marks([row for row, _ in found], began),
         }
+
+    def _marks(self, rows: Sequence[Row], began: float) -> list[dict[str, Any]]:
+        """Where settings changed: between two steps, and in seconds."""
+        try:
+            changed = marks(read_changes(self._settings), rows)
+        except StoreError as error:
+            log.warning("%s", error)
+            return []
+        return [{"steps": mark.step - 0.5, "seconds": mark.time - began, "text": mark.text} for mark in changed]
 
     def _follow(self) -> list[tuple[Row, dict[str, float]]]:
         with self._lock:
@@ -111,11 +125,12 @@ def present(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
     }
 
 
-def corrections(rows: Sequence[Row], config: Config | None) -> dict[str, Any]:
-    """Tokens trained at each staleness in the whole run, and how the correction weighed them there."""
+def corrections(rows: Sequence[Row], bound: int | None) -> dict[str, Any]:
+    """Tokens trained at each staleness in the whole run, and how the correction weighed them there; `bound` is the largest that was
+    in force."""
     names = ("ess", "kl", "clip_fraction", "weight")
     return {
-        "bound": config.buffer.max_staleness if config else None,
+        "bound": bound,
         "tokens": staleness_tokens(rows),
         "metrics": {name: by_staleness(rows, name) for name in names},
         "steps": len(rows),

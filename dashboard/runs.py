@@ -15,6 +15,7 @@ from ..configs import RUN_CONFIG, Config, load
 from ..errors import ConfigError, SlipstreamError
 from ..monitor.alerts import ALERTS, Alert, read_alerts
 from ..monitor.metrics import METRICS
+from ..monitor.settings import SETTINGS, largest_bound, read_changes
 from ..planner.explain.findings import Explanation
 from .accounts import TokenAccounts
 from .curves import MetricsTable, present
@@ -107,6 +108,11 @@ class WatchedRun:
         found = {"name": self.name, "folder": str(self.folder), "active": self.is_active(), "error": error}
         return {**found, "settings": settings, "now": present(self.metrics.rows(), config)}
 
+    def largest_bound(self) -> int | None:
+        """The largest `buffer.max_staleness` that was in force; None without a config. Raises StoreError."""
+        config, _ = self.config()
+        return largest_bound(read_changes(self.folder / SETTINGS), config.buffer.max_staleness) if config else None
+
     def alerts(self) -> list[Alert]:
         """The newest line of each rule, those that are active first. Raises StoreError."""
         last = {alert.rule: alert for alert in read_alerts(self.folder / ALERTS)}
@@ -114,7 +120,7 @@ class WatchedRun:
 
     def changes(self) -> tuple[tuple[int, int], ...]:
         """What differs after the run has written something that a page shows, or was explained again."""
-        names = (METRICS, DATABASE, f"{DATABASE}-wal", "evaluations.json", "control.json", ALERTS, RUN_CONFIG)
+        names = (METRICS, DATABASE, f"{DATABASE}-wal", "evaluations.json", "control.json", ALERTS, SETTINGS, RUN_CONFIG)
         return ((self.explained, 0), *(_changed(self.folder / name) for name in names))
 
 

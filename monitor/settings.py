@@ -17,7 +17,7 @@ import msgspec
 
 from ..configs.live import Value
 from ..errors import StoreError
-from .metrics import METRICS, Row, read_metrics
+from .metrics import Row
 
 SETTINGS = "settings.jsonl"  # in the folder of a run
 
@@ -87,11 +87,9 @@ def in_force(changes: Sequence[SettingChange]) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in {change.key: change.new for change in changes}.items())
 
 
-def rows_in_force(folder: Path) -> list[Row]:
-    """Rows of the steps of the run in `folder` since its settings were changed last. Raises StoreError."""
-    rows, changes = read_metrics(folder / METRICS), read_changes(folder / SETTINGS)
-    since = changes[-1].version if changes else -1
-    return [row for row in rows if (row.get("version") or 0) > since]
+def rows_since(changes: Sequence[SettingChange], rows: Sequence[Row]) -> Sequence[Row]:
+    """Those of the steps since the last change."""
+    return [row for row in rows if row["version"] > changes[-1].version] if changes else rows
 
 
 def largest_bound(changes: Sequence[SettingChange], bound: int) -> int:

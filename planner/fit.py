@@ -51,9 +51,11 @@ def fit_profile(run: RunRecords) -> RunProfile:
     config, rows = run.config, run.steady
     needed = run.settling + LEAST_STEPS
     if len(rows) < LEAST_STEPS:
+        found, last = len(run.in_force), run.rows[-1]["step"] if run.rows else 0
+        changed = " since its settings were changed" if found < len(run.rows) else ""
         raise ConfigError(
-            f"{run.folder}: the run has {len(run.rows)} steps; a profile needs {needed}: "
-            f"continue it with `slipstream resume {run.folder} learner.steps={needed}`"
+            f"{run.folder}: the run has {found} steps{changed}; a profile needs {needed}: "
+            f"continue it with `slipstream resume {run.folder} learner.steps={last + needed - found}`"
         )
     groups = run.groups
     episodes = [episode for group in groups for episode in group]

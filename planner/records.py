@@ -2,7 +2,7 @@
 
 Invariants:
 - Rows are as they were when they were read first: of a run that goes on, all numbers are of one moment's steps.
-- Steps until the run has filled up are in `rows` and not in `steady`.
+- `steady` are the steps under the settings in force, without those until the run has filled up under them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..buffer.trajectory import BatchRow
 from ..configs import load, run_config
 from ..monitor.alerts import SETTLING
 from ..monitor.metrics import METRICS, Row, read_metrics
+from ..monitor.settings import SETTINGS, read_changes, rows_since
 
 GROUPS = 200  # most groups that are looked at; evenly spread over the run
 
@@ -31,11 +32,13 @@ class RunRecords:
         self.database = folder / DATABASE
         self.config = load(str(run_config(folder)))
         self.rows: Sequence[Row] = read_metrics(folder / METRICS)
+        # Of the steps since the settings were changed last.
+        self.in_force = rows_since(read_changes(folder / SETTINGS), self.rows)
         self.settling = self.config.buffer.max_staleness + SETTLING  # steps until the run has filled up
 
     @property
     def steady(self) -> Sequence[Row]:
-        return self.rows[self.settling :]
+        return self.in_force[self.settling :]
 
     @property
     def since(self) -> int:

@@ -23,12 +23,14 @@ import numpy as np
 import pytest
 from slipstream.buffer.trajectory import Trajectory, TrajectoryHeader
 from slipstream.dashboard.app import DashServer
+from slipstream.dashboard.curves import MetricsTable
 from slipstream.dashboard.index import IndexedHeader, TrajectoryIndex, TrajectoryQuery
 from slipstream.dashboard.runs import RunAccess, RunFolder
 from slipstream.dashboard.store import StoreReader
 from slipstream.dashboard.texts import TokenTexts
 from slipstream.errors import StoreError
 from slipstream.launch.cli.main import main
+from slipstream.monitor.settings import SETTINGS, SettingChange, append_changes
 from slipstream.tests.dashboard_runs import MEMBERS, PLANTED, DashboardRun
 from slipstream.tests.dashboards import ACTIVE, IDLE, Asked
 from slipstream.tests.runs import WAIT_S, query
@@ -77,6 +79,17 @@ async def test_the_present_and_the_curves_are_those_of_the_metrics(asked: Asked,
     assert curves["columns"]["nothing"] == [None] * len(rows)
     assert "nothing" not in curves["names"]
     assert curves["seconds"] == sorted(curves["seconds"])
+    assert curves["marks"] == []
+
+
+def test_curves_mark_where_settings_changed(tmp_path: Path) -> None:
+    rows = [
+        {"step": step, "version": step, "time": 10.0 * step, "wait_s": 4.0, "reward_mean": 0.5} for step in (1, 2, 3)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    append_changes(tmp_path / SETTINGS, [SettingChange(15.0, 2, 1, "buffer.max_staleness", 2, 0)])
+    marks = MetricsTable(tmp_path).columns(["reward_mean"])["marks"]
+    assert marks == [{"steps": 1.5, "seconds": 9.0, "text": "max_staleness 2 → 0"}]
 
 
 async def test_a_trajectory_is_what_was_delivered(asked: Asked, made: tuple[Path, list[Trajectory]]) -> None:

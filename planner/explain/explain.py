@@ -44,7 +44,7 @@ def explain(folder: Path, hardware: Hardware, *, active: bool) -> Explanation:
             run=str(folder), alerts=alerts, note="advice on speed follows when no alert is active any more"
         )
     needed = run.settling + LEAST_STEPS
-    if (steps := len(run.rows)) < needed:
+    if (steps := len(run.in_force)) < needed:
         return Explanation(
             run=str(folder), alerts=alerts, note=f"{steps} steps so far: what to change is said from {needed} on"
         )

@@ -81,6 +81,7 @@ export function openStep(run, {steps, versions}, step) {
 // The data and lines of a chart; null where no run has any.
 function plan(chart, shown, found, x, chosen) {
   const tables = [], lines = [], several = shown.length > 1;
+  const marks = shown.flatMap(run => found[run].marks.map(mark => ({x: mark[x], text: mark.text, color: several ? runColor(chosen.indexOf(run)) : css('muted')})));
   for (const run of shown) {
     const data = found[run], table = [data[x]];
     chart.lines.forEach(([name, label], i) => {
@@ -103,5 +104,5 @@ function plan(chart, shown, found, x, chosen) {
       }
     }
   }
-  return tables.length ? {title: chart.title, unit: chart.unit, tables, lines} : null;
+  return tables.length ? {title: chart.title, unit: chart.unit, tables, lines, marks} : null;
 }
