@@ -61,7 +61,10 @@ def audit(run_dir: Path) -> tuple[AuditCheck, ...]:
             _read_workers(db, run_dir)
             _read_learner(db, run_dir)
             buffer = load(str(run_config(run_dir))).buffer
-            db.execute("INSERT INTO rules VALUES (?)", (buffer.group_size,))
+            db.execute(
+                "INSERT INTO rules VALUES (?, ?, ?)", (buffer.group_size, buffer.max_staleness, buffer.groups_per_batch)
+            )
+            _read_settings(db, run_dir / "settings.jsonl")
             return tuple(_check(db, *check) for check in CHECKS)
         finally:
             db.close()
@@ -161,6 +164,14 @@ def _read_learner(db: sqlite3.Connection, run_dir: Path) -> None:
         db.executemany("INSERT INTO trained_on VALUES (?, ?, ?, ?, ?)", rows)
     db.execute("CREATE INDEX trained_on_key ON trained_on (episode)")
     db.executemany("INSERT INTO steps VALUES (?, ?, ?)", _steps(run_dir / "metrics.jsonl"))
+
+
+def _read_settings(db: sqlite3.Connection, path: Path) -> None:
+    """Fill `changes`."""
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+        row = msgspec.json.decode(line)
+        values = (row["version"], row["key"], row["old"], row["new"])
+        db.execute("INSERT INTO changes (version, key, old, new) VALUES (?, ?, ?, ?)", values)
 
 
 def _steps(path: Path) -> Iterator[tuple[int, int, int]]:

@@ -20,10 +20,18 @@ CREATE TABLE trained_on (made INTEGER, episode TEXT, version INTEGER, tokens INT
 CREATE TABLE steps (made INTEGER, trained INTEGER, stalest INTEGER);
 CREATE TABLE spans (id TEXT, episode TEXT, version INTEGER, tokens INTEGER);
 CREATE TABLE masks (id TEXT, episode TEXT, sampled INTEGER);
-CREATE TABLE rules (group_size INTEGER);
+CREATE TABLE rules (group_size INTEGER, max_staleness INTEGER, groups_per_batch INTEGER);  -- at the end
+CREATE TABLE changes (number INTEGER PRIMARY KEY, version INTEGER, key TEXT, old, new);  -- from settings.jsonl
 
 CREATE TEMP VIEW in_force AS  -- the bound by which each version was made
     SELECT version AS made, max_staleness FROM store.commits;
+CREATE TEMP VIEW was_set AS  -- of each version the rules that the user had set when its batch was taken
+    SELECT made, key, coalesce(
+        (SELECT new FROM changes c WHERE c.key = keys.key AND version < made ORDER BY number DESC LIMIT 1),
+        (SELECT old FROM changes c WHERE c.key = keys.key ORDER BY number LIMIT 1),
+        (SELECT CASE key WHEN 'buffer.max_staleness' THEN max_staleness ELSE groups_per_batch END FROM rules)) AS value
+    FROM (SELECT version AS made FROM store.commits WHERE NOT rolled_back),
+        (SELECT 'buffer.max_staleness' AS key UNION ALL SELECT 'buffer.groups_per_batch') keys;
 CREATE TEMP VIEW generated AS  -- according to the store
     SELECT e.id AS episode, group_id AS grp, CAST(key AS INTEGER) AS version, value AS tokens
     FROM store.episodes e, json_each(e.generated);
@@ -194,6 +202,11 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             " (SELECT trained_at AS made, sum(tokens) AS held FROM spans s JOIN store.episodes e ON e.id = s.episode"
             " JOIN store.groups g ON g.id = e.group_id WHERE account = 'trained' AND s.version >= loss_from GROUP BY trained_at)"
             " USING (made) WHERE trained <> coalesce(held, 0) AND NOT EXISTS (SELECT 1 FROM gone)",
+            # A change that is due with the next version rules this one, too, where the learner recovered and took a batch again.
+            "SELECT 'version ' || made || ' was made under ' || key || '=' || used || ', set was ' || value FROM was_set JOIN"
+            " (SELECT version AS made, 'buffer.max_staleness' AS key, max_staleness AS used FROM store.commits"
+            " UNION ALL SELECT version, 'buffer.groups_per_batch', groups_per_batch FROM store.commits) USING (made, key)"
+            " WHERE used <> value AND used NOT IN (SELECT new FROM changes c WHERE c.key = was_set.key AND version = made)",
         ),
     ),
 )

@@ -29,6 +29,7 @@ class ChaosReport(msgspec.Struct, frozen=True):
     Attributes:
         plan: the planned faults, a line each.
         faults: injected faults by kind.
+        changes: settings that were changed.
         resumes: how often the run was resumed after it had ended.
         steps: learner steps, repeated ones included.
         longest_s: longest time without a learner step, counted from the end of the last fault.
@@ -39,6 +40,7 @@ class ChaosReport(msgspec.Struct, frozen=True):
     seed: int
     plan: tuple[str, ...]
     faults: dict[str, int]
+    changes: int
     resumes: int
     steps: int
     longest_s: float
@@ -52,6 +54,8 @@ def register(commands: CommandTable) -> None:
     text = "SIGKILLs; a quarter as many SIGSTOPs and a tenth as many full disks come with them"
     parser.add_argument("--kills", type=int, default=20, metavar="N", help=text)
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="the same seed makes the same plan")
+    text = "changes of settings at random while the run goes on, as `slipstream set` makes them; default: 0"
+    parser.add_argument("--set-changes", type=int, default=0, metavar="N", help=text)
     text = "longest time without a learner step"
     parser.add_argument("--hang", type=float, default=180.0, metavar="SECONDS", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -61,14 +65,16 @@ def chaos(options: argparse.Namespace) -> int:
     """Run under faults and audit; returns 1 where a guarantee does not hold."""
     from ..launch.preflight import preflight
     from .audit import audit
+    from .changes import make_changes
     from .harness import FaultRunner
     from .plan import make_plan
 
     overrides = [*options.overrides, *FORCED]
     config = load(options.config, overrides)
     run_dir = Path(config.run.dir).resolve()
-    if options.kills < 0:
-        raise ConfigError(f"--kills: {options.kills}; allowed are 0 and more")
+    for name, value in (("--kills", options.kills), ("--set-changes", options.set_changes)):
+        if value < 0:
+            raise ConfigError(f"{name}: {value}; allowed are 0 and more")
     if config.launch.kind != "local":
         raise ConfigError("launch.kind: chaos reaches the processes of this host only; allowed here is local")
     for key, part in parts_by_key(config.env).items():
@@ -80,18 +86,20 @@ def chaos(options: argparse.Namespace) -> int:
         raise ConfigError(f"run.dir: {config.run.dir} is not empty; name a new folder")
     preflight(config)
     plan = make_plan(config, options.kills, options.seed)
+    changes = make_changes(config, options.set_changes, len(plan), options.seed)
     console = PipeSafeConsole(stderr=options.json, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"seed {options.seed}: {len(plan)} faults")
-    for fault in plan:
-        console.print(str(fault))
+    console.print(f"seed {options.seed}: {len(plan)} faults, {len(changes)} changes of settings")
+    for planned in (*plan, *changes):
+        console.print(str(planned))
     console.print("the run starts")
-    result = FaultRunner([options.config, *overrides], run_dir, options.hang, console.print).run(plan)
+    result = FaultRunner([options.config, *overrides], run_dir, options.hang, console.print).run(plan, changes)
     checks = (*audit(run_dir), _ledger_check(run_dir)) if (run_dir / DATABASE).exists() else ()
     problems = (*result.problems, *(f"{check.name}: {problem}" for check in checks for problem in check.problems))
     report = ChaosReport(
         options.seed,
         tuple(map(str, plan)),
         result.faults,
+        result.changes,
         result.resumes,
         result.steps,
         result.longest_s,
@@ -119,6 +127,7 @@ def _ledger_check(run_dir: Path) -> AuditCheck:
 
 def _table(report: ChaosReport) -> Table:
     faults = ", ".join(f"{n} {kind}s" for kind, n in sorted(report.faults.items())) or "no fault"
+    faults += f", {report.changes} changed settings" if report.changes else ""
     longest = f"{report.longest_s:.1f} s at most between two"
     table = Table(
         "", "examined", "wrong", title=f"{faults}, {report.resumes} resumes, {report.steps} learner steps, {longest}"

@@ -1,6 +1,7 @@
-"""Injects a plan of faults into a run and checks that it recovers from each; `audit` then examines the run folder.
+"""Injects a plan of faults into a run, changes its settings, and checks that it recovers; `audit` then examines the run folder.
 
     train ── first step ── fault, fault, ... each after steps or seconds ── two more steps ── SIGINT
+                 │          └── settings are changed right after a fault, or right before one
                  └── ended by the fault on its supervisor or its disk? resume
 
 Invariants:
@@ -11,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import os
@@ -26,11 +28,13 @@ import msgspec
 import psutil
 
 from ..common.process import set_parent_death_signal
-from ..errors import DeadlineExceeded, RoleDied
+from ..errors import ConfigError, DeadlineExceeded, RoleDied
 from ..launch.run_context import ROLE, VARIABLE
+from ..launch.supervisor.control import ChangeSettings, SettingsChanged, read_control_address, send_command
 from ..launch.supervisor.factory import CLIENT_FACTORY
 from ..launch.supervisor.processes import describe
 from ..monitor.metrics import EVALUATION
+from .changes import PlannedChange
 from .plan import CORE, SUPERVISOR, PlannedFault
 
 AUDITED_CLIENT = "slipstream.chaos.audited_client:audited_client"
@@ -59,6 +63,7 @@ class FaultRunResult(msgspec.Struct):
 
     Attributes:
         faults: injected faults by kind.
+        changes: settings that were changed.
         resumes: how often the run was resumed.
         steps: learner steps, repeated ones included.
         longest_s: longest time without a learner step, counted from the end of the last fault.
@@ -66,6 +71,7 @@ class FaultRunResult(msgspec.Struct):
     """
 
     faults: dict[str, int] = {}
+    changes: int = 0
     resumes: int = 0
     steps: int = 0
     longest_s: float = 0.0
@@ -95,19 +101,23 @@ class FaultRunner:
         self._excused_until = 0.0
         self.result = FaultRunResult()
 
-    def run(self, plan: Sequence[PlannedFault]) -> FaultRunResult:
-        """Inject the faults of `plan`; the problems are in the result."""
+    def run(self, plan: Sequence[PlannedFault], changes: Sequence[PlannedChange] = ()) -> FaultRunResult:
+        """Inject the faults of `plan` and make `changes`; the problems are in the result."""
         self._log.unlink(missing_ok=True)
         try:
             self._start("train", *self._arguments)
             self._wait_for_steps(1)
             for fault in plan:
+                self._change(changes, fault.number - 1, recovers=True)
                 if fault.after_steps:
                     self._wait_for_steps(fault.after_steps)
                 else:
                     self._sleep(fault.after_s)
+                self._change(changes, fault.number - 1, recovers=False)
                 self._inject(fault)
-            self._wait_for_steps(STEPS_AFTER)
+            for recovers in (True, False):
+                self._change(changes, len(plan), recovers=recovers)
+                self._wait_for_steps(STEPS_AFTER)
             self._stop()
         except (RoleDied, DeadlineExceeded) as problem:
             self.result.problems.append(str(problem))
@@ -255,6 +265,32 @@ class FaultRunner:
             self._new_steps()
             time.sleep(POLL_S)
         raise DeadlineExceeded("slipstream chaos", f"{fault.victim} to start", self._hang_s, f"see {self._dir}/logs")
+
+    # --- the settings ---------------------------------------------------------------------------------------------
+
+    def _change(self, changes: Sequence[PlannedChange], after_fault: int, *, recovers: bool) -> None:
+        """Make the changes that are due now, as `slipstream set` does, each as soon as the run can. Raises DeadlineExceeded."""
+        for change in changes:
+            if (change.after_fault, change.recovers) == (after_fault, recovers):
+                self._report(str(change))
+                self._change_one(change)
+
+    def _change_one(self, change: PlannedChange) -> None:
+        until, why = time.monotonic() + self._hang_s, ""
+        while time.monotonic() < until:
+            self._supervisor()
+            try:
+                command = ChangeSettings((change.override,))
+                asyncio.run(
+                    send_command(read_control_address(self._dir), command, SettingsChanged, who="slipstream chaos")
+                )
+            except ConfigError as error:  # the run is only starting, or has just been killed
+                why = str(error)
+                self._sleep(POLL_S)
+            else:
+                self.result.changes += 1
+                return
+        raise DeadlineExceeded("slipstream chaos", f"the run to take {change.override}", self._hang_s, why)
 
     # --- the faults -----------------------------------------------------------------------------------------------
 

@@ -15,13 +15,15 @@ from slipstream.buffer.store import Store
 from slipstream.chaos import audit as chaos_audit
 from slipstream.chaos import audit_checks, audit_log
 from slipstream.chaos.audit import audit
+from slipstream.chaos.changes import make_changes
 from slipstream.chaos.plan import SUPERVISOR, make_plan
-from slipstream.configs import load
+from slipstream.configs import LIVE, changed_live, load
 from slipstream.errors import ConfigError
+from slipstream.monitor.settings import SETTINGS, read_changes
 from slipstream.tests.runs import leftovers, metrics, query, slipstream, tiny_policy
 
 FEW = ("rollout.engine.replicas=1", "rollout.workers=1", "learner.backend.ranks=1", "learner.checkpoint_every=2")
-KILLS, SEED = 4, 3
+KILLS, CHANGES, SEED = 4, 8, 3
 """Kills of the learner, the supervisor, a worker and the buffer, and a learner that is stopped for longer than a lease."""
 
 
@@ -33,6 +35,7 @@ def chaos_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     arguments = (
         "chaos",
         f"--kills={KILLS}",
+        f"--set-changes={CHANGES}",
         f"--seed={SEED}",
         "--json",
         f"model.path={policy}",
@@ -47,6 +50,8 @@ def test_a_small_chaos_leaves_nothing_to_complain_of(chaos_run: tuple[Path, dict
     run, report = chaos_run
     assert report["problems"] == []
     assert report["faults"] == {"kill": KILLS, "stop": 1}
+    assert report["changes"] == CHANGES
+    assert len(read_changes(run / SETTINGS)) == CHANGES
     assert report["resumes"] == 1
     assert leftovers(run) == []
     assert len(report["plan"]) == KILLS + 1
@@ -75,6 +80,17 @@ def test_the_processes_that_vllm_computes_in_are_hit_too() -> None:
     assert all(not fault.role.endswith("core") for fault in plan)
 
 
+def test_changes_of_settings_are_allowed_one_after_the_other() -> None:
+    config = load("chaos")
+    changes = make_changes(config, 100, 10, 7)
+    assert changes == make_changes(config, 100, 10, 7)
+    assert {change.override.partition("=")[0] for change in changes} == set(LIVE)
+    assert {change.after_fault for change in changes} == set(range(11))
+    for change in changes:
+        config, made = changed_live(config, [change.override])
+        assert len(made) == 1
+
+
 def test_the_audit_shares_no_code_with_the_buffer() -> None:
     for module in (chaos_audit, audit_checks, audit_log):
         tree = ast.parse(Path(module.__file__).read_text())
@@ -87,6 +103,7 @@ def test_runs_that_chaos_cannot_reach_are_refused(tmp_path: Path) -> None:
     for arguments, why in (
         ((f"run.dir={tmp_path}",), "is not empty"),
         (("--kills", "-1"), "allowed are 0 and more"),
+        (("--set-changes", "-1"), "allowed are 0 and more"),
         (("launch.kind=ray",), "allowed here is local"),
         (("env.tasks=5",), "env.sampler: the audit expects every task once"),
     ):
@@ -189,6 +206,10 @@ PLANTED: dict[str, tuple[Plant, str]] = {
         "trained twice",
     ),
     "a stale token is trained": (stale, "max_staleness"),
+    "a commit names a bound that was never set": (
+        sql("UPDATE commits SET max_staleness = 9 WHERE version = (SELECT max(version) FROM commits)"),
+        "max_staleness",
+    ),
     "the learner's own count differs": (
         sql(f"UPDATE episodes SET loss_from = NULL WHERE group_id = CAST({ONE} AS INTEGER)"),
         "max_staleness",
