@@ -297,7 +297,7 @@ def test_every_role_follows_and_so_does_one_that_starts_again(policy: Path, tmp_
     assert [(one.key, one.old, one.new) for one in read_changes(run / SETTINGS)[len(lines) :]] == [
         ("rollout.max_episodes", 8, 0)
     ]
-    assert [mark.text for mark in marks(read_changes(run / SETTINGS), metrics(run))][0] == "max_staleness 4 → 0"
+    assert marks(read_changes(run / SETTINGS), metrics(run))[0].text == "max_staleness 4 → 0"
 
 
 @pytest.mark.full
