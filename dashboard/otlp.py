@@ -71,7 +71,7 @@ def send_otlp(trace: RunTrace, run: str, model: str, url: str) -> int:
         with _said() as said:
             for at in range(0, len(spans), AT_ONCE):
                 if exporter.export(spans[at : at + AT_ONCE]) is not SpanExportResult.SUCCESS:
-                    why = said[-1] if said else "it gives no reason"
+                    why = " ".join(dict.fromkeys([*said[-1:], *said[:1]])) or "it gives no reason"
                     raise SlipstreamError(f"--otlp {url}: the collector took {at} of {len(spans)} spans: {why}")
     finally:
         exporter.shutdown()
