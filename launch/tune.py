@@ -74,7 +74,7 @@ class TuneResult(msgspec.Struct, frozen=True, kw_only=True):
     devices: str  # what `TunedPoint.devices` counts: GPUs or cores
     points: tuple[TunedPoint, ...]
     overrides: tuple[str, ...]  # of the chosen point, those of the command line included
-    drift: float | None  # relative difference of the last and the first probe of the same settings and number of steps
+    drift: float | None  # largest relative difference of the last and the first probe of the same settings
     seconds: float
     interrupted: bool = False
 
@@ -215,7 +215,8 @@ class Tuner:
             for point in field:
                 if self._try(search, point, rung.steps):
                     known.append(point)
-            if rung.again and len(known) == 2 and search.undecided(known):
+            between = not number or (len(known) == 2 and search.undecided(known))
+            if rung.again and len(known) > 1 and between:
                 self._try(search, known[0], rung.steps)
         self._finalists = known or self._finalists
 
@@ -298,16 +299,17 @@ def _plan_text(rungs: Sequence[Rung], probes: Sequence[ExpectedProbe], own: Expe
     if not rungs:
         shortest = min(probe.seconds(STEPS[0]) for probe in probes)
         return f"plan: no more probes, the shortest takes {duration(shortest)} of the {duration(left_s)} left"
-    parts = [f"{r.points} of {r.steps} steps{', one of them again' * r.again}" for r in rungs]
+    one = "one of them" if len(rungs) > 1 else "the own settings"
+    parts = [f"{r.points} of {r.steps} steps{f', {one} again' * r.again}" for r in rungs]
     takes = f"about {duration(expected_s(rungs, probes, own))} of the {duration(left_s)} left"
     return f"plan: of {len(probes)} promising points, probes: at most {', then '.join(parts)}: {takes}"
 
 
 def _drift(points: Sequence[TunedPoint]) -> float | None:
-    """Of the probes with the most steps that have the same settings."""
-    for point in points:
-        most = max((probe.figures.steps for probe in point.probes), default=0)
-        same = [probe.figures.trained_tokens_per_s for probe in point.probes if probe.figures.steps == most]
-        if len(same) > 1:
-            return same[-1] / same[0] - 1
-    return None
+    """The largest, of points that were probed more than once."""
+    found = [
+        probes[-1].figures.trained_tokens_per_s / probes[0].figures.trained_tokens_per_s - 1
+        for probes in (point.probes for point in points)
+        if len(probes) > 1
+    ]
+    return max(found, key=abs, default=None)

@@ -112,7 +112,7 @@ def show(result: TuneResult, console: Console) -> None:
         console.print("The rows below the line were not run: expected by simulation and the runs above.")
     if result.drift is not None:
         console.print(
-            f"Two runs of the same settings differ by {100 * abs(result.drift):.0f} %: less than that means nothing."
+            f"Runs of the same settings differ by up to {100 * abs(result.drift):.0f} %: less than that means nothing."
         )
     own = next((point for point in probed if not point.changes), None)
     chosen = result.chosen

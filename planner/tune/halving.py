@@ -9,7 +9,7 @@ Invariants:
 - A schedule takes no longer than its budget, by what is expected of its probes.
 - No rung has more points than the one before it, or fewer steps; none but the last leaves two.
 - The two points of the last rung are compared around the same moment where there is time: A is measured before and after B, so
-  that a machine that becomes slower at a constant rate favors neither.
+  that a machine that becomes slower at a constant rate favors neither. A single rung is between two probes of the own settings.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Rung(msgspec.Struct, frozen=True):
 
     points: int
     steps: int
-    again: bool = False  # there is time to measure the first of two points once more, after the second
+    again: bool = (
+        False  # there is time for one more: of the first of two points, or of the own settings after a single rung
+    )
 
 
 def schedule(probes: Sequence[ExpectedProbe], own: ExpectedProbe, budget_s: float) -> tuple[Rung, ...]:
@@ -50,7 +52,7 @@ def schedule(probes: Sequence[ExpectedProbe], own: ExpectedProbe, budget_s: floa
     for rungs in _shapes(min(WIDEST, len(probes))):
         if expected_s(rungs, probes, own) <= budget_s:
             again = (*rungs[:-1], msgspec.structs.replace(rungs[-1], again=True))
-            return again if len(rungs) > 1 and expected_s(again, probes, own) <= budget_s else rungs
+            return again if expected_s(again, probes, own) <= budget_s else rungs
     return ()
 
 
@@ -59,7 +61,8 @@ def expected_s(rungs: Sequence[Rung], probes: Sequence[ExpectedProbe], own: Expe
     total, field = 0.0, list(probes[: rungs[0].points]) if rungs else []
     for rung in rungs:
         each = sorted((probe.seconds(rung.steps) for probe in field), reverse=True)
-        total += sum(each[: rung.points]) + (each[0] if rung.again else 0.0)
+        again_s = own.seconds(rung.steps) if len(rungs) == 1 else each[0]
+        total += sum(each[: rung.points]) + again_s * rung.again
         field = [*probes[: rungs[0].points], own]
     return total
 

@@ -4,7 +4,7 @@
     probes            ──────────────────────────> measured ratings ──> which go on, and the one to take
 
 Invariants:
-- A point that was probed is judged by its longest probes alone, a point that was not by its simulation and all probes.
+- A point that was probed is judged by its own probes alone, a point that was not by its simulation and all probes.
 - Only a point that was probed is chosen.
 """
 
@@ -183,20 +183,20 @@ class TuneSearch:
         return merged_ess([(probe.figures, probe.ess) for probes in self._probes for probe in probes])
 
     def _measured(self, index: int) -> PointRating:
-        """By the probes with the most steps, each of which counts for as much as the others."""
+        """By all of its probes, each as much as it has steps."""
         probes = self._probes[index]
-        most = max(probe.figures.steps for probe in probes)
-        longest = [probe for probe in probes if probe.figures.steps == most]
-        ess = merged_ess([(probe.figures, probe.ess) for probe in longest])
+        ess = merged_ess([(probe.figures, probe.ess) for probe in probes])
         each = [
             ess.rating(p.figures, p.figures.trained_tokens_per_s, self._devices[index], len(self._points[index]))
-            for p in longest
+            for p in probes
         ]
+        total = sum(probe.figures.steps for probe in probes)
+        weights = [probe.figures.steps / total for probe in probes]
         return msgspec.structs.replace(
             each[0],
-            tokens_per_s=sum(one.tokens_per_s for one in each) / len(each),
-            ess_tokens_per_s=sum(one.ess_tokens_per_s for one in each) / len(each),
-            staleness=sum(one.staleness for one in each) / len(each),
+            tokens_per_s=sum(w * one.tokens_per_s for w, one in zip(weights, each, strict=True)),
+            ess_tokens_per_s=sum(w * one.ess_tokens_per_s for w, one in zip(weights, each, strict=True)),
+            staleness=sum(w * one.staleness for w, one in zip(weights, each, strict=True)),
             ess=min(one.ess for one in each),
         )
 
