@@ -1,6 +1,6 @@
 """Which trajectories and batches an exported page has, and the answers about them.
 
-    versions, evenly over the run ──> of each some groups, those first whose rewards differ ──> their members, token by token
+    versions, evenly over the run ──> of each some groups, those first with annotations and whose rewards differ ──> their members
 
 Invariants:
 - All that is sampled has at most `SAMPLE_BYTES` of JSON. Versions take turns, so that none is missing where that is too little.
@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..monitor.annotations import read_annotations
 from .index import TrajectoryQuery
 from .runs import WatchedRun
 from .texts import ShownMessage
@@ -26,6 +27,7 @@ from .trajectory import WINDOW
 SAMPLE_BYTES = 4 << 20
 VERSIONS = 8  # whose batches are sampled
 GROUPS = 3  # of each
+CANDIDATES = 16  # groups of which these are chosen
 MEMBERS = 16  # of a group
 BINS = 400  # columns of the strip over a trajectory
 TOKENS = 2 * WINDOW  # of a trajectory, from its beginning
@@ -33,7 +35,7 @@ TEXT = 64_000  # characters of a conversation
 
 BATCHES = "SELECT DISTINCT trained_at FROM groups WHERE trained_at IS NOT NULL ORDER BY 1"
 GROUPS_OF = (
-    "SELECT g.id FROM groups g JOIN episodes e ON e.group_id = g.id JOIN trajectories t ON t.episode_id = e.id"
+    "SELECT g.id, min(t.id) FROM groups g JOIN episodes e ON e.group_id = g.id JOIN trajectories t ON t.episode_id = e.id"
     " WHERE g.trained_at = ? GROUP BY g.id ORDER BY min(t.reward) = max(t.reward), g.id LIMIT ?"
 )
 NEWEST = "SELECT DISTINCT group_id FROM (SELECT group_id FROM trajectories ORDER BY rowid DESC LIMIT ?)"
@@ -70,11 +72,17 @@ class RunSample:
         with self._run.store.open() as db:
             versions = [version for (version,) in db.all(BATCHES)]
             chosen = [versions[at] for at in _evenly(len(versions), VERSIONS)]
-            groups = {version: [id for (id,) in db.all(GROUPS_OF, version, GROUPS)] for version in chosen}
+            found = {version: db.all(GROUPS_OF, version, CANDIDATES) for version in chosen}
             newest = [] if versions else [id for (id,) in db.all(NEWEST, GROUPS * MEMBERS)]
         yield from ((None, [id]) for id in newest)
+        groups = {version: self._annotated_first(version, rows) for version, rows in found.items()}
         for turn in range(GROUPS):
             yield from ((version, of[turn : turn + 1]) for version, of in groups.items())
+
+    def _annotated_first(self, version: int, groups: list[tuple[Any, ...]]) -> list[int]:
+        """Of `groups` (id, a trajectory) those first of whose tokens the learner recorded what it computed."""
+        known = {id: read_annotations(self._run.folder, version, one) is not None for id, one in groups}
+        return sorted(known, key=lambda id: not known[id])
 
     def _add_group(self, id: int) -> None:
         group = self._run.reader.group(id)
@@ -98,9 +106,7 @@ class RunSample:
         """The first `TOKENS`, in one window."""
         whole: dict[str, Any] = {}
         for start in range(0, min(total, TOKENS), WINDOW):
-            part = self._run.reader.window(id, start, min(total, start + WINDOW))
-            for name, values in part.items():
-                whole[name] = whole.get(name, []) + values if isinstance(values, list) else values
+            whole = _joined(whole, self._run.reader.window(id, start, min(total, start + WINDOW)))
         return whole | {"start": 0}
 
     def _fits(self, *answers: Any) -> bool:
@@ -110,6 +116,17 @@ class RunSample:
             return False
         self._left -= size
         return True
+
+
+def _joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """Two windows that follow one another; lists are continued."""
+    found = dict(then)
+    for name, value in then.items():
+        if isinstance(value, list):
+            found[name] = first.get(name, []) + value
+        elif isinstance(value, dict):
+            found[name] = _joined(first.get(name, {}), value)
+    return found
 
 
 def _evenly(number: int, most: int) -> list[int]:

@@ -20,10 +20,12 @@ from slipstream.dashboard.sample import thinned
 from slipstream.launch.cli.main import main
 from slipstream.launch.run import summary, write_report
 from slipstream.monitor.alerts import Alert
+from slipstream.monitor.annotations import AnnotationWriter
 from slipstream.planner.explain.findings import Explanation
 from slipstream.tests.dashboard_runs import MEMBERS, PLANTED, DashboardRun
 from slipstream.tests.dashboards import IDLE, Asked
 from slipstream.tests.reports import DATA, recorded_in
+from slipstream.tests.test_dashboard_annotations import annotations_of
 
 GROUPS = 7
 FAR = 1e9  # seconds
@@ -138,6 +140,27 @@ def test_thinned_columns_keep_the_first_step_and_the_last() -> None:
     assert len(short["steps"]) == 10
     assert (short["steps"][0], short["columns"]["a"][-1]) == (1, 100)
     assert thinned(every, 1000) == every
+
+
+def test_windows_of_tokens_are_joined_and_annotated_groups_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = DashboardRun(tmp_path / "run")
+    made = run.record(3)
+    run.close()
+    with sqlite3.connect(run.folder / "buffer.sqlite") as db:
+        db.execute("UPDATE groups SET trained_at = 1 WHERE id = 1")  # both in one batch
+    with AnnotationWriter(run.folder, "learner-0", 1 << 20) as writer:
+        writer.record(1, [annotations_of(one) for one in made if one.group_id == 1])
+    monkeypatch.setattr(sample, "GROUPS", 1)
+    whole = record(WatchedRun("run", run.folder, ENDED), SAID, time.monotonic() + FAR)
+    assert {row["group"] for row in whole.trajectories["rows"]} == {1}
+    monkeypatch.setattr(sample, "WINDOW", 50)
+    parts = record(WatchedRun("run", run.folder, ENDED), SAID, time.monotonic() + FAR)
+    path = "trajectories/1.0.1.0/tokens"
+    assert json.loads(bytes(parts.answers[path])) == json.loads(bytes(whole.answers[path]))
+    tokens = json.loads(bytes(whole.answers[path]))
+    assert len(tokens["annotations"]["entropy"]) == len(tokens["ids"]) > 150
 
 
 def test_a_run_without_a_step_a_store_or_tokens_has_its_file(tmp_path: Path) -> None:

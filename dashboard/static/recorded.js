@@ -40,8 +40,9 @@ function list(query) {
 
 function tokens(whole, start, end) {
   if (start >= whole.end) throw new Error(`The file has the first ${whole.end} tokens of it.`);
-  const cut = Object.entries(whole).map(([name, value]) => [name, Array.isArray(value) ? value.slice(start, end) : value]);
-  return {...Object.fromEntries(cut), start, end: Math.min(end, whole.end)};
+  const cut = value => Array.isArray(value) ? value.slice(start, end) : value && typeof value === 'object' ?
+    Object.fromEntries(Object.entries(value).map(([name, part]) => [name, cut(part)])) : value;
+  return {...cut(whole), start, end: Math.min(end, whole.end)};
 }
 
 // A window of the whole run, which `whole` is; gauges have its points.
