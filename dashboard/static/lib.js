@@ -87,7 +87,13 @@ export const date = t => t == null ? DASH : new Date(1000 * t).toLocaleString([]
 export const ago = t => t == null ? DASH : recorded ? date(t) : duration(Math.max(0, now() - t)) + ' ago';
 export const clock = t => t == null ? DASH : new Date(1000 * t).toLocaleTimeString();
 
-export const css = name => getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim();
+// A color of the page's palette. It is looked up once: a look makes the browser compute the styles of what has changed.
+const palette = new Map();
+matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => palette.clear());
+export function css(name) {
+  if (!palette.has(name)) palette.set(name, getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim());
+  return palette.get(name);
+}
 export const RUN_COLORS = ['blue', 'orange', 'green', 'red', 'violet', 'teal', 'muted'];
 export const runColor = i => css(RUN_COLORS[i % RUN_COLORS.length]);
 export const stalenessColor = s => css('s' + Math.max(0, Math.min(4, s)));
