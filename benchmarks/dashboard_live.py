@@ -46,6 +46,7 @@ VIEWS = (
 )
 TOKENS, RATE = 1 << 12, 60.0  # of each trajectory; trajectories a second
 PAIRS, WINDOW_S = 4, 30.0  # two minutes with the readers, and as many without
+WARM_S = 3.0  # of a round, which do not count
 WAL_LOOK_S = 0.02
 START_S = 60.0
 
@@ -86,18 +87,19 @@ def _row(name: str, share: float, found: dict[bool, list[Acknowledged]]) -> Row:
 
 
 async def _round(crew: Crew, this: Round, readers: int) -> Acknowledged:
-    seconds = this.until - time.monotonic()
     run = this.path.parent
     (run / "config.yaml").write_text(dump(load("quickstart")))
     with run_lock(run):
         (run / CONTROL).write_text("{}")  # as of a run that goes on
         async with dashboard_of(run) if readers else contextlib.nullcontext("") as url:
-            looking = [asyncio.create_task(_look(url, run.name, this.until)) for _ in range(readers)]
+            warm = time.monotonic() + WARM_S  # the start of the dashboard is no part of the round
+            this = msgspec.structs.replace(this, counts_from=warm, until=warm + WINDOW_S)
+            looking = [asyncio.create_task(_look(url, run.name, this)) for _ in range(readers)]
             wal = asyncio.create_task(_watch(this.path.with_name(f"{this.path.name}-wal"), this.until))
             _, _, (took,) = await asyncio.gather(
-                crew.in_learner(seconds, learn, this),
-                crew.in_buffer(seconds, serve, this),
-                crew.in_producers(1, seconds, deliver, this),
+                crew.in_learner(WARM_S + WINDOW_S, learn, this),
+                crew.in_buffer(WARM_S + WINDOW_S, serve, this),
+                crew.in_producers(1, WARM_S + WINDOW_S, deliver, this),
             )
             answers = sum(await asyncio.gather(*looking))
     return Acknowledged(took, await wal, answers)
@@ -122,11 +124,12 @@ async def dashboard_of(run: Path) -> AsyncIterator[str]:
         await process.wait()
 
 
-async def _look(url: str, run: str, until: float) -> int:
-    """Ask for every view every second; how many answers there were."""
+async def _look(url: str, run: str, this: Round) -> int:
+    """Ask for every view every second, once the service is warm; how many answers there were."""
     answers = 0
+    await asyncio.sleep(this.counts_from - time.monotonic())
     async with aiohttp.ClientSession() as client:
-        while (began := time.monotonic()) < until:
+        while (began := time.monotonic()) < this.until:
             for view in VIEWS:
                 async with client.get(f"{url}api/runs/{run}/{view}") as response:
                     await response.read()

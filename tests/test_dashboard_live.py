@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from slipstream.launch.run_lock import CONTROL, run_lock
 from slipstream.tests.dashboard_runs import DashboardRun
 from slipstream.tests.dashboards import Dashboard
@@ -18,8 +19,8 @@ from slipstream.tests.runs import WAIT_S
 
 READERS = 3
 VIEWS = ("now", "curves", "trajectories?sort=reward", "tokens", "timeline", "environments", "staleness")
-STEPS = 60
-SLACK_PAGES = 1000  # of SQLite's automatic checkpoint
+STEPS = 120  # write more than twice what the WAL may hold
+CHECKPOINT_PAGES = 1000  # after which SQLite writes its WAL back
 PAGE = 4096
 
 
@@ -67,6 +68,7 @@ def readers(url: str) -> Iterator[list[int]]:
             assert not thread.is_alive()
 
 
+@pytest.mark.full
 def test_a_store_does_not_notice_who_reads_it(tmp_path: Path) -> None:
     alone, looked_at = DashboardRun(tmp_path / "alone" / "run"), DashboardRun(tmp_path / "looked_at" / "run")
     written(alone, alone.folder / "buffer.sqlite")
@@ -88,5 +90,5 @@ def test_a_store_does_not_notice_who_reads_it(tmp_path: Path) -> None:
             assert db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
         (looked_at.folder / CONTROL).unlink()
     looked_at.close()
-    assert largest < 2 * SLACK_PAGES * PAGE
+    assert largest < 1.5 * CHECKPOINT_PAGES * PAGE
     assert digests(looked_at.folder) == digests(alone.folder)

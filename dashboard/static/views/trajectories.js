@@ -38,7 +38,7 @@ export function Trajectories({run, query}) {
       <${Field} value=${query.trained_at} set=${value => set({trained_at: value})} text="trained into version" />
       <${Field} value=${query.task} set=${value => set({task: value})} text="task contains" inputmode="text" />
     </div>
-    <p class="small muted" aria-live="polite"><b>${data.total}</b> of ${data.indexed} trajectories ${Object.keys(query).length > 0 && html`<a href=${link(run.name, 'trajectories')}>show all</a>`} ${loading && 'reading'}${recorded && ' The file has a sample, evenly over the run: of some steps the groups whose rewards differ.'}</p>
+    <p class="small muted" aria-live="polite"><b>${data.total}</b> of ${data.indexed} trajectories ${Object.keys(query).length > 0 && html`<a href=${link(run.name, 'trajectories')}>show all</a>`} ${loading && 'reading'}${recorded && ' · the file has a sample, evenly over the run: of some steps groups whose rewards differ'}</p>
     <div class="scroll"><table><thead><tr><th>id</th><th class="text">task</th><th>reward</th><th class="text">outcome</th><th>turns</th><th>tokens</th><th>sampled</th><th>time</th><th>versions</th><th>trained at</th><th>staleness</th><th class="text">group</th></tr></thead>
     <tbody>${rows.map(row => html`<tr key=${row.id} class="link" onClick=${() => go(run.name, 'trajectory', row.id)}>
       <td><a href=${link(run.name, 'trajectory', row.id)}>${row.id}</a></td><td class="text">${row.task.length > 48 ? row.task.slice(0, 47) + '…' : row.task}</td><td>${count(row.reward)}</td><td class="text">${row.outcome}</td>
