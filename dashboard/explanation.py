@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..configs import LIVE
 from ..errors import SlipstreamError
 from ..monitor.alerts import ALERTS, Alert
 from ..monitor.metrics import METRICS
@@ -69,9 +70,10 @@ def _shown(one: Finding, run: str, *, active: bool) -> ShownFinding:
     if one.change.startswith("slipstream "):
         command = one.change
     elif all("=" in word for word in one.change.split()):  # values of keys, not what to do outside of the config
-        changes = shlex.join(one.change.split())
+        words = one.change.split()
+        changes, live = shlex.join(words), all(word.partition("=")[0] in LIVE for word in words)
         simulate = f"slipstream simulate {run} {changes}"
-        command = f"slipstream resume {run} {changes}" if active else changes
+        command = f"slipstream {'set' if live else 'resume'} {run} {changes}" if active else changes
     gain = str(one.gain) if one.gain else ""
     return ShownFinding(one.severity, one.text, one.change, gain, tuple(map(str, one.evidence)), command, simulate)
 

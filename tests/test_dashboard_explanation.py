@@ -36,13 +36,16 @@ def test_findings_come_with_the_commands_that_make_and_simulate_them() -> None:
         gain=None,
     )
     prose = {"change": "make the tool faster"}
+    after = {"change": "learner.backend.ranks=2 rollout.engine.replicas=1"}
     added = {"change": "slipstream replicas 'runs/a b' add"}
-    explanation = Explanation(run="runs/a b", alerts=(), findings=(one, _replaced(one, prose), _replaced(one, added)))
+    others = (_replaced(one, changes) for changes in (prose, added, after))
+    explanation = Explanation(run="runs/a b", alerts=(), findings=(one, *others))
     shown = shown_explanation(explanation, active=True).findings
     assert [found.command for found in shown] == [
-        "slipstream resume 'runs/a b' buffer.max_staleness=1",
+        "slipstream set 'runs/a b' buffer.max_staleness=1",  # a live key
         "",
         "slipstream replicas 'runs/a b' add",
+        "slipstream resume 'runs/a b' learner.backend.ranks=2 rollout.engine.replicas=1",
     ]
     assert shown[0].simulate == "slipstream simulate 'runs/a b' buffer.max_staleness=1"
     assert shown[0].evidence == ("staleness 1.9",)
