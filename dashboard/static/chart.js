@@ -53,6 +53,8 @@ function drawMarks(plot) {
   ctx.save();
   ctx.setLineDash([2 * ratio, 3 * ratio]);
   ctx.font = `${10 * ratio}px ${css('font')}`;
+  ctx.textAlign = 'left';
+  ctx.textBaseline = 'alphabetic';
   for (const {x, text, color} of marks) {
     if (x < min || x > max) continue;
     const at = Math.round(plot.valToPos(x, 'x', true));
@@ -65,7 +67,7 @@ function drawMarks(plot) {
     ctx.save();
     ctx.translate(at - 3 * ratio, bbox.top + bbox.height - 4 * ratio);
     ctx.rotate(-Math.PI / 2);
-    ctx.fillText(text, 0, 0);
+    ctx.fillText(text, 0, 0, bbox.height - 8 * ratio);
     ctx.restore();
   }
   ctx.restore();
