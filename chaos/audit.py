@@ -16,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 
-from ..buffer.schema import DATABASE
 from ..configs import load, run_config
 from ..errors import StoreError
 from .audit_checks import CHECKS, TABLES
@@ -32,6 +31,9 @@ from .audit_log import (
     TokensSampled,
     read,
 )
+
+DATABASE = "buffer.sqlite"
+"""The buffer's file, by its name: no code is shared with the buffer."""
 
 SHOWN = 5
 """Problems of one check that are listed."""
