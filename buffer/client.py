@@ -82,16 +82,21 @@ class BufferClient:
         return (await self._request(report, m.CancelledEpisodes)).episodes
 
     async def deliver(
-        self, episode_id: str, generated: Counts, outcome: Outcome, trajectories: Sequence[Trajectory]
+        self,
+        episode_id: str,
+        generated: Counts,
+        outcome: Outcome,
+        trajectories: Sequence[Trajectory],
+        failed_branches: Sequence[Trajectory] = (),
     ) -> None:
-        """Returns once the episode is durable.
+        """Returns once the episode is durable. `failed_branches` are those of an episode that failed and is not trained on.
 
         Raises:
             WireError: a trajectory is longer than the buffer takes.
         """
         outcome = msgspec.structs.replace(outcome, detail=outcome.detail[:DETAIL_LIMIT])
-        encoded = tuple(map(EncodedTrajectory.of, trajectories))
-        await self._request(m.DeliverEpisode(self.name, episode_id, generated, outcome, encoded), m.Ack)
+        branches, failed = (tuple(map(EncodedTrajectory.of, some)) for some in (trajectories, failed_branches))
+        await self._request(m.DeliverEpisode(self.name, episode_id, generated, outcome, branches, failed), m.Ack)
 
     async def deregister(self) -> None:
         await self._request(m.Deregister(self.name), m.Ack)

@@ -78,13 +78,14 @@ class ReportProgress(BufferMessage, frozen=True):
 
 class DeliverEpisode(BufferMessage, frozen=True):
     """An episode ended. `generated` are all tokens sampled for it, by version; `trajectories` its branches, none when it failed and
-    is not trained on."""
+    is not trained on: then `failed_branches` are what it sampled, to be looked at only."""
 
     worker: Name
     episode_id: EpisodeId
     generated: Counts
     outcome: Outcome
     trajectories: tuple[EncodedTrajectory, ...]
+    failed_branches: tuple[EncodedTrajectory, ...] = ()
 
 
 class Deregister(BufferMessage, frozen=True):

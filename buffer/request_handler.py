@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -35,6 +36,8 @@ from .store import CommitRow, NewTrajectory, Store, WriteBatch
 from .task_table import Attempt
 from .trajectory import EncodedRow, EncodedTrajectory, sampled_of
 
+log = logging.getLogger(__name__)
+
 PendingReply = tuple[bytes, int, m.Reply | RpcRefusal]  # the connection, the number of its request, and the reply
 # Bytes of cached trajectories: 900 episodes of 8k tokens. Longer ones are read back from the file, which costs little for them.
 CACHE_BYTES = 64 << 20
@@ -44,6 +47,7 @@ class PendingWrites(msgspec.Struct):
     """What requests changed since the last transaction, besides groups."""
 
     trajectories: dict[str, list[NewTrajectory]] = {}  # delivered, by episode
+    failed: list[NewTrajectory] = []  # branches of failed episodes
     commits: list[CommitRow] = []
     rolled_back_to: int | None = None  # the commits after this version no longer count
 
@@ -96,6 +100,7 @@ class RequestHandler:
             groups
             or tasks
             or pending.commits
+            or pending.failed
             or pending.rolled_back_to is not None
             or counters != self._stored_counters
         )
@@ -104,7 +109,7 @@ class RequestHandler:
         if not changed:
             return None
         arrived = list(itertools.chain.from_iterable(pending.trajectories.values()))
-        return WriteBatch.of(counters, groups, arrived, pending.commits, pending.rolled_back_to, tasks)
+        return WriteBatch.of(counters, groups, arrived, pending.commits, pending.rolled_back_to, tasks, pending.failed)
 
     def configure(self, revision: int, rules: LiveRules) -> int:
         """Put rules in force, unless newer ones are; the version at which the first batch under those in force is taken."""
@@ -205,6 +210,10 @@ class RequestHandler:
             raise StateError(f"episode {episode_id} is leased to {episode.worker}, not to {worker}")
 
     def _deliver(self, request: m.DeliverEpisode) -> None:
+        if request.failed_branches and (request.trajectories or request.outcome.trainable):
+            raise WireError(
+                f"episode {request.episode_id!r} did not fail, or is trained on, and came with failed branches"
+            )
         encoded = request.trajectories
         branches = [one.decode() for one in encoded]
         kept, reward, attempt = sampled_of(request.episode_id, branches), None, None
@@ -217,6 +226,18 @@ class RequestHandler:
             arrived.sort(key=lambda new: new.trajectory.branch)
             self.pending.trajectories[request.episode_id] = arrived
             self._cache.add(request.episode_id, [new.encoded for new in arrived])
+        self.pending.failed += self._failed_of(request)
+
+    def _failed_of(self, request: m.DeliverEpisode) -> list[NewTrajectory]:
+        """What a failed episode sampled; nothing where it is no valid trajectory: a record that is damaged ends no worker."""
+        encoded = request.failed_branches
+        try:
+            branches = [one.decode() for one in encoded]
+            sampled_of(request.episode_id, branches)
+        except WireError as error:
+            log.warning("the tokens of a failed episode are not kept: %s", error)
+            return []
+        return [NewTrajectory(request.episode_id, t, one) for t, one in zip(branches, encoded, strict=True)]
 
     def _commit(self, version: int) -> None:
         groups = len(self._replay.table.in_state("batched"))

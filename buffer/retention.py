@@ -2,7 +2,8 @@
 
 Invariants:
 - Only settled groups lose anything: they cannot be trained on again, and no report can change them.
-- Arrays of all settled groups are deleted first, the oldest group first; then rows. Their token counts stay, in `archive`.
+- Branches of failed episodes are deleted first, the oldest first: nothing depends on them.
+- Then arrays of all settled groups, the oldest group first; then rows. Their token counts stay, in `archive`.
 - One part at a time, each in a transaction of its own: a round of the service waits for no more than one.
 """
 
@@ -27,6 +28,7 @@ END = (
 )
 # Whether rows name arrays between two positions.
 NAMED = "SELECT EXISTS (SELECT 1 FROM trajectories WHERE arrays >= ? AND arrays < ?)"
+FAILED = f"DELETE FROM failed WHERE rowid IN (SELECT rowid FROM failed ORDER BY rowid LIMIT {GROUPS_AT_ONCE})"
 _LEAVING = "(SELECT id FROM leaving)"
 # ARRAYS, ROWS: the groups that may lose them, and the statements that delete them.
 ARRAYS = (
@@ -64,6 +66,8 @@ def _pragma(db: sqlite3.Connection, what: str) -> int:
 def drop(db: sqlite3.Connection, settled: int) -> bool:
     """Delete the next part, in the caller's transaction; False when there is none. The caller then deletes the array bytes that no
     row names."""
+    if db.execute(FAILED).rowcount:
+        return True
     db.execute("CREATE TEMP TABLE IF NOT EXISTS leaving (id INTEGER PRIMARY KEY)")
     for chosen, *statements in (ARRAYS, ROWS):
         db.execute("DELETE FROM leaving")

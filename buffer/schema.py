@@ -3,6 +3,7 @@
 Invariants:
 - `ledger` has every generated token once: account (or the reason it was discarded for), policy version, length of its episode.
 - The views need nothing but SQLite.
+- What is in `failed` is for people to look at: nothing that is trained on, counted or recovered is read from there.
 - Times are seconds since the epoch, on the clock of the buffer's host; NULL before what they are of.
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 from ..errors import StoreError
 
 DATABASE = "buffer.sqlite"  # in the folder of a run
-SCHEMA_VERSION = 10  # raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change
+SCHEMA_VERSION = 11  # raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change
 BUSY_S = 10.0  # how long SQLite waits for another connection that holds the file
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS counters (
@@ -46,6 +47,12 @@ CREATE TABLE IF NOT EXISTS trajectories (
 CREATE INDEX IF NOT EXISTS held ON trajectories (group_id) WHERE arrays IS NOT NULL;
 CREATE INDEX IF NOT EXISTS positions ON trajectories (arrays) WHERE arrays IS NOT NULL;
 CREATE INDEX IF NOT EXISTS trajectories_of_episode ON trajectories (episode_id);
+CREATE TABLE IF NOT EXISTS failed (  -- branches of episodes that failed and are not trained on; no view and no batch has them
+    id TEXT PRIMARY KEY, episode_id TEXT NOT NULL, group_id INTEGER NOT NULL,
+    header BLOB NOT NULL, length INTEGER NOT NULL,
+    arrays BLOB NOT NULL      -- as in `segments`, but here, so that they leave with their row
+);
+CREATE INDEX IF NOT EXISTS failed_of_group ON failed (group_id);
 CREATE TABLE IF NOT EXISTS commits (
     version INTEGER PRIMARY KEY, time REAL NOT NULL, groups INTEGER NOT NULL,
     max_staleness INTEGER NOT NULL, groups_per_batch INTEGER NOT NULL,  -- its batch was taken under

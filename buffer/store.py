@@ -9,6 +9,7 @@ Invariants:
 - Arrays are on the disk before the rows that name them, and are deleted after those rows: see `segments`.
 - A trajectory's frames are stored as they came, once, with the delivery of its episode, and never change; `shrink` may drop those
   that can no longer be trained on.
+- Branches of failed episodes are kept apart, with their arrays, in `failed`: no method reads them.
 - No token disappears from the file: rows that `shrink` drops are summed up in `archive`.
 - Rows are made when a change is drained, before another thread stores them: groups and episodes change meanwhile.
 """
@@ -89,6 +90,7 @@ class WriteBatch(msgspec.Struct, frozen=True):
     commits: Sequence[CommitRow]
     rolled_back_to: int | None  # the commits after this version no longer count
     tasks: Sequence[Row] = ()
+    failed: Sequence[NewTrajectory] = ()
 
     @classmethod
     def of(
@@ -99,8 +101,9 @@ class WriteBatch(msgspec.Struct, frozen=True):
         commits: Sequence[CommitRow] = (),
         rolled_back_to: int | None = None,
         tasks: Mapping[tuple[int, int], TaskChange] | None = None,
+        failed: Sequence[NewTrajectory] = (),
     ) -> WriteBatch:
-        """Groups come with their changed episodes."""
+        """Groups come with their changed episodes. `failed` are branches of failed episodes; some may be stored already."""
         changed = list(groups)
         return cls(
             msgspec.json.encode(counters).decode(),
@@ -110,6 +113,7 @@ class WriteBatch(msgspec.Struct, frozen=True):
             commits,
             rolled_back_to,
             [(*key, *msgspec.structs.astuple(change)) for key, change in (tasks or {}).items()],
+            failed,
         )
 
 
@@ -160,6 +164,7 @@ class Store:
             self._insert("REPLACE INTO groups", batch.groups)
             self._insert("INSERT INTO episodes", batch.episodes, UPSERT)
             self._insert("INSERT INTO trajectories", trajectories)
+            self._insert("INSERT OR IGNORE INTO failed", list(map(_failed_row, batch.failed)))
             self._insert("INSERT INTO tasks", batch.tasks, ADD_UP)
             self._insert("INSERT INTO commits", [(*msgspec.structs.astuple(commit), 0) for commit in batch.commits])
             if batch.rolled_back_to is not None:
@@ -340,6 +345,11 @@ def _episode_row(group_id: int, e: Episode) -> Row:
         msgspec.json.encode(e.outcome).decode() if e.outcome else None,
         e.delivered_time,
     )
+
+
+def _failed_row(new: NewTrajectory) -> Row:
+    t, encoded = new.trajectory, new.encoded
+    return t.id, new.episode_id, t.group_id, encoded.header, len(t), encoded.arrays.tobytes()
 
 
 def _read_episode(row: sqlite3.Row) -> Episode:

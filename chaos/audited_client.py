@@ -68,7 +68,12 @@ class AuditedClient(BufferClient):
         return cancelled
 
     async def deliver(
-        self, episode_id: str, generated: Counts, outcome: Outcome, trajectories: Sequence[Trajectory]
+        self,
+        episode_id: str,
+        generated: Counts,
+        outcome: Outcome,
+        trajectories: Sequence[Trajectory],
+        failed_branches: Sequence[Trajectory] = (),
     ) -> None:
         self.audit_log.append(
             EpisodeDelivered(
@@ -78,7 +83,7 @@ class AuditedClient(BufferClient):
                 trajectories={t.id: _sampled([t]) for t in trajectories},
             )
         )
-        await super().deliver(episode_id, generated, outcome, trajectories)
+        await super().deliver(episode_id, generated, outcome, trajectories, failed_branches)
         self.audit_log.append(DeliveryAcknowledged(episode=episode_id))
 
     async def recover(self, version: int) -> int:

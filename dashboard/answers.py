@@ -57,7 +57,8 @@ def _time(question: Question, name: str) -> float | None:
 
 def _trajectories(run: WatchedRun, question: Question) -> Any:
     given = {name: value for name, value in question.query.items() if value}
-    return run.index.page(msgspec.convert(given, TrajectoryQuery, strict=False))
+    query = msgspec.convert(given, TrajectoryQuery, strict=False)
+    return run.indexes[query.source].page(query)
 
 
 def _trajectory(run: WatchedRun, question: Question) -> Any:

@@ -1,6 +1,6 @@
 """All trajectories of a run as columns in memory, which lists are filtered and sorted by.
 
-    buffer.sqlite: trajectories  ──followed by rowid──> columns        groups  ──those that may still change──> states
+    trajectories, or failed  ──followed by rowid──> columns        groups  ──those that may still change──> states
 
 Invariants:
 - The store has no index for this and its writer does no work for it: a row is read once, when it is new.
@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..buffer.trajectory import VersionSpan
+from ..buffer.trajectory import Outcome, VersionSpan
 from ..common.outcomes import FAILED
 from ..errors import ConfigError, StoreError
 from .columns import GrowingColumns, Names
@@ -50,7 +50,12 @@ STATES = ("", "open", "leased", "ready", "batched", "trained", "discarded")
 SETTLED = (STATES.index(""), STATES.index("discarded"))
 TRAINED = STATES.index("trained")
 ABSENT_LIMIT = 1 << 20  # groups that may be missing between two rows: more is damage, and no reason to allocate memory
-NEW_ROWS = "SELECT rowid, header, length FROM trajectories WHERE rowid > ? ORDER BY rowid LIMIT ?"
+Source = Literal["training", "failed"]
+"""Which trajectories: those that were delivered to be trained on, or those of failed episodes."""
+TABLES: dict[Source, str] = {"training": "trajectories", "failed": "failed"}
+DETAILS = "SELECT rowid, header FROM {table} WHERE rowid IN (SELECT value FROM json_each(?))"
+DETAIL = 300  # characters of why an episode failed in a list
+NEW_ROWS = "SELECT rowid, header, length FROM {table} WHERE rowid > ? ORDER BY rowid LIMIT ?"
 GROUP_ROWS = "SELECT id, state, trained_at FROM groups WHERE id >= ? ORDER BY id LIMIT ?"
 Sort = Literal["newest", "reward", "tokens", "sampled", "turns", "seconds", "staleness", "trained_at"]
 PAGE_LIMIT = 200
@@ -84,9 +89,16 @@ class IndexedHeader(msgspec.Struct, frozen=True, gc=False):
     started: float = 0.0
 
 
+class FailedHeader(msgspec.Struct, frozen=True, gc=False):
+    """Of a header why its episode failed."""
+
+    outcome: Outcome
+
+
 class TrajectoryQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a list shows, in which order, from where on; without a value a filter keeps everything."""
 
+    source: Source = "training"
     sort: Sort = "newest"
     ascending: bool = False
     after: str = ""  # `TrajectoryPage.next` of the page before
@@ -114,12 +126,14 @@ class TrajectoryPage(msgspec.Struct, frozen=True):
 
 
 class TrajectoryIndex:
-    """Of one run; from any thread."""
+    """Of one source of a run; from any thread."""
 
-    def __init__(self, store: StoreReader) -> None:
+    def __init__(self, store: StoreReader, source: Source = "training") -> None:
         self._store = store
+        self._table = TABLES[source]
         self._lock = threading.Lock()
         self._decode = msgspec.msgpack.Decoder(IndexedHeader).decode
+        self._decode_detail = msgspec.msgpack.Decoder(FailedHeader).decode
         self._clear()
 
     def _clear(self) -> None:
@@ -142,7 +156,7 @@ class TrajectoryIndex:
             # The rows are in the order of their rowids, so that the newest need not be sorted.
             keys = found if query.sort == "newest" else self._keys(query.sort)[found]
             shown, following = _page_of(found, -keys if query.ascending else keys, query.after, query.limit)
-            rows = [self._row(at) for at in shown]
+            rows = self._explained([self._row(at) for at in shown])
             names = (sorted(self._outcomes.texts), sorted(self._envs.texts))
             return TrajectoryPage(len(found), len(self), rows, following, *names)
 
@@ -151,7 +165,7 @@ class TrajectoryIndex:
         if not self._store.exists:
             return None
         with self._store.open() as db:
-            row = db.one("SELECT header FROM trajectories ORDER BY rowid DESC LIMIT 1")
+            row = db.one(f"SELECT header FROM {self._table} ORDER BY rowid DESC LIMIT 1")
         if row is None:
             return None
         try:
@@ -189,10 +203,10 @@ class TrajectoryIndex:
         if not self._store.exists:
             return
         with self._store.open() as db:
-            newest = db.one("SELECT coalesce(max(rowid), 0) FROM trajectories")
+            newest = db.one(f"SELECT coalesce(max(rowid), 0) FROM {self._table}")
             if newest is not None and newest[0] < self._last:
                 self._clear()  # another run, or everything was dropped
-            while rows := db.all(NEW_ROWS, self._last, ROWS):
+            while rows := db.all(NEW_ROWS.format(table=self._table), self._last, ROWS):
                 self._add(rows)
             self._follow_groups(db)
 
@@ -292,6 +306,16 @@ class TrajectoryIndex:
         if q.task and rows.size:
             kept &= self._tasks.containing(q.task)[rows["task"]]
         return kept
+
+    def _explained(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows with why each failed: the error and the user's line, "" where it did not."""
+        wanted = [row["rowid"] for row in rows if row["outcome"].startswith(FAILED)]
+        details = dict[int, str]()
+        if wanted:
+            with self._store.open() as db:
+                found = db.all(DETAILS.format(table=self._table), msgspec.json.encode(wanted).decode())
+            details = {rowid: self._decode_detail(memoryview(header)[1:]).outcome.detail for rowid, header in found}
+        return [{**row, "detail": details.get(row["rowid"], "")[:DETAIL]} for row in rows]
 
     def _row(self, at: int) -> dict[str, Any]:
         row = self._rows.row(at)

@@ -20,7 +20,7 @@ from ..planner.explain.findings import Explanation
 from .accounts import TokenAccounts
 from .curves import MetricsTable, present
 from .gauges import GaugeTable
-from .index import TrajectoryIndex
+from .index import TABLES, TrajectoryIndex
 from .store import StoreReader
 from .texts import TokenTexts
 from .timeline import Timeline
@@ -59,7 +59,8 @@ class WatchedRun:
         self.gauges = GaugeTable(folder)
         self.timeline = Timeline(folder, self.gauges, self.store)
         self.accounts = TokenAccounts(self.store)
-        self.index = TrajectoryIndex(self.store)
+        self.indexes = {source: TrajectoryIndex(self.store, source) for source in TABLES}
+        self.index = self.indexes["training"]
         self.explained = 0  # explanations that were found
         self._lock = threading.Lock()
         self._config: tuple[int, Config | None, str] = (

@@ -31,19 +31,22 @@ ANSWER = 2000  # characters of a member's last turn there
 AHEAD = 8  # tokens decoded before a window, so that a character that begins before it is whole
 BRANCHES = 256  # of an episode that are read
 PAGE = 256  # headers that are in memory at once while all are read
-ROW = (
-    "SELECT t.rowid, t.header, t.length, t.arrays, e.account, e.withheld, e.loss_from, e.reason, e.delivered_time,"
+FACTS = (
+    "e.account, e.withheld, e.loss_from, e.reason, e.delivered_time,"
     " g.state, g.leased_at, g.trained_at, g.leased_time, g.ready_time, g.taken_time"
-    " FROM trajectories t JOIN episodes e ON e.id = t.episode_id JOIN groups g ON g.id = t.group_id"
 )
+OWNERS = "JOIN episodes e ON e.id = t.episode_id JOIN groups g ON g.id = t.group_id"
+ROW = f"SELECT t.rowid, 0, t.header, t.length, t.arrays, {FACTS} FROM trajectories t {OWNERS}"
+FAILED_ROW = f"SELECT t.rowid, 1, t.header, t.length, t.rowid, {FACTS} FROM failed t {OWNERS}"
 
 
 class StoredTrajectory(msgspec.Struct, frozen=True):
     """A row of the store with those of its episode and its group."""
 
     rowid: int
+    failed: bool  # its arrays are in its row of `failed`
     header: BatchRow
-    position: int | None  # of its arrays; None once they were dropped
+    position: int | None  # of its arrays, or its row; None once they were dropped
     account: str
     withheld: str | None
     loss_from: int | None
@@ -64,8 +67,8 @@ class StoredTrajectory(msgspec.Struct, frozen=True):
 
     @property
     def oldest_with_loss(self) -> int | None:
-        """The oldest version whose tokens carried loss, -1 where that is still open; None where none did."""
-        return self.loss_from if self.account == "trained" else -1
+        """The oldest version whose tokens carried loss, -1 where that is still open; None where none did, or will."""
+        return None if self.account == "discarded" else self.loss_from if self.account == "trained" else -1
 
 
 class TrajectoryReader:
@@ -82,7 +85,7 @@ class TrajectoryReader:
         kept = {
             name: getattr(one, name)
             for name in StoredTrajectory.__struct_fields__
-            if name not in ("rowid", "header", "position")
+            if name not in ("rowid", "failed", "header", "position")
         }
         turns = [dict(zip(turn.__struct_fields__, msgspec.structs.astuple(turn), strict=True)) for turn in h.turns]
         calls = [dict(zip(c.__struct_fields__, msgspec.structs.astuple(c), strict=True)) for c in h.env_calls]
@@ -157,7 +160,7 @@ class TrajectoryReader:
     def arrays(self, one: StoredTrajectory) -> bytes | None:
         """Token ids, log-probs and loss mask as an `EncodedTrajectory` has them; None where they were dropped to free space."""
         size = TOKEN_BYTES * len(one.header)
-        data = b"" if one.position is None else self._read_arrays(one.position, size)
+        data = self._read_arrays(one, 0, size)
         return data if len(data) == size else None
 
     def group(self, id: int) -> dict[str, Any]:
@@ -170,7 +173,8 @@ class TrajectoryReader:
                 raise StoreError(
                     f"group {id} is not in the buffer: there was none, or its rows were dropped to free space"
                 )
-            rows = db.all(f"{ROW} WHERE t.group_id = ? LIMIT ?", id, MEMBERS)
+            of_group = "WHERE t.group_id = ? LIMIT ?"
+            rows = db.all(f"{ROW} {of_group}", id, MEMBERS) + db.all(f"{FAILED_ROW} {of_group}", id, MEMBERS)
             found = self._stored(db, rows)
             around = db.one(
                 "SELECT (SELECT max(id) FROM groups WHERE id < ?), (SELECT min(id) FROM groups WHERE id > ?)", id, id
@@ -238,7 +242,7 @@ class TrajectoryReader:
 
     def _read(self, id: str) -> StoredTrajectory:
         with self._store.open() as db:
-            row = db.one(f"{ROW} WHERE t.id = ?", id)
+            row = db.one(f"{ROW} WHERE t.id = ?", id) or db.one(f"{FAILED_ROW} WHERE t.id = ?", id)
             if row is None:
                 raise StoreError(
                     f"trajectory {id} is not in the buffer: there was none, or its rows were dropped to free space"
@@ -248,12 +252,12 @@ class TrajectoryReader:
     def _stored(self, db: ReadConnection, rows: Sequence[Sequence[Any]]) -> list[StoredTrajectory]:
         counters = db.counters()
         version = counters.version if counters else 0
-        names = StoredTrajectory.__struct_fields__[2:-1]
+        names = StoredTrajectory.__struct_fields__[3:-1]
         found: list[StoredTrajectory] = []
-        for rowid, header, length, *others in rows:
+        for rowid, failed, header, length, *others in rows:
             fields = dict(zip(names, others, strict=True))
             decoded = self._store.decode(header, length)
-            found.append(StoredTrajectory(rowid=rowid, header=decoded, **fields, version=version))
+            found.append(StoredTrajectory(rowid, bool(failed), decoded, **fields, version=version))
         return found
 
     def _ids(self, one: StoredTrajectory, start: int, end: int) -> NDArray[np.int32]:
@@ -266,13 +270,20 @@ class TrajectoryReader:
     def _bytes(self, one: StoredTrajectory, offset: int, size: int) -> bytes:
         """Of its arrays: 4 T of ids, 4 T of log-probs, T of the loss mask."""
         assert offset + size <= TOKEN_BYTES * len(one.header)
-        data = b"" if one.position is None else self._read_arrays(one.position + offset, size)
+        data = self._read_arrays(one, offset, size)
         if len(data) < size:
             raise StoreError(f"the tokens of trajectory {one.header.id} were dropped to free space (`buffer.keep`)")
         return data
 
-    def _read_arrays(self, position: int, size: int) -> bytes:
-        return read_arrays(self._arrays, starts_of(self._arrays), position, size)
+    def _read_arrays(self, one: StoredTrajectory, offset: int, size: int) -> bytes:
+        """Fewer bytes, or none, where they were dropped to free space."""
+        if one.failed:
+            with self._store.open() as db:
+                row = db.one("SELECT substr(arrays, ?, ?) FROM failed WHERE id = ?", offset + 1, size, one.header.id)
+            return row[0] if row else b""
+        if one.position is None:
+            return b""
+        return read_arrays(self._arrays, starts_of(self._arrays), one.position + offset, size)
 
 
 LOSS = {"loss": 1, "without": 2}  # the values of `_loss` beside 0, context

@@ -22,7 +22,7 @@ import msgspec
 from ..agents.base import Agent, Completion, ContextExhausted, Generate
 from ..agents.session import Session
 from ..buffer.messages import Lease
-from ..buffer.trajectory import FINISHED, TRUNCATED, Outcome, Trajectory
+from ..buffer.trajectory import DETAIL_LIMIT, FINISHED, TRUNCATED, Outcome, Trajectory
 from ..common.spans import Id, RecordSpan, Span, no_record
 from ..common.unawaited import without_await
 from ..configs.schema import Config
@@ -48,13 +48,15 @@ OnTokens = Callable[[Completion], None]  # called with every completion that arr
 
 
 class EpisodeResult(msgspec.Struct, frozen=True):
-    """How an episode ended, and its trajectories; none when it failed and is not trained on. `reward` is the sum of the rewards by
-    step, the environment's or a reward model's; of a failure its penalty, or 0 and meaningless."""
+    """How an episode ended, and its trajectories; none when it failed and is not trained on: then `failed_branches` are what it
+    sampled. `reward` is the sum of the rewards by step, the environment's or a reward model's; of a failure its penalty, or 0 and
+    meaningless."""
 
     outcome: Outcome
     reward: float
     trajectories: tuple[Trajectory, ...]
     error: BaseException | None = None  # by which it failed, where code raised one
+    failed_branches: tuple[Trajectory, ...] = ()
 
 
 class EpisodePlayer:
@@ -143,12 +145,11 @@ class EpisodePlayer:
                 outcome = Outcome("failed", "reward", str(raised) if ours else describe_user_error(raised))
                 error = raised
             timings |= {"total": time.perf_counter() - started, "reward": time.perf_counter() - scoring_started}
-        outcome = msgspec.structs.replace(outcome, detail=encodable(outcome.detail))
-        reward = sum(turn_rewards)
+        outcome = msgspec.structs.replace(outcome, detail=encodable(outcome.detail)[:DETAIL_LIMIT])
+        reward, trained = sum(turn_rewards), True
         if not outcome.trainable:
-            if part.penalty is None or outcome.reason not in self._trained_failures:
-                return EpisodeResult(outcome, 0.0, (), error)
-            reward, turn_rewards, metrics = part.penalty, (), {}
+            trained = part.penalty is not None and outcome.reason in self._trained_failures
+            reward, turn_rewards, metrics = (part.penalty or 0.0) if trained else 0.0, (), {}
         trajectories = session.trajectories(
             group_id=lease.group_id,
             attempt=lease.attempt,
@@ -163,6 +164,8 @@ class EpisodePlayer:
             started=began,
             env_calls=env.timed,
         )
+        if not trained:
+            return EpisodeResult(outcome, 0.0, (), error, trajectories)
         return EpisodeResult(outcome, reward, trajectories, error)
 
 

@@ -136,7 +136,7 @@ class Worker:
             if not scope.expired():
                 raise
             result = CANCELLED
-        await self._buffer.deliver(episode_id, generated, result.outcome, result.trajectories)
+        await self._buffer.deliver(episode_id, generated, result.outcome, result.trajectories, result.failed_branches)
         self._ended += 1
         async with self._changed:
             del self._running[episode_id]

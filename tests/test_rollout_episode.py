@@ -534,8 +534,16 @@ async def test_an_agent_that_ignores_its_cancellation_is_abandoned(
 async def test_a_failure_is_trained_with_its_penalty_and_nothing_that_was_earned(policy: Path) -> None:
     env = Uses(lambda _: "fine", cast(Any, crashes))
     env.penalty = -2.0
-    assert (await episode(policy, env, trained_failures=["tool"])).trajectories == ()
+    untrained = await episode(policy, env, trained_failures=["tool"])
+    assert untrained.trajectories == ()
+    (branch,) = untrained.failed_branches
+    branch.check()
+    assert (branch.id, branch.task_id, branch.sampled) == ("3.1.2.0", "ask-7", 6)
+    assert (branch.reward, branch.turn_rewards, branch.metrics) == (0.0, (), {})
+    assert branch.outcome == untrained.outcome
+    assert re.search(r"\(test_rollout_episode\.py:\d+ ", branch.outcome.detail)
     result = await episode(policy, env, trained_failures=["environment"])
+    assert result.failed_branches == ()
     assert (result.outcome.kind, result.outcome.reason, result.reward) == ("failed", "environment", -2.0)
     (trajectory,) = result.trajectories
     trajectory.check()

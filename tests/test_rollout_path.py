@@ -88,8 +88,14 @@ class Deliveries:
         self.path: list[str] = []
 
     async def deliver(
-        self, episode_id: str, generated: dict[int, int], outcome: Outcome, trajectories: Sequence[Trajectory]
+        self,
+        episode_id: str,
+        generated: dict[int, int],
+        outcome: Outcome,
+        trajectories: Sequence[Trajectory],
+        failed_branches: Sequence[Trajectory],
     ) -> None:
+        assert not failed_branches
         self.trajectories += trajectories
         self.path = sorted(file for file in self.files if not file.startswith(NOT_COUNTED))
 
