@@ -17,7 +17,7 @@ import asyncio
 import bisect
 import contextlib
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -25,12 +25,12 @@ from renderers import Message as ChatMessage
 from renderers import ParsedResponse, Renderer, ToolCallParseStatus
 from renderers import ToolSpec as ChatTool
 
-from ..buffer.trajectory import EnvCall, Outcome, Trajectory
+from ..buffer.trajectory import DETAIL_LIMIT, SEGMENTS_LIMIT, EnvCall, Outcome, Segment, Trajectory
 from ..common.tasks import in_thread
 from ..envs.base import Message, ToolCall, ToolSpec
-from ..errors import EngineError, PolicyError, describe
+from ..errors import EngineError, PolicyError, describe, encodable
 from .base import Completion, ContextExhausted, Generate, Reply, SampleRequest
-from .tree import Branch, ConversationTree, Node, conversation_keys, cut, extended_key, joined
+from .tree import Branch, ConversationTree, Node, conversation_keys, cut, extended_key, joined, moved, segments_of
 
 T = TypeVar("T")
 
@@ -38,6 +38,22 @@ RETRY_S = 0.05  # pause after a completion that was aborted before its first tok
 RETRY_LIMIT_S = 2.0  # longest such pause; the episode's deadline ends the retries
 ONE_REPLY = SampleRequest()
 LONG_TEXT = 1 << 14  # characters of messages that are rendered in a thread: about 10 ms of work
+
+
+class _Prompt(NamedTuple):
+    """`token_ids[start:]` follow the last token of `parent`, the completion that is continued, None for a new branch; `segments`
+    name the messages in them."""
+
+    parent: Node | None
+    token_ids: Sequence[int]
+    start: int
+    segments: Sequence[Segment] | None = None  # None for raw tokens, which are no messages
+
+    def answered(self, completion: Completion, trained: bool = True, malformed: str = "") -> Node:
+        """The record of a completion after it."""
+        context, said = self.token_ids[self.start :], self.segments
+        why = None if said is None else encodable(malformed)[:DETAIL_LIMIT]
+        return Node(self.parent, context, completion, trained, [moved(one, -self.start) for one in said or ()], why)
 
 
 class Session:
@@ -87,12 +103,12 @@ class Session:
         except Exception as error:  # lone surrogates, numbers of thousands of digits
             raise PolicyError(f"the conversation cannot be written as JSON: {describe(error)}") from error
         if sum(len(message.content) for message in messages) < LONG_TEXT:
-            parent, prompt = self._prompt(messages, tools, keys)
+            prompt = self._prompt(messages, tools, keys)
         else:
-            parent, prompt = await in_thread(lambda: self._prompt(messages, tools, keys), "rendering a prompt")
-        self._require_room(len(prompt))
+            prompt = await in_thread(lambda: self._prompt(messages, tools, keys), "rendering a prompt")
+        self._require_room(len(prompt.token_ids))
         with self._remembered_failure():
-            return await _together([self._reply(parent, prompt, tools, request, keys[-1]) for _ in range(request.n)])
+            return await _together([self._reply(prompt, tools, request, keys[-1]) for _ in range(request.n)])
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
         """Continue raw token ids. See `Policy.generate`. Raises ContextExhausted where they leave no room for another token,
@@ -103,9 +119,10 @@ class Session:
             raise PolicyError(f"generate with max_tokens={max_tokens}: allowed are 1 and more")
         self._require_room(len(token_ids))
         parent, size = self._tree.beginning(token_ids)
+        prompt = _Prompt(parent, token_ids, size)
         with self._remembered_failure():
-            completion = await self._complete(parent, token_ids, size, SampleRequest(max_tokens))
-        self._tree.add(Node(parent, token_ids[size:], completion))
+            completion = await self._complete(prompt, SampleRequest(max_tokens))
+        self._tree.add(prompt.answered(completion))
         return completion
 
     @property
@@ -155,43 +172,43 @@ class Session:
                 metrics=metrics,
                 started=started,
                 env_calls=() if number else tuple(env_calls),
+                segments=tuple(branch.segments[:SEGMENTS_LIMIT]),
             )
             for number, branch in enumerate(self.branches)
         )
 
-    def _prompt(
-        self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], keys: Sequence[bytes]
-    ) -> tuple[Node | None, list[int]]:
-        """The completion that the conversation continues, None for a new branch, and the whole prompt."""
+    def _prompt(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], keys: Sequence[bytes]) -> _Prompt:
+        """The whole prompt, after the completion that the conversation continues."""
         try:
             for seen in range(len(messages) - 1, 0, -1):
                 for node in self._tree.ending_with(keys[seen]) if messages[seen - 1].role == "assistant" else ():
                     extended = self._extended(node, messages[seen:], tools)
                     if extended is not None:
-                        return node, extended
+                        return extended
             chat, wrapped = to_chat(messages), to_tools(tools)
-            return None, self._renderer.render_ids(chat, tools=wrapped, add_generation_prompt=True)
+            rendered = self._renderer.render(chat, tools=wrapped, add_generation_prompt=True)
+            return _Prompt(None, rendered.token_ids, 0, segments_of(rendered, messages, tools=bool(tools)))
         except Exception as error:  # chat formats refuse conversations in different ways
             raise PolicyError(f"the chat format cannot render the conversation: {describe(error)}") from error
 
-    def _extended(self, node: Node, new: Sequence[Message], tools: tuple[ToolSpec, ...]) -> list[int] | None:
+    def _extended(self, node: Node, new: Sequence[Message], tools: tuple[ToolSpec, ...]) -> _Prompt | None:
         """The tokens up to `node` and the new messages; None where the chat format has no exact extension."""
         before, sampled = node.token_ids(), list(node.completion.token_ids)
         prompt = before[: -len(sampled)]
         bridged = self._renderer.bridge_to_next_turn(prompt, sampled, to_chat(new), tools=to_tools(tools))
-        return bridged.token_ids if bridged is not None and bridged.token_ids[: len(before)] == before else None
+        if bridged is None or bridged.token_ids[: len(before)] != before:
+            return None
+        segments = [s for s in segments_of(bridged, new, tools=False) if s.start >= len(before)]
+        return _Prompt(node, bridged.token_ids, len(before), segments)
 
-    async def _reply(
-        self, parent: Node | None, prompt: list[int], tools: tuple[ToolSpec, ...], request: SampleRequest, key: bytes
-    ) -> Reply:
-        start = 0 if parent is None else len(parent.token_ids())
-        completion = await self._complete(parent, prompt, start, request)
+    async def _reply(self, prompt: _Prompt, tools: tuple[ToolSpec, ...], request: SampleRequest, key: bytes) -> Reply:
+        completion = await self._complete(prompt, request)
         text, completion = self._stopped(completion, request.stop)
-        message, content, reasoning = self._read(completion, prompt, tools)
+        message, content, reasoning = self._read(completion, prompt.token_ids, tools)
         shown = Message("assistant", content.partition(text)[0] if text else content, message.tool_calls)
-        node = Node(parent, prompt[start:], completion, request.trained)
+        node = prompt.answered(completion, request.trained, message.malformed)
         self._tree.add(node, [extended_key(key, message), extended_key(key, shown)])
-        return Reply(message, shown.content, reasoning, len(prompt), completion, text)
+        return Reply(message, shown.content, reasoning, len(prompt.token_ids), completion, text)
 
     def _read(
         self, completion: Completion, prompt: Sequence[int], tools: tuple[ToolSpec, ...]
@@ -248,17 +265,16 @@ class Session:
             self.exhausted.append(f"the prompt has {prompt} tokens; max_tokens is {self._max_tokens}")
             raise ContextExhausted(self.exhausted[-1])
 
-    async def _complete(
-        self, parent: Node | None, prompt: Sequence[int], start: int, request: SampleRequest
-    ) -> Completion:
+    async def _complete(self, prompt: _Prompt, request: SampleRequest) -> Completion:
         """Sample one completion after `prompt`, in as many parts as the engine returns it. Parts of one that does not come to its
-        end are recorded; `prompt[start:]` are the tokens after `parent`."""
-        most = min(self._max_tokens_per_turn, self._max_tokens - len(prompt), request.max_tokens or self._max_tokens)
+        end are recorded."""
+        ids = prompt.token_ids
+        most = min(self._max_tokens_per_turn, self._max_tokens - len(ids), request.max_tokens or self._max_tokens)
         parts, sampled, pause_s = list[Completion](), list[int](), RETRY_S
         try:
             while (not parts or parts[-1].finish_reason == "abort") and len(sampled) < most:
                 room = most - len(sampled)
-                part = await self._generate((*prompt, *sampled), room)
+                part = await self._generate((*ids, *sampled), room)
                 _check(part, room)
                 if not part.token_ids:
                     await asyncio.sleep(pause_s)
@@ -269,7 +285,7 @@ class Session:
                 pause_s = RETRY_S
         except BaseException:
             if parts:
-                self._tree.add(Node(parent, prompt[start:], joined(parts), request.trained))
+                self._tree.add(prompt.answered(joined(parts), request.trained))
             raise
         completion = joined(parts)
         if completion.finish_reason == "abort":  # the parts have used up the budget

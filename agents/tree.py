@@ -20,23 +20,29 @@ import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import msgspec
+import numpy as np
+from renderers import RenderedTokens
 
-from ..buffer.trajectory import Turn, VersionSpan
+from ..buffer.trajectory import NAME_LIMIT, Segment, Turn, VersionSpan
 from ..envs.base import Message, ToolSpec
+from ..errors import encodable
 from .base import Completion, RequestTiming
 
 
 @dataclass(eq=False)
 class Node:
-    """One completion: `context` are the tokens between the last one of `parent` and its first; `children` continue
-    the conversation."""
+    """One completion: `context` are the tokens between the last one of `parent` and its first, `messages` those in them, by
+    positions in `context`; `malformed` says why the completion could not be read; `children` continue the conversation."""
 
     parent: Node | None
     context: Sequence[int]
     completion: Completion
     trained: bool = True
+    messages: Sequence[Segment] = ()
+    malformed: str | None = None  # None where it is no message: raw tokens
     children: list[Node] = field(default_factory=list)
 
     def path(self) -> list[Node]:
@@ -52,6 +58,14 @@ class Node:
         """The tokens that follow its parent's."""
         return [*self.context, *self.completion.token_ids]
 
+    def segments(self, at: int) -> list[Segment]:
+        """What its own tokens say, which begin at position `at`."""
+        found = [moved(segment, at) for segment in self.messages]
+        start = at + len(self.context)
+        if self.malformed is not None and self.completion.token_ids:
+            found.append(Segment(start, start + len(self.completion.token_ids), "assistant", malformed=self.malformed))
+        return found
+
     def token_ids(self) -> list[int]:
         """All tokens of the conversation up to the completion's last."""
         return [token for node in self.path() for token in node.own_token_ids()]
@@ -66,6 +80,7 @@ class Branch:
     logprobs: list[float] = field(default_factory=list)
     version_spans: list[VersionSpan] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append context tokens, which carry no loss."""
@@ -133,10 +148,12 @@ class ConversationTree:
     @staticmethod
     def _branch(first: Node, nexts: dict[Node, Node | None]) -> Branch:
         branch = Branch()
-        if first.parent is not None:
-            branch.extend(first.parent.token_ids())
+        for before in () if first.parent is None else first.parent.path():
+            branch.segments += before.segments(len(branch.token_ids))
+            branch.extend(before.own_token_ids())
         node: Node | None = first
         while node is not None:
+            branch.segments += node.segments(len(branch.token_ids))
             branch.extend(node.context)
             if node.trained:
                 branch.record(node.completion)
@@ -163,6 +180,37 @@ def extended_key(key: bytes, message: Message) -> bytes:
 
 def _digest(before: bytes, value: object) -> bytes:
     return hashlib.blake2b(before + msgspec.json.encode(value, order="sorted"), digest_size=16).digest()
+
+
+def moved(segment: Segment, by: int) -> Segment:
+    return msgspec.structs.replace(segment, start=segment.start + by, end=segment.end + by)
+
+
+def segments_of(rendered: RenderedTokens, messages: Sequence[Message], *, tools: bool) -> list[Segment]:
+    """Which tokens say which of `messages`; none where the chat format does not tell. `tools`: it wrote a list of tools, which is
+    the longest run of no message before the second message that says something."""
+    indices, content = np.asarray(rendered.message_indices), np.asarray(rendered.is_content, dtype=np.bool_)
+    told = len(indices) == len(rendered.token_ids) and len(content) in (0, len(indices))
+    if not told or not 0 <= indices.max(initial=-1) < len(messages):
+        return []
+    # What a message says has its number; what the chat format writes around it has another number below 0 for each message.
+    own = np.where(content, indices, -2 - indices) if len(content) else indices
+    edges = np.flatnonzero(np.diff(own, prepend=own[0] - 1, append=own[-1] - 1))
+    runs = [(start, end, int(own[start])) for start, end in pairwise(edges.tolist())]
+    found: dict[int, Segment] = {}
+    for start, end, index in runs:
+        if index >= 0:
+            message, begun = messages[index], found.get(index)
+            # A message may have scaffolding inside, for example around calls.
+            begin = start if begun is None else begun.start
+            found[index] = Segment(begin, end, message.role, encodable(message.name)[:NAME_LIMIT])
+    first, second = (*sorted(segment.start for segment in found.values()), len(own), len(own))[:2]
+    listed = [(end - start, start, end) for start, end, index in runs if index < 0 and end <= max(first, second)]
+    if tools and listed:
+        _, start, end = max(listed)
+        found[-1] = Segment(start, end, "tools")
+    ordered = sorted(found.values(), key=lambda segment: segment.start)
+    return [one for at, one in enumerate(ordered) if all(one.end <= later.start for later in ordered[at + 1 : at + 2])]
 
 
 def append_spans(spans: list[VersionSpan], more: Sequence[VersionSpan], offset: int) -> None:

@@ -2,7 +2,8 @@
 
 Invariants, checked by `Trajectory.check` before anything is accepted into the buffer:
 - All arrays have one length T; `loss_mask` is true exactly at the tokens that the policy sampled.
-- `turns` and `version_spans` are sorted, do not overlap and lie within T; the spans cover every sampled token and no other.
+- `turns`, `segments` and `version_spans` are sorted, do not overlap and lie within T; the spans cover every sampled token and no
+  other.
 - `behavior_logprobs` is finite, at most 0 at sampled tokens, and 0 elsewhere.
 - Turns and spans form no reference cycles, so the garbage collector does not track them (`gc=False`): there may be hundreds.
 - Times are absolute: seconds since the epoch on the clock of the worker's host. They are records; nothing is decided by them.
@@ -30,6 +31,7 @@ from ..rpc.wire import FORMAT
 LENGTH_LIMIT = 1 << 22
 TOKEN_BYTES = 9  # bytes of arrays per token: an id (int32), a log-prob (float32), and whether it was sampled
 NAME_LIMIT = 1000  # characters of a task's or environment's name
+SEGMENTS_LIMIT = 4000  # messages that a branch names: 100 kB; a conversation may have any number
 CALLS_LIMIT = 1000  # calls of environments and tools that a trajectory records: 40 kB; an agent may make any number
 DETAIL_LIMIT = 4000  # characters of a failure's detail
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -97,6 +99,17 @@ class EnvCall(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: Literal["", "invalid", "tool", "environment", "cancelled"] = ""
 
 
+class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens `[start, end)` are what one message says, without what the chat format writes around it. `tools` is the role of the
+    list of tools, which is no message."""
+
+    start: int
+    end: int
+    role: Literal["system", "user", "assistant", "tool", "tools"]
+    name: Annotated[str, Meta(max_length=NAME_LIMIT)] = ""  # of the tool that answered
+    malformed: Annotated[str, Meta(max_length=DETAIL_LIMIT)] = ""  # why an assistant's message could not be read
+
+
 class Outcome(msgspec.Struct, frozen=True, gc=False):
     """How the episode ended. A failure is never a reward: the reward of a failed episode is ignored. Where failures are trained on,
     it is the penalty that the environment declares.
@@ -142,6 +155,9 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}  # numbers that the environment reports
     started: float = 0.0  # when the episode began; it ended `timings["total"]` later
     env_calls: tuple[EnvCall, ...] = ()  # of the episode by their ends, on its first branch; at most `CALLS_LIMIT`
+    segments: tuple[
+        Segment, ...
+    ] = ()  # messages in order, where the chat format says which tokens are of which; first ones only
 
     @property
     def episode(self) -> str:
@@ -221,6 +237,7 @@ class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
         require(not ((logprobs != 0) > self.loss_mask).any(), "behavior_logprobs must be 0 where nothing was sampled")
         require(all(map(math.isfinite, (self.reward, *self.turn_rewards))), "rewards must be finite")
         require(len(self.env_calls) <= CALLS_LIMIT, f"env_calls may have {CALLS_LIMIT} entries")
+        require(len(self.segments) <= SEGMENTS_LIMIT, f"segments may have {SEGMENTS_LIMIT} entries")
         times = (self.started, *(time for call in self.env_calls for time in (call.begin, call.end)))
         require(all(map(math.isfinite, times)), "times must be finite")
         at = 0
@@ -230,6 +247,11 @@ class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
             if not turn.timed:
                 raise WireError(f"trajectory {self.id!r}: bad times of turn {turn}")
             at = turn.end
+        at = 0
+        for segment in self.segments:
+            if not at <= segment.start < segment.end <= n:
+                raise WireError(f"trajectory {self.id!r}: bad segment {segment}")
+            at = segment.end
         at = 0
         covered = np.zeros(n, dtype=np.bool_)
         for span in self.version_spans:

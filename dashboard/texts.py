@@ -7,12 +7,14 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+
+from ..buffer.trajectory import Segment
 
 TOKENIZER = "tokenizer"  # folder of a run: the copy of its model's tokenizer
 FILE = "tokenizer.json"
@@ -30,8 +32,8 @@ ROLES = (
 
 
 class ShownMessage(msgspec.Struct, frozen=True):
-    """Tokens `[start, end)`. `role` is what the chat format has there between its control tokens, "" where that is no role;
-    `turn` is the number of the turn that sampled it, None for what the policy was given."""
+    """Tokens `[start, end)`. `role` is the message's, or what the chat format has there between its control tokens, "" where that
+    is no role; `turn` is the number of the turn that sampled it, None for what the policy was given."""
 
     start: int
     end: int
@@ -39,6 +41,8 @@ class ShownMessage(msgspec.Struct, frozen=True):
     turn: int | None
     text: str
     cut: bool  # whether the text ends before the tokens do
+    name: str = ""  # of the tool that answered
+    malformed: str = ""  # why a sampled message could not be read
 
 
 class TokenTexts:
@@ -62,9 +66,17 @@ class TokenTexts:
             return " ".join(f"[{id}]" for id in ids)
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def messages(self, ids: Sequence[int], turns: Iterable[tuple[int, int]], cut: int = CUT) -> list[ShownMessage]:
-        """A trajectory as a conversation: its turns, and what is between them, split at the control tokens of the chat format. No
-        text has more than `cut` characters."""
+    def messages(
+        self,
+        ids: Sequence[int],
+        turns: Sequence[tuple[int, int]],
+        segments: Sequence[Segment] = (),
+        cut: int = CUT,
+    ) -> list[ShownMessage]:
+        """A trajectory as a conversation: its messages, where they are recorded; else its turns, and what is between them, split at
+        the control tokens of the chat format. No text has more than `cut` characters."""
+        if any(segment.role != "assistant" for segment in segments):
+            return self._recorded(ids, turns, segments, cut)
         found: list[ShownMessage] = []
         at = 0
         for number, (start, end) in enumerate(turns):
@@ -74,6 +86,22 @@ class TokenTexts:
             found.append(self._message(ids, start, end, "assistant", number, cut))
             at = end
         return found + self._given(ids, at, len(ids), cut)
+
+    def _recorded(
+        self, ids: Sequence[int], turns: Sequence[tuple[int, int]], segments: Sequence[Segment], cut: int
+    ) -> list[ShownMessage]:
+        number = {start: turn for turn, (start, _) in enumerate(turns)}
+        known = {segment.start for segment in segments}
+        # Completions of raw tokens are no messages.
+        raw = (Segment(start, end, "assistant") for start, end in turns if start not in known)
+        found = list[ShownMessage]()
+        for one in sorted((*segments, *raw), key=lambda segment: segment.start):
+            end = one.end
+            while one.role == "assistant" and end > one.start and ids[end - 1] in self._control:
+                end -= 1
+            message = self._message(ids, one.start, end, one.role, number.get(one.start), cut)
+            found.append(msgspec.structs.replace(message, name=one.name, malformed=one.malformed))
+        return found
 
     def _given(self, ids: Sequence[int], start: int, end: int, cut: int) -> list[ShownMessage]:
         """What the policy was given in `[start, end)`."""

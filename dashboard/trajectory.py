@@ -138,7 +138,8 @@ class TrajectoryReader:
     def conversation(self, one: StoredTrajectory, cut: int = CUT) -> list[ShownMessage]:
         """Its messages, of at most `cut` characters each. Raises StoreError."""
         ids = self._ids(one, 0, len(one.header)).tolist()
-        return self.texts.messages(ids, [(turn.start, turn.end) for turn in one.header.turns], cut)
+        turns = [(turn.start, turn.end) for turn in one.header.turns]
+        return self.texts.messages(ids, turns, one.header.segments, cut)
 
     def episode(self, id: str) -> list[StoredTrajectory]:
         """The branches of an episode in their order, `BRANCHES` at most; none where it left none. Raises StoreError."""
@@ -204,8 +205,9 @@ class TrajectoryReader:
     def _prompt(self, one: StoredTrajectory) -> list[ShownMessage]:
         if one.position is None or not one.header.turns:
             return []
-        ids = self._ids(one, 0, one.header.turns[0].start).tolist()
-        return self.texts.messages(ids, [])
+        size = one.header.turns[0].start
+        given = [segment for segment in one.header.segments if segment.end <= size]
+        return self.texts.messages(self._ids(one, 0, size).tolist(), [], given)
 
     def _strip(self, one: StoredTrajectory, bins: int) -> dict[str, Any] | None:
         """By column of tokens: the share of tokens with loss and without, the largest staleness, the newest version, and the mean

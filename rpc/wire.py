@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from ..errors import WireError
 
-FORMAT = b"\x06"  # first byte of every message. Raise it when a struct on the wire changes meaning.
+FORMAT = b"\x07"  # first byte of every message. Raise it when a struct on the wire changes meaning.
 # Bytes of one frame: the arrays of the longest trajectory, `buffer.trajectory.LENGTH_LIMIT` tokens of 9 bytes.
 FRAME_LIMIT = 36 << 20
 ONE_WAY = 0  # number of a message that gets no reply

@@ -90,7 +90,8 @@ def check_dashboard(run: Path) -> None:
                     )
                     check_annotations(tokens)
                 messages = await asked(f"{path}/messages")
-                assert [m["role"] for m in messages[:2]] == ["system", "user"] or messages[0]["role"] == "user"
+                assert [m["role"] for m in messages[:3]] == ["system", "tools", "user"]
+                assert [m["turn"] for m in messages if m["role"] == "assistant"] == list(range(len(one["turns"])))
                 assert any("calculator" in m["text"] for m in messages)
                 assert (await asked(f"/api/runs/{run.name}/groups/{row['group']}"))["members"]
             await check_views(asked, run)

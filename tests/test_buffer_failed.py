@@ -72,14 +72,9 @@ async def run(path: Path, address: str, seed: int, *, sent: bool) -> Played:
             version = await learner.recover(version)
             mark_served(learner, version)
             await worker.register()
-            taking = asyncio.create_task(learner.take(version, SOON))
-            while not taking.done():
-                leasing = asyncio.create_task(worker.leases(1))
-                await asyncio.wait({taking, leasing}, return_when=asyncio.FIRST_COMPLETED)
-                if leasing.done():
-                    await deliver(worker, leasing.result()[0], rng, sent)
-                leasing.cancel()
-            batch: BatchPlan[Trajectory] = await taking
+            while (await learner.stats()).ready_groups < CONFIG.groups_per_batch:
+                await deliver(worker, await worker.lease(), rng, sent)
+            batch: BatchPlan[Trajectory] = await learner.take(version, SOON)
             played.seen |= {one.id for group in batch.groups for one in group}
             played.seen |= {one.id for one in await learner.fresh(version, 100)}
             flat = flatten(batch.groups, version, withheld=batch.withheld)
