@@ -15,6 +15,7 @@ from pathlib import Path
 from ..errors import StoreError
 
 DATABASE = "buffer.sqlite"  # in the folder of a run
+EVALUATION_DATABASE = "evaluation.sqlite"  # beside it, see `evaluation_episodes`
 SCHEMA_VERSION = 12  # raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change
 BUSY_S = 10.0  # how long SQLite waits for another connection that holds the file
 SCHEMA = """

@@ -21,7 +21,7 @@ from .environments import environments
 from .index import TrajectoryQuery
 from .processes import log_tail, logs, processes
 from .runs import WatchedRun
-from .trajectory import WINDOW
+from .trajectory import WINDOW, TrajectoryReader
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -61,21 +61,25 @@ def _trajectories(run: WatchedRun, question: Question) -> Any:
     return run.indexes[query.source].page(query)
 
 
+def _reader(run: WatchedRun, question: Question) -> TrajectoryReader:
+    return run.reader_of(question.query.get("source", "training"))
+
+
 def _trajectory(run: WatchedRun, question: Question) -> Any:
-    return run.reader.describe(question.parts["id"], _number(question, "bins", 600))
+    return _reader(run, question).describe(question.parts["id"], _number(question, "bins", 600))
 
 
 def _tokens(run: WatchedRun, question: Question) -> Any:
     start = _number(question, "start", 0)
-    return run.reader.window(question.parts["id"], start, _number(question, "end", start + WINDOW))
+    return _reader(run, question).window(question.parts["id"], start, _number(question, "end", start + WINDOW))
 
 
 def _messages(run: WatchedRun, question: Question) -> Any:
-    return run.reader.messages(question.parts["id"])
+    return _reader(run, question).messages(question.parts["id"])
 
 
 def _group(run: WatchedRun, question: Question) -> Any:
-    return run.reader.group(int(question.parts["group"]))
+    return _reader(run, question).group(int(question.parts["group"]))
 
 
 def _curves(run: WatchedRun, question: Question) -> Any:

@@ -50,9 +50,15 @@ STATES = ("", "open", "leased", "ready", "batched", "trained", "discarded")
 SETTLED = (STATES.index(""), STATES.index("discarded"))
 TRAINED = STATES.index("trained")
 ABSENT_LIMIT = 1 << 20  # groups that may be missing between two rows: more is damage, and no reason to allocate memory
-Source = Literal["training", "failed"]
-"""Which trajectories: those that were delivered to be trained on, or those of failed episodes."""
-TABLES: dict[Source, str] = {"training": "trajectories", "failed": "failed"}
+Source = Literal["training", "failed", "evaluation", "evaluation_failed"]
+"""Which trajectories: of episodes to be trained on, or of evaluations; and those that failed."""
+TABLES: dict[Source, str] = {
+    "training": "trajectories",
+    "failed": "failed",
+    "evaluation": "trajectories",
+    "evaluation_failed": "failed",
+}
+LABELS = "SELECT id, request FROM groups WHERE id IN (SELECT value FROM json_each(?))"  # of evaluations
 DETAILS = "SELECT rowid, header FROM {table} WHERE rowid IN (SELECT value FROM json_each(?))"
 DETAIL = 300  # characters of why an episode failed in a list
 NEW_ROWS = "SELECT rowid, header, length FROM {table} WHERE rowid > ? ORDER BY rowid LIMIT ?"
@@ -130,7 +136,7 @@ class TrajectoryIndex:
 
     def __init__(self, store: StoreReader, source: Source = "training") -> None:
         self._store = store
-        self._table = TABLES[source]
+        self._table, self._evaluated = TABLES[source], source.startswith("evaluation")
         self._lock = threading.Lock()
         self._decode = msgspec.msgpack.Decoder(IndexedHeader).decode
         self._decode_detail = msgspec.msgpack.Decoder(FailedHeader).decode
@@ -308,14 +314,19 @@ class TrajectoryIndex:
         return kept
 
     def _explained(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows with why each failed: the error and the user's line, "" where it did not."""
-        wanted = [row["rowid"] for row in rows if row["outcome"].startswith(FAILED)]
-        details = dict[int, str]()
-        if wanted:
+        """Rows with why each failed: the error and the user's line, "" where it did not; and the evaluation that it is of."""
+        failed = [row["rowid"] for row in rows if row["outcome"].startswith(FAILED)]
+        groups = [row["group"] for row in rows] if self._evaluated else []
+        details, labels = dict[int, str](), dict[int, str]()
+        if failed or groups:
             with self._store.open() as db:
-                found = db.all(DETAILS.format(table=self._table), msgspec.json.encode(wanted).decode())
+                found = db.all(DETAILS.format(table=self._table), msgspec.json.encode(failed).decode())
+                labels = dict(db.all(LABELS, msgspec.json.encode(groups).decode()))
             details = {rowid: self._decode_detail(memoryview(header)[1:]).outcome.detail for rowid, header in found}
-        return [{**row, "detail": details.get(row["rowid"], "")[:DETAIL]} for row in rows]
+        return [
+            {**row, "detail": details.get(row["rowid"], "")[:DETAIL], "evaluation": labels.get(row["group"], "")}
+            for row in rows
+        ]
 
     def _row(self, at: int) -> dict[str, Any]:
         row = self._rows.row(at)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ..buffer.schema import DATABASE
+from ..buffer.schema import DATABASE, EVALUATION_DATABASE
 from ..configs import RUN_CONFIG, Config, load
 from ..errors import ConfigError, SlipstreamError
 from ..monitor.alerts import ALERTS, Alert, read_alerts
@@ -59,7 +59,8 @@ class WatchedRun:
         self.gauges = GaugeTable(folder)
         self.timeline = Timeline(folder, self.gauges, self.store)
         self.accounts = TokenAccounts(self.store)
-        self.indexes = {source: TrajectoryIndex(self.store, source) for source in TABLES}
+        self.evaluated = StoreReader(folder, self.is_active, EVALUATION_DATABASE)
+        self.indexes = {source: TrajectoryIndex(self.store_of(source), source) for source in TABLES}
         self.index = self.indexes["training"]
         self.explained = 0  # explanations that were found
         self._lock = threading.Lock()
@@ -72,10 +73,23 @@ class WatchedRun:
     def is_active(self) -> bool:
         return self.access.is_active(self.folder)
 
-    @functools.cached_property
+    def store_of(self, source: str) -> StoreReader:
+        """The file that has the trajectories of a `Source`."""
+        return self.evaluated if source.startswith("evaluation") else self.store
+
+    @property
     def reader(self) -> TrajectoryReader:
+        """Of what was played to be trained on."""
+        return self.reader_of("training")
+
+    def reader_of(self, source: str) -> TrajectoryReader:
+        """Of a `Source`."""
+        return TrajectoryReader(self.store_of(source), self._texts)
+
+    @functools.cached_property
+    def _texts(self) -> TokenTexts:
         config, _ = self.config()
-        return TrajectoryReader(self.store, TokenTexts(self.folder, config.model.path if config else ""))
+        return TokenTexts(self.folder, config.model.path if config else "")
 
     def config(self) -> tuple[Config | None, str]:
         """The run's config, and why there is none: it may be of another version of the program."""
@@ -121,7 +135,8 @@ class WatchedRun:
 
     def changes(self) -> tuple[tuple[int, int], ...]:
         """What differs after the run has written something that a page shows, or was explained again."""
-        names = (METRICS, DATABASE, f"{DATABASE}-wal", "evaluations.json", "control.json", ALERTS, SETTINGS, RUN_CONFIG)
+        stores = (name + end for name in (DATABASE, EVALUATION_DATABASE) for end in ("", "-wal"))
+        names = (*stores, METRICS, "evaluations.json", "control.json", ALERTS, SETTINGS, RUN_CONFIG)
         return ((self.explained, 0), *(_changed(self.folder / name) for name in names))
 
 

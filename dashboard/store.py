@@ -30,10 +30,11 @@ CHECKED_EVERY = 20_000  # steps of SQLite's machine between two looks at the clo
 
 
 class StoreReader:
-    """Of the run in `folder`; `is_active` says whether a process may write to it."""
+    """Of the run in `folder`; `is_active` says whether a process may write to it; `database` is the buffer's file, or that of
+    evaluations."""
 
-    def __init__(self, folder: Path, is_active: Callable[[], bool]) -> None:
-        self.path = folder / DATABASE
+    def __init__(self, folder: Path, is_active: Callable[[], bool], database: str = DATABASE) -> None:
+        self.path = folder / database
         self._is_active = is_active
 
     @property

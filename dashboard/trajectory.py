@@ -33,7 +33,7 @@ BRANCHES = 256  # of an episode that are read
 PAGE = 256  # headers that are in memory at once while all are read
 FACTS = (
     "e.account, e.withheld, e.loss_from, e.reason, e.delivered_time,"
-    " g.state, g.leased_at, g.trained_at, g.leased_time, g.ready_time, g.taken_time"
+    " g.state, g.leased_at, g.trained_at, g.leased_time, g.ready_time, g.taken_time, g.request"
 )
 OWNERS = "JOIN episodes e ON e.id = t.episode_id JOIN groups g ON g.id = t.group_id"
 ROW = f"SELECT t.rowid, 0, t.header, t.length, t.arrays, {FACTS} FROM trajectories t {OWNERS}"
@@ -58,6 +58,7 @@ class StoredTrajectory(msgspec.Struct, frozen=True):
     leased_time: float | None
     ready_time: float | None
     taken_time: float | None
+    request: str  # the lease request; of an evaluation its label
     version: int  # of the learner now
 
     @property

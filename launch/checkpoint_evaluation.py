@@ -1,6 +1,7 @@
 """The evaluation of one checkpoint while its run goes on, on a server of its own.
 
     RUN/checkpoints/step-N ──export──> RUN/evaluation/model ──> server ──> RUN/evaluation/evaluations.json ──> RUN/evaluations.json
+                                                                   └──> RUN/evaluation.sqlite
 
 Invariants:
 - Its weights never change, so every token of every episode is of the version that the checkpoint names.
@@ -46,7 +47,7 @@ def evaluate_checkpoint(config: Config, run_dir: Path, label: str, step: int, te
     try:
         convert(config, path_of(run_dir / "checkpoints", step), model)
         served = _alone(config, str(model), suites)
-        asyncio.run(make_supervisor(served, folder, View(), {}).evaluate(label, step))
+        asyncio.run(make_supervisor(served, folder, View(), {}, evaluated=run_dir).evaluate(label, step))
     except RoleDied as error:
         raise RoleDied(error, final=True) from error  # its processes were restarted as often as the config allows
     finally:

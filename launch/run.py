@@ -282,9 +282,16 @@ def summary(report: RunReport) -> str:
 
 
 def make_supervisor(
-    config: Config, run_dir: Path, view: View, gpus: Mapping[str, int], *, recorded: bool = True
+    config: Config,
+    run_dir: Path,
+    view: View,
+    gpus: Mapping[str, int],
+    *,
+    recorded: bool = True,
+    evaluated: Path | None = None,
 ) -> Supervisor:
-    """A supervisor with the launcher that `launch.kind` names; `gpus` is the number that each role needs."""
+    """A supervisor with the launcher that `launch.kind` names; `gpus` is the number that each role needs. Episodes of evaluations
+    are kept in the folder of the run `evaluated`, by default in `run_dir`."""
     import torch
 
     from .supervisor.supervisor import Supervisor  # takes seconds
@@ -299,4 +306,5 @@ def make_supervisor(
         placement = assign_gpus(gpus, sum(gpus.values()))  # Ray assigns every role its own GPUs
         launcher = RayLauncher(logs, config.launch.ports["first"], many_hosts=config.launch.hosts == "many")
     heap.freeze_startup_objects()
-    return Supervisor(config, run_dir, launcher, view, gpus=gpus, backend=placement.backend, recorded=recorded)
+    options = {"gpus": gpus, "backend": placement.backend, "recorded": recorded}
+    return Supervisor(config, run_dir, launcher, view, **options, evaluated_dir=str(evaluated or ""))

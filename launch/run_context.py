@@ -53,6 +53,7 @@ class RunContext(msgspec.Struct, frozen=True):
     pushed: bool  # a learner pushes versions; without one engines serve what they loaded, as version 0
     recorded: bool = True  # the processes write spans and series
     revision: int = 1  # of `config`, see `RunSettings`
+    evaluated_dir: str = ""  # of the run that evaluations are of, where that is another one's folder
 
     @property
     def dir(self) -> Path:
@@ -62,6 +63,11 @@ class RunContext(msgspec.Struct, frozen=True):
     def timeline_dir(self) -> Path | None:
         """Where a `TimelineWriter` writes."""
         return self.dir if self.recorded else None
+
+    @property
+    def evaluation_dir(self) -> Path | None:
+        """Where the episodes of evaluations are kept."""
+        return Path(self.evaluated_dir or self.run_dir) if self.recorded else None
 
     def environment(self, role: str) -> dict[str, str]:
         """What to add to the environment of `role`; the variable with its name is for people who inspect processes."""

@@ -18,6 +18,9 @@ from .loop_watchdog import EventLoopWatchdog
 from .player import EpisodePlayer, EpisodeResult
 from .scores import score
 
+KeepEpisode = Callable[[Lease, int, EpisodeResult], None]
+"""(lease, member, how its episode ended). It returns at once."""
+
 
 async def evaluate(
     player: EpisodePlayer,
@@ -25,21 +28,28 @@ async def evaluate(
     tasks: int,
     samples: int = 1,
     tell: Callable[[str], None] = lambda text: None,
+    *,
+    first: int = 0,
+    keep: KeepEpisode = lambda lease, member, result: None,
 ) -> EvaluationResult:
     """Play `tasks` tasks `samples` times each: of each environment its share, from its first task on; as many at a time as the
-    servers decode at once. `tell` hears of the first failures while the others are played. Raises EvaluationError: so many episodes
-    failed that the others say nothing (`failures.END_SHARE`)."""
+    servers decode at once. Groups are numbered from `first` on; `keep` receives each episode that ends, and `tell`
+    hears of the first failures. Raises EvaluationError: so many episodes failed that the others say nothing
+    (`failures.END_SHARE`)."""
     started = time.perf_counter()
     slots, failures = asyncio.Semaphore(player.concurrency), FailureLog(tell)
     counts = Admission(0, tasks, tuple(part.share for part in player.parts)).quotas([0] * len(player.parts))
     leases = [
         Lease(number, 0, tuple(range(samples)), 0, 0, env, task)
-        for number, (env, task) in enumerate((env, task) for env, count in enumerate(counts) for task in range(count))
+        for number, (env, task) in enumerate(
+            ((env, task) for env, count in enumerate(counts) for task in range(count)), start=first
+        )
     ]
 
     async def play(lease: Lease, member: int) -> EpisodeResult:
         async with slots:
             result = await player.play(lease, member)
+        keep(lease, member, result)
         if not result.outcome.trainable:
             failures.record(f"{lease.episode(member)} of the evaluation", result.outcome, result.error)
         return result

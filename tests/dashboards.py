@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 from slipstream.buffer.ledger_report import ledger_report
 from slipstream.dashboard.app import DashServer
 from slipstream.dashboard.runs import RunAccess, RunFolder
@@ -95,6 +96,7 @@ def check_dashboard(run: Path) -> None:
                 assert any("calculator" in m["text"] for m in messages)
                 assert (await asked(f"/api/runs/{run.name}/groups/{row['group']}"))["members"]
             await check_views(asked, run)
+            await check_evaluations(asked, run)
             rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
             trained: Counter[str] = Counter()
             for row in rows:
@@ -130,6 +132,19 @@ def check_written(run: Path) -> None:
     trained = [row["episode_id"] for row in rows if row["account"] == "trained"]
     assert len(ended) == len(set(trained)) > 0
     assert main(["show", str(run), "--worst"]) == 0
+
+
+async def check_evaluations(asked: Asked, run: Path) -> None:
+    """Every episode of an evaluation is there, with what it got."""
+    base = f"/api/runs/{run.name}/trajectories"
+    rows = (await asked(base, source="evaluation", limit=200))["rows"]
+    failed = (await asked(base, source="evaluation_failed", limit=200))["rows"]
+    for one in json.loads((run / "evaluations.json").read_text()):
+        rewards = [row["reward"] for row in rows if row["evaluation"] == one["label"] and row["id"].endswith(".0")]
+        assert len(rewards) + sum(row["evaluation"] == one["label"] for row in failed) == sum(one["outcomes"].values())
+        assert sum(rewards) / len(rewards) == pytest.approx(one["reward_mean"])
+    shown = await asked(f"{base}/{rows[0]['id']}", source="evaluation")
+    assert await asked(f"{base}/{shown['id']}/messages", source="evaluation")
 
 
 async def check_views(asked: Asked, run: Path) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from rich.console import Console
 from safetensors.torch import load_file
+from slipstream.buffer.schema import EVALUATION_DATABASE as DATABASE
 from slipstream.common.scores import EvaluationResult
 from slipstream.configs import load
 from slipstream.configs.environments import Dataset
@@ -44,6 +45,7 @@ from slipstream.tests.runs import (
     slipstream,
     tiny_policy,
 )
+from slipstream.tests.stores import sql
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
@@ -391,6 +393,9 @@ def test_checkpoints_are_evaluated_once_each_while_training_goes_on_though_the_r
     version_of = {row["step"]: row["version"] for row in metrics(run)}
     assert all(one.version == version_of[one.step] for one in found if one.step)
     assert all(one.versions == () for one in found)
+    # Those of a checkpoint's own server, of the evaluation that was killed, and of the first and the last one.
+    played = sql(run / DATABASE, "SELECT DISTINCT g.request FROM groups g JOIN trajectories t ON t.group_id = g.id")
+    assert {str(row[0]) for row in played} == {f"{one.label}, {one.suite}" for one in found}
     assert [one.samples for one in found] == [1, 3] * 4
     assert set(found[1].pass_at) == {"1", "2", "3"}
     lines = [row for row in read_lines(run / "metrics.jsonl") if EVALUATION in row]

@@ -27,7 +27,7 @@ from ...common.gc import freeze_startup_objects
 from ...common.owned_folders import temporary_environment
 from ...common.process import set_parent_death_signal
 from ...common.tasks import Stopped, in_thread, run_or_stop
-from ...configs.schema import AuxModel
+from ...configs.schema import AuxModel, parse_size
 from ...errors import ConfigError, Interrupted, SlipstreamError, first_cause
 from ...monitor.log import setup_logging
 from ...monitor.timeline import TimelineWriter
@@ -37,6 +37,8 @@ from .heartbeat import HeartbeatSender
 from .processes import FINAL
 
 if TYPE_CHECKING:
+    from ...buffer.messages import Lease
+    from ...rollout.player import EpisodeResult
     from ...weightsync.publisher import Publisher
 
 log = logging.getLogger(__name__)
@@ -198,12 +200,17 @@ async def evaluator(
 ) -> None:
     """Evaluate the version that the engines serve, each suite that has no result of `step` yet; append the results, called `label`,
     to the run's evaluations."""
+    from ...buffer.evaluation_episodes import EvaluationEpisodes
     from ...monitor.series import evaluation_line
     from ...rollout.evaluation import evaluate
     from ..evaluations import append, missing
     from .factory import make_agent, make_player, make_router
 
-    async with make_router(context) as router, make_agent(context.config) as agent:
+    limit = parse_size("buffer.keep", context.config.buffer.keep)
+    async with contextlib.AsyncExitStack() as stack:
+        router = await stack.enter_async_context(make_router(context))
+        agent = await stack.enter_async_context(make_agent(context.config))
+        episodes = stack.enter_context(EvaluationEpisodes(context.evaluation_dir, limit))
         for name, suite in missing(context.dir, context.config, step).items():
             make = functools.partial(
                 make_player, suite, agent, router, split="eval", temperature=suite.evaluation.temperature
@@ -211,7 +218,13 @@ async def evaluator(
             player = await in_thread(make, "make_player")
             _ready(heartbeat)
             tasks, samples = suite.evaluation.tasks, suite.evaluation.samples
-            playing = evaluate(player, label, tasks, samples, heartbeat.send_message)
+            called = f"{label}, {name}" if name else label
+
+            def keep(lease: Lease, member: int, one: EpisodeResult, called: str = called) -> None:
+                episodes.record(called, lease, member, one.outcome, one.trajectories, one.failed_branches)
+
+            first = episodes.reserve(tasks)
+            playing = evaluate(player, label, tasks, samples, heartbeat.send_message, first=first, keep=keep)
             result = await run_or_stop(playing, stop)
             record = msgspec.structs.replace(result, step=step, suite=name)
             append(context.dir, record)

@@ -85,6 +85,7 @@ class Supervisor:
     gpus: Mapping[str, int]  # that each role needs, by name; none for the others
     backend: Literal["gloo", "nccl"]  # of collectives between learner and replicas
     recorded: bool = True  # all processes write their spans and series; without them benchmarks compare
+    evaluated_dir: str = ""  # see `RunContext`
 
     def __post_init__(self) -> None:
         self._keys = make_keys() if self.config.launch.hosts == "many" else None
@@ -271,6 +272,7 @@ class Supervisor:
             started_in=os.getcwd(),
             pushed=pushed,
             recorded=self.recorded,
+            evaluated_dir=self.evaluated_dir,
         )
 
     def _environment(self, context: RunContext, name: str, placement: Placement) -> dict[str, str]:

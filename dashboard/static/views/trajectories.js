@@ -2,6 +2,7 @@
 import {html, useState, useEffect, useLive, useData, get, api, go, link, count, duration, Problem, DASH, recorded} from '/static/lib.js';
 
 const SORTS = [['newest', 'newest'], ['reward', 'reward'], ['staleness', 'staleness'], ['tokens', 'tokens'], ['sampled', 'tokens sampled'], ['turns', 'turns'], ['seconds', 'seconds'], ['trained_at', 'version trained']];
+const SOURCES = [['', 'to be trained on'], ['failed', 'failed'], ['evaluation', 'evaluations'], ['evaluation_failed', 'failed evaluations']];
 const STATES = ['leased', 'ready', 'batched', 'trained', 'discarded'];
 
 // Typed text is its own until it is confirmed, whatever changes around it.
@@ -20,12 +21,13 @@ export function Trajectories({run, query}) {
   const set = changes => go(run.name, 'trajectories', '', {...query, ...changes});
   if (error) return html`<${Problem} error=${error} />`;
   if (!data) return html`<p class="muted">reading the index of all trajectories</p>`;
+  const of = {source: query.source};
   const pages = more.of === url ? more.pages : [];
   const rows = [data, ...pages].flatMap(page => page.rows), next = (pages[pages.length - 1] || data).next;
   const follow = () => get(api(run.name, 'trajectories', {...query, after: next})).then(page => setMore({of: url, pages: [...pages, page]}));
   return html`<h1>${run.name}</h1><div class="card">
     <div class="filters">
-      <label>show<select value=${query.source || ''} onChange=${event => set({source: event.target.value, outcome: ''})}><option value="">delivered</option><option value="failed">failed, not trained on</option></select></label>
+      ${!recorded && html`<label>show<select value=${query.source || ''} onChange=${event => set({source: event.target.value, outcome: ''})}>${SOURCES.map(([value, text]) => html`<option key=${value} value=${value}>${text}</option>`)}</select></label>`}
       <label>sort by<select value=${query.sort || 'newest'} onChange=${event => set({sort: event.target.value})}>${SORTS.map(([value, text]) => html`<option key=${value} value=${value}>${text}</option>`)}</select></label>
       <label>order<select value=${query.ascending || ''} onChange=${event => set({ascending: event.target.value})}><option value="">largest first</option><option value="true">smallest first</option></select></label>
       <${Choice} value=${query.outcome} set=${value => set({outcome: value})} text="outcome" values=${data.outcomes} />
@@ -41,11 +43,11 @@ export function Trajectories({run, query}) {
     </div>
     <p class="small muted" aria-live="polite"><b>${data.total}</b> of ${data.indexed} trajectories ${Object.keys(query).length > 0 && html`<a href=${link(run.name, 'trajectories')}>show all</a>`} ${loading && 'reading'}${recorded && ' · the file has a sample, evenly over the run: of some steps groups whose rewards differ'}</p>
     <div class="scroll"><table><thead><tr><th>id</th><th class="text">task</th><th>reward</th><th class="text">outcome</th><th>turns</th><th>tokens</th><th>sampled</th><th>time</th><th>versions</th><th>trained at</th><th>staleness</th><th class="text">group</th></tr></thead>
-    <tbody>${rows.map(row => html`<tr key=${row.id} class="link" onClick=${() => go(run.name, 'trajectory', row.id)}>
-      <td><a href=${link(run.name, 'trajectory', row.id)}>${row.id}</a></td><td class="text">${row.task.length > 48 ? row.task.slice(0, 47) + '…' : row.task}</td><td>${count(row.reward)}</td><td class="text ${row.detail && 'wrap'}">${row.outcome}${row.detail && html` <span class="muted">${row.detail}</span>`}</td>
+    <tbody>${rows.map(row => html`<tr key=${row.id} class="link" onClick=${() => go(run.name, 'trajectory', row.id, of)}>
+      <td><a href=${link(run.name, 'trajectory', row.id, of)}>${row.id}</a></td><td class="text">${row.task.length > 48 ? row.task.slice(0, 47) + '…' : row.task}</td><td>${count(row.reward)}</td><td class="text ${row.detail && 'wrap'}">${row.outcome}${row.detail && html` <span class="muted">${row.detail}</span>`}</td>
       <td>${row.turns}</td><td>${row.tokens}</td><td>${row.sampled}</td><td>${duration(row.seconds)}</td>
       <td>${row.oldest < 0 ? DASH : row.oldest === row.newest ? row.newest : `${row.oldest}–${row.newest}`}</td><td>${row.trained_at ?? DASH}</td><td>${row.staleness ?? DASH}</td>
-      <td class="text"><a href=${link(run.name, 'group', row.group)} onClick=${event => event.stopPropagation()}>${row.group}</a> <span class="muted">${row.state}</span></td></tr>`)}</tbody></table></div>
+      <td class="text"><a href=${link(run.name, 'group', row.group, of)} onClick=${event => event.stopPropagation()}>${row.group}</a> <span class="muted">${row.evaluation || row.state}</span></td></tr>`)}</tbody></table></div>
     ${rows.length === 0 && html`<p>${data.indexed ? 'None matches.' : 'No trajectory has been delivered.'}</p>`}
     ${next && html`<p><button onClick=${follow}>show more</button></p>`}</div>`;
 }

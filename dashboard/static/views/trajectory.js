@@ -11,36 +11,36 @@ const FULL = {log_ratio: Math.LN2, entropy: 2, advantage: 2};
 const tone = (name, value) => [css(name === 'entropy' ? 'teal' : value < 0 ? 'red' : 'blue'), Math.min(1, Math.abs(value) / FULL[name])];
 const alpha = (color, share) => `color-mix(in srgb, ${color} ${Math.round(100 * share)}%, transparent)`;
 
-export function Trajectory({run, id}) {
-  const {data, error} = useRun(run.name, `trajectories/${id}`, {bins: 900});
+export function Trajectory({run, id, query}) {
+  const source = query.source || '', {data, error} = useRun(run.name, `trajectories/${id}`, {bins: 900, source});
   const [view, setView] = useState('tokens'), [by, setBy] = useState('staleness'), [start, setStart] = useState(0);
   useEffect(() => setStart(0), [id]);
   if (error) return html`<${Problem} error=${error} />`;
   if (!data || data.id !== id) return html`<p class="muted">reading</p>`;
   const versions = [...new Set(data.version_spans.map(span => span[2]))];
-  const stage = data.trained_at != null && data.account === 'trained' ? `trained into version ${data.trained_at}` : data.account === 'discarded' ? `discarded: ${data.reason}` : `${data.account}, its group is ${data.state}`;
-  return html`<div class="row"><h1>${data.id}</h1><${Siblings} run=${run.name} one=${data} /></div>
+  const stage = source.startsWith('evaluation') ? `of an evaluation: ${data.request}` : data.trained_at != null && data.account === 'trained' ? `trained into version ${data.trained_at}` : data.account === 'discarded' ? `discarded: ${data.reason}` : `${data.account}, its group is ${data.state}`;
+  return html`<div class="row"><h1>${data.id}</h1><${Siblings} run=${run.name} one=${data} source=${source} /></div>
     <div class="card"><div class="chips">
       <${Chip} name="task">${data.task_id}<//><${Chip} name="environment">${data.env}<//><${Chip} name="reward">${count(data.reward)}<//>
       <${Chip} name="outcome">${data.outcome.kind}${data.outcome.reason && ': ' + data.outcome.reason}<//><${Chip} name="is">${stage}<//>
       ${data.withheld && html`<${Chip} name="no loss">${data.withheld}<//>`}
       <${Chip} name="tokens">${data.tokens}, ${data.sampled} sampled<//><${Chip} name="turns">${data.turns.length}<//><${Chip} name="took">${duration(data.timings.total)}<//>
-      <${Chip} name="versions">${versions.length > 8 ? `${versions[0]} to ${versions[versions.length - 1]}` : versions.join(', ') || DASH}<//><${Chip} name="leased at">version ${data.leased_at}<//>
+      <${Chip} name="versions">${versions.length > 8 ? `${versions[0]} to ${versions[versions.length - 1]}` : versions.join(', ') || DASH}<//>${!source.startsWith('evaluation') && html`<${Chip} name="leased at">version ${data.leased_at}<//>`}
       ${data.started > 0 && html`<${Chip} name="began">${clock(data.started)}<//>`}
       ${Object.entries(data.metrics).map(([name, value]) => html`<${Chip} key=${name} name=${name}>${count(value)}<//>`)}</div>
       ${data.outcome.detail && html`<pre class="log">${data.outcome.detail}</pre>`}</div>
     ${!data.has_tokens ? html`<div class="card warn">Its tokens were dropped to free space (<code>buffer.keep</code>); what is above is kept.</div>` : html`
     <div class="card"><div class="row" role="tablist">${['tokens', 'conversation'].map(name => html`<button key=${name} role="tab" aria-selected=${view === name} class=${view === name ? 'on' : ''} onClick=${() => setView(name)}>${name}</button>`)}</div>
       <${Strip} one=${data} start=${start} move=${setStart} />
-      ${view === 'tokens' ? html`<${Tokens} run=${run.name} one=${data} start=${start} move=${setStart} by=${by} setBy=${setBy} />` : html`<${Conversation} run=${run.name} one=${data} />`}</div>`}
+      ${view === 'tokens' ? html`<${Tokens} run=${run.name} one=${data} start=${start} move=${setStart} by=${by} setBy=${setBy} source=${source} />` : html`<${Conversation} run=${run.name} one=${data} source=${source} />`}</div>`}
     <${Times} one=${data} />`;
 }
 
-function Siblings({run, one}) {
-  const {data} = useData(api(run, 'trajectories', {group: one.group_id, sort: 'newest', ascending: true, limit: 200}));
+function Siblings({run, one, source}) {
+  const {data} = useData(api(run, 'trajectories', {source, group: one.group_id, sort: 'newest', ascending: true, limit: 200}));
   const ids = data ? data.rows.map(row => row.id).sort((a, b) => a.localeCompare(b, 'en', {numeric: true})) : [];
   const at = ids.indexOf(one.id);
-  const to = step => ids[at + step] && go(run, 'trajectory', ids[at + step]);
+  const to = step => ids[at + step] && go(run, 'trajectory', ids[at + step], {source});
   useEffect(() => {
     const pressed = event => {
       if (event.target.closest('input, select') || event.metaKey || event.ctrlKey || event.altKey) return;
@@ -51,7 +51,7 @@ function Siblings({run, one}) {
     return () => removeEventListener('keydown', pressed);
   });
   return html`<button disabled=${at <= 0} onClick=${() => to(-1)} aria-label="previous of its group" title="key [">◀</button>
-    <a href=${link(run, 'group', one.group_id)}>group ${one.group_id}${ids.length > 1 ? `, ${at + 1} of ${ids.length}` : ''}</a>
+    <a href=${link(run, 'group', one.group_id, {source})}>group ${one.group_id}${ids.length > 1 ? `, ${at + 1} of ${ids.length}` : ''}</a>
     <button disabled=${at < 0 || at >= ids.length - 1} onClick=${() => to(1)} aria-label="next of its group" title="key ]">▶</button>`;
 }
 
@@ -99,10 +99,10 @@ function Strip({one, start, move}) {
     <p class="legend-note">${one.tokens} tokens${latest ? `, ${start} to ${start + WINDOW} below: drag, or use the arrow keys` : ''}. Loss: blue with loss, red sampled without. Staleness: the oldest of a column.${one.annotated && ' Log-ratio: the largest of a column; of it and of advantages red is below 0.'}</p></div>`;
 }
 
-function Tokens({run, one, start, by, setBy}) {
+function Tokens({run, one, start, by, setBy, source}) {
   const ref = useRef(), [at, setAt] = useState(null), dark = useTheme();
   const change = useLive().changes[run];
-  const {data, error} = useData(api(run, `trajectories/${one.id}/tokens`, {start, end: Math.min(one.tokens, start + WINDOW)}), one.trained_at == null ? change : 0);
+  const {data, error} = useData(api(run, `trajectories/${one.id}/tokens`, {start, end: Math.min(one.tokens, start + WINDOW), source}), one.trained_at == null ? change : 0);
   useEffect(() => setAt(null), [one.id]);
   useEffect(() => { if (data && data.start === start) { fill(ref.current, data); } }, [data, start]);
   useEffect(() => { if (data) color(ref.current, data, by); }, [data, by, dark]);
@@ -182,8 +182,8 @@ function Legend({by, data, one}) {
   return html`<div class="chips" style=${{marginTop: '8px'}}>${keys}${by === 'staleness' && one.trained_at == null && html`<span class="muted small">counted from version ${one.learner_version}, which the learner has now</span>`}</div>`;
 }
 
-function Conversation({run, one}) {
-  const {data, error} = useData(api(run, `trajectories/${one.id}/messages`));
+function Conversation({run, one, source}) {
+  const {data, error} = useData(api(run, `trajectories/${one.id}/messages`, {source}));
   if (error) return html`<${Problem} error=${error} />`;
   if (!data) return html`<p class="muted">reading</p>`;
   const who = message => message.turn == null ? `${message.role || 'given'} ${message.name}`.trim() : `${message.role}, turn ${message.turn + 1}`;

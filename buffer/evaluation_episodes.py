@@ -1,0 +1,162 @@
+"""Episodes of evaluations, in a file of the buffer's schema, so that what reads one reads the other.
+
+    RUN/evaluation.sqlite, RUN/evaluation.arrays/
+
+Invariants:
+- A group is a task of one evaluation, whose label is in `groups.request`. Nothing here is ever leased, trained on or recovered: all
+  groups are `discarded`, and their tokens are in the account `evaluation`, or in that of their failure.
+- No evaluation waits for its record, and none fails by it: a thread writes, and what finds its queue full or the disk refusing is
+  dropped and counted.
+- The file is kept below `buffer.keep`, the oldest evaluations go first.
+- One process at a time writes: the evaluator.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from ..common.outcomes import FAILED
+from ..errors import StoreError, WireError
+from .admission import ReplayCounters
+from .group_table import Episode, Group
+from .messages import Lease
+from .schema import EVALUATION_DATABASE
+from .store import NewTrajectory, Store, WriteBatch
+from .trajectory import EncodedTrajectory, Outcome, Trajectory, by_version, sampled_of
+
+log = logging.getLogger(__name__)
+
+ACCOUNT = "evaluation"  # of its tokens
+EPISODES_WAITING = 256  # for the disk
+AT_ONCE = 64  # episodes of one transaction
+END_S = 30.0  # longest wait for them at the end
+
+
+class _Played(NamedTuple):
+    label: str
+    lease: Lease
+    member: int
+    outcome: Outcome
+    trajectories: Sequence[Trajectory]
+    failed_branches: Sequence[Trajectory]
+    time: float
+
+
+class EvaluationEpisodes:
+    """Records episodes in the run's `folder` while the context lasts; without a folder, nothing. The files are kept below `limit`
+    bytes."""
+
+    def __init__(self, folder: Path | None, limit: int) -> None:
+        self._path = None if folder is None else folder / EVALUATION_DATABASE
+        self._limit = limit
+        self._store: Store | None = None
+        self._counters = ReplayCounters()
+        self._queue: queue.Queue[_Played | None] = queue.Queue(EPISODES_WAITING)
+        self._overflowed = self._refused = 0
+        self._thread = threading.Thread(target=self._run, name="evaluation episodes", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._path is not None:
+            try:
+                self._store = Store(self._path)
+                self._counters, _ = self._store.load()
+            except StoreError as error:
+                log.warning("the episodes of this evaluation are not kept: %s", error)
+                self._close()
+        if self._store is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._store is None:
+            return
+        try:
+            self._queue.put(None, timeout=END_S)
+        except queue.Full:  # the disk hangs; the thread is a daemon
+            return
+        self._thread.join(END_S)
+        if self.dropped:
+            log.warning("%d episodes of evaluations are not in %s", self.dropped, self._path)
+
+    def reserve(self, groups: int) -> int:
+        """The number of the first of so many groups, which no other evaluation of the run has."""
+        first, self._counters.next_group = self._counters.next_group, self._counters.next_group + groups
+        return first
+
+    def record(
+        self,
+        label: str,
+        lease: Lease,
+        member: int,
+        outcome: Outcome,
+        trajectories: Sequence[Trajectory],
+        failed_branches: Sequence[Trajectory],
+    ) -> None:
+        """An episode of the evaluation `label` has ended; its group was reserved. Returns at once."""
+        if self._store is None:
+            return
+        try:
+            self._queue.put_nowait(_Played(label, lease, member, outcome, trajectories, failed_branches, time.time()))
+        except queue.Full:
+            self._overflowed += 1
+
+    @property
+    def dropped(self) -> int:
+        """Episodes that were recorded and are not in the file."""
+        return self._overflowed + self._refused
+
+    def _close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _run(self) -> None:
+        ended, store = False, self._store
+        assert store is not None
+        while not ended:
+            played = [self._queue.get()]
+            while len(played) < AT_ONCE and not self._queue.empty():
+                played.append(self._queue.get_nowait())
+            episodes = [one for one in played if one is not None]
+            ended = len(episodes) < len(played)
+            try:
+                if episodes:
+                    store.save(self._rows(episodes))
+                while store.shrink(self._limit, settled=-1):
+                    pass
+            except (StoreError, WireError) as error:
+                if not self._refused:
+                    log.warning("%s: %d episodes of an evaluation are not kept: %s", self._path, len(episodes), error)
+                self._refused += len(episodes)
+        self._close()
+
+    def _rows(self, played: Sequence[_Played]) -> WriteBatch:
+        """Raises WireError where an episode is no valid trajectory."""
+        changed, kept, failed = dict[int, tuple[Group, list[Episode]]](), list[NewTrajectory](), list[NewTrajectory]()
+        for one in played:
+            lease, id = one.lease, one.lease.episode(one.member)
+            for branches, to in ((one.trajectories, kept), (one.failed_branches, failed)):
+                sampled_of(id, branches)
+                to += (NewTrajectory(id, branch, EncodedTrajectory.of(branch)) for branch in branches)
+            spans = (span for branch in (*one.trajectories, *one.failed_branches) for span in branch.version_spans)
+            reason = ACCOUNT if one.outcome.trainable else FAILED + one.outcome.reason
+            episode = Episode(
+                id,
+                "evaluator",
+                "discarded",
+                by_version(spans),
+                settled=True,
+                final=True,
+                reason=reason,
+                outcome=one.outcome,
+                delivered_time=one.time,
+            )
+            group = Group(lease.group_id, lease.env, lease.task, "discarded", request=one.label, ready_time=one.time)
+            changed.setdefault(group.id, (group, []))[1].append(episode)
+        return WriteBatch.of(self._counters, changed.values(), kept, failed=failed)
