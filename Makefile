@@ -14,7 +14,7 @@ SGLANG_INPUTS = pyproject.toml requirements/install-sglang.sh requirements/sglan
 TRL_INPUTS = pyproject.toml requirements/install-trl.sh requirements/trl.lock
 
 # Each has an environment of its own. `make test-full WITHOUT="nemo_gym openenv"` leaves out some of them, whose tests are then skipped.
-LIBRARIES = $(filter-out $(WITHOUT),agents inspect nemo_gym openenv verifiers)
+LIBRARIES = $(filter-out $(WITHOUT),agents inspect nemo_gym openenv trackers verifiers)
 # What their tests install: Claude Code and Codex, where there is npm, and Prometheus's checker of rules, where there is apt-get.
 PROGRAMS = $(filter-out $(WITHOUT),$(shell command -v npm >/dev/null 2>&1 && echo cli_agents) \
   $(shell command -v apt-get >/dev/null 2>&1 && echo promtool))

@@ -25,8 +25,9 @@ from .section import AboveZero, Fraction, NonNegative, Positive, Section
 class Run(Section, frozen=True):
     dir: str = "runs/default"
     """Folder of this run: config, metrics, buffer, checkpoints, report. `train` wants it new; `resume` continues it."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Trackers that receive the metrics, in addition to metrics.jsonl."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"], ...] = ()
+    """Trackers that receive the metrics and some trajectories, in addition to metrics.jsonl. docs/monitoring.md says how their
+    projects are named."""
 
 
 class Model(Section, frozen=True):

@@ -72,8 +72,11 @@ class TrainingLoop:
         annotate: RecordAnnotations = no_annotations,  # after each commit, what this rank saw at tokens of some groups
         annotations_bytes: int = 0,  # of one step, all ranks together
         settings: Callable[[], Learner] | None = None,  # on rank 0: the config in force; None where it stays as it is
+        # On every rank: receives the version that a step made, and those of its trajectories that this rank has the tokens of.
+        on_trained: Callable[[int, Collection[Trajectory]], None] = lambda version, rows: None,
     ) -> None:
         self._record, self._annotate, self._annotations_bytes = record, annotate, annotations_bytes
+        self._on_trained = on_trained
         self._phase, self._version = "start", 0
         self._config, self._backend, self._buffer, self._report = config, backend, buffer, report
         self._settings = settings or (lambda: config)
@@ -175,7 +178,9 @@ class TrainingLoop:
         aux_result = self._aux_models.learn(batch)
         seen = StepAnnotations(choose(batch, self._annotations_bytes))
         result = self._stepper.step(batch, plan, fresh, state, seen.of)
-        return batch, result, await aux_result(), seen
+        learned = await aux_result()
+        self._on_trained(state.version + 1, rows.values())
+        return batch, result, learned, seen
 
     async def _fetch(
         self, taken: BatchPlan[BatchRow], batch: TrainBatch, wanted: Collection[int], rows: dict[str, Trajectory]

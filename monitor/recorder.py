@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -20,6 +21,8 @@ from ..configs import Config
 from .metrics import EVALUATION, METRICS, MetricsWriter, read_lines, scalars
 from .series import read_evaluations
 from .trackers import open_trackers
+from .trackers.base import Decode, SampledTokens, Samples
+from .trackers.thread import close_trackers
 
 
 class Recorder:
@@ -34,8 +37,7 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             self._writer = stack.enter_context(MetricsWriter(path))
             self._trackers = open_trackers(config.run.trackers, folder, config)
-            for tracker in self._trackers:
-                stack.callback(tracker.close)
+            stack.callback(close_trackers, self._trackers)
             stack.callback(self._evaluated)  # those of the end, before the trackers are closed
             self._stack = stack.pop_all()
 
@@ -52,6 +54,12 @@ class Recorder:
         self._writer.append(row)
         for tracker in self._trackers:
             tracker.log(row["version"], scalars(row))
+
+    def sampled(self, version: int, tokens: Sequence[SampledTokens], decode: Decode) -> None:
+        """Some of the trajectories that made `version`, for the trackers; `decode` is called in a thread of theirs."""
+        samples = Samples(tokens, decode)
+        for tracker in self._trackers:
+            tracker.sampled(version, samples)
 
     def _evaluated(self) -> None:
         if not self._evaluations.exists():

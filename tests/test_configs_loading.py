@@ -196,7 +196,7 @@ def test_failures_that_are_not_named_keep_their_policies(tmp_path):
         ("learner: {optimizer: {lr: 0}}", ["learner.optimizer.lr: 0", "a number > 0"]),
         ("learner: {optimizer: {lr: .inf}}", ["learner.optimizer.lr: inf", "not a finite number"]),
         ("model: {dtype: fp8}", ["model.dtype: 'fp8'", "one of bfloat16, float32"]),
-        ("run: {trackers: [mlflow]}", ["run.trackers: ['mlflow']", "a list of tensorboard, wandb"]),
+        ("run: {trackers: [aim]}", ["run.trackers: ['aim']", "a list of mlflow, swanlab, tensorboard, trackio, wandb"]),
         ("rollout: {engine: {memory: 0.85}}", ["rollout.engine.memory: 0.85 is not text; write it in quotes"]),
         ("learner:", ["learner: None", "a section with the keys steps"]),
         ("buffer: 3", ["buffer: 3", "a section"]),
@@ -279,7 +279,10 @@ def test_a_bad_file_is_one_line_naming_key_value_and_what_is_allowed(text, expec
             "learner.aux_models=2",
             ["learner.aux_models: 2", "expected a mapping of critic, reference to an integer >= 0"],
         ),
-        ("run.trackers=[wandb, mlflow]", ["run.trackers: ['wandb', 'mlflow']", "a list of tensorboard, wandb"]),
+        (
+            "run.trackers=[wandb, aim]",
+            ["run.trackers: ['wandb', 'aim']", "a list of mlflow, swanlab, tensorboard, trackio, wandb"],
+        ),
     ],
 )
 def test_a_bad_override_is_one_line(override, expected):

@@ -280,6 +280,7 @@ async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, s
     from ...monitor.recorder import Recorder
     from ..evaluations import FILE, retained
     from .factory import make_aux_models, make_backend, make_buffer_client, make_canary, make_publisher
+    from .samples import sampler
 
     config = context.config
     backend = make_backend(config, temperature=config.rollout.temperature)
@@ -327,6 +328,7 @@ async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, s
             annotate=annotations.record,
             annotations_bytes=STEP_BYTES if recorded else 0,
             settings=None if settings is None else lambda: settings.state.config.learner,
+            on_trained=sampler(config, context.dir, recorder),
         )
         timeline.gauges = lambda: loop.gauges() | {"annotations_dropped": annotations.dropped}
         state = await loop.run(stop, functools.partial(_ready, heartbeat))
