@@ -1,10 +1,13 @@
-"""`slipstream tune CONFIG --minutes M [--over keys] [--gpus N] [--json]`: find settings that train more tokens per second."""
+"""`slipstream tune CONFIG --minutes M [--over keys] [--gpus N] [--json]`: find settings that train more tokens per second; and
+`slipstream tune RUN --live`: move the staleness bound of a run that goes on."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ...configs import load
+from ...configs import load, run_config
 from ...errors import ConfigError, Interrupted
 from ...monitor.output import open_console, print_line
 from ...monitor.text import count, duration, share
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from ...planner.tune.search import TunedPoint
     from ..tune import TuneResult
 
+BOUND = "buffer.max_staleness"
+NICE = 19  # a command that follows a run on the same machine takes nothing from it
 LEAST_MINUTES = 1.0
 SHOWN = 6  # points of the table that were only simulated
 COLUMNS = ("trained\ntok/s", "simu-\nlated", "x ess", "stale-\nness", "with-\nheld", "steps")
@@ -32,9 +37,9 @@ def register(commands: CommandTable) -> None:
     parser = commands.add(
         "tune", tune, "find settings that train more tokens per second, by simulations and short runs"
     )
-    add_config(parser)
+    add_config(parser, or_run=True)
     text = "time for everything: a first run of the config's own settings, simulations, short runs of the best others"
-    parser.add_argument("--minutes", type=float, required=True, metavar="M", help=text)
+    parser.add_argument("--minutes", type=float, metavar="M", help=text)
     text = (
         "settings to look at, as key=a,b or as key,key; repeat it for the combinations; default: max_staleness, groups_per_batch "
         "with minibatches, replicas with ranks, max_concurrent, min_members"
@@ -45,9 +50,22 @@ def register(commands: CommandTable) -> None:
     text = "a new folder for the runs and the results; default: runs/tune-CONFIG"
     parser.add_argument("--out", metavar="FOLDER", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON; what is done meanwhile goes to stderr")
+    text = (
+        "with RUN, which goes on: raise buffer.max_staleness while the learner waits, lower it while that costs nothing; within 0 "
+        f"and the bound that the run began with, or the least and the largest of --over {BOUND}=a,b"
+    )
+    parser.add_argument("--live", action="store_true", help=text)
 
 
 def tune(options: argparse.Namespace) -> int:
+    if options.live:
+        return follow(options)
+    if options.minutes is None:
+        raise ConfigError("--minutes: must be given, as in --minutes 10; or --live, for a run that goes on")
+    if Path(options.config).is_dir():
+        raise ConfigError(
+            f"{options.config} is a folder; a search takes a config, such as {options.config}/config.yaml"
+        )
     if not options.minutes >= LEAST_MINUTES:
         raise ConfigError(f"--minutes {options.minutes:g}: allowed are {LEAST_MINUTES:g} and more")
     if options.gpus is not None and options.gpus < 2:
@@ -78,6 +96,36 @@ def tune(options: argparse.Namespace) -> int:
     if result.interrupted:
         raise Interrupted("interrupted; the search ended with what it knew")
     return 0
+
+
+def follow(options: argparse.Namespace) -> int:
+    """Tune a run that goes on, until it ends or the user interrupts."""
+    for name in ("minutes", "gpus", "out", "json", "overrides"):
+        if getattr(options, name):
+            shown = " ".join(options.overrides) if name == "overrides" else f"--{name}"
+            raise ConfigError(f"{shown}: --live knows no such thing; leave it out")
+    limits = limits_of(options.over)
+    run_config(options.config)  # refuses what is no run before anything is imported that takes seconds
+    from ..live_tuning import LiveTuner
+
+    tuner = LiveTuner(Path(options.config), limits, print_line)
+    os.nice(NICE)
+    try:
+        tuner.follow()
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def limits_of(over: Sequence[str]) -> tuple[int, int] | None:
+    """The least and the largest value of `buffer.max_staleness=a,b`. Raises ConfigError."""
+    if not over:
+        return None
+    key, _, values = over[0].partition("=")
+    numbers = [value.strip() for value in values.split(",")]
+    if len(over) > 1 or key.strip() != BOUND or not all(number.isdecimal() for number in numbers):
+        raise ConfigError(f"--over {' '.join(over)}: --live moves one key, as in --over {BOUND}=0,4")
+    return min(map(int, numbers)), max(map(int, numbers))
 
 
 def free_folder(parent: Path, name: str) -> Path:
