@@ -41,7 +41,7 @@ class TrajectoryRow(msgspec.Struct, frozen=True):
     version_spans: Sequence[dict[str, Any]]  # of `VersionSpan`
     turns: Sequence[dict[str, Any]]  # of `Turn`
     env_calls: Sequence[dict[str, Any]]  # of `EnvCall`
-    messages: Sequence[dict[str, Any]] | None  # `start`, `end`, `role`, `turn`, `text`
+    messages: Sequence[dict[str, Any]] | None  # of `ShownMessage`
     timings: dict[str, float]
     metrics: dict[str, float]
     started: float
@@ -74,7 +74,7 @@ def _row(run: WatchedRun, one: StoredTrajectory, steps: dict[int, int], arrays: 
     messages = None
     if whole is not None:
         found = run.reader.conversation(one, WHOLE)
-        names = ("start", "end", "role", "turn", "text")
+        names = ("start", "end", "role", "name", "turn", "text", "malformed")
         messages = [{name: getattr(message, name) for name in names} for message in found]
     ids, logprobs, mask = whole if whole is not None and arrays else (None, None, None)
     _, attempt, _, _ = h.id.split(".")

@@ -145,19 +145,22 @@ class TrajectoryReader:
     def episode(self, id: str) -> list[StoredTrajectory]:
         """The branches of an episode in their order, `BRANCHES` at most; none where it left none. Raises StoreError."""
         with self._store.open() as db:
-            rows = db.all(f"{ROW} WHERE t.episode_id = ? LIMIT ?", id, BRANCHES)
+            of_episode = "WHERE t.episode_id = ? LIMIT ?"
+            rows = db.all(f"{ROW} {of_episode}", id, BRANCHES) + db.all(f"{FAILED_ROW} {of_episode}", id, BRANCHES)
             return sorted(self._stored(db, rows), key=lambda one: one.header.branch)
 
     def all(self, versions: Collection[int] | None = None) -> Iterator[StoredTrajectory]:
-        """Every trajectory in the order of delivery; with `versions` those whose batch made one of them. Raises StoreError."""
-        at = 0
-        while True:
-            with self._store.open() as db:
-                page = self._stored(db, db.all(f"{ROW} WHERE t.rowid > ? ORDER BY t.rowid LIMIT ?", at, PAGE))
-            if not page:
-                return
-            at = page[-1].rowid
-            yield from (one for one in page if versions is None or one.trained_at in versions)
+        """Every trajectory in the order of delivery, then those of episodes that failed; with `versions` those of the groups whose
+        batch made one of them. Raises StoreError."""
+        for table in (ROW, FAILED_ROW):
+            at = 0
+            while page := self._page(f"{table} WHERE t.rowid > ? ORDER BY t.rowid LIMIT ?", at):
+                at = page[-1].rowid
+                yield from (one for one in page if versions is None or one.trained_at in versions)
+
+    def _page(self, query: str, at: int) -> list[StoredTrajectory]:
+        with self._store.open() as db:
+            return self._stored(db, db.all(query, at, PAGE))
 
     def arrays(self, one: StoredTrajectory) -> bytes | None:
         """Token ids, log-probs and loss mask as an `EncodedTrajectory` has them; None where they were dropped to free space."""

@@ -37,10 +37,10 @@ def message_of(one: dict[str, Any], model: str) -> Any:
             return ChatMessageAssistant(
                 content=one["text"], model=model, source="generate" if one["turn"] is not None else None
             )
-        case "system" | "developer":
+        case "system" | "developer" | "tools":  # the last is the list of tools
             return ChatMessageSystem(content=one["text"])
         case "tool" | "ipython" | "function":
-            return ChatMessageTool(content=one["text"])
+            return ChatMessageTool(content=one["text"], function=one["name"] or None)
         case _:
             return ChatMessageUser(content=one["text"])
 

@@ -95,7 +95,7 @@ def parquet_schema(pa: Any) -> Any:
     turn = {"start": whole, "end": whole, "finish_reason": text, "asked": number, "queued_s": number, "first_s": number}
     turn |= {"decode_s": number, "cached": whole, "replica": text, "temperature": number}
     call = {"begin": number, "end": number, "what": text, "tool": text, "error": text}
-    message = {"start": whole, "end": whole, "role": text, "turn": whole, "text": text}
+    message = {"start": whole, "end": whole, "role": text, "name": text, "turn": whole, "text": text, "malformed": text}
     types = {
         **dict.fromkeys(("id", "episode_id"), text),
         **dict.fromkeys(("group_id", "attempt", "member", "branch"), whole),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sqlite3
 import subprocess
@@ -17,6 +18,7 @@ from slipstream.launch.cli.main import main
 from slipstream.tests import dashboard_runs, forkserver
 from slipstream.tests.dashboard_runs import MEMBERS, DashboardRun
 from slipstream.tests.runs import WAIT_S
+from slipstream.tests.test_dashboard_failed import DETAIL, fail
 
 GROUPS = 4
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]red[/] [/nope] :smile: \x9b31m\r\b\u202egnp.exe\u2066\x7f \\x1b 漢字 😀 ✓ ¤"
@@ -166,6 +168,26 @@ def test_a_run_under_way_and_what_failed_in_it(tmp_path: Path, capsys: pytest.Ca
     with sqlite3.connect(run.folder / "buffer.sqlite", timeout=1.0) as writer:
         assert writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
     run.close()
+
+
+def test_a_failed_episode_has_its_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = DashboardRun(tmp_path / "run")
+    run.record(2)
+    one = fail(run)[-1]
+    run.close()
+    text = shown(capsys, run.folder, "--failed")
+    assert episodes_of(text) == [one.episode]
+    assert f"failed: tool\n{DETAIL}\n" in text
+    assert f"calculator({one.group_id})" in text
+    assert "left no tokens" not in text
+    tokens = shown(capsys, run.folder, "--episode", one.episode, "--tokens")
+    assert len(re.findall(r"^ +\d+ +\d+ +\d+ +\d+ +-?[\d.]+  no ", tokens, re.MULTILINE)) == one.sampled
+    assert main(["export", str(run.folder), "--to", "jsonl"]) == 0
+    rows = [json.loads(line) for line in (run.folder / "trajectories.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in rows[-MEMBERS:]] == [f"{one.group_id}.0.{member}.0" for member in range(MEMBERS)]
+    assert rows[-1]["outcome"] == {"kind": "failed", "reason": "tool", "detail": DETAIL}
+    assert rows[-1]["token_ids"] == one.token_ids.tolist()
+    assert (rows[-1]["account"], rows[-1]["messages"][1]["text"]) == ("discarded", f"calculator({one.group_id})")
 
 
 def test_a_folder_without_a_buffer_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

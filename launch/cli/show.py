@@ -106,8 +106,11 @@ class _Page:
         for message in self._run.reader.conversation(branch):
             self._console.print()
             role = message.role or "given"
-            self.line(f"{role}{_of_turn(branch, message)}", f"bold {COLORS.get(role, TOOLS)}")
+            name = f" {message.name}" if message.name else ""
+            self.line(f"{role}{name}{_of_turn(branch, message)}", f"bold {COLORS.get(role, TOOLS)}")
             self.line(message.text)
+            if message.malformed:
+                self.line(f"(could not be read: {message.malformed})", "red")
             if message.cut:
                 self.line(f"(cut after {len(message.text)} characters; --tokens has all of it)", "dim")
 
