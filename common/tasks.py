@@ -1,4 +1,4 @@
-"""Work that ends early on a stop event, and blocking work in a thread of its own.
+"""Work that ends early on a stop event or with another process, and blocking work in a thread of its own.
 
 Invariants:
 - `run_or_stop` leaves no task behind, however it ends.
@@ -12,10 +12,11 @@ import atexit
 import contextlib
 import ctypes
 import logging
+import os
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """The stop event was set before the work was done."""
+    """The stop event was set, or the process exited, before the work was done."""
 
 
 class ThreadCancelled(BaseException):
@@ -49,6 +50,26 @@ async def run_or_stop(work: Awaitable[T], stop: asyncio.Event) -> T:
         working.cancel()
         stopping.cancel()
         await asyncio.wait({working, stopping})
+
+
+async def run_unless_exited(work: Coroutine[Any, Any, T], pid: int) -> T:
+    """The result of `work`. When the caller is cancelled, so is `work`.
+
+    Raises:
+        Stopped: process `pid` of this host exited first; `work` was cancelled and has ended.
+    """
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        work.close()
+        raise Stopped from None
+    loop, exited = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process, exited.set)
+    try:
+        return await run_or_stop(work, exited)
+    finally:
+        loop.remove_reader(process)
+        os.close(process)
 
 
 def being_cancelled() -> bool:

@@ -65,7 +65,7 @@ def _alone(config: Config, model: str, suites: dict[str, Config]) -> Config:
         model=replace(config.model, path=model),
         rollout=replace(config.rollout, engine=replace(config.rollout.engine, replicas=1)),
         evaluation=replace(evaluation, suites=named, every=0, keep_best=""),
-        launch=replace(config.launch, kind="local", port=0),
+        launch=replace(config.launch, kind="local", ports={"first": 0}),
     )
 
 

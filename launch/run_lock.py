@@ -17,7 +17,8 @@ CONTROL = "control.json"  # where the supervisor of an active run takes commands
 
 @contextlib.contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold the lock. Raises ConfigError while another command holds it."""
+    """Hold the lock. Raises ConfigError while another command holds it. An address that a killed supervisor left is removed: while
+    the lock is held, `control.json` is of the process that holds it."""
     with (run_dir / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -25,6 +26,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             raise ConfigError(
                 f"run.dir: {run_dir} is in use by another slipstream command; stop that one first"
             ) from None
+        (run_dir / CONTROL).unlink(missing_ok=True)
         yield
 
 

@@ -118,9 +118,10 @@ Plant = Callable[[sqlite3.Connection, Path], object]
 
 ONE = (
     "(SELECT e.id FROM episodes e JOIN groups g ON g.id = group_id JOIN told ON told.id = e.id"
-    " WHERE account = 'trained' AND trained_at > 4 LIMIT 1)"
+    " JOIN commits c ON c.version = trained_at WHERE account = 'trained' AND NOT rolled_back"
+    " AND trained_at - 1 > c.max_staleness LIMIT 1)"
 )
-"""An episode that is in the weights, of a version that is old enough for the bound to matter, and whose worker lived to hear that
+"""An episode that is in the weights, whose batch might hold no tokens of version 0 any more, and whose worker lived to hear that
 it is stored."""
 
 

@@ -339,8 +339,9 @@ def test_a_run_that_goes_on_is_evaluated_once_per_step_and_any_checkpoint_is_exp
     wrong = slipstream("eval", str(run), "--step", "3", check=False)
     assert wrong.returncode == 2
     assert f"--step: {run} has no checkpoint of step 3; it has 2, 4" in wrong.stderr
-    slipstream("resume", str(run), "evaluation.tasks=0", "learner.steps=5")
+    resumed = slipstream("resume", str(run), "evaluation.tasks=0", "learner.steps=5")
     assert labels(run) == ["step 2", "step 4"]
+    assert f"report: {run}/report.html\n" in resumed.stdout
     assert evaluations_in(run / "report.html") == ["step 2", "step 4"]
 
 

@@ -7,12 +7,19 @@ import os
 from pathlib import Path
 
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.errors import ConfigError, EngineError
 from slipstream.launch.cli.replicas import _wait_for_fleet
 from slipstream.launch.run_lock import CONTROL, run_lock
-from slipstream.launch.supervisor.control import ControlAddress, read_control_address
+from slipstream.launch.supervisor.control import (
+    ControlAddress,
+    GetStatus,
+    RunStatus,
+    read_control_address,
+    send_command,
+)
 from slipstream.launch.supervisor.fleet import FleetState
 from slipstream.rpc.pubsub import StatePublisher, StateSubscriber
 from slipstream.weightsync.fleet import Fleet, ReplicaInfo
@@ -164,14 +171,27 @@ def test_a_run_that_was_killed_leaves_a_contact_that_is_one_line(tmp_path: Path)
     (tmp_path / CONTROL).write_text(f'{{"pid": {pid}, "address": "tcp://127.0.0.1:1", "fleet": "", "key": ""}}')
     with pytest.raises(ConfigError, match=f"its supervisor, process {pid}, was killed"):
         read_control_address(tmp_path)
-    with run_lock(tmp_path):
-        assert read_control_address(tmp_path).pid == pid
-        (tmp_path / CONTROL).unlink()
+    with run_lock(tmp_path):  # of the command that continues it
         with pytest.raises(ConfigError, match="is only starting or just ending"):
             read_control_address(tmp_path)
-    (tmp_path / CONTROL).write_text("{")
+        (tmp_path / CONTROL).write_text("{")
     with pytest.raises(ConfigError, match=r"control\.json is not of this version"):
         read_control_address(tmp_path)
+
+
+async def test_a_command_that_waits_ends_with_the_run() -> None:
+    supervisor = await asyncio.create_subprocess_exec("sleep", "60")
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
+        port = silent.bind_to_random_port("tcp://127.0.0.1")
+        where = ControlAddress(supervisor.pid, f"tcp://127.0.0.1:{port}", "", "")
+        waiting = asyncio.create_task(send_command(where, GetStatus(), RunStatus))
+        assert await asyncio.to_thread(silent.poll, 5000)  # it has the command
+        supervisor.kill()
+        with pytest.raises(ConfigError, match=f"supervisor, process {supervisor.pid}, ended before it replied"):
+            await asyncio.wait_for(waiting, 5)
+    await supervisor.wait()
+    with pytest.raises(ConfigError, match="ended before it replied"):  # it had ended before
+        await asyncio.wait_for(send_command(where, GetStatus(), RunStatus), 5)
 
 
 @pytest.mark.parametrize("how", ["killed", "finished"])

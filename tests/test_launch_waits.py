@@ -475,6 +475,7 @@ ALLOWED = {
     ("learner/checkpointing.py", "asyncio.wait"): "of what was cancelled",
     ("learner/replica_updates.py", "asyncio.wait"): "of what was cancelled; a push has push_s",
     ("weightsync/broadcast.py", "asyncio.wait"): "each of them has what is left of push_s",
+    ("dashboard/explanation.py", "asyncio.wait"): "of what was cancelled",
     ("rpc/pubsub.py", "asyncio.wait"): "of what was cancelled",
     ("weightsync/publisher.py", "asyncio.wait"): "catch_up has push_s; of what was cancelled",
     ("weightsync/replica.py", "asyncio.wait"): "the callers are within their share of push_s",

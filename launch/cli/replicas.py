@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.table import Table
 
-from ...common.tasks import Stopped, run_or_stop
+from ...common.tasks import Stopped, run_unless_exited
 from ...configs import load, run_config
 from ...errors import EngineError, with_deadline
 from ...monitor.output import open_console, print_line
@@ -109,26 +108,9 @@ async def _wait_for_fleet(
     async with StateSubscriber(control.fleet, Fleet(), control.keys) as subscriber:
         settling = subscriber.until(lambda fleet: fleet.revision > 0 and (not fleet.replicas or settled(fleet)))
         hint = f"it may still happen; see `slipstream replicas {run_dir} list` and {run_dir / 'logs'}"
-        work = _unless_exited(settling, control.pid)
-        fleet = await with_deadline(seconds, work, who="slipstream replicas", waits_for=waits_for, hint=hint)
-    if fleet is None or not fleet.replicas:  # the last replica cannot be removed: an empty fleet is the end of the run
-        raise EngineError(f"the run ended while `slipstream replicas` waited for {waits_for}")
-    return fleet
-
-
-async def _unless_exited(work: Coroutine[Any, Any, Fleet], pid: int) -> Fleet | None:
-    """The result of `work`, None when process `pid` exits first."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        work.close()
-        return None
-    loop, exited = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(process, exited.set)
-    try:
-        return await run_or_stop(work, exited)
-    except Stopped:
-        return None
-    finally:
-        loop.remove_reader(process)
-        os.close(process)
+        work = run_unless_exited(settling, control.pid)
+        with contextlib.suppress(Stopped):
+            fleet = await with_deadline(seconds, work, who="slipstream replicas", waits_for=waits_for, hint=hint)
+            if fleet.replicas:  # the last one cannot be removed: an empty fleet is the end of the run
+                return fleet
+    raise EngineError(f"the run ended while `slipstream replicas` waited for {waits_for}")

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from ...common.fsio import write_atomic
+from ...common.tasks import Stopped, run_unless_exited
 from ...configs import run_config
 from ...errors import ConfigError, RequestRefused, SlipstreamError, describe
 from ...monitor.settings import LiveSetting, SettingChange
@@ -199,12 +200,16 @@ def read_control_address(run_dir: Path, change: str = "") -> ControlAddress:
 async def send_command(
     control: ControlAddress, command: Command, expected: type[T], *, who: str = "slipstream replicas"
 ) -> T:
-    """The supervisor's reply to `command`, sent by `who`. Raises ConfigError if it refuses, DeadlineExceeded if it is silent."""
+    """The supervisor's reply to `command`, sent by `who`. Raises ConfigError if it refuses or ends, DeadlineExceeded if it is
+    silent."""
     client = RpcClient(control.address, who, "the supervisor", Reply, keys=control.keys)
     try:
         request, waits_for = ControlRequest(control.key, command), f"the supervisor, process {control.pid}"
         hint = "is it stopped, the run on another host, or of another version of Slipstream?"
-        return await client.request(request, expected, REPLY_S, waits_for=waits_for, hint=hint)
+        reply = client.request(request, expected, REPLY_S, waits_for=waits_for, hint=hint)
+        return await run_unless_exited(reply, control.pid)
+    except Stopped:
+        raise ConfigError(f"the run's supervisor, process {control.pid}, ended before it replied") from None
     except RequestRefused as error:
         raise ConfigError(error.reason) from None
     finally:
