@@ -61,6 +61,7 @@ class World:
     """One engine, one buffer, one worker that plays until `stop`."""
 
     playing: asyncio.Task[Any]
+    worker: Worker
 
     def __init__(
         self,
@@ -97,6 +98,11 @@ class World:
         """So many requests are at the engine."""
         while len(self.unanswered()) < playing:
             await self.engine.calls.get()
+
+    async def until_all(self) -> None:
+        """Every episode that plays is at the engine, and at least one plays."""
+        while not self.unanswered() or len(self.unanswered()) < self.worker.gauges()["playing"]:
+            await self.stats()
 
     def unanswered(self) -> list[Call]:
         return [call for call in self.engine.open if not call.answer.done()]
@@ -146,8 +152,8 @@ async def world(
         mark_served(learner, await learner.recover(0))
         w = World(policy, router, learner, made[0], config, agent, parts)
         w.engine.busy = EngineLoad(1, 0, 0.9)  # neither grow nor shrink by much
-        worker = Worker(w.player, client, buffer.group_size, 1)
-        w.playing = playing = asyncio.create_task(worker.run(w.stop) if works else w.stop.wait())
+        w.worker = Worker(w.player, client, buffer.group_size, 1)
+        w.playing = playing = asyncio.create_task(w.worker.run(w.stop) if works else w.stop.wait())
         yield w
         w.stop.set()
         await playing
@@ -168,15 +174,14 @@ async def test_slots_grow_while_the_servers_have_room_and_shrink_without_ending_
         under_way = list(w.engine.open)
         await w.finish()
         assert not any(call.cancelled for call in under_way)
-        for _ in range(12):  # what was leased before the cut comes to an end
-            await w.until(1)
+        await w.until_all()
+        while max(w.worker.gauges()["slots"], len(w.engine.open)) > GROUP:  # what was leased before the cut ends
             await w.finish()
-        peak = 0
+            await w.until_all()
         for _ in range(6):
-            await w.until(GROUP)
-            peak = max(peak, len(w.engine.open))
+            await w.until_all()
+            assert len(w.engine.open) == GROUP  # one group always has room
             await w.finish()
-        assert peak == GROUP  # one group always has room
         assert (await w.stats()).ledger.discarded == {}
 
 
