@@ -1,4 +1,5 @@
-"""Which episodes of a run a person reads in a terminal: of one step the newest, the worst or the best, or those that failed.
+"""Which episodes of a run a person reads in a terminal: of one step or one evaluation the newest, the worst or the best, or those
+that failed.
 
 Invariants:
 - Without a step it is the newest that was trained, before the first one whatever was delivered; failed episodes are then looked for
@@ -17,16 +18,19 @@ from ..buffer.trajectory import UNWANTED, Outcome
 from ..errors import ConfigError, StoreError
 from ..monitor.text import reward
 from .environments import LOOKED_AT
+from .index import Source
 from .runs import WatchedRun
 from .store import ReadConnection
 from .trajectory import StoredTrajectory
 
 Order = Literal["newest", "worst", "best", "failed"]
 BY = {"worst": "min(t.reward), e.rowid DESC", "best": "max(t.reward) DESC, e.rowid DESC", "newest": "e.rowid DESC"}
-PLAYED = " FROM groups g JOIN episodes e ON e.group_id = g.id JOIN trajectories t ON t.episode_id = e.id WHERE g.trained_at = ?"
+EPISODES = " FROM groups g JOIN episodes e ON e.group_id = g.id"
+TRAJECTORIES = f"{EPISODES} JOIN trajectories t ON t.episode_id = e.id"
+OF_VERSION, OF_EVALUATION = " WHERE g.trained_at = ?", " WHERE g.request = ?"
 NEWEST = "SELECT episode_id FROM trajectories ORDER BY rowid DESC LIMIT ?"
 HAS_FAILED = f"""e.outcome LIKE '{{"kind":"failed"%' AND json_extract(e.outcome, '$.reason') <> '{UNWANTED}'"""
-FAILED_OF_STEP = f" FROM groups g JOIN episodes e ON e.group_id = g.id WHERE g.trained_at = ? AND {HAS_FAILED}"
+EVALUATIONS = "SELECT request FROM groups GROUP BY request ORDER BY max(id)"
 FAILED = f" FROM episodes e WHERE e.rowid > (SELECT max(rowid) FROM episodes) - {LOOKED_AT} AND {HAS_FAILED}"
 EPISODE = (
     "SELECT e.id, e.group_id, e.account, e.reason, e.outcome, e.worker, e.length, e.delivered_time, g.trained_at"
@@ -62,7 +66,8 @@ def select(run: WatchedRun, step: int | None, order: Order, count: int) -> Episo
         raise ConfigError(f"--step {step}: {run.folder} has not trained that step; {trained}")
     with run.store.open() as db:
         if order == "failed":
-            return _failed(db, step, versions[step] if step is not None else None, count)
+            of_step = ("the run", "", None) if step is None else (f"step {step}", OF_VERSION, versions[step])
+            return _failed(db, *of_step, count)
         version = versions[step] if step is not None else _newest_trained(db)
         if version is None:
             (delivered,) = db.one("SELECT count(*) FROM trajectories") or (0,)
@@ -72,39 +77,70 @@ def select(run: WatchedRun, step: int | None, order: Order, count: int) -> Episo
             return EpisodeSelection(title, _ids(db, NEWEST, count))
         shown = next((s for s, v in versions.items() if v == version), None)
         name = f"version {version}" if shown is None else f"step {shown}"
-        episodes, groups, mean, least, most = db.one(
-            f"SELECT count(DISTINCT e.id), count(DISTINCT g.id), avg(t.reward), min(t.reward), max(t.reward){PLAYED}",
-            version,
-        ) or (0, 0, None, None, None)
-        if not episodes:
+        if (found := _of(db, name, OF_VERSION, version, order, count)) is None:
             raise StoreError(f"{name} of {run.folder}: its episodes were dropped to free space (`buffer.keep`)")
-        (failed,) = db.one(f"SELECT count(*){FAILED_OF_STEP}", version) or (0,)
-        title = f"{name}: {episodes} episodes of {groups} group{'s' * (groups != 1)}, reward {reward(mean)}, {least:g} to {most:g}"
-        title += f"; {failed} more failed (--failed)" if failed else ""
-        query = f"SELECT e.id{PLAYED} GROUP BY e.id ORDER BY {BY[order]} LIMIT ?"
-        return EpisodeSelection(title, _ids(db, query, version, count))
+        return found
 
 
-def read_episode(run: WatchedRun, id: str) -> StoredEpisode:
+def select_evaluated(run: WatchedRun, evaluation: str, order: Order, count: int) -> EpisodeSelection:
+    """At most `count` episodes of an evaluation, by its label, or of the newest one where that is empty. Raises ConfigError where
+    the run has no episodes of it, StoreError."""
+    label = find_evaluation(run, evaluation)
+    with run.evaluated.open() as db:
+        if order == "failed":
+            return _failed(db, label, OF_EVALUATION, label, count)
+        found = _of(db, label, OF_EVALUATION, label, order, count)
+    return found or EpisodeSelection(f"{label}: all of its episodes failed (--failed)", ())
+
+
+def find_evaluation(run: WatchedRun, evaluation: str) -> str:
+    """The label itself, or that of the newest evaluation where it is empty. Raises ConfigError where the run has no episodes of it,
+    StoreError."""
+    labels = list[str]()
+    if run.evaluated.exists:
+        with run.evaluated.open() as db:
+            labels = [label for (label,) in db.all(EVALUATIONS)]
+    if not labels or (evaluation and evaluation not in labels):
+        key = f"--evaluation {evaluation}".rstrip()
+        has = f"it has those of {', '.join(map(repr, labels))}" if labels else "it has those of no evaluation"
+        raise ConfigError(f"{key}: {run.folder} has no such episodes; {has}")
+    return evaluation or labels[-1]
+
+
+def read_episode(run: WatchedRun, id: str, source: Source = "training") -> StoredEpisode:
     """`221.0.1`; of a trajectory's id, `221.0.1.0`, its episode. Raises ConfigError where there is none, StoreError."""
     wanted = id.rpartition(".")[0] if id.count(".") == 3 else id
-    with run.store.open() as db:
+    store = run.store_of(source)
+    with store.open() as db:
         row = db.one(EPISODE, wanted)
     if row is None:
         raise ConfigError(
-            f"episode {id} is not in the buffer of {run.folder}: there was none, or its rows were dropped to free space"
+            f"episode {id} is not in {store.path}: there was none, or its rows were dropped to free space"
         )
     fields: dict[str, Any] = dict(zip(StoredEpisode.__struct_fields__, row, strict=False))
     fields["outcome"] = None if fields["outcome"] is None else msgspec.json.decode(fields["outcome"], type=Outcome)
-    return StoredEpisode(**fields, branches=run.reader.episode(wanted))
+    return StoredEpisode(**fields, branches=run.reader_of(source).episode(wanted))
 
 
-def _failed(db: ReadConnection, step: int | None, version: int | None, count: int) -> EpisodeSelection:
-    where, values = (FAILED, ()) if version is None else (FAILED_OF_STEP, (version,))
-    (failed,) = db.one(f"SELECT count(*){where}", *values) or (0,)
-    of = "the run" if step is None else f"step {step}"
-    title = f"{failed} episodes of {of} failed" if failed else f"no episode of {of} failed"
-    return EpisodeSelection(title, _ids(db, f"SELECT e.id{where} ORDER BY e.rowid DESC LIMIT ?", *values, count))
+def _of(db: ReadConnection, name: str, where: str, value: object, order: Order, count: int) -> EpisodeSelection | None:
+    """Of those that did not fail; None where there are none."""
+    played = TRAJECTORIES + where
+    query = f"SELECT count(DISTINCT e.id), count(DISTINCT g.id), avg(t.reward), min(t.reward), max(t.reward){played}"
+    episodes, groups, mean, least, most = db.one(query, value) or (0, 0, None, None, None)
+    if not episodes:
+        return None
+    (failed,) = db.one(f"SELECT count(*){EPISODES}{where} AND {HAS_FAILED}", value) or (0,)
+    title = f"{name}: {episodes} episodes of {groups} group{'s' * (groups != 1)}, reward {reward(mean)}, {least:g} to {most:g}"
+    title += f"; {failed} more failed (--failed)" if failed else ""
+    query = f"SELECT e.id{played} GROUP BY e.id ORDER BY {BY[order]} LIMIT ?"
+    return EpisodeSelection(title, _ids(db, query, value, count))
+
+
+def _failed(db: ReadConnection, name: str, where: str, value: object, count: int) -> EpisodeSelection:
+    found, values = (f"{EPISODES}{where} AND {HAS_FAILED}", (value,)) if where else (FAILED, ())
+    (failed,) = db.one(f"SELECT count(*){found}", *values) or (0,)
+    title = f"{failed} episodes of {name} failed" if failed else f"no episode of {name} failed"
+    return EpisodeSelection(title, _ids(db, f"SELECT e.id{found} ORDER BY e.rowid DESC LIMIT ?", *values, count))
 
 
 def _newest_trained(db: ReadConnection) -> int | None:

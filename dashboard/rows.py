@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..buffer.trajectory import EnvCall, Outcome, Turn, VersionSpan, split_arrays
+from .episodes import find_evaluation
 from .runs import WatchedRun
-from .trajectory import StoredTrajectory
+from .trajectory import StoredTrajectory, TrajectoryReader
 
 WHOLE = 1 << 40  # characters of a message: no message is cut
 
@@ -57,23 +58,40 @@ class TrajectoryRow(msgspec.Struct, frozen=True):
     taken_time: float | None
     trained_at: int | None
     step: int | None
+    evaluation: str | None
 
 
-def rows(run: WatchedRun, versions: Collection[int] | None = None, *, arrays: bool = True) -> Iterator[TrajectoryRow]:
-    """Every trajectory in the order of delivery; with `versions` those whose batch made one of them, without `arrays` all but their
-    token ids, masks and log-probs. Raises StoreError."""
+class Wanted(msgspec.Struct, frozen=True):
+    """Which trajectories: all that were delivered to be trained on; of those only the ones whose batch made one of `versions`; or
+    those of the `evaluation` of that label, of all evaluations where it is empty."""
+
+    versions: Collection[int] | None = None
+    evaluation: str | None = None
+
+
+def rows(run: WatchedRun, wanted: Wanted, *, arrays: bool = True) -> Iterator[TrajectoryRow]:
+    """In the order of delivery; without `arrays` all but their token ids, masks and log-probs. Raises ConfigError where the run has
+    no such evaluation, StoreError."""
     steps = {version: step for step, version in run.metrics.versions().items()}
-    for one in run.reader.all(versions):
-        yield _row(run, one, steps, arrays)
+    label = wanted.evaluation
+    if label is not None:
+        find_evaluation(run, label)
+    reader = run.reader_of("training" if label is None else "evaluation")
+    for one in reader.all(wanted.versions):
+        row = _row(reader, one, steps, arrays)
+        if label is None:
+            yield row
+        elif label in ("", one.request):
+            yield msgspec.structs.replace(row, evaluation=one.request)
 
 
-def _row(run: WatchedRun, one: StoredTrajectory, steps: dict[int, int], arrays: bool) -> TrajectoryRow:
+def _row(reader: TrajectoryReader, one: StoredTrajectory, steps: dict[int, int], arrays: bool) -> TrajectoryRow:
     h = one.header
-    data = run.reader.arrays(one)
+    data = reader.arrays(one)
     whole = None if data is None else split_arrays(np.frombuffer(data, dtype=np.uint8))
     messages = None
     if whole is not None:
-        found = run.reader.conversation(one, WHOLE)
+        found = reader.conversation(one, WHOLE)
         names = ("start", "end", "role", "name", "turn", "text", "malformed")
         messages = [{name: getattr(message, name) for name in names} for message in found]
     ids, logprobs, mask = whole if whole is not None and arrays else (None, None, None)
@@ -112,6 +130,7 @@ def _row(run: WatchedRun, one: StoredTrajectory, steps: dict[int, int], arrays: 
         taken_time=one.taken_time,
         trained_at=one.trained_at,
         step=None if one.trained_at is None else steps.get(one.trained_at),
+        evaluation=None,
     )
 
 

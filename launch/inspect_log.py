@@ -20,6 +20,7 @@ from typing import Any
 METADATA = (
     "id", "group_id", "env", "outcome", "version_spans", "turns", "env_calls", "turn_rewards", "metrics", "timings",
     "account", "withheld", "reason", "leased_at", "trained_at", "step",
+    "evaluation",
 )  # fmt: skip
 SCORER = "reward"
 

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from ..common.fsio import part_of
 from ..configs import RUN_CONFIG
-from ..dashboard.rows import TrajectoryRow, rows
+from ..dashboard.rows import TrajectoryRow, Wanted, rows
 from ..dashboard.runs import WatchedRun
 from ..envs.loading import load_library
 from ..errors import ConfigError, DeadlineExceeded, StoreError
@@ -38,12 +38,13 @@ Write = Callable[[Path, Iterable[TrajectoryRow]], int]  # to a file; gives the n
 
 
 def export_trajectories(
-    run: WatchedRun, kind: str, out: Path | None, versions: Collection[int] | None, python: str = ""
+    run: WatchedRun, kind: str, out: Path | None, wanted: Wanted, python: str = ""
 ) -> tuple[Path, int]:
-    """Write the trajectories of `run`, or those whose batches made one of `versions`, to `out`, by default `RUN/trajectories.KIND`;
-    gives the file and the number of its rows. `python` is an interpreter that has inspect-ai, by default this one. Raises
-    ConfigError where the file exists or cannot be there, a library is missing, or there is nothing to write; StoreError."""
-    out = out or run.folder / f"trajectories.{ENDINGS[kind]}"
+    """Write the `wanted` trajectories of `run` to `out`, by default `RUN/trajectories.KIND` or `RUN/evaluations.KIND`; gives the
+    file and the number of its rows. `python` is an interpreter that has inspect-ai, by default this one. Raises ConfigError where
+    the file exists or cannot be there, a library is missing, or there is nothing to write; StoreError."""
+    name = "trajectories" if wanted.evaluation is None else "evaluations"
+    out = out or run.folder / f"{name}.{ENDINGS[kind]}"
     if out.exists():
         raise ConfigError(f"{out} exists; remove it, or name another file with -o")
     if not out.parent.is_dir():
@@ -56,10 +57,11 @@ def export_trajectories(
             write = functools.partial(_write_parquet, load_library("--to parquet", "pyarrow", "data"))
         case _:
             write = functools.partial(_write_inspect, _inspect_python(python), run)
-    found = rows(run, versions, arrays=kind != "inspect")
+    found = rows(run, wanted, arrays=kind != "inspect")
     first = next(found, None)
     if first is None:
-        raise ConfigError(f"{run.folder} has no trajectories{'' if versions is None else ' of these steps'} to export")
+        of = " of evaluations" if wanted.evaluation is not None else " of these steps" if wanted.versions else ""
+        raise ConfigError(f"{run.folder} has no trajectories{of} to export")
     try:
         with part_of(out) as part:
             number = write(part, itertools.chain((first,), found))
@@ -119,6 +121,7 @@ def parquet_schema(pa: Any) -> Any:
         "leased_at": whole,
         **dict.fromkeys(("leased_time", "ready_time", "taken_time"), number),
         **dict.fromkeys(("trained_at", "step"), whole),
+        "evaluation": text,
     }
     return pa.schema([(name, types[name]) for name in TrajectoryRow.__struct_fields__])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
 from slipstream.dashboard.app import DashServer
 from slipstream.dashboard.runs import RunFolder
 from slipstream.errors import StoreError
+from slipstream.launch.cli.main import main
 from slipstream.rollout.evaluation import evaluate
 from slipstream.rollout.player import EpisodeResult
 from slipstream.tests.dashboard_runs import DashboardRun
@@ -179,3 +181,51 @@ async def test_a_run_without_evaluations_has_an_empty_list(tmp_path: Path) -> No
         status, _ = await asked.refused("/api/runs/run/trajectories/0.0.0.0", source="evaluation")
         assert status == 409
     assert not (run.folder / DATABASE).exists()
+
+
+def test_they_are_shown_and_exported_by_the_label_of_their_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = DashboardRun(tmp_path / "run")
+    run.record(2)
+    run.close()
+    folder = str(run.folder)
+    for arguments in (["show", folder], ["export", folder, "--to", "jsonl"]):
+        assert main([*arguments, "--evaluation", "final"]) == 2
+        message = f"--evaluation final: {folder} has no such episodes; it has those of no evaluation"
+        assert capsys.readouterr().err == f"slipstream: {message}\n"
+    with EvaluationEpisodes(run.folder, LIMIT) as episodes:
+        ids = played(episodes, "warm start", 2) + played(episodes, "step 10, hard", 2)
+
+    def shown(*options: str) -> list[str]:
+        assert main(["show", folder, "--count", "9", *options]) == 0
+        title, *lines = capsys.readouterr().out.splitlines()
+        return [title, *(line.removeprefix("== episode ") for line in lines if line.startswith("== episode "))]
+
+    newest = "step 10, hard: 2 episodes of 2 groups, reward 0.000, 0 to 0; 2 more failed (--failed)"
+    assert shown("--evaluation") == [newest, "3.0.0", "2.0.0"]
+    assert shown("--evaluation", "warm start", "--best")[1:] == ["1.0.0", "0.0.0"]
+    assert shown("--evaluation", "warm start", "--failed") == [
+        "2 episodes of warm start failed", "1.0.1", "0.0.1"
+    ]  # fmt: skip
+    assert main(["show", folder, "--evaluation", "--episode", "1.0.0"]) == 0
+    text = capsys.readouterr().out
+    assert "of the evaluation 'warm start'" in text
+    assert "staleness" not in text
+    assert main(["show", folder, "--evaluation", "--step", "1"]) == 2
+    assert main(["show", folder, "--evaluation", "step 10"]) == 2
+    assert "it has those of 'warm start', 'step 10, hard'\n" in capsys.readouterr().err
+
+    assert main(["export", folder, "--to", "jsonl", "--evaluation"]) == 0
+    rows = [json.loads(line) for line in (run.folder / "evaluations.jsonl").read_text().splitlines()]
+    assert {row["id"]: row["evaluation"] for row in rows} == {
+        id: "warm start" if int(id[0]) < 2 else "step 10, hard" for id in ids
+    }
+    assert {row["step"] for row in rows} == {None}
+    one = str(tmp_path / "one.jsonl")
+    assert main(["export", folder, "--to", "jsonl", "--evaluation", "warm start", "-o", one]) == 0
+    assert {json.loads(line)["id"] for line in Path(one).read_text().splitlines()} == set(ids[:4])
+    capsys.readouterr()
+    for options, other in (((), "--to hf"), (("--to", "jsonl", "--step", "1"), "--step")):
+        assert main(["export", folder, "--evaluation", *options]) == 2
+        assert capsys.readouterr().err.startswith(f"slipstream: --evaluation, {other}: ")

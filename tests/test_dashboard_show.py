@@ -131,7 +131,7 @@ def test_the_worst_the_best_and_any_one(
         (("--step", "9"), "--step 9: {run} has not trained that step; it has trained steps 1 to 3"),
         (
             ("--episode", "77.0.1"),
-            "episode 77.0.1 is not in the buffer of {run}: there was none, or its rows were dropped to free space",
+            "episode 77.0.1 is not in {run}/buffer.sqlite: there was none, or its rows were dropped to free space",
         ),
         (("--episode", "0.0.1", "--step", "1"), "--episode, --step: an episode is of one step; give one of the two"),
         (("--count", "0"), "--count 0: allowed are 1 to 1000"),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections import Counter
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 from slipstream.configs import load
 from slipstream.configs.environments import Dataset, Mixture, ReasoningGym
 from slipstream.envs import Message, Observation, parts_of, task_source
@@ -329,9 +332,7 @@ def test_a_million_rows_give_their_first_task_within_two_seconds(folder: Path) -
 
 
 def test_parquet_rows_are_those_of_json_lines(folder: Path) -> None:
-    arrow = pytest.importorskip("pyarrow", reason="pyarrow is in the extra `data`, not in the pinned environment")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(arrow.Table.from_pylist(ROWS), "rows.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), "rows.parquet")
     lines, table = (task_source(dataset(name), "train", 0) for name in ("rows.jsonl", "rows.parquet"))
     table.check()
     assert [lines.task(i) for i in range(38)] == [table.task(i) for i in range(38)]
@@ -344,7 +345,6 @@ def test_parquet_rows_are_those_of_json_lines(folder: Path) -> None:
 
 
 def test_a_folder_is_read_by_the_datasets_package(folder: Path) -> None:
-    pytest.importorskip("datasets", reason="datasets is in the extra `data`, not in the pinned environment")
     (folder / "local").mkdir()
     write("local/train.jsonl", ROWS)
     write("local/test.jsonl", ROWS[:3])
@@ -357,14 +357,11 @@ def test_a_folder_is_read_by_the_datasets_package(folder: Path) -> None:
         task_source(dataset("local@other"), "train", 0)
 
 
-def test_without_its_package_a_hub_name_is_refused_with_what_to_install(folder: Path) -> None:
-    try:
-        import datasets  # noqa: F401
-    except ImportError:
-        with pytest.raises(
-            ConfigError,
-            match=r"env.path: openai/gsm8k is no file, and a hub name: needs the package datasets; run `pip install -e .\[data\]`",
-        ):
-            task_source(dataset("openai/gsm8k"), "train", 0)
-    else:
-        pytest.skip("the package datasets is installed")
+@pytest.mark.usefixtures("folder")
+def test_without_its_package_a_hub_name_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        ConfigError,
+        match=r"env.path: openai/gsm8k is no file, and a hub name: needs the package datasets; run `pip install -e .\[data\]`",
+    ):
+        task_source(dataset("openai/gsm8k"), "train", 0)

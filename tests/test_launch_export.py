@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from pyarrow import parquet
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs import load
 from slipstream.dashboard import trajectory
@@ -84,9 +85,6 @@ def test_jsonl_has_what_was_delivered(
 def test_parquet_has_what_was_delivered(
     made: tuple[Path, list[Trajectory]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parquet = pytest.importorskip(
-        "pyarrow.parquet", reason="pyarrow is in the extra `data`, not in the pinned environment"
-    )
     monkeypatch.setattr(trajectory_files, "ROW_GROUP_ROWS", 3)
     exported(made, "parquet", tmp_path / "all.parquet")
     table = parquet.read_table(tmp_path / "all.parquet")

@@ -1,4 +1,5 @@
-"""`slipstream export RUN [--to hf|jsonl|parquet|inspect] [-o PATH] [--step N|A-B|best]`: a run as files for other programs."""
+"""`slipstream export RUN [--to hf|jsonl|parquet|inspect] [-o PATH] [--step N|A-B|best | --evaluation [LABEL]]`: a run as files for
+other programs."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 from ...configs.evaluation import BEST
 from ...errors import ConfigError
 from ...monitor.output import print_line
-from .options import CommandTable, add_run
+from .options import CommandTable, add_evaluation, add_run
 
 KINDS = {
     "hf": "the model of a checkpoint as a Hugging Face folder",
@@ -29,6 +30,8 @@ def register(commands: CommandTable) -> None:
         "The others: trajectories that these steps trained; default: all that were delivered"
     )
     parser.add_argument("--step", type=_step, metavar="N|A-B|best", help=text)
+    text = "not hf: trajectories of an evaluation, for example 'step 20' or 'final, math'; without LABEL of all evaluations"
+    add_evaluation(parser, text)
     text = "the new folder or file; default: RUN/model-step-N, or RUN/trajectories.jsonl, .parquet, .eval"
     parser.add_argument("-o", "--out", metavar="PATH", help=text)
     text = "inspect: an interpreter that has inspect-ai; default: the one that runs this"
@@ -45,6 +48,11 @@ def export(options: argparse.Namespace) -> int:
     out = Path(options.out) if options.out else None
     if options.python and options.to != "inspect":
         raise ConfigError("--python is for --to inspect")
+    if options.evaluation is not None and (options.to == "hf" or options.step):
+        other = "--to hf" if options.to == "hf" else "--step"
+        raise ConfigError(
+            f"--evaluation, {other}: an evaluation has trajectories, which no step trained; give one of the two"
+        )
     if options.to == "hf":
         if options.step and "-" in options.step:
             raise ConfigError(
@@ -57,11 +65,13 @@ def export(options: argparse.Namespace) -> int:
         return 0
     if options.step == BEST:
         raise ConfigError("--step best: is of a checkpoint; trajectories are of the steps that trained them")
+    from ...dashboard.rows import Wanted
     from ..trajectory_files import export_trajectories
     from ..watched import open_run, versions_of
 
     run = open_run(options.run)
     versions = versions_of(run, "--step", options.step) if options.step else None
-    path, number = export_trajectories(run, options.to, out, versions, options.python)
+    wanted = Wanted(versions, options.evaluation)
+    path, number = export_trajectories(run, options.to, out, wanted, options.python)
     print_line(f"{number} trajectories are in {path}")
     return 0

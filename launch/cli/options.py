@@ -54,6 +54,11 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the folder of a run")
 
 
+def add_evaluation(parser: argparse.ArgumentParser, text: str) -> None:
+    """`--evaluation [LABEL]`: None where it is not given, empty without LABEL."""
+    parser.add_argument("--evaluation", nargs="?", const="", metavar="LABEL", help=text)
+
+
 def add_step(parser: argparse.ArgumentParser) -> None:
     text = "of the checkpoint of this step, or of the `best` in evaluation.keep_best; default: of the last step, or of the newest"
     parser.add_argument("--step", type=_step, metavar="N|best", help=f"{text} checkpoint of an unfinished run")

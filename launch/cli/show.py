@@ -1,4 +1,5 @@
-"""`slipstream show RUN [--step N] [--worst|--best|--failed] [--episode ID] [--count K] [--tokens]`: what the policy wrote."""
+"""`slipstream show RUN [--step N | --evaluation [LABEL]] [--worst|--best|--failed] [--episode ID] [--count K] [--tokens]`: what the
+policy wrote."""
 
 from __future__ import annotations
 
@@ -12,13 +13,12 @@ from rich.text import Text
 from ...errors import ConfigError
 from ...monitor.output import open_console
 from ...monitor.text import duration, printable, reward
-from .options import CommandTable, add_run
+from .options import CommandTable, add_evaluation, add_run
 
 if TYPE_CHECKING:
     from ...dashboard.episodes import StoredEpisode
-    from ...dashboard.runs import WatchedRun
     from ...dashboard.texts import ShownMessage
-    from ...dashboard.trajectory import StoredTrajectory
+    from ...dashboard.trajectory import StoredTrajectory, TrajectoryReader
 
 COLORS = {"assistant": "green", "system": "magenta", "developer": "magenta", "user": "cyan"}
 TOOLS = "yellow"  # messages of all other roles
@@ -33,6 +33,7 @@ def register(commands: CommandTable) -> None:
     )
     add_run(parser)
     parser.add_argument("--step", type=int, metavar="N", help="of this learner step; default: the newest one")
+    add_evaluation(parser, "of an evaluation, for example 'step 20' or 'final, math'; without LABEL the newest one")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--worst", action="store_const", dest="order", const="worst", help="those with the lowest reward"
@@ -50,20 +51,26 @@ def register(commands: CommandTable) -> None:
 def show(options: argparse.Namespace) -> int:
     if not 0 < options.count <= COUNT_LIMIT:
         raise ConfigError(f"--count {options.count}: allowed are 1 to {COUNT_LIMIT}")
+    evaluation, order = options.evaluation, options.order or "newest"
     if options.episode and options.step is not None:
         raise ConfigError("--episode, --step: an episode is of one step; give one of the two")
-    from ...dashboard.episodes import read_episode, select
+    if evaluation is not None and options.step is not None:
+        raise ConfigError("--evaluation, --step: an evaluation's label names its step; give one of the two")
+    from ...dashboard.episodes import read_episode, select, select_evaluated
     from ..watched import open_run
 
-    run = open_run(options.run)
-    page = _Page(run, open_console(), tokens=options.tokens)
+    run, source = open_run(options.run), "training" if evaluation is None else "evaluation"
+    page = _Page(run.reader_of(source), open_console(), tokens=options.tokens, evaluated=source == "evaluation")
     if options.episode:
-        page.print(read_episode(run, options.episode))
+        page.print(read_episode(run, options.episode, source))
         return 0
-    found = select(run, options.step, options.order or "newest", options.count)
+    if evaluation is None:
+        found = select(run, options.step, order, options.count)
+    else:
+        found = select_evaluated(run, evaluation, order, options.count)
     page.line(found.title, "bold")
     for id in found.ids:
-        page.print(read_episode(run, id))
+        page.print(read_episode(run, id, source))
     return 0
 
 
@@ -71,10 +78,11 @@ class _Page:
     """Prints episodes. Text of the run is printed as text: no markup, no control character of it reaches the terminal, and what its
     encoding has not is an escape. A pipe gets lines as they are; a terminal folds them."""
 
-    def __init__(self, run: WatchedRun, console: Console, *, tokens: bool) -> None:
-        self._run = run
+    def __init__(self, reader: TrajectoryReader, console: Console, *, tokens: bool, evaluated: bool) -> None:
+        self._reader = reader
         self._console = console
         self._tokens = tokens
+        self._evaluated = evaluated
 
     def line(self, text: str, style: str = "") -> None:
         encoding = self._console.encoding
@@ -84,7 +92,7 @@ class _Page:
     def print(self, episode: StoredEpisode) -> None:
         self._console.print()
         self.line(f"== episode {episode.id}", "bold")
-        for text in _facts(episode):
+        for text in _facts(episode, evaluated=self._evaluated):
             self.line(text)
         if episode.outcome is not None and not episode.outcome.trainable:
             self.line(f"failed: {episode.outcome.reason}", "bold red")
@@ -95,7 +103,7 @@ class _Page:
             if len(episode.branches) > 1:
                 self._console.print()
                 self.line(f"-- branch {branch.header.branch} of {len(episode.branches)}", "bold")
-            if branch.position is None or self._run.reader.arrays(branch) is None:
+            if branch.position is None or self._reader.arrays(branch) is None:
                 self.line("its tokens were dropped to free space (`buffer.keep`)")
             elif self._tokens:
                 self._print_tokens(branch)
@@ -103,7 +111,7 @@ class _Page:
                 self._print_messages(branch)
 
     def _print_messages(self, branch: StoredTrajectory) -> None:
-        for message in self._run.reader.conversation(branch):
+        for message in self._reader.conversation(branch):
             self._console.print()
             role = message.role or "given"
             name = f" {message.name}" if message.name else ""
@@ -125,7 +133,7 @@ class _Page:
                 self.line(f"{at:8}  to {turn.start - 1}: not sampled", "dim")
             for start in range(turn.start, turn.end, WINDOW):
                 end = min(start + WINDOW, turn.end)
-                window = self._run.reader.window(branch.header.id, start, end)
+                window = self._reader.window(branch.header.id, start, end)
                 names = ("ids", "versions", "staleness", "logprobs", "loss", "texts")
                 self.line("\n".join(_token_lines(start, zip(*(window[name] for name in names), strict=True))))
             at = turn.end
@@ -133,7 +141,7 @@ class _Page:
             self.line(f"{at:8}  to {len(branch.header) - 1}: not sampled", "dim")
 
 
-def _facts(episode: StoredEpisode) -> list[str]:
+def _facts(episode: StoredEpisode, *, evaluated: bool) -> list[str]:
     """Lines of what is known of an episode beside its tokens."""
     trained = f"trained in the batch that made version {episode.trained_at}" if episode.account == "trained" else ""
     because = f" ({episode.reason.replace('_', ' ')})" if episode.reason else ""
@@ -145,6 +153,7 @@ def _facts(episode: StoredEpisode) -> list[str]:
     spans = [span for branch in episode.branches for span in branch.header.version_spans]
     versions = sorted({span.version for span in spans})
     withheld = f", withheld: {first.withheld}" if first.withheld else ""
+    state = f"of the evaluation {first.request!r}" if evaluated else state
     turns = sum(_is_own(branch, turn.start) for branch in episode.branches for turn in branch.header.turns)
     sampled, tokens = (
         sum(branch.header.sampled for branch in episode.branches),
@@ -157,7 +166,8 @@ def _facts(episode: StoredEpisode) -> list[str]:
     ]
     if versions:
         ages = [first.learner_version - version for version in reversed(versions)]
-        lines.append(f"sampled by version {_range(versions)}, staleness {_range(ages)}")
+        age = "" if evaluated else f", staleness {_range(ages)}"
+        lines.append(f"sampled by version {_range(versions)}{age}")
     if h.metrics:
         lines.append(", ".join(f"{name} {value:g}" for name, value in h.metrics.items()))
     return lines
