@@ -18,11 +18,11 @@ from pathlib import Path
 
 import msgspec
 
-from ..configs import LIVE
 from ..errors import SlipstreamError
 from ..monitor.alerts import ALERTS, Alert
 from ..monitor.metrics import METRICS
-from ..planner.explain.findings import NOTHING, Explanation, Finding
+from ..planner.explain.findings import NOTHING, Explanation, Finding, overrides_in
+from ..planner.profile import SIMULATED
 from .runs import WatchedRun
 
 log = logging.getLogger(__name__)
@@ -65,17 +65,12 @@ def shown_explanation(found: Explanation, *, active: bool) -> ShownExplanation:
 
 
 def _shown(one: Finding, run: str, *, active: bool) -> ShownFinding:
-    run = shlex.quote(run)
-    command = simulate = ""
-    if one.change.startswith("slipstream "):
-        command = one.change
-    elif all("=" in word for word in one.change.split()):  # values of keys, not what to do outside of the config
-        words = one.change.split()
-        changes, live = shlex.join(words), all(word.partition("=")[0] in LIVE for word in words)
-        simulate = f"slipstream simulate {run} {changes}"
-        command = f"slipstream {'set' if live else 'resume'} {run} {changes}" if active else changes
+    keys = overrides_in(one.change)
+    known = bool(keys) and all(key.partition("=")[0] in SIMULATED for key in keys)
+    simulate = f"slipstream simulate {shlex.quote(run)} {shlex.join(keys)}" if known else ""
     gain = str(one.gain) if one.gain else ""
-    return ShownFinding(one.severity, one.text, one.change, gain, tuple(map(str, one.evidence)), command, simulate)
+    evidence = tuple(map(str, one.evidence))
+    return ShownFinding(one.severity, one.text, one.change, gain, evidence, one.command(run, active=active), simulate)
 
 
 class LiveExplanation:

@@ -210,7 +210,7 @@ def _elsewhere(subject: Subject) -> list[bytes]:
 
 
 async def opening(subject: Subject) -> str:
-    """The first observation: messages that somebody can answer, tools whose schemas are valid."""
+    """The first observation: messages that a policy can answer, tools whose schemas are valid."""
     env = subject.source.make()
     try:
         task = await in_time(in_thread(subject.source.task, 0), "task 0")

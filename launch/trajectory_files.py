@@ -40,10 +40,14 @@ Write = Callable[[Path, Iterable[TrajectoryRow]], int]  # to a file; gives the n
 def export_trajectories(
     run: WatchedRun, kind: str, out: Path | None, wanted: Wanted, python: str = ""
 ) -> tuple[Path, int]:
-    """Write the `wanted` trajectories of `run` to `out`, by default `RUN/trajectories.KIND` or `RUN/evaluations.KIND`; gives the
-    file and the number of its rows. `python` is an interpreter that has inspect-ai, by default this one. Raises ConfigError where
-    the file exists or cannot be there, a library is missing, or there is nothing to write; StoreError."""
-    name = "trajectories" if wanted.evaluation is None else "evaluations"
+    """Write the `wanted` trajectories of `run` to `out`, by default `RUN/trajectories.KIND` or `RUN/evaluation-trajectories.KIND`.
+    Gives the file and the number of its rows. `python` is an interpreter that has inspect-ai, by default this one.
+
+    Raises:
+        ConfigError: the file exists or cannot be there, a library is missing, or there is nothing to write.
+        StoreError: the buffer cannot be read, or the file cannot be written.
+    """
+    name = "trajectories" if wanted.evaluation is None else "evaluation-trajectories"
     out = out or run.folder / f"{name}.{ENDINGS[kind]}"
     if out.exists():
         raise ConfigError(f"{out} exists; remove it, or name another file with -o")

@@ -109,7 +109,7 @@ class Tuner:
         request = self._request
         request.out.mkdir(parents=True, exist_ok=True)
         self._say(
-            f"{duration(60 * request.minutes)} for {request.source} in {request.out}: first a probe of its own settings"
+            f"{duration(60 * request.minutes)} for {request.source} in {request.out}: first a probe of its settings"
         )
         try:
             baseline = self._probe({}, BEYOND_BOUND - SETTLING)
@@ -154,14 +154,14 @@ class Tuner:
             except StateError:
                 stuck += 1
         counts = {
-            "that the config refuses": refused,
-            "that stand still": stuck,
-            "that arithmetic or the time rules out": len(grid) - done - refused - stuck,
+            "refused by the config": refused,
+            "in which no batch is ever full": stuck,
+            "ruled out by the closed form or for lack of time": len(grid) - done - refused - stuck,
         }
-        without = ", ".join(f"{number} {why}" for why, number in counts.items() if number)
+        skipped = ", ".join(f"{number} {why}" for why, number in counts.items() if number)
         self._say(
             f"simulated {done} of {len(grid)} combinations in {duration(self._clock() - began)}"
-            + f", without {without}" * bool(without)
+            + f"; skipped: {skipped}" * bool(skipped)
         )
 
     def _estimate(self, profile: RunProfile, grid: Sequence[Point], until: float) -> tuple[list[EstimatedPoint], int]:
@@ -189,8 +189,8 @@ class Tuner:
         measured = baseline.figures.trained_tokens_per_s
         guessed = "" if profile.engine.source == "recorded" else "; its servers do not time completions: guessed"
         self._say(
-            f"own settings: {count(measured)} trained tok/s, the learner waits {share(baseline.figures.learner_wait)}, simulated "
-            f"{count(own)} ({100 * (own / measured - 1):+.0f} %){guessed}"
+            f"config's settings: {count(measured)} trained tok/s, the learner waits {share(baseline.figures.learner_wait)}, "
+            f"simulated {count(own)} ({100 * (own / measured - 1):+.0f} %){guessed}"
         )
 
     # --- probes ---------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def draw(result: TuneResult, path: Path) -> None:
     """Write the picture. Raises ConfigError where it cannot be written."""
     points = [
         TuningPoint(
-            " ".join(one.labels) or "own settings",
+            " ".join(one.labels),
             (one.simulated.staleness, one.simulated.trained_tokens_per_s),
             one.measured and (one.measured.staleness, one.measured.tokens_per_s),
             one.chosen,
@@ -290,7 +290,7 @@ def _steps(plan: SimulationPlan) -> int:
 
 
 def _name(point: Point) -> str:
-    return " ".join(labels_of(point)) or "own settings"
+    return " ".join(labels_of(point))
 
 
 def _plan_text(rungs: Sequence[Rung], probes: Sequence[ExpectedProbe], own: ExpectedProbe, left_s: float) -> str:
@@ -299,10 +299,15 @@ def _plan_text(rungs: Sequence[Rung], probes: Sequence[ExpectedProbe], own: Expe
     if not rungs:
         shortest = min(probe.seconds(STEPS[0]) for probe in probes)
         return f"plan: no more probes, the shortest takes {duration(shortest)} of the {duration(left_s)} left"
-    one = "one of them" if len(rungs) > 1 else "the own settings"
-    parts = [f"{r.points} of {r.steps} steps{f', {one} again' * r.again}" for r in rungs]
+    one = "one of them" if len(rungs) > 1 else "the config's settings"
+    parts = [
+        f"{r.points} with {r.steps} steps that count{f', {one} again' * r.again}"
+        if r is rungs[0]
+        else f"{r.points} with {r.steps}{f', {one} again' * r.again}"
+        for r in rungs
+    ]
     takes = f"about {duration(expected_s(rungs, probes, own))} of the {duration(left_s)} left"
-    return f"plan: of {len(probes)} promising points, probes: at most {', then '.join(parts)}: {takes}"
+    return f"plan: of {len(probes)} promising points probe at most {', then '.join(parts)}: {takes}"
 
 
 def _drift(points: Sequence[TunedPoint]) -> float | None:

@@ -217,7 +217,7 @@ def test_they_are_shown_and_exported_by_the_label_of_their_evaluation(
     assert "it has those of 'warm start', 'step 10, hard'\n" in capsys.readouterr().err
 
     assert main(["export", folder, "--to", "jsonl", "--evaluation"]) == 0
-    rows = [json.loads(line) for line in (run.folder / "evaluations.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run.folder / "evaluation-trajectories.jsonl").read_text().splitlines()]
     assert {row["id"]: row["evaluation"] for row in rows} == {
         id: "warm start" if int(id[0]) < 2 else "step 10, hard" for id in ids
     }

@@ -31,25 +31,29 @@ def test_findings_come_with_the_commands_that_make_and_simulate_them() -> None:
         text="old",
         evidence=(Measurement("staleness", 1.9, "steps 1–9", "versions"),),
         change="buffer.max_staleness=1",
-        live=False,
+        live=True,
         cost="free",
         gain=None,
     )
-    prose = {"change": "make the tool faster"}
-    after = {"change": "learner.backend.ranks=2 rollout.engine.replicas=1"}
+    prose = {"change": "make the tool faster", "live": False}
+    after = {"change": "learner.backend.ranks=2 rollout.engine.replicas=1", "live": False}
     added = {"change": "slipstream replicas 'runs/a b' add"}
-    others = (_replaced(one, changes) for changes in (prose, added, after))
-    explanation = Explanation(run="runs/a b", alerts=(), findings=(one, *others))
+    unknown = {"change": "weightsync.transport=shared", "live": False}  # to a simulation
+    others = (_replaced(one, changes) for changes in (prose, added, after, unknown))
+    explanation = Explanation(run="runs/a b", active=True, alerts=(), findings=(one, *others))
+    commands = [line for line in explanation.lines() if "while the run goes on" in line]
+    assert commands == ["     while the run goes on: slipstream set 'runs/a b' buffer.max_staleness=1"]
     shown = shown_explanation(explanation, active=True).findings
     assert [found.command for found in shown] == [
         "slipstream set 'runs/a b' buffer.max_staleness=1",  # a live key
         "",
         "slipstream replicas 'runs/a b' add",
         "slipstream resume 'runs/a b' learner.backend.ranks=2 rollout.engine.replicas=1",
+        "slipstream resume 'runs/a b' weightsync.transport=shared",
     ]
     assert shown[0].simulate == "slipstream simulate 'runs/a b' buffer.max_staleness=1"
     assert shown[0].evidence == ("staleness 1.9",)
-    assert shown[1].simulate == shown[2].simulate == ""
+    assert shown[1].simulate == shown[2].simulate == shown[4].simulate == ""
     (over, *_) = shown_explanation(explanation, active=False).findings
     assert over.command == "buffer.max_staleness=1"
 

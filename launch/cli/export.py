@@ -32,7 +32,8 @@ def register(commands: CommandTable) -> None:
     parser.add_argument("--step", type=_step, metavar="N|A-B|best", help=text)
     text = "not hf: trajectories of an evaluation, for example 'step 20' or 'final, math'; without LABEL of all evaluations"
     add_evaluation(parser, text)
-    text = "the new folder or file; default: RUN/model-step-N, or RUN/trajectories.jsonl, .parquet, .eval"
+    text = "the new folder or file; default: RUN/model-step-N, or RUN/trajectories.jsonl, .parquet, .eval "
+    text += "(evaluation-trajectories with --evaluation)"
     parser.add_argument("-o", "--out", metavar="PATH", help=text)
     text = "inspect: an interpreter that has inspect-ai; default: the one that runs this"
     parser.add_argument("--python", default="", metavar="PROGRAM", help=text)

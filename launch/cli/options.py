@@ -45,9 +45,9 @@ def add_config(parser: argparse.ArgumentParser, *, default: str | None = None, o
     add_overrides(parser)
 
 
-def add_overrides(parser: argparse.ArgumentParser) -> None:
+def add_overrides(parser: argparse.ArgumentParser, example: str = "learner.steps=20") -> None:
     """`[key=value ...]`, which may stand anywhere on the command line."""
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for example learner.steps=20")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=f"for example {example}")
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

@@ -28,7 +28,7 @@ WHO = "slipstream set"
 def register(commands: CommandTable) -> None:
     parser = commands.add("set", change_settings, "change settings of an active run; without key=value, show them")
     add_run(parser)
-    add_overrides(parser)
+    add_overrides(parser, "buffer.max_staleness=1")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.make_epilog = _live_keys
 

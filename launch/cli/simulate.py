@@ -27,7 +27,8 @@ def register(commands: CommandTable) -> None:
     parser = commands.add("simulate", simulate, "predict what a run would do with other settings")
     text = "the folder of a run, finished or not; a profile.json; or a config whose run.dir holds a run"
     parser.add_argument("source", metavar="RUN|PROFILE|CONFIG", help=text)
-    add_overrides(parser)
+    add_overrides(parser, "buffer.max_staleness=1")
+    parser.make_epilog = _keys
     text = "try each value; repeat it for the combinations with another key"
     parser.add_argument("--sweep", action="append", default=[], metavar="key=a,b", help=text)
     text = "try ways to divide N GPUs between replicas and learner; on a CPU N counts processes"
@@ -39,6 +40,12 @@ def register(commands: CommandTable) -> None:
     text = "where simulate.png and, of a run, profile.json are written; default: the run, else this folder"
     parser.add_argument("--out", metavar="FOLDER", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON and write no file, unless --out names a folder")
+
+
+def _keys() -> str:
+    from ...planner.profile import SIMULATED
+
+    return "\n".join(["keys that a simulation knows:", "", *(f"  {key}" for key in SIMULATED)])
 
 
 def simulate(options: argparse.Namespace) -> int:

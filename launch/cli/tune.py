@@ -181,7 +181,7 @@ def show(result: TuneResult, console: Console) -> None:
 
 def _cells(point: TunedPoint) -> list[str]:
     one, figures = point.rating, point.probes[-1].figures if point.probes else point.simulated
-    name = "\n".join(point.labels) or "own settings"
+    name = "\n".join(point.labels)
     return [
         f"{'>' if point.chosen else ' '}{'*' if point.frontier else ' '} {name}".replace("\n", "\n   "),
         count(one.tokens_per_s),

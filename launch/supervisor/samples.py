@@ -2,11 +2,12 @@
 
 Invariants:
 - The learner only hands over references; a tracker's thread decodes them.
-- A run has at most `TABLES` tables of at most `ROWS` rows.
+- A run has at most `TABLES` tables, and that of its first step, of at most `ROWS` rows.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ OnTrained = Callable[[int, Collection[Trajectory]], None]
 
 def sampler(config: Config, run_dir: Path, recorder: Recorder | None) -> OnTrained:
     """What hears, after each step, the version that it made and the trajectories that this rank has."""
-    every, decode = max(1, config.learner.steps // TABLES), decoder(run_dir)
+    every, decode = math.ceil(config.learner.steps / TABLES), decoder(run_dir)
 
     def sample(version: int, rows: Collection[Trajectory]) -> None:
         if recorder is not None and config.run.trackers and (version % every == 0 or version == 1):

@@ -41,23 +41,30 @@ def explain(folder: Path, hardware: Hardware, *, active: bool) -> Explanation:
     alerts = tuple(active_alerts(run, active=active))
     if any(alert.rule not in IDLE_ALERTS for alert in alerts):
         return Explanation(
-            run=str(folder), alerts=alerts, note="advice on speed follows when no alert is active any more"
+            run=str(folder),
+            active=active,
+            alerts=alerts,
+            note="advice on speed follows when no alert is active any more",
         )
     needed = run.settling + LEAST_STEPS
     if (steps := len(run.in_force)) < needed:
         return Explanation(
-            run=str(folder), alerts=alerts, note=f"{steps} steps so far: what to change is said from {needed} on"
+            run=str(folder),
+            active=active,
+            alerts=alerts,
+            note=f"{steps} steps so far: what to change is said from {needed} on",
         )
     try:
         profile = fit_profile(run)
     except (ConfigError, StateError) as error:  # an environment was not played yet, or no batch is ever full
-        return Explanation(run=str(folder), alerts=alerts, note=str(error))
+        return Explanation(run=str(folder), active=active, alerts=alerts, note=str(error))
     measured = profile.measured
     assert measured is not None  # it is of a run
     evidence = read_evidence(run, profile, measured, hardware)
     findings, missed, note = find(profile, evidence)
     return Explanation(
         run=str(folder),
+        active=active,
         alerts=alerts,
         findings=tuple(findings),
         steps=evidence.steps,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Literal
 
 import msgspec
 
+from ...configs import LIVE
 from ...monitor.alerts import Alert
 from ...monitor.text import count, share
 from ..figures import RunFigures
@@ -33,7 +35,6 @@ class Candidate(msgspec.Struct, frozen=True):
 
     change: str  # `key=value`, a command, or what to do outside of the config
     overrides: tuple[str, ...] = ()
-    live: bool = False  # it can be done while the run goes on
     assuming: str = ""  # what is supposed of something whose effect is not known
     environment: float = 1.0  # factor of the seconds that environments take
     push: float = 1.0  # factor of the seconds of a push
@@ -92,16 +93,41 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     severity: Literal["warning", "hint"]  # a warning: the run learns less than it seems
     text: str
     evidence: tuple[Measurement, ...]
-    change: str  # one `key=value`, a command, or what to do outside of the config
+    change: str  # `key=value`s, a command, or what to do outside of the config
     live: bool  # it can be done while the run goes on
     cost: Cost
     gain: Gain | None  # None where the simulator does not know the change, or misses the run
+
+    def command(self, run: str, *, active: bool) -> str:
+        """What makes the change in `run`: a command while the run goes on, then the keys of a next run. Empty where the change is
+        outside of the config."""
+        keys = overrides_in(self.change)
+        if not keys or not active:
+            return self.change if keys or is_command(self.change) else ""
+        return f"slipstream {'set' if self.live else 'resume'} {shlex.quote(run)} {shlex.join(keys)}"
+
+
+def overrides_in(change: str) -> list[str]:
+    """The `key=value`s that a change consists of; none where it is a command, or outside of the config."""
+    words = change.split()
+    return words if all("=" in word for word in words) else []
+
+
+def is_command(change: str) -> bool:
+    return change.startswith("slipstream ")
+
+
+def is_live(change: str) -> bool:
+    """Whether a run that goes on can take the change: by `slipstream set`, or another command on the run."""
+    keys = overrides_in(change)
+    return is_command(change) or (bool(keys) and all(key.partition("=")[0] in LIVE for key in keys))
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """`findings` are empty while an alert is active that they would distract from, and where nothing is worth a change."""
 
     run: str
+    active: bool = False  # whether the run goes on
     alerts: tuple[Alert, ...]  # those that are active
     findings: tuple[Finding, ...] = ()
     steps: tuple[int, int] | None = None  # the first and the last that were looked at
@@ -123,6 +149,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
             gain = f": {finding.gain}" if finding.gain else ""
             found.append(f"  -> {finding.change}{gain}")
             found.append(f"     {', '.join(map(str, finding.evidence))}")
+            if self.active and finding.live and not is_command(finding.change):
+                found.append(f"     while the run goes on: {finding.command(self.run, active=True)}")
         if self.measured is not None:
             nothing = "" if self.findings else f"; {NOTHING}"
             balanced = "" if self.findings or self.alerts else "balanced: "

@@ -23,7 +23,7 @@ from ..plan import SimulationPlan
 from ..profile import RunProfile
 from ..run import simulate
 from ..workload import Observed, Workload
-from .findings import Candidate, Finding, Gain, Interval, Suspicion
+from .findings import Candidate, Finding, Gain, Interval, Suspicion, is_live
 
 TOLD = 0.03  # relative gain of trained tokens per second
 PRICE = 0.05  # most of these that a lower bound may cost: half the staleness is worth that
@@ -126,13 +126,14 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def finding_of(suspicion: Suspicion, candidate: Candidate | None = None, gain: Gain | None = None) -> Finding:
+    change = suspicion.otherwise if candidate is None else candidate.change
     return Finding(
         rule=suspicion.rule,
         severity="warning" if suspicion.warning else "hint",
         text=suspicion.text,
         evidence=suspicion.evidence,
-        change=suspicion.otherwise if candidate is None else candidate.change,
-        live=candidate is not None and candidate.live,
+        change=change,
+        live=is_live(change),
         cost=suspicion.cost,
         gain=gain,
     )

@@ -218,7 +218,7 @@ def more_replicas(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspi
         rule="more_replicas",
         text="the learner waits for servers that are full",
         evidence=_measured(e, _sides(e)[0], ("sequences decoded, of those allowed", e.full)),
-        candidates=(Candidate(f"slipstream replicas {e.run} add", (override,), live=True),),
+        candidates=(Candidate(f"slipstream replicas {e.run} add", (override,)),),
         cost="devices",
     )
 

@@ -5,7 +5,7 @@
 
 Invariants:
 - The bound stays between `low` and `high`, and moves by one.
-- Steps of another bound decide nothing: after a move, whoever made it, the run fills up first.
+- Steps of another bound decide nothing: after a move, the user's own included, the run fills up first.
 - A move back after a move doubles the steps that the next decision wants, so that a run between two bounds does not swing.
 """
 

@@ -105,8 +105,8 @@ def simulated(point: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def labels_of(point: Mapping[str, str]) -> list[str]:
-    """`max_staleness=1`: the last parts of the keys differ."""
-    return [f"{key.rpartition('.')[2]}={value}" for key, value in point.items()]
+    """`max_staleness=1`, as the last parts of the keys differ; of the point without changes `config's settings`."""
+    return [f"{key.rpartition('.')[2]}={value}" for key, value in point.items()] or ["config's settings"]
 
 
 def estimate_point(profile: RunProfile, point: Point) -> EstimatedPoint:
