@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -81,9 +82,10 @@ class Background:
         """The living role processes by name."""
         found = {}
         for child in psutil.Process(self.process.pid).children():
-            words = child.environ().get("SLIPSTREAM_ROLE") if child.status() != psutil.STATUS_ZOMBIE else None
-            if words:
-                found[words] = child
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may end while it is looked at
+                words = child.environ().get("SLIPSTREAM_ROLE") if child.status() != psutil.STATUS_ZOMBIE else None
+                if words:
+                    found[words] = child
         return found
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
