@@ -3,21 +3,25 @@
     RUN/evaluation.sqlite, RUN/evaluation.arrays/
 
 Invariants:
-- A group is a task of one evaluation, whose label is in `groups.request`. Nothing here is ever leased, trained on or recovered: all
-  groups are `discarded`, and their tokens are in the account `evaluation`, or in that of their failure.
+- A group is a task of one evaluation, whose label is in `groups.request`: that of its results, also after the run has gone on and
+  they have another. Episodes of an evaluation that did not come to its end have the label `LABEL (interrupted)`.
+- Nothing here is ever leased, trained on or recovered: all groups are `discarded`, and their tokens are in the account
+  `evaluation`, or in that of their failure.
 - No evaluation waits for its record, and none fails by it: a thread writes, and what finds its queue full or the disk refusing is
   dropped and counted.
-- The file is kept below `buffer.keep`, the oldest evaluations go first.
+- The file is kept below `buffer.keep`: tokens of failed episodes go first, then the oldest evaluations.
 - One process at a time writes: the evaluator.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
+import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -26,7 +30,7 @@ from ..errors import StoreError, WireError
 from .admission import ReplayCounters
 from .group_table import Episode, Group
 from .messages import Lease
-from .schema import EVALUATION_DATABASE
+from .schema import EVALUATION_DATABASE, connect, require_schema, store_error
 from .store import NewTrajectory, Store, WriteBatch
 from .trajectory import EncodedTrajectory, Outcome, Trajectory, by_version, sampled_of
 
@@ -35,6 +39,7 @@ log = logging.getLogger(__name__)
 ACCOUNT = "evaluation"  # of its tokens
 EPISODES_WAITING = 256  # for the disk
 AT_ONCE = 64  # episodes of one transaction
+INTERRUPTED = " (interrupted)"
 END_S = 30.0  # longest wait for them at the end
 
 
@@ -46,6 +51,21 @@ class _Played(NamedTuple):
     trajectories: Sequence[Trajectory]
     failed_branches: Sequence[Trajectory]
     time: float
+
+
+def rename_evaluations(folder: Path, names: Mapping[str, str]) -> None:
+    """Call the episodes of evaluations, by their labels, by others. Raises StoreError."""
+    path = folder / EVALUATION_DATABASE
+    if not path.exists():
+        return
+    try:
+        with contextlib.closing(connect(path, "rw")) as db:
+            require_schema(db, path)
+            db.executemany(
+                "UPDATE groups SET request = ? WHERE request = ?", [(new, old) for old, new in names.items()]
+            )
+    except sqlite3.Error as error:
+        raise store_error(f"cannot write {path}", error) from None
 
 
 class EvaluationEpisodes:
@@ -84,8 +104,15 @@ class EvaluationEpisodes:
         if self.dropped:
             log.warning("%d episodes of evaluations are not in %s", self.dropped, self._path)
 
-    def reserve(self, groups: int) -> int:
-        """The number of the first of so many groups, which no other evaluation of the run has."""
+    def reserve(self, label: str, groups: int) -> int:
+        """The number of the first of so many groups, which no other evaluation of the run has. The evaluation `label` begins."""
+        if self._store is not None and self._path is not None:
+            try:
+                rename_evaluations(self._path.parent, {label: f"{label}{INTERRUPTED}"})
+            except StoreError as error:
+                log.warning(
+                    "episodes of an earlier start of the evaluation %s are shown with its own: %s", label, error
+                )
         first, self._counters.next_group = self._counters.next_group, self._counters.next_group + groups
         return first
 

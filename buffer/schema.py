@@ -16,7 +16,7 @@ from ..errors import StoreError
 
 DATABASE = "buffer.sqlite"  # in the folder of a run
 EVALUATION_DATABASE = "evaluation.sqlite"  # beside it, see `evaluation_episodes`
-SCHEMA_VERSION = 12  # raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change
+SCHEMA_VERSION = 13  # raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change
 BUSY_S = 10.0  # how long SQLite waits for another connection that holds the file
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS counters (
@@ -49,7 +49,8 @@ CREATE INDEX IF NOT EXISTS held ON trajectories (group_id) WHERE arrays IS NOT N
 CREATE INDEX IF NOT EXISTS positions ON trajectories (arrays) WHERE arrays IS NOT NULL;
 CREATE INDEX IF NOT EXISTS trajectories_of_episode ON trajectories (episode_id);
 CREATE TABLE IF NOT EXISTS failed (  -- branches of episodes that failed and are not trained on; no view and no batch has them
-    id TEXT PRIMARY KEY, episode_id TEXT NOT NULL, group_id INTEGER NOT NULL,
+    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- of no two rows, so that a reader that follows them misses none
+    id TEXT NOT NULL UNIQUE, episode_id TEXT NOT NULL, group_id INTEGER NOT NULL,
     header BLOB NOT NULL, length INTEGER NOT NULL,
     arrays BLOB NOT NULL      -- as in `segments`, but here, so that they leave with their row
 );

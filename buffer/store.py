@@ -61,6 +61,9 @@ ADD_UP = (
 )
 
 
+FAILED_COLUMNS = "(id, episode_id, group_id, header, length, arrays)"
+
+
 class CommitRow(msgspec.Struct, frozen=True):
     """The step that made `version`, at `time` (seconds since the epoch), from `groups` groups, and the rules that its batch was
     taken under."""
@@ -164,7 +167,7 @@ class Store:
             self._insert("REPLACE INTO groups", batch.groups)
             self._insert("INSERT INTO episodes", batch.episodes, UPSERT)
             self._insert("INSERT INTO trajectories", trajectories)
-            self._insert("INSERT OR IGNORE INTO failed", list(map(_failed_row, batch.failed)))
+            self._insert(f"INSERT OR IGNORE INTO failed {FAILED_COLUMNS}", list(map(_failed_row, batch.failed)))
             self._insert("INSERT INTO tasks", batch.tasks, ADD_UP)
             self._insert("INSERT INTO commits", [(*msgspec.structs.astuple(commit), 0) for commit in batch.commits])
             if batch.rolled_back_to is not None:

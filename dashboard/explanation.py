@@ -104,8 +104,8 @@ class LiveExplanation:
             except (SlipstreamError, OSError) as error:
                 log.warning("%s is not explained: %s", self._run.name, error)
                 self._known = ShownExplanation(known=True, note=f"not explained: {error}")
-            self._state, now = state, time.monotonic()
-        self._due = now + max(LEAST_S, AGAIN * (now - began))
+            now = time.monotonic()
+            self._state, self._due = state, now + max(LEAST_S, AGAIN * (now - began))
         self._run.explained += 1  # the page asks again
 
     def _now(self) -> object:

@@ -95,12 +95,13 @@ class WatchedRun:
         """The run's config, and why there is none: it may be of another version of the program."""
         path = self.folder / RUN_CONFIG
         with self._lock:
+            changed = 0  # read again
             try:
                 changed = path.stat().st_mtime_ns
                 if changed != self._config[0]:
                     self._config = changed, load(str(path)), ""
             except (SlipstreamError, OSError) as error:
-                self._config = self._config[0], None, str(error)
+                self._config = changed, None, str(error)
             return self._config[1:]
 
     def yaml(self) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
+from ..buffer.evaluation_episodes import rename_evaluations
 from ..common.fsio import write_atomic
 from ..common.scores import EvaluationResult
 from ..configs import Config
@@ -37,7 +38,17 @@ def begin(run_dir: Path, steps: int) -> None:
         for one in before
     ]
     if after != before:
+        changed = {(old.label, new.label) for old, new in zip(before, after, strict=True) if old != new}
+        suites = {one.suite for one in before}
+        rename_evaluations(
+            run_dir, {called(old, suite): called(new, suite) for old, new in changed for suite in suites}
+        )
         _write(run_dir / FILE, after)
+
+
+def called(label: str, suite: str) -> str:
+    """What the episodes of a suite's evaluation are called."""
+    return f"{label}, {suite}" if suite else label
 
 
 def append(run_dir: Path, record: EvaluationResult) -> None:

@@ -58,9 +58,10 @@ def sample_of(row: dict[str, Any], model: str) -> Any:
     outcome, total = row["outcome"], row["timings"].get("total")
     failed = outcome["kind"] == "failed"
     detail = f"{outcome['reason']}: {outcome['detail']}"
+    attempt = f" attempt {row['attempt']}" if row["attempt"] else ""
     branch = f" branch {row['branch']}" if row["branch"] else ""
     return EvalSample(
-        id=f"{row['task_id']} [{row['group_id']}]{branch}",
+        id=f"{row['task_id']} [{row['group_id']}]{attempt}{branch}",
         epoch=row["member"] + 1,
         input=messages[: turns[0]] if turns and turns[0] else "",
         target="",
@@ -101,7 +102,7 @@ def log_of(head: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
         status="started" if head["active"] else "success",
         eval=EvalSpec(
             created=moment(head["created"]),
-            task=f"{head['name']}, training",
+            task=f"{head['name']}, {', '.join(sorted({row['evaluation'] or 'training' for row in rows}))}",
             dataset=EvalDataset(name=", ".join(sorted({row["env"] for row in rows})), samples=len(ids), sample_ids=ids),
             model=model,
             config=EvalConfig(epochs=max(row["member"] for row in rows) + 1),

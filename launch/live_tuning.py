@@ -21,7 +21,7 @@ from statistics import fmean
 from watchfiles import watch
 
 from ..configs import load, run_config
-from ..errors import ConfigError, SlipstreamError, StateError
+from ..errors import ConfigError, SlipstreamError, StateError, StoreError
 from ..monitor.metrics import METRICS, MetricsTail
 from ..monitor.settings import SETTINGS, read_changes
 from ..planner.fit import profile_of
@@ -47,7 +47,12 @@ class LiveTuner:
         read_control_address(folder)
         self._folder, self._say = folder, say
         began_with, bound = self._bounds()
-        self.limits = limits or (0, began_with)
+        self.limits = low, high = limits or (0, max(began_with, bound))
+        if not low <= bound <= high:
+            change = f"slipstream set {folder} {BOUND}={min(max(bound, low), high)}"
+            raise ConfigError(
+                f"--over {BOUND}={low},{high}: the run has {bound}, which is not between them; `{change}` first"
+            )
         self._rule = BoundRule(bound, *self.limits, self._loss)
         self._tail = MetricsTail(folder / METRICS)
         self._tail.read()  # steps before this command
@@ -86,7 +91,11 @@ class LiveTuner:
 
     def _make(self, move: BoundMove) -> None:
         """Send it to the run."""
-        before, command = self._rule.bound, ChangeSettings((f"{BOUND}={move.bound}",))
+        before = self._rule.bound
+        if (found := self._bounds()[1]) != before:  # a user changed it while this was simulated
+            self._rule.moved(found)
+            return
+        command = ChangeSettings((f"{BOUND}={move.bound}",))
         try:
             asyncio.run(send_command(read_control_address(self._folder), command, SettingsChanged, who=WHO))
         except SlipstreamError as error:
@@ -104,7 +113,7 @@ class LiveTuner:
                       for seed in range(SEEDS))
                 for plan in (SimulationPlan.of(profile, (f"{BOUND}={one}",)) for one in (self._rule.bound, bound))
             )  # fmt: skip
-        except (ConfigError, StateError) as error:
+        except (ConfigError, StateError, StoreError) as error:
             log.warning("the bound is not lowered: %s", error)
             return None
         return 1 - other / own if own else None

@@ -55,7 +55,10 @@ async def explained(run: Path) -> Explanation:
     if process.returncode:
         lines = said.decode(errors="replace").strip().splitlines() or [f"it ended with {process.returncode}"]
         raise SlipstreamError(lines[-1])
-    return msgspec.json.decode(answer, type=Explanation)
+    try:
+        return msgspec.json.decode(answer, type=Explanation)
+    except msgspec.MsgspecError as error:
+        raise SlipstreamError(f"`slipstream explain {run} --json` answered what cannot be read: {error}") from None
 
 
 ACCESS = RunAccess(is_active, status, explained)

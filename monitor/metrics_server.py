@@ -138,10 +138,14 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
-        if self._scrapes.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._scrapes.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self._scrapes.release()
+            raise
 
     def process_request_thread(
         self, request: socket.socket | tuple[bytes, socket.socket], client_address: object

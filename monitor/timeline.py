@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -149,18 +150,17 @@ class FolderFollower:
 
     def lines(self) -> Iterator[tuple[str, str, bytes]]:
         """(role, pid, line) of what was added since the last look, process by process, the oldest first. Raises OSError."""
-        paths = self._folder.glob(f"{self._role}.*{FILE}")
-        for name in sorted({path.name.removesuffix(OLD).removesuffix(FILE) for path in paths}):
-            role, _, pid = name.partition(".")
-            followers = []
+        written: dict[tuple[str, str], float] = {}  # when by each process, the last time
+        for path in self._folder.glob(f"{self._role}.*{FILE}"):
+            role, _, pid = path.name.removesuffix(OLD).removesuffix(FILE).partition(".")
+            with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
+                written[role, pid] = max(path.stat().st_mtime, written.get((role, pid), 0.0))
+        for role, pid in sorted(written, key=lambda one: (one[0], written[one])):
+            name = f"{role}.{pid}"
             if name not in self._files:
-                self._files[name] = LineFollower(self._folder / (name + FILE))
-                followers.append(
-                    LineFollower(self._folder / (name + OLD))
-                )  # afterwards it has what was read under the first name
-            for follower in (*followers, self._files[name]):
-                for line in follower.lines():
-                    yield role, pid, line
+                self._files[name] = LineFollower(self._folder / (name + FILE), self._folder / (name + OLD))
+            for line in self._files[name].lines():
+                yield role, pid, line
 
 
 def read_spans(folder: Path) -> Iterator[tuple[str, Span]]:

@@ -17,10 +17,12 @@ from slipstream.buffer.messages import Lease
 from slipstream.buffer.schema import EVALUATION_DATABASE as DATABASE
 from slipstream.buffer.store import Store, WriteBatch
 from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
+from slipstream.common.scores import EvaluationResult
 from slipstream.dashboard.app import DashServer
 from slipstream.dashboard.runs import RunFolder
 from slipstream.errors import StoreError
 from slipstream.launch.cli.main import main
+from slipstream.launch.evaluations import append, begin
 from slipstream.rollout.evaluation import evaluate
 from slipstream.rollout.player import EpisodeResult
 from slipstream.tests.dashboard_runs import DashboardRun
@@ -37,7 +39,7 @@ LIMIT = 1 << 30
 
 def played(episodes: EvaluationEpisodes, label: str, tasks: int, *, sampled: int = SAMPLED) -> list[str]:
     """The ids of an evaluation in which the last member of each group fails."""
-    first, ids = episodes.reserve(tasks), []
+    first, ids = episodes.reserve(label, tasks), []
     for task in range(tasks):
         lease = Lease(first + task, 0, tuple(range(MEMBERS)), 0, 0, 0, task)
         for member in lease.members:
@@ -136,8 +138,8 @@ async def test_every_episode_of_an_evaluation_is_handed_over_by_the_number_of_it
             kept.append((lease.group_id, member, one))
             episodes.record("final", lease, member, one.outcome, one.trajectories, one.failed_branches)
 
-        episodes.reserve(7)
-        result = await evaluate(player, "final", 3, 2, first=episodes.reserve(3), keep=keep)
+        episodes.reserve("warm start", 7)
+        result = await evaluate(player, "final", 3, 2, first=episodes.reserve("final", 3), keep=keep)
     assert sorted((group, member) for group, member, _ in kept) == [(g, m) for g in (7, 8, 9) for m in (0, 1)]
     assert result.outcomes == {"finished": 6}
     rewards = sql(tmp_path / DATABASE, "SELECT id, reward FROM trajectories ORDER BY id")
@@ -229,3 +231,24 @@ def test_they_are_shown_and_exported_by_the_label_of_their_evaluation(
     for options, other in (((), "--to hf"), (("--to", "jsonl", "--step", "1"), "--step")):
         assert main(["export", folder, "--evaluation", *options]) == 2
         assert capsys.readouterr().err.startswith(f"slipstream: --evaluation, {other}: ")
+
+
+def test_episodes_keep_the_label_of_their_results(tmp_path: Path) -> None:
+    def labels() -> list[str]:
+        return [row[0] for row in sql(tmp_path / DATABASE, "SELECT request FROM groups ORDER BY id")]
+
+    for label in ("final", "final, hard"):
+        suite = label.partition(", ")[2]
+        score = {"tasks": 1, "reward_mean": 0.5, "reward_stderr": 0.0, "outcomes": {}}
+        append(tmp_path, EvaluationResult(**score, label="final", version=20, seconds=1.0, step=20, suite=suite))
+        with EvaluationEpisodes(tmp_path, LIMIT) as episodes:
+            played(episodes, label, 1)
+    begin(tmp_path, 20)
+    assert labels() == ["final", "final, hard"]
+    begin(tmp_path, 30)  # it goes on
+    assert labels() == ["step 20", "step 20, hard"]
+    with EvaluationEpisodes(tmp_path, LIMIT) as episodes:
+        played(episodes, "final", 1)  # and is killed
+    with EvaluationEpisodes(tmp_path, LIMIT) as episodes:
+        played(episodes, "final", 1)
+    assert labels() == ["step 20", "step 20, hard", "final (interrupted)", "final"]

@@ -175,6 +175,10 @@ def test_they_go_first_when_the_file_is_too_large(tmp_path: Path) -> None:
         assert left == [(n,) for n in range(256, 300)]  # the oldest are gone
         assert store.shrink(1, replay.version)
         assert sql(path, "SELECT count(*) FROM failed") == [(0,)]
+        store.save(WriteBatch.of(replay.counters(), [], failed=new[:1]))
+        ((rowid,),) = sql(path, "SELECT rowid FROM failed")
+        assert rowid > 300  # a reader that follows the rows sees that it is new
+        assert store.shrink(1, replay.version)
         assert sql(path, "SELECT count(*) FROM trajectories WHERE arrays IS NOT NULL") == held
         assert segments(path) == arrays
         assert store.shrink(1, replay.version)

@@ -45,7 +45,7 @@ class Recorded:
         self.rows += tokens
 
 
-@pytest.mark.parametrize(("steps", "tables"), [(30, 30), (1000, TABLES + 1)])
+@pytest.mark.parametrize(("steps", "tables"), [(30, 30), (199, TABLES), (1000, TABLES + 1)])
 def test_a_run_has_at_most_so_many_tables(steps: int, tables: int, tmp_path: Path) -> None:
     config, recorded = load("quickstart", [f"learner.steps={steps}", "run.trackers=[wandb]"]), Recorded()
     sample = sampler(config, tmp_path, cast(Recorder, recorded))
@@ -53,7 +53,12 @@ def test_a_run_has_at_most_so_many_tables(steps: int, tables: int, tmp_path: Pat
         sample(version, rows_of([1.0], version - 2))
     assert len(recorded.versions) == tables
     newest = recorded.rows[-1]
-    assert (newest.row.step, newest.row.id, newest.row.reward, newest.row.staleness) == (steps, "0.0.0.0", 1.0, 1.0)
+    assert (newest.row.step, newest.row.id, newest.row.reward, newest.row.staleness) == (
+        recorded.versions[-1],
+        "0.0.0.0",
+        1.0,
+        1.0,
+    )
     assert (newest.row.outcome, newest.row.tokens) == ("finished", len(newest.prompt) + len(newest.response))
     assert len(newest.response) == SAMPLED
 

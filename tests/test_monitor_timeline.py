@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 from slipstream.common.spans import Span, timed
-from slipstream.monitor import timeline
-from slipstream.monitor.timeline import SERIES, SPANS, TimelineWriter, read_series, read_spans
+from slipstream.monitor import follow, timeline
+from slipstream.monitor.follow import LineFollower
+from slipstream.monitor.timeline import (
+    SERIES,
+    SPANS,
+    FolderFollower,
+    TimelineWriter,
+    _BoundedFile,
+    read_series,
+    read_spans,
+)
 
 
 def span(number: int, text: str = "") -> Span:
@@ -122,3 +131,42 @@ def test_a_gauge_that_raises_is_said_in_its_line(tmp_path: Path) -> None:
 
 def test_a_run_that_recorded_nothing_has_nothing(tmp_path: Path) -> None:
     assert list(read_spans(tmp_path)) == list(read_series(tmp_path)) == []
+
+
+def test_a_follower_misses_nothing_where_a_file_is_full(tmp_path: Path) -> None:
+    follower, log, seen = FolderFollower(tmp_path), _BoundedFile(tmp_path / "worker-0.7.jsonl", 400), list[bytes]()
+    for number in range(200):
+        log.append([b'{"n": %d}' % number])
+        if number % 9 == 0:  # a file takes some twenty lines
+            seen += [line for _, _, line in follower.lines()]
+    log.close()
+    seen += [line for _, _, line in follower.lines()]
+    assert seen == [b'{"n": %d}' % number for number in range(200)]
+    newest = [line for _, _, line in FolderFollower(tmp_path).lines()]
+    assert newest == seen[-len(newest) :]
+    assert 20 < len(newest) < 60
+
+
+def test_processes_of_a_role_are_read_in_the_order_in_which_they_wrote(tmp_path: Path) -> None:
+    for at, pid in enumerate((9998, 10012, 77)):  # numbers of processes begin again
+        path = tmp_path / f"worker-0.{pid}.jsonl"
+        path.write_text("{}\n")
+        os.utime(path, (1e9 + at, 1e9 + at))
+    assert [pid for _, pid, _ in FolderFollower(tmp_path).lines()] == ["9998", "10012", "77"]
+
+
+def test_a_line_that_is_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "READ_AT_ONCE", 8)
+    path = tmp_path / "lines"
+    follower = LineFollower(path)
+    path.write_bytes(b"a\n" + b"b" * 50)
+    assert list(follower.lines()) == [b"a"]
+    with path.open("ab") as file:
+        file.write(b"b\nc\nd\n")
+    assert list(follower.lines()) == [b"c", b"d"]
+    with path.open("ab") as file:
+        file.write(b"e")
+    assert list(follower.lines()) == []
+    with path.open("ab") as file:
+        file.write(b"\n")
+    assert list(follower.lines()) == [b"e"]

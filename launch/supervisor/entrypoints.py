@@ -203,7 +203,7 @@ async def evaluator(
     from ...buffer.evaluation_episodes import EvaluationEpisodes
     from ...monitor.series import evaluation_line
     from ...rollout.evaluation import evaluate
-    from ..evaluations import append, missing
+    from ..evaluations import append, called, missing
     from .factory import make_agent, make_player, make_router
 
     limit = parse_size("buffer.keep", context.config.buffer.keep)
@@ -218,12 +218,12 @@ async def evaluator(
             player = await in_thread(make, "make_player")
             _ready(heartbeat)
             tasks, samples = suite.evaluation.tasks, suite.evaluation.samples
-            called = f"{label}, {name}" if name else label
+            title = called(label, name)
 
-            def keep(lease: Lease, member: int, one: EpisodeResult, called: str = called) -> None:
-                episodes.record(called, lease, member, one.outcome, one.trajectories, one.failed_branches)
+            def keep(lease: Lease, member: int, one: EpisodeResult, title: str = title) -> None:
+                episodes.record(title, lease, member, one.outcome, one.trajectories, one.failed_branches)
 
-            first = episodes.reserve(tasks)
+            first = episodes.reserve(title, tasks)
             playing = evaluate(player, label, tasks, samples, heartbeat.send_message, first=first, keep=keep)
             result = await run_or_stop(playing, stop)
             record = msgspec.structs.replace(result, step=step, suite=name)
