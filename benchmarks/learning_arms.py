@@ -44,8 +44,7 @@ TRAINING = (
     f"buffer.group_size={GROUP_SIZE}",
     f"learner.optimizer.lr={LR}",
     "learner.optimizer.warmup_steps=0",
-    f"learner.algorithm.loss.clip_low={CLIP}",
-    f"learner.algorithm.loss.clip_high={CLIP}",
+    f"learner.algorithm.loss.clip=[{CLIP}, {CLIP}]",
     "evaluation.tasks=0",
 )
 

@@ -23,7 +23,7 @@ from msgspec import Meta
 from ..configs.schema import Buffer
 
 OnDeadline = Literal["withhold", "wait", "drop"]
-Filter = Literal["none", "best", "best_random", "best_worst"]
+Filter = Literal["none", "untruncated", "best", "best_random", "best_worst"]
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -72,7 +72,7 @@ class ReplayConfig(msgspec.Struct, frozen=True):
     retries: Mapping[str, int] = {}  # failure reason -> how often a member that failed so is leased again
     # A group whose members all have the same reward is discarded; another one replaces it.
     dynamic_sampling: bool = False
-    filter: Filter = "none"  # which of a group's episodes are trained on, by their rewards (`sample_filter`)
+    filter: Filter = "none"  # which of a group's episodes are trained on (`sample_filter`)
     # Member 0 of each group is sampled greedily as the others' baseline; no group is complete without it.
     greedy: bool = False
 
@@ -82,7 +82,7 @@ class LiveRules(msgspec.Struct, frozen=True):
 
     max_staleness: Annotated[int, Meta(ge=0, lt=1 << 31)]
     groups_per_batch: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    min_members: Annotated[int, Meta(ge=2, lt=1 << 31)]
+    min_members: Annotated[int, Meta(ge=1, lt=1 << 31)]
     on_deadline: OnDeadline
 
     @classmethod

@@ -22,7 +22,7 @@ from .samplers import SequentialSampler
 from .task_table import Attempt, TaskTable
 from .trajectory import UNWANTED, Outcome
 
-MIN_MEMBERS = 2  # a group's mean is a baseline from two members on
+MIN_MEMBERS = 2  # a group's mean is a baseline from two members on; groups of one have none and need none
 # Discard reason of a group whose members all have the same reward, under dynamic sampling.
 EQUAL_REWARDS = "equal_rewards"
 GREEDY = 0  # the member that is sampled greedily, under `ReplayConfig.greedy`
@@ -230,7 +230,7 @@ class LeaseManager:
         no_baseline = self._config.greedy and all(e.withheld != "baseline" for e in kept)
         if no_baseline and GREEDY in final:
             self._table.discard_group(group, NO_BASELINE)
-        elif ended and len(kept) < MIN_MEMBERS:
+        elif ended and len(kept) < min(MIN_MEMBERS, self._config.group_size):
             self._table.discard_group(group, "too_few_members")
         elif ended and equal:
             self._table.discard_group(group, EQUAL_REWARDS)

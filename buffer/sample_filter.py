@@ -1,7 +1,9 @@
-"""Policy filtration: which episodes of a complete group are trained on, by the rank of their rewards.
+"""Which episodes of a complete group are trained on: those that no limit cut off, or by the rank of their rewards.
+
+    untruncated    no limit of tokens or turns cut it off           DAPO's overlong filtering (Yu et al. 2025, arXiv:2503.14476)
 
 PF-PPO, Shen and Zhang 2024, "Policy Filtration for RLHF to Mitigate Noise in Reward Models", arXiv:2409.06957: a reward model is
-least reliable on answers that it scores neither high nor low, so of the N answers to a task only these are trained on:
+least reliable on answers that it scores neither high nor low, so of the N answers to a task policy filtration trains on these only:
 
     best           the highest reward                   the paper's best-of-N
     best_random    that one, and a random other         best-random
@@ -29,6 +31,8 @@ def dropped(group: Group, rule: Filter) -> list[Episode]:
         (e for e in group.in_account("ready") if e.withheld is None), key=lambda e: (-(e.reward or 0.0), e.member)
     )
     match rule:
+        case "untruncated":
+            return [e for e in ranked if e.outcome is not None and e.outcome.kind == "truncated"]
         case "best":
             return ranked[1:]
         case "best_random":

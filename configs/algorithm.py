@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from msgspec import Meta, field
+from msgspec import Meta, field, structs
 
 from .section import AboveZero, Fraction, NonNegative, Positive, Section
+
+
+def _complete(section: Section, name: str, defaults: Mapping[str, float]) -> None:
+    """Fill in the entries of a mapping that were not given."""
+    structs.force_setattr(section, name, {**defaults, **getattr(section, name)})
+
+
+NonNegativeNumber = Annotated[float, Meta(ge=0.0)]
 
 
 class Grpo(Section, frozen=True, tag_field="kind", tag="grpo"):
@@ -21,11 +30,12 @@ class Rloo(Section, frozen=True, tag_field="kind", tag="rloo"):
 
 
 class ReinforcePP(Section, frozen=True, tag_field="kind", tag="reinforce_pp"):
-    """REINFORCE++: normalized over the batch, no baseline by task (Hu et al. 2025, arXiv:2501.03262)."""
+    """REINFORCE++: the reward less the divergence to go of `kl.kind=reward`, normalized over the tokens of the batch, no baseline
+    by task (Hu et al. 2025, arXiv:2501.03262). It needs no group: `buffer.group_size=1` is the paper's."""
 
 
 class ReinforcePPBaseline(Section, frozen=True, tag_field="kind", tag="reinforce_pp_baseline"):
-    """REINFORCE++ with the group's mean as baseline, normalized over the batch (Hu et al. 2025, arXiv:2501.03262)."""
+    """REINFORCE++ with the group's mean as baseline (Hu et al. 2025, arXiv:2501.03262)."""
 
 
 class Opo(Section, frozen=True, tag_field="kind", tag="opo"):
@@ -51,23 +61,32 @@ class TurnLevel(Section, frozen=True, tag_field="kind", tag="turn_level"):
     """Divide by the standard deviation among those of the group that reached the turn."""
 
 
+LamKey = Literal["policy", "critic", "by_length"]
+LAM: dict[LamKey, float] = {"policy": 0.95, "critic": 1.0}
+
+
 class Gae(Section, frozen=True, tag_field="kind", tag="gae"):
     """Generalized advantage estimation by token, with a critic (Schulman et al. 2016, arXiv:1506.02438). The critic begins as the
     policy with a head of zeros."""
 
     gamma: Fraction = 1.0
     """Discount per sampled token."""
-    lam: Fraction | Literal["by_length"] = 0.95
-    """How far the policy's advantages look ahead: 0 is one token, 1 to the end of the episode. `by_length` is 1 - 1 / (0.05 x
-    sampled tokens of the episode), the length-adaptive form of VAPO (Yue et al. 2025, arXiv:2504.05118)."""
-    critic_lam: Fraction = 1.0
-    """Lambda of the critic's targets; 1 is the return itself."""
+    lam: dict[LamKey, Fraction] = field(default_factory=LAM.copy)
+    """How far advantages look ahead: 0 is one token, 1 to the end of the episode. `policy`: of the policy's advantages;
+    `by_length`, in its place: alpha of 1 - 1 / (alpha x sampled tokens of the episode), 0.05 in VAPO (Yue et al. 2025,
+    arXiv:2504.05118); `critic`: of the critic's targets, where 1 is the return itself."""
     lr: AboveZero = 1e-5
     """Learning rate of the critic."""
     critic_warmup: NonNegative = 0
     """Learner steps at the beginning in which the critic learns and the policy does not change."""
+    value_clip: NonNegativeNumber = 0.0
+    """The critic's loss of a token is the larger one of its estimate and of that estimate held within this distance of the one
+    before the batch; 0 is plain squared error."""
     normalize: bool = True
     """Bring the advantages of a batch to mean 0 and standard deviation 1 over its sampled tokens."""
+
+    def __post_init__(self) -> None:
+        _complete(self, "lam", LAM)
 
 
 class Prime(Section, frozen=True, tag_field="kind", tag="prime"):
@@ -83,43 +102,52 @@ class Prime(Section, frozen=True, tag_field="kind", tag="prime"):
 
 
 class Clipped(Section, frozen=True):
-    clip_low: AboveZero = 0.2
-    """The loss clips its ratio at 1 - clip_low."""
-    clip_high: AboveZero = 0.2
-    """The loss clips its ratio at 1 + clip_high."""
+    clip: tuple[AboveZero, AboveZero] = (0.2, 0.2)
+    """[low, high]: the loss clips its ratio at 1 - low and at 1 + high."""
+
+
+class DualClipped(Section, frozen=True):
+    clip: tuple[AboveZero, AboveZero, AboveZero] = (0.2, 0.2, 3.0)
+    """[low, high, c]: the loss clips its ratio at 1 - low and at 1 + high, and at c where the advantage is negative."""
 
 
 class DecoupledPpo(Clipped, frozen=True, tag_field="kind", tag="decoupled_ppo"):
     """Decoupled PPO (Hilton et al. 2021, arXiv:2110.00641): clip around the proximal policy, weigh by the behavior policy."""
 
-    clip_high: AboveZero = 0.28
+    clip: tuple[AboveZero, AboveZero] = (0.2, 0.28)
 
 
 class Ppo(Clipped, frozen=True, tag_field="kind", tag="ppo"):
     """PPO (Schulman et al. 2017, arXiv:1707.06347): clip around the behavior policy."""
 
 
-class DualClipPpo(Ppo, frozen=True, tag_field="kind", tag="dual_clip_ppo"):
-    """PPO whose ratio is at most 3 where the advantage is negative, too (Ye et al. 2020, arXiv:1912.09729)."""
+class DualClipPpo(DualClipped, frozen=True, tag_field="kind", tag="dual_clip_ppo"):
+    """PPO whose ratio is bounded where the advantage is negative, too (Ye et al. 2020, arXiv:1912.09729)."""
+
+
+class DualClipDecoupledPpo(DualClipped, frozen=True, tag_field="kind", tag="dual_clip_decoupled_ppo"):
+    """The same around the proximal policy."""
 
 
 class Gspo(Clipped, frozen=True, tag_field="kind", tag="gspo"):
     """GSPO (Zheng et al. 2025, arXiv:2507.18071): one ratio to the proximal policy for a whole sequence, the geometric mean of its
     tokens'."""
 
-    clip_low: AboveZero = 3e-4
-    clip_high: AboveZero = 4e-4
+    clip: tuple[AboveZero, AboveZero] = (3e-4, 4e-4)
 
 
-class Cispo(Section, frozen=True, tag_field="kind", tag="cispo"):
-    """CISPO (MiniMax 2025, arXiv:2506.13585): the weight of a token is clipped, its gradient never lost."""
+class Cispo(Clipped, frozen=True, tag_field="kind", tag="cispo"):
+    """CISPO (MiniMax 2025, arXiv:2506.13585): the weight of a token, its ratio to the behavior policy, is clipped, its gradient
+    never lost. A low of 1 is no lower bound, as in the paper."""
 
-    clip_high: AboveZero = 4.0
-    """The weight, the ratio to the behavior policy, is at most 1 + clip_high."""
+    clip: tuple[AboveZero, AboveZero] = (1.0, 4.0)
 
 
 class Sapo(Section, frozen=True, tag_field="kind", tag="sapo"):
     """SAPO (Gao et al. 2025, arXiv:2511.20347): a smooth gate around the proximal policy in place of a clip."""
+
+    tau: tuple[AboveZero, AboveZero] = (1.0, 1.05)
+    """Temperatures of the gate: where the advantage is positive, and elsewhere. The higher, the narrower."""
 
 
 class Sppo(Section, frozen=True, tag_field="kind", tag="sppo"):
@@ -130,25 +158,37 @@ class Sppo(Section, frozen=True, tag_field="kind", tag="sppo"):
     """How far: nats of log-ratio for an advantage of 1."""
 
 
-Share = Annotated[float, Meta(gt=0.0, le=1.0)]
+ClipCovKey = Literal["share", "low", "high"]
+CLIP_COV: dict[ClipCovKey, float] = {"share": 2e-4, "low": 1.0, "high": 5.0}
 
 
 class ClipCov(Clipped, frozen=True, tag_field="kind", tag="clip_cov"):
     """Clip-Cov (Cui et al. 2025, arXiv:2505.22617): some tokens whose log-prob and advantage both rise carry no gradient."""
 
-    share: Share = 2e-4
-    """Share of the step's tokens that are so chosen; at least one token."""
+    held: dict[ClipCovKey, AboveZero] = field(default_factory=CLIP_COV.copy)
+    """Which tokens: `share` of the step's tokens, at least one, drawn among those with a covariance from `low` to `high`."""
+
+    def __post_init__(self) -> None:
+        _complete(self, "held", CLIP_COV)
+
+
+KlCovKey = Literal["share", "abs", "k2", "k3"]
+KL_COV: dict[KlCovKey, float] = {"share": 2e-3, "abs": 1.0, "k2": 0.0, "k3": 0.0}
 
 
 class KlCov(Section, frozen=True, tag_field="kind", tag="kl_cov"):
     """KL-Cov (Cui et al. 2025, arXiv:2505.22617): tokens whose log-prob and advantage covary most are held near the
     proximal policy. From a batch's second optimizer step on: set `minibatches` to 2 or more."""
 
-    share: Share = 2e-3
-    """Share of the step's tokens that are so chosen; at least one token."""
+    held: dict[KlCovKey, NonNegativeNumber] = field(default_factory=KL_COV.copy)
+    """Which tokens and how: `share` of the step's tokens, at least one; what a nat of their divergence costs, estimated with r =
+    current / proximal by |log r| (`abs`, the authors'), (log r)^2 / 2 (`k2`) or r - 1 - log r (`k3`)."""
+
+    def __post_init__(self) -> None:
+        _complete(self, "held", KL_COV)
 
 
-PolicyLossKind = DecoupledPpo | Ppo | DualClipPpo | Gspo | Cispo | Sapo | Sppo | ClipCov | KlCov
+PolicyLossKind = DecoupledPpo | Ppo | DualClipPpo | DualClipDecoupledPpo | Gspo | Cispo | Sapo | Sppo | ClipCov | KlCov
 
 SELF_CORRECTING = (Ppo, DualClipPpo, Cispo)
 """Losses whose ratio is the one to the policy that sampled: they weigh tokens of other policies by themselves."""
@@ -156,6 +196,9 @@ SELF_CORRECTING = (Ppo, DualClipPpo, Cispo)
 REFILLABLE = (Grpo, Rloo, ReinforcePPBaseline, Opo, Remax, WinRate, Prime)
 """Advantages with which a group of equal rewards may be replaced: they are 0 for all its tokens. PRIME's are not; its paper leaves
 such groups out nevertheless."""
+
+GROUPLESS = (ReinforcePP, Gae)
+"""Advantages that do not compare the members of a group, which may then be one."""
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -175,34 +218,35 @@ class Uncorrected(NoCorrection, frozen=True, tag_field="kind", tag="uncorrected"
 class Weighed(Section, frozen=True):
     level: Level = "token"
     """Of what the weight is: of a token, of its whole sequence, or the geometric mean over the sequence."""
-    high: AboveZero = 2.0
-    """The weight is at most this; with `masked` and `rejected` the largest that counts, above 1."""
-
-
-class Bounded(Weighed, frozen=True):
-    """Weights that count only between two bounds."""
-
-    low: AboveZero = 0.5
-    """Smallest weight that counts; below 1."""
+    bounds: tuple[NonNegativeNumber, AboveZero] = (0.0, 2.0)
+    """[low, high] of the weight: it is held between them, or with `masked` and `rejected` counts only there, where low is below 1
+    and high above."""
 
 
 class Truncated(Weighed, frozen=True, tag_field="kind", tag="truncated"):
     """Weighed by proximal / behavior up to a cap; at level `token` that is TIS (Yao et al. 2025)."""
 
 
-class Masked(Bounded, frozen=True, tag_field="kind", tag="masked"):
+class Masked(Weighed, frozen=True, tag_field="kind", tag="masked"):
     """Weighed by proximal / behavior; tokens whose weight is out of bounds carry no loss (IcePop, arXiv:2510.18855)."""
 
-    high: AboveZero = 5.0
+    bounds: tuple[NonNegativeNumber, AboveZero] = (0.5, 5.0)
 
 
-class Rejected(Bounded, frozen=True, tag_field="kind", tag="rejected"):
+class Rejected(Weighed, frozen=True, tag_field="kind", tag="rejected"):
     """Weighed by proximal / behavior; sequences with a weight out of bounds carry no loss (Liu et al. 2025)."""
 
     level: Level = "geometric"
+    bounds: tuple[NonNegativeNumber, AboveZero] = (0.5, 2.0)
+    weights: Truncated | None = None
+    """What sequences that are not rejected are weighed by, where it is not what they are judged by: `{kind: truncated}` with
+    the default level is geometric rejection with token weights."""
 
 
-Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
+Mean = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
+
+PAPERS_MEAN: dict[type[Section], Mean] = {Gspo: "sequence_mean", Sapo: "sequence_mean", Sppo: "sequence_sum"}
+"""The aggregation of losses whose papers have another than the mean over tokens."""
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -214,8 +258,9 @@ class NoKl(Section, frozen=True, tag_field="kind", tag="none"):
 class Kl(Section, frozen=True):
     """The divergence from a reference policy, KL(policy || reference), estimated token by token (Schulman 2020)."""
 
-    coefficient: AboveZero = 1e-3
-    """What a nat of divergence costs, in units of reward."""
+    coefficient: AboveZero | dict[Literal["start", "target"], AboveZero] = 1e-3
+    """What a nat of divergence costs, in units of reward. `{start: 0.2, target: 6}` begins with 0.2 and changes it after each step
+    so that an episode diverges by 6 nats (Ziegler et al. 2019, arXiv:1909.08593)."""
     estimator: Estimator = "k3"
     """With r = reference / policy: `k1` is -log r, `k2` half of its square, `k3` r - 1 - log r."""
     reference: str = ""
@@ -230,6 +275,10 @@ class KlInReward(Kl, frozen=True, tag_field="kind", tag="reward"):
     """Taken off the reward of each token, as PPO on human preferences has it; the policy is the one that sampled."""
 
     estimator: Estimator = "k1"
+
+
+TermKey = Literal["entropy", "imitation"]
+TERMS: dict[TermKey, float] = {"entropy": 0.0, "imitation": 0.0}
 
 
 class Algorithm(Section, frozen=True):
@@ -247,16 +296,27 @@ class Algorithm(Section, frozen=True):
         default_factory=AutoCorrection
     )
     """What makes up for tokens of other policies. `auto` is what the loss needs: `truncated`, or `none` where it has its own."""
-    aggregation: Aggregation = "token_mean"
-    """The step's loss: mean over tokens, or mean over sequences of their means, or of their sums / `agent.max_tokens`."""
+    aggregation: Literal["auto", "token_mean", "sequence_mean", "sequence_sum", "fixed_length"] = "auto"
+    """The step's loss: mean over tokens, or mean over sequences of their means, of their sums, or of their sums /
+    `agent.max_tokens`. `auto` is what the loss's paper has: sequence_mean with gspo and sapo, sequence_sum with sppo, token_mean
+    with the others."""
     kl: NoKl | KlInLoss | KlInReward = field(default_factory=NoKl)
     """Whether, and where, the divergence from a reference policy counts."""
-    entropy: Annotated[float, Meta(ge=0.0)] = 0.0
-    """Coefficient of the entropy bonus, per nat; 0 is none."""
-    imitation: Annotated[float, Meta(ge=0.0)] = 0.0
-    """Coefficient of minus the mean log-prob of the tokens of episodes that earned more than 0, as VAPO has it; 0 is none."""
+    terms: dict[TermKey, NonNegativeNumber] = field(default_factory=TERMS.copy)
+    """Coefficients of what is added to the loss. `entropy`: minus the entropy of the policy, nats. `imitation`: minus the mean
+    log-prob of the tokens of episodes that earned more than 0, as VAPO has it."""
     minibatches: Positive = 1
-    """Optimizer steps per batch; more than one makes the proximal policy differ from the target."""
+    """Optimizer steps per epoch; more than one makes the proximal policy differ from the target."""
+    epochs: Positive = 1
+    """How often each batch is gone through, by the policy and by a critic; PPO's epochs."""
+
+    def __post_init__(self) -> None:
+        _complete(self, "terms", TERMS)
+
+    @property
+    def mean(self) -> Mean:
+        """How the losses of tokens become that of a step."""
+        return PAPERS_MEAN.get(type(self.loss), "token_mean") if self.aggregation == "auto" else self.aggregation
 
 
 def needs_reference(algorithm: Algorithm) -> bool:

@@ -12,19 +12,8 @@ import re
 from collections.abc import Iterator
 
 from ..errors import ConfigError
-from .algorithm import (
-    REFILLABLE,
-    SELF_CORRECTING,
-    Gae,
-    KlInLoss,
-    Masked,
-    NoCorrection,
-    Rejected,
-    Truncated,
-    Uncorrected,
-    needs_critic,
-    needs_reference,
-)
+from .algorithm import Gae, needs_critic, needs_reference
+from .algorithm_checks import group_problems, loss_problems
 from .backends import Fsdp2, Megatron, copy_ranks
 from .environments import EnvironmentKind, Harbor, LimitedTasks, Mixture, PythonEnv, ReasoningGym, parts_by_key
 from .reward import FIELDS, Judge, ModelReward, fields_of
@@ -45,7 +34,10 @@ _PART_NAME = re.compile(r"[\w-]+")
 
 def check(config: Config) -> None:
     """Raises ConfigError with the first impossible combination, naming its keys and what is allowed."""
-    for find in (_values, _episode, _harbor, _evaluation, _batch, _correction, _backend, _aux_models, _reward):
+    for find in (
+        *(_values, _episode, _harbor, _evaluation, group_problems, _batch),
+        *(loss_problems, _backend, _aux_models, _reward),
+    ):
         for problem in find(config):
             raise ConfigError(problem)
 
@@ -66,12 +58,6 @@ def _values(config: Config) -> Iterator[str]:
         yield f"run.trackers: {', '.join(config.run.trackers)} names a tracker twice"
     if 1.0 in config.learner.optimizer.betas:
         yield "learner.optimizer.betas: 1 never forgets and divides by zero; allowed are 0 up to, but not, 1"
-    kl = config.learner.algorithm.kl
-    if isinstance(kl, KlInLoss) and kl.estimator == "k1":
-        yield (
-            "learner.algorithm.kl.estimator=k1 with kl.kind=loss: its gradient is 0 on average and holds the policy nowhere; "
-            "allowed there are k2 and k3"
-        )
     if config.model.dtype == "bfloat16" and config.weightsync.canary_tolerance < BF16_NOISE:
         yield (
             f"weightsync.canary_tolerance={config.weightsync.canary_tolerance:g} with model.dtype=bfloat16 would refuse "
@@ -198,28 +184,12 @@ def _harbor(config: Config) -> Iterator[str]:
 
 
 def _batch(config: Config) -> Iterator[str]:
-    buffer, algorithm, rollout = config.buffer, config.learner.algorithm, config.rollout
-    if algorithm.minibatches > buffer.groups_per_batch:
+    buffer, rollout = config.buffer, config.rollout
+    fewest = min(2, buffer.group_size)
+    if buffer.min_members and not fewest <= buffer.min_members <= buffer.group_size:
         yield (
-            f"learner.algorithm.minibatches={algorithm.minibatches} is more than buffer.groups_per_batch="
-            f"{buffer.groups_per_batch}: there would be steps of less than a group; allowed are 1 to {buffer.groups_per_batch}"
-        )
-    if buffer.min_members and not 2 <= buffer.min_members <= buffer.group_size:
-        yield (
-            f"buffer.min_members={buffer.min_members}: allowed are 0, which waits for all, and 2 to "
+            f"buffer.min_members={buffer.min_members}: allowed are 0, which waits for all, and {fewest} to "
             f"buffer.group_size={buffer.group_size}"
-        )
-    if buffer.dynamic_sampling and not isinstance(algorithm.advantage, REFILLABLE):
-        kinds = ", ".join(str(section.__struct_config__.tag) for section in REFILLABLE)
-        yield (
-            "buffer.dynamic_sampling=true would discard groups that teach: "
-            f"learner.algorithm.advantage.kind={algorithm.advantage.__struct_config__.tag} learns from groups of equal rewards, "
-            f"too; allowed with it are {kinds}"
-        )
-    if algorithm.overlong >= config.agent.max_tokens:
-        yield (
-            f"learner.algorithm.overlong={algorithm.overlong} leaves no length unpunished: it is a part of agent.max_tokens="
-            f"{config.agent.max_tokens}; allowed are 0 to {config.agent.max_tokens - 1}"
         )
     least = rollout.workers * buffer.group_size
     if 0 < rollout.max_episodes < least:
@@ -235,31 +205,6 @@ def _batch(config: Config) -> Iterator[str]:
         yield (
             f"with {waits} the learner waits for the slowest episode, but learner.batch_s={config.learner.batch_s:g} is less "
             f"than {keys}; allowed is learner.batch_s >= {longest:g}"
-        )
-
-
-def _correction(config: Config) -> Iterator[str]:
-    algorithm, staleness = config.learner.algorithm, config.buffer.max_staleness
-    loss, correction = algorithm.loss, algorithm.correction
-    key, kind = "learner.algorithm.correction", loss.__struct_config__.tag
-    own = ", ".join(str(section.__struct_config__.tag) for section in SELF_CORRECTING)
-    refused = isinstance(correction, NoCorrection) and not isinstance(correction, Uncorrected)
-    if refused and staleness > 0 and not isinstance(loss, SELF_CORRECTING):
-        yield (
-            f"{key}.kind=none with buffer.max_staleness={staleness}: learner.algorithm.loss.kind={kind} would take tokens of "
-            f"older policies for the learner's own; set {key}.kind to auto, truncated, masked or rejected, or "
-            f"learner.algorithm.loss.kind to one that corrects by itself ({own}), or buffer.max_staleness=0; "
-            f"an ablation sets {key}.kind=uncorrected"
-        )
-    if isinstance(correction, Truncated) and isinstance(loss, SELF_CORRECTING):
-        yield (
-            f"{key}.kind=truncated would weigh tokens twice: the ratio of learner.algorithm.loss.kind={kind} is to the policy "
-            "that sampled and holds the weight; allowed with it are auto, none, masked and rejected"
-        )
-    if isinstance(correction, Masked | Rejected) and not correction.low < 1 < correction.high:
-        yield (
-            f"{key}.low={correction.low:g} and {key}.high={correction.high:g} leave no loss to tokens of the learner's own policy, "
-            "whose weight is 1; allowed are a low below 1 and a high above 1"
         )
 
 

@@ -9,10 +9,18 @@ RENAMED = {
     "learner.checkpoint": "learner.checkpoint_every and learner.checkpoint_keep",
     "learner.optimizer.beta1": "learner.optimizer.betas=[BETA1, BETA2]",
     "learner.optimizer.beta2": "learner.optimizer.betas=[BETA1, BETA2]",
-    "learner.algorithm.advantage.lam_by_length": "learner.algorithm.advantage.lam=by_length",
+    "learner.algorithm.advantage.lam_by_length": "learner.algorithm.advantage.lam.by_length=0.05",
+    "learner.algorithm.advantage.critic_lam": "learner.algorithm.advantage.lam.critic",
     "learner.algorithm.advantage.critic_lr": "learner.algorithm.advantage.lr",
     "learner.algorithm.advantage.reward_lr": "learner.algorithm.advantage.lr",
+    **{f"learner.algorithm.loss.clip_{one}": "learner.algorithm.loss.clip=[LOW, HIGH]" for one in ("low", "high")},
+    "learner.algorithm.loss.share": "learner.algorithm.loss.held.share",
     "learner.algorithm.correction.biased": "learner.algorithm.correction.kind=uncorrected",
+    **{
+        f"learner.algorithm.correction.{one}": "learner.algorithm.correction.bounds=[LOW, HIGH]"
+        for one in ("low", "high")
+    },
+    **{f"learner.algorithm.{one}": f"learner.algorithm.terms.{one}" for one in ("entropy", "imitation")},
     "learner.backend.context_parallel": "learner.backend.parallel.context",
     "learner.backend.tensor_parallel": "learner.backend.parallel.tensor",
     "learner.backend.pipeline_parallel": "learner.backend.parallel.pipeline",

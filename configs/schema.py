@@ -183,8 +183,9 @@ class Buffer(Section, frozen=True):
     """No token older than this many policy versions is trained on. 0 is synchronous training."""
     groups_per_batch: Positive = 8
     """Task groups in one learner step."""
-    group_size: Annotated[int, Meta(ge=2)] = 8
-    """Episodes per task group; their mean reward is the baseline."""
+    group_size: Positive = 8
+    """Episodes per task group; their mean reward is the baseline. One is enough for advantages that compare with no group:
+    `reinforce_pp` and `gae`."""
     min_members: NonNegative = 0
     """A group may be trained on as soon as so many of its episodes are there; those that end later count in the baseline and carry
     no loss. 0 waits for all."""
@@ -192,9 +193,10 @@ class Buffer(Section, frozen=True):
     """A group whose episodes all earned the same is discarded and replaced (DAPO, Yu et al. 2025,
     arXiv:2503.14476). What an episode earned decides, a reward model's share included, before any shaping; so may the
     penalty of a failure."""
-    filter: Literal["none", "best", "best_random", "best_worst"] = "none"
-    """Which episodes of a group are trained on: all, the one that earned most, or that one with a random other or with the one that
-    earned least (PF-PPO, Shen and Zhang 2024, arXiv:2409.06957). The others' rewards count in the baseline."""
+    filter: Literal["none", "untruncated", "best", "best_random", "best_worst"] = "none"
+    """Which episodes of a group are trained on: all, those that no limit cut off (DAPO's overlong filtering, arXiv:2503.14476), the
+    one that earned most, or that one with a random other or with the one that earned least (PF-PPO, Shen and Zhang 2024,
+    arXiv:2409.06957). The others' rewards count in the baseline."""
     on_deadline: Literal["withhold", "wait", "drop"] = "withhold"
     """Tokens past the bound: kept as context without loss, waited for by the learner, or dropped with their group."""
     lease_s: AboveZero = 30.0

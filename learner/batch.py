@@ -67,6 +67,7 @@ class TrainBatch(msgspec.Struct, frozen=True):
     values: NDArray[np.float32] | None = None  # float32[N], a critic's, or a reward model's log(policy / reference)
     penalties: NDArray[np.float32] | None = None  # float32[N], taken off the rewards; None for no penalty
     returns: NDArray[np.float32] | None = None  # float32[N], the critic's targets; None where there is no critic
+    kl_coefficient: float | None = None  # what a nat of divergence costs where that is adaptive
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

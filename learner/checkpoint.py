@@ -39,10 +39,12 @@ CLOSE_S = 5.0  # longest wait at the learner's end for a write that is under way
 
 
 class CheckpointState(msgspec.Struct, frozen=True):
-    """What a checkpoint contains: optimizer batches done, and the policy version that they made."""
+    """What a checkpoint contains: optimizer batches done, the policy version that they made, and the numbers that the algorithm
+    carries from step to step, by name."""
 
     step: int
     version: int
+    algorithm: dict[str, float] = {}
 
 
 class Saver:

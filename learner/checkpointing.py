@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
 from ..buffer.client import BufferClient
@@ -68,7 +69,7 @@ class Checkpointer:
             log.warning(
                 "commits after version %d were lost; their weights live on as version %d", state.version, version
             )
-        return CheckpointState(step=state.step, version=version)
+        return msgspec.structs.replace(state, version=version)
 
     async def after_step(self, state: CheckpointState) -> None:
         """Raise what went wrong with the checkpoint that was begun, if it has ended; begin the next one every so many steps."""

@@ -26,6 +26,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
+import msgspec
+
 from ..buffer.client import BufferClient
 from ..buffer.messages import BatchPlan
 from ..buffer.trajectory import BatchRow, Trajectory
@@ -35,6 +37,7 @@ from ..configs.schema import Learner
 from ..errors import DeadlineExceeded
 from ..weightsync.publisher import Publisher
 from .algorithms import advantage_of, returns_of
+from .algorithms.divergence import KL_COEFFICIENT
 from .algorithms.estimators import assign_advantages, overlong
 from .annotations import StepAnnotations, choose
 from .aux_models.aux_models import AuxModels
@@ -115,7 +118,7 @@ class TrainingLoop:
                 self._agree()
                 batch, result, aux_result, seen = await self._step(taken, state)
             with self._in_phase("commit", state.version):
-                state = await self._commit(state)
+                state = await self._commit(state, self._stepper.carried(batch, result, state))
                 self._annotate(state.version, seen.finish())
                 timer.stepped(await self._buffer.stats(), int(batch.sizes.sum()))
             with self._in_phase("publish", state.version):
@@ -167,6 +170,7 @@ class TrainingLoop:
         """Compute advantages, then step the policy and the trained aux model. This rank fetches the rows that it works on."""
         rows: dict[str, Trajectory] = {}
         flat = flatten(taken.groups, state.version, withheld=taken.withheld, shape=self._shape)
+        flat = msgspec.structs.replace(flat, kl_coefficient=state.algorithm.get(KL_COEFFICIENT))
         flat = await self._fetch(taken, flat, self._aux_models.scored_rows(flat), rows)
         flat = await self._aux_models.score(flat)
         credited = assign_advantages(flat, self._advantage, self._returns)
@@ -192,10 +196,10 @@ class TrainingLoop:
             rows |= {row.id: row for row in await self._buffer.fetch_rows(taken.version, missing)}
         return with_rows(batch, rows.values()) if wanted else batch
 
-    async def _commit(self, state: CheckpointState) -> CheckpointState:
+    async def _commit(self, state: CheckpointState, carried: dict[str, float]) -> CheckpointState:
         if self._backend.rank == 0:
             await self._buffer.commit(state.version)
-        return CheckpointState(step=state.step + 1, version=state.version + 1)
+        return CheckpointState(step=state.step + 1, version=state.version + 1, algorithm=carried)
 
     async def _late_batch(self, version: int) -> DeadlineExceeded:
         stats = await self._buffer.stats()

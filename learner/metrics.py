@@ -13,6 +13,7 @@ from ..buffer.ledger import Withheld
 from ..buffer.messages import BatchPlan, Stats
 from ..buffer.trajectory import BatchRow, TrajectoryHeader
 from ..weightsync.plan import PushReport
+from .algorithms.divergence import KL_COEFFICIENT
 from .algorithms.policy_loss import BY_STALENESS, effective_sample_size
 from .backend import BackendStepResult
 from .batch import ALL_TRAINED, Group, TrainBatch
@@ -31,7 +32,7 @@ class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
     tokens_withheld: int  # sampled tokens that were too old, or of episodes without loss (see the ledger)
     mixed_tokens: int  # trained tokens sampled by new weights from keys and values of older ones (`keep_kv`)
     groups: int = 0  # task groups in the batch
-    # Groups whose episodes all have the same reward: without signal where an advantage compares the members of a group.
+    # Groups of several episodes that all have the same reward: without signal where an advantage compares the members of a group.
     groups_alike: int = 0
     episodes: int  # episodes in the batch
     truncated: float = 0.0  # share of the episodes that a token or turn limit ended
@@ -83,6 +84,7 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     clip_fraction: float  # share of trained tokens where the loss's own clip was active
     dropped_fraction: float = 0.0  # share of trained tokens whose loss the correction dropped
     kl_reference: float = 0.0  # k3 estimate of KL(current || reference), mean over trained tokens, nats
+    kl_coefficient: float = 0.0  # what a nat of it costs from the next step on; 0 where that is not adaptive
     value_loss: float = 0.0  # half the mean squared error of the critic before its step; 0 where there is no critic
     explained_variance: float = 0.0  # 1 - mean squared error / variance of the returns; 0: no critic
     reward_model_loss: float = 0.0  # cross-entropy of outcomes before its step, nats; 0: no reward model
@@ -105,7 +107,7 @@ class AuxModelsResult(msgspec.Struct, frozen=True):
 
 
 class PolicyStepResult(msgspec.Struct, frozen=True):
-    """The optimizer steps of one batch, one per minibatch, at learning rate `lr`."""
+    """The optimizer steps of one batch, one per minibatch and epoch, at learning rate `lr`."""
 
     results: tuple[BackendStepResult, ...]
     lr: float
@@ -161,13 +163,17 @@ def summarize(
         tokens_withheld=everything - tokens,
         mixed_tokens=int(trained.mixed.sum()),
         groups=len(groups),
-        groups_alike=sum(len({t.reward for t in group}) <= 1 for group in groups),
+        groups_alike=sum(_alike(group) for group in groups),
         episodes=len(members),
         truncated=sum(t.outcome.kind == "truncated" for t in members.values()) / episodes,
         episode_tokens_mean=sampled / episodes,
         turns_mean=turns / episodes,
         environment=_environment(groups),
     )
+
+
+def _alike(group: Group) -> bool:
+    return len({t.reward for t in group}) <= 1 < len({t.episode for t in group})
 
 
 def _sampled_turns(branch: TrajectoryHeader) -> int:
@@ -280,6 +286,7 @@ class StepTimer:
             clip_fraction=means["clip_fraction"],
             dropped_fraction=means["dropped"],
             kl_reference=means.get("kl_reference", 0.0),
+            kl_coefficient=state.algorithm.get(KL_COEFFICIENT, 0.0),
             **done.by_staleness(),
             **msgspec.structs.asdict(aux_result),
             grad_norm=max(r.grad_norm for r in results),

@@ -48,7 +48,9 @@ class MicroBatch(msgspec.Struct, frozen=True):
     mixed: torch.Tensor  # bool[N], trained tokens from keys and values of older weights too; no version gives these
     positive: torch.Tensor  # bool[N], trained tokens of episodes whose reward is above 0
     reference_logprobs: torch.Tensor | None = None  # float32[N], 0 where not trained; None: no reference
+    values: torch.Tensor | None = None  # float32[N], an aux model's outputs before the batch, 0 where not trained
     returns: torch.Tensor | None = None  # float32[N], a critic's targets, 0 where not trained; None where there is none
+    kl_coefficient: float | None = None  # what a nat of divergence costs where that is adaptive
     ids: tuple[str, ...] = ()  # S trajectory ids, empty for sequences that are of none
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -118,7 +120,9 @@ def to_microbatch(batch: TrainBatch) -> MicroBatch:
         mixed=_tensor(batch.mixed),
         positive=torch.from_numpy(batch.loss_mask & np.repeat(batch.positive, batch.sizes)),
         reference_logprobs=None if batch.reference_logprobs is None else _tensor(batch.reference_logprobs),
+        values=None if batch.values is None else _tensor(batch.values),
         returns=None if batch.returns is None else _tensor(batch.returns),
+        kl_coefficient=batch.kl_coefficient,
         ids=batch.ids,
     )
 

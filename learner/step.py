@@ -3,7 +3,8 @@
     TrainBatch ──minibatches──> MicroBatch ──proximal log-probs──> loss ──> step of the policy
 
 The proximal policy of all steps of a batch is the policy at its start. With one step per batch, the step's own forward pass gives
-the proximal log-probs, unless the loss chooses tokens before the step.
+the proximal log-probs, unless the loss chooses tokens before the step. Each epoch takes the same steps on the same minibatches, and
+what the first one saw of single tokens is recorded.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from ..buffer.trajectory import Trajectory
-from ..configs.algorithm import Gae
+from ..configs.algorithm import Gae, Kl
 from ..configs.schema import Learner
 from ..errors import LearnerError
 from .algorithms import chooses_tokens, loss_of
+from .algorithms.divergence import KL_COEFFICIENT, coefficient_of, next_coefficient
 from .backend import Backend, BackendStepResult, LossOutput, PolicyLoss
 from .batch import TrainBatch
 from .checkpoint import CheckpointState
@@ -49,10 +52,12 @@ class PolicyStepper:
         self.peak_lr = config.optimizer.lr
         self._critic_warmup = advantage.critic_warmup if isinstance(advantage, Gae) else 0
         self._loss = loss_of(config.algorithm, longest)
-        self._one_pass = config.algorithm.minibatches == 1 and not chooses_tokens(config.algorithm)
+        algorithm = config.algorithm
+        self._one_pass = algorithm.minibatches == algorithm.epochs == 1 and not chooses_tokens(algorithm)
 
     def plan(self, batch: TrainBatch) -> list[list[list[int]]]:
-        """Of each optimizer step this rank's micro-batches, as indices of the sequences of `batch`; see `plan_steps`."""
+        """Of each optimizer step of an epoch this rank's micro-batches, as indices of the sequences of `batch`; see
+        `plan_steps`."""
         backend, config = self._backend, self._config
         local = backend.data_rank, backend.data_size, config.backend.tokens_per_microbatch
         return plan_steps(batch, config.algorithm.minibatches, *local, shares_prefixes=backend.shares_prefixes)
@@ -71,7 +76,7 @@ class PolicyStepper:
         backend, config = self._backend, self._config
         if not len(batch):
             raise LearnerError(
-                f"the batch of step {state.step + 1} holds no token that may be trained; see buffer.max_staleness"
+                f"the batch of step {state.step + 1} holds no token that may be trained; see buffer.max_staleness and buffer.filter"
             )
         step = state.step - self._critic_warmup
         lr = warm_up(self.peak_lr, step, config.optimizer.warmup_steps) if step >= 0 else 0.0
@@ -83,7 +88,10 @@ class PolicyStepper:
         else:
             rows = [self._scored(part) for part in rows]
             seen = [row for part in rows for row in part]
-            results = [backend.step(part, annotate(self._loss(part, backend.gather)), lr) for part in rows]
+            losses = [self._loss(part, backend.gather) for part in rows]
+            results = [backend.step(part, annotate(loss), lr) for part, loss in zip(rows, losses, strict=True)]
+            for _ in range(1, config.algorithm.epochs):
+                results += [backend.step(part, loss, lr) for part, loss in zip(rows, losses, strict=True)]
         gap, _ = mismatch([*probe, *seen])
         return PolicyStepResult(
             results=tuple(results),
@@ -91,6 +99,16 @@ class PolicyStepper:
             mismatch=backend.maximum(gap),
             compared=comparable_tokens(batch) + mismatch(probe)[1],
         )
+
+    def carried(self, batch: TrainBatch, done: PolicyStepResult, state: CheckpointState) -> dict[str, float]:
+        """The numbers that the algorithm carries on from `state` after the step on `batch`; on all ranks the same."""
+        kl = self._config.algorithm.kl
+        if not isinstance(kl, Kl) or not isinstance(kl.coefficient, dict):
+            return state.algorithm
+        by_episode = int(batch.loss_mask.sum()) / len(np.unique(batch.episode))
+        now = coefficient_of(kl, state.algorithm.get(KL_COEFFICIENT))
+        changed = next_coefficient(kl, now, done.means["kl_reference"] * by_episode)
+        return {**state.algorithm, KL_COEFFICIENT: changed}
 
     def _scored(self, rows: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Collective. `rows` with the proximal log-probs that the policy gives now."""

@@ -25,11 +25,13 @@ ALL = [*BY_GROUP, ReinforcePP()]
 
 
 class Episode(msgspec.Struct):
-    """What happened in one episode: the reward after each turn, how many tokens the policy sampled, and whether greedily."""
+    """What happened in one episode: the reward after each turn, how many tokens the policy sampled, whether greedily, and the
+    sampled tokens of each turn where these are not one."""
 
     turns: list[float]
     length: int
     greedy: bool = False
+    tokens: list[int] | None = None
 
     @property
     def reward(self) -> float:
@@ -80,18 +82,23 @@ def rloo(_: Rloo, groups: Groups) -> list[float]:
 
 
 def reinforce_pp(_: ReinforcePP, groups: Groups) -> list[float]:
-    """Hu et al. 2025: the batch is the baseline and the scale."""
-    rewards = [e.reward for group in groups for e in group]
-    scale = max(deviation(rewards), EPSILON)
-    return per_turn(groups, [[(e.reward - mean(rewards)) / scale for e in group] for group in groups])
+    """Hu et al. 2025: the tokens of the batch are the baseline and the scale. Each turn has one."""
+    return normalized([[(e, e.reward) for e in group] for group in groups])
 
 
 def reinforce_pp_baseline(_: ReinforcePPBaseline, groups: Groups) -> list[float]:
-    """Hu et al. 2025, with baseline: the group centres, the batch centres again and scales."""
-    centred = [[e.reward - mean([o.reward for o in group]) for e in group] for group in groups]
-    flat = [c for row in centred for c in row]
-    scale = max(deviation(flat), EPSILON)
-    return per_turn(groups, [[(c - mean(flat)) / scale for c in row] for row in centred])
+    """Hu et al. 2025, with baseline: the group centres, the tokens of the batch centre again and scale. An episode without company
+    is 0, and in no mean."""
+    company = [[(e, e.reward - mean([o.reward for o in g])) for e in g] for g in groups if len(g) > 1]
+    found = iter(normalized(company))
+    return [next(found) if len(group) > 1 else 0.0 for group in groups for e in group for _ in e.turns]
+
+
+def normalized(values: list[list[tuple[Episode, float]]]) -> list[float]:
+    """By turn; each token counts once in mean and deviation."""
+    by_token = [v for row in values for e, v in row for n in e.tokens or [1] * len(e.turns) for _ in range(n)]
+    scale = max(deviation(by_token), EPSILON) if by_token else 1.0
+    return [(v - mean(by_token)) / scale for row in values for e, v in row for _ in e.turns]
 
 
 def opo(_: Opo, groups: Groups) -> list[float]:

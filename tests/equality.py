@@ -38,7 +38,7 @@ VOCABULARY, STEPS, TEMPERATURE = 96, 3, 0.7
 LENGTHS = (7, 33, 2, 20, 12)
 # AdamW turns rounding noise in the smallest gradients into up to 1 % of a step: 1e-6 at this rate.
 OPTIMIZER = Optimizer(lr=1e-4, weight_decay=0.1, betas=(0.9, 0.95), clip_norm=0.5)
-PPO, CAP = DecoupledPpo(), Truncated().high
+PPO, CAP = DecoupledPpo(), Truncated().bounds[1]
 LOSS = loss_of(Algorithm(), longest=64)([], lambda values: values)
 BF16_NOISE = 1.25
 """How much further from float32 than a plain bfloat16 loop the weights may be. The plain loop is 16 % of a step off, ours 17 %:
@@ -133,7 +133,7 @@ def plain_loop(
             current = logp[range(len(ids) - 1), ids[1:]]
             q, b = torch.from_numpy(proximal)[1:], torch.from_numpy(one.behavior_logprobs)[1:]
             ratio, a = (current - q).exp(), torch.from_numpy(one.advantages)[1:]
-            surrogate = torch.minimum(ratio * a, ratio.clamp(1 - PPO.clip_low, 1 + PPO.clip_high) * a)
+            surrogate = torch.minimum(ratio * a, ratio.clamp(1 - PPO.clip[0], 1 + PPO.clip[1]) * a)
             loss = -(torch.minimum((q - b).exp(), torch.tensor(CAP)) * surrogate)
             divisor = len(sequences) * int(one.loss_mask.sum()) if sequence_mean else tokens
             mean = loss[torch.from_numpy(one.loss_mask)[1:]].sum() / divisor

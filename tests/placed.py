@@ -40,7 +40,7 @@ GROUPS: list[Group] = [
 ]
 
 GAE = (
-    "learner.algorithm.advantage={kind: gae, lr: 2e-5, lam: by_length}",
+    "learner.algorithm.advantage={kind: gae, lr: 2e-5, lam: {by_length: 0.05}}",
     "learner.algorithm.kl.kind=reward",
 )
 PRIME = (

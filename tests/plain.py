@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 EPSILON = 1e-4
 """Added to the standard deviation of a group's rewards."""
 
-PPO, CAP = DecoupledPpo(), Truncated().high
+PPO, CAP = DecoupledPpo(), Truncated().bounds[1]
 
 SHAPE = TinyModelShape(hidden=64, heads=2, kv_heads=2, intermediate=128, vocabulary=512)
 """A tenth of a million parameters."""
@@ -202,7 +202,7 @@ def _backward(model: PreTrainedModel, batch: Batch, bound: int) -> float:
             advantage = estimates[trajectory.member]
             weight = (proximal - behavior).exp().clamp(max=CAP)
             ratio = (current - proximal).exp()
-            clipped = ratio.clamp(1 - PPO.clip_low, 1 + PPO.clip_high)
+            clipped = ratio.clamp(1 - PPO.clip[0], 1 + PPO.clip[1])
             loss = -(weight * torch.minimum(ratio * advantage, clipped * advantage)).sum() / tokens
             loss.backward()
             total += loss.item()

@@ -21,7 +21,7 @@ from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.ledger_report import ledger_report
 from slipstream.buffer.replay import Replay
 from slipstream.buffer.sample_filter import dropped
-from slipstream.buffer.trajectory import FINISHED
+from slipstream.buffer.trajectory import FINISHED, TRUNCATED
 from slipstream.configs.schema import Buffer
 from slipstream.tests.episodes import SAMPLED, trajectory
 from slipstream.tests.fleets import mark_served
@@ -108,6 +108,20 @@ def test_a_penalty_has_a_rank_and_a_dropped_failure_has_none() -> None:
     assert replay.leases.deliver(lease.episode(2), failed("tool"), {0: 3}, {0: 3}, -1.0)
     replay.leases.deliver(lease.episode(3), failed("tool"), {0: 3}, {})
     assert filtered(replay) == [0]
+
+
+def test_what_a_limit_cut_off_is_not_trained_on_and_a_penalty_is() -> None:
+    """DAPO's overlong filtering. The choice is kept where the buffer restarts between two members."""
+    replay = replay_of(group_size=4, filter="untruncated")
+    lease = lease_of(replay)
+    assert replay.leases.deliver(lease.episode(0), TRUNCATED, {0: 3}, {0: 3}, 1.0)
+    assert replay.leases.deliver(lease.episode(1), FINISHED, {0: 3}, {0: 3}, 0.0)
+    assert replay.leases.deliver(lease.episode(2), failed("tool"), {0: 3}, {0: 3}, -1.0)
+    assert filtered(replay) == []
+    assert replay.leases.deliver(lease.episode(3), TRUNCATED, {0: 3}, {0: 3}, 0.0)
+    assert filtered(replay) == [0, 3]
+    step(replay)
+    assert replay.table.ledgers.total == Ledger(generated=12, trained=6, withheld={"filtered": 6})
 
 
 def test_late_members_are_not_chosen_from_and_choose_nobody() -> None:

@@ -196,6 +196,19 @@ def test_failures_are_members_without_a_reward() -> None:
     assert lease_of(replay).group_id == 1
 
 
+def test_a_group_of_one_is_trained_on_alone() -> None:
+    """Some advantages compare with no group."""
+    replay = replay_of(group_size=1)
+    lease = lease_of(replay)
+    assert lease.members == (0,)
+    assert replay.leases.deliver(lease.episode(0), FINISHED, {0: 2}, {0: 2}, 1.0)
+    assert state(replay) == "ready"
+    again = lease_of(replay)
+    assert not fail(replay, again.episode(0), tokens=4)
+    assert state(replay, 1) == "discarded"
+    assert replay.table.ledgers.total == Ledger(generated=6, ready=2, discarded={"failed_tool": 4})
+
+
 def test_a_failure_is_tried_again_as_often_as_its_reason_allows() -> None:
     replay = replay_of(retries={"engine": 2})
     for attempt in range(3):

@@ -91,9 +91,9 @@ def test_what_describe_shows_can_be_written_back(preset, tmp_path):
 
 def test_a_key_that_differs_between_kinds_is_listed_for_each():
     listed = [(doc.key, doc.value, doc.kinds) for doc in describe_schema()]
-    clip = "learner.algorithm.loss.clip_low"
-    assert (clip, "0.2", ("decoupled_ppo", "ppo", "dual_clip_ppo", "clip_cov")) in listed
-    assert (clip, "0.0003", ("gspo",)) in listed
+    clip = "learner.algorithm.loss.clip"
+    assert (clip, "[0.2,0.2]", ("ppo", "clip_cov")) in listed
+    assert (clip, "[0.0003,0.0004]", ("gspo",)) in listed
     axes = [doc.type for doc in describe_schema() if doc.key == "learner.backend.parallel"]
     assert len(axes) == 2
     assert "a mapping of context, expert, pipeline, tensor, virtual to an integer >= 1; of kind megatron" in axes

@@ -202,11 +202,69 @@ def test_failures_that_are_not_named_keep_their_policies(tmp_path):
         ("buffer: 3", ["buffer: 3", "a section"]),
         (
             "learner: {algorithm: {loss: {importance_cap: 3}}}",
-            ["learner.algorithm.loss.importance_cap: no such key", "clip_low, clip_high"],
+            [
+                "learner.algorithm.loss.importance_cap: no such key",
+                "allowed in learner.algorithm.loss with kind decoupled_ppo: kind, clip",
+            ],
         ),
         ("learner: {algorithm: {loss: {kind: vpo}}}", ["algorithm.loss.kind: 'vpo' is unknown", "gspo, cispo, sapo"]),
-        ("learner: {algorithm: {loss: {kind: cispo, clip_low: 1}}}", ["loss.clip_low: no such key", "kind, clip_high"]),
-        ("learner: {algorithm: {loss: {kind: kl_cov, share: 0}}}", ["loss.share: 0", "a number > 0 and <= 1"]),
+        (
+            "learner: {algorithm: {loss: {kind: cispo, clip_low: 1}}}",
+            ["loss.clip_low: no such key", "it is now learner.algorithm.loss.clip=[LOW, HIGH]"],
+        ),
+        (
+            "learner: {algorithm: {loss: {kind: kl_cov, held: {share: 0}}}}",
+            ["loss.held.share=0", "more than 0, up to 1"],
+        ),
+        ("learner: {algorithm: {loss: {kind: kl_cov, share: 0.1}}}", ["it is now learner.algorithm.loss.held.share"]),
+        ("learner: {algorithm: {loss: {kind: clip_cov, held: {low: 9}}}}", ["low=9 is above high=5"]),
+        (
+            "learner: {algorithm: {loss: {kind: kl_cov, held: {abs: 0}}}}",
+            ["abs, k2 and k3 are 0", "at least one above 0"],
+        ),
+        (
+            "learner: {algorithm: {loss: {kind: dual_clip_ppo, clip: [0.2, 0.28, 1.2]}}}",
+            ["loss.clip=[0.2, 0.28, 1.2]", "more than 1 + the second, 1.28"],
+        ),
+        (
+            "learner: {algorithm: {loss: {kind: sppo}, aggregation: sequence_mean}}",
+            [
+                "aggregation=sequence_mean with learner.algorithm.loss.kind=sppo",
+                "not SPPO",
+                "auto, sequence_sum, token_mean",
+            ],
+        ),
+        (
+            "learner: {algorithm: {advantage: {kind: gae, lam: {by_length: 0}}}}",
+            ["advantage.lam.by_length=0 divides by zero", "VAPO has 0.05"],
+        ),
+        (
+            "learner: {algorithm: {advantage: {kind: gae, lam: by_length}}}",
+            ["advantage.lam: 'by_length' is not allowed", "a mapping of by_length, critic, policy to a number"],
+        ),
+        (
+            "learner: {algorithm: {advantage: {kind: gae, critic_lam: 1}}}",
+            ["it is now learner.algorithm.advantage.lam.critic"],
+        ),
+        (
+            "learner: {algorithm: {kl: {kind: reward, coefficient: {start: 0.2}}}}",
+            ["kl.coefficient", "needs both, for example {start: 0.2, target: 6}"],
+        ),
+        ("learner: {algorithm: {entropy: 0.1}}", ["it is now learner.algorithm.terms.entropy"]),
+        ("learner: {algorithm: {imitation: 0.1}}", ["it is now learner.algorithm.terms.imitation"]),
+        (
+            "learner: {algorithm: {loss: {kind: cispo}, correction: {kind: rejected, weights: {kind: truncated}}}}",
+            ["correction.weights would weigh tokens twice", "loss.kind=cispo", "null"],
+        ),
+        (
+            "learner: {algorithm: {correction: {kind: truncated, bounds: [3, 2]}}}",
+            ["correction.bounds=[3, 2]", "a high of at least the low"],
+        ),
+        ("buffer: {group_size: 1}", ["buffer.group_size=1", "advantage.kind=grpo compares", "kind reinforce_pp, gae"]),
+        (
+            "buffer: {group_size: 1, filter: best}\nlearner: {algorithm: {advantage: {kind: reinforce_pp}}}",
+            ["buffer.filter=best with buffer.group_size=1", "none and untruncated"],
+        ),
         (
             "learner: {algorithm: {correction: {kind: tis}}}",
             ["correction.kind: 'tis'", "auto, none, uncorrected, truncated, masked, rejected"],
@@ -217,25 +275,29 @@ def test_failures_that_are_not_named_keep_their_policies(tmp_path):
         ),
         (
             "learner: {algorithm: {correction: {kind: truncated, low: 1}}}",
-            ["correction.low: no such key", "level, high"],
+            [
+                "correction.low: no such key",
+                "it is now learner.algorithm.correction.bounds=[LOW, HIGH]",
+                "level, bounds",
+            ],
         ),
         (
             "learner: {algorithm: {correction: {kind: truncated, biased: true}}}",
             [
                 "correction.biased: no such key",
                 "it is now learner.algorithm.correction.kind=uncorrected",
-                "level, high",
+                "level, bounds",
             ],
         ),
         (
             "learner: {algorithm: {correction: {high: 3}}}",
-            ["correction.high: no such key", "correction.kind=", "set too"],
+            ["correction.high: no such key", "it is now learner.algorithm.correction.bounds=[LOW, HIGH]"],
         ),
         (
             "learner: {algorithm: {aggregation: sum}}",
-            ["aggregation: 'sum'", "fixed_length, sequence_mean, token_mean"],
+            ["aggregation: 'sum'", "auto, fixed_length, sequence_mean, sequence_sum, token_mean"],
         ),
-        ("learner: {algorithm: {entropy: -0.1}}", ["learner.algorithm.entropy: -0.1", ">= 0"]),
+        ("learner: {algorithm: {terms: {entropy: -0.1}}}", ["learner.algorithm.terms.entropy: -0.1", ">= 0"]),
         ("- a", ["['a']"]),
         ("seed: 1\nrun: {dir: a}\nseed: 2", ["line 3", "'seed'", "line 1"]),
         ("env:\n  family: a\n  family: b", ["line 3", "'family'"]),
@@ -325,10 +387,10 @@ def test_a_missing_file_names_the_presets():
             ["correction.kind=truncated", "twice", "loss.kind=cispo", "auto, none, masked and rejected"],
         ),
         (
-            ["learner.algorithm.correction={kind: masked, low: 1.5, high: 1.2}"],
-            ["learner.algorithm.correction.low=1.5", "correction.high=1.2", "low below 1 and a high above 1"],
+            ["learner.algorithm.correction={kind: masked, bounds: [1.5, 1.2]}"],
+            ["learner.algorithm.correction.bounds=[1.5, 1.2]", "low below 1 and a high above 1"],
         ),
-        (["learner.algorithm.correction={kind: rejected, high: 1}"], ["correction.low=0.5", "correction.high=1 "]),
+        (["learner.algorithm.correction={kind: rejected, bounds: [0.5, 1]}"], ["correction.bounds=[0.5, 1] "]),
         (["buffer.keep=64MB"], ["buffer.keep", "64MB", "MiB"]),
         (["rollout.engine.memory=1.5"], ["rollout.engine.memory", "1.5", "0.85"]),
         (["rollout.engine.memory=lots"], ["rollout.engine.memory", "lots"]),
@@ -423,10 +485,8 @@ def test_another_kind_keeps_what_means_the_same_in_it():
 def test_another_kind_drops_a_setting_whose_default_differs_and_says_so():
     """A clip range of the token ratio is no clip range of a whole sequence's."""
     config, lines = noticed("dapo", "learner.algorithm.loss.kind=gspo")
-    assert (config.learner.algorithm.loss.clip_low, config.learner.algorithm.loss.clip_high) == (3e-4, 4e-4)
-    assert lines == [
-        "learner.algorithm.loss.kind=gspo: dropped clip_low=0.2, clip_high=0.28, which belonged to kind decoupled_ppo"
-    ]
+    assert config.learner.algorithm.loss.clip == (3e-4, 4e-4)
+    assert lines == ["learner.algorithm.loss.kind=gspo: dropped clip=[0.2, 0.28], which belonged to kind decoupled_ppo"]
 
 
 def test_the_same_kind_and_one_with_nothing_in_common_say_nothing():
@@ -446,7 +506,7 @@ def test_a_file_extends_a_preset_or_a_file_next_to_it(tmp_path):
 
 def test_a_file_that_extends_may_change_a_kind(tmp_path):
     config, lines = noticed(write(tmp_path, "extends: dapo\nlearner: {algorithm: {loss: {kind: cispo}}}\n"))
-    assert config.learner.algorithm.loss.clip_high == 4.0
+    assert config.learner.algorithm.loss.clip == (1.0, 4.0)
     assert len(lines) == 1
 
 

@@ -73,7 +73,7 @@ def test_its_advantages_and_losses_are_the_products(grpo: ModuleType) -> None:
     rng = random.Random(0)
     rewards = ((0.0, 1.0, 0.25, 1.0), (0.5, 0.5, 0.5, 0.5))
     groups = [[made_up(g, m, r, rng) for m, r in enumerate(group)] for g, group in enumerate(rewards)]
-    algorithm = Algorithm(advantage=Grpo(), loss=Ppo(clip_low=grpo.CLIP_LOW, clip_high=grpo.CLIP_HIGH))
+    algorithm = Algorithm(advantage=Grpo(), loss=Ppo(clip=(grpo.CLIP_LOW, grpo.CLIP_HIGH)))
     batch = trainable(assign_advantages(flatten([tuple(g) for g in groups], 3), advantage_of(algorithm)), 0)
     (row,) = microbatches(batch, 0, 1, 10_000)
 

@@ -43,9 +43,9 @@ def coins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
 def test_what_the_preset_is() -> None:
     config = load("dapo")
     algorithm = config.learner.algorithm
-    assert (algorithm.loss.clip_low, algorithm.loss.clip_high) == (0.2, 0.28)  # type: ignore[union-attr]
+    assert algorithm.loss.clip == (0.2, 0.28)  # type: ignore[union-attr]
     assert config.buffer.dynamic_sampling
-    assert algorithm.aggregation == "token_mean"
+    assert algorithm.mean == "token_mean"
     assert 0 < algorithm.overlong < config.agent.max_tokens
     assert algorithm.minibatches > 1  # else no ratio ever reaches a clip
     assert load("quickstart").buffer.dynamic_sampling is False

@@ -13,8 +13,8 @@ from slipstream.learner.algorithms.policy_loss import effective_sample_size
 from slipstream.learner.logprobs import token_logprobs
 from slipstream.learner.packing import MicroBatch
 
-CONFIG, CAP = DecoupledPpo(clip_low=0.2, clip_high=0.3), 2.0
-LOSS = loss_of(Algorithm(loss=CONFIG, correction=Truncated(high=CAP)), longest=64)([], lambda values: values)
+CONFIG, CAP = DecoupledPpo(clip=(0.2, 0.3)), 2.0
+LOSS = loss_of(Algorithm(loss=CONFIG, correction=Truncated(bounds=(0.0, CAP))), longest=64)([], lambda values: values)
 
 
 def make_row(n=40, seed=0, drift=0.5, trained=None):
@@ -49,9 +49,9 @@ def oracle(current, row):
         q, b, a = float(row.proximal_logprobs[i]), float(row.behavior_logprobs[i]), float(row.advantages[i])
         weight = min(np.exp(q - b), CAP)
         r = np.exp(p - q)
-        clipped = min(max(r, 1 - CONFIG.clip_low), 1 + CONFIG.clip_high)
+        clipped = min(max(r, 1 - CONFIG.clip[0]), 1 + CONFIG.clip[1])
         total -= weight * min(r * a, clipped * a)
-        active = (a >= 0 and r <= 1 + CONFIG.clip_high) or (a < 0 and r >= 1 - CONFIG.clip_low)
+        active = (a >= 0 and r <= 1 + CONFIG.clip[1]) or (a < 0 and r >= 1 - CONFIG.clip[0])
         gradient[i] = -weight * r * a if active else 0.0
         w = np.exp(p - b)
         sums["importance"] += w

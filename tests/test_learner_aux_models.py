@@ -24,7 +24,7 @@ from slipstream.launch.run_inputs import RunInputs
 from slipstream.launch.supervisor.factory import make_aux_models, make_backend
 from slipstream.learner import packing
 from slipstream.learner.algorithms import loss_of
-from slipstream.learner.algorithms.policy_loss import kl_estimate
+from slipstream.learner.algorithms.divergence import kl_estimate
 from slipstream.learner.aux_models.aux_models import AuxModels
 from slipstream.learner.aux_models.base import LocalModel
 from slipstream.learner.batch import Group

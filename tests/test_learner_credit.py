@@ -115,7 +115,11 @@ def test_every_token_of_a_batch_carries_what_the_formula_gives_its_turn(config):
         tuple(t for m, r in enumerate(row) for t in branches(g, m, r, split=int(m == 1 and len(r) > 1)))
         for g, row in enumerate(rewards)
     ]
-    plain = [[Episode(r, sum(range(1, len(r) + 1)), m == 0) for m, r in enumerate(row)] for row in rewards]
+    turns = [[list(range(1, len(r) + 1)) for r in row] for row in rewards]
+    plain = [
+        [Episode(r, sum(n), m == 0, n) for m, (r, n) in enumerate(zip(*both, strict=True))]
+        for both in zip(rewards, turns, strict=True)
+    ]
     expected = iter(ORACLES[type(config)](config, plain))
     baselines = {"0.0.0", "1.0.0", "2.0.0"}
     found = credit(groups, Algorithm(advantage=config), withheld=dict.fromkeys(baselines, "baseline")).advantages

@@ -30,7 +30,7 @@ from slipstream.learner.step import PolicyStepper
 from slipstream.tests.columns import Columns, by_id, credit, episodes_only, flat, to_train_batch
 from slipstream.tests.test_learner_credit import branches
 
-PLAIN = Gae(gamma=0.9, lam=0.8, critic_lam=0.7, normalize=False)
+PLAIN = Gae(gamma=0.9, lam={"policy": 0.8, "critic": 0.7}, normalize=False)
 GROUPS: list[Group] = [
     (*branches(0, 0, [0.0, 1.0], split=1), *branches(0, 1, [0.0, 0.0]), *branches(0, 2, [1.0])),
     (*branches(1, 0, [0.5]), *branches(1, 1, [0.0, 0.25, 1.0])),
@@ -79,15 +79,15 @@ def test_advantages_and_returns_are_those_of_the_formulas():
 
 def test_with_lambda_one_the_critic_learns_the_return_and_with_zero_the_next_value():
     (chain,) = chains()[1:2]
-    to_the_end = estimate(Gae(gamma=1.0, critic_lam=1.0), [chain])[0].returns
+    to_the_end = estimate(Gae(gamma=1.0, lam={"critic": 1.0}), [chain])[0].returns
     assert to_the_end == pytest.approx(np.cumsum(chain.rewards[::-1])[::-1])
-    one_step = estimate(Gae(gamma=1.0, critic_lam=0.0), [chain])[0].returns
+    one_step = estimate(Gae(gamma=1.0, lam={"critic": 0.0}), [chain])[0].returns
     assert one_step == pytest.approx(chain.rewards + np.append(chain.values[1:], 0))
 
 
 def test_lambda_grows_with_length():
     for chain, judged in zip(
-        chains(), estimate(msgspec.structs.replace(PLAIN, lam="by_length"), chains()), strict=True
+        chains(), estimate(msgspec.structs.replace(PLAIN, lam={"by_length": 0.05}), chains()), strict=True
     ):
         lam = max(0.0, 1 - 1 / (0.05 * len(chain.rewards)))
         assert judged.advantages.tolist() == pytest.approx(oracle(chain.rewards, chain.values, 0.9, lam), abs=1e-12)
@@ -283,8 +283,8 @@ def test_one_line_of_config_asks_for_a_critic_and_vapo_is_a_preset():
     assert algorithm.advantage == Gae()
     vapo = load("vapo").learner.algorithm
     assert isinstance(vapo.advantage, Gae)
-    assert (vapo.advantage.lam, vapo.advantage.critic_lam) == ("by_length", 1.0)
+    assert vapo.advantage.lam == {"policy": 0.95, "critic": 1.0, "by_length": 0.05}
     assert 0 < vapo.advantage.critic_warmup < load("vapo").learner.steps
-    assert (vapo.loss.clip_low, vapo.loss.clip_high) == (0.2, 0.28)  # type: ignore[union-attr]
+    assert vapo.loss.clip == (0.2, 0.28)  # type: ignore[union-attr]
     assert vapo.minibatches > 1
-    assert vapo.imitation == 0.1
+    assert vapo.terms["imitation"] == 0.1

@@ -194,11 +194,13 @@ def earning(reward: Callable[[int], float]) -> Make:
 
 async def test_an_infinite_loss_leaves_the_weights_and_the_version_as_they_were(folders, address, tmp_path) -> None:
     def impossible(t: Trajectory) -> Trajectory:
-        """The first member, whose advantage is negative, has tokens that its engine says it never samples."""
+        """The first member earns so little that its advantage is near the end of float32, and has a token that its engine says it
+        never samples."""
         logprobs = t.behavior_logprobs if t.member else np.where(t.loss_mask, np.float32(-3e38), np.float32(0))
-        return msgspec.structs.replace(t, behavior_logprobs=logprobs)
+        earned = 0.0 if t.member else -1e38
+        return msgspec.structs.replace(t, behavior_logprobs=logprobs, reward=earned, turn_rewards=(earned,))
 
-    bench = Bench(tmp_path, folders[0], learner(algorithm=Algorithm(loss=Ppo())))
+    bench = Bench(tmp_path, folders[0], learner(algorithm=Algorithm(advantage=Grpo(normalize=False), loss=Ppo())))
     before = bench.replica.weights
     async with playing(tmp_path, address, impossible) as client:
         for _ in range(2):  # the batch is the same for the process that comes after

@@ -19,6 +19,7 @@ from slipstream.configs.algorithm import (
     Cispo,
     ClipCov,
     DecoupledPpo,
+    DualClipDecoupledPpo,
     DualClipPpo,
     Gspo,
     KlCov,
@@ -46,29 +47,38 @@ LONGEST = 50
 SURROGATES = [
     DecoupledPpo(),
     Ppo(),
-    DualClipPpo(clip_low=0.3),
-    Gspo(clip_low=0.1, clip_high=0.15),
-    Cispo(clip_high=0.5),
+    DualClipPpo(clip=(0.3, 0.2, 3.0)),
+    DualClipDecoupledPpo(clip=(0.2, 0.1, 1.5)),
+    Gspo(clip=(0.1, 0.15)),
+    Cispo(clip=(1.0, 0.5)),
+    Cispo(clip=(0.4, 0.5)),
     Sapo(),
-    ClipCov(share=1.0),
-    KlCov(share=0.05),
+    Sapo(tau=(0.5, 2.0)),
+    ClipCov(held={"share": 1.0}),
+    KlCov(held={"share": 0.05}),
+    KlCov(held={"share": 0.05, "abs": 0.0, "k2": 0.7, "k3": 0.2}),
 ]
 CORRECTIONS = [
     AutoCorrection(),
     NoCorrection(),
-    *[Truncated(level=level, high=1.3) for level in ("token", "sequence", "geometric")],
-    *[Masked(level=level, low=0.7, high=1.4) for level in ("token", "sequence")],
-    Masked(level="geometric", low=0.97, high=1.04),
-    Rejected(level="token", low=0.3, high=3.0),
-    Rejected(level="sequence", low=0.6, high=1.5),
-    Rejected(level="geometric", low=0.97, high=1.04),
+    *[Truncated(level=level, bounds=(0.0, 1.3)) for level in ("token", "sequence", "geometric")],
+    Truncated(bounds=(0.8, 1.3)),
+    *[Masked(level=level, bounds=(0.7, 1.4)) for level in ("token", "sequence")],
+    Masked(level="geometric", bounds=(0.97, 1.04)),
+    Rejected(level="token", bounds=(0.3, 3.0)),
+    Rejected(level="sequence", bounds=(0.6, 1.5)),
+    Rejected(level="geometric", bounds=(0.97, 1.04)),
+    Rejected(level="geometric", bounds=(0.97, 1.04), weights=Truncated(bounds=(0.0, 1.2))),
 ]
 PAIRS = [
-    (s, c) for s in SURROGATES for c in CORRECTIONS if not (isinstance(s, SELF_CORRECTING) and isinstance(c, Truncated))
+    (s, c)
+    for s in SURROGATES
+    for c in CORRECTIONS
+    if not (isinstance(s, SELF_CORRECTING) and (isinstance(c, Truncated) or getattr(c, "weights", None)))
 ]
-AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "fixed_length")
 # Parts know nothing of each other: every pair with one aggregation, in turn, is enough for properties.
-TRIPLES = [(*pair, AGGREGATIONS[index % 3]) for index, pair in enumerate(PAIRS)]
+TRIPLES = [(*pair, AGGREGATIONS[index % 4]) for index, pair in enumerate(PAIRS)]
 
 
 def name(section):
@@ -167,24 +177,25 @@ def oracle_token(config, s, t, ratio_s, chosen):
     """(loss, its derivative by the current log-prob) of one token, before any correction."""
     p, q, b, a = s.current[t], s.proximal[t], s.behavior[t], s.advantages[t]
     if isinstance(config, Cispo):
-        w = min(math.exp(p - b), 1 + config.clip_high)
+        w = max(1 - config.clip[0], min(math.exp(p - b), 1 + config.clip[1]))
         return -w * a * p, -w * a
     if isinstance(config, Sapo):
-        r, tau = math.exp(p - q), 1.0 if a > 0 else 1.05
+        r, tau = math.exp(p - q), config.tau[0] if a > 0 else config.tau[1]
         gate = 1 / (1 + math.exp(-tau * (r - 1)))
         return -a * gate * 4 / tau, -a * 4 * gate * (1 - gate) * r
     if isinstance(config, KlCov):
         r = math.exp(p - q)
-        held = chosen * 1.0
-        return -r * a + held * (r - 1 - math.log(r)), -r * a + held * (r - 1)
+        by_abs, k2, k3 = (chosen * config.held[key] for key in ("abs", "k2", "k3"))
+        penalty = by_abs * abs(p - q) + k2 * (p - q) ** 2 / 2 + k3 * (r - 1 - (p - q))
+        return -r * a + penalty, -r * a + by_abs * math.copysign(1, p - q) + k2 * (p - q) + k3 * (r - 1)
     if isinstance(config, ClipCov) and chosen:
         return 0.0, 0.0
-    r = ratio_s if isinstance(config, Gspo) else math.exp(p - (b if isinstance(config, Ppo) else q))
-    low, high = 1 - config.clip_low, 1 + config.clip_high
+    r = ratio_s if isinstance(config, Gspo) else math.exp(p - (b if isinstance(config, Ppo | DualClipPpo) else q))
+    low, high = 1 - config.clip[0], 1 + config.clip[1]
     objective = min(r * a, min(max(r, low), high) * a)
     flat = (a > 0 and r > high) or (a < 0 and r < low)
-    if isinstance(config, DualClipPpo) and a < 0 and 3 * a > objective:
-        objective, flat = 3 * a, True
+    if isinstance(config, DualClipPpo | DualClipDecoupledPpo) and a < 0 and config.clip[2] * a > objective:
+        objective, flat = config.clip[2] * a, True
     return -objective, 0.0 if flat else -r * a
 
 
@@ -199,7 +210,9 @@ def oracle_chosen(config, sequences):
     if isinstance(config, KlCov):
         ranked = sorted(positions, key=lambda position: -cov[position])
         return {
-            position for position in ranked[: max(1, math.floor(config.share * len(positions)))] if cov[position] > 0
+            position
+            for position in ranked[: max(1, math.floor(config.held["share"] * len(positions)))]
+            if cov[position] > 0
         }
     return set()
 
@@ -209,21 +222,24 @@ def oracle_correction(config, algorithm, s):
     positions = np.flatnonzero(s.loss_mask)
     own = isinstance(algorithm.loss, SELF_CORRECTING)
     if isinstance(config, AutoCorrection):
-        config = NoCorrection() if own else Truncated(level="token", high=2.0)
+        config = NoCorrection() if own else Truncated(level="token", bounds=(0.0, 2.0))
     if isinstance(config, NoCorrection):
         return {t: (1.0, True) for t in positions}
     token = {t: math.exp(s.proximal[t] - s.behavior[t]) for t in positions}
     product = math.prod(token.values())
-    w = {
+    levels = {
         "token": token,
         "sequence": dict.fromkeys(positions, product),
         "geometric": dict.fromkeys(positions, product ** (1 / max(1, len(positions)))),
-    }[config.level]
+    }
+    w, (low, high) = levels[config.level], config.bounds
     if isinstance(config, Truncated):
-        return {t: (min(w[t], config.high), True) for t in positions}
-    inside = {t: config.low <= w[t] <= config.high for t in positions}
+        return {t: (max(low, min(w[t], high)), True) for t in positions}
+    inside = {t: low <= w[t] <= high for t in positions}
     if isinstance(config, Rejected):
         inside = dict.fromkeys(positions, all(inside.values()))
+        if config.weights is not None:
+            w = {t: min(levels[config.weights.level][t], config.weights.bounds[1]) for t in positions}
     return {t: (1.0 if own else w[t], inside[t]) for t in positions}
 
 
@@ -232,7 +248,7 @@ def oracle(algorithm, sequences):
     trained = [s for s in sequences if s.loss_mask.any()]
     n = sum(int(s.loss_mask.sum()) for s in trained)
     chosen = oracle_chosen(algorithm.loss, sequences)
-    total, gradients, dropped = 0.0, [], 0
+    total, gradients, dropped, entropy = 0.0, [], 0, algorithm.terms["entropy"]
     for i, s in enumerate(sequences):
         by_logprob, by_entropy = np.zeros(len(s.ids)), np.zeros(len(s.ids))
         positions = np.flatnonzero(s.loss_mask)
@@ -240,14 +256,16 @@ def oracle(algorithm, sequences):
         divisor = {
             "token_mean": n,
             "sequence_mean": len(trained) * len(positions),
+            "sequence_sum": len(trained),
             "fixed_length": len(trained) * LONGEST,
-        }[algorithm.aggregation]
+        }[algorithm.mean]
         for t, (weight, kept) in oracle_correction(algorithm.correction, algorithm, s).items():
             dropped += not kept
+            total -= entropy * s.entropy[t] / divisor  # what the correction drops keeps it
+            by_entropy[t] = -entropy / divisor
             if kept:
                 loss, slope = oracle_token(algorithm.loss, s, t, ratio_s, (i, t) in chosen)
-                total += (weight * loss - algorithm.entropy * s.entropy[t]) / divisor
-                by_logprob[t], by_entropy[t] = weight * slope / divisor, -algorithm.entropy / divisor
+                total, by_logprob[t] = total + weight * loss / divisor, weight * slope / divisor
         gradients.append([by_logprob, by_entropy])
     return total, gradients, dropped
 
@@ -260,7 +278,9 @@ def oracle(algorithm, sequences):
 def test_values_and_gradients_equal_the_papers_formulas(surrogate, correction, aggregation):
     dropped_any = clipped_any = 0
     for seed, entropy in ((0, 0.0), (1, 0.01), (2, 0.5)):
-        algorithm = Algorithm(loss=surrogate, correction=correction, aggregation=aggregation, entropy=entropy)
+        algorithm = Algorithm(
+            loss=surrogate, correction=correction, aggregation=aggregation, terms={"entropy": entropy}
+        )
         sequences = make_sequences(seed)
         total, gradients, sums = run(algorithm, [[s] for s in sequences])
         expected, slopes, dropped = oracle(algorithm, sequences)
@@ -280,7 +300,7 @@ def test_values_and_gradients_equal_the_papers_formulas(surrogate, correction, a
 @pytest.mark.parametrize("surrogate", [s for s in SURROGATES if not isinstance(s, Cispo)], ids=name)
 def test_gradients_are_those_of_finite_differences(surrogate, aggregation):
     """CISPO's weight carries no gradient: its closed form has to do. With one advantage per sequence GSPO has no stopped one."""
-    algorithm = Algorithm(loss=surrogate, correction=NoCorrection(), aggregation=aggregation, entropy=0.1)
+    algorithm = Algorithm(loss=surrogate, correction=NoCorrection(), aggregation=aggregation, terms={"entropy": 0.1})
     sequences = make_sequences(5, count=5, spread=0.0)
     _, gradients, _ = run(algorithm, [sequences])
     flat = np.concatenate([s.current for s in sequences])
@@ -296,7 +316,7 @@ def test_gradients_are_those_of_finite_differences(surrogate, aggregation):
 
 
 def test_kl_cov_holds_no_token_whose_covariance_is_negative():
-    algorithm, sequences = Algorithm(loss=KlCov(share=1.0), correction=NoCorrection()), make_sequences()
+    algorithm, sequences = Algorithm(loss=KlCov(held={"share": 1.0}), correction=NoCorrection()), make_sequences()
     total, _, sums = run(algorithm, [sequences])
     assert total == pytest.approx(oracle(algorithm, sequences)[0], rel=1e-9)
     assert 0 < sums["clip_fraction"] < sum(int(s.loss_mask.sum()) for s in sequences)
@@ -306,7 +326,7 @@ def test_gspo_gives_each_token_its_own_advantage():
     """GSPO-token: s sg, so that with unequal advantages the slope of token t is s A_t, and not the sequence's mean."""
     sequences = make_sequences(5, count=1, drift=0.01)
     (s,) = sequences
-    algorithm = Algorithm(loss=Gspo(clip_low=0.5, clip_high=0.5), correction=NoCorrection())
+    algorithm = Algorithm(loss=Gspo(clip=(0.5, 0.5)), correction=NoCorrection())
     _, ((gradient, _),), _ = run(algorithm, [sequences])
     ratio = math.exp(np.mean((s.current - s.proximal)[s.loss_mask]))
     np.testing.assert_allclose(gradient, np.where(s.loss_mask, -ratio * s.advantages, 0) / s.loss_mask.sum(), rtol=1e-9)
@@ -322,7 +342,7 @@ def squares(sequences, eta):
 @pytest.mark.parametrize("eta", [0.5, 1000.0])
 def test_sppo_draws_the_log_ratio_of_a_sequence_to_eta_times_its_advantage(eta):
     sequences = [s for s in make_sequences(spread=0.0) if s.loss_mask.any()]
-    algorithm = Algorithm(loss=Sppo(eta=eta), correction=NoCorrection())
+    algorithm = Algorithm(loss=Sppo(eta=eta), correction=NoCorrection(), aggregation="token_mean")
     total, gradients, sums = run(algorithm, [[s] for s in sequences])
     n = sum(int(s.loss_mask.sum()) for s in sequences)
     assert total == pytest.approx(sum(gap**2 for *_, gap in squares(sequences, eta)) / (2 * eta * n), rel=1e-9)
@@ -333,7 +353,8 @@ def test_sppo_draws_the_log_ratio_of_a_sequence_to_eta_times_its_advantage(eta):
 
 def test_sppo_begins_as_the_plain_policy_gradient_and_rests_where_it_was_drawn_to():
     start = [msgspec.structs.replace(s, proximal=s.behavior, current=s.behavior) for s in make_sequences(spread=0.0)]
-    algorithm, n = Algorithm(loss=Sppo(eta=2.0)), sum(int(s.loss_mask.sum()) for s in start)
+    algorithm = Algorithm(loss=Sppo(eta=2.0), aggregation="token_mean")
+    n = sum(int(s.loss_mask.sum()) for s in start)
     for s, (gradient, _) in zip(start, run(algorithm, [[s] for s in start])[1], strict=True):
         np.testing.assert_allclose(gradient, np.where(s.loss_mask, -s.advantages, 0) / n, rtol=1e-9)
     end = [
@@ -351,7 +372,7 @@ def test_imitation_makes_the_tokens_of_good_episodes_likelier_by_their_own_mean(
     """Over two ranks, one of which has nothing to imitate; the policy loss is as without it."""
     packing = [[s] for s in make_sequences()]  # each row by itself is the first, and good
     packing.append([make_sequences(1, count=1)[0], make_sequences(2, count=1)[0]])  # the second is not
-    plain, imitating = (Algorithm(aggregation=aggregation, imitation=c) for c in (0.0, 0.25))
+    plain, imitating = (Algorithm(aggregation=aggregation, terms={"imitation": c}) for c in (0.0, 0.25))
     n = sum(int(s.loss_mask.sum()) for row in packing for s in row)
     good = [s for row in packing for s in row[:1]]
     tokens = sum(int(s.loss_mask.sum()) for s in good)
@@ -369,7 +390,9 @@ def test_with_nothing_good_there_is_nothing_to_imitate():
     sequences = make_sequences()
     row, current, entropy = make_row(sequences)
     row = msgspec.structs.replace(row, positive=torch.zeros_like(row.positive))
-    losses = [loss_of(Algorithm(imitation=c), LONGEST)([row], one_rank)(current, entropy, row) for c in (0.0, 1.0)]
+    losses = [
+        loss_of(Algorithm(terms={"imitation": c}), LONGEST)([row], one_rank)(current, entropy, row) for c in (0.0, 1.0)
+    ]
     assert losses[0].loss_sum == losses[1].loss_sum
 
 
@@ -381,7 +404,7 @@ def test_with_nothing_good_there_is_nothing_to_imitate():
 def test_on_policy_it_is_the_plain_policy_gradient(surrogate, correction):
     """Ratio 1 everywhere: the slope is - A / N, whatever corrects."""
     sequences = [msgspec.structs.replace(s, proximal=s.behavior, current=s.behavior) for s in make_sequences()]
-    algorithm = Algorithm(loss=surrogate, correction=correction)
+    algorithm = Algorithm(loss=surrogate, correction=correction, aggregation="token_mean")
     _, gradients, sums = run(algorithm, [[s] for s in sequences])
     n = sum(int(s.loss_mask.sum()) for s in sequences)
     for s, (gradient, _) in zip(sequences, gradients, strict=True):
@@ -391,7 +414,7 @@ def test_on_policy_it_is_the_plain_policy_gradient(surrogate, correction):
 
 def test_clip_cov_on_policy_is_the_plain_policy_gradient_but_for_what_it_chose():
     sequences = [msgspec.structs.replace(s, proximal=s.behavior, current=s.behavior) for s in make_sequences()]
-    surrogate = ClipCov(share=1.0)
+    surrogate = ClipCov(held={"share": 1.0})
     chosen = oracle_chosen(surrogate, sequences)
     _, gradients, sums = run(Algorithm(loss=surrogate), [[s] for s in sequences])
     n = sum(int(s.loss_mask.sum()) for s in sequences)
@@ -403,7 +426,7 @@ def test_clip_cov_on_policy_is_the_plain_policy_gradient_but_for_what_it_chose()
 
 @pytest.mark.parametrize(("surrogate", "correction", "aggregation"), TRIPLES, ids=name)
 def test_untrained_tokens_have_no_influence(surrogate, correction, aggregation):
-    algorithm = Algorithm(loss=surrogate, correction=correction, aggregation=aggregation, entropy=0.1)
+    algorithm = Algorithm(loss=surrogate, correction=correction, aggregation=aggregation, terms={"entropy": 0.1})
     outcomes = []
     for number in (0.0, 7.0, float("nan"), float("inf")):
         sequences = make_sequences(4)
@@ -421,8 +444,8 @@ def test_untrained_tokens_have_no_influence(surrogate, correction, aggregation):
 @pytest.mark.parametrize(("surrogate", "correction", "aggregation"), TRIPLES, ids=name)
 def test_neither_order_nor_packing_nor_ranks_change_anything(surrogate, correction, aggregation):
     if isinstance(surrogate, ClipCov):
-        surrogate = ClipCov(share=0.03)  # a real draw
-    algorithm = Algorithm(loss=surrogate, correction=correction, aggregation=aggregation, entropy=0.1)
+        surrogate = ClipCov(held={"share": 0.03})  # a real draw
+    algorithm = Algorithm(loss=surrogate, correction=correction, aggregation=aggregation, terms={"entropy": 0.1})
     sequences = make_sequences(6)
     whole, reference, sums = run(algorithm, [[s] for s in sequences])
     order = np.random.default_rng(0).permutation(len(sequences)).tolist()
@@ -467,7 +490,7 @@ def on_two_ranks(algorithm, packings, tokens):
 
 @pytest.mark.parametrize(("surrogate", "correction", "aggregation"), TRIPLES, ids=name)
 def test_a_row_without_trained_tokens_gives_zero_and_the_same_names(surrogate, correction, aggregation):
-    algorithm = Algorithm(loss=surrogate, correction=correction, aggregation=aggregation, entropy=0.1)
+    algorithm = Algorithm(loss=surrogate, correction=correction, aggregation=aggregation, terms={"entropy": 0.1})
     sequences = make_sequences()
     (row, current, entropy), (empty, *values) = make_row(sequences), make_row(sequences[3:4])
     loss = loss_of(algorithm, LONGEST)([row, empty], one_rank)
@@ -490,7 +513,7 @@ def test_what_is_not_a_number_is_never_dropped_silently(surrogate, correction):
         sequences[0].behavior[:-1] = sequences[0].proximal[:-1]
         wide = correction
         if isinstance(correction, Masked | Rejected):
-            wide = msgspec.structs.replace(correction, low=1e-3, high=1e3)
+            wide = msgspec.structs.replace(correction, bounds=(1e-3, 1e3))
         total, ((gradient, _),), _ = run(Algorithm(loss=surrogate, correction=wide), [sequences])
         assert math.isnan(total) or math.isnan(gradient[-1])
 
@@ -515,8 +538,8 @@ def test_a_freak_weight_leaves_loss_and_metrics_finite(correction, gap):
 @pytest.mark.parametrize("gap", [80.0, 1000.0])
 @pytest.mark.parametrize(
     ("surrogate", "sign"),
-    [(kind(), 1.0) for kind in (DecoupledPpo, Ppo, DualClipPpo, Gspo, Sapo, ClipCov)]
-    + [(DualClipPpo(), -1.0), (Sapo(), -1.0)],
+    [(kind(), 1.0) for kind in (DecoupledPpo, Ppo, DualClipPpo, DualClipDecoupledPpo, Gspo, Sapo, ClipCov)]
+    + [(DualClipPpo(), -1.0), (DualClipDecoupledPpo(), -1.0), (Sapo(), -1.0)],
     ids=str,
 )
 def test_a_token_that_moved_too_far_is_let_go(surrogate, sign, gap):
@@ -561,7 +584,7 @@ def test_statistics_by_staleness_are_those_of_the_tokens_of_that_staleness():
     w = np.exp((current - row.behavior_logprobs).numpy())
     r = np.exp((current - row.proximal_logprobs).numpy())
     a = row.advantages.numpy()
-    flat = ((a > 0) & (r > 1 + algorithm.loss.clip_high)) | ((a < 0) & (r < 1 - algorithm.loss.clip_low))
+    flat = ((a > 0) & (r > 1 + algorithm.loss.clip[1])) | ((a < 0) & (r < 1 - algorithm.loss.clip[0]))
     for lag in range(3):
         at = row.loss_mask.numpy() & (row.staleness.numpy() == lag)
         assert tables["ess_by_staleness"][str(lag)] == pytest.approx(w[at].sum() ** 2 / (at.sum() * (w[at] ** 2).sum()))
@@ -603,7 +626,7 @@ LINES = [
     *[f"loss.kind={section.__struct_config__.tag}" for section in LOSSES],
     *[f"correction.kind={kind}" for kind in ("truncated", "masked", "rejected")],
     *[f"aggregation={kind}" for kind in AGGREGATIONS],
-    "entropy=0.01",
+    "terms.entropy=0.01",
 ]
 
 

@@ -18,6 +18,7 @@ from ...configs.section import Section
 from ..backend import BatchLoss
 from ..batch import TrainBatch
 from . import covariance, estimators, surrogates, token_estimators
+from .correction import correction_of
 from .estimators import Advantage
 from .policy_loss import BatchSelection, Surrogate, Tokens, batch_loss
 
@@ -36,7 +37,8 @@ ADVANTAGES: dict[type[Section], Callable[[Any, TrainBatch], NDArray[np.float64]]
 LOSSES: dict[type[Section], Callable[[Any, Tokens], Surrogate]] = {
     config.DecoupledPpo: surrogates.decoupled_ppo,
     config.Ppo: surrogates.ppo,
-    config.DualClipPpo: surrogates.ppo,
+    config.DualClipPpo: surrogates.dual_clip_ppo,
+    config.DualClipDecoupledPpo: surrogates.dual_clip_decoupled_ppo,
     config.Gspo: surrogates.gspo,
     config.Cispo: surrogates.cispo,
     config.Sapo: surrogates.sapo,
@@ -73,4 +75,4 @@ def loss_of(algorithm: Algorithm, longest: int) -> BatchLoss:
     """The policy loss, see `batch_loss`. `longest` is `agent.max_tokens`."""
     loss = algorithm.loss
     select: BatchSelection | None = partial(SELECTIONS[type(loss)], loss) if chooses_tokens(algorithm) else None
-    return batch_loss(algorithm, partial(LOSSES[type(loss)], loss), select, longest)
+    return batch_loss(algorithm, partial(LOSSES[type(loss)], loss), correction_of(algorithm), select, longest)

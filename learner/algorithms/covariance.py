@@ -8,14 +8,15 @@ trained tokens of one optimizer step, on all ranks,
 with the proximal policy q, which is the current one in the first step of a batch: it is known before the step, so that means and
 ranks are those of all tokens, however they are packed and split over ranks. With r = p / q,
 
-    clip_cov   I = floor(share x N) tokens, drawn uniformly among those with LOW <= Cov <= HIGH
+    clip_cov   I = floor(share x N) tokens, drawn uniformly among those with low <= Cov <= high
                loss = 0 for tokens in I, elsewhere - min(r A, clip(r, 1 - low, 1 + high) A)
     kl_cov     I = the tokens with the floor(share x N) largest Cov, of these those with Cov > 0
-               loss = - r A + BETA KL(q || p) for tokens in I, elsewhere - r A
+               loss = - r A + beta d for tokens in I, elsewhere - r A
 
-Other than in the authors' code, covariances and the draw are fixed before the step, and KL-Cov estimates the divergence of a token
-by r - 1 - log r (k3, Schulman 2020) and not by |log r|. In the first optimizer step of a batch p is q: its penalty begins to hold
-with the second, so that `minibatches` should be 2 or more.
+The divergence d of a token is |log r|, as in the authors' code, (log r)^2 / 2 or r - 1 - log r (k2 and k3, Schulman 2020). Other
+than there, covariances and the draw are fixed before the step, over the tokens of all ranks and micro-batches, and tokens whose
+log-prob and advantage do not rise together are never held. In the first optimizer step of a batch p is q: the penalty begins to
+hold with the second, so that `minibatches` should be 2 or more.
 
 Invariants:
 - Every rank computes the same thresholds from the same gathered numbers; a token is selected by them and its own numbers only.
@@ -33,10 +34,8 @@ from ...configs.algorithm import ClipCov, KlCov
 from ..backend import Gather
 from ..packing import MicroBatch
 from .policy_loss import Selection, Surrogate, Tokens
-from .surrogates import clipped_surrogate
+from .surrogates import clipped_surrogate, saturating_exp
 
-LOW, HIGH = 1.0, 5.0  # covariances between which Clip-Cov draws tokens, the authors': far above the mean
-BETA = 1.0  # weight of KL-Cov's divergence, as in the authors' scripts
 Covariance = Callable[[MicroBatch], torch.Tensor]  # float64[K]: the covariance of each trained token of a row
 
 
@@ -91,14 +90,13 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
 
 def clip_cov_selection(config: ClipCov, rows: Sequence[MicroBatch], gather: Gather) -> Selection:
     """Collective. The tokens that carry no gradient in the step on `rows`."""
-    return random_tokens(config.share, LOW, HIGH, rows, gather)
+    return random_tokens(config.held["share"], config.held["low"], config.held["high"], rows, gather)
 
 
 def clip_cov(config: ClipCov, tokens: Tokens) -> Surrogate:
     """Clip-Cov's loss per token; the selected count as clipped."""
-    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
     log_ratio = tokens.current - tokens.proximal
-    plain = clipped_surrogate(log_ratio.masked_fill(tokens.selected, 0.0), tokens.advantages, low, high)
+    plain = clipped_surrogate(log_ratio.masked_fill(tokens.selected, 0.0), tokens.advantages, config.clip)
     # A NaN log-prob must not be dropped silently.
     nothing = torch.zeros_like(plain.loss).masked_fill(log_ratio.isnan(), math.nan)
     return Surrogate(torch.where(tokens.selected, nothing, plain.loss), plain.clipped | tokens.selected)
@@ -109,13 +107,15 @@ def kl_cov_selection(config: KlCov, rows: Sequence[MicroBatch], gather: Gather) 
     of_row, gathered = covariance(rows, gather)
     if not len(gathered):
         return lambda row: of_row(row) > 0
-    threshold = gathered.topk(min(len(gathered), count(config.share, len(gathered)))).values[-1].item()
+    threshold = gathered.topk(min(len(gathered), count(config.held["share"], len(gathered)))).values[-1].item()
     return lambda row: (values := of_row(row)).ge(threshold) & (values > 0)
 
 
 def kl_cov(config: KlCov, tokens: Tokens) -> Surrogate:
     """KL-Cov's loss per token; `clipped` marks where the divergence was added."""
-    log_ratio = tokens.current - tokens.proximal
-    plain = -log_ratio.exp() * tokens.advantages
-    held = plain + BETA * (torch.expm1(log_ratio) - log_ratio)
-    return Surrogate(loss=torch.where(tokens.selected, held, plain), clipped=tokens.selected)
+    log_ratio, held = tokens.current - tokens.proximal, config.held
+    ratio = saturating_exp(log_ratio)
+    estimates = {"abs": log_ratio.abs(), "k2": log_ratio.square() / 2, "k3": ratio - 1.0 - log_ratio}
+    penalty = sum((held[name] * d for name, d in estimates.items() if held[name]), start=torch.zeros_like(ratio))
+    plain = -ratio * tokens.advantages
+    return Surrogate(loss=torch.where(tokens.selected, plain + penalty, plain), clipped=tokens.selected)

@@ -4,7 +4,8 @@
 
 Invariants:
 - An estimator is a pure function: equal episodes give equal advantages, in any order of episodes and of groups.
-- An episode counts once, however many branches it has, and whether or not it is masked or has tokens that may be trained.
+- An episode counts once, however many branches it has, and whether or not it is masked or has tokens that may be trained; where
+  tokens are normalized over the batch, each of its sampled tokens counts once.
   `batch.trainable` decides which tokens carry loss. Comparing only with what was not masked would favor fast episodes.
 - A group of one episode gets advantage 0 and no gradient. That is no error: episodes fail, and the run goes on.
 - An advantage is NaN at tokens that the estimator does not judge, and a finite float32 at all others.
@@ -208,21 +209,38 @@ def rloo(_: Rloo, batch: TrainBatch) -> NDArray[np.float64]:
 
 
 def reinforce_pp(_: ReinforcePP, batch: TrainBatch) -> NDArray[np.float64]:
-    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): no baseline by task, normalized over all episodes of the batch, each counted
-    once however long. The standard deviation is the population's. The paper's penalty for leaving a reference model is
-    `algorithm.kl`.
+    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): no baseline by task, no group. With the divergence KL(i) of token i from the
+    reference policy, which `kl.kind=reward` takes off,
 
-        A_i = (r_i - mean(r)) / std(r)
+        A_t = r - coefficient x sum over i >= t of KL(i)        then (A_t - mean(A)) / std(A)
+
+    with mean and population standard deviation over all sampled tokens of the batch.
     """
-    return at_episodes(batch, whitened(episode_rewards(batch)))
+    return at_sampled(batch, _whitened_to_go(batch, batch.rewards))
 
 
 def reinforce_pp_baseline(_: ReinforcePPBaseline, batch: TrainBatch) -> NDArray[np.float64]:
-    """REINFORCE++ with baseline (ibid.): centered within the group, normalized over all episodes of the batch.
+    """REINFORCE++ with baseline (ibid.): the same with r less the mean of the group's. An episode that is alone in its group has
+    nothing to be compared with: it gets 0 and is in no mean."""
+    rewards = relative_within(batch.groups, batch.rewards, normalize=False)
+    return at_sampled(batch, _whitened_to_go(batch, rewards, np.bincount(batch.groups)[batch.groups] > 1))
 
-    c_gi = r_gi - mean over j of r_gj             A_gi = (c_gi - mean(c)) / std(c)
-    """
-    return at_episodes(batch, whitened(relative_within(batch.groups, episode_rewards(batch), normalize=False)))
+
+def _whitened_to_go(
+    batch: TrainBatch, rewards: NDArray[np.float64], compared: NDArray[np.bool_] | None = None
+) -> NDArray[np.float64]:
+    """Of each sampled token `rewards` float64[E] of its episode less its own and all later penalties, whitened over those of the
+    episodes `compared` bool[E]; 0 in others."""
+    episode, costs = batch.episode_of_token[batch.sampled], _token_costs(batch)[batch.sampled]
+    upto = np.cumsum(costs)
+    totals = np.bincount(episode, costs, minlength=len(rewards))
+    before = upto - costs - (np.cumsum(totals) - totals)[episode]  # of its episode's earlier tokens
+    values = rewards[episode] - (totals[episode] - before)
+    counts = np.ones(len(values), dtype=np.bool_) if compared is None else compared[episode]
+    values[~counts] = 0.0
+    if counts.any():
+        values[counts] = whitened(values[counts])
+    return values
 
 
 def opo(_: Opo, batch: TrainBatch) -> NDArray[np.float64]:

@@ -2,18 +2,20 @@
 
     tokens ──surrogate──> loss per token ──correction──> weighted, some dropped ──entropy, KL──> ──aggregation──> sum of the row
 
-    sum over trained tokens of scale x [kept] x (weight x surrogate - coefficient x entropy + coefficient x KL), + imitation
+    sum over trained tokens of scale x ([kept] x weight x surrogate - coefficient x entropy + coefficient x KL), + imitation
 
-- The surrogate is the algorithm's (`surrogates.py`), the weight is `correction_of`'s, the divergence `kl_estimate`'s.
+- The surrogate is the algorithm's (`surrogates.py`), the weight is the correction's (`correction.py`), KL is `divergence.py`'s.
+  What the correction drops keeps its entropy and its divergence: these are of the current policy, whatever sampled the token.
 - The entropy bonus (Mnih et al. 2016, arXiv:1602.01783) is that of the current policy at each token, unweighted.
 - Aggregation: with N trained tokens in S sequences on all ranks, and T_s in sequence s,
 
       token_mean      1/N sum_s sum_t l            every token counts the same (DAPO, Yu et al. 2025, arXiv:2503.14476)
       sequence_mean   1/S sum_s 1/T_s sum_t l      every sequence counts the same (GRPO, Shao et al. 2024, arXiv:2402.03300)
+      sequence_sum    1/S sum_s sum_t l            a long sequence counts more (REINFORCE; SPPO, whose l has 1/T_s in it)
       fixed_length    1/S sum_s 1/L sum_t l        Dr. GRPO's (Liu et al. 2025, arXiv:2503.20783): no length is favored
 
-  L is `agent.max_tokens`. Backends divide a loss sum by N; the other means scale each token by N / (S T_s) and N / (S L). That is
-  exact over micro-batches and ranks: sequences are never cut, and N and S are gathered from all ranks before the step.
+  L is `agent.max_tokens`. Backends divide a loss sum by N; the other means scale each token by N / (S T_s), N / S and N / (S L).
+  That is exact over micro-batches and ranks: sequences are never cut, and N and S are gathered from all ranks before the step.
 - Imitation: the positive-example language-model loss of VAPO (Yue et al. 2025, arXiv:2504.05118). With P the trained tokens of
   episodes whose reward is above 0, in the whole step, it adds  coefficient x - 1 / |P| sum over t in P of log p_t.  It is a mean
   over its own tokens, whatever the aggregation is, and no correction weights it.
@@ -30,32 +32,16 @@ correction left no loss; where there is a reference policy f, `kl_reference`, th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
 
-from ...configs.algorithm import (
-    SELF_CORRECTING,
-    Aggregation,
-    Algorithm,
-    AutoCorrection,
-    Estimator,
-    KlInLoss,
-    Masked,
-    NoCorrection,
-    NoKl,
-    Rejected,
-    Truncated,
-)
+from ...configs.algorithm import Algorithm, KlInLoss, Mean, NoKl
 from ...errors import LearnerError
 from ..backend import BatchLoss, Gather, LossOutput, PolicyLoss, TokenOutputs
 from ..packing import MicroBatch
-
-LOG_RATIO_LIMIT = 20.0
-"""Ratios that may saturate do so at e^20, far above any clip. Where a clip or a gate takes the gradient away the ratio must not
-become infinite, for infinity times 0 is NaN; squares of reported ratios stay finite, so that one token blanks out no metric."""
+from .divergence import LOG_RATIO_LIMIT, coefficient_of, kl_estimate
 
 BY_STALENESS = ("tokens", "importance", "importance_square", "kl", "clip_fraction")
 """Sums that are reported by staleness too; `tokens` counts trained tokens."""
@@ -155,41 +141,43 @@ def step_totals(rows: Sequence[MicroBatch], gather: Gather) -> StepTotals:
     return StepTotals(*gathered[:, :3].sum(0).tolist(), stalest=int(gathered[:, 3].max()))
 
 
-def _scale(kind: Aggregation, longest: int, totals: StepTotals, tokens: Tokens) -> torch.Tensor:
+def _scale(kind: Mean, longest: int, totals: StepTotals, tokens: Tokens) -> torch.Tensor:
     """What each token's loss is multiplied by, float[K]; `longest` is L in tokens."""
     if kind == "token_mean":
         return torch.ones_like(tokens.proximal)
     factor = totals.tokens / max(1.0, totals.sequences)
     if kind == "sequence_mean":
         return factor / tokens.lengths[tokens.sequence].to(tokens.current.dtype)
-    return torch.full_like(tokens.proximal, factor / longest)
+    return torch.full_like(tokens.proximal, factor if kind == "sequence_sum" else factor / longest)
 
 
 # --- the loss
 
 
-def batch_loss(config: Algorithm, surrogate: SurrogateLoss, select: BatchSelection | None, longest: int) -> BatchLoss:
+def batch_loss(
+    config: Algorithm, surrogate: SurrogateLoss, correct: Correction, select: BatchSelection | None, longest: int
+) -> BatchLoss:
     """The policy loss: from the rows of one step to the loss on each of them. `longest` is L, tokens."""
-    correct, kl = correction_of(config), config.kl
+    kl, entropy, imitation = config.kl, config.terms["entropy"], config.terms["imitation"]
 
     def of_step(rows: Sequence[MicroBatch], gather: Gather) -> PolicyLoss:
         selection = None if select is None else select(rows, gather)
         totals = step_totals(rows, gather)
 
-        def of_row(logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch) -> LossOutput:
-            tokens = trained_tokens(logprobs, entropy, row, selection)
+        def of_row(logprobs: torch.Tensor, entropies: torch.Tensor, row: MicroBatch) -> LossOutput:
+            tokens = trained_tokens(logprobs, entropies, row, selection)
             with torch.no_grad():
                 weight, kept = correct(tokens)
             outcome = surrogate(tokens)
-            loss = weight * outcome.loss
-            if config.entropy:
-                loss = loss - config.entropy * tokens.entropy
+            loss = torch.where(kept, weight * outcome.loss, torch.zeros_like(outcome.loss))
+            if entropy:
+                loss = loss - entropy * tokens.entropy
             if isinstance(kl, KlInLoss):
-                loss = loss + kl.coefficient * kl_estimate(kl.estimator, tokens.current, _reference(tokens))
-            loss = _scale(config.aggregation, longest, totals, tokens) * loss
-            loss_sum = torch.where(kept, loss, torch.zeros_like(loss)).sum()
-            if config.imitation and totals.positive:
-                factor = config.imitation * totals.tokens / totals.positive  # the backend divides by all trained tokens
+                divergence = kl_estimate(kl.estimator, tokens.current, _reference(tokens))
+                loss = loss + coefficient_of(kl, row.kl_coefficient) * divergence
+            loss_sum = (_scale(config.mean, longest, totals, tokens) * loss).sum()
+            if imitation and totals.positive:
+                factor = imitation * totals.tokens / totals.positive  # the backend divides by all trained tokens
                 loss_sum = loss_sum - factor * tokens.current[tokens.positive].sum()
             clipped = outcome.clipped & kept
             sums = _report(tokens, clipped, kept, totals.stalest)
@@ -247,92 +235,3 @@ def effective_sample_size(means: dict[str, float]) -> float:
     """(sum w)^2 / (n sum w^2) from the reported means, in (0, 1]: 1 on-policy, near 0 where few tokens hold all weight."""
     square = means["importance_square"]
     return means["importance"] ** 2 / square if square > 0 else 0.0
-
-
-# --- correction and divergence
-
-
-def correction_of(config: Algorithm) -> Correction:
-    """The weight between the policies that sampled and the policy at the start of the batch: what `config.correction` asks for.
-    `auto` is `truncated` for losses around the proximal policy, else `none`.
-
-    A loss around the proximal policy q assumes that q sampled its tokens; the importance weight q / b corrects that. With T trained
-    tokens in the sequence, by `level`,
-
-        token       w_t = q_t / b_t
-        sequence    w = prod_t q_t / b_t               exact for whole sequences, and of enormous variance where they are long
-        geometric   w = (prod_t q_t / b_t)^(1 / T)     biased, the same scale at any length
-
-        truncated   the loss is multiplied by min(w, high)
-        masked      by w where low <= w <= high; tokens outside carry no loss
-        rejected    by w; a sequence with any w outside carries no loss
-
-    No weight carries a gradient. Sources:
-
-        decoupled_ppo, truncated, token     Hilton et al. 2021, arXiv:2110.00641, with the cap of IMPALA (Espeholt et al. 2018,
-                                            arXiv:1802.01561); uncapped it is AReaL's (Fu et al. 2025, arXiv:2505.24298)
-        any around q, truncated, token      TIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-                                            training"), there between two implementations of the same weights
-        any around q, masked, token         IcePop (Ling team 2025, arXiv:2510.18855)
-        any around q, rejected, sequence    sequences masked by their weight (Liu et al. 2025, "When speed kills stability")
-
-    Losses around the behavior policy (`SELF_CORRECTING`) hold the weight in their ratio p / b: there `masked` and `rejected` only
-    drop. Dropped tokens still count in what the step's loss is divided by. A NaN log-prob is not dropped: the step is refused.
-    """
-    own = isinstance(config.loss, SELF_CORRECTING)
-    chosen = config.correction
-    if isinstance(chosen, AutoCorrection):
-        chosen = NoCorrection() if own else Truncated()
-    if isinstance(chosen, NoCorrection):
-        return lambda tokens: (torch.ones_like(tokens.proximal), torch.ones_like(tokens.selected))
-
-    def correct(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        log_w = _log_weight(chosen, tokens)
-        if isinstance(chosen, Truncated):
-            return log_w.clamp(max=math.log(chosen.high)).exp(), torch.ones_like(tokens.selected)
-        low, high = math.log(chosen.low), math.log(chosen.high)
-        # Not `low <= w <= high`, which is false for NaN: that must not be dropped silently.
-        outside = (log_w < low) | (log_w > high)
-        if isinstance(chosen, Rejected):
-            outside = tokens.sequence_sum(outside.to(log_w.dtype)) > 0
-        # Clamped, because what is dropped may be infinite.
-        weight = log_w.clamp(low, high).exp()
-        return torch.ones_like(weight) if own else weight, ~outside
-
-    return correct
-
-
-def _log_weight(config: Truncated | Masked | Rejected, tokens: Tokens) -> torch.Tensor:
-    ratio = tokens.proximal - tokens.behavior
-    match config.level:
-        case "token":
-            return ratio
-        case "sequence":
-            return tokens.sequence_sum(ratio)
-        case "geometric":
-            return tokens.sequence_mean(ratio)
-
-
-def kl_estimate(kind: Estimator, logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """The divergence from a reference policy, KL(p || f), estimated at each token that p sampled, float[K], nats.
-
-    `logprobs` are those of p, `reference` those of f, float[K] each.
-
-    With log r = log f - log p, after Schulman 2020, "Approximating KL Divergence" (http://joschu.net/blog/kl-approx.html),
-
-        k1 = -log r                 unbiased, of either sign
-        k2 = (log r)^2 / 2          biased, low variance; its gradient is that of the divergence
-        k3 = r - 1 - log r          unbiased, never negative
-
-    In the loss (GRPO, Shao et al. 2024, arXiv:2402.03300, equation 4) the gradient passes through log p; that of k1 has mean 0 and
-    does not hold the policy. In the reward (Ouyang et al. 2022, arXiv:2203.02155) k1 is the usual choice.
-    """
-    log_r = reference - logprobs
-    match kind:
-        case "k1":
-            return -log_r
-        case "k2":
-            return log_r.square() / 2
-        case "k3":
-            log_r = log_r.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-            return torch.expm1(log_r) - log_r

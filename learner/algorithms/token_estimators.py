@@ -26,8 +26,6 @@ from .estimators import (
 )
 from .policy_loss import sequences_of, step_totals
 
-ALPHA = 0.05  # VAPO's; an episode of fewer than 20 tokens has lambda 0
-
 
 def turn_level(config: TurnLevel, batch: TrainBatch) -> NDArray[np.float64]:
     """Turn-level credit: the advantage of a turn follows from the rewards after it, not from the return of the episode.
@@ -62,12 +60,12 @@ def gae(config: Gae, batch: TrainBatch) -> NDArray[np.float64]:
         A_t     = sum over l >= 0 of (gamma lambda)^l delta_(t+l)        the policy's, with lambda
         R_t     = V_t + the same sum with lambda_critic                  what the critic learns
 
-    With `lam: by_length` lambda = 1 - 1 / (alpha L), alpha = 0.05 (VAPO, Yue et al. 2025, arXiv:2504.05118): the rewards that a
+    With `lam.by_length`, alpha, lambda = max(0, 1 - 1 / (alpha L)) (VAPO, Yue et al. 2025, arXiv:2504.05118): the rewards that a
     token sees grow with the episode. An episode that was cut off by a limit ends there, without a bootstrap value.
     """
-    lengths = np.maximum(batch.lengths, 1)
-    by_length = np.maximum(0.0, 1.0 - 1.0 / (ALPHA * lengths))
-    lams = by_length.tolist() if config.lam == "by_length" else [config.lam] * len(lengths)
+    lams = [config.lam["policy"]] * len(batch.lengths)
+    if alpha := config.lam.get("by_length"):
+        lams = np.maximum(0.0, 1.0 - 1.0 / (alpha * np.maximum(batch.lengths, 1))).tolist()
     found = np.concatenate(
         [discounted_sums(d, config.gamma * lam) for d, lam in zip(_deltas(batch, config), lams, strict=True)]
     )
@@ -76,7 +74,7 @@ def gae(config: Gae, batch: TrainBatch) -> NDArray[np.float64]:
 
 def critic_targets(config: Gae, batch: TrainBatch) -> NDArray[np.float64]:
     """R_t of `gae`, the critic's target at every token, float64[N]."""
-    sums = [discounted_sums(deltas, config.gamma * config.critic_lam) for deltas in _deltas(batch, config)]
+    sums = [discounted_sums(deltas, config.gamma * config.lam["critic"]) for deltas in _deltas(batch, config)]
     return at_sampled(batch, np.concatenate(token_values(batch)) + np.concatenate(sums))
 
 

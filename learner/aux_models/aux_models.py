@@ -23,7 +23,7 @@ import torch
 from ...configs.algorithm import KlInReward, Prime, needs_critic, needs_reference
 from ...configs.schema import Learner
 from ...errors import LearnerError
-from ..algorithms.policy_loss import kl_estimate
+from ..algorithms.divergence import coefficient_of, kl_estimate
 from ..batch import TrainBatch
 from ..checkpoint import STATE_FILE, CheckpointState, path_of, prune
 from ..metrics import AuxModelsResult
@@ -112,9 +112,8 @@ class AuxModels:
         if not isinstance(kl, KlInReward):
             return None
         sampled, scored = torch.from_numpy(batch.behavior_logprobs), torch.from_numpy(reference)
-        return np.where(
-            batch.sampled, kl.coefficient * kl_estimate(kl.estimator, sampled, scored).numpy(), np.float32(0)
-        )
+        coefficient = coefficient_of(kl, batch.kl_coefficient)
+        return np.where(batch.sampled, coefficient * kl_estimate(kl.estimator, sampled, scored).numpy(), np.float32(0))
 
 
 async def _no_result() -> AuxModelsResult:

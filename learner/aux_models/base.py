@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar
@@ -57,7 +58,9 @@ def take_steps(model: Backend, config: Learner, parts: Sequence[TrainBatch]) -> 
     local, shared = (model.data_rank, model.data_size, budget), model.shares_prefixes
     rows = [microbatches(part, *local, shares_prefixes=shared) for part in parts]
     if isinstance(advantage, Gae):
-        means = mean_over([model.step(part, value_loss, advantage.lr) for part in rows])
+        loss = partial(value_loss, clip=advantage.value_clip)
+        results = [model.step(part, loss, advantage.lr) for _ in range(config.algorithm.epochs) for part in rows]
+        means = mean_over(results[: len(rows)])  # of the first epoch, before which it has not seen the batch
         return AuxModelsResult(value_loss=means["error_square"] / 2, explained_variance=explained_variance(means))
     assert isinstance(advantage, Prime), "only gae and prime train an aux model"
     loss = process_loss(advantage.beta)

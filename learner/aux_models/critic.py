@@ -32,15 +32,22 @@ class Critic(Fsdp2Backend):
         return values, torch.zeros_like(values)
 
 
-def value_loss(values: torch.Tensor, _: torch.Tensor, row: MicroBatch) -> LossOutput:
+def value_loss(values: torch.Tensor, _: torch.Tensor, row: MicroBatch, clip: float = 0.0) -> LossOutput:
     """Half the squared error against the returns, summed over trained tokens (Schulman et al. 2017, arXiv:1707.06347, equation
-    9)."""
+    9). With a `clip` above 0, and V' the value before the batch, the squared error of a token is
+
+        max((V - R)^2, (V' + clip(V - V', -clip, clip) - R)^2)
+
+    as in the authors' code (OpenAI Baselines, ppo2), which the paper does not mention."""
     trained = values[row.loss_mask]
     returns = torch.zeros_like(trained) if row.returns is None else row.returns[row.loss_mask]
     if row.returns is None and len(trained):
         raise LearnerError("the critic has nothing to learn from: these rows lack returns")
     error = (trained - returns).square()
     sums = {"error_square": error.detach().sum(), "return": returns.sum(), "return_square": returns.square().sum()}
+    if clip and row.values is not None:
+        before = row.values[row.loss_mask]
+        error = torch.maximum(error, (before + (trained - before).clamp(-clip, clip) - returns).square())
     return LossOutput(loss_sum=error.sum() / 2, sums=sums)
 
 

@@ -39,6 +39,7 @@ class Sequences(msgspec.Struct, frozen=True):
     loss_mask: NDArray[np.bool_]
     positive: NDArray[np.bool_]
     reference_logprobs: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
 
 
@@ -99,6 +100,7 @@ def pack(batch: TrainBatch) -> Sequences:
         loss_mask=batch.loss_mask,
         positive=batch.positive,
         reference_logprobs=batch.reference_logprobs,
+        values=batch.values,
         returns=batch.returns,
     )
 
@@ -110,6 +112,7 @@ def unpack(packed: Sequences) -> TrainBatch:
         packed.lengths.astype(np.int64),
         positive=packed.positive,
         reference_logprobs=packed.reference_logprobs,
+        values=packed.values,
         returns=packed.returns,
     )
 

@@ -298,7 +298,7 @@ def higher_bound(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspic
 
 def long_tail(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspicion | None:
     buffer, m = e.config.buffer, e.measured
-    if m.learner_wait <= WAITS or e.tail is None or e.tail <= TAIL or buffer.min_members:
+    if m.learner_wait <= WAITS or e.tail is None or e.tail <= TAIL or buffer.min_members or buffer.group_size == 1:
         return None
     override = f"buffer.min_members={min(buffer.group_size - 1, round(KEEP_MEMBERS * buffer.group_size))}"
     return Suspicion(

@@ -1,0 +1,130 @@
+"""Combinations of keys under `learner.algorithm`, and of these with `buffer`, that are each allowed and together another algorithm,
+or none; see `checks.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .algorithm import (
+    GROUPLESS,
+    REFILLABLE,
+    SELF_CORRECTING,
+    ClipCov,
+    DualClipDecoupledPpo,
+    DualClipPpo,
+    Gae,
+    Kl,
+    KlCov,
+    KlInLoss,
+    Masked,
+    NoCorrection,
+    Rejected,
+    Sppo,
+    Truncated,
+    Uncorrected,
+)
+from .schema import Config
+
+
+def group_problems(config: Config) -> Iterator[str]:
+    """Of groups and batches with an advantage."""
+    buffer, algorithm = config.buffer, config.learner.algorithm
+    if algorithm.minibatches > buffer.groups_per_batch:
+        yield (
+            f"learner.algorithm.minibatches={algorithm.minibatches} is more than buffer.groups_per_batch="
+            f"{buffer.groups_per_batch}: there would be steps of less than a group; allowed are 1 to {buffer.groups_per_batch}"
+        )
+    if buffer.group_size == 1 and not isinstance(algorithm.advantage, GROUPLESS):
+        kinds = ", ".join(str(section.__struct_config__.tag) for section in GROUPLESS)
+        yield (
+            f"buffer.group_size=1: learner.algorithm.advantage.kind={algorithm.advantage.__struct_config__.tag} compares the "
+            f"members of a group; allowed are 2 and more, or an advantage of kind {kinds}"
+        )
+    if buffer.group_size == 1 and buffer.filter not in ("none", "untruncated"):
+        yield f"buffer.filter={buffer.filter} with buffer.group_size=1: there is one to choose; allowed are none and untruncated"
+    if buffer.dynamic_sampling and not isinstance(algorithm.advantage, REFILLABLE):
+        kinds = ", ".join(str(section.__struct_config__.tag) for section in REFILLABLE)
+        yield (
+            "buffer.dynamic_sampling=true would discard groups that teach: "
+            f"learner.algorithm.advantage.kind={algorithm.advantage.__struct_config__.tag} learns from groups of equal rewards, "
+            f"too; allowed with it are {kinds}"
+        )
+    if algorithm.overlong >= config.agent.max_tokens:
+        yield (
+            f"learner.algorithm.overlong={algorithm.overlong} leaves no length unpunished: it is a part of agent.max_tokens="
+            f"{config.agent.max_tokens}; allowed are 0 to {config.agent.max_tokens - 1}"
+        )
+
+
+def loss_problems(config: Config) -> Iterator[str]:
+    """Of the loss, its correction and its divergence."""
+    yield from _correction(config)
+    yield from _algorithm(config)
+
+
+def _correction(config: Config) -> Iterator[str]:
+    """Of one correction with one loss."""
+    algorithm, staleness = config.learner.algorithm, config.buffer.max_staleness
+    loss, correction = algorithm.loss, algorithm.correction
+    key, kind = "learner.algorithm.correction", loss.__struct_config__.tag
+    own = ", ".join(str(section.__struct_config__.tag) for section in SELF_CORRECTING)
+    refused = isinstance(correction, NoCorrection) and not isinstance(correction, Uncorrected)
+    if refused and staleness > 0 and not isinstance(loss, SELF_CORRECTING):
+        yield (
+            f"{key}.kind=none with buffer.max_staleness={staleness}: learner.algorithm.loss.kind={kind} would take tokens of "
+            f"older policies for the learner's own; set {key}.kind to auto, truncated, masked or rejected, or "
+            f"learner.algorithm.loss.kind to one that corrects by itself ({own}), or buffer.max_staleness=0; "
+            f"an ablation sets {key}.kind=uncorrected"
+        )
+    if isinstance(correction, Truncated) and isinstance(loss, SELF_CORRECTING):
+        yield (
+            f"{key}.kind=truncated would weigh tokens twice: the ratio of learner.algorithm.loss.kind={kind} is to the policy "
+            "that sampled and holds the weight; allowed with it are auto, none, masked and rejected"
+        )
+    if isinstance(correction, Masked | Rejected) and not correction.bounds[0] < 1 < correction.bounds[1]:
+        yield (
+            f"{key}.bounds={_pair(correction.bounds)} leave no loss to tokens of the learner's own policy, whose weight is 1; "
+            "allowed are a low below 1 and a high above 1"
+        )
+    if isinstance(correction, Truncated) and correction.bounds[0] > correction.bounds[1]:
+        yield f"{key}.bounds={_pair(correction.bounds)}: the first is the lower one; allowed is a high of at least the low"
+    if isinstance(correction, Rejected) and correction.weights and isinstance(loss, SELF_CORRECTING):
+        yield (
+            f"{key}.weights would weigh tokens twice: the ratio of learner.algorithm.loss.kind={kind} is to the policy that "
+            "sampled and holds the weight; allowed with it is null"
+        )
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    """What would be another algorithm than the one that is named, or none."""
+    algorithm, key = config.learner.algorithm, "learner.algorithm"
+    loss, advantage, kl = algorithm.loss, algorithm.advantage, algorithm.kl
+    if isinstance(kl, KlInLoss) and kl.estimator == "k1":
+        yield (
+            "learner.algorithm.kl.estimator=k1 with kl.kind=loss: its gradient is 0 on average and holds the policy nowhere; "
+            "allowed there are k2 and k3"
+        )
+    if isinstance(loss, Sppo) and algorithm.mean == "sequence_mean":
+        yield (
+            f"{key}.aggregation=sequence_mean with {key}.loss.kind=sppo would weigh a sequence by 1 / its length, which is not "
+            "SPPO; allowed are auto, sequence_sum, token_mean and fixed_length"
+        )
+    if isinstance(loss, DualClipPpo | DualClipDecoupledPpo) and loss.clip[2] <= 1 + loss.clip[1]:
+        yield (
+            f"{key}.loss.clip={_pair(loss.clip)}: the third bounds the ratio where the advantage is negative; allowed is more than "
+            f"1 + the second, {1 + loss.clip[1]:g}"
+        )
+    if isinstance(loss, ClipCov | KlCov) and not 0 < loss.held["share"] <= 1:
+        yield f"{key}.loss.held.share={loss.held['share']:g}: a share of the step's tokens; allowed are more than 0, up to 1"
+    if isinstance(loss, ClipCov) and loss.held["low"] > loss.held["high"]:
+        yield f"{key}.loss.held: low={loss.held['low']:g} is above high={loss.held['high']:g}, and no token is between them"
+    if isinstance(loss, KlCov) and not any(loss.held[name] for name in ("abs", "k2", "k3")):
+        yield f"{key}.loss.held: abs, k2 and k3 are 0, and nothing holds the tokens; allowed is at least one above 0"
+    if isinstance(advantage, Gae) and advantage.lam.get("by_length") == 0:
+        yield f"{key}.advantage.lam.by_length=0 divides by zero; allowed are more than 0, up to 1; VAPO has 0.05"
+    if isinstance(kl, Kl) and isinstance(kl.coefficient, dict) and len(kl.coefficient) < 2:
+        yield f"{key}.kl.coefficient: an adaptive one needs both, for example {{start: 0.2, target: 6}}; else it is a number"
+
+
+def _pair(numbers: tuple[float, ...]) -> str:
+    return f"[{', '.join(f'{number:g}' for number in numbers)}]"
