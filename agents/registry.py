@@ -8,7 +8,7 @@ from typing import Any, cast
 from renderers import DefaultRendererConfig, Renderer, RendererConfig, config_from_name, create_renderer
 from renderers.base import Tokenizer
 
-from ..envs.loading import load_target
+from ..common.targets import load_target
 from ..errors import ConfigError
 from . import builtin
 from .base import Agent

@@ -101,6 +101,13 @@ class Prime(Section, frozen=True, tag_field="kind", tag="prime"):
     """Learning rate of the implicit reward model."""
 
 
+class PythonFunction(Section, frozen=True, tag_field="kind", tag="python"):
+    """A function of your own; docs/learner.md says what it gets and what it gives."""
+
+    function: str
+    """`package.module:name`."""
+
+
 class Clipped(Section, frozen=True):
     clip: tuple[AboveZero, AboveZero] = (0.2, 0.2)
     """[low, high]: the loss clips its ratio at 1 - low and at 1 + high."""
@@ -188,17 +195,29 @@ class KlCov(Section, frozen=True, tag_field="kind", tag="kl_cov"):
         _complete(self, "held", KL_COV)
 
 
-PolicyLossKind = DecoupledPpo | Ppo | DualClipPpo | DualClipDecoupledPpo | Gspo | Cispo | Sapo | Sppo | ClipCov | KlCov
+PolicyLossKind = (
+    DecoupledPpo
+    | Ppo
+    | DualClipPpo
+    | DualClipDecoupledPpo
+    | Gspo
+    | Cispo
+    | Sapo
+    | Sppo
+    | ClipCov
+    | KlCov
+    | PythonFunction
+)
 
 SELF_CORRECTING = (Ppo, DualClipPpo, Cispo)
 """Losses whose ratio is the one to the policy that sampled: they weigh tokens of other policies by themselves."""
 
-REFILLABLE = (Grpo, Rloo, ReinforcePPBaseline, Opo, Remax, WinRate, Prime)
+REFILLABLE = (Grpo, Rloo, ReinforcePPBaseline, Opo, Remax, WinRate, Prime, PythonFunction)
 """Advantages with which a group of equal rewards may be replaced: they are 0 for all its tokens. PRIME's are not; its paper leaves
-such groups out nevertheless."""
+such groups out nevertheless. Of one's own function the user knows."""
 
-GROUPLESS = (ReinforcePP, Gae)
-"""Advantages that do not compare the members of a group, which may then be one."""
+GROUPLESS = (ReinforcePP, Gae, PythonFunction)
+"""Advantages that need not compare the members of a group, which may then be one."""
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -282,9 +301,19 @@ TERMS: dict[TermKey, float] = {"entropy": 0.0, "imitation": 0.0}
 
 
 class Algorithm(Section, frozen=True):
-    advantage: Grpo | Rloo | ReinforcePP | ReinforcePPBaseline | Opo | Remax | WinRate | TurnLevel | Gae | Prime = (
-        field(default_factory=Grpo)
-    )
+    advantage: (
+        Grpo
+        | Rloo
+        | ReinforcePP
+        | ReinforcePPBaseline
+        | Opo
+        | Remax
+        | WinRate
+        | TurnLevel
+        | Gae
+        | Prime
+        | PythonFunction
+    ) = field(default_factory=Grpo)
     """How rewards become advantages."""
     overlong: NonNegative = 0
     """Of the tokens before `agent.max_tokens`, prompt included, so many are punished: rising to -1, added to the reward, not to its

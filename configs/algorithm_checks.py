@@ -3,6 +3,7 @@ or none; see `checks.py`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from .algorithm import (
@@ -18,12 +19,15 @@ from .algorithm import (
     KlInLoss,
     Masked,
     NoCorrection,
+    PythonFunction,
     Rejected,
     Sppo,
     Truncated,
     Uncorrected,
 )
 from .schema import Config
+
+PYTHON_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def group_problems(config: Config) -> Iterator[str]:
@@ -120,6 +124,9 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield f"{key}.loss.held: low={loss.held['low']:g} is above high={loss.held['high']:g}, and no token is between them"
     if isinstance(loss, KlCov) and not any(loss.held[name] for name in ("abs", "k2", "k3")):
         yield f"{key}.loss.held: abs, k2 and k3 are 0, and nothing holds the tokens; allowed is at least one above 0"
+    for name, section in (("advantage", advantage), ("loss", loss)):
+        if isinstance(section, PythonFunction) and not PYTHON_NAME.fullmatch(section.function):
+            yield f"{key}.{name}.function: {section.function!r} is not of the form package.module:name"
     if isinstance(advantage, Gae) and advantage.lam.get("by_length") == 0:
         yield f"{key}.advantage.lam.by_length=0 divides by zero; allowed are more than 0, up to 1; VAPO has 0.05"
     if isinstance(kl, Kl) and isinstance(kl.coefficient, dict) and len(kl.coefficient) < 2:

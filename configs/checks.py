@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from ..errors import ConfigError
 from .algorithm import Gae, needs_critic, needs_reference
+from .algorithm_checks import PYTHON_NAME as PYTHON_NAME
 from .algorithm_checks import group_problems, loss_problems
 from .backends import Fsdp2, Megatron, copy_ranks
 from .environments import EnvironmentKind, Harbor, LimitedTasks, Mixture, PythonEnv, ReasoningGym, parts_by_key
@@ -25,7 +26,6 @@ BF16_NOISE = 0.05  # nats by which log-probs of equal bfloat16 weights differ be
 BUILT_IN_AGENTS = ("tool_calling", "single_turn")
 COMMAND = "command"  # the kind of agent that is a program
 SAMPLERS = ("sequential", "pools")
-PYTHON_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 # A port `*` is a free one, for a server.
 ADDRESS = re.compile(r"tcp://[^\s/:@]+:(?:\d{1,5}|\*)|tcp://\[[0-9a-fA-F:]+\]:\d{1,5}")
 LOOPBACK = re.compile(r"tcp://(127\.\d+\.\d+\.\d+|localhost|\[::1\]):")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from ..common.targets import load_target
 from ..configs.environments import (
     Dataset,
     EnvironmentKind,
@@ -27,7 +28,6 @@ from ..configs.environments import (
 from ..configs.schema import Failure, Reason
 from ..errors import ConfigError
 from .base import TaskSource
-from .loading import load_target
 from .simple import Split
 
 SOURCES: dict[type, tuple[str, str]] = {

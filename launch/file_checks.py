@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..configs.algorithm import Kl
+from ..configs.algorithm import Kl, PythonFunction
 from ..configs.checks import COMMAND, PYTHON_NAME, SAMPLERS
 from ..configs.environments import (
     DataSection,
@@ -34,6 +34,18 @@ def model_files(inputs: RunInputs) -> str:
     return config.model.path
 
 
+def algorithm_files(inputs: RunInputs) -> str:
+    """The modules of the user's own advantage and loss."""
+    from ..common.targets import require_module
+
+    algorithm = inputs.config.learner.algorithm
+    own = {"advantage": algorithm.advantage, "loss": algorithm.loss}
+    for name, section in own.items():
+        if isinstance(section, PythonFunction):
+            require_module(f"learner.algorithm.{name}.function", section.function)
+    return ", ".join(str(section.__struct_config__.tag) for section in own.values())
+
+
 def reward_files(inputs: RunInputs) -> str:
     """The model that scores is a folder or a name on the hub."""
     from ..learner.hub import require_model
@@ -47,7 +59,7 @@ def reward_files(inputs: RunInputs) -> str:
 
 def agent_files(inputs: RunInputs) -> str:
     """The module of the user's agent, or the folder of its program."""
-    from ..envs.loading import require_module
+    from ..common.targets import require_module
 
     config, agent = inputs.config, inputs.config.agent
     if PYTHON_NAME.fullmatch(agent.kind):
@@ -74,9 +86,10 @@ def environment_files(inputs: RunInputs) -> str:
 
 
 def _check_section(key: str, env: EnvironmentKind) -> None:
+    from ..common.targets import require_module
     from ..envs.dataset.rewards import IN_FILE, IN_MODULE
     from ..envs.dataset.rows import require_rows
-    from ..envs.loading import require_file, require_module
+    from ..envs.loading import require_file
     from ..envs.verifiers import REWARDS
 
     for name in ("python", "keys"):

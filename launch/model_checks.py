@@ -38,6 +38,7 @@ def model(inputs: RunInputs) -> str:
 
 
 def learner(inputs: RunInputs) -> str:
+    from ..learner.algorithms import own
     from ..learner.distributed import choose_device
     from ..learner.fsdp2 import liger
     from ..learner.fsdp2.parallelism import check_heads
@@ -57,6 +58,7 @@ def learner(inputs: RunInputs) -> str:
             check_heads(model, chosen.context_parallel)
             if "liger" in chosen.options and not placed_by_ray(config):
                 liger.check(choose_device(chosen.device), model)
+    own.check(config.learner.algorithm)
     placed = [f", ranks of {kind}: {ranks}" for kind, ranks in config.learner.aux_models.items() if ranks]
     return f"{chosen.__struct_config__.tag}, ranks: {chosen.ranks}{''.join(placed)}"
 

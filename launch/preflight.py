@@ -29,7 +29,7 @@ from ..configs.reward import ModelReward
 from ..configs.schema import parse_memory
 from ..errors import ConfigError
 from .environment_checks import environment, prompt
-from .file_checks import agent_files, environment_files, model_files, reward_files
+from .file_checks import agent_files, algorithm_files, environment_files, model_files, reward_files
 from .launchers.local import claim_ports
 from .model_checks import agent, chat_format, learner, model
 from .resources import assign_gpus, gpus_of, needs_rendezvous_port, placed_by_ray
@@ -219,12 +219,13 @@ CHECKS = {
     "ports": PreflightCheck(ports),
     "model files": PreflightCheck(model_files),
     "reward files": PreflightCheck(reward_files),
+    "algorithm files": PreflightCheck(algorithm_files),
     "agent files": PreflightCheck(agent_files),
     "environment files": PreflightCheck(environment_files),
     "environment": PreflightCheck(environment, ("installation", "packages", "environment files")),
     "agent": PreflightCheck(agent, ("installation", "packages", "agent files")),
     "model": PreflightCheck(model, ("installation", "packages", "model files")),
-    "learner": PreflightCheck(learner, ("model",)),
+    "learner": PreflightCheck(learner, ("model", "algorithm files")),
     "chat format": PreflightCheck(chat_format, ("model",)),
     "prompt": PreflightCheck(prompt, ("environment", "agent", "chat format")),
     "sampler": PreflightCheck(check_samplers, ("environment", "prompt")),

@@ -48,7 +48,7 @@ def _make(key: str, name: str, tasks: int, seed: int) -> TaskSampler:
             section = key.removesuffix(".sampler")
             raise ConfigError(f"{key}=pools needs an end of the tasks; set {section}.tasks to how many there are")
         return PoolSampler(tasks, seed)
-    from ..envs.loading import load_target
+    from ..common.targets import load_target
 
     factory: Any = load_target(key, name)
     try:

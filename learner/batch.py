@@ -67,7 +67,8 @@ class TrainBatch(msgspec.Struct, frozen=True):
     values: NDArray[np.float32] | None = None  # float32[N], a critic's, or a reward model's log(policy / reference)
     penalties: NDArray[np.float32] | None = None  # float32[N], taken off the rewards; None for no penalty
     returns: NDArray[np.float32] | None = None  # float32[N], the critic's targets; None where there is no critic
-    kl_coefficient: float | None = None  # what a nat of divergence costs where that is adaptive
+    metrics: tuple[Mapping[str, float], ...] = ()  # E mappings: what the environment reported of each episode
+    carried: dict[str, float] = {}  # numbers that the algorithm carries from step to step, by name (`CheckpointState`)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -190,6 +191,7 @@ def flatten(
         step_rewards=concatenate(steps, np.float64),
         greedy=np.array([withheld.get(name) == "baseline" for name in ids], dtype=np.bool_),
         masked=np.array([name in withheld for name in ids], dtype=np.bool_),
+        metrics=tuple(first.metrics for first in firsts),
     )
 
 

@@ -37,7 +37,6 @@ from ..configs.schema import Learner
 from ..errors import DeadlineExceeded
 from ..weightsync.publisher import Publisher
 from .algorithms import advantage_of, returns_of
-from .algorithms.divergence import KL_COEFFICIENT
 from .algorithms.estimators import assign_advantages, overlong
 from .annotations import StepAnnotations, choose
 from .aux_models.aux_models import AuxModels
@@ -118,7 +117,7 @@ class TrainingLoop:
                 self._agree()
                 batch, result, aux_result, seen = await self._step(taken, state)
             with self._in_phase("commit", state.version):
-                state = await self._commit(state, self._stepper.carried(batch, result, state))
+                state = await self._commit(state, self._stepper.carried(batch, result))
                 self._annotate(state.version, seen.finish())
                 timer.stepped(await self._buffer.stats(), int(batch.sizes.sum()))
             with self._in_phase("publish", state.version):
@@ -170,7 +169,7 @@ class TrainingLoop:
         """Compute advantages, then step the policy and the trained aux model. This rank fetches the rows that it works on."""
         rows: dict[str, Trajectory] = {}
         flat = flatten(taken.groups, state.version, withheld=taken.withheld, shape=self._shape)
-        flat = msgspec.structs.replace(flat, kl_coefficient=state.algorithm.get(KL_COEFFICIENT))
+        flat = msgspec.structs.replace(flat, carried=dict(state.algorithm))
         flat = await self._fetch(taken, flat, self._aux_models.scored_rows(flat), rows)
         flat = await self._aux_models.score(flat)
         credited = assign_advantages(flat, self._advantage, self._returns)

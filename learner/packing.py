@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -50,7 +50,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
     reference_logprobs: torch.Tensor | None = None  # float32[N], 0 where not trained; None: no reference
     values: torch.Tensor | None = None  # float32[N], an aux model's outputs before the batch, 0 where not trained
     returns: torch.Tensor | None = None  # float32[N], a critic's targets, 0 where not trained; None where there is none
-    kl_coefficient: float | None = None  # what a nat of divergence costs where that is adaptive
+    carried: Mapping[str, float] = {}  # numbers that the algorithm carries from step to step, by name
     ids: tuple[str, ...] = ()  # S trajectory ids, empty for sequences that are of none
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -122,7 +122,7 @@ def to_microbatch(batch: TrainBatch) -> MicroBatch:
         reference_logprobs=None if batch.reference_logprobs is None else _tensor(batch.reference_logprobs),
         values=None if batch.values is None else _tensor(batch.values),
         returns=None if batch.returns is None else _tensor(batch.returns),
-        kl_coefficient=batch.kl_coefficient,
+        carried=batch.carried,
         ids=batch.ids,
     )
 

@@ -100,15 +100,14 @@ class PolicyStepper:
             compared=comparable_tokens(batch) + mismatch(probe)[1],
         )
 
-    def carried(self, batch: TrainBatch, done: PolicyStepResult, state: CheckpointState) -> dict[str, float]:
-        """The numbers that the algorithm carries on from `state` after the step on `batch`; on all ranks the same."""
+    def carried(self, batch: TrainBatch, done: PolicyStepResult) -> dict[str, float]:
+        """The numbers that the algorithm carries on after the step on `batch`; on all ranks the same."""
         kl = self._config.algorithm.kl
         if not isinstance(kl, Kl) or not isinstance(kl.coefficient, dict):
-            return state.algorithm
+            return batch.carried
         by_episode = int(batch.loss_mask.sum()) / len(np.unique(batch.episode))
-        now = coefficient_of(kl, state.algorithm.get(KL_COEFFICIENT))
-        changed = next_coefficient(kl, now, done.means["kl_reference"] * by_episode)
-        return {**state.algorithm, KL_COEFFICIENT: changed}
+        changed = next_coefficient(kl, coefficient_of(kl, batch.carried), done.means["kl_reference"] * by_episode)
+        return {**batch.carried, KL_COEFFICIENT: changed}
 
     def _scored(self, rows: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Collective. `rows` with the proximal log-probs that the policy gives now."""

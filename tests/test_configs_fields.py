@@ -5,6 +5,7 @@ from typing import get_args
 import msgspec
 import pytest
 from slipstream.configs import Config, describe, describe_schema, load, presets
+from slipstream.configs.algorithm import PythonFunction
 from slipstream.configs.environments import EnvironmentKind, Tasks
 from slipstream.configs.evaluation import EvaluationSuite
 from slipstream.configs.fields import docs_of, root, variants
@@ -22,10 +23,11 @@ def sections(kind):
 def count_fields() -> int:
     """Keys in the whole schema: every field of every section of every kind, sections and `kind` keys included; a key that
     several kinds share, and a section that may stand in several places, counts once. The options of kinds of environments, and of
-    the agent that is a program, are left out: they are arguments of a library, a program or the user's own data, of which a run has
+    the agent that is a program, and of functions of one's own, are left out: they are arguments of a library, a program or the
+    user's own data, of which a run has
     those of its own kind only, and every adapter adds some. So are those of a suite of an evaluation, which are other keys' names
     again."""
-    seen = {*get_args(EnvironmentKind), ProgramSandbox, EvaluationSuite}
+    seen = {*get_args(EnvironmentKind), ProgramSandbox, EvaluationSuite, PythonFunction}
 
     def count(kind) -> int:
         kind = getattr(kind, "value_type", kind)

@@ -169,6 +169,8 @@ def test_every_key_file_and_link_exists(page: Path) -> None:
     mappings = (
         "learner.backend.parallel",
         "learner.aux_models",
+        "learner.algorithm.advantage.lam",
+        "learner.algorithm.terms",
         "reward.weights",
         "rollout.failures",
         "env.parts",

@@ -130,7 +130,7 @@ def test_an_episode_is_one_chain_through_all_its_branches_and_turns():
 def test_rewards_that_fit_no_turn_are_earned_at_the_end_and_penalties_where_they_are():
     (made,) = branches(0, 0, [0.0, 3.0])
     made = msgspec.structs.replace(made, turn_rewards=(3.0,))  # one step of the environment, two completions
-    config = Gae(gamma=1.0, lam=1.0, normalize=False)
+    config = Gae(gamma=1.0, lam={"policy": 1.0}, normalize=False)
     zeros = {made.id: np.zeros(len(made), dtype=np.float32)}
     penalties = {made.id: np.where(np.arange(len(made)) == made.turns[0].start, 1, 0).astype(np.float32)}
     found = credit([(made,)], Algorithm(advantage=config), Columns(values=zeros, penalties=penalties))

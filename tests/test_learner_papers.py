@@ -265,7 +265,7 @@ def test_an_adaptive_coefficient_grows_while_the_policy_is_too_far_and_is_what_t
     stepper = PolicyStepper(config, backend, LONGEST)
     state, losses = CheckpointState(0, 0), []
     for _ in range(3):
-        batch = msgspec.structs.replace(batch, kl_coefficient=state.algorithm.get(KL_COEFFICIENT))
+        batch = msgspec.structs.replace(batch, carried=state.algorithm)
         (row,) = microbatches(batch, 0, 1, 1000)
         row = with_proximal(row, backend.logprobs([row])[0])
         current = row.proximal_logprobs.clone()
@@ -276,7 +276,7 @@ def test_an_adaptive_coefficient_grows_while_the_policy_is_too_far_and_is_what_t
         p, f = (x[row.loss_mask].double() for x in (current, row.reference_logprobs))
         losses.append((with_kl - without) / ((f - p).exp() - 1 - (f - p)).sum().item())
         done = stepper.step(batch, stepper.plan(batch), (), state)
-        state = CheckpointState(state.step + 1, state.version + 1, stepper.carried(batch, done, state))
+        state = CheckpointState(state.step + 1, state.version + 1, stepper.carried(batch, done))
     assert losses == pytest.approx([0.5, 0.5 * 1.02, 0.5 * 1.02**2], rel=1e-4)
     backend.save(tmp_path / "step-3", state).result(60)
     assert read_state(tmp_path / "step-3").algorithm == {KL_COEFFICIENT: pytest.approx(0.5 * 1.02**3)}
@@ -287,4 +287,4 @@ def test_a_fixed_coefficient_is_no_state(pair):
     batch = sequences(pair[0])
     stepper = PolicyStepper(Learner(), pair[0], LONGEST)
     done = stepper.step(batch, stepper.plan(batch), (), CheckpointState(0, 0))
-    assert stepper.carried(batch, done, CheckpointState(0, 0)) == {}
+    assert stepper.carried(batch, done) == {}

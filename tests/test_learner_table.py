@@ -17,6 +17,7 @@ from slipstream.buffer.trajectory import FINISHED, Trajectory
 from slipstream.configs import Config, load
 from slipstream.configs.algorithm import Algorithm, PolicyLossKind, plays_greedily
 from slipstream.launch.supervisor.factory import make_aux_models, make_backend
+from slipstream.learner.algorithms.policy_loss import Tokens
 from slipstream.learner.loop import TrainingLoop
 from slipstream.learner.metrics import StepMetrics
 from slipstream.tests.episodes import trajectory
@@ -39,12 +40,18 @@ WITH = {
     "correction.kind=none": ("buffer.max_staleness=0",),
     "advantage.kind=reinforce_pp": ("buffer.group_size=1", "learner.algorithm.kl.kind=reward"),
     "advantage.kind=gae": ("learner.algorithm.advantage.value_clip=0.2", "learner.algorithm.epochs=2"),
+    "advantage.kind=python": ("learner.algorithm.advantage.function=slipstream.tests.test_learner_own:centered",),
+    "loss.kind=python": ("learner.algorithm.loss.function=slipstream.tests.test_learner_table:policy_gradient",),
     "kl.kind=loss": ("learner.algorithm.kl.coefficient={start: 0.2, target: 0.01}",),
     "kl.kind=reward": ("learner.algorithm.kl.coefficient={start: 0.2, target: 0.01}",),
 }
 """What a line needs beside it, and what it is well tried with."""
 BY_DEFAULT = ("sppo", "reinforce_pp", "gae", "loss")
 """Those of the default tier: each a way of its own through the loop."""
+
+
+def policy_gradient(tokens: Tokens) -> torch.Tensor:
+    return -tokens.current * tokens.advantages
 
 
 def kinds(section: str) -> list[str]:
@@ -104,8 +111,10 @@ async def test_an_algorithm_trains_three_steps_by_the_keys_of_its_row(folders, a
         assert len({row.kl_coefficient for row in rows}) == 3
 
 
-async def run(config: Config, replica: Replica, address: str, folder: Path) -> list[StepMetrics]:
-    """A learner of one rank, its buffer, and a worker that plays at random."""
+async def run(
+    config: Config, replica: Replica, address: str, folder: Path, metrics: dict[str, float] | None = None
+) -> list[StepMetrics]:
+    """A learner of one rank, its buffer, and a worker that plays at random; its environment reports `metrics`."""
     rows: list[StepMetrics] = []
     rules = msgspec.structs.replace(config.buffer, lease_s=60.0)
     greedy = plays_greedily(config.learner.algorithm)
@@ -135,7 +144,7 @@ async def run(config: Config, replica: Replica, address: str, folder: Path) -> l
             config.agent.max_tokens,
             aux_models,
         )
-        playing = asyncio.create_task(play(worker))
+        playing = asyncio.create_task(play(worker, metrics or {}))
         try:
             await asyncio.wait_for(loop.run(asyncio.Event(), lambda: None), SOON)
         finally:
@@ -147,12 +156,12 @@ async def run(config: Config, replica: Replica, address: str, folder: Path) -> l
     return rows
 
 
-async def play(worker: BufferClient) -> None:
+async def play(worker: BufferClient, metrics: dict[str, float]) -> None:
     rng = np.random.default_rng(0)
     while True:
         lease = await worker.lease()
         for episode in map(lease.episode, lease.members):
-            sent = random_episode(rng, episode, lease.version)
+            sent = msgspec.structs.replace(random_episode(rng, episode, lease.version), metrics=metrics)
             await worker.deliver(episode, {lease.version: sent.sampled}, FINISHED, (sent,))
 
 

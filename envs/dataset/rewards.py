@@ -28,10 +28,11 @@ from typing import Any
 
 import msgspec
 
+from ...common.targets import load_target
 from ...common.unawaited import without_await
 from ...errors import ConfigError, EnvError, describe
 from ..base import as_number
-from ..loading import load_target, require_file
+from ..loading import require_file
 from ..sandbox import require_sandbox
 from ..tools import in_thread
 from ..verifiers import REWARDS, choice, exact, f1, gsm8k, require_math

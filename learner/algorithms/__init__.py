@@ -17,7 +17,7 @@ from ...configs.algorithm import Algorithm
 from ...configs.section import Section
 from ..backend import BatchLoss
 from ..batch import TrainBatch
-from . import covariance, estimators, surrogates, token_estimators
+from . import covariance, estimators, own, surrogates, token_estimators
 from .correction import correction_of
 from .estimators import Advantage
 from .policy_loss import BatchSelection, Surrogate, Tokens, batch_loss
@@ -33,6 +33,7 @@ ADVANTAGES: dict[type[Section], Callable[[Any, TrainBatch], NDArray[np.float64]]
     config.TurnLevel: token_estimators.turn_level,
     config.Gae: token_estimators.gae,
     config.Prime: token_estimators.prime,
+    config.PythonFunction: own.advantage,
 }
 LOSSES: dict[type[Section], Callable[[Any, Tokens], Surrogate]] = {
     config.DecoupledPpo: surrogates.decoupled_ppo,
@@ -45,6 +46,7 @@ LOSSES: dict[type[Section], Callable[[Any, Tokens], Surrogate]] = {
     config.Sppo: surrogates.sppo,
     config.ClipCov: covariance.clip_cov,
     config.KlCov: covariance.kl_cov,
+    config.PythonFunction: own.loss,
 }
 SELECTIONS: dict[type[Section], Callable[..., Any]] = {
     config.ClipCov: covariance.clip_cov_selection,

@@ -10,6 +10,8 @@ An adaptive coefficient is state of the algorithm: it is the same on all ranks, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from ...configs.algorithm import Estimator, Kl
@@ -49,10 +51,10 @@ def kl_estimate(kind: Estimator, logprobs: torch.Tensor, reference: torch.Tensor
             return torch.expm1(log_r) - log_r
 
 
-def coefficient_of(kl: Kl, adapted: float | None) -> float:
-    """What a nat costs now: where the coefficient is adaptive, `adapted`, or before the first step what the config begins with."""
+def coefficient_of(kl: Kl, carried: Mapping[str, float]) -> float:
+    """What a nat costs now: where the coefficient is adaptive what the algorithm carries, at first what the config begins with."""
     if isinstance(kl.coefficient, dict):
-        return kl.coefficient["start"] if adapted is None else adapted
+        return carried.get(KL_COEFFICIENT, kl.coefficient["start"])
     return kl.coefficient
 
 

@@ -32,7 +32,7 @@ correction left no loss; where there is a reference policy f, `kl_reference`, th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -63,6 +63,7 @@ class Tokens(msgspec.Struct, frozen=True):
     selected: torch.Tensor  # bool[K], tokens that the loss treats differently; all false for losses that select none
     positive: torch.Tensor  # bool[K], tokens of episodes whose reward is above 0
     reference: torch.Tensor | None = None  # float[K], log-probs under the reference policy; None where there is none
+    carried: Mapping[str, float] = {}  # numbers that the algorithm carries from step to step, by name
 
     def sequence_sum(self, values: torch.Tensor) -> torch.Tensor:
         """float[K]: for each token the sum of `values` over the trained tokens of its sequence."""
@@ -105,6 +106,7 @@ def trained_tokens(
         selected=torch.zeros_like(sequence, dtype=torch.bool) if selection is None else selection(row),
         positive=row.positive[trained],
         reference=None if row.reference_logprobs is None else row.reference_logprobs[trained],
+        carried=row.carried,
     )
 
 
@@ -174,7 +176,7 @@ def batch_loss(
                 loss = loss - entropy * tokens.entropy
             if isinstance(kl, KlInLoss):
                 divergence = kl_estimate(kl.estimator, tokens.current, _reference(tokens))
-                loss = loss + coefficient_of(kl, row.kl_coefficient) * divergence
+                loss = loss + coefficient_of(kl, row.carried) * divergence
             loss_sum = (_scale(config.mean, longest, totals, tokens) * loss).sum()
             if imitation and totals.positive:
                 factor = imitation * totals.tokens / totals.positive  # the backend divides by all trained tokens

@@ -112,7 +112,7 @@ class AuxModels:
         if not isinstance(kl, KlInReward):
             return None
         sampled, scored = torch.from_numpy(batch.behavior_logprobs), torch.from_numpy(reference)
-        coefficient = coefficient_of(kl, batch.kl_coefficient)
+        coefficient = coefficient_of(kl, batch.carried)
         return np.where(batch.sampled, coefficient * kl_estimate(kl.estimator, sampled, scored).numpy(), np.float32(0))
 
 
