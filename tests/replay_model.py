@@ -43,6 +43,7 @@ class Played:
     final: bool = False
     withheld: str | None = None
     reward: float = 0.0
+    truncated: bool = False
 
 
 @dataclass
@@ -176,8 +177,8 @@ class Model:
                 team.lease = worker, end
         return [name for name in episodes if self.episodes[name].settled or self.episodes[name].where != "in_flight"]
 
-    def delivered(self, name: str, kept: Counter[int], failure: str, reward: float) -> bool:
-        """An episode ended, with a failure or ""; returns whether its trajectories are kept."""
+    def delivered(self, name: str, kept: Counter[int], failure: str, reward: float, *, truncated: bool = False) -> bool:
+        """An episode ended, with a failure or "", or cut off; returns whether its trajectories are kept."""
         e = self.episodes[name]
         if e.settled:
             return False
@@ -188,7 +189,7 @@ class Model:
         again = bool(failure) and team.state == "leased" and earlier < self.rules.retries.get(failure, 0)
         e.final = not again
         if kept.total() and not again:
-            e.where, e.kept, e.reward = "ready", kept, reward
+            e.where, e.kept, e.reward, e.truncated = "ready", kept, reward, truncated
             e.withheld = "baseline" if self.greedy(e) else "late" if team.complete else None
         else:
             e.where = f"failed_{failure or 'nothing_sampled'}"
@@ -229,6 +230,8 @@ class Model:
         match self.rules.filter:
             case "none":
                 chosen = sampled
+            case "untruncated":
+                chosen = [e for e in sampled if not e.truncated]
             case "best_random" if others:
                 others.sort(key=lambda e: -e.reward)
                 chosen = [best, others[random.Random(group).randrange(len(others))]]

@@ -232,7 +232,8 @@ class Runs(RuleBasedStateMachine):
             sent = msgspec.structs.replace(trajectory_of(episode, kept), reward=reward)
             self.arrived.append(new_trajectory(episode, sent))
         self.playing.remove(episode)
-        assert accepted == self.world.delivered(episode, kept, outcome.reason, reward)
+        truncated = outcome == TRUNCATED
+        assert accepted == self.world.delivered(episode, kept, outcome.reason, reward, truncated=truncated)
         self.store_changes()
 
     @precondition(lambda self: any(e.settled for e in self.world.episodes.values()))

@@ -63,7 +63,7 @@ def expected(folder: Path, batch: TrainBatch, index: int) -> tuple[np.ndarray, n
 
 ALGORITHMS = {
     "one pass": Algorithm(),
-    "masked": Algorithm(correction=Masked(low=0.5, high=CAP)),
+    "masked": Algorithm(correction=Masked(bounds=(0.5, CAP))),
     "two passes": Algorithm(loss=ClipCov()),
     "minibatches": Algorithm(minibatches=2),
 }
