@@ -104,20 +104,20 @@ def test_reinforce_pp_pays_the_divergence_to_go_and_normalizes_over_tokens(confi
 
 
 def test_defaults_are_what_the_authors_published():
-    assert DecoupledPpo().clip == (0.2, 0.28)  # DAPO, section 3.1
-    assert Ppo().clip == (0.2, 0.2)  # Schulman et al. 2017, section 6.1
+    assert DecoupledPpo().clip == (0.2, 0.28)  # DAPO
+    assert Ppo().clip == (0.2, 0.2)  # Schulman et al. 2017
     assert DualClipPpo().clip == DualClipDecoupledPpo().clip == (0.2, 0.2, 3.0)  # Ye et al. 2020: c = 3
-    assert Gspo().clip == (3e-4, 4e-4)  # section 5.1
-    assert Cispo().clip[0] == 1.0  # section 3.1: no lower bound
-    assert Sapo().tau == (1.0, 1.05)  # section 5
-    assert Sppo().eta == 1e3  # section 5.1; the authors' code has beta = 1 / eta
+    assert Gspo().clip == (3e-4, 4e-4)  # Zheng et al. 2025
+    assert Cispo().clip[0] == 1.0  # MiniMax 2025: no lower bound
+    assert Sapo().tau == (1.0, 1.05)  # Gao et al. 2025
+    assert Sppo().eta == 1e3  # Wu et al. 2024; the authors' code has beta = 1 / eta
     assert ClipCov().held == {"share": 2e-4, "low": 1.0, "high": 5.0}  # the authors' code
     assert KlCov().held == {
         "share": 2e-3,
         "abs": 1.0,
         "k2": 0.0,
         "k3": 0.0,
-    }  # section 4.2 for 7B; |log r| of the authors' code
+    }  # the paper's for 7B; |log r| of the authors' code
     assert load("vapo").learner.algorithm.advantage == Gae(
         lam={"by_length": 0.05, "critic": 1.0}, critic_warmup=5, lr=3e-4
     )

@@ -39,9 +39,9 @@ def _load(key: str, target: str) -> Callable[..., Any]:
 
 def advantage(config: PythonFunction, batch: TrainBatch) -> NDArray[np.float64]:
     """What the user's function gives, float64[N]; NaN outside of turns where it gives one number for each episode."""
-    name = f"{ADVANTAGE}: {config.function}"
+    name, function = f"{ADVANTAGE}: {config.function}", _load(ADVANTAGE, config.function)
     try:
-        found = np.asarray(_load(ADVANTAGE, config.function)(batch, batch.carried), dtype=np.float64)
+        found = np.asarray(function(batch, batch.carried), dtype=np.float64)
     except Exception as error:  # user code
         raise LearnerError(f"{name}: {describe_user_error(error)}") from error
     for number, value in batch.carried.items():
@@ -63,9 +63,9 @@ def advantage(config: PythonFunction, batch: TrainBatch) -> NDArray[np.float64]:
 
 def loss(config: PythonFunction, tokens: Tokens) -> Surrogate:
     """What the user's function gives; no token counts as clipped."""
-    name = f"{LOSS}: {config.function}"
+    name, function = f"{LOSS}: {config.function}", _load(LOSS, config.function)
     try:
-        found = _load(LOSS, config.function)(tokens)
+        found = function(tokens)
     except Exception as error:  # user code
         raise LearnerError(f"{name}: {describe_user_error(error)}") from error
     if not isinstance(found, torch.Tensor) or found.shape != tokens.current.shape:

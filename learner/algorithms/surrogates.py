@@ -85,7 +85,7 @@ def ppo(config: Ppo, tokens: Tokens) -> Surrogate:
 
 
 def dual_clip_ppo(config: DualClipPpo, tokens: Tokens) -> Surrogate:
-    """Dual-clip PPO (Ye et al. 2020, arXiv:1912.09729, equation 2), with the ratio of `ppo`."""
+    """Dual-clip PPO (Ye et al. 2020, arXiv:1912.09729), with the ratio of `ppo`."""
     return dual_clipped_surrogate(tokens.current - tokens.behavior, tokens.advantages, config.clip)
 
 
