@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from msgspec import Meta, field, structs
 
 from .section import AboveZero, Fraction, NonNegative, Positive, Section
 
 
-def _complete(section: Section, name: str, defaults: Mapping[str, float]) -> None:
+K = TypeVar("K", bound=str)
+
+
+def _complete(section: Section, name: str, defaults: Mapping[K, float]) -> None:
     """Fill in the entries of a mapping that were not given."""
     structs.force_setattr(section, name, {**defaults, **getattr(section, name)})
 

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...configs.algorithm import ClipCov, KlCov
+from ...configs.algorithm import ClipCov, KlCov, KlCovKey
 from ..backend import Gather
 from ..packing import MicroBatch
 from .policy_loss import Selection, Surrogate, Tokens
@@ -115,7 +115,11 @@ def kl_cov(config: KlCov, tokens: Tokens) -> Surrogate:
     """KL-Cov's loss per token; `clipped` marks where the divergence was added."""
     log_ratio, held = tokens.current - tokens.proximal, config.held
     ratio = saturating_exp(log_ratio)
-    estimates = {"abs": log_ratio.abs(), "k2": log_ratio.square() / 2, "k3": ratio - 1.0 - log_ratio}
+    estimates: dict[KlCovKey, torch.Tensor] = {
+        "abs": log_ratio.abs(),
+        "k2": log_ratio.square() / 2,
+        "k3": ratio - 1.0 - log_ratio,
+    }
     penalty = sum((held[name] * d for name, d in estimates.items() if held[name]), start=torch.zeros_like(ratio))
     plain = -ratio * tokens.advantages
     return Surrogate(loss=torch.where(tokens.selected, plain + penalty, plain), clipped=tokens.selected)
