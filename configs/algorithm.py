@@ -9,7 +9,6 @@ from msgspec import Meta, field, structs
 
 from .section import AboveZero, Fraction, NonNegative, Positive, Section
 
-
 K = TypeVar("K", bound=str)
 
 

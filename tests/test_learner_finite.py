@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from slipstream.configs.algorithm import SELF_CORRECTING, Algorithm, KlInLoss, Masked, Rejected, Truncated
-from slipstream.learner.algorithms import LOSSES, loss_of
+from slipstream.learner.algorithms import loss_of
 from slipstream.learner.packing import MicroBatch
-from slipstream.tests.test_learner_losses import AGGREGATIONS, CORRECTIONS, make_sequences, on_two_ranks, run
+from slipstream.tests.test_learner_losses import AGGREGATIONS, CORRECTIONS, PUBLISHED, make_sequences, on_two_ranks, run
 
 LONGEST = 64
 RATIOS = (-200.0, -100.0, -89.0, -20.5, -1.0, 0.0, 1.0, 20.5, 89.0, 100.0, 200.0)
@@ -31,7 +31,7 @@ def weighs(correction) -> bool:
 # Every loss at its defaults with every correction that the configuration allows with it.
 PAIRS = [
     pytest.param(kind(), correction, id=f"{kind.__name__}-{correction}")
-    for kind, correction in itertools.product(LOSSES, CORRECTIONS)
+    for kind, correction in itertools.product(PUBLISHED, CORRECTIONS)
     if not (issubclass(kind, SELF_CORRECTING) and weighs(correction))
 ]
 
@@ -83,7 +83,7 @@ def test_one_freak_log_prob_leaves_loss_and_gradient_finite(loss, correction):
         assert all(map(math.isfinite, sums.values())), f"{case}: {sums}"
 
 
-@pytest.mark.parametrize("kind", [k for k in LOSSES if issubclass(k, SELF_CORRECTING)])
+@pytest.mark.parametrize("kind", [k for k in PUBLISHED if issubclass(k, SELF_CORRECTING)])
 @pytest.mark.parametrize("correction", [Masked(), Rejected(level="token")], ids=["masked", "rejected"])
 def test_what_is_dropped_leaves_the_others_as_they_are(kind, correction):
     """The loss and the slopes of the other tokens are those of a row in which the dropped one has advantage 0."""
@@ -115,7 +115,7 @@ def freak_sequences(seed: int):
 def combination(seed: int) -> Algorithm:
     """A random allowed algorithm."""
     rng = np.random.default_rng(seed)
-    loss = list(LOSSES)[rng.integers(len(LOSSES))]()
+    loss = PUBLISHED[rng.integers(len(PUBLISHED))]()
     allowed = [c for c in CORRECTIONS if not (isinstance(loss, SELF_CORRECTING) and weighs(c))]
     return Algorithm(
         loss=loss,
