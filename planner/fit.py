@@ -54,8 +54,8 @@ def fit_profile(run: RunRecords) -> RunProfile:
         found = len(run.in_force)
         changed = " since its settings were changed" if found < len(run.rows) else ""
         raise ConfigError(
-            f"{run.folder}: the run has {found} steps{changed}; a profile needs {needed}: "
-            f"continue it with {resume_command(run, needed)}"
+            f"{run.folder}: the run has {found} steps{changed}; a profile needs {needed}; "
+            f"where it has ended, {resume_command(run, needed)} continues it"
         )
     groups = run.groups
     episodes = [episode for group in groups for episode in group]
