@@ -5,7 +5,7 @@
 
 Invariants:
 - Runs are real but for engine and learner, which sleep by a law (`asynchrony_law.py`): the fault of each is known.
-- The hardware is two cores that are in use, wherever it runs: no change needs more.
+- The hardware is said to be two cores, or as many as the planted run needs, wherever it runs: no change needs more.
 - A change outside of the config (a faster tool) is made in the law.
 """
 
@@ -40,7 +40,6 @@ from .result import Result, Row
 STEPS = 16  # that count, of each run
 LEAST_STEPS = 10  # rows that alerts and rules look at
 BLIND_STEPS = 24  # a run must have compared nothing for 20
-CORES = Hardware("cores", 2, 0, 2)
 STAGE_S = 0.4  # seconds by which a slow server receives weights late
 
 LAW = EmulatedLaw(
@@ -69,6 +68,11 @@ class PlantedRun(msgspec.Struct, frozen=True):
     faults: tuple[Fault, ...] = ()
     promise: Promise = "tokens"
     steps: int = 0  # that count; 0: as many as of the others
+    cores: int = 2  # of the hardware that advice may count on
+
+    @property
+    def hardware(self) -> Hardware:
+        return Hardware("cores", self.cores, 0, self.cores)
 
 
 class TrainedRun(msgspec.Struct, frozen=True):
@@ -106,6 +110,7 @@ PLANTED = (
         "slow_push",
         replace(LAW, replicas=2),
         faults=(Fault(at="receive", do="delay", seconds=STAGE_S, times=1000),),
+        cores=4,  # one is free: with none, a server less and a rank more would shorten pushes, too
     ),
     PlantedRun(
         "a learner that compares nothing",
@@ -127,7 +132,7 @@ async def explained(out: Path, every: Sequence[PlantedRun], steps: int, notify: 
         notify(f"{number + 1} of {len(every)}: {one.name}")
         one = replace(one, steps=one.steps or steps)
         before = await _run(one, one.law, model, out / f"run-{number}")
-        said = explain(before.folder, CORES, active=False)
+        said = explain(before.folder, one.hardware, active=False)
         rules.append(rule_row(one, said))
         if one.rule and rules[-1].ratio == 1.0 and said.findings[0].gain is not None:
             change = said.findings[0].change
