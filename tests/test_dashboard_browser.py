@@ -154,6 +154,8 @@ def test_tokens_have_the_colors_of_their_staleness(desktop: Look, folder: Path) 
     sampled = sum(wanted.values())
     for by in ("mask", "staleness", "version", "logprob", "log_ratio", "entropy", "advantage"):
         page.click(f"button[data-by={by}]")
+        page.wait_for_selector(f"button.on[data-by={by}]")
+        page.evaluate(DRAWN)
         backgrounds = page.eval_on_selector_all(
             ".tokens span", "all => all.map(one => [one.className, one.style.background])"
         )

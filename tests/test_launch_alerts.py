@@ -14,7 +14,6 @@ from slipstream.tests.runs import Background, check_accounts, leftovers, metrics
 from slipstream.tests.signed_rewards import SignedRewards
 
 WITHIN = 10  # steps
-HEALTHY = 12  # the first step after those in which the server lies and all is well again
 LIES = Fault(at="token", do="lie", nats=-0.5, times=500)  # tokens of the first steps
 LR = 3e-4
 SETTINGS = (
@@ -44,11 +43,15 @@ def test_what_is_planted_is_an_alert_within_ten_steps(tmp_path: Path, monkeypatc
     def fired(rule: str) -> Alert | None:
         return next((one for one in read_alerts(run / ALERTS) if one.rule == rule and one.active), None)
 
+    def critical() -> list[tuple[str, bool]]:
+        return [(one.rule, one.active) for one in read_alerts(run / ALERTS) if one.severity == "critical"]
+
     with Background(*words) as going:
 
         def until_fired(rule: str, planted: int) -> None:
             def seen() -> bool:
-                assert len(metrics(run)) <= planted + 2 * WITHIN, f"{rule} did not fire"
+                # The supervisor looks every other second, in which there may be many steps.
+                assert len(metrics(run)) <= planted + 20 * WITHIN, f"{rule} did not fire"
                 return fired(rule) is not None
 
             going.until(seen, f"the alert {rule}")
@@ -58,11 +61,9 @@ def test_what_is_planted_is_an_alert_within_ten_steps(tmp_path: Path, monkeypatc
             assert planted < alert.step <= planted + WITHIN
 
         until_fired("mismatch", 0)
-        going.until_step(HEALTHY)
-        assert [(one.rule, one.active) for one in read_alerts(run / ALERTS)] == [
-            ("mismatch", True),
-            ("mismatch", False),
-        ]
+        # Idle sides of a synchronous run are warnings.
+        going.until(lambda: len(critical()) > 1, "the end of the lies")
+        assert critical() == [("mismatch", True), ("mismatch", False)]
         flipped.touch()
         until_fired("reward_collapse", metrics(run)[-1]["step"])
         changes = ("buffer.max_staleness=2", f"learner.optimizer.lr={100 * LR}")
