@@ -66,6 +66,12 @@ def _values(config: Config) -> Iterator[str]:
         yield f"run.trackers: {', '.join(config.run.trackers)} names a tracker twice"
     if 1.0 in config.learner.optimizer.betas:
         yield "learner.optimizer.betas: 1 never forgets and divides by zero; allowed are 0 up to, but not, 1"
+    advantage, steps = config.learner.algorithm.advantage, config.learner.steps
+    if isinstance(advantage, Gae) and advantage.critic_warmup >= steps:
+        yield (
+            f"learner.algorithm.advantage.critic_warmup={advantage.critic_warmup} leaves none of learner.steps={steps} for the "
+            f"policy; allowed are 0 to {steps - 1}"
+        )
     kl = config.learner.algorithm.kl
     if isinstance(kl, KlInLoss) and kl.estimator == "k1":
         yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -76,11 +77,11 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     # and in a few trajectories delivered since it was taken; None when there were none. Tokens of a mixed policy do not count.
     mismatch_max: float | None
     mismatch_tokens: int  # how many tokens `mismatch_max` is over, all ranks together
-    loss: float  # the policy loss
-    ess: float  # effective sample size of the importance weights over tokens, as a share, 0 to 1
-    kl: float  # mean over trained tokens of the k3 estimate of KL(behavior || current), nats (Schulman 2020)
-    entropy: float  # mean entropy of the policy at trained tokens, nats
-    clip_fraction: float  # share of trained tokens where the loss's own clip was active
+    loss: float | None  # the policy loss; None, as the next four and `grad_norm`, while only the critic learns
+    ess: float | None  # effective sample size of the importance weights over tokens, as a share, 0 to 1
+    kl: float | None  # mean over trained tokens of the k3 estimate of KL(behavior || current), nats (Schulman 2020)
+    entropy: float | None  # mean entropy of the policy at trained tokens, nats
+    clip_fraction: float | None  # share of trained tokens where the loss's own clip was active
     dropped_fraction: float = 0.0  # share of trained tokens whose loss the correction dropped
     kl_reference: float = 0.0  # k3 estimate of KL(current || reference), mean over trained tokens, nats
     value_loss: float = 0.0  # half the mean squared error of the critic before its step; 0 where there is no critic
@@ -91,8 +92,8 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     kl_by_staleness: dict[str, float] = {}  # `kl` by staleness
     clip_fraction_by_staleness: dict[str, float] = {}  # `clip_fraction` by staleness
     weight_by_staleness: dict[str, float] = {}  # share of all importance weight on tokens of this staleness; sums to 1
-    grad_norm: float  # norm of the gradient before clipping
-    lr: float  # learning rate used
+    grad_norm: float | None  # norm of the gradient before clipping
+    lr: float  # learning rate used; 0 while only the critic learns
 
 
 class AuxModelsResult(msgspec.Struct, frozen=True):
@@ -129,6 +130,28 @@ class PolicyStepResult(msgspec.Struct, frozen=True):
                 for name, values in found.items():
                     values[str(staleness)] = at[name.removesuffix("_by_staleness")]
         return found
+
+
+def _of_policy(done: PolicyStepResult | None) -> dict[str, Any]:
+    """The fields of `StepMetrics` about the policy's step."""
+    if done is None:
+        missing = ("mismatch_max", "loss", "ess", "kl", "entropy", "clip_fraction", "grad_norm")
+        return {**dict.fromkeys(missing), "mismatch_tokens": 0, "lr": 0.0}
+    results, means = done.results, done.means
+    return {
+        "mismatch_max": done.mismatch if done.compared else None,
+        "mismatch_tokens": done.compared,
+        "loss": sum(r.loss for r in results) / len(results),
+        "ess": effective_sample_size(means),
+        "kl": means["kl"],
+        "entropy": means["entropy"],
+        "clip_fraction": means["clip_fraction"],
+        "dropped_fraction": means["dropped"],
+        "kl_reference": means.get("kl_reference", 0.0),
+        **done.by_staleness(),
+        "grad_norm": max(r.grad_norm for r in results),
+        "lr": done.lr,
+    }
 
 
 def mean_over(results: Sequence[BackendStepResult]) -> dict[str, float]:
@@ -168,6 +191,18 @@ def summarize(
         turns_mean=turns / episodes,
         environment=_environment(groups),
     )
+
+
+def without_loss(summary: BatchSummary) -> BatchSummary:
+    """Of a batch that the policy was not trained on: its tokens count as discarded."""
+    none = {
+        "staleness_mean": 0.0,
+        "staleness_max": 0,
+        "staleness_tokens": {},
+        "tokens_trained": 0,
+        "tokens_withheld": 0,
+    }
+    return msgspec.structs.replace(summary, mixed_tokens=0, **none)
 
 
 def _sampled_turns(branch: TrajectoryHeader) -> int:
@@ -231,7 +266,7 @@ class StepTimer:
         self,
         state: CheckpointState,
         batch: BatchSummary,
-        done: PolicyStepResult,
+        done: PolicyStepResult | None,
         aux_result: AuxModelsResult,
         push: PushReport,
     ) -> StepMetrics:
@@ -239,7 +274,6 @@ class StepTimer:
         total_s, step_s, wait_s = now - self._ended, self._stepped - self._took, self._took - self._ended
         before, after = self._before, self._after
         this, recent = self._reported(total_s, step_s)
-        results, means = done.results, done.means
         metrics = StepMetrics(
             **msgspec.structs.asdict(batch),
             step=state.step,
@@ -271,19 +305,8 @@ class StepTimer:
             pause_ms=push.pause_ms,
             transfer_ms=push.transfer_ms,
             canary=push.canary,
-            mismatch_max=done.mismatch if done.compared else None,
-            mismatch_tokens=done.compared,
-            loss=sum(r.loss for r in results) / len(results),
-            ess=effective_sample_size(means),
-            kl=means["kl"],
-            entropy=means["entropy"],
-            clip_fraction=means["clip_fraction"],
-            dropped_fraction=means["dropped"],
-            kl_reference=means.get("kl_reference", 0.0),
-            **done.by_staleness(),
+            **_of_policy(done),
             **msgspec.structs.asdict(aux_result),
-            grad_norm=max(r.grad_norm for r in results),
-            lr=done.lr,
         )
         self._ended, self._before = now, after
         return metrics
