@@ -1,7 +1,8 @@
 # Two commands are enough: `make quickstart` and `make test`; `make test-full` is what CI runs. `make model` makes the quickstart's model
 # without training it. `make install` alone makes the environment in .venv,
 # `make install-sglang` the one that SGLang's server runs in: its pins conflict with vLLM's; `make install-trl` one for TRL, which
-# two benchmarks compare with, `make install-envs` those of the libraries of which `make test-full` tests the adapters.
+# two benchmarks compare with, `make install-envs` those of the libraries of which `make test-full` tests the adapters,
+# `make install-browser` Playwright and Chromium.
 
 PYTHON ?= $(shell command -v python3.11 >/dev/null 2>&1 && python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 SEED ?= 0
@@ -15,11 +16,13 @@ TRL_INPUTS = pyproject.toml requirements/install-trl.sh requirements/trl.lock
 
 # Each has an environment of its own. `make test-full WITHOUT="nemo_gym openenv"` leaves out some of them, whose tests are then skipped.
 LIBRARIES = $(filter-out $(WITHOUT),agents inspect nemo_gym openenv trackers verifiers)
+# Playwright and Chromium, for the dashboard's tests.
+BROWSER = $(filter-out $(WITHOUT),browser)
 # What their tests install: Claude Code and Codex, where there is npm, and Prometheus's checker of rules, where there is apt-get.
 PROGRAMS = $(filter-out $(WITHOUT),$(shell command -v npm >/dev/null 2>&1 && echo cli_agents) \
   $(shell command -v apt-get >/dev/null 2>&1 && echo promtool))
 
-.PHONY: quickstart model install install-sglang install-trl install-envs test test-full lint style format clean
+.PHONY: quickstart model install install-sglang install-trl install-envs install-browser test test-full lint style format clean
 
 quickstart: install $(MODEL)/config.json
 	@run=$(RUN); if [ -e $$run ]; then run=$$run-$$(date +%Y%m%d-%H%M%S); fi; \
@@ -56,6 +59,12 @@ install-envs: $(LIBRARIES:%=.venv-%/installed)
 	bash requirements/install-env.sh $*
 	touch $@
 
+install-browser: .venv/browser-installed
+
+.venv/browser-installed: .venv/installed requirements/install-browser.sh requirements/browser.lock
+	sh requirements/install-browser.sh
+	touch $@
+
 # `make test` leaves out what only widens a matrix, see tests/tiers.py; `make test-full` runs everything. Two processes test at once,
 # which takes about 8 GiB; `make test WORKERS=1` tests in one. One of the tests of the full tier checks the types; `make lint` does, too.
 PYTEST = .venv/bin/python -m pytest $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist loadscope --no-loadscope-reorder --max-worker-restart=0)
@@ -64,8 +73,8 @@ test: style install-sglang
 	$(PYTEST) -m "not full"
 
 # Here a test that needs an environment is an error where it is absent, not skipped.
-test-full: export SLIPSTREAM_TESTS_REQUIRE = $(LIBRARIES) $(PROGRAMS)
-test-full: style install-sglang install-envs
+test-full: export SLIPSTREAM_TESTS_REQUIRE = $(LIBRARIES) $(PROGRAMS) $(BROWSER)
+test-full: style install-sglang install-envs $(BROWSER:%=install-%)
 	$(PYTEST)
 
 lint: style

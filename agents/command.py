@@ -9,7 +9,7 @@ Invariants:
 - Every episode has a sandbox of its own, which the program shares with what the policy writes. It ends with the episode.
 - The program's calls have ended before what it left is a step of the environment. Its files leave the sandbox as bytes.
 - A program that ends by itself with exit status 0 has answered. Any other end is no reward: `timeout` where it took too long,
-  `truncated` where the context was full, else a failure of the `policy`.
+  `truncated` where the context was full or the reply before its end was cut for its tokens, else a failure of the `policy`.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ class CommandAgent:
             return
         if ran.ended == "exited" and session.exhausted:
             raise ContextExhausted(session.exhausted[-1])
+        if ran.ended == "exited" and session.cut_short and (ran.exit_code or 0) > 0:
+            raise ContextExhausted("the newest reply was cut at agent.max_tokens_per_turn")
         how = f"ended with {_status(ran)}" if ran.ended == "exited" else f"was stopped: {ending(ran, self._limits)}"
         kind = AgentTimeout if ran.ended == "wall" else PolicyError
         error = kind(f"the program {self._command[0]} {how}; {_tail(ran)}")

@@ -60,7 +60,8 @@ class Session:
     """The `Policy` of one episode. `generate` samples from an engine and stops at `renderer.get_stop_token_ids()`; token ids are
     below `vocabulary`; `max_tokens` bounds prompt and sampled tokens of one branch together; `decode`, the text of token ids, is
     needed for requests with `stop`. `failure` is the first error of the engine, or one that is not the caller's, None while there
-    was none; `exhausted` are the messages of calls that found no room for another token; `metrics` go into the trajectories."""
+    was none; `exhausted` are the messages of calls that found no room for another token; `cut_short` says whether the newest reply
+    ended at a limit of this session, not at the caller's; `metrics` go into the trajectories."""
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class Session:
     ) -> None:
         self.failure: Exception | None = None
         self.exhausted: list[str] = []
+        self.cut_short = False
         self.metrics: dict[str, float] = {}
         self.decode = decode
         self._tree = ConversationTree()
@@ -203,6 +205,8 @@ class Session:
 
     async def _reply(self, prompt: _Prompt, tools: tuple[ToolSpec, ...], request: SampleRequest, key: bytes) -> Reply:
         completion = await self._complete(prompt, request)
+        own = request.max_tokens is not None and len(completion.token_ids) >= request.max_tokens
+        self.cut_short = completion.finish_reason == "length" and not own
         text, completion = self._stopped(completion, request.stop)
         message, content, reasoning = self._read(completion, prompt.token_ids, tools)
         shown = Message("assistant", content.partition(text)[0] if text else content, message.tool_calls)

@@ -16,7 +16,6 @@ Invariants:
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -24,18 +23,16 @@ from statistics import mean
 import msgspec
 
 from ..errors import ConfigError
-from ..launch.supervisor.factory import BACKEND_FACTORY
 from ..monitor.metrics import METRICS, read_metrics
 from ..monitor.timeline import read_series
 from ..planner.fit import profile_of
 from ..planner.plan import SETTLING, SimulationPlan
 from ..planner.profile import RunProfile
 from ..planner.workload import Observed
-from ..rollout.engines.fake import law as engine_law
-from . import emulated_episodes, emulated_learner
 from .asynchrony_law import ANSWERS, COLOCATED, TOOLS, EmulatedLaw, HandOvers
 from .asynchrony_rows import PUBLISHED, MeasuredArm, compare, predict
-from .commands import Notify, run_command
+from .commands import Notify, slipstream
+from .emulated_run import PRESET, environment_of, settings_of
 from .models import make_policy
 from .result import Result
 
@@ -43,7 +40,6 @@ BOUNDS = (0, 1, 2, 4, 8)
 STEPS = 8  # that count, of each run
 LEAST_STEPS = 5  # a profile needs them
 TOOL_BOUNDS = 2  # the largest with tools
-PRESET = "quickstart"
 PRESSURE = Path("/proc/pressure/cpu")
 PLAIN = (
     "learner.checkpoint_every=1000",
@@ -103,25 +99,7 @@ async def emulated(out: Path, every: Sequence[Arm], steps: int, notify: Notify) 
 
 async def _run_emulated(arm: Arm, model: Path, folder: Path, steps: int) -> MeasuredArm:
     law = arm.law
-    episodes, longest = law.episodes, law.episodes.longest + 1
-    env = {
-        "kind": "python",
-        "factory": emulated_episodes.FACTORY,
-        "arguments": {"law": msgspec.to_builtins(episodes)},
-    }
-    settings = law.settings(arm.bound) | {
-        "env": msgspec.json.encode(env).decode(),
-        "model.path": model,
-        "agent.kind": emulated_episodes.AGENT,
-        "agent.max_tokens": longest,
-        "agent.max_tokens_per_turn": longest,
-        "rollout.engine.kind": "fake",
-    }
-    environment = {
-        engine_law.VARIABLE: msgspec.json.encode(law.engine).decode(),
-        BACKEND_FACTORY: emulated_learner.FACTORY,
-        emulated_learner.VARIABLE: repr(law.seconds_per_token),
-    }
+    settings, environment = settings_of(law, arm.bound, model), environment_of(law)
     profile, cpu, pressure = await _train(PRESET, arm.bound, steps, folder, settings, environment)
     assert profile.measured is not None
     hand_overs = None if law.engine.drains else _hand_overs(profile, folder, law)
@@ -170,10 +148,9 @@ async def _train(
     settled = bound + SETTLING
     common = {"run.dir": folder, "learner.steps": settled + steps}
     words = [*(f"{key}={value}" for key, value in {**settings, **common}.items()), *PLAIN]
-    command = (sys.executable, "-m", "slipstream.launch.cli", "train", config, *words)
     before = _stalled_s()
     began = os.times().elapsed
-    await run_command(command, folder.with_suffix(".log"), environment)
+    await slipstream("train", config, *words, log=folder.with_suffix(".log"), environment=environment)
     pressure = (_stalled_s() - before) / (os.times().elapsed - began)
     return profile_of(folder), _cpu_share(folder, settled), pressure
 

@@ -46,6 +46,7 @@ class EmulatedLaw(msgspec.Struct, frozen=True):
     groups: int = GROUPS
     members: int = MEMBERS
     places: int = PLACES  # sequences that a server decodes at once
+    alike: float = 0.0  # share of the groups whose members all earn the same
 
     @property
     def seconds_per_token(self) -> float:

@@ -30,6 +30,8 @@ NAMES = (
     "simulator",
     "prediction",
     "tune",
+    "explain",
+    "alerts",
     "recording",
     "dashboard",
     "learning",
@@ -38,10 +40,10 @@ NAMES = (
 
 OPTIONS = {
     "sizes": ("rollout", "weightsync", "tools", "learner"),
-    "seeds": ("learning",),
+    "seeds": ("learning", "alerts"),
     "staleness": ("learning", "async"),
-    "steps": ("learning", "prediction", "tune", "async"),
-    "out": ("learning", "prediction", "tune", "async"),
+    "steps": ("learning", "prediction", "tune", "explain", "alerts", "async"),
+    "out": ("learning", "prediction", "tune", "explain", "alerts", "async"),
     "browser": ("dashboard",),
     "config": ("async",),
 }
@@ -58,12 +60,12 @@ def register(commands: CommandTable) -> None:
     parser.add_argument(
         "--sizes", metavar="SIZE", nargs="+", help="policies to measure, for example 3M 50M; default: all"
     )
-    parser.add_argument("--seeds", type=int, metavar="N", help="learning: seeds of each arm; default: 3")
+    parser.add_argument("--seeds", type=int, metavar="N", help="learning, alerts: seeds of each arm; default: 3, 20")
     text = "learning, async: bounds to try; default: 0 1 2 4 8"
     parser.add_argument("--staleness", type=int, metavar="N", nargs="+", help=text)
-    text = "learning, prediction, tune, async: steps of each run; default: 60, 30, 60, and 8 that count"
+    text = "learning, prediction, tune, explain, alerts, async: steps of each run; default: 60, 30, 60, 16, 60, 8"
     parser.add_argument("--steps", type=int, metavar="N", help=text)
-    text = "learning, prediction, tune, async: where runs are kept; default: runs/bench-learning, and nowhere"
+    text = "the same: where runs are kept; default: runs/bench-learning, and nowhere"
     parser.add_argument("--out", metavar="DIR", help=text)
     text = "dashboard: measure the page in Chromium, which must be installed"
     parser.add_argument("--browser", action="store_const", const=True, help=text)
@@ -87,27 +89,7 @@ def bench(options: argparse.Namespace) -> int:
             *first, last = (f"`slipstream bench {name}`" for name in names)
             known = f"{', '.join(first)} and {last} know" if first else f"{last} knows"
             raise ConfigError(f"--{option}: only {known} it; leave it out")
-    if options.name == "learning":
-        parts = _learning(options, console)
-    elif options.name == "prediction":
-        parts = _prediction(options, console)
-    elif options.name in OPTIONS["sizes"]:
-        sized = {"rollout": _rollout, "weightsync": _weightsync, "tools": _tools, "learner": _learner}
-        parts = sized[options.name](options.sizes)
-    elif options.name == "async":
-        parts = _async(options, console)
-    elif options.name == "tune":
-        parts = _tune(options, console)
-    elif options.name == "dashboard":
-        parts = _dashboard(browser=bool(options.browser))
-    else:
-        others = {
-            "buffer": _buffer,
-            "sandbox": _sandbox,
-            "simulator": _simulator,
-            "recording": _recording,
-        }
-        parts = others[options.name]()
+    parts = _parts(options, console)
     results: list[Result] = []
     try:
         with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
@@ -126,6 +108,28 @@ def bench(options: argparse.Namespace) -> int:
         else:
             render(report, open_console())
     return 0
+
+
+def _parts(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
+    """What the benchmark measures, each with a text. Raises ConfigError."""
+    name = options.name
+    if name in OPTIONS["sizes"]:
+        sized = {"rollout": _rollout, "weightsync": _weightsync, "tools": _tools, "learner": _learner}
+        return sized[name](options.sizes)
+    if name in OPTIONS["steps"]:
+        runs = {
+            "learning": _learning,
+            "prediction": _prediction,
+            "tune": _tune,
+            "explain": _explain,
+            "alerts": _alerts,
+            "async": _async,
+        }
+        return runs[name](options, console)
+    if name == "dashboard":
+        return _dashboard(browser=bool(options.browser))
+    others = {"buffer": _buffer, "sandbox": _sandbox, "simulator": _simulator, "recording": _recording}
+    return others[name]()
 
 
 def _rollout(sizes: list[str] | None) -> list[tuple[str, Measure]]:
@@ -214,12 +218,9 @@ def _recording() -> list[tuple[str, Measure]]:
 
 
 def _prediction(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
-    from ..errors import ConfigError
     from .prediction import LEAST_STEPS, PROBES, STEPS, prediction
 
-    steps = STEPS if options.steps is None else options.steps
-    if steps < LEAST_STEPS:
-        raise ConfigError(f"--steps: {steps} is not allowed; allowed are {LEAST_STEPS} and more")
+    steps = _steps(options, STEPS, LEAST_STEPS)
     out = None if options.out is None else Path(options.out)
     what = f"runs of {steps} steps on {len(PROBES)} other settings, each between two of its own"
     return [(what, lambda folder: prediction(out or folder, steps, console.print))]
@@ -227,13 +228,10 @@ def _prediction(options: argparse.Namespace, console: Console) -> list[tuple[str
 
 def _async(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
     from ..configs import load
-    from ..errors import ConfigError
     from .asynchrony import LEAST_STEPS, PLAIN, STEPS, arms, checked_bounds, emulated, real
     from .commands import make_empty
 
-    steps = STEPS if options.steps is None else options.steps
-    if steps < LEAST_STEPS:
-        raise ConfigError(f"--steps: {steps} is not allowed; allowed are {LEAST_STEPS} and more")
+    steps = _steps(options, STEPS, LEAST_STEPS)
     bounds = checked_bounds(options.staleness)
     out, config = None if options.out is None else Path(options.out), options.config
     if out is not None:
@@ -248,15 +246,46 @@ def _async(options: argparse.Namespace, console: Console) -> list[tuple[str, Mea
 
 
 def _tune(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
-    from ..errors import ConfigError
     from .tune import LEAST_STEPS, MINUTES, STEPS, tuning
 
-    steps = STEPS if options.steps is None else options.steps
-    if steps < LEAST_STEPS:
-        raise ConfigError(f"--steps: {steps} is not allowed; allowed are {LEAST_STEPS} and more")
+    steps = _steps(options, STEPS, LEAST_STEPS)
     out = None if options.out is None else Path(options.out)
     what = f"a search of {MINUTES} minutes at most, and a sweep of six points, {steps} steps each"
     return [(what, lambda folder: tuning(out or folder, steps, console.print))]
+
+
+def _explain(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
+    from .commands import make_empty
+    from .explanation import LEAST_STEPS, PLANTED, STEPS, explained
+
+    steps = _steps(options, STEPS, LEAST_STEPS)
+    out = None if options.out is None else Path(options.out)
+    if out is not None:
+        make_empty(out)
+    what = f"{len(PLANTED)} runs with an emulated engine and learner, and again with what explain changes"
+    return [(what, lambda folder: explained(out or folder, PLANTED, steps, console.print))]
+
+
+def _alerts(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
+    from ..errors import ConfigError
+    from .alerts import SEEDS, STEPS, healthy
+
+    seeds, steps = SEEDS if options.seeds is None else options.seeds, _steps(options, STEPS, 1)
+    if seeds < 1:
+        raise ConfigError(f"--seeds: {seeds} is not allowed; allowed are 1 and more")
+    out = None if options.out is None else Path(options.out)
+    what = f"{seeds} healthy runs of {steps} steps"
+    return [(what, lambda folder: healthy(out or folder, seeds, steps, console.print))]
+
+
+def _steps(options: argparse.Namespace, default: int, least: int) -> int:
+    """Of `--steps`. Raises ConfigError."""
+    from ..errors import ConfigError
+
+    steps = default if options.steps is None else options.steps
+    if steps < least:
+        raise ConfigError(f"--steps: {steps} is not allowed; allowed are {least} and more")
+    return steps
 
 
 def _learner(sizes: list[str] | None) -> list[tuple[str, Measure]]:

@@ -28,9 +28,9 @@ def make_empty(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
 
-async def slipstream(*words: str, log: Path) -> bytes:
+async def slipstream(*words: str, log: Path, environment: Mapping[str, str] | None = None) -> bytes:
     """Run `slipstream WORDS`; as `run_command`."""
-    return await run_command((sys.executable, "-m", "slipstream.launch.cli", *words), log)
+    return await run_command((sys.executable, "-m", "slipstream.launch.cli", *words), log, environment)
 
 
 async def run_command(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> bytes:

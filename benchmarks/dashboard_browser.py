@@ -4,7 +4,7 @@
 
 Invariants:
 - Times are the page's own (`performance.now`), taken in the frame after the one in which the tokens were there.
-- Neither Playwright nor Chromium is installed by us: `pip install playwright`, and Debian's package `chromium`.
+- Neither Playwright nor Chromium is of the package: `make install-browser`, or `pip install playwright` and Debian's `chromium`.
 """
 
 from __future__ import annotations

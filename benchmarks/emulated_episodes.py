@@ -1,7 +1,8 @@
 """Episodes of a law: an environment that says how long each turn shall be and whose tools sleep, and an agent that samples as many
 tokens. The law is the very object that the simulator draws from.
 
-A task's members are drawn from the task's own random numbers, so that every run plays the same episodes.
+A task's members are drawn from the task's own random numbers, so that every run plays the same episodes. Of a share of the tasks,
+`alike`, all members earn 1; of the others about half.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ DIGIT = 200  # token ids that the prompt of a task is made of
 class EmulatedTasks(SimpleEnv):
     """`law` has the fields of `Lognormal`."""
 
-    def __init__(self, *, law: dict[str, Any], **arguments: Any) -> None:
+    def __init__(self, *, law: dict[str, Any], alike: float = 0.0, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._law = msgspec.convert(law, Lognormal)
+        self._law, self._alike = msgspec.convert(law, Lognormal), alike
         self._begun: Counter[str] = Counter()  # episodes of each task; one for all episodes of a worker
 
     def task(self, index: int) -> Task:
@@ -34,14 +35,16 @@ class EmulatedTasks(SimpleEnv):
     async def reset(self, task: Task) -> Observation:
         member = self._begun[task.id]
         self._begun[task.id] += 1
-        self._turns = list(self._law.group(self.rng(task.payload["index"]), member + 1)[member].turns)
+        index = task.payload["index"]
+        self._turns = list(self._law.group(self.rng(index), member + 1)[member].turns)
+        self._all_earn = self.rng(-1 - index).random() < self._alike  # random numbers that no length depends on
         return Observation((Message("user", msgspec.json.encode(self._turns).decode()),))
 
     async def step(self, message: Message) -> StepResult:
         turn = self._turns.pop(0)
         if turn.environment_s:
             await asyncio.sleep(turn.environment_s)
-        return StepResult(done=not self._turns, reward=float(turn.sampled % 2))
+        return StepResult(done=not self._turns, reward=1.0 if self._all_earn else float(turn.sampled % 2))
 
 
 async def play(env: Environment, policy: Policy, task: Task) -> None:

@@ -199,9 +199,9 @@ def make_publisher(
         bucket_bytes=parse_size("bucket", "64MiB"),
         push_s=120.0,
         canary_tolerance=0.002 if dtype == "float32" else 0.5,
-        dtype=dtype,
         transport=transport,
         cohort=cohort,
         partial=partial,
         folder=folder / "weights",
+        spool=folder,
     )

@@ -23,6 +23,7 @@ from ..rollout.engines.base import SamplingParams
 from ..rollout.engines.vllm.client import VllmEngine
 from ..weightsync.plan import PushReport
 from ..weightsync.publisher import Publisher
+from ..weightsync.snapshot import dtype_of
 from .memory import copy_bandwidth
 from .models import make_policy
 from .result import Result, Row
@@ -116,7 +117,8 @@ async def delta(folder: Path, size: str) -> tuple[Result, Result]:
             for transport in ("disk", "delta"):  # the first version is new to both
                 publisher = make_publisher(served.engines, folder / dtype, transport=transport, dtype=dtype)
                 for version, state in enumerate(steps):
-                    report = await publisher.publish(version, state.weights.items(), CANARY, state.canary)
+                    served_as = ((name, tensor.to(dtype_of(dtype))) for name, tensor in state.weights.items())
+                    report = await publisher.publish(version, served_as, CANARY, state.canary)
                     measured[transport] = require(report)
                 publisher.close()
         full, changed = measured["disk"], measured["delta"]

@@ -22,7 +22,7 @@ from ..rpc.security import Keys
 from . import messages as m
 from .admission import LiveRules
 from .client_registry import connection_name
-from .ledger import Counts
+from .ledger import Counts, Unstepped
 from .messages import BatchPlan, Lease, Stats
 from .trajectory import DETAIL_LIMIT, BatchRow, EncodedRow, EncodedTrajectory, Outcome, Trajectory
 
@@ -144,6 +144,10 @@ class BufferClient:
 
     async def commit(self, version: int) -> None:
         await self._request(m.CommitBatch(version), m.Ack)
+
+    async def discard_batch(self, version: int, groups: Sequence[int], reason: Unstepped) -> None:
+        """The batch of `version`, which is `groups`, made no version. Raises StateError where there is no such batch."""
+        await self._request(m.DiscardBatch(version, tuple(groups), reason), m.Ack)
 
     async def checkpointed(self, version: int) -> None:
         await self._request(m.MarkCheckpointed(version), m.Ack)

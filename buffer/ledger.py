@@ -23,6 +23,9 @@ STALE = "stale"
 # greedily, as the baseline of the others. `filtered`: others of its group were selected by their rewards.
 Withheld = Literal["late", "baseline", "filtered"]
 
+# Why a whole batch is discarded that the learner took: the critic alone learned from it.
+Unstepped = Literal["critic_warmup"]
+
 
 class Ledger(msgspec.Struct):
     """Tokens by account."""

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from ..rpc.wire import RpcMessage, RpcRefusal
 from .admission import LiveRules
-from .ledger import Ledger, Withheld
-from .trajectory import BatchRow, EncodedRow, EncodedTrajectory, Outcome, Trajectory
+from .ledger import Ledger, Unstepped, Withheld
+from .trajectory import BatchRow, EncodedRow, EncodedTrajectory, Number, Outcome, Trajectory
 
 Name = Annotated[str, Meta(min_length=1, max_length=100)]  # of a worker, or of one of its processes
 EpisodeId = Annotated[str, Meta(max_length=64)]  # `group.attempt.member`
@@ -111,6 +111,15 @@ class CommitBatch(BufferMessage, frozen=True):
     """The batch of `version` is in the weights, which are now `version + 1`."""
 
     version: Version
+
+
+class DiscardBatch(BufferMessage, frozen=True):
+    """The groups of the batch of `version` served their purpose without a step of the policy: they are discarded for `reason`, and
+    the weights stay `version`. Repeating it changes nothing."""
+
+    version: Version
+    groups: tuple[Number, ...]
+    reason: Unstepped
 
 
 class MarkCheckpointed(BufferMessage, frozen=True):
@@ -218,6 +227,7 @@ Request = (
     | TakeBatch
     | FetchRows
     | CommitBatch
+    | DiscardBatch
     | MarkCheckpointed
     | Recover
     | RequestFresh

@@ -5,9 +5,9 @@ tensor.
     (new) ─────────> leased ─────────────────> ready ─────> batched ─────────> trained
       ^               │  ^                       │ ^           │                  │
       │   lease lost, │  │ grant                 │ └───────────┴── recover ───────┘
-      │ a member to   v  │                       v
-      │ try again    open ┘                  discarded (too old, too few members, equal rewards, no baseline)
-      └── admission
+      │ a member to   v  │                       v           │ discard_batch
+      │ try again    open ┘                  discarded <─────┘
+      └── admission                            (too old, too few members, equal rewards, no baseline; the critic alone learned)
 
 Invariants:
 - A group is numbered when it is first leased; batches take the oldest ready groups of each environment.
@@ -19,7 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -27,7 +27,7 @@ from ..errors import StateError
 from .admission import Admission, LiveRules, ReplayConfig, ReplayCounters
 from .group_table import Episode, Group, GroupTable
 from .lease_manager import LeaseManager
-from .ledger import VersionLedgers
+from .ledger import Unstepped, VersionLedgers
 from .task_table import TaskTable
 
 STRAGGLER = "straggler"  # discard reason of an episode that still ran when its group was put into a batch
@@ -155,6 +155,27 @@ class Replay:
                 with self.table.update(group, episode):
                     episode.account, episode.loss_from = "trained", None if episode.withheld else oldest
         self._counters.version, self._counters.recovered_from, self._counters.taken = version + 1, None, None
+
+    def discard_batch(self, version: int, groups: Sequence[int], reason: Unstepped) -> None:
+        """The batch of `version`, which is `groups`, made no version. No recovery returns it. Repeating it changes nothing.
+
+        Raises:
+            StateError: there is no such batch; nothing has changed then.
+        """
+        batch = {group.id: group for group in self.table.in_state("batched")}
+        if version != self.version or batch.keys() != set(groups):
+            known = [group for one in groups if (group := self.table.groups.get(one)) is not None]
+            if all(group.state == "discarded" for group in known) and all(
+                g < self._counters.next_group for g in groups
+            ):
+                return
+            raise StateError(
+                f"groups {', '.join(map(str, groups))} are not the batch of version {version}; the buffer is at version "
+                f"{self.version}, its batch is {', '.join(map(str, batch)) or 'empty'}"
+            )
+        for group in batch.values():
+            self.table.discard_group(group, reason)
+        self._counters.taken = None
 
     def mark_served(self, version: int | None) -> None:
         """The fleet serves `version`; None: no replica serves one now, so nothing is leased."""

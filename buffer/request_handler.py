@@ -182,6 +182,10 @@ class RequestHandler:
             case m.CommitBatch(version):
                 clients.learner(identity)
                 self._commit(version)
+            case m.DiscardBatch(version, groups, reason):
+                clients.learner(identity)
+                replay.discard_batch(version, groups, reason)
+                self._batch = None
             case m.MarkCheckpointed(version):
                 clients.learner(identity)
                 replay.mark_checkpointed(version)

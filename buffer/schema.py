@@ -122,7 +122,9 @@ def require_schema(db: sqlite3.Connection, path: Path, *, new: bool = False) -> 
     """Raises StoreError when the file is not of this program; with `new` an empty one may become so."""
     found = db.execute("PRAGMA user_version").fetchone()[0]
     if found != SCHEMA_VERSION and not (new and found == 0):
-        raise StoreError(f"{path} has schema {found}, this program knows {SCHEMA_VERSION}")
+        raise StoreError(
+            f"{path} has schema {found}, this program knows {SCHEMA_VERSION}: only the release that wrote it reads it"
+        )
 
 
 def store_error(what: str, error: Exception) -> StoreError:

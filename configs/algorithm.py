@@ -80,7 +80,7 @@ class Gae(Section, frozen=True, tag_field="kind", tag="gae"):
     lr: AboveZero = 1e-5
     """Learning rate of the critic."""
     critic_warmup: NonNegative = 0
-    """Learner steps at the beginning in which the critic learns and the policy does not change."""
+    """Learner steps at the beginning in which the critic alone learns: the policy takes no step, and no version passes."""
     value_clip: NonNegativeNumber = 0.0
     """The critic's loss of a token is the larger one of its estimate and of that estimate held within this distance of the one
     before the batch; 0 is plain squared error."""
@@ -101,6 +101,8 @@ class Prime(Section, frozen=True, tag_field="kind", tag="prime"):
     """Discount per sampled token of process rewards."""
     lr: AboveZero = 1e-6
     """Learning rate of the implicit reward model."""
+    normalize: bool = True
+    """Bring the advantages of a batch to mean 0 and standard deviation 1 over its sampled tokens, as the authors' code does."""
 
 
 class PythonFunction(Section, frozen=True, tag_field="kind", tag="python"):

@@ -108,6 +108,11 @@ def _algorithm(config: Config) -> Iterator[str]:
             "learner.algorithm.kl.estimator=k1 with kl.kind=loss: its gradient is 0 on average and holds the policy nowhere; "
             "allowed there are k2 and k3"
         )
+    if isinstance(advantage, Gae) and advantage.critic_warmup >= config.learner.steps:
+        yield (
+            f"{key}.advantage.critic_warmup={advantage.critic_warmup} leaves none of learner.steps={config.learner.steps} for the "
+            f"policy; allowed are 0 to {config.learner.steps - 1}"
+        )
     if isinstance(loss, Sppo) and algorithm.mean == "sequence_mean":
         yield (
             f"{key}.aggregation=sequence_mean with {key}.loss.kind=sppo would weigh a sequence by 1 / its length, which is not "

@@ -20,6 +20,7 @@ from .curves import corrections
 from .environments import environments
 from .index import TrajectoryQuery
 from .processes import log_tail, logs, processes
+from .ratios import ratios
 from .runs import WatchedRun
 from .trajectory import WINDOW, TrajectoryReader
 
@@ -101,6 +102,10 @@ def _staleness(run: WatchedRun, _: Question) -> Any:
     return corrections(run.metrics.rows(), run.largest_bound())
 
 
+def _ratios(run: WatchedRun, _: Question) -> Any:
+    return ratios(run.folder, run.store)
+
+
 def _timeline(run: WatchedRun, question: Question) -> Any:
     t0, t1 = (_time(question, name) for name in ("t0", "t1"))
     return run.timeline.window(t0, t1)
@@ -139,6 +144,7 @@ READS: dict[str, Read] = {
     r"trajectories/{id:\d+\.\d+\.\d+\.\d+}/messages": _messages,
     r"groups/{group:\d{1,18}}": _group,
     "staleness": _staleness,
+    "ratios": _ratios,
     "timeline": _timeline,
     r"batches/{version:\d{1,18}}": _batch,
     "tokens": _accounts,

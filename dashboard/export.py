@@ -31,7 +31,7 @@ from .runs import WatchedRun
 from .sample import RunSample, thinned
 
 STATIC = Path(__file__).parent / "static"
-WHOLE = ("now", "staleness", "tokens", "environments", "processes")  # answers that are taken as they are
+WHOLE = ("now", "staleness", "ratios", "tokens", "environments", "processes")  # answers that are taken as they are
 STEPS = 2000
 POINTS, LEAST_POINTS = 600, 60
 GAUGE_BYTES = 1 << 20

@@ -117,7 +117,7 @@ class WatchedRun:
                 "max_staleness": config.buffer.max_staleness,
                 "groups_per_batch": config.buffer.groups_per_batch,
                 "group_size": config.buffer.group_size,
-                "engine": type(config.rollout.engine).__name__,
+                "engine": config.rollout.engine.__struct_config__.tag,
                 "replicas": config.rollout.engine.replicas,
                 "model": config.model.path,
             }

@@ -228,7 +228,8 @@ async def opening(subject: Subject) -> str:
             raise ContractViolation(f"the schema of the tool {tool.name!r} must have the type object")
     if len({tool.name for tool in seen.tools}) < len(seen.tools):
         raise ContractViolation("two tools have the same name")
-    return f"{len(seen.messages)} messages, tools: {', '.join(tool.name for tool in seen.tools) or 'none'}"
+    tools = [tool.name if tool.description.strip() else f"{tool.name} (no description)" for tool in seen.tools]
+    return f"{len(seen.messages)} messages, tools: {', '.join(tools) or 'none'}"
 
 
 async def episodes(subject: Subject) -> str:

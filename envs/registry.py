@@ -88,6 +88,8 @@ def task_source(config: EnvironmentKind, split: Split, seed: int, key: str = "en
         module, name = SOURCES[type(config)]
         return getattr(importlib.import_module(module, __package__), name)(config, split, seed, key)
     factory = load_target(f"{key}.factory", config.factory)
+    if abstract := getattr(factory, "__abstractmethods__", None):
+        raise ConfigError(f"{key}.factory: {config.factory} has no {' and no '.join(sorted(abstract))}; write them")
     try:
         source = factory(split=split, seed=seed, **config.arguments)
     except TypeError as error:

@@ -74,10 +74,14 @@ class ToolEnv(SimpleEnv):
 
 def as_tool(function: Function | Tool) -> Tool:
     """The tool of a function: of its name, its parameters with their types, and the first paragraph of its docstring. What it
-    returns is shown to the policy: text as it is, anything else as JSON. Raises TypeError: a parameter has no type, or one that
-    JSON has not."""
+    returns is shown to the policy: text as it is, anything else as JSON. Raises TypeError: it is no function, or a parameter has no
+    type, or one that JSON has not."""
     if isinstance(function, Tool):
         return function
+    if not inspect.isroutine(function):
+        raise TypeError(
+            f"`tools` returned {function!r:.60}, which is no function; name one without calling it: self.look"
+        )
     spec, parameters = _described(getattr(function, "__func__", function), inspect.ismethod(function))
 
     def arguments_of(sent: JSON) -> dict[str, Any]:
@@ -105,7 +109,10 @@ def _shown(value: Any) -> str:
 @functools.lru_cache(maxsize=1024)
 def _described(function: Function, is_method: bool) -> tuple[ToolSpec, type[msgspec.Struct]]:
     name = function.__name__
-    types = typing.get_type_hints(function, include_extras=True)
+    try:
+        types = typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise TypeError(f"the tool {name}: {error}, which is the type of a parameter or of what it returns") from None
     fields = list[tuple[str, Any, Any]]()
     for one in list(inspect.signature(function).parameters.values())[is_method:]:
         if one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
@@ -114,6 +121,13 @@ def _described(function: Function, is_method: bool) -> tuple[ToolSpec, type[msgs
             raise TypeError(
                 f"the tool {name}: its parameter {one.name} has no type; write {one.name}: str, for example"
             )
+        try:
+            msgspec.json.schema(types[one.name])
+        except TypeError:
+            raise TypeError(
+                f"the tool {name}: its parameter {one.name} has the type {types[one.name]}, which JSON has not; take str, int, "
+                "float, bool, list, dict, Literal or a dataclass"
+            ) from None
         default = msgspec.NODEFAULT if one.default is one.empty else one.default
         fields.append((one.name, types[one.name], msgspec.field(default=default)))
     parameters = msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)

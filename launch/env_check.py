@@ -194,11 +194,16 @@ def run_checks(config: str, seed: str, out: str, dump: str, parent: str) -> None
         send(CheckRefused(encodable(str(error))))
         return
     send(SourceMade(subject.source.name))
+    faults: dict[str, str] = {}
     for name in CHECKS:
         try:
             found, fault = run_check(name, subject), None
         except (ContractViolation, SlipstreamError) as error:
             found, fault = " ".join(str(error).split()), error
+            if same := next((earlier for earlier, line in faults.items() if line in found), ""):
+                send(ChecksLeft(same))
+                return
+            faults[name] = found
         send(CheckEnded(name, fault is None, encodable(found)))
         if isinstance(fault, BrokenCall):
             send(ChecksLeft(name))

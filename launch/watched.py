@@ -71,6 +71,16 @@ def open_run(folder: str) -> WatchedRun:
     return WatchedRun(path.resolve().name, path, ACCESS)
 
 
+def open_played_run(folder: str) -> WatchedRun:
+    """Raises ConfigError where the folder holds no run, or one that has not started to play."""
+    run = open_run(folder)
+    if not run.store.exists:
+        raise ConfigError(
+            f"{folder} has no buffer yet: the run has not started to play; {folder}/logs says how far it came"
+        )
+    return run
+
+
 def versions_of(run: WatchedRun, key: str, steps: str) -> tuple[int, ...]:
     """The versions that the steps `A-B`, or the one step `A`, have made. Raises ConfigError naming `key` where there is none."""
     known = run.metrics.versions()

@@ -149,8 +149,10 @@ class Backend(ShardedModel):
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective. Hugging Face name and full tensor in the serving dtype, one at a time, in a fixed order; tied tensors once,
-        and only the adapters where these are trained (`weight_check.py`). The caller owns each tensor. Every rank must exhaust the
+        """Collective. On rank 0 Hugging Face name and full tensor in the serving dtype, one at a time, in a fixed order; nothing on
+        the other ranks. Tied tensors come once, and only the adapters where these are trained (`weight_check.py`). Buffers that a
+        checkpoint has, such as the bias by which DeepSeek-V3 balances experts, come in their own dtype: no step changes or rounds
+        them. Rank 0 owns each tensor, and frees it before it asks for the next where memory counts. Every rank must exhaust the
         iterator."""
 
     @abstractmethod

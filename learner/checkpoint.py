@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from pickle import UnpicklingError
@@ -20,13 +20,12 @@ from pickle import UnpicklingError
 import msgspec
 import torch
 import torch.distributed as dist
-from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
 from ..common.fsio import apply_umask, replace_directory
 from ..errors import CheckpointError, LearnerError
+from ..weightsync.stored_tensors import write_safetensors
 from .distributed import is_peer_failure
 from .model import load_tokenizer
 
@@ -34,6 +33,8 @@ STATE_FILE = "state.json"
 
 # Errors that mean missing or damaged files.
 READING = (OSError, EOFError, RuntimeError, ValueError, msgspec.DecodeError, UnpicklingError, CheckpointException)
+
+SHARD_BYTES = 1 << 30  # of a file of an exported model
 
 CLOSE_S = 5.0  # longest wait at the learner's end for a write that is under way
 
@@ -127,12 +128,10 @@ def export(directory: Path, model: PreTrainedModel, weights: Iterator[tuple[str,
     """Collective. A Hugging Face folder of `weights` with the config of `model` and the tokenizer of `source`."""
 
     def write(folder: Path) -> None:
-        first = dist.get_rank() == 0
-        tensors = {name: tensor.cpu() for name, tensor in weights if first}
-        if first:
-            save_torch_state_dict(tensors, folder, metadata={"format": "pt"})
+        dtype = write_weights(folder, weights)
+        if dist.get_rank() == 0:
             model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-            model.config.dtype = next(iter(tensors.values())).dtype
+            model.config.dtype = dtype
             model.config.save_pretrained(folder)
             if model.generation_config is not None:
                 model.generation_config.save_pretrained(folder)
@@ -140,6 +139,36 @@ def export(directory: Path, model: PreTrainedModel, weights: Iterator[tuple[str,
             apply_umask(folder)
 
     write_directory(directory, write)
+
+
+def write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.dtype | None:
+    """Write safetensors of at most `SHARD_BYTES` or a single larger tensor, and where these are several their index; the files of
+    one are written before more is taken. Returns the dtype of the first tensor, None where there is none."""
+    parts: list[tuple[Path, list[str]]] = []
+    held: dict[str, torch.Tensor] = {}
+    dtype, total = None, 0
+
+    def flush() -> None:
+        parts.append((folder / f"part-{len(parts)}", list(held)))
+        write_safetensors(parts[-1][0], list(held), list(held.values()), {"format": "pt"})
+        held.clear()
+
+    for name, tensor in weights:
+        if held and sum(one.nbytes for one in held.values()) + tensor.nbytes > SHARD_BYTES:
+            flush()
+        held[name] = tensor.cpu()
+        dtype, total = dtype or tensor.dtype, total + tensor.nbytes
+    if held:
+        flush()
+    named = ["model.safetensors"] if len(parts) == 1 else []
+    named = named or [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    for (path, _), name in zip(parts, named, strict=True):
+        path.rename(folder / name)
+    if len(parts) > 1:
+        files = {tensor: name for (_, tensors), name in zip(parts, named, strict=True) for tensor in tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (folder / "model.safetensors.index.json").write_bytes(msgspec.json.format(msgspec.json.encode(index)))
+    return dtype
 
 
 def write_directory(directory: Path, write: Callable[[Path], None], group: dist.ProcessGroup | None = None) -> None:
@@ -157,7 +186,7 @@ def write_directory(directory: Path, write: Callable[[Path], None], group: dist.
         if first:
             replace_directory(directory, hidden)
         dist.barrier(group)
-    except (OSError, RuntimeError, CheckpointException, SafetensorError) as error:
+    except (OSError, RuntimeError, CheckpointException) as error:
         raise LearnerError(
             f"{directory} could not be written: {_reason(error)}; look at the disk and at the other ranks' logs",
             final=False,

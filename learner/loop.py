@@ -3,6 +3,8 @@
     buffer ──take(v)──> aux models, advantages ──> step ──> commit(v) ──> publish(v + 1)
                                                              └── every so often: checkpoint
 
+    while the critic warms up:  take(v) ──> aux models, advantages ──> step of the critic ──> discard the batch; v stays
+
     who waits          for what                                        until
     every rank         the batch of version v                          learner.batch_s, then DeadlineExceeded
     rank 0             aux models in ranks of their own                learner.batch_s, then LearnerError
@@ -44,7 +46,7 @@ from .backend import Backend
 from .batch import TrainBatch, flatten, trainable, with_rows
 from .checkpoint import CheckpointState
 from .checkpointing import Checkpointer
-from .metrics import AuxModelsResult, PolicyStepResult, StepMetrics, StepTimer, summarize
+from .metrics import AuxModelsResult, PolicyStepResult, StepMetrics, StepTimer, summarize, without_loss
 from .replica_updates import ReplicaUpdates
 from .step import PolicyStepper
 
@@ -113,21 +115,54 @@ class TrainingLoop:
             if taken is None:
                 break
             timer.took(taken)
-            with self._in_phase("train", state.version):
-                self._agree()
-                batch, result, aux_result, seen = await self._step(taken, state)
-            with self._in_phase("commit", state.version):
-                state = await self._commit(state, self._stepper.carried(batch, result))
-                self._annotate(state.version, seen.finish())
-                timer.stepped(await self._buffer.stats(), int(batch.sizes.sum()))
-            with self._in_phase("publish", state.version):
-                push = await self._updates.publish(state.version)
-            with self._in_phase("checkpoint", state.version):
-                await self._checkpoints.after_step(state)
-            if push is not None:
-                summary = summarize(taken.groups, batch, taken.withheld)
-                self._report(timer.row(state, summary, result, aux_result, push))
+            if state.step < self._stepper.first_step:
+                state = await self._warm_up(taken, state, timer)
+            else:
+                state = await self._train_on(taken, state, timer)
         await self._checkpoints.save_last(state)
+        return state
+
+    async def _train_on(self, taken: BatchPlan[BatchRow], state: CheckpointState, timer: StepTimer) -> CheckpointState:
+        """Make the next version from a batch."""
+        with self._in_phase("train", state.version):
+            self._agree()
+            batch, result, aux_result, seen = await self._step(taken, state)
+        with self._in_phase("commit", state.version):
+            state = await self._commit(state, self._stepper.carried(batch, result))
+            self._annotate(state.version, seen.finish())
+            timer.stepped(await self._buffer.stats(), int(batch.sizes.sum()))
+        with self._in_phase("publish", state.version):
+            push = await self._updates.publish(state.version)
+        with self._in_phase("checkpoint", state.version):
+            await self._checkpoints.after_step(state)
+        if push is not None:
+            summary = summarize(taken.groups, batch, taken.withheld)
+            self._report(timer.row(state, summary, result, aux_result, push))
+        return state
+
+    async def _warm_up(self, taken: BatchPlan[BatchRow], state: CheckpointState, timer: StepTimer) -> CheckpointState:
+        """Train the critic alone on a batch, which is then discarded: there is no other version, and nothing to push."""
+        with self._in_phase("train", state.version):
+            self._agree()
+            rows: dict[str, Trajectory] = {}
+            credited = await self._credited(taken, state, rows)
+            batch = trainable(credited, max_staleness=state.version - taken.oldest_version)
+            wanted = self._aux_models.trained_rows(batch)
+            await self._fetch(taken, {batch.ids[i] for i in wanted}, rows)
+            batch = with_rows(batch, rows.values())
+            aux_result = await self._aux_models.learn(batch)()
+        with self._in_phase("commit", state.version):
+            if self._backend.rank == 0:
+                groups = [group[0].group_id for group in taken.groups]
+                await self._buffer.discard_batch(state.version, groups, "critic_warmup")
+            self._backend.maximum(0.0)  # no rank takes the next batch while this one is there: both are of one version
+            state = CheckpointState(step=state.step + 1, version=state.version, algorithm=state.algorithm)
+            timer.stepped(await self._buffer.stats(), int(batch.sizes.sum()))
+        with self._in_phase("checkpoint", state.version):
+            await self._checkpoints.after_step(state)
+        if (push := self._updates.no_push(state.version)) is not None:
+            summary = summarize(taken.groups, batch, taken.withheld)
+            self._report(timer.row(state, without_loss(summary), None, aux_result, push))
         return state
 
     def gauges(self) -> dict[str, str | int]:
@@ -168,32 +203,37 @@ class TrainingLoop:
     ) -> tuple[TrainBatch, PolicyStepResult, AuxModelsResult, StepAnnotations]:
         """Compute advantages, then step the policy and the trained aux model. This rank fetches the rows that it works on."""
         rows: dict[str, Trajectory] = {}
-        flat = flatten(taken.groups, state.version, withheld=taken.withheld, shape=self._shape)
-        flat = msgspec.structs.replace(flat, carried=dict(state.algorithm))
-        flat = await self._fetch(taken, flat, self._aux_models.scored_rows(flat), rows)
-        flat = await self._aux_models.score(flat)
-        credited = assign_advantages(flat, self._advantage, self._returns)
+        credited = await self._credited(taken, state, rows)
         batch = trainable(credited, max_staleness=state.version - taken.oldest_version)
-        plan = self._stepper.plan(batch)
-        wanted = {*chain.from_iterable(chain.from_iterable(plan)), *self._aux_models.trained_rows(batch)}
-        batch = await self._fetch(taken, batch, wanted, rows)
+        aux_batch, plan = self._aux_models.training_batch(credited, batch), self._stepper.plan(batch)
+        wanted = {batch.ids[i] for i in chain.from_iterable(chain.from_iterable(plan))}
+        await self._fetch(taken, wanted | {aux_batch.ids[i] for i in self._aux_models.trained_rows(aux_batch)}, rows)
+        whole = with_rows(batch, rows.values())
+        batch, aux_batch = whole, whole if aux_batch is batch else with_rows(aux_batch, rows.values())
         fresh = await self._buffer.fresh(state.version, FRESH) if self._backend.rank == 0 else ()
-        aux_result = self._aux_models.learn(batch)
+        aux_result = self._aux_models.learn(aux_batch)
         seen = StepAnnotations(choose(batch, self._annotations_bytes))
         result = self._stepper.step(batch, plan, fresh, state, seen.of)
         learned = await aux_result()
         self._on_trained(state.version + 1, rows.values())
         return batch, result, learned, seen
 
-    async def _fetch(
-        self, taken: BatchPlan[BatchRow], batch: TrainBatch, wanted: Collection[int], rows: dict[str, Trajectory]
+    async def _credited(
+        self, taken: BatchPlan[BatchRow], state: CheckpointState, rows: dict[str, Trajectory]
     ) -> TrainBatch:
-        """`batch` with the tokens of its sequences `wanted`. Those that are not among `rows` are fetched and added to these."""
-        names = {batch.ids[i] for i in wanted} - rows.keys()
-        missing = [row for row in chain.from_iterable(taken.groups) if row.id in names]
+        """All sequences, with what aux models and estimators give their tokens. Those scored here are added to `rows`."""
+        flat = flatten(taken.groups, state.version, withheld=taken.withheld, shape=self._shape)
+        flat = msgspec.structs.replace(flat, carried=dict(state.algorithm))
+        wanted = self._aux_models.scored_rows(flat)
+        await self._fetch(taken, {flat.ids[i] for i in wanted}, rows)
+        scored = await self._aux_models.score(with_rows(flat, rows.values()) if wanted else flat)
+        return assign_advantages(scored, self._advantage, self._returns)
+
+    async def _fetch(self, taken: BatchPlan[BatchRow], names: Collection[str], rows: dict[str, Trajectory]) -> None:
+        """Add the trajectories `names` of the batch to `rows`, where they are not there."""
+        missing = [row for row in chain.from_iterable(taken.groups) if row.id in names and row.id not in rows]
         if missing:
             rows |= {row.id: row for row in await self._buffer.fetch_rows(taken.version, missing)}
-        return with_rows(batch, rows.values()) if wanted else batch
 
     async def _commit(self, state: CheckpointState, carried: dict[str, float]) -> CheckpointState:
         if self._backend.rank == 0:

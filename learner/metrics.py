@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -77,11 +78,11 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     # and in a few trajectories delivered since it was taken; None when there were none. Tokens of a mixed policy do not count.
     mismatch_max: float | None
     mismatch_tokens: int  # how many tokens `mismatch_max` is over, all ranks together
-    loss: float  # the policy loss
-    ess: float  # effective sample size of the importance weights over tokens, as a share, 0 to 1
-    kl: float  # mean over trained tokens of the k3 estimate of KL(behavior || current), nats (Schulman 2020)
-    entropy: float  # mean entropy of the policy at trained tokens, nats
-    clip_fraction: float  # share of trained tokens where the loss's own clip was active
+    loss: float | None  # the policy loss; None, as the next four and `grad_norm`, while only the critic learns
+    ess: float | None  # effective sample size of the importance weights over tokens, as a share, 0 to 1
+    kl: float | None  # mean over trained tokens of the k3 estimate of KL(behavior || current), nats (Schulman 2020)
+    entropy: float | None  # mean entropy of the policy at trained tokens, nats
+    clip_fraction: float | None  # share of trained tokens where the loss's own clip was active
     dropped_fraction: float = 0.0  # share of trained tokens whose loss the correction dropped
     kl_reference: float = 0.0  # k3 estimate of KL(current || reference), mean over trained tokens, nats
     kl_coefficient: float = 0.0  # what a nat of it costs from the next step on; 0 where that is not adaptive
@@ -93,8 +94,8 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     kl_by_staleness: dict[str, float] = {}  # `kl` by staleness
     clip_fraction_by_staleness: dict[str, float] = {}  # `clip_fraction` by staleness
     weight_by_staleness: dict[str, float] = {}  # share of all importance weight on tokens of this staleness; sums to 1
-    grad_norm: float  # norm of the gradient before clipping
-    lr: float  # learning rate used
+    grad_norm: float | None  # norm of the gradient before clipping
+    lr: float  # learning rate used; 0 while only the critic learns
 
 
 class AuxModelsResult(msgspec.Struct, frozen=True):
@@ -131,6 +132,28 @@ class PolicyStepResult(msgspec.Struct, frozen=True):
                 for name, values in found.items():
                     values[str(staleness)] = at[name.removesuffix("_by_staleness")]
         return found
+
+
+def _of_policy(done: PolicyStepResult | None) -> dict[str, Any]:
+    """The fields of `StepMetrics` about the policy's step."""
+    if done is None:
+        missing = ("mismatch_max", "loss", "ess", "kl", "entropy", "clip_fraction", "grad_norm")
+        return {**dict.fromkeys(missing), "mismatch_tokens": 0, "lr": 0.0}
+    results, means = done.results, done.means
+    return {
+        "mismatch_max": done.mismatch if done.compared else None,
+        "mismatch_tokens": done.compared,
+        "loss": sum(r.loss for r in results) / len(results),
+        "ess": effective_sample_size(means),
+        "kl": means["kl"],
+        "entropy": means["entropy"],
+        "clip_fraction": means["clip_fraction"],
+        "dropped_fraction": means["dropped"],
+        "kl_reference": means.get("kl_reference", 0.0),
+        **done.by_staleness(),
+        "grad_norm": max(r.grad_norm for r in results),
+        "lr": done.lr,
+    }
 
 
 def mean_over(results: Sequence[BackendStepResult]) -> dict[str, float]:
@@ -174,6 +197,18 @@ def summarize(
 
 def _alike(group: Group) -> bool:
     return len({t.reward for t in group}) <= 1 < len({t.episode for t in group})
+
+
+def without_loss(summary: BatchSummary) -> BatchSummary:
+    """Of a batch that the policy was not trained on: its tokens count as discarded."""
+    none = {
+        "staleness_mean": 0.0,
+        "staleness_max": 0,
+        "staleness_tokens": {},
+        "tokens_trained": 0,
+        "tokens_withheld": 0,
+    }
+    return msgspec.structs.replace(summary, mixed_tokens=0, **none)
 
 
 def _sampled_turns(branch: TrajectoryHeader) -> int:
@@ -237,7 +272,7 @@ class StepTimer:
         self,
         state: CheckpointState,
         batch: BatchSummary,
-        done: PolicyStepResult,
+        done: PolicyStepResult | None,
         aux_result: AuxModelsResult,
         push: PushReport,
     ) -> StepMetrics:
@@ -245,7 +280,6 @@ class StepTimer:
         total_s, step_s, wait_s = now - self._ended, self._stepped - self._took, self._took - self._ended
         before, after = self._before, self._after
         this, recent = self._reported(total_s, step_s)
-        results, means = done.results, done.means
         metrics = StepMetrics(
             **msgspec.structs.asdict(batch),
             step=state.step,
@@ -277,20 +311,9 @@ class StepTimer:
             pause_ms=push.pause_ms,
             transfer_ms=push.transfer_ms,
             canary=push.canary,
-            mismatch_max=done.mismatch if done.compared else None,
-            mismatch_tokens=done.compared,
-            loss=sum(r.loss for r in results) / len(results),
-            ess=effective_sample_size(means),
-            kl=means["kl"],
-            entropy=means["entropy"],
-            clip_fraction=means["clip_fraction"],
-            dropped_fraction=means["dropped"],
-            kl_reference=means.get("kl_reference", 0.0),
             kl_coefficient=state.algorithm.get(KL_COEFFICIENT, 0.0),
-            **done.by_staleness(),
+            **_of_policy(done),
             **msgspec.structs.asdict(aux_result),
-            grad_norm=max(r.grad_norm for r in results),
-            lr=done.lr,
         )
         self._ended, self._before = now, after
         return metrics

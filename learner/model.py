@@ -1,4 +1,4 @@
-"""Finding, checking and loading the policy.
+"""Finding and checking the policy, and making its model.
 
 Invariants:
 - `check_model` reads config and tokenizer only, never a weight, so that a wrong path is reported before anything starts.
@@ -19,10 +19,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.initialization import no_init_weights
 
 from ..common.kv_cache import kv_bytes_per_token
 from ..errors import ConfigError
@@ -67,6 +69,27 @@ def check_model(path: str, key: str = MODEL_KEY) -> None:
         raise ConfigError(
             f"{key}: {path!r} has layers of kind {', '.join(sorted(kinds))}; allowed are {', '.join(sorted(PACKABLE_LAYERS))}"
         )
+    if unpackable := _unpackable(config):
+        raise ConfigError(
+            f"{key}: {path!r} is a {config.model_type} with {unpackable}, which attention over packed rows does not compute; "
+            "allowed are models with plain causal attention, as of Qwen3, Llama, Mistral, Gemma 3, OLMo 2, GLM-4.5 or DeepSeek-V3"
+        )
+
+
+def _unpackable(config: PretrainedConfig) -> str | None:
+    """What the model of `config` computes that `fsdp2/attention.py` does not; None where it is plain attention."""
+    model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if model_class is None:
+        return "no causal language model in transformers"
+    if not model_class._supports_attention_backend:
+        return "layers whose attention or state cannot be replaced"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "soft caps in its attention"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    if any("sink" in name for name, _ in model.named_parameters()):
+        return "attention sinks"
+    return None
 
 
 def check_files(path: str, key: str) -> PretrainedConfig:
@@ -106,27 +129,34 @@ def load_tokenizer(path: str) -> Tokenizer:
     return _load(AutoTokenizer, path, "tokenizer")
 
 
-def load_model(path: str, attention: str) -> PreTrainedModel:
-    """The causal LM of a folder or hub name: float32, on CPU, without dropout. Raises ConfigError where there is none, its weights
-    do not fit its config, or it cannot attend by `attention`."""
-    model: PreTrainedModel = _load(
-        AutoModelForCausalLM, path, "causal language model", dtype=torch.float32, attn_implementation=attention
-    )
-    return model.eval()
+def make_model(path: str, attention: str) -> PreTrainedModel:
+    """The causal LM of a folder or hub name: float32, on CPU, without dropout, with parameters that nothing was written to yet and
+    that take no memory until then (`weight_reader.py`). Raises ConfigError where there is none, or it cannot attend by
+    `attention`."""
+    config = read_config(path)
+    model = _make(AutoModelForCausalLM, path, "causal language model", config, attention)
+    if (Path(path) / "generation_config.json").is_file():
+        model.generation_config = _load(GenerationConfig, path, "generation config")
+    return model
 
 
-def load_critic(path: str, attention: str) -> PreTrainedModel:
-    """As `load_model`, with a head of zeros that gives one number for each token, float32[1, N, 1] as `logits`."""
-    model: Any = _load(
-        AutoModelForTokenClassification,
-        path,
-        "language model that can score tokens",
-        dtype=torch.float32,
-        attn_implementation=attention,
-        num_labels=1,
-    )
+def make_critic(path: str, attention: str) -> PreTrainedModel:
+    """As `make_model`, with a head of zeros that gives one number for each token, float32[1, N, 1] as `logits`."""
+    config = _load(AutoConfig, path, "config", num_labels=1)
+    model: Any = _make(AutoModelForTokenClassification, path, "language model that can score tokens", config, attention)
     for parameter in model.score.parameters():
         torch.nn.init.zeros_(parameter)
+    return model
+
+
+def _make(loader: Any, path: str, what: str, config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    try:
+        # Buffers are computed. A parameter is memory that the kernel has not given yet: it is written to one shard at a time.
+        with no_init_weights():
+            model = loader.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    except LOAD_ERRORS as error:
+        raise ConfigError(f"{MODEL_KEY}: {path!r} is no usable {what}: {first_line(error)}") from error
+    model.tie_weights()
     return model.eval()
 
 

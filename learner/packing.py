@@ -52,30 +52,43 @@ class MicroBatch(msgspec.Struct, frozen=True):
     returns: torch.Tensor | None = None  # float32[N], a critic's targets, 0 where not trained; None where there is none
     carried: Mapping[str, float] = {}  # numbers that the algorithm carries from step to step, by name
     ids: tuple[str, ...] = ()  # S trajectory ids, empty for sequences that are of none
+    episodes: tuple[int, ...] = ()  # of each sequence the episode that it is a branch of, the same number on all ranks
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {k: v.to(device) for k, v in msgspec.structs.asdict(self).items() if isinstance(v, torch.Tensor)}
         return msgspec.structs.replace(self, **tensors)
 
 
-def minibatches(batch: TrainBatch, count: int) -> list[TrainBatch]:
-    """At most `count` parts of nearly equal work, none empty: one optimizer step each."""
-    parts = split([cost(size) for size in batch.sizes.tolist()], count)
-    return [batch.select(sorted(part)) for part in parts if part]
+def minibatches(batch: TrainBatch, count: int, *, by_episode: bool = False) -> list[TrainBatch]:
+    """At most `count` parts of nearly equal work, none empty: one optimizer step each. With `by_episode` all branches of an episode
+    are in one."""
+    return [batch.select(part) for part in _parts(batch, count, by_episode)]
 
 
 def plan_steps(
-    batch: TrainBatch, count: int, rank: int, world_size: int, budget: int, *, shares_prefixes: bool
+    batch: TrainBatch,
+    count: int,
+    rank: int,
+    world_size: int,
+    budget: int,
+    *,
+    shares_prefixes: bool,
+    by_episode: bool = False,
 ) -> list[list[list[int]]]:
     """Of each of at most `count` optimizer steps the micro-batches of `rank`, as indices of the sequences of `batch`.
     `microbatches` of each of `minibatches` are the same; this needs no token ids and no log-probs."""
     found = []
-    for part in split([cost(size) for size in batch.sizes.tolist()], count):
-        if part:
-            chosen = sorted(part)
-            shares = _shares(batch.select(chosen), world_size, budget, shares_prefixes)
-            found.append([[chosen[i] for i in row] for row in shares[rank]])
+    for part in _parts(batch, count, by_episode):
+        shares = _shares(batch.select(part), world_size, budget, shares_prefixes)
+        found.append([[part[i] for i in row] for row in shares[rank]])
     return found
+
+
+def _parts(batch: TrainBatch, count: int, by_episode: bool) -> list[list[int]]:
+    """The sequences of each of `minibatches`, in order."""
+    _, unit = np.unique(batch.episode if by_episode else np.arange(len(batch)), return_inverse=True)
+    costs = np.bincount(unit, [cost(size) for size in batch.sizes.tolist()])
+    return [np.flatnonzero(np.isin(unit, part)).tolist() for part in split(costs.tolist(), count) if part]
 
 
 def microbatches(
@@ -124,6 +137,7 @@ def to_microbatch(batch: TrainBatch) -> MicroBatch:
         returns=None if batch.returns is None else _tensor(batch.returns),
         carried=batch.carried,
         ids=batch.ids,
+        episodes=tuple(batch.episode.tolist()),
     )
 
 

@@ -55,6 +55,10 @@ class ReplicaUpdates:
         self._schedule_retry(self._publisher, push)
         return push
 
+    def no_push(self, version: int) -> PushReport | None:
+        """The report of a step that changed no weight; None on ranks other than 0."""
+        return None if self._publisher is None else PushReport(version, self._publisher.serving, {})
+
     def score_canary(self) -> torch.Tensor:
         """Collective. The policy's log-probs of the fixed prompt, but for its first token."""
         return self._backend.logprobs([scoring_microbatch([self._canary])], temperature=1.0)[0][1:]

@@ -43,6 +43,7 @@ class PolicyStepper:
 
     Attributes:
         peak_lr: the learning rate after warm-up; on all ranks the same, and it may change between two batches.
+        first_step: batches before it are for the critic alone, which warms up; no method is called for them.
     """
 
     def __init__(self, config: Learner, backend: Backend, longest: int) -> None:
@@ -50,7 +51,7 @@ class PolicyStepper:
         self._config = config
         self._backend = backend
         self.peak_lr = config.optimizer.lr
-        self._critic_warmup = advantage.critic_warmup if isinstance(advantage, Gae) else 0
+        self.first_step = advantage.critic_warmup if isinstance(advantage, Gae) else 0
         self._loss = loss_of(config.algorithm, longest)
         algorithm = config.algorithm
         self._one_pass = algorithm.minibatches == algorithm.epochs == 1 and not chooses_tokens(algorithm)
@@ -78,8 +79,7 @@ class PolicyStepper:
             raise LearnerError(
                 f"the batch of step {state.step + 1} holds no token that may be trained; see buffer.max_staleness and buffer.filter"
             )
-        step = state.step - self._critic_warmup
-        lr = warm_up(self.peak_lr, step, config.optimizer.warmup_steps) if step >= 0 else 0.0
+        lr = warm_up(self.peak_lr, state.step - self.first_step, config.optimizer.warmup_steps)
         rows = [[to_microbatch(batch.select(row)) for row in step_rows] for step_rows in plan]
         probe = self._scored(fresh_microbatches(fresh, state.version, config.backend.tokens_per_microbatch))
         if self._one_pass:

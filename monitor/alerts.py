@@ -22,7 +22,7 @@ from ..common.outcomes import WARN_SHARE, failed_share, failures_text
 from ..configs import Config
 from ..errors import StoreError
 from .metrics import Row
-from .series import CYCLE, total
+from .series import CYCLE, of_policy, total
 from .text import count, duration, share
 
 ALERTS = "alerts.jsonl"  # in the folder of a run: each alert as it fires, and as it ends
@@ -78,7 +78,7 @@ class RunHistory:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.rows: deque[Row] = deque(maxlen=KEPT)
-        self.first: list[Row] = []  # the first `SMOOTH`
+        self.first: list[Row] = []  # the first `SMOOTH` in which the policy was stepped
         self.number = 0  # of rows
         self.best: float | None = None  # of the means of `SMOOTH` rewards
         self.measured: deque[float] = deque(maxlen=MEASURED)  # the newest differences of engine and learner
@@ -87,7 +87,7 @@ class RunHistory:
         self.number += 1
         self.rows.append(row)
         if len(self.first) < SMOOTH:
-            self.first.append(row)
+            self.first += of_policy([row])
         if row.get("mismatch_max") is not None:
             self.measured.append(row["mismatch_max"])
         if (reward := self.mean("reward_mean")) is not None:
@@ -221,7 +221,7 @@ def _truncation(run: RunHistory) -> Verdict | None:
 
 
 def _length_bias(run: RunHistory) -> Verdict | None:
-    rows = run.newest(KEPT)
+    rows = of_policy(run.newest(KEPT))
     ended, trained = sum(sum((row.get("outcomes") or {}).values()) for row in rows), total(rows, "episodes")
     generated, kept_tokens = total(rows, "tokens_generated"), total(rows, "tokens_trained")
     if (

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -122,19 +122,26 @@ def _encode(version: int, rows: Sequence[TokenAnnotations]) -> bytes:
 def read_annotations(folder: Path, version: int, id: str) -> TokenAnnotations | None:
     """Those of the trajectory `id` from the step that made `version`; None where there are none. `folder` is the run's. Raises
     StoreError where a file is damaged or of another version of this program."""
+    return next(read_step_annotations(folder, version, id), None)
+
+
+def read_step_annotations(folder: Path, version: int, id: str = "") -> Iterator[TokenAnnotations]:
+    """Those of every trajectory, or of `id` alone. Raises as `read_annotations`."""
     for path in sorted((folder / ANNOTATIONS).glob(f"*.{version}")):
         try:
-            found = _read(path, id)
+            yield from _read(path, id)
         except FileNotFoundError:  # removed meanwhile
             continue
         except (OSError, msgspec.MsgspecError, ValueError) as error:
             raise StoreError(f"{path} is damaged: {error}") from None
-        if found is not None:
-            return found
-    return None
 
 
-def _read(path: Path, id: str) -> TokenAnnotations | None:
+def annotated_versions(folder: Path) -> list[int]:
+    """The versions whose steps have annotations, the oldest first."""
+    return sorted({int(path.suffix[1:]) for path in (folder / ANNOTATIONS).glob("*.*") if path.suffix[1:].isdecimal()})
+
+
+def _read(path: Path, id: str) -> Iterator[TokenAnnotations]:
     with path.open("rb") as file:
         if (found := file.read(1)) != FORMAT:
             raise ValueError(f"format {found.hex()!r}, this program knows {FORMAT.hex()}")
@@ -142,12 +149,11 @@ def _read(path: Path, id: str) -> TokenAnnotations | None:
         header = msgspec.msgpack.decode(file.read(size), type=AnnotationsHeader)
         at = 5 + size
         for row in header.rows:
-            if row.id == id:
+            if id in ("", row.id):
                 file.seek(at)
                 data = file.read(TOKEN_BYTES * row.tokens)
                 if len(data) < TOKEN_BYTES * row.tokens:
-                    raise ValueError(f"{len(data)} bytes are left of trajectory {id}")
+                    raise ValueError(f"{len(data)} bytes are left of trajectory {row.id}")
                 values, flags = np.split(np.frombuffer(data, dtype=np.uint8), [2 * len(VALUES) * row.tokens])
-                return TokenAnnotations(id, values.view(np.float16).reshape(len(VALUES), row.tokens), flags)
+                yield TokenAnnotations(row.id, values.view(np.float16).reshape(len(VALUES), row.tokens), flags)
             at += TOKEN_BYTES * row.tokens
-    return None

@@ -51,6 +51,11 @@ def evaluation_line(evaluation: EvaluationResult) -> str:
     return f"{line}; {failed} and count in no mean" if failed else line
 
 
+def of_policy(rows: Iterable[Row]) -> list[Row]:
+    """Without those of the critic's warm-up, in which the policy takes no step."""
+    return [row for row in rows if row.get("grad_norm", 0.0) is not None]
+
+
 def name_of(evaluation: EvaluationResult) -> str:
     """`step 20`, or with a suite `step 20, math`."""
     return f"{evaluation.label}, {evaluation.suite}" if evaluation.suite else evaluation.label

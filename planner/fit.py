@@ -51,11 +51,11 @@ def fit_profile(run: RunRecords) -> RunProfile:
     config, rows = run.config, run.steady
     needed = run.settling + LEAST_STEPS
     if len(rows) < LEAST_STEPS:
-        found, last = len(run.in_force), run.rows[-1]["step"] if run.rows else 0
+        found = len(run.in_force)
         changed = " since its settings were changed" if found < len(run.rows) else ""
         raise ConfigError(
-            f"{run.folder}: the run has {found} steps{changed}; a profile needs {needed}: "
-            f"continue it with `slipstream resume {run.folder} learner.steps={last + needed - found}`"
+            f"{run.folder}: the run has {found} steps{changed}; a profile needs {needed}; "
+            f"where it has ended, {resume_command(run, needed)} continues it"
         )
     groups = run.groups
     episodes = [episode for group in groups for episode in group]
@@ -79,6 +79,12 @@ def fit_profile(run: RunRecords) -> RunProfile:
     push = _push(rows, spans, SimulationPlan.of(profile).cohorts)
     profile = msgspec.structs.replace(profile, push=push)
     return scaled_to_episodes(profile) if profile.engine.source == "fitted" else profile
+
+
+def resume_command(run: RunRecords, steps: int) -> str:
+    """What lets a run have so many steps under the settings in force."""
+    last = run.rows[-1]["step"] if run.rows else 0
+    return f"`slipstream resume {run.folder} learner.steps={last + steps - len(run.in_force)}`"
 
 
 def figures_of_rows(rows: Sequence[Row], episode_s: float | None = None) -> RunFigures:

@@ -17,6 +17,7 @@ from ..buffer.trajectory import BatchRow
 from ..configs import load, run_config
 from ..monitor.alerts import SETTLING
 from ..monitor.metrics import METRICS, Row, read_metrics
+from ..monitor.series import of_policy
 from ..monitor.settings import SETTINGS, read_changes, rows_since
 
 GROUPS = 200  # most groups that are looked at; evenly spread over the run
@@ -31,7 +32,7 @@ class RunRecords:
         self.folder = folder
         self.database = folder / DATABASE
         self.config = load(str(run_config(folder)))
-        self.rows: Sequence[Row] = read_metrics(folder / METRICS)
+        self.rows: Sequence[Row] = of_policy(read_metrics(folder / METRICS))
         # Of the steps since the settings were changed last.
         self.in_force = rows_since(read_changes(folder / SETTINGS), self.rows)
         self.settling = self.config.buffer.max_staleness + SETTLING  # steps until the run has filled up

@@ -1,4 +1,4 @@
-"""Reading a trace of Perfetto by Google's protobuf library, with the fields of Perfetto's own protos that we write."""
+"""Reading a trace by the protos that Perfetto publishes. Its trace processor reads by the same; no registry has that program."""
 
 from __future__ import annotations
 
@@ -6,47 +6,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
+from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
-U64, DOUBLE, FIXED64, STRING, INT32, INT64, MESSAGE = 4, 1, 6, 9, 5, 3, 11  # FieldDescriptorProto.Type
-PROTOS: dict[str, dict[str, tuple[int, int | str, bool]]] = {
-    "Trace": {"packet": (1, "TracePacket", True)},
-    "TracePacket": {
-        "clock_snapshot": (6, "ClockSnapshot", False),
-        "timestamp": (8, U64, False),
-        "trusted_packet_sequence_id": (10, INT64, False),
-        "track_event": (11, "TrackEvent", False),
-        "track_descriptor": (60, "TrackDescriptor", False),
-    },
-    "ClockSnapshot": {"clocks": (1, "Clock", True)},
-    "Clock": {"clock_id": (1, INT64, False), "timestamp": (2, U64, False)},
-    "TrackEvent": {
-        "debug_annotations": (4, "DebugAnnotation", True),
-        "type": (9, INT32, False),
-        "track_uuid": (11, U64, False),
-        "categories": (22, STRING, True),
-        "name": (23, STRING, False),
-        "double_counter_value": (44, DOUBLE, False),
-        "flow_ids": (47, FIXED64, True),
-        "terminating_flow_ids": (48, FIXED64, True),
-    },
-    "DebugAnnotation": {
-        "int_value": (4, INT64, False),
-        "double_value": (5, DOUBLE, False),
-        "string_value": (6, STRING, False),
-        "name": (10, STRING, False),
-    },
-    "TrackDescriptor": {
-        "uuid": (1, U64, False),
-        "name": (2, STRING, False),
-        "process": (3, "ProcessDescriptor", False),
-        "parent_uuid": (5, U64, False),
-        "counter": (8, "CounterDescriptor", False),
-        "child_ordering": (11, INT32, False),
-    },
-    "ProcessDescriptor": {"pid": (1, INT32, False), "process_name": (6, STRING, False)},
-    "CounterDescriptor": {},
-}
+BEGIN, END, COUNTER = TrackEvent.TYPE_SLICE_BEGIN, TrackEvent.TYPE_SLICE_END, TrackEvent.TYPE_COUNTER
 
 
 class ReadSlice(NamedTuple):
@@ -66,24 +28,9 @@ class PerfettoTrace(NamedTuple):
     counters: dict[str, list[tuple[int, float]]]
 
 
-def _trace_class() -> Any:
-    protobuf = pytest.importorskip("google.protobuf.descriptor_pb2")
-    from google.protobuf import descriptor_pool, message_factory
-
-    file = protobuf.FileDescriptorProto(name="perfetto.proto", package="perfetto", syntax="proto2")
-    for name, fields in PROTOS.items():
-        message = file.message_type.add(name=name)
-        for field, (number, kind, repeated) in fields.items():
-            of = {"type": kind} if isinstance(kind, int) else {"type": MESSAGE, "type_name": f".perfetto.{kind}"}
-            message.field.add(name=field, number=number, label=3 if repeated else 1, **of)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("perfetto.Trace"))
-
-
 def read_perfetto(path: Path) -> PerfettoTrace:
     """Fails where a field is unknown, a track is not declared, or slices do not nest."""
-    trace = _trace_class()()
+    trace = Trace()
     data = path.read_bytes()
     assert trace.ParseFromString(data) == len(data)
     trace.DiscardUnknownFields()
@@ -101,7 +48,7 @@ def read_perfetto(path: Path) -> PerfettoTrace:
                 counters[track.uuid] = []
         elif packet.HasField("track_event"):
             event = packet.track_event
-            if event.type == 4:
+            if event.type == COUNTER:
                 counters[event.track_uuid].append((packet.timestamp, event.double_counter_value))
             else:
                 events[event.track_uuid].append((packet.timestamp, event))
@@ -114,10 +61,10 @@ def _slices(track: str, events: list[tuple[int, Any]]) -> list[ReadSlice]:
     opened: list[tuple[int, Any]] = []
     assert [time for time, _ in events] == sorted(time for time, _ in events)
     for time, event in events:
-        if event.type == 1:
+        if event.type == BEGIN:
             opened.append((time, event))
             continue
-        assert event.type == 2
+        assert event.type == END
         began, of = opened.pop()
         notes = {note.name: _value(note) for note in of.debug_annotations}
         above = tuple(outer.name for _, outer in opened)

@@ -128,7 +128,7 @@ async def test_it_calls_the_tools_of_the_environment(
 
 
 @pytest.mark.parametrize("name", BOTH)
-async def test_a_lost_engine_fails_the_episode_and_a_full_context_truncates_it(
+async def test_a_lost_engine_fails_the_episode_and_too_few_tokens_truncate_it(
     name: str, folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     async def lost(token_ids: object, max_tokens: int) -> Completion:
@@ -137,7 +137,11 @@ async def test_a_lost_engine_fails_the_episode_and_a_full_context_truncates_it(
     settings, source = settings_of(name, folder, tmp_path), Numbers(split="train", seed=0)
     outcome = (await play(tokenizer, settings, lost, source)).outcome
     assert (outcome.kind, outcome.reason, outcome.detail) == ("failed", "engine", "no replica answers")
-    talks_on = Reader(tokenizer, lambda prompt: works_in_a_shell(prompt.replace("MARK42", "")))
+    talks_on = Reader(tokenizer, lambda prompt: "word " * 900 + works_in_a_shell(prompt.replace("MARK42", "")))
     result = await play(tokenizer, settings, talks_on, source, max_tokens=60_000)
     assert result.outcome.kind == "truncated", result.outcome
     assert check_exact(talks_on.log, result.trajectories) == 1
+    never_ends = Reader(tokenizer, lambda prompt: "word " * 1000)
+    result = await play(tokenizer, settings, never_ends, source, max_tokens_per_turn=500)
+    assert result.outcome.kind == "truncated", result.outcome
+    check_exact(never_ends.log, result.trajectories)

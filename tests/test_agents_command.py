@@ -35,8 +35,8 @@ import json, os, sys, urllib.request
 def post(url, body, **headers):
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json", **headers})
     return json.load(urllib.request.urlopen(request))
-def ask(text, model="policy"):
-    body = {"model": model, "messages": [{"role": "user", "content": text}]}
+def ask(text, model="policy", most=None):
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": most}
     url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
     return post(url + "/chat/completions", body, Authorization="Bearer " + key)["choices"][0]["message"]["content"]
 """
@@ -236,6 +236,22 @@ async def test_a_full_context_truncates_and_a_lost_engine_fails(play: Play) -> N
     carefree = "try: ask('x')\nexcept OSError: print('a guess')"
     outcome = (await play(carefree, generate=lost)).outcome
     assert (outcome.reason, outcome.detail) == ("engine", "no replica answers")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("ask('x'); sys.exit(1)", "truncated"),
+        ("ask('x'); ask('y'); sys.exit(1)", "failed"),  # it went on, and the second reply was whole
+        ("ask('x', most=5); sys.exit(1)", "failed"),  # that was its own limit
+        ("ask('x'); os.kill(os.getpid(), 9)", "failed"),
+    ],
+)
+async def test_a_program_that_gives_up_on_a_reply_that_was_cut_is_truncated(play: Play, code: str, kind: str) -> None:
+    """As Claude Code and Codex do."""
+    result = await play(code, "word " * 100, "A whole one.", max_tokens=2000, max_tokens_per_turn=20)
+    assert result.outcome.kind == kind, result.outcome
+    assert [t.sampled for t in result.trajectories] == ([20] if kind == "truncated" else [])
 
 
 async def test_an_episode_that_is_over_leaves_no_program(play: Play, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -151,6 +151,65 @@ def test_a_ledger_that_does_not_close_stops_the_commit_before_it_changes_anythin
         assert state(replay) == "batched"
 
 
+# --- batches that make no version ------------------------------------------------------------------------------------
+
+
+def test_a_discarded_batch_leaves_the_version_and_frees_its_groups_at_once() -> None:
+    replay = replay_of(staleness=0)
+    play(replay, lease_of(replay))
+    assert [g.id for g in replay.take(0) or []] == [0]
+    assert replay.leases.outstanding() == [1]
+    assert replay.leases.grant("a", 0.0) is None
+    replay.discard_batch(0, [0], "critic_warmup")
+    assert (replay.version, state(replay)) == (0, "discarded")
+    assert replay.leases.outstanding() == [0]
+    assert replay.table.ledgers.total == Ledger(generated=6, discarded={"critic_warmup": 6})
+    assert replay.table.ledgers.gap() == ""
+    play(replay, lease_of(replay))
+    assert [g.id for g in replay.take(0) or []] == [1]
+    replay.commit(0)
+    assert replay.version == 1
+    assert replay.counters().trained == [1]
+
+
+def test_a_discard_may_be_repeated_at_any_time_and_names_its_batch() -> None:
+    replay = replay_of(staleness=0)
+    with pytest.raises(StateError, match=r"groups 0 are not the batch of version 0; .* its batch is empty"):
+        replay.discard_batch(0, [0], "critic_warmup")
+    play(replay, lease_of(replay))
+    replay.take(0)
+    for version, groups in ((1, [0]), (0, [0, 1])):
+        with pytest.raises(StateError, match="are not the batch of version"):
+            replay.discard_batch(version, groups, "critic_warmup")
+    assert state(replay) == "batched"
+    replay.discard_batch(0, [0], "critic_warmup")
+    play(replay, lease_of(replay))
+    assert [g.id for g in replay.take(0) or []] == [1]
+    replay.table.drain()
+    replay.discard_batch(0, [0], "critic_warmup")  # a repetition does not meet the next batch
+    assert state(replay, 1) == "batched"
+    replay.commit(0)
+    replay.table.drain()
+    replay.discard_batch(0, [0], "critic_warmup")
+    replay.prune()
+    replay.discard_batch(0, [0], "critic_warmup")  # settled and no longer in memory
+    assert replay.table.drain() == []
+    with pytest.raises(StateError, match="groups 1 are not the batch of version 0"):
+        replay.discard_batch(0, [1], "critic_warmup")  # a version was made from it
+
+
+def test_no_recovery_returns_a_discarded_batch() -> None:
+    replay = replay_of(staleness=2)
+    play(replay, lease_of(replay))
+    replay.take(0)
+    replay.discard_batch(0, [0], "critic_warmup")
+    play(replay, lease_of(replay))
+    step(replay)
+    assert replay.recover(0) == 2
+    assert [g.state for g in replay.table.groups.values()] == ["discarded", "ready"]
+    assert replay.table.ledgers.total == Ledger(generated=12, ready=6, discarded={"critic_warmup": 6})
+
+
 # --- recovery -------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import aiohttp
@@ -11,7 +12,9 @@ import pytest
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.common.annotations import CLIPPED, TRAINED, VALUES, TokenAnnotations
 from slipstream.dashboard.app import DashServer
+from slipstream.dashboard.ratios import ReplicaMismatch, ratios
 from slipstream.dashboard.runs import RunFolder
+from slipstream.dashboard.store import StoreReader
 from slipstream.monitor.annotations import AnnotationWriter
 from slipstream.tests.dashboard_runs import DashboardRun
 from slipstream.tests.dashboards import IDLE, Asked
@@ -61,6 +64,34 @@ async def test_tokens_have_what_was_recorded_and_nothing_where_there_was_no_loss
                 assert strip["log_ratio"][column] == (max(ratios, key=lambda x: (abs(x), x)) if ratios else None)
                 assert strip["entropy"][column] == (0.25 if ratios else None)
                 assert strip["advantage"][column] == (1.5 if ratios else None)
+
+
+def test_ratios_are_counted_by_staleness_and_by_replica(tmp_path: Path) -> None:
+    run = DashboardRun(tmp_path / "run")
+    store = StoreReader(run.folder, lambda: True)
+    assert ratios(run.folder, store).steps == 0
+    made = run.record(6)
+    run.close()
+    with AnnotationWriter(run.folder, "learner-0", 1 << 20) as writer:
+        for version in (4, 5):
+            writer.record(version, [annotations_of(one) for one in made if one.group_id == version - 1])
+        writer.record(3, [annotations_of(one) for one in made if one.group_id == 0])  # as before a rollback
+    found = ratios(run.folder, store)
+    assert (found.steps, len(found.edges)) == (3, 10)
+    wanted: dict[int, Counter[float]] = defaultdict(Counter)
+    fresh = 0
+    for one in made:
+        if one.group_id in (3, 4):
+            for span in one.version_spans:
+                values = annotations_of(one).values[0, span.start : span.end].tolist()
+                wanted[one.group_id - span.version].update(value for value in values if value == value)
+                fresh += sum(value == value for value in values) * (span.version == one.group_id)
+    assert set(found.counts) == set(wanted) == {0, 1, 2}
+    for age, counts in found.counts.items():
+        assert sum(counts) == wanted[age].total()
+        assert (counts[1], counts[5], counts[9]) == (wanted[age][-0.5], wanted[age][0.0], wanted[age][0.5])
+    assert found.far == {0: 0.5, 1: 0.5, 2: 0.5}
+    assert found.replicas == {"engine-0": ReplicaMismatch(fresh, 0.5)}
 
 
 async def test_a_damaged_file_of_annotations_is_named(tmp_path: Path) -> None:

@@ -14,23 +14,32 @@ from typing import Any
 
 import msgspec
 import pytest
+from slipstream.common.annotations import VALUES
 from slipstream.launch.cli.main import main
+from slipstream.monitor.annotations import AnnotationWriter
 from slipstream.tests.dashboard_runs import MEMBERS, PLANTED, DashboardRun
 from slipstream.tests.dashboards import Dashboard
 from slipstream.tests.runs import WAIT_S, query
+from slipstream.tests.servers import is_required
 from slipstream.tests.simulated_runs import RecordedRun
+from slipstream.tests.test_dashboard_annotations import BEHIND, annotations_of
 from slipstream.tests.test_planner_explain import run_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+INSTALLED = CHROMIUM is not None and importlib.util.find_spec("playwright") is not None
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.skipif(importlib.util.find_spec("playwright") is None, reason="playwright (Python) is not installed"),
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (Debian: apt install chromium)"),
+    pytest.mark.skipif(
+        not (INSTALLED or is_required("browser")), reason="no Chromium or no Playwright; `make install-browser`"
+    ),
 ]
 
 VIEWS = ("now", "curves", "trajectories", "staleness", "timeline", "tokens", "environments", "processes")
 SIZES = {"desktop": (1280, 900, "light"), "phone": (400, 800, "light"), "dark": (1280, 900, "dark")}
-GROUPS = 7
+GROUPS, ANNOTATED = 7, 4
+DRAWN = (
+    "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => requestAnimationFrame(done))))"
+)
 FIRST_TOKEN_S = 1.5  # from the navigation, on a quiet machine
 
 
@@ -40,8 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     for name, groups in (("first", GROUPS), ("second", 4), ("third", 1)):
         run = DashboardRun(root / name)
-        run.record(groups)
+        made = run.record(groups)
         run.close()
+        with AnnotationWriter(run.folder, "learner-0", 1 << 20) as writer:
+            writer.record(ANNOTATED + 1, [annotations_of(one) for one in made if one.group_id == ANNOTATED])
     (root / "third" / "metrics.jsonl").unlink()
     return root
 
@@ -116,11 +127,11 @@ def test_every_view_opens_on_every_screen_and_is_no_wider(look: Look) -> None:
     ]
     for place in places:
         page = look.open(place)
-        page.wait_for_load_state("networkidle") if place == "" else page.wait_for_timeout(150)
+        page.wait_for_selector("main .card, main .tile")
+        page.evaluate(DRAWN)
         assert page.evaluate("document.title") != "owned", place
         wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
         assert wide <= 0, f"{place} is {wide} pixels wider than the screen"
-        assert page.query_selector("main .card, main .tile"), place
         look.page.evaluate("location.hash = ''")
 
 
@@ -140,12 +151,18 @@ def test_tokens_have_the_colors_of_their_staleness(desktop: Look, folder: Path) 
     assert len(cells) == length
     assert Counter(age for age, _ in cells if age is not None) == wanted
     assert len({color for age, color in cells if age is not None}) == len(wanted)
-    for by in ("mask", "staleness", "version", "logprob"):  # nothing is colored that was not sampled
+    sampled = sum(wanted.values())
+    for by in ("mask", "staleness", "version", "logprob", "log_ratio", "entropy", "advantage"):
         page.click(f"button[data-by={by}]")
+        page.wait_for_selector(f"button.on[data-by={by}]")
+        page.evaluate(DRAWN)
         backgrounds = page.eval_on_selector_all(
             ".tokens span", "all => all.map(one => [one.className, one.style.background])"
         )
-        assert all((name == "context") == (color == "") for name, color in backgrounds), by
+        # Nothing is colored that was not sampled, or that the learner did not compute.
+        assert all(name != "context" for name, color in backgrounds if color), by
+        computed = sampled - (BEHIND if by in VALUES else 0)
+        assert sum(color != "" for _, color in backgrounds) == computed, by
     page.hover(".tokens span[data-staleness='2']")
     page.wait_for_function("document.querySelector('.detail').textContent.includes('staleness 2')")
     page.keyboard.press("Tab")
@@ -166,9 +183,25 @@ def test_what_a_run_says_is_text(desktop: Look) -> None:
     assert PLANTED in page.inner_text(".message.sampled:last-of-type")
 
 
+def test_ratios_of_single_tokens_are_bars_by_staleness(desktop: Look) -> None:
+    page = desktop.open("first/staleness")
+    page.wait_for_selector("h2:has-text('log-ratio of trained tokens')")
+    rows = page.eval_on_selector_all(
+        ".card:has(h2:has-text('log-ratio')) tbody tr",
+        "all => all.map(one => [one.cells[0].textContent, one.querySelectorAll('i').length])",
+    )
+    assert [name for name, _ in rows] == ["-1 to -0.3", "-0.01 to 0.01", "0.3 to 1"]
+    assert {parts for _, parts in rows} == {3}  # a color for each staleness
+    assert "engine-0" in page.inner_text(".card:has(h2:has-text('largest difference'))")
+    page = desktop.open("third/staleness")
+    page.wait_for_selector("main .card")
+
+
 def test_from_a_point_of_the_reward_to_a_sibling(desktop: Look) -> None:
     page = desktop.open("first/curves")
     over = page.wait_for_selector("[data-chart=reward] .u-over")
+    assert page.query_selector("[data-chart=loss]")
+    assert page.query_selector("[data-chart='truncated share']") is None  # a chart of nothing but 0
     box = over.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
     page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 20)

@@ -125,6 +125,6 @@ async def test_it_is_what_the_command_says(tmp_path: Path) -> None:
     run.record(3)
     run.close()
     found = await ACCESS.explain(run.folder)
-    assert found.note == "2 steps so far: what to change is said from 10 on"
+    assert found.note.startswith("2 steps so far: what to change is said from 10 on; `slipstream resume ")
     with pytest.raises(SlipstreamError, match="holds no run"):
         await ACCESS.explain(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shutil
 import sqlite3
 import time
 from html.parser import HTMLParser
@@ -52,7 +53,7 @@ async def test_its_answers_are_those_of_the_server(file: Path, folder: Path) -> 
     answers = found["answers"]
     async with DashServer(RunFolder(folder, IDLE), "127.0.0.1", 0, "") as server, aiohttp.ClientSession() as client:
         asked = Asked(server, client)
-        for path in ("now", "staleness", "tokens", "environments"):
+        for path in ("now", "staleness", "ratios", "tokens", "environments"):
             assert answers[path] == await asked(f"/api/runs/run/{path}"), path
         assert found["runs"] == await asked("/api/runs")
         listed = await asked("/api/runs/run/trajectories", limit=200)
@@ -192,6 +193,13 @@ def test_the_command_writes_it_or_says_in_a_line_why_not(
     assert main(["dash", str(folder), "--export", str(out)]) == 0
     assert re.search(rf"MB, with {(GROUPS - 1) * MEMBERS} of {GROUPS * MEMBERS} trajectories", capsys.readouterr().out)
     assert len(recorded_in(out)["trajectories"]["rows"]) == (GROUPS - 1) * MEMBERS
+    older = tmp_path / "older"
+    shutil.copytree(folder, older)
+    with sqlite3.connect(older / "buffer.sqlite") as db:
+        db.execute("PRAGMA user_version = 1")
+    assert main(["dash", str(older), "--export", str(tmp_path / "older.html")]) == 0
+    (line,) = capsys.readouterr().out.splitlines()[1:]
+    assert re.match(r"not in it: \w.*trajectories: .* has schema 1, this program knows", line)
     for name in ("a", "b"):
         (tmp_path / "two" / name).mkdir(parents=True)
         (tmp_path / "two" / name / "config.yaml").write_bytes((folder / "config.yaml").read_bytes())

@@ -194,9 +194,12 @@ def test_a_folder_without_a_buffer_is_one_line(tmp_path: Path, capsys: pytest.Ca
     assert main(["show", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"slipstream: {tmp_path} holds no run: there is no {tmp_path}/config.yaml\n"
     (tmp_path / "config.yaml").write_text("extends: quickstart\n")
-    assert main(["show", str(tmp_path)]) == 1
-    err = capsys.readouterr().err
-    assert err == f"slipstream: StoreError: {tmp_path} has no buffer yet: the run has not started to play\n"
+    said = f"{tmp_path} has no buffer yet: the run has not started to play; {tmp_path}/logs says how far it came"
+    for words in (["show", str(tmp_path)], ["export", str(tmp_path), "--to", "jsonl"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err == f"slipstream: {said}\n"
+    assert main(["show", str(tmp_path), "--evaluation"]) == 2
+    assert "it has those of no evaluation" in capsys.readouterr().err
 
 
 def test_what_the_encoding_has_not_is_an_escape(

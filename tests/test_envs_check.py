@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from slipstream.configs.environments import Gymnasium, PythonEnv, TextArena
+from slipstream.configs.environments import Dataset, Gymnasium, PythonEnv, TextArena
 from slipstream.envs import check as check_module
 from slipstream.envs.check import CHECKS, ContractViolation, run_check, subject_of
 from slipstream.launch.cli.main import main
@@ -246,6 +246,16 @@ def test_a_fault_that_several_checks_would_meet_is_one_line(name: str, check: st
     before = list(CHECKS).index(check)
     assert [line.split()[0] for line in lines[1:]] == ["ok"] * before + ["WRONG"] + ["-"] * (len(CHECKS) - before - 1)
     assert all(line.endswith(f"not checked, after {check}") for line in lines[before + 2 :])
+
+
+def test_a_broken_row_is_one_line_although_two_checks_meet_it(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "human", "content": "1 + 1?"}], "answer": "2"}\n' * 2)
+    lines = list[str]()
+    config = Dataset(path="rows.jsonl", reward="exact", evaluation=0.5)
+    assert not check_environment("env", config, 0, lines.append)
+    assert lines[1].startswith("WRONG tasks        rows.jsonl, line 1: its 'messages' has ")
+    assert [line.split()[0] for line in lines[2:]] == ["-"] * (len(CHECKS) - 1)
+    assert lines[2].endswith("opening      not checked, after tasks")
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -439,16 +439,18 @@ def test_where_a_process_was_is_the_users_line() -> None:
     assert stacks.innermost([]) == ""
 
 
+HALF_MS = 0.0005
+
+
 async def test_a_step_takes_half_a_millisecond() -> None:
     source = task_source(playground(), "train", 0)
-    env, took = await begun(source), []
-    for _ in range(300):
+    env, took = await begun(source), [math.inf]
+    while len(took) < 3000 and min(took) > HALF_MS:  # the best of many: a busy machine does not hide a slow path
         started = time.perf_counter()
         await env.step(said("hm"))
         took.append(time.perf_counter() - started)
     await env.close()
-    print(f"a step: median {1e3 * statistics.median(took):.2f} ms, best {1e3 * min(took):.2f} ms")  # noqa: T201
-    assert min(took) < 0.0015  # the best of many: a busy machine does not hide a slow path
+    assert min(took) <= HALF_MS
 
 
 # --- other hosts --------------------------------------------------------------------------------------------------

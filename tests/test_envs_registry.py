@@ -47,6 +47,10 @@ async def test_ten_lines_make_an_environment():
         (PythonEnv(factory="no_such_package.x:Y"), "env.factory: cannot import 'no_such_package.x'"),
         (here("Gues"), "env.factory: .* has no callable 'Gues'; it has .*Guess"),
         (here("not_a_source", highest=3), "env.arguments: .*not_a_source does not take"),
+        (
+            PythonEnv(factory="slipstream.envs:ToolEnv"),
+            "env.factory: .*ToolEnv has no question and no score and no task; w",
+        ),
         (here("not_a_source"), "env.factory: .* returned object without name, task, make, demonstration"),
     ],
 )

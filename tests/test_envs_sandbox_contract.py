@@ -6,8 +6,12 @@ import asyncio
 import contextlib
 import gzip
 import importlib.util
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib import import_module
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from aiohttp import web
@@ -16,7 +20,7 @@ from slipstream.envs.sandbox import MIB, ExecResult, Limits, SandboxPool, ShellS
 from slipstream.envs.sandbox.deployments import deployment_maker
 from slipstream.envs.verifiers import score_contents
 from slipstream.errors import ConfigError, ToolError
-from slipstream.tests.sandbox_pools import ALL, Machine, Machines, pool_of
+from slipstream.tests.sandbox_pools import ALL, Deployment, Machines, pool_of
 from slipstream.tests.tiny import free_port
 from swerex.deployment.docker import DockerDeployment
 from swerex.deployment.remote import RemoteDeployment
@@ -187,7 +191,7 @@ async def test_a_machine_that_is_lost_is_a_tool_error() -> None:
 
 
 async def test_a_machine_that_does_not_start_is_a_tool_error_and_is_stopped() -> None:
-    class Broken(Machine):
+    class Broken(Deployment):
         async def start(self) -> None:
             await super().start()
             raise RuntimeError("no room at the provider")
@@ -202,7 +206,7 @@ async def test_a_machine_that_does_not_start_is_a_tool_error_and_is_stopped() ->
 async def test_a_machine_whose_start_was_cancelled_is_stopped_when_it_has_started() -> None:
     begun, may_start = threading.Event(), threading.Event()
 
-    class Slow(Machine):
+    class Slow(Deployment):
         async def start(self) -> None:
             begun.set()
             may_start.wait(60)
@@ -220,9 +224,43 @@ async def test_a_machine_whose_start_was_cancelled_is_stopped_when_it_has_starte
     assert pool.deployed[0].process.returncode is not None
 
 
+async def test_a_machine_of_modal_is_ended_although_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SWE-ReX's own deployment, and what stands in for Modal's client."""
+    done: list[str] = []
+
+    def call(name: str, result: object = None) -> SimpleNamespace:
+        async def aio(*arguments: object, **options: object) -> object:
+            done.append(name)
+            return result
+
+        return SimpleNamespace(aio=aio)
+
+    service = Machines(LIMITS)
+    standing_in = service._make()
+    await standing_in.start()
+    tunnels = call("tunnels", {8880: SimpleNamespace(url="http://127.0.0.1")})
+    machine = SimpleNamespace(object_id="sb-1", poll=call("poll"), tunnels=tunnels, terminate=call("terminate"))
+    machine._get_task_id = call("task")
+    image = type("Image", (), {"from_registry": MagicMock()})
+    client = MagicMock(Sandbox=SimpleNamespace(create=call("create", machine)), Image=image)
+    for name, module in {"modal": client, "boto3": MagicMock(), "botocore.exceptions": MagicMock()}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    modal = import_module("swerex.deployment.modal")
+    del sys.modules["swerex.deployment.modal"]
+    monkeypatch.setattr(modal, "RemoteRuntime", lambda **options: standing_in.runtime)
+    deployment = modal.ModalDeployment(image="python:3.12", startup_timeout=60)
+    pool = SweRexPool(lambda: deployment, LIMITS)
+    box = await pool.open()
+    assert (await box.run(("/bin/echo", "here"))).stdout == "here\n"
+    assert "terminate" not in done
+    await box.close()
+    assert done[-2:] == ["poll", "terminate"]  # SWE-ReX has asked whether it runs, and then we have ended it
+    standing_in.process.communicate()
+
+
 async def test_a_wrong_key_is_named() -> None:
     box = await Machines(LIMITS).open()
-    box._http.headers["X-API-Key"] = "another"
+    box._machine._http.headers["X-API-Key"] = "another"
     with pytest.raises(ToolError, match="is lost: execute: ValueError: status"):
         await box.run(("/bin/true",))
     await box.close()
@@ -234,6 +272,7 @@ with open(f"/proc/{os.getppid()}/fd/1", "w") as file: file.write(base64.b64encod
 os.kill(os.getppid(), 9)"""
 
 
+@pytest.mark.parametrize("kind", ["swe-rex", "e2b"])
 @pytest.mark.parametrize(
     ("program", "ended"),
     [
@@ -243,9 +282,9 @@ os.kill(os.getppid(), 9)"""
     ],
     ids=["kills", "forges", "stops"],
 )
-async def test_the_policy_that_ends_what_runs_it_has_ended_its_sandbox(program: str, ended: str) -> None:
+async def test_the_policy_that_ends_what_runs_it_has_ended_its_sandbox(program: str, ended: str, kind: str) -> None:
     """That is no failure."""
-    box = await Machines(LIMITS).open()
+    box = await pool_of(kind, LIMITS).open()
     for command in ((box.python, "-I", "-c", program), ("/bin/true",)):
         ran = await box.run(command, wall_s=1 if ended == "wall" else 20)
         assert ran == ExecResult("", "", None, ended)  # pyright: ignore[reportArgumentType]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from slipstream.agents.base import Generate
 from slipstream.configs import load
 from slipstream.configs.environments import Inspect, PythonEnv, Verifiers, absolute_paths
 from slipstream.envs import Message, StepResult, Task, task_source
+from slipstream.envs.adapters.inspect.env import PROGRAM
 from slipstream.envs.check import CHECKS, run_check, subject_of
 from slipstream.envs.scripted_endpoint import scripted_endpoint
 from slipstream.envs.self_played import PolicyEndpoint, endpoint_of, play_message
@@ -212,9 +215,11 @@ async def test_many_episodes_of_a_library_at_once(
 @pytest.mark.full
 @pytest.mark.usefixtures("_tasksets")
 @pytest.mark.parametrize("make", LIBRARIES)
-@pytest.mark.parametrize("name", CHECKS)
-def test_a_library_keeps_the_contract(make: Callable[..., Verifiers | Inspect], name: str) -> None:
-    assert run_check(name, subject_of(structs.replace(make(), evaluation=0.1), 0))
+def test_a_library_keeps_the_contract(make: Callable[..., Verifiers | Inspect]) -> None:
+    """In one test: a library takes seconds to import."""
+    subject = subject_of(structs.replace(make(), evaluation=0.1), 0)
+    for name in CHECKS:
+        assert run_check(name, subject), name
 
 
 @pytest.mark.full
@@ -256,6 +261,33 @@ async def test_inspects_tools_scores_and_deaths(play: Play, tokenizer: PreTraine
     assert "the sample has the scores match, shape.length, shape.calls; name" in several.outcome.detail
     unknown = await play(task_source(inspect(score="other"), "train", 0), "4")
     assert "the sample has no score 'other'" in unknown.outcome.detail
+
+
+IMPORTS = """
+import player, socket, sys, tempfile
+task = player.load(sys.argv[1], {})
+with socket.socket() as nobody, tempfile.TemporaryDirectory() as folder:
+    nobody.bind(("127.0.0.1", 0))
+    player.import_what_playing_imports(folder)
+    before = set(sys.modules)
+    request = {"sample": 0, "url": f"http://127.0.0.1:{nobody.getsockname()[1]}/v1", "key": "k", "model": "policy"}
+    played = player.play(task, request, {"folder": folder, "score": "match"})
+print(set(played), len(set(sys.modules) - before))
+"""
+
+
+@pytest.mark.full
+@needs("inspect")
+def test_the_process_of_a_sample_of_inspect_has_nothing_left_to_import() -> None:
+    """A thousand modules take two seconds of CPU, of each episode."""
+    program = subprocess.run(
+        [python_of("inspect"), "-c", IMPORTS, f"{HERE / 'inspect_tasks.py'}@doubles"],
+        env={**os.environ, "PYTHONPATH": str(Path(PROGRAM).parent), "INSPECT_EVAL_CTL_SERVER": "false"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert program.stdout.splitlines()[-1:] == ["{'error'} 0"], program.stderr
 
 
 @pytest.mark.full

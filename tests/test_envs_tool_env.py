@@ -152,7 +152,22 @@ def untyped(a, b: int = 1): ...
 def variadic(*values: int): ...
 
 
-@pytest.mark.parametrize(("function", "says"), [(untyped, "parameter a has no type"), (variadic, "a policy can name")])
+def unknown(a: Nowhere): ...  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+
+
+def not_json(a: complex): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (untyped, "the tool untyped: its parameter a has no type"),
+        (variadic, "the tool variadic: .*a policy can name"),
+        (unknown, "the tool unknown: name 'Nowhere' is not defined, which is the type of a parameter"),
+        (not_json, "the tool not_json: its parameter a has the type <class 'complex'>, which JSON has not; take str"),
+        ("look", "`tools` returned 'look', which is no function; name one without calling it"),
+    ],
+)
 def test_what_cannot_be_a_tool_is_named(function, says):
-    with pytest.raises(TypeError, match=f"the tool {function.__name__}: .*{says}"):
+    with pytest.raises(TypeError, match=says):
         as_tool(function)

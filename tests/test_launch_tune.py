@@ -13,6 +13,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from slipstream.benchmarks.emulated_run import PRESET, environment_of, settings_of
+from slipstream.benchmarks.explanation import LAW
+from slipstream.benchmarks.models import make_policy
 from slipstream.configs import Config, load
 from slipstream.errors import ConfigError
 from slipstream.launch import tune as tuning
@@ -23,7 +26,8 @@ from slipstream.monitor.alerts import SETTLING
 from slipstream.monitor.metrics import METRICS, read_metrics
 from slipstream.planner.fit import figures_of_rows
 from slipstream.planner.plan import SimulationPlan
-from slipstream.planner.profile import LearnerProfile, RunProfile, settings_of
+from slipstream.planner.profile import LearnerProfile, RunProfile
+from slipstream.planner.profile import settings_of as simulated_settings
 from slipstream.planner.run import simulate
 from slipstream.planner.tune.search import ProbeResult
 from slipstream.planner.tune.space import BOUND, CONCURRENT, search_of
@@ -50,7 +54,7 @@ class World:
         return self.now
 
     def truth_of(self, config: Config) -> RunProfile:
-        return msgspec.structs.replace(self._truth, settings=settings_of(config))
+        return msgspec.structs.replace(self._truth, settings=simulated_settings(config))
 
     def probe(self, config: Config, deadline: float) -> ProbeResult:
         folder, began = Path(config.run.dir), self.now
@@ -242,9 +246,14 @@ def test_a_real_search_measures_its_points_and_leaves_no_process(tmp_path: Path)
 
 
 @pytest.mark.full
-def test_an_interrupt_ends_the_run_that_goes_on(tmp_path: Path) -> None:
-    model, out = tiny_policy(tmp_path / "policy"), tmp_path / "out"
-    words = (*REAL, f"model.path={model}", "--minutes", "3", "--out", str(out))
+def test_an_interrupt_ends_the_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an emulated engine and learner, which begin sooner than real ones."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    make_policy(model, "1M")
+    for name, value in environment_of(LAW).items():
+        monkeypatch.setenv(name, value)
+    settings = [f"{key}={value}" for key, value in settings_of(LAW, 1, model).items()]
+    words = ("tune", PRESET, *settings, "--minutes", "3", "--out", str(out))
     command = [sys.executable, "-m", "slipstream.launch.cli", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:

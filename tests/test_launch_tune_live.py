@@ -1,31 +1,50 @@
-"""`slipstream tune RUN --live` on a real run: a synchronous one, whose learner waits, gets a higher bound while it goes on."""
+"""`slipstream explain` and `slipstream tune RUN --live` on a real run: a synchronous one, whose learner waits, gets a higher bound
+while it goes on, and that gives what was promised."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from slipstream.benchmarks.asynchrony import PLAIN
+from slipstream.benchmarks.emulated_run import PRESET, environment_of, settings_of
+from slipstream.benchmarks.explanation import LAW
+from slipstream.benchmarks.models import make_policy
+from slipstream.monitor.alerts import SETTLING
 from slipstream.monitor.settings import SETTINGS, read_changes
-from slipstream.tests.runs import SMALL, WAIT_S, Background, check_accounts, metrics, tiny_policy
+from slipstream.planner.fit import figures_of_rows
+from slipstream.planner.records import RunRecords
+from slipstream.tests.runs import WAIT_S, Background, check_accounts, metrics, slipstream
 
-FAST = ("rollout.engine.kind=transformers", "learner.backend.device=cpu", "buffer.max_staleness=0", "learner.steps=400")
+COUNTED = 10  # steps that are compared
 
 
 @pytest.mark.full
-def test_the_bound_of_a_run_whose_learner_waits_rises_and_the_command_ends_with_the_run(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    words = ("train", "quickstart", *SMALL, *FAST, f"model.path={tiny_policy(tmp_path / 'policy')}", f"run.dir={run}")
+def test_what_explain_promises_is_what_live_tuning_gives_and_the_command_ends_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engine and learner sleep by a law, so that other work on this machine changes little."""
+    run, model = tmp_path / "run", tmp_path / "model"
+    make_policy(model, "1M")
+    for name, value in environment_of(LAW).items():
+        monkeypatch.setenv(name, value)
+    settings = settings_of(LAW, 0, model) | {"run.dir": run, "learner.steps": 400}
+    words = ("train", PRESET, *PLAIN, *(f"{key}={value}" for key, value in settings.items()))
     command = [sys.executable, "-m", "slipstream.launch.cli", "tune", str(run), "--live"]
     command += ["--over", "buffer.max_staleness=0,1"]
     with Background(*words) as training:
-        training.until_step(1)
+        training.until_step(SETTLING + COUNTED)
+        before = figures_of_rows(RunRecords(run).steady)
+        said = json.loads(slipstream("explain", str(run), "--json", "--gpus", "2").stdout)
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as tuning:
             try:
                 training.until(lambda: bool(read_changes(run / SETTINGS)), "a change of the bound")
                 (change,) = read_changes(run / SETTINGS)
-                training.until_step(change.step + 3)
+                training.until_step(change.step + 1 + SETTLING + COUNTED)
+                after = figures_of_rows(RunRecords(run).steady)
                 training.process.terminate()
                 training.output()
                 shown, _ = tuning.communicate(timeout=WAIT_S)
@@ -37,6 +56,12 @@ def test_the_bound_of_a_run_whose_learner_waits_rises_and_the_command_ends_with_
     assert moved.startswith("buffer.max_staleness 0 -> 1: the learner waits ")
     assert last == "the run is over; buffer.max_staleness was 1"
     assert (change.key, change.old, change.new) == ("buffer.max_staleness", 0, 1)
+    finding = said["findings"][0]
+    assert (said["note"], finding["rule"], finding["change"]) == ("", "higher_bound", "buffer.max_staleness=1")
+    assert (finding["live"], finding["severity"]) == (True, "hint")
+    promised = finding["gain"]["trained_tokens_per_s"]["mean"]
+    assert promised > 0.3
+    assert after.trained_tokens_per_s / before.trained_tokens_per_s - 1 >= promised / 2
     ages = {row["step"]: row["staleness_max"] for row in metrics(run)}
     assert not any(age for step, age in ages.items() if step < change.step)
     assert max(ages.values()) == 1

@@ -26,7 +26,6 @@ from slipstream.learner.batch import Group, TrainBatch
 from slipstream.learner.checkpoint import CheckpointState, path_of
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.packing import MicroBatch
-from slipstream.learner.step import PolicyStepper
 from slipstream.tests.columns import Columns, by_id, credit, episodes_only, flat, to_train_batch
 from slipstream.tests.test_learner_credit import branches
 
@@ -145,9 +144,7 @@ def test_without_a_critic_there_is_no_credit_by_token():
 # ---------------------------------------------------------------- the critic
 
 
-CONFIG = Learner(
-    algorithm=Algorithm(advantage=Gae(lr=3e-3, critic_warmup=2, normalize=False)), optimizer=Optimizer(lr=1e-3)
-)
+CONFIG = Learner(algorithm=Algorithm(advantage=Gae(lr=3e-3, normalize=False)), optimizer=Optimizer(lr=1e-3))
 
 
 @pytest.fixture
@@ -225,20 +222,6 @@ def test_a_row_that_fills_up_teaches_the_critic_nothing(pair):
     bare = [msgspec.structs.replace(row, returns=None) for row in full]
     with pytest.raises(LearnerError, match="these rows lack returns"):
         critic.step(bare, value_loss, 0.0)
-
-
-async def test_while_the_critic_warms_up_the_policy_rests(pair):
-    policy, critic = pair
-    aux_models = AuxModels(CONFIG, trained=LocalTrainableModel(CONFIG, critic))
-    stepper = PolicyStepper(CONFIG, policy, 64)
-    moved = []
-    for step in range(4):
-        before = {name: tensor.clone() for name, tensor in policy.named_weights()}
-        made = sequences(await scores_of(aux_models))
-        stepper.step(made, stepper.plan(made), (), CheckpointState(step=step, version=5))
-        assert (await aux_models.learn(made)()).value_loss > 0
-        moved.append(any(not torch.equal(before[name], tensor) for name, tensor in policy.named_weights()))
-    assert moved == [False, False, True, True]
 
 
 async def test_a_checkpoint_holds_the_critic_too(pair, tmp_path):

@@ -109,13 +109,13 @@ class Bench:
             [self.replica],
             transport="disk",
             folder=self.folder / "weights",
+            spool=self.folder,
             host="127.0.0.1",
             backend="gloo",
             device=torch.device("cpu"),
             bucket_bytes=1 << 20,
             push_s=20.0,
             canary_tolerance=1e-4,
-            dtype="float32",
             on_served=lambda _, version: mark_served(buffer, version) if isinstance(buffer, BufferClient) else None,
         )
         loop = TrainingLoop(
@@ -245,12 +245,13 @@ async def test_a_model_that_computes_no_numbers_ends_the_run_before_anything_is_
 
 
 @pytest.mark.parametrize(("value", "dtype"), [("nan", "float32"), ("inf", "float32"), ("3.4e38", "bfloat16")])
-async def test_a_snapshot_has_no_number_that_is_not_finite(value: str, dtype: str) -> None:
+async def test_a_snapshot_has_no_number_that_is_not_finite(tmp_path: Path, value: str, dtype: str) -> None:
     good, ill = torch.randn(3, 4), torch.randn(3, 4)
-    await snapshot.take_snapshot(1, [("good", good), ("empty", torch.empty(0))], dtype)
+    await snapshot.take_snapshot(1, [("good", good), ("empty", torch.empty(0))], tmp_path)
     ill[1, 2] = float(value)
+    ill = ill.to(snapshot.dtype_of(dtype))
     with pytest.raises(WeightSyncError, match=f"version 1 is not pushed: ill holds .* not finite in {dtype}"):
-        await snapshot.take_snapshot(1, [("good", good), ("ill", ill)], dtype)
+        await snapshot.take_snapshot(1, [("good", good), ("ill", ill)], tmp_path)
 
 
 async def test_a_batch_without_any_advantage_is_a_step_that_changes_nothing(folders, address, tmp_path) -> None:

@@ -139,13 +139,13 @@ class Bench:
             replicas,
             transport="disk",
             folder=folder / "weights",
+            spool=folder,
             host="127.0.0.1",
             backend="gloo",
             device=torch.device("cpu"),
             bucket_bytes=1 << 20,
             push_s=push_s,
             canary_tolerance=1e-5,
-            dtype="float32",
         )
         self.model = Model()
         config = Learner(steps=STEPS, checkpoint_every=every, checkpoint_keep=1, batch_s=batch_s)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from slipstream.errors import ConfigError, LearnerError
 from slipstream.learner.fsdp2 import attention
-from slipstream.learner.model import check_files, check_model, load_model, load_tokenizer
+from slipstream.learner.model import check_files, check_model, load_tokenizer, make_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -44,7 +44,7 @@ def refusal(path) -> str:
 def test_a_good_folder_passes_and_loads_in_float32(tmp_path):
     folder = write(tmp_path)
     check_model(str(folder))
-    model = load_model(str(folder), attention.PACKED)
+    model = make_model(str(folder), attention.PACKED)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert not model.training
     assert len(load_tokenizer(str(folder))) == 32
@@ -95,7 +95,9 @@ def test_packed_attention_equals_one_sequence_at_a_time(tmp_path, window):
     """Also where every second layer sees only the last five tokens."""
     kinds = ["full_attention", "sliding_attention" if window else "full_attention"]
     folder = write(tmp_path, layer_types=kinds, sliding_window=window, use_sliding_window=window is not None)
-    packed = load_model(str(folder), attention.PACKED)
+    packed = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=attention.PACKED
+    ).eval()
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     assert plain.config._attn_implementation != packed.config._attn_implementation
     generator = torch.Generator().manual_seed(0)

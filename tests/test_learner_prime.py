@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -19,18 +20,19 @@ from slipstream.configs.schema import Learner, Model, Optimizer
 from slipstream.errors import LearnerError
 from slipstream.learner import packing
 from slipstream.learner.algorithms import advantage_of, returns_of
+from slipstream.learner.algorithms.estimators import assign_advantages
 from slipstream.learner.algorithms.token_estimators import process_loss
 from slipstream.learner.aux_models.aux_models import AuxModels
 from slipstream.learner.aux_models.base import LocalModel, LocalTrainableModel
-from slipstream.learner.batch import Group
+from slipstream.learner.batch import Group, trainable
 from slipstream.learner.checkpoint import CheckpointState, path_of
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
-from slipstream.tests.columns import Columns, credit, episodes_only, to_train_batch
+from slipstream.tests.columns import Columns, credit, episodes_only, flat, to_train_batch
 from slipstream.tests.test_learner_credit import branches
 from slipstream.tests.test_learner_critic import scores_of
 
 BETA, GAMMA = 0.3, 0.8
-PRIME = Prime(beta=BETA, gamma=GAMMA, lr=1e-3)
+PRIME = Prime(beta=BETA, gamma=GAMMA, lr=1e-3, normalize=False)
 CONFIG = Learner(algorithm=Algorithm(advantage=PRIME), optimizer=Optimizer(lr=1e-3))
 GROUPS: list[Group] = [
     (*branches(0, 0, [0.0, 1.0], split=1), *branches(0, 1, [0.0, 0.0]), *branches(0, 2, [1.0])),
@@ -69,17 +71,34 @@ def test_advantages_are_those_of_the_formula():
     assert returns_of(Algorithm(advantage=PRIME)) is None
 
 
-def estimate(rewards, groups, ratios) -> list[np.ndarray]:
+def estimate(rewards, groups, ratios, config=PRIME) -> list[np.ndarray]:
     """Of episodes with these rewards and log-ratios of their tokens: advantages."""
     batch = episodes_only(rewards, np.array(groups))
     # float64, so that rounding hides nothing.
     batch = msgspec.structs.replace(batch, values=np.concatenate(ratios))
-    return np.split(advantage_of(Algorithm(advantage=PRIME))(batch), batch.offsets[1:-1])
+    return np.split(advantage_of(Algorithm(advantage=config))(batch), batch.offsets[1:-1])
 
 
-def test_a_singleton_group_has_no_gradient():
-    (judged,) = estimate([[0.0, 5.0]], [0], [[1.0, 2.0]])
-    assert judged.tolist() == [0, 0]
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_singleton_group_has_no_gradient(normalize):
+    rewards, groups, ratios = [[0.0, 5.0], [0.0], [1.0]], [0, 1, 1], [[1.0, 2.0], [0.5], [0.1]]
+    alone, *others = estimate(rewards, groups, ratios, msgspec.structs.replace(PRIME, normalize=normalize))
+    assert alone.tolist() == [0, 0]
+    assert all(each.all() for each in others)
+
+
+def test_advantages_are_whitened_over_all_tokens_as_in_the_authors_code():
+    """Their `masked_whiten`: the mean of all response tokens becomes 0, their deviation 1, whatever their episode."""
+    rng = np.random.default_rng(3)
+    groups = [0, 0, 0, 1, 1]
+    ratios = [rng.normal(size=rng.integers(2, 9)) for _ in groups]
+    rewards = [[0.0] * (len(each) - 1) + [float(i % 2)] for i, each in enumerate(ratios)]
+    plain = np.concatenate(estimate(rewards, groups, ratios))
+    whitened = np.concatenate(estimate(rewards, groups, ratios, msgspec.structs.replace(PRIME, normalize=True)))
+    mean = sum(plain) / len(plain)
+    deviation = math.sqrt(sum((one - mean) ** 2 for one in plain) / len(plain))
+    assert whitened.tolist() == pytest.approx([(one - mean) / deviation for one in plain], abs=1e-12)
+    assert Prime().normalize
 
 
 def test_credit_follows_an_episode_through_its_branches():
@@ -100,39 +119,76 @@ def test_credit_follows_an_episode_through_its_branches():
 # ---------------------------------------------------------------- the model
 
 
-def row_of(seed: int = 0):
-    """A row of five sequences, one of them without a trained token, with a reference."""
+def rows_of(budget: int = 1000) -> list[packing.MicroBatch]:
+    """Seven sequences of five episodes with a reference, in rows of at most `budget` tokens."""
     scores = Columns(
         values={t.id: np.zeros(len(t), dtype=np.float32) for t in BRANCHES},
         reference_logprobs={t.id: np.where(t.loss_mask, -1.5, 0).astype(np.float32) for t in BRANCHES},
     )
-    (row,) = packing.microbatches(to_train_batch(GROUPS, CONFIG.algorithm, 5, 5, scores=scores), 0, 1, 1000)
-    return row
+    return packing.microbatches(to_train_batch(GROUPS, CONFIG.algorithm, 5, 5, scores=scores), 0, 1, budget)
 
 
-def test_the_loss_is_the_cross_entropy_of_outcomes():
-    row = row_of()
-    logprobs = torch.randn(len(row.token_ids), requires_grad=True)
-    output = process_loss(BETA)([row], lambda values: values)(logprobs, logprobs * 0, row)
-    output.loss_sum.backward()
-    ends, total, right, gradient = row.cu_seqlens, 0.0, 0, np.zeros(len(row.token_ids))
-    tokens, sequences = int(row.loss_mask.sum()), len(ends) - 1
-    for start, end in itertools.pairwise(ends):
-        trained = row.loss_mask[start:end].numpy()
-        ratios = (logprobs.detach() - row.reference_logprobs)[start:end].double().numpy()
-        score, good = BETA * ratios[trained].sum(), bool(row.positive[start:end].any())
-        p = 1 / (1 + math.exp(-score))
-        total -= math.log(p if good else 1 - p) * tokens / sequences
-        right += int((score > 0) == good) * trained.sum()
-        gradient[start:end] = np.where(trained, BETA * (p - good) * tokens / sequences, 0)
-    assert 0 < sum(bool(row.positive[s:e].any()) for s, e in itertools.pairwise(ends)) < sequences
-    assert float(output.loss_sum.detach()) == pytest.approx(total, rel=1e-5)
-    assert logprobs.grad.numpy() == pytest.approx(gradient, abs=1e-6)
-    assert int(output.sums["right"]) == right
+@pytest.mark.parametrize("budget", [1000, 1])
+def test_the_loss_is_the_cross_entropy_of_the_outcomes_of_whole_episodes(budget):
+    """Also where each branch is in a row of its own."""
+    rows = rows_of(budget)
+    assert len(rows) == (1 if budget > 1 else len(BRANCHES))
+    logprobs = [torch.randn(len(row.token_ids), requires_grad=True) for row in rows]
+    loss = process_loss(BETA, [one.detach() for one in logprobs])(rows, lambda values: values)
+    outputs = [loss(one, one * 0, row) for one, row in zip(logprobs, rows, strict=True)]
+    sum(output.loss_sum for output in outputs).backward()
+
+    # In float64, with the whole sum of an episode in one place.
+    scores, good, tokens = dict[str, torch.Tensor](), dict[str, bool](), dict[str, int]()
+    exact = [one.detach().double().requires_grad_() for one in logprobs]
+    for values, row in zip(exact, rows, strict=True):
+        for name, (start, end) in zip(row.ids, itertools.pairwise(row.cu_seqlens), strict=True):
+            mask, episode = row.loss_mask[start:end], name.rpartition(".")[0]
+            own = BETA * (values - row.reference_logprobs)[start:end][mask].sum()
+            scores[episode] = scores.get(episode, torch.zeros(())) + own
+            good[episode] = bool(row.positive[start:end].any())
+            tokens[episode] = tokens.get(episode, 0) + int(mask.sum())
+    assert len(scores) == 5 < len(BRANCHES)
+    assert set(good.values()) == {True, False}
+    entropies = [-torch.nn.functional.logsigmoid(s if good[e] else -s) for e, s in scores.items()]
+    expected = sum(entropies) * (sum(tokens.values()) / len(scores))
+    expected.backward()
+    reported = sum(float(output.sums["cross_entropy"]) for output in outputs)
+    assert reported == pytest.approx(float(expected.detach()), rel=1e-5)
+    for found, wanted in zip(logprobs, exact, strict=True):
+        np.testing.assert_allclose(found.grad.numpy(), wanted.grad.numpy(), atol=1e-6)
+    right = sum(tokens[e] for e, s in scores.items() if (float(s.detach()) > 0) == good[e])
+    assert sum(int(output.sums["right"]) for output in outputs) == right
+
+
+def test_the_model_learns_from_whole_episodes_though_the_policy_does_not():
+    """Tokens past the bound, and whole branches of them, are part of an answer whose outcome is known."""
+    old = msgspec.structs.replace(
+        BRANCHES[0], version_spans=tuple(msgspec.structs.replace(span, version=0) for span in BRANCHES[0].version_spans)
+    )
+    groups = [(old, *GROUPS[0][1:]), GROUPS[1]]
+    scores = Columns(
+        values={t.id: np.zeros(len(t), dtype=np.float32) for t in BRANCHES},
+        reference_logprobs={t.id: np.zeros(len(t), dtype=np.float32) for t in BRANCHES},
+    )
+    withheld = {BRANCHES[-1].episode: "late"}
+    batch = flat(groups, 5, withheld, scores)
+    credited = assign_advantages(batch, advantage_of(CONFIG.algorithm))
+    trained = trainable(credited, 1)
+    aux_models = AuxModels(CONFIG, *(Mock(spec=LocalTrainableModel) for _ in range(2)))
+    learned = aux_models.training_batch(credited, trained)
+    assert old.id not in trained.ids
+    assert set(learned.ids) == {t.id for t in BRANCHES} - {BRANCHES[-1].id}  # what carries no loss teaches nothing
+    sampled = {t.id: t.sampled for group in groups for t in group}
+    assert [int(one.loss_mask.sum()) for one in learned] == [sampled[name] for name in learned.ids]
+    for part in packing.minibatches(learned, 3, by_episode=True):
+        for name in part.ids:
+            branches_of = {one for one in learned.ids if one.rpartition(".")[0] == name.rpartition(".")[0]}
+            assert branches_of <= set(part.ids)
 
 
 def test_rows_without_a_reference_are_refused_unless_they_only_fill_up():
-    empty, row = packing.scoring_microbatch([[0]]), msgspec.structs.replace(row_of(), reference_logprobs=None)
+    empty, row = packing.scoring_microbatch([[0]]), msgspec.structs.replace(*rows_of(), reference_logprobs=None)
     loss = process_loss(BETA)([empty, row], lambda values: values)
     zeros = torch.zeros(1, requires_grad=True)
     assert float(loss(zeros, zeros, empty).loss_sum.detach()) == 0

@@ -129,13 +129,13 @@ async def run(
             [replica],
             transport="disk",
             folder=folder / "weights",
+            spool=folder,
             host="127.0.0.1",
             backend="gloo",
             device=torch.device("cpu"),
             bucket_bytes=1 << 20,
             push_s=20.0,
             canary_tolerance=1e-4,
-            dtype="float32",
             on_served=lambda _, version: mark_served(buffer, version),
         )
         loop = TrainingLoop(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -11,7 +12,14 @@ import msgspec
 import pytest
 from slipstream.errors import ConfigError, DeadlineExceeded, EngineError, WeightSyncError
 from slipstream.rollout.engines.base import EngineFailure, SamplingParams
-from slipstream.rollout.engines.fake.faults import NO_FAULTS, VARIABLE, Fault, FaultInjector, read_script
+from slipstream.rollout.engines.fake.faults import (
+    NO_FAULTS,
+    VARIABLE,
+    Fault,
+    FaultInjector,
+    read_script,
+    reported_logprob,
+)
 from slipstream.rollout.engines.vllm.client import VllmEngine
 from slipstream.tests import tiny
 from slipstream.tests.conformance.kinds import KINDS
@@ -33,6 +41,16 @@ def test_a_fault_happens_the_nth_time_and_once() -> None:
     assert faults.passing("score") is None
     assert faults.passing("pause") == Fault(at="pause", do="die")
     assert faults.passing("pause") is None
+
+
+def test_a_fault_happens_several_times_in_a_row() -> None:
+    faults = FaultInjector(
+        [Fault(at="token", do="lie", nth=2, times=3, nats=0.5), Fault(at="token", do="delay", nth=4)], 0
+    )
+    passed = [faults.passing("token") for _ in range(6)]
+    assert [fault and fault.do for fault in passed] == [None, "lie", "lie", "lie", None, None]
+    assert [reported_logprob(-1.0, fault) for fault in passed[:2]] == [-1.0, -0.5]
+    assert math.isnan(reported_logprob(-1.0, Fault(at="token", do="lie")))
 
 
 def test_a_fault_of_another_replica_is_none_of_ours() -> None:
@@ -69,6 +87,7 @@ def model(folder: Path) -> PreTrainedModel:
         ("[{at: token, do: die, replica: -5}]", [">= -1", "$[0].replica"]),
         ("[die]", ["$[0]"]),
         ("{at: token, do: die}", ["array"]),
+        ("[{at: swap, do: lie, nats: 1}]", ["nats means nothing at=swap do=lie", "allowed at=token do=lie"]),
         ("[{at: health, do: lie}]", ["do=lie means nothing at=health", "die, freeze, refuse, delay"]),
         ("[", ["not valid YAML"]),
     ],

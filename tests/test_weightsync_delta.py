@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +24,9 @@ from slipstream.tests.replicas import CPU, LocalReplica
 from slipstream.weightsync import delta, transports
 from slipstream.weightsync.plan import AckCollector, BroadcastSource
 from slipstream.weightsync.replica import PushResult, PushTarget
-from slipstream.weightsync.snapshot import WeightSnapshot, as_bytes, checksum
+from slipstream.weightsync.snapshot import WeightSnapshot, checksum
 from slipstream.weightsync.staging import WeightStaging
+from slipstream.weightsync.stored_tensors import as_bytes
 from slipstream.weightsync.transports import (
     FileTransport,
     Manifest,
@@ -112,9 +114,9 @@ def test_a_folder_keeps_the_last_versions_and_says_which_is_latest(tmp_path: Pat
     assert read_manifest(tmp_path) is None
     folder = WeightFolder(tmp_path / "weights", keep=2)
     for version in (1, 2, 3):
-        path = folder.write(version, "full", {"a": torch.full((2,), float(version))})
+        path = folder.write(version, "full", ["a"], [torch.full((2,), float(version))])
         folder.publish(Manifest(version, "c", ("a",), full=path.name))
-    folder.write(3, "delta", {})
+    folder.write(3, "delta", [], [])
     folder.publish(Manifest(3, "c", ("a",), delta="v3.delta.safetensors", base=2))
     assert read_manifest(folder.path) == Manifest(
         3, "c", ("a",), full="v3.full.safetensors", delta="v3.delta.safetensors", base=2
@@ -126,7 +128,7 @@ def test_a_folder_keeps_the_last_versions_and_says_which_is_latest(tmp_path: Pat
         "v3.full.safetensors",
     ]
     resumed = WeightFolder(tmp_path / "weights", keep=2)
-    resumed.write(4, "full", {"a": torch.zeros(2)})
+    resumed.write(4, "full", ["a"], [torch.zeros(2)])
     assert sorted(p.name[:2] for p in folder.path.glob("v*")) == ["v3", "v3", "v4"]
     assert load_file(folder.path / "v3.full.safetensors")["a"].tolist() == [3, 3]
 
@@ -147,7 +149,7 @@ def test_a_write_that_fails_leaves_nothing_and_is_named(tmp_path: Path) -> None:
         "from slipstream.weightsync.transports import WeightFolder\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"  # the disk is full
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "try: WeightFolder(Path(sys.argv[1]), 1).write(1, 'full', {'a': torch.zeros(1 << 20)})\n"
+        "try: WeightFolder(Path(sys.argv[1]), 1).write(1, 'full', ['a'], [torch.zeros(1 << 20)])\n"
         "except WeightSyncError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
@@ -186,13 +188,13 @@ async def test_a_write_that_is_given_up_does_not_disturb_the_ones_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first write of version 1 is stuck until version 2 is there."""
-    go_on, calls, save = threading.Event(), itertools.count(), transports.save_file
+    go_on, calls, save = threading.Event(), itertools.count(), transports.write_safetensors
     ended, write_full = threading.Event(), FileTransport._write_full
 
-    def stuck(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    def stuck(*arguments: Any) -> None:
         if next(calls) == 0:
             assert go_on.wait(10)
-        save(tensors, path, metadata)
+        save(*arguments)
 
     def write(self: FileTransport, snapshot: WeightSnapshot) -> Path:
         try:
@@ -204,7 +206,7 @@ async def test_a_write_that_is_given_up_does_not_disturb_the_ones_after_it(
     replica = LocalReplica("a")
     replica.stagings = [WeightStaging(0, CPU, lambda plan: None)]
     target, acks = PushTarget(replica), AckCollector("127.0.0.1")
-    monkeypatch.setattr(transports, "save_file", stuck)
+    monkeypatch.setattr(transports, "write_safetensors", stuck)
     monkeypatch.setattr(FileTransport, "_write_full", write)
     transport = FileTransport(WeightFolder(tmp_path, keep=1), acks)
 
@@ -273,7 +275,7 @@ async def test_a_transfer_never_announces_the_file_of_another_snapshot(
 
 def test_what_is_latest_never_goes_back(tmp_path: Path) -> None:
     folder = WeightFolder(tmp_path, keep=2)
-    paths = [folder.write(version, "full", {"a": torch.zeros(1)}) for version in (1, 2)]
+    paths = [folder.write(version, "full", ["a"], [torch.zeros(1)]) for version in (1, 2)]
     for version in (2, 1):
         folder.publish(Manifest(version, "c", ("a",), full=paths[version - 1].name))
     assert read_manifest(tmp_path) == Manifest(2, "c", ("a",), full="v2.full.safetensors")
@@ -281,15 +283,15 @@ def test_what_is_latest_never_goes_back(tmp_path: Path) -> None:
 
 def test_two_writers_of_one_version_do_not_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[Path] = []
-    save = transports.save_file
+    save = transports.write_safetensors
 
-    def note(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    def note(path: Path, *arguments: Any) -> None:
         parts.append(path)
-        save(tensors, path, metadata)
+        save(path, *arguments)
 
-    monkeypatch.setattr(transports, "save_file", note)
+    monkeypatch.setattr(transports, "write_safetensors", note)
     folder = WeightFolder(tmp_path, keep=1)
-    assert folder.write(1, "full", {"a": torch.zeros(1)}) == folder.write(1, "full", {"a": torch.zeros(1)})
+    assert folder.write(1, "full", ["a"], [torch.zeros(1)]) == folder.write(1, "full", ["a"], [torch.zeros(1)])
     assert len(set(parts)) == 2
 
 

@@ -5,6 +5,8 @@ the canary; only the server around them is missing. The same against real server
 """
 
 import asyncio
+import errno
+import os
 import signal
 import threading
 import time
@@ -18,10 +20,10 @@ import torch
 from slipstream.errors import EngineError, StateError, WeightSyncError
 from slipstream.tests.replicas import CANARY, LocalReplica, RemoteReplica, logprobs, make_model, remote
 from slipstream.weightsync import publisher as publishing
-from slipstream.weightsync import snapshot
 from slipstream.weightsync.plan import GroupPlan, PushReport, TransferPlan
 from slipstream.weightsync.publisher import Publisher
 from slipstream.weightsync.replica import ReplicaControl
+from slipstream.weightsync.stored_tensors import StoredTensors
 from slipstream.weightsync.transports import read_manifest
 
 TRANSPORTS = ("broadcast", "shared", "disk", "delta")
@@ -36,11 +38,12 @@ class Fleet:
         self.publisher: Publisher
 
     def publish_to(self, *replicas: ReplicaControl, transport: str = "broadcast", **options: Any) -> Publisher:
-        defaults: dict[str, Any] = {"push_s": 20.0, "canary_tolerance": 1e-6, "dtype": "float32", "bucket_bytes": 1024}
+        defaults: dict[str, Any] = {"push_s": 20.0, "canary_tolerance": 1e-6, "bucket_bytes": 1024}
         self.publisher = Publisher(
             replicas,
             transport=transport,  # type: ignore[arg-type]
             folder=self.folder,
+            spool=self.folder,
             host="127.0.0.1",
             backend="gloo",
             device=torch.device("cpu"),
@@ -389,24 +392,39 @@ async def test_a_push_breaks_off_a_catch_up_that_gets_nowhere(
     assert publisher.retry_in()
 
 
-async def test_a_push_goes_on_with_the_loop_while_it_hashes(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_loop_goes_on_while_a_version_is_hashed_and_stored(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fleet.publish_to(LocalReplica("a"), transport="disk")
-    hashing, loop_ran = threading.Event(), threading.Event()
-    checksum = snapshot.checksum
+    storing, loop_ran, add = threading.Event(), threading.Event(), StoredTensors.add
 
-    def slowly(tensors: Sequence[torch.Tensor]) -> str:
-        hashing.set()
+    def slowly(self: StoredTensors, tensor: torch.Tensor) -> None:
+        storing.set()
         assert loop_ran.wait(5), "the loop stood still"
-        return checksum(tensors)
+        add(self, tensor)
 
     async def watch() -> None:
-        assert await asyncio.to_thread(hashing.wait, 5)
+        assert await asyncio.to_thread(storing.wait, 5)
         loop_ran.set()
 
-    monkeypatch.setattr(snapshot, "checksum", slowly)
+    monkeypatch.setattr(StoredTensors, "add", slowly)
     watching = asyncio.create_task(watch())
     assert (await fleet.push(1)).pushed == ("a",)
     await watching
+
+
+async def test_a_version_that_cannot_be_stored_is_not_pushed_and_names_the_folder(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: StoredTensors, tensor: torch.Tensor) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    replica = LocalReplica("a")
+    fleet.publish_to(replica, transport="disk")
+    monkeypatch.setattr(StoredTensors, "add", full)
+    with pytest.raises(WeightSyncError, match=r"version 1 is not pushed: it cannot be written to /.*: No space left"):
+        await fleet.push(1)
+    assert replica.served is None
 
 
 async def test_everybody_may_be_gone(fleet: Fleet) -> None:

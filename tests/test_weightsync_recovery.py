@@ -110,13 +110,13 @@ def publishing(folder: Path, *replicas: VllmEngine, push_s: float = 60.0, cohort
         replicas,
         transport="broadcast",
         folder=folder,
+        spool=folder,
         host="127.0.0.1",
         backend="gloo",
         device=torch.device("cpu"),
         bucket_bytes=64 << 10,
         push_s=push_s,
         canary_tolerance=1e-4,
-        dtype="float32",
         cohort=cohort,
     )
     try:

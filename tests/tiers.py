@@ -58,8 +58,8 @@ FULL = (
     r"test_envs_sandbox_attacks::.*(bubblewrap-user|landlock-root|gvisor)",
     r"test_envs_sandbox::.*\[(landlock|gvisor)",
     r"test_envs_sandbox::test_forked_processes",
-    r"test_envs_sandbox_limits::.*(landlock|gvisor|swe-rex|many)",
-    r"test_envs_sandbox_contract::.*\[(landlock|swe-rex|forges|stops)",
+    r"test_envs_sandbox_limits::.*(landlock|gvisor|swe-rex|e2b|many)",
+    r"test_envs_sandbox_contract::.*\[(landlock|swe-rex|e2b|forges|stops)",
     r"test_envs_sandbox_contract::test_(?!commands_and_files).*\[gvisor",
     r"test_envs_sandbox_contract::test_(the_disk_has|a_wrong_key|a_machine_that_does_not)",
     # Programs as agents: the stock SDKs take seconds to import.

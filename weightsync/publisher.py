@@ -68,20 +68,20 @@ class Publisher:
         *,
         transport: TransportKind,
         folder: Path,  # where transports `disk` and `delta` write
+        spool: Path,  # where the newest version is stored, in a file without a name
         host: str,  # address of this process that the replicas can reach
         backend: Literal["gloo", "nccl"],  # `nccl`: learner and replicas have GPUs of their own; it sends from `device`
         device: torch.device,
         bucket_bytes: int,
         push_s: float,  # longest push to the whole fleet, second attempts and the canary included
         canary_tolerance: float,  # largest difference of a canary log-prob, in nats
-        dtype: Literal["float32", "bfloat16"],  # what the engines serve in; tensors are converted before they travel
         cohort: int = 0,  # replicas that change weights at the same time; 0 is a quarter of them, at least one
         partial: Partial = "recompute",
         on_served: Callable[[str, int], None] | None = None,  # (replica, version), as soon as it is verified
         on_lost: Callable[[str, str], None] | None = None,  # (replica, reason), at every failure
         record: RecordSpan = no_record,  # receives what each replica went through
     ) -> None:
-        self._record = record
+        self._record, self._spool = record, spool
         self._acks = AckCollector(host)
         try:
             self._transport: Transport = (
@@ -94,7 +94,6 @@ class Publisher:
             raise
         self._push_s = push_s
         self._tolerance = canary_tolerance
-        self._dtype = dtype
         self.cohort = cohort  # may change between two pushes
         self._partial: Partial = partial
         self._on_served = on_served
@@ -131,7 +130,7 @@ class Publisher:
         if none does yet. Raises WeightSyncError: a replica took the weights twice and still does not compute what the learner
         computes."""
         canary = Canary(tuple(canary_ids), tuple(canary_logprobs))
-        snapshot = await take_snapshot(version, named_weights, self._dtype, canary)
+        snapshot = await take_snapshot(version, named_weights, self._spool, canary)
         await self._cancel_catch_up()
         async with self._lock:
             self._snapshot = snapshot
@@ -164,6 +163,11 @@ class Publisher:
                     if target.verified == NOTHING:
                         target.retry_at = time.monotonic() + min(RETRY_S * 2**target.missed_pushes, RETRY_MOST_S)
                         target.missed_pushes += 1
+
+    @property
+    def serving(self) -> tuple[str, ...]:
+        """Names of the replicas whose weights are verified."""
+        return tuple(name for name, target in self._targets.items() if target.verified != NOTHING)
 
     def retry_in(self) -> float | None:
         """Seconds until the next retry of a replica that serves nothing, 0 if due; None when there is no such replica."""

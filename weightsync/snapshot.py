@@ -1,4 +1,4 @@
-"""One version of the policy on the learner: tensors in host memory in the dtype that travels, the cut into buckets, and two proofs.
+"""One version of the policy on the learner: tensors that are stored until the next, the cut into buckets, and two proofs.
 
 The checksum proves that the bytes arrived. The canary proves that they were loaded: it finds a stale packed copy, a wrong name, a
 layer that the loader skipped.
@@ -16,8 +16,11 @@ Imported by vLLM's and SGLang's processes: only packages that both have may be i
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 import torch
@@ -26,7 +29,9 @@ import xxhash
 from ..common.tasks import in_thread
 from ..errors import StateError, WeightSyncError
 from .plan import Source, TransferPlan
+from .stored_tensors import StoredTensors, as_bytes, layout_of
 
+WRITTEN_AT_ONCE = 8 << 20  # bytes that arrive before they are written, in a thread, while the next arrive
 ALIGNMENT = 64  # bytes. A cache line; also what vector kernels want of a tensor that is used in place.
 
 
@@ -61,24 +66,24 @@ NO_CANARY = Canary((), ())
 
 
 class WeightSnapshot(msgspec.Struct, frozen=True):
-    """One version's tensors, host memory, all of one dtype."""
+    """One version's tensors, in host memory or stored in a file."""
 
     version: int
     names: tuple[str, ...]
-    tensors: tuple[torch.Tensor, ...]
+    tensors: Sequence[torch.Tensor]
     checksum: str
     canary: Canary = NO_CANARY
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in layout_of(self.tensors))
 
     def plan(self, source: Source, *, bucket_bytes: int, keep: bool, acks: str, receiver: str) -> TransferPlan:
         return TransferPlan(
             version=self.version,
             names=self.names,
-            dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in self.tensors),
-            shapes=tuple(tuple(t.shape) for t in self.tensors),
+            dtypes=tuple(_named(t.dtype) for t in layout_of(self.tensors)),
+            shapes=tuple(tuple(t.shape) for t in layout_of(self.tensors)),
             bucket_bytes=bucket_bytes,
             source=source,
             checksum=self.checksum,
@@ -89,27 +94,55 @@ class WeightSnapshot(msgspec.Struct, frozen=True):
 
 
 async def take_snapshot(
-    version: int, named_weights: Iterable[tuple[str, torch.Tensor]], dtype: str, canary: Canary = NO_CANARY
+    version: int, named_weights: Iterable[tuple[str, torch.Tensor]], folder: Path, canary: Canary = NO_CANARY
 ) -> WeightSnapshot:
-    """Copy the weights. Iterating `named_weights` may be a collective: it happens here, in the caller's thread. Raises
-    WeightSyncError: a tensor, or a log-prob of the canary, is not finite. StateError: the canary has not one log-prob fewer than
-    tokens."""
+    """Write the weights to a file without a name in `folder`. Iterating `named_weights` may be a collective: it happens here, in
+    the caller's thread, while a thread writes what came before. Raises WeightSyncError: a tensor, or a log-prob of the canary, is
+    not finite; the file cannot be written. StateError: the canary has not one log-prob fewer than tokens."""
     canary.check()
-    names, tensors = [], []
-    for name, tensor in named_weights:
-        names.append(name)
-        tensors.append(torch.empty(tensor.shape, dtype=dtype_of(dtype)).copy_(tensor.detach()))
+    try:
+        tensors = StoredTensors(folder)
+    except OSError as error:
+        raise _unwritable(version, folder, error) from error
+    names, total = list[str](), xxhash.xxh3_64()
 
-    def check() -> str:
-        for name, tensor in zip(names, tensors, strict=True):
+    def write(arrived: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in arrived:
             if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
                 raise WeightSyncError(
-                    f"version {version} is not pushed: {name} holds numbers that are not finite in {dtype}; lower "
+                    f"version {version} is not pushed: {name} holds numbers that are not finite in {_named(tensor.dtype)}; lower "
                     "learner.optimizer.lr and resume from the checkpoint before"
                 )
-        return checksum(tensors)
+            total.update(as_bytes(tensor).numpy().data)
+            tensors.add(tensor)
 
-    return WeightSnapshot(version, tuple(names), tuple(tensors), await in_thread(check, f"checksum-{version}"), canary)
+    writing: asyncio.Future[None] | None = None
+    arrived: list[tuple[str, torch.Tensor]] = []
+    try:
+        for name, tensor in named_weights:
+            names.append(name)
+            arrived.append((name, tensor.detach().cpu()))
+            del tensor  # it may be a whole embedding
+            if sum(tensor.nbytes for _, tensor in arrived) >= WRITTEN_AT_ONCE:
+                if writing is not None:
+                    await writing
+                writing, arrived = in_thread(functools.partial(write, arrived), f"snapshot-{version}"), []
+        if writing is not None:
+            await writing
+        writing = in_thread(functools.partial(write, arrived), f"snapshot-{version}")
+        await writing
+    except OSError as error:
+        raise _unwritable(version, folder, error) from error
+    finally:
+        if writing is not None and not writing.done():
+            await asyncio.wait({writing})
+    return WeightSnapshot(version, tuple(names), tensors, total.hexdigest(), canary)
+
+
+def _unwritable(version: int, folder: Path, error: OSError) -> WeightSyncError:
+    return WeightSyncError(
+        f"version {version} is not pushed: it cannot be written to {folder}: {error.strerror or error}"
+    )
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> str:
@@ -144,10 +177,11 @@ def cut(sizes: Iterable[int], limit: int) -> Iterator[Bucket]:
 
 def pack(tensors: Sequence[torch.Tensor], limit: int) -> Iterator[torch.Tensor]:
     """uint8 buckets in host memory that hold the bytes of `tensors`."""
-    for bucket in cut((t.nbytes for t in tensors), limit):
+    for bucket in cut((t.nbytes for t in layout_of(tensors)), limit):
         data = torch.zeros(bucket.nbytes, dtype=torch.uint8)
-        for tensor, at in zip(tensors[bucket.first :], bucket.offsets, strict=False):
-            data[at : at + tensor.nbytes] = as_bytes(tensor)
+        for index, at in enumerate(bucket.offsets, start=bucket.first):
+            tensor = as_bytes(tensors[index])
+            data[at : at + len(tensor)] = tensor
         yield data
 
 
@@ -172,12 +206,9 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def nbytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return dtype.itemsize * math.prod(shape)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8[nbytes] view (or copy, where it is not contiguous) of a tensor."""
-    if not tensor.numel():
-        return torch.empty(0, dtype=torch.uint8)  # its strides may be such that torch refuses to view it
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -15,12 +15,11 @@ import functools
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import torch
-from safetensors.torch import save_file
 
 from ..common.fsio import write_atomic
 from ..common.owned_folders import SHARED_MEMORY, WEIGHTS, OwnedFolder
@@ -31,6 +30,7 @@ from . import delta
 from .plan import AckCollector, DeltaSource, FileSource, Source
 from .replica import PushResult, PushTarget, await_reply, each
 from .snapshot import WeightSnapshot
+from .stored_tensors import layout_of, write_safetensors
 
 KEPT_ON_DISK = 2  # versions. A reader elsewhere that has just read `latest.json` has time to open the files it names.
 
@@ -62,7 +62,7 @@ class WeightFolder:
         self._versions = [latest.version] if latest else []
         self._lock = threading.Lock()
 
-    def write(self, version: int, kind: str, tensors: Mapping[str, torch.Tensor]) -> Path:
+    def write(self, version: int, kind: str, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Path:
         """Write a file of `version`; files of versions before the last `keep` are removed. Raises WeightSyncError: no space, no
         permission; or it took so long that later versions have been written."""
         path = self.path / f"v{version}.{kind}.safetensors"
@@ -74,12 +74,12 @@ class WeightFolder:
                 if old.name.partition(".")[0] not in kept:
                     old.unlink(missing_ok=True)
         try:
-            save_file(dict(tensors), part, metadata={"version": str(version)})
+            write_safetensors(part, names, tensors, {"version": str(version)})
             with self._lock:
                 if version not in self._versions:
                     raise WeightSyncError("later versions have been written meanwhile")
                 part.replace(path)
-        except Exception as error:  # safetensors has its own for a full disk
+        except (OSError, WeightSyncError) as error:
             part.unlink(missing_ok=True)
             raise WeightSyncError(f"cannot write version {version} to {path}: {error}") from error
         return path
@@ -200,7 +200,7 @@ class FileTransport:
             await await_reply(seconds, staged(), str(expected))
 
     def _write_full(self, snapshot: WeightSnapshot) -> Path:
-        path = self._folder.write(snapshot.version, "full", dict(zip(snapshot.names, snapshot.tensors, strict=True)))
+        path = self._folder.write(snapshot.version, "full", snapshot.names, snapshot.tensors)
         self._folder.publish(Manifest(snapshot.version, snapshot.checksum, snapshot.names, full=path.name))
         return path
 
@@ -208,7 +208,7 @@ class FileTransport:
         parts = delta.differences(snapshot.names, before.tensors, snapshot.tensors)
         if sum(part.nbytes for part in parts.values()) >= snapshot.nbytes:
             return None
-        path = self._folder.write(snapshot.version, "delta", parts)
+        path = self._folder.write(snapshot.version, "delta", list(parts), list(parts.values()))
         self._folder.publish(
             Manifest(snapshot.version, snapshot.checksum, snapshot.names, delta=path.name, base=before.version)
         )
@@ -230,5 +230,6 @@ def file_transport(kind: TransportKind, folder: Path, acks: AckCollector) -> Fil
 def _same_layout(one: WeightSnapshot, other: WeightSnapshot) -> bool:
     """Whether names, shapes and dtypes are equal, so that a delta between the two exists."""
     return one.names == other.names and all(
-        a.shape == b.shape and a.dtype == b.dtype for a, b in zip(one.tensors, other.tensors, strict=True)
+        a.shape == b.shape and a.dtype == b.dtype
+        for a, b in zip(layout_of(one.tensors), layout_of(other.tensors), strict=True)
     )

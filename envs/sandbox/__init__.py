@@ -1,6 +1,7 @@
 """Sandboxes: where everything that the policy writes runs."""
 
 from .base import GIB, MIB, Ended, ExecResult, GatewayAddress, Limits, Mount, Sandbox, SandboxPool
+from .e2b import E2BPool
 from .kinds import require_sandbox
 from .local import LocalPool, LocalSandbox, PythonSession, ShellSession, local_pool
 from .swerex import SweRexPool
@@ -8,6 +9,7 @@ from .swerex import SweRexPool
 __all__ = [
     "GIB",
     "MIB",
+    "E2BPool",
     "Ended",
     "ExecResult",
     "GatewayAddress",

@@ -78,8 +78,16 @@ async def stop(deployment: SweRexDeployment) -> None:
         # Before it stops the machine, a deployment asks the server to close its sessions, of which we have none; a machine whose
         # server the policy has ended would not be stopped.
         runtime.close = _nothing
+    # SWE-ReX 1.4.0 terminates machines of Modal only where they have ended already.
+    modal = getattr(deployment, "_sandbox", None)
+
+    async def end() -> None:
+        await deployment.stop()
+        if modal is not None:
+            await modal.terminate.aio()
+
     hint = "look at the provider for what was left running"
-    stopping = in_thread(lambda: asyncio.run(deployment.stop()), "end of a sandbox elsewhere")
+    stopping = in_thread(lambda: asyncio.run(end()), "end of a sandbox elsewhere")
     try:
         await with_deadline(STOP_S, stopping, who="an episode", waits_for="a sandbox elsewhere to end", hint=hint)
     except Exception as error:  # whatever a provider's client raises, and DeadlineExceeded

@@ -73,6 +73,8 @@ def _export(runs: RunFolder, path: Path) -> int:
     print_line(
         f"{path}: {path.stat().st_size / 1e6:.1f} MB, with {listed['total']} of {listed['indexed']} trajectories"
     )
+    for why in dict.fromkeys(written.refused.values()):
+        print_line(f"not in it: {', '.join(name for name, said in written.refused.items() if said == why)}: {why}")
     return 0
 
 

@@ -68,9 +68,9 @@ def export(options: argparse.Namespace) -> int:
         raise ConfigError("--step best: is of a checkpoint; trajectories are of the steps that trained them")
     from ...dashboard.rows import Wanted
     from ..trajectory_files import export_trajectories
-    from ..watched import open_run, versions_of
+    from ..watched import open_played_run, open_run, versions_of
 
-    run = open_run(options.run)
+    run = (open_played_run if options.evaluation is None else open_run)(options.run)
     versions = versions_of(run, "--step", options.step) if options.step else None
     wanted = Wanted(versions, options.evaluation)
     path, number = export_trajectories(run, options.to, out, wanted, options.python)

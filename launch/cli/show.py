@@ -57,9 +57,11 @@ def show(options: argparse.Namespace) -> int:
     if evaluation is not None and options.step is not None:
         raise ConfigError("--evaluation, --step: an evaluation's label names its step; give one of the two")
     from ...dashboard.episodes import read_episode, select, select_evaluated
-    from ..watched import open_run
+    from ..watched import open_played_run, open_run
 
-    run, source = open_run(options.run), "training" if evaluation is None else "evaluation"
+    run, source = (
+        (open_played_run(options.run), "training") if evaluation is None else (open_run(options.run), "evaluation")
+    )
     page = _Page(run.reader_of(source), open_console(), tokens=options.tokens, evaluated=source == "evaluation")
     if options.episode:
         page.print(read_episode(run, options.episode, source))

@@ -10,7 +10,9 @@ import importlib
 import logging
 import os
 import random
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import structs
@@ -321,13 +323,14 @@ async def make_publisher(
             (),
             transport=config.weightsync.transport,
             folder=context.dir / "weights",
+            # A folder that all hosts see is seldom fast.
+            spool=Path(tempfile.gettempdir()) if config.launch.hosts == "many" else context.dir,
             host=context.addresses.learner_host,
             backend=context.backend,
             device=device,
             bucket_bytes=BUCKET_BYTES,
             push_s=config.push_s,
             canary_tolerance=config.weightsync.canary_tolerance,
-            dtype=config.model.dtype,
             cohort=config.weightsync.cohort,
             partial=config.rollout.partial,
             on_served=targets.served,

@@ -93,8 +93,9 @@ def prime(config: Prime, batch: TrainBatch) -> NDArray[np.float64]:
 
         A_t = sum over s >= t of gamma^(s - t) (u_s - mean over j != i of m_j)  +  r_i - mean over j != i of r_j
 
-    A group of one episode gets 0. f learns by cross-entropy on outcomes, `process_loss`: an
-    episode is good where its reward is above 0.
+    With `normalize` the A_t of a batch are whitened: mean 0 and population standard deviation 1 over its sampled tokens, as in the
+    authors' code (recipe/prime of verl), which the paper does not mention. A group of one episode gets 0 and takes no part in that.
+    f learns by cross-entropy on outcomes, `process_loss`: an episode is good where its reward is above 0.
     """
     groups = batch.groups
     outcomes = _against_others(groups, np.array([rewards.sum() for rewards in token_rewards(batch)]))
@@ -105,36 +106,68 @@ def prime(config: Prime, batch: TrainBatch) -> NDArray[np.float64]:
     found = [
         compared[i] * (discounted_sums(u - baselines[i], config.gamma) + outcomes[i]) for i, u in enumerate(process)
     ]
-    return at_sampled(batch, np.concatenate(found))
+    advantages, judged = np.concatenate(found), np.repeat(compared, batch.lengths)
+    if config.normalize and judged.any():
+        advantages[judged] = whitened(advantages[judged])
+    return at_sampled(batch, advantages)
 
 
-def process_loss(beta: float) -> BatchLoss:
-    """Cross-entropy of the outcome of each sequence, given sigmoid(beta x its log-ratio), mean over the step's sequences. Reported
-    sums: `cross_entropy` and `right`, 1 at each token of a sequence whose outcome is more likely than not."""
+def process_loss(beta: float, scored: Sequence[torch.Tensor] | None = None) -> BatchLoss:
+    """Cross-entropy of the outcome of each episode, given sigmoid(beta x its log-ratio), mean over the step's episodes (Cui et al.
+    2025, arXiv:2502.01456, equation 5). The log-ratio is a sum over all trained tokens of all branches. `scored` are the log-probs
+    of this rank's rows that the model gives before the step; without them every episode must have one branch. Reported sums:
+    `cross_entropy` and `right`, 1 at each token of an episode whose outcome is more likely than not."""
 
     def loss(rows: Sequence[MicroBatch], gather: Gather) -> PolicyLoss:
-        totals = step_totals(rows, gather)
-        scale = totals.tokens / max(1.0, totals.sequences)  # the backend divides by tokens
+        tokens = step_totals(rows, gather).tokens
+        episodes = _episode_scores(rows, scored, beta, gather)
+        scale = tokens / max(1, len(episodes))  # the backend divides by tokens
 
         def of_row(logprobs: torch.Tensor, _: torch.Tensor, row: MicroBatch) -> LossOutput:
             sequence, lengths = sequences_of(row)
-            reference = torch.zeros_like(logprobs) if row.reference_logprobs is None else row.reference_logprobs
-            if row.reference_logprobs is None and len(sequence):
-                raise LearnerError(
-                    "process rewards are relative to a reference policy, whose log-probs these rows lack"
-                )
-            ratios = (logprobs - reference)[row.loss_mask]
-            scores = beta * torch.zeros(len(lengths), device=ratios.device).index_add(0, sequence, ratios)
-            good = torch.zeros(len(lengths), device=ratios.device)
-            good[sequence] = row.positive[row.loss_mask].float()
             there = lengths > 0
-            entropy = functional.binary_cross_entropy_with_logits(scores, good, reduction="none")[there].sum() * scale
+            own = beta * _log_ratios(logprobs, row)
+            branches, scores = torch.ones_like(own), own
+            if scored is not None and len(sequence):
+                known = [episodes.get(number, (1.0, 0.0)) for number in row.episodes]
+                branches, whole = torch.tensor(known, device=own.device).T
+                scores = own + (whole - own.detach())  # the gradient of a branch is that of its own tokens
+            good = torch.zeros(len(lengths), device=own.device)
+            good[sequence] = row.positive[row.loss_mask].float()
+            entropy = functional.binary_cross_entropy_with_logits(scores, good, reduction="none") * scale
+            reported = (entropy.detach() / branches)[there].sum()
             right = (((scores > 0) == (good > 0)) & there)[sequence].sum()
-            return LossOutput(loss_sum=entropy, sums={"cross_entropy": entropy.detach(), "right": right})
+            return LossOutput(loss_sum=entropy[there].sum(), sums={"cross_entropy": reported, "right": right})
 
         return of_row
 
     return loss
+
+
+def _episode_scores(
+    rows: Sequence[MicroBatch], scored: Sequence[torch.Tensor] | None, beta: float, gather: Gather
+) -> dict[int, tuple[float, float]]:
+    """Collective. Of each episode of the step its branches and, where they are `scored`, beta x its log-ratio."""
+    found = [torch.empty(0, 2, dtype=torch.float64)]
+    for i, row in enumerate(rows):
+        _, lengths = sequences_of(row)
+        scores = torch.zeros(len(lengths)) if scored is None else beta * _log_ratios(scored[i], row)
+        numbers = torch.tensor(row.episodes, dtype=torch.float64)
+        found.append(torch.stack([numbers, scores.double()], 1)[lengths > 0])
+    numbers, scores = gather(torch.cat(found)).numpy().T
+    known, of, branches = np.unique(numbers, return_inverse=True, return_counts=True)
+    totals = np.bincount(of, scores, minlength=len(known))
+    return {int(n): (float(b), float(s)) for n, b, s in zip(known, branches, totals, strict=True)}
+
+
+def _log_ratios(logprobs: torch.Tensor, row: MicroBatch) -> torch.Tensor:
+    """float32[S]: log(model / reference) of each sequence of `row`, summed over its trained tokens."""
+    sequence, lengths = sequences_of(row)
+    if row.reference_logprobs is None and len(sequence):
+        raise LearnerError("process rewards are relative to a reference policy, whose log-probs these rows lack")
+    reference = torch.zeros_like(logprobs) if row.reference_logprobs is None else row.reference_logprobs
+    ratios = (logprobs - reference)[row.loss_mask]
+    return torch.zeros(len(lengths), device=ratios.device).index_add(0, sequence, ratios)
 
 
 def _against_others(groups: NDArray[np.int64], values: NDArray[np.float64]) -> NDArray[np.float64]:

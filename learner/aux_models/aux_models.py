@@ -24,13 +24,14 @@ from ...configs.algorithm import KlInReward, Prime, needs_critic, needs_referenc
 from ...configs.schema import Learner
 from ...errors import LearnerError
 from ..algorithms.divergence import coefficient_of, kl_estimate
-from ..batch import TrainBatch
+from ..batch import TrainBatch, trainable
 from ..checkpoint import STATE_FILE, CheckpointState, path_of, prune
 from ..metrics import AuxModelsResult
 from ..packing import minibatches
-from .base import LocalModel, LocalTrainableModel, Outputs, Pending
+from .base import LocalModel, LocalTrainableModel, Outputs, Pending, learns_from_episodes
 from .remote import RemoteModel
 
+ANY_STALENESS = np.iinfo(np.int32).max
 TRAINED = "beside"  # folder among the policy's checkpoints for those of the trained aux model, by the same names
 
 
@@ -51,7 +52,7 @@ class AuxModels:
             raise LearnerError(
                 "learner.algorithm.advantage of kind gae goes with a critic, of kind prime with a reward model"
             )
-        self._algorithm = config.algorithm
+        self._config, self._algorithm = config, config.algorithm
         self._reference = reference
         self._trained = trained
         self.models: list[LocalModel | RemoteModel] = [model for model in (trained, reference) if model is not None]
@@ -61,6 +62,11 @@ class AuxModels:
         if isinstance(self._algorithm.kl, KlInReward):
             return range(len(batch))  # a penalty is computed from the log-probs of all tokens, on every rank
         return {i for model in self.models for i in model.scored_rows(batch)}
+
+    def training_batch(self, credited: TrainBatch, trained: TrainBatch) -> TrainBatch:
+        """What the trained aux model learns from, of a batch with advantages and what of it the policy is `trained` on: the same;
+        for PRIME all sampled tokens of the episodes that carry loss, since an outcome is that of a whole episode."""
+        return trainable(credited, ANY_STALENESS) if learns_from_episodes(self._config) else trained
 
     def trained_rows(self, batch: TrainBatch) -> Collection[int]:
         """The sequences of `batch` whose tokens this rank needs for `learn`."""
@@ -84,7 +90,8 @@ class AuxModels:
         """Collective. Begin one step of the trained aux model on each minibatch of `batch`; rank 0 gets the result."""
         if self._trained is None or not len(batch):
             return _no_result
-        return self._trained.learn(minibatches(batch, self._algorithm.minibatches))
+        by_episode = learns_from_episodes(self._config)
+        return self._trained.learn(minibatches(batch, self._algorithm.minibatches, by_episode=by_episode))
 
     def save(self, checkpoints: Path, state: CheckpointState) -> list[Awaitable[None]]:
         """Collective. Begin to write the trained model next to the policy's checkpoint of `state` in the folder `checkpoints`."""

@@ -63,9 +63,18 @@ def take_steps(model: Backend, config: Learner, parts: Sequence[TrainBatch]) -> 
         means = mean_over(results[: len(rows)])  # of the first epoch, before which it has not seen the batch
         return AuxModelsResult(value_loss=means["error_square"] / 2, explained_variance=explained_variance(means))
     assert isinstance(advantage, Prime), "only gae and prime train an aux model"
-    loss = process_loss(advantage.beta)
-    means = mean_over([model.step(part, loss(part, model.gather), advantage.lr) for part in rows])
+    steps = []
+    for part, batch in zip(rows, parts, strict=True):
+        # The outcome is of all branches together, which may be on several ranks: each needs the score of the others.
+        scored = model.logprobs(part) if len(set(batch.episode.tolist())) < len(batch) else None
+        steps.append(model.step(part, process_loss(advantage.beta, scored)(part, model.gather), advantage.lr))
+    means = mean_over(steps)
     return AuxModelsResult(reward_model_loss=means["cross_entropy"], reward_model_accuracy=means["right"])
+
+
+def learns_from_episodes(config: Learner) -> bool:
+    """Whether the trained aux model learns from outcomes of whole episodes, and not from single tokens."""
+    return isinstance(config.algorithm.advantage, Prime)
 
 
 def _shares(batch: TrainBatch, size: int, budget: int) -> list[list[list[int]]]:
@@ -118,7 +127,8 @@ class LocalTrainableModel(LocalModel):
         """The sequences of `batch` whose tokens this rank needs for `learn` on so many parts of it."""
         model = self._trained
         local = model.data_rank, model.data_size, self._budget
-        plan = plan_steps(batch, minibatches, *local, shares_prefixes=model.shares_prefixes)
+        whole = learns_from_episodes(self._config)
+        plan = plan_steps(batch, minibatches, *local, shares_prefixes=model.shares_prefixes, by_episode=whole)
         return [i for step in plan for row in step for i in row]
 
     def learn(self, parts: Sequence[TrainBatch]) -> Pending[AuxModelsResult]:

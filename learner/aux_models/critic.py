@@ -12,18 +12,21 @@ from ...errors import LearnerError
 from ..backend import LossOutput
 from ..fsdp2.attention import PACKED
 from ..fsdp2.backend import Fsdp2Backend
-from ..model import load_critic
+from ..model import make_critic
 from ..packing import MicroBatch
 
 
 class Critic(Fsdp2Backend):
     """A backend whose `logprobs` are the values before each trained token; `step` has a loss on those, and entropies are 0."""
 
-    def _load_model(self, path: str) -> PreTrainedModel:
-        model: Any = load_critic(path, PACKED)
+    def _make_model(self, path: str) -> PreTrainedModel:
+        model: Any = make_critic(path, PACKED)
         # A linear layer with a bias returns a view. FSDP2 warns of a model that returns one: an in-place write would lose its hook.
         model.score.register_forward_hook(lambda _, __, values: values.clone())
         return model
+
+    def _not_stored(self) -> list[str]:
+        return [name for name, _ in self._model.named_parameters() if name.startswith("score.")]
 
     def _outputs_at(
         self, inputs: dict[str, Any], positions: torch.Tensor, targets: torch.Tensor, temperature: float

@@ -38,6 +38,7 @@ class Sequences(msgspec.Struct, frozen=True):
     token_ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
     positive: NDArray[np.bool_]
+    episode: NDArray[np.int64]
     reference_logprobs: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
@@ -99,6 +100,7 @@ def pack(batch: TrainBatch) -> Sequences:
         token_ids=batch.token_ids,
         loss_mask=batch.loss_mask,
         positive=batch.positive,
+        episode=batch.episode,
         reference_logprobs=batch.reference_logprobs,
         values=batch.values,
         returns=batch.returns,
@@ -111,6 +113,7 @@ def unpack(packed: Sequences) -> TrainBatch:
         packed.loss_mask,
         packed.lengths.astype(np.int64),
         positive=packed.positive,
+        episode=packed.episode,
         reference_logprobs=packed.reference_logprobs,
         values=packed.values,
         returns=packed.returns,

@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,10 @@ from ..backend import Backend, PolicyLoss, Scorer, ShardedModel
 from ..checkpoint import CheckpointState, Saver
 from ..distributed import all_ranks_agree, choose_device, new_gloo_group
 from ..logprobs import token_logprobs
-from ..model import load_model, read_config
+from ..model import make_model, read_config
 from ..packing import MicroBatch, microbatches_of_first
-from . import attention, checkpoint, liger, lora
+from ..weight_reader import WeightReader
+from . import attention, checkpoint, gathering, liger, lora
 from .parallelism import DataParallelGroups, check_heads
 
 
@@ -56,8 +57,10 @@ class Fsdp2Model(ShardedModel):
             family = read_config(model.path)
             liger.check(self.device, family)
             liger.apply(family.model_type)
-        dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
-        self._model = self._load_model(model.path)
+        self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+        self._model = self._make_model(model.path)
+        weights = WeightReader(model.path, self._model, self._not_stored())
+        places = _places(self._model)
         check_heads(self._model.config, config.context_parallel)
         self._adapted = config.lora_rank > 0
         if self._adapted:
@@ -74,7 +77,12 @@ class Fsdp2Model(ShardedModel):
         self._data, self._context = self._groups.data, self._groups.context
         self.leads_rows = self._context is None or self._context.rank == 0
         self.shares_prefixes = self._context is None  # a rank's part of a row may end within a prompt
-        self._shard(dtype, "offload" in config.options)
+        self._shard(self._dtype, "offload" in config.options)
+        try:
+            self._read(weights, places)
+        except ConfigError:
+            self.close()
+            raise
 
     def logprobs(self, rows: Sequence[MicroBatch], temperature: float | None = None) -> list[torch.Tensor]:
         with all_ranks_agree("computing log-probs"), torch.no_grad():
@@ -94,27 +102,43 @@ class Fsdp2Model(ShardedModel):
         return revert_weight_conversion(self._model, lora.merged(tensors))
 
     def _gathered(
-        self, form: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+        self, form: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], *, only: str = ""
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective. One unit after the other, gathered and converted by `form`."""
-        modules: list[tuple[str, torch.nn.Module]] = list(self._model.named_modules())
-        for prefix, module in modules:
-            if not isinstance(module, FSDPModule):
-                continue
-            with all_ranks_agree("gathering weights"):
-                module.unshard()
-            try:
-                # Units below this one are still sharded; the loop visits them later.
-                unit = {
-                    f"{prefix}.{name}" if prefix else name: parameter.detach()
-                    for name, parameter in module.named_parameters()
-                    if not isinstance(parameter, DTensor)
-                }
-                for name, tensor in form(unit).items():
-                    # A copy, because the gathered storage is freed on `reshard`.
-                    yield name, tensor.clone(memory_format=torch.contiguous_format)
-            finally:
-                module.reshard()
+        """Collective. On rank 0 the parameters whose names contain `only`, one layer after the other, converted by `form`."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the root stays whole after a forward pass
+        for unit in self._units():
+            whole: dict[str, torch.Tensor] = {}
+            for name, parameter in unit.items():
+                if only in name:
+                    with all_ranks_agree("gathering weights"):
+                        whole[name] = gathering.to_first(parameter, self._dtype)
+            if self.rank == 0:
+                yield from _one_by_one(form(whole))
+        if self.rank == 0 and not only:
+            for name, buffer in form(self._stored_buffers()).items():
+                yield name, buffer.clone()
+
+    def _units(self) -> list[dict[str, torch.nn.Parameter]]:
+        """What is gathered at the same time: a layer, whose parameters may be converted together, or one parameter of no layer."""
+        layers = {id(module) for module in self._model.modules() if isinstance(module, FSDPModule)}
+        units = [
+            {f"{prefix}.{name}": parameter for name, parameter in layer.named_parameters()}
+            for prefix, layer in self._model.named_modules()
+            if prefix and id(layer) in layers
+        ]
+        within = {name for unit in units for name in unit}
+        return [*({n: p} for n, p in self._model.named_parameters() if n not in within), *units]
+
+    def _stored_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that a checkpoint has; every rank holds them whole."""
+        return {
+            f"{prefix}.{name}" if prefix else name: buffer
+            for prefix, module in self._model.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        }
 
     def _shard(self, dtype: torch.dtype, offload: bool) -> None:
         mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("ranks",))
@@ -152,8 +176,32 @@ class Fsdp2Model(ShardedModel):
         logprobs, entropies = both if self._context is None else self._context.complete(both)
         return logprobs, entropies
 
-    def _load_model(self, path: str) -> PreTrainedModel:
-        return load_model(path, attention.PACKED)
+    def _make_model(self, path: str) -> PreTrainedModel:
+        return make_model(path, attention.PACKED)
+
+    def _not_stored(self) -> Collection[str]:
+        """Parameters that the model's files need not have."""
+        return ()
+
+    @torch.no_grad()
+    def _read(self, weights: WeightReader, places: Mapping[str, tuple[torch.nn.Module, str]]) -> None:
+        """Write this rank's part of every parameter, and the buffers."""
+
+        def held(name: str) -> torch.Tensor:
+            module, attribute = places[name]
+            return getattr(module, attribute)
+
+        def rows(name: str) -> slice:
+            tensor = held(name)
+            if not isinstance(tensor, DTensor):
+                return slice(None)
+            each = -(-len(tensor) // self.world_size)  # as torch.chunk cuts it
+            return slice(self.rank * each, self.rank * each + len(tensor.to_local()))
+
+        for name, tensor in weights.read(rows):
+            here = held(name)
+            (here.to_local() if isinstance(here, DTensor) else here).copy_(tensor)
+        weights.close()
 
     def _outputs_at(
         self, inputs: dict[str, Any], positions: torch.Tensor, targets: torch.Tensor, temperature: float
@@ -218,7 +266,9 @@ class Fsdp2Backend(Backend, Fsdp2Model):
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._gathered(lora.only_adapters if self._adapted else self._as_stored)
+        if self._adapted:
+            return self._gathered(lora.only_adapters, only=lora.ADAPTERS)
+        return self._gathered(self._as_stored)
 
     def without_adapters(self) -> WithoutAdapters | None:
         """The frozen model under the adapters, which lives as long as this backend; None where all weights are trained."""
@@ -240,6 +290,22 @@ class Fsdp2Backend(Backend, Fsdp2Model):
         self._saver.close()
         del self._optimizer, self._parameters
         super().close()
+
+
+def _one_by_one(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each is freed once the caller asks for the next. Those that share memory, as the experts of a layer do, are copied."""
+    for name in list(tensors):
+        tensor = tensors.pop(name)
+        yield name, tensor.clone() if tensor.untyped_storage().nbytes() >= 2 * tensor.nbytes else tensor
+
+
+def _places(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
+    """Of each parameter and buffer by name the module that has it, and as what: adapters and sharding put others in its place."""
+    return {
+        f"{prefix}.{name}" if prefix else name: (module, name)
+        for prefix, module in model.named_modules()
+        for name in (*module._parameters, *module._buffers)
+    }
 
 
 def _recompute(model: PreTrainedModel) -> None:

@@ -73,8 +73,22 @@ def load(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimiz
 
 def _content(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> STATE_DICT_TYPE:
     """What a checkpoint holds: `model`, trained weights by name, and `optimizer`, AdamW's state and groups by those names."""
+    if not optimizer.state:
+        _begin_states(optimizer)  # torch would take a step with gradients of 0, which counts
     weights, moments = get_state_dict(model, optimizer, options=TRAINED_ONLY)
     return {"model": weights, "optimizer": moments}
+
+
+def _begin_states(optimizer: torch.optim.Optimizer) -> None:
+    """AdamW's state before its first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            device = parameter.device if group["fused"] else None
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
 
 
 def _difference(saved: Shapes, ours: Shapes) -> str | None:

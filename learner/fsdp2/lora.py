@@ -16,6 +16,7 @@ from ...weightsync import weight_check as adapters
 ALPHA = 32  # with alpha / rank as scale the best learning rate hardly depends on the rank
 
 SEED = 0
+ADAPTERS = ".lora_"  # in the names of adapters, and in no other
 BASE, DOWN, UP = ".base_layer.weight", ".lora_A.default.weight", ".lora_B.default.weight"
 """What peft calls the weights of an adapted layer, and its factors A [rank, in] and B [out, rank]."""
 

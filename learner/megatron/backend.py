@@ -29,7 +29,6 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
-from transformers.core_model_loading import revert_weight_conversion
 
 from ...configs.backends import Megatron
 from ...configs.schema import Model, Optimizer
@@ -38,8 +37,9 @@ from ..backend import Backend, PolicyLoss, ShardedModel
 from ..checkpoint import CheckpointState, Saver
 from ..distributed import all_ranks_agree, choose_device, join, new_gloo_group
 from ..logprobs import token_logprobs
-from ..model import load_model
+from ..model import make_model
 from ..packing import MicroBatch, microbatches_of_first
+from ..weight_reader import WeightFiles
 from . import checkpoint
 from .family import MegatronPolicy, build, full_weights, shards_of
 from .fit import check_family, check_layout
@@ -60,9 +60,10 @@ class MegatronModel(ShardedModel):
         self._temperature = temperature
         self._layout = layout_here(layout)
         self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
-        source = load_model(model.path, "eager")  # which only lends its weights
+        source = make_model(model.path, "eager")  # for its config and its rotary frequencies
         check_family(source.config)
         check_layout(self._layout, source.config)
+        weights = WeightFiles(model.path)
         self._joined = join(self.device, timeout_s)
         form_groups(self._layout, timeout_s)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -75,10 +76,10 @@ class MegatronModel(ShardedModel):
         self._parts = build(source, self._layout, self._dtype, self.device)
         self._passed = self._prepared()
         with torch.no_grad():
-            for parameter, shard in shards_of(self._parts, revert_weight_conversion(source, dict(source.state_dict()))):
+            for parameter, shard in shards_of(self._parts, weights):
                 self._write(parameter, shard)
+        weights.close()
         self._source = source
-        torch.nn.Module.to(source, "meta")  # its config is wanted for exports, its weights are not
 
     def logprobs(self, rows: Sequence[MicroBatch], temperature: float | None = None) -> list[torch.Tensor]:
         with all_ranks_agree("computing log-probs"), torch.no_grad():

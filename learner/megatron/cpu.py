@@ -31,10 +31,23 @@ SUBSTITUTIONS = tuple(
         (r"torch\.cuda\.manual_seed\(", "torch.manual_seed("),
         (r", pin_memory=True", ""),
         (r"torch\.cuda\.Stream\(\)", "None"),
+        # Gradients and moments: memory that the kernel gives when the first step writes to it.
+        (r"self\.(grad_data|param_data) = torch\.zeros\(", r"self.\1 = _zeros("),
+        (r"= torch\.zeros_like\(p\.data\)", "= _zeros(p.data.shape, p.data.dtype)"),
     )
 )
 
+ZEROS = """
+def _zeros(shape, dtype, device=None, requires_grad=False):
+    import math, numpy
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    return torch.from_numpy(numpy.zeros(math.prod(shape) * dtype.itemsize, numpy.uint8)).view(dtype).view(shape)
+"""
+"""numpy takes zeros from the kernel; torch writes them."""
+
 ADDITIONS = {
+    f"{PACKAGE}.distributed.param_and_grad_buffer": ZEROS,
+    f"{PACKAGE}.optimizer": ZEROS,
     # One generator serves every device here.
     f"{PACKAGE}.tensor_parallel.random": """
 def _get_cuda_rng_state(device="cpu", clone=False, graph_safe=False):

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
@@ -21,7 +22,7 @@ from .layout import groups as among
 from .mapping import global_name, hugging, is_expert, megatron, rule_of
 from .spec import block_spec
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def transformer_config(config: PretrainedConfig, layout: Megatron, dtype: torch.dtype) -> TransformerConfig:
@@ -54,6 +55,7 @@ def transformer_config(config: PretrainedConfig, layout: Megatron, dtype: torch.
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=False,  # all weights are read; see `_mark_split`
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         pipeline_dtype=dtype,
@@ -122,8 +124,18 @@ def build(source: PreTrainedModel, layout: Megatron, dtype: torch.dtype, device:
             vp_stage=virtual,
         )
         part.rotary_pos_emb.inv_freq = source.model.rotary_emb.inv_freq.clone()
+        _mark_split(part)
         parts.append(part.to(device))
     return parts
+
+
+def _mark_split(part: MegatronPolicy) -> None:
+    """Mark the parameters that are no copies of another tensor rank's, which initialization would: the norm of the gradient counts
+    the others on the first rank only."""
+    for name, parameter in names_of(part, 0).items():
+        split = rule_of(name).split
+        if split is not None and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=split, stride=1)
 
 
 def names_of(part: MegatronPolicy, expert_rank: int) -> dict[str, torch.nn.Parameter]:
@@ -142,56 +154,78 @@ def shards_of(
     parts: Sequence[MegatronPolicy], weights: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """Each parameter of this rank, and its shard of the full tensors that go by Hugging Face names."""
-    groups = parts[0].config.num_query_groups or 1
+    groups, tied = parts[0].config.num_query_groups or 1, parts[0].share_embeddings_and_output_weights
     tensor, experts = among().tensor, among().experts
     for part in parts:
         for name, parameter in names_of(part, experts.rank()).items():
             rule = rule_of(name)
             # With tied weights the last of several stages holds the embedding once more.
-            sources = [weights[source if source in weights else EMBEDDING] for source in rule.sources]
+            sources = [weights[EMBEDDING if tied and source == HEAD else source] for source in rule.sources]
             size, rank = (1, 0) if is_expert(name) else (tensor.size(), tensor.rank())
             yield parameter, megatron(rule, sources, groups, size, rank)
 
 
 def full_weights(parts: Sequence[MegatronPolicy]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Collective. Hugging Face name and full tensor, on every rank, stage by stage; a tied tensor once."""
+    """Collective. On rank 0 Hugging Face name and full tensor, stage by stage, a tied tensor once; nothing on the other ranks. Of
+    the copies of the model only that of rank 0 takes part."""
     stages = among().stages
     local = {name: parameter.detach() for part in parts for name, parameter in names_of(part, 0).items()}
     device, dtype = next((one.device, one.dtype) for one in local.values())
     plan: list[Any] = [None] * stages.size()
     dist.all_gather_object(plan, [(name, one.shape) for name, one in local.items()], group=stages)
+    # The ranks that have this rank's part of each stage; shards meet in the first.
+    column = dist.get_process_group_ranks(stages)
     for stage, names in enumerate(plan):
         for name, shape in names:
             if name == "output_layer.weight" and parts[0].share_embeddings_and_output_weights:
                 continue
-            shard = local[name] if stages.rank() == stage else torch.empty(shape, dtype=dtype, device=device)
-            if stages.size() > 1:
-                shard = shard.clone()
-                dist.broadcast(shard, group_src=stage, group=stages)
-            yield from _assembled(name, shard, parts[0].config)
+            if column[0] not in _shards_with_first(name):
+                continue
+            if stages.rank() == stage:
+                shard = local[name]
+                if stage:
+                    dist.send(shard.contiguous(), column[0])
+            elif stages.rank() == 0:
+                shard = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(shard, column[stage])
+            else:
+                continue
+            if stages.rank() == 0:
+                yield from _assembled(name, shard, parts[0].config)
+
+
+def _shards_with_first(name: str) -> Sequence[int]:
+    """The ranks of the first stage that have shards of parameter `name` for rank 0: counted by tensor rank first, and experts by
+    stage."""
+    layout = among()
+    if is_expert(name):
+        return range(layout.experts.size())
+    return range(1 if rule_of(name).split is None else layout.tensor.size())
 
 
 def _assembled(name: str, shard: torch.Tensor, config: TransformerConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Collective over tensor ranks, or over expert ranks: the tensors that the shards of parameter `name` make up."""
+    """Collective over the ranks whose shards make it up. On rank 0 the tensors that the shards of parameter `name` make."""
     groups, width = config.num_query_groups or 1, config.kv_channels or 1
+    group = among().experts if is_expert(name) else among().tensor
+    whole, shards = shard, [shard]
+    if group.size() > 1 and len(_shards_with_first(name)) > 1:
+        first = dist.get_rank() == 0
+        whole = shard.new_empty(group.size() * len(shard), *shard.shape[1:]) if first else shard
+        shards = list(whole.split(len(shard)))
+        dist.gather(shard.contiguous(), shards if first else None, group_dst=0, group=group)
+    if dist.get_rank() > 0:
+        return
+    made = [(name, shards)]
     if is_expert(name):
-        shards = _gathered(shard, among().experts)
         made = [(global_name(name, 0, experts_held(config) * rank), [one]) for rank, one in enumerate(shards)]
-    elif rule_of(name).split is None:
-        made = [(name, [shard])]
-    else:
-        made = [(name, _gathered(shard, among().tensor))]
-    for one, shards in made:
+    for one, parts in made:
         rule = rule_of(one)
-        for source, tensor in zip(rule.sources, hugging(rule, shards, groups, width), strict=True):
-            # A copy, because others would be views of the parameter or of each other.
-            yield source, tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _gathered(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    gathered = [torch.empty_like(shard) for _ in range(group.size())]
-    dist.all_gather(gathered, shard.contiguous(), group=group)
-    return gathered
+        if rule.split is None:
+            yield rule.sources[0], shard.clone()  # the parameter itself
+        elif (rule.split, rule.fusion) == (0, "none") and len(parts) > 1:
+            yield rule.sources[0], whole
+        else:
+            yield from zip(rule.sources, hugging(rule, parts, groups, width), strict=True)
 
 
 def _finalize(model: list[torch.nn.Module], tokens: torch.Tensor | None, **options: Any) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from ...errors import ConfigError, StateError
 from ...monitor.alerts import ALERTS, Alert, AlertBook, read_alerts, unseen_in_rows
 from ..closed_form import estimate
-from ..fit import LEAST_STEPS, fit_profile
+from ..fit import LEAST_STEPS, fit_profile, resume_command
 from ..plan import SimulationPlan
 from ..profile import RunProfile
 from ..records import RunRecords
@@ -48,12 +48,9 @@ def explain(folder: Path, hardware: Hardware, *, active: bool) -> Explanation:
         )
     needed = run.settling + LEAST_STEPS
     if (steps := len(run.in_force)) < needed:
-        return Explanation(
-            run=str(folder),
-            active=active,
-            alerts=alerts,
-            note=f"{steps} steps so far: what to change is said from {needed} on",
-        )
+        note = f"{steps} steps so far: what to change is said from {needed} on"
+        note += "" if active else f"; {resume_command(run, needed)} continues the run"
+        return Explanation(run=str(folder), active=active, alerts=alerts, note=note)
     try:
         profile = fit_profile(run)
     except (ConfigError, StateError) as error:  # an environment was not played yet, or no batch is ever full

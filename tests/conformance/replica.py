@@ -58,13 +58,13 @@ def make_publisher(
         engines,
         transport=transport,
         folder=folder,
+        spool=folder,
         host="127.0.0.1",
         backend=backend,
         device=torch.device("cpu" if backend == "gloo" else "cuda"),
         bucket_bytes=bucket_bytes,
         push_s=push_s,
         canary_tolerance=reference.TOLERANCE,
-        dtype="float32",
         partial=partial,
     )
 

@@ -1,4 +1,4 @@
-// Metrics over steps or wall time, of one run or several. A chart of nothing is left out.
+// Metrics over steps or wall time, of one run or several. A chart of nothing is left out, and one of `changing` numbers where they stay.
 import {html, useState, useEffect, useMemo, useLive, get, api, go, link, runColor, css, useRun, useTheme, Problem, recorded} from '/static/lib.js';
 import {sampledVersion} from '/static/recorded.js';
 import {Chart, smooth} from '/static/chart.js';
@@ -23,7 +23,7 @@ const CHARTS = [
   {title: 'truncated share', unit: '%', lines: [['truncated', 'truncated']]},
   {title: 'pause of a push, ms', lines: [['pause_ms', 'pause'], ['transfer_ms', 'transfer']]},
   {title: 'episode slots', lines: [['slots', 'slots']]},
-  {title: 'replicas', lines: [['replicas', 'pushed'], ['replicas_failed', 'failed']]},
+  {title: 'replicas', lines: [['replicas', 'pushed'], ['replicas_failed', 'failed']], changing: true},
 ];
 const METRICS = [...new Set(CHARTS.flatMap(chart => chart.lines.map(([name]) => name)))];
 const COLORS = ['blue', 'orange', 'green'];
@@ -81,6 +81,7 @@ export function openStep(run, {steps, versions}, step) {
 // The data and lines of a chart; null where no run has any.
 function plan(chart, shown, found, x, chosen) {
   const tables = [], lines = [], several = shown.length > 1;
+  if (chart.changing && shown.every(run => chart.lines.every(([name]) => new Set(found[run].columns[name]).size < 2))) return null;
   const marks = shown.flatMap(run => found[run].marks.map(mark => ({x: mark[x], text: mark.text, color: several ? runColor(chosen.indexOf(run)) : css('muted')})));
   for (const run of shown) {
     const data = found[run], table = [data[x]];

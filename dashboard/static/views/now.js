@@ -63,9 +63,9 @@ function Evaluations({all}) {
 }
 
 const Newest = ({run, one}) => html`<div class="card">newest trajectory: <a href=${link(run, 'trajectory', one.id)}>${one.id}</a>
-  <span class="muted"> ${one.env}, ${one.task}: reward ${count(one.reward)}, ${one.outcome}, ${one.turns} turns, ${one.sampled} tokens, ${duration(one.seconds)}</span></div>`;
+  <span class="muted"> ${one.env}, ${one.task}: reward ${count(one.reward)}, ${one.outcome}, ${one.turns} turn${one.turns === 1 ? '' : 's'}, ${one.sampled} tokens, ${duration(one.seconds)}</span></div>`;
 
-const Settings = ({data: {settings, folder, yaml}}) => html`<p class="muted small">${folder}${settings && ` · ${settings.model} · ${settings.replicas} × ${settings.engine} · ${settings.groups_per_batch} groups of ${settings.group_size} · max_staleness ${settings.max_staleness}`}</p>
+const Settings = ({data: {settings, folder, yaml}}) => html`<p class="muted small">${folder}${settings && ` · ${settings.model} · ${settings.replicas} × ${settings.engine} · ${settings.groups_per_batch} ${settings.groups_per_batch === 1 ? 'group' : 'groups'} of ${settings.group_size} · max_staleness ${settings.max_staleness}`}</p>
   <details class="card"><summary>config.yaml</summary><pre class="log">${yaml}</pre></details>`;
 
 export function Runs({runs}) {

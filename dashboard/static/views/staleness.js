@@ -34,5 +34,21 @@ export function Staleness({run}) {
       ${METRICS.filter(([name]) => Object.values(data.metrics[name]).some(value => value)).map(([name, title]) => html`<${Bars} key=${name} title=${title} label="staleness"
         rows=${Object.entries(data.metrics[name]).map(([age, value]) => ({name: age, parts: [{value, color: stalenessColor(+age)}], text: count(value)}))} />`)}
       ${charts.map(chart => html`<${Chart} key=${chart.title} ...${chart} sync="steps" pick=${pick} />`)}
-    </div><p class="muted small">A histogram of the ratios themselves, and the mismatch of each replica: not recorded.</p>`;
+      <${Ratios} run=${run} />
+    </div>`;
+}
+
+// Of single tokens, as far as the learner has recorded them.
+function Ratios({run}) {
+  const {data, error} = useRun(run.name, 'ratios');
+  if (error) return html`<${Problem} error=${error} />`;
+  if (!data || !data.steps) return data && html`<p class="muted small">Ratios of single tokens: none are recorded.</p>`;
+  const ages = Object.keys(data.counts).map(Number).sort((a, b) => a - b), {edges} = data;
+  const sums = [...edges, 0].map((_, bin) => ages.reduce((sum, age) => sum + data.counts[age][bin], 0)), total = sums.reduce((sum, one) => sum + one, 0);
+  const name = bin => bin === 0 ? `below ${edges[0]}` : bin === edges.length ? `above ${edges[bin - 1]}` : `${edges[bin - 1]} to ${edges[bin]}`;
+  const bins = sums.map((_, bin) => bin).filter(bin => sums[bin]);
+  return html`<${Bars} title="log-ratio of trained tokens, nats" label="log-ratio" note=${`Of the current policy to the one that sampled the token, before the step; tokens of some groups of the newest ${data.steps} steps, by staleness as above. ${ages.map(age => `At staleness ${age} 99.9 % are within ${data.far[age].toPrecision(2)}`).join('. ')}.`}
+      rows=${bins.map(bin => ({name: name(bin), parts: ages.map(age => ({value: data.counts[age][bin], color: stalenessColor(age), title: `staleness ${age}: ${data.counts[age][bin]} tokens`})), text: share(sums[bin] / total)}))} />
+    ${Object.keys(data.replicas).length > 0 && html`<${Bars} title="largest difference of learner and replica, nats" label="replica" note="At tokens of staleness 0 of the same steps. With several minibatches in a step it includes what the minibatches before have changed."
+      rows=${Object.entries(data.replicas).map(([replica, one]) => ({name: replica, parts: [{value: one.largest, color: css('blue')}], text: `${one.largest.toPrecision(2)}, ${count(one.tokens)} tokens`}))} />`}`;
 }

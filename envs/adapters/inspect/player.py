@@ -1,5 +1,6 @@
 """Plays samples of one Inspect task, each in a process that is forked once the library and the task are loaded: in a process the
-library evaluates one task at a time, and it takes seconds to import.
+library evaluates one task at a time, and it takes seconds to import. Half of that is imported by the first evaluation only, so one
+of a task of ours shows what it is before the first sample is played.
 
     python player.py SPEC      SPEC is JSON: task, arguments, score (the name of the one that is the reward), folder (for logs)
     out  {"samples": [TEXT, ...]} or {"error": TEXT}, once
@@ -14,13 +15,16 @@ It needs Python's standard library and inspect-ai. It ends, with all that it has
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
 import json
 import math
 import os
 import select
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from typing import Any
@@ -41,19 +45,24 @@ def load(task: str, arguments: dict[str, Any]) -> Any:
     return found[0]
 
 
+def model(url: str, key: str, name: str) -> Any:
+    """The policy."""
+    from inspect_ai.model import get_model
+
+    # Chat Completions: the client's Responses mode begins with a probe, which is no part of the task.
+    return get_model(f"openai/{name}", base_url=url, api_key=key, responses_api=False, memoize=False)
+
+
 def play(task: Any, request: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
     """What came of one sample. The score of an episode with an error counts for nothing."""
     from inspect_ai import eval as evaluate
     from inspect_ai.dataset import MemoryDataset
-    from inspect_ai.model import get_model
 
-    # Chat Completions: the client's Responses mode begins with a probe, which is no part of the task.
-    options = {"base_url": request["url"], "api_key": request["key"], "responses_api": False, "memoize": False}
     task.dataset = MemoryDataset([task.dataset[request["sample"]]])
     with tempfile.TemporaryDirectory(dir=spec["folder"]) as folder:
         (log,) = evaluate(
             task,
-            model=get_model(f"openai/{request['model']}", **options),
+            model=model(request["url"], request["key"], request["model"]),
             epochs=1,
             max_retries=0,
             display="none",
@@ -67,6 +76,38 @@ def play(task: Any, request: dict[str, Any], spec: dict[str, Any]) -> dict[str, 
                 "error": str(error.message if error is not None else f"the evaluation ended as {log.status!r}")[:SHOWN]
             }
         return scored(sample.scores or {}, spec["score"])
+
+
+def import_what_playing_imports(folder: str) -> None:
+    """Play a sample of no consequence in a process of its own, and import here what that process had to import for it."""
+    from inspect_ai import Task
+    from inspect_ai.dataset import Sample
+    from inspect_ai.scorer import match
+    from inspect_ai.solver import generate
+
+    told, tells = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.close(told)
+            before = set(sys.modules)
+            task = Task(dataset=[Sample(input="1 + 1?", target="2")], solver=generate(), scorer=match())
+            with socket.socket() as nobody:  # bound, so that it is no other's, and not listening: the call is refused
+                nobody.bind(("127.0.0.1", 0))
+                url = f"http://127.0.0.1:{nobody.getsockname()[1]}/v1"
+                play(task, {"sample": 0, "url": url, "key": "none", "model": "none"}, {"folder": folder, "score": ""})
+            with os.fdopen(tells, "w") as told_names:
+                told_names.write("\n".join(sorted(set(sys.modules) - before)))
+        finally:
+            os._exit(0)
+    os.close(tells)
+    with os.fdopen(told) as names:
+        found = names.read().splitlines()
+    os.waitpid(pid, 0)
+    for name in (*found, "numpy"):  # which a sample needs for its scores, and this one has none
+        with contextlib.suppress(ImportError):  # names that are no modules of files, as six makes them
+            importlib.import_module(name)
+    model("http://127.0.0.1:9/v1", "none", "none")  # reads what the library knows of models
 
 
 def scored(scores: dict[str, Any], wanted: str) -> dict[str, Any]:
@@ -95,8 +136,12 @@ class Player:
         self.task, self.spec = task, spec
         self.running: dict[int, tuple[int, int]] = {}  # by the number of the request: process, pipe
         self.written: dict[int, bytes] = {}
+        self.imported = False
 
     def start(self, request: dict[str, Any]) -> None:
+        if not self.imported:
+            self.imported = True
+            import_what_playing_imports(self.spec["folder"])
         told, tells = os.pipe()
         pid = os.fork()
         if pid:
@@ -201,6 +246,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    os.environ["INSPECT_EVAL_CTL_SERVER"] = (
+        "false"  # an HTTP server of every evaluation, which an end by a signal leaves behind
+    )
     sys.path.pop(0)  # this file's folder, whose modules would be taken for others
     out = os.dup(1)
     os.dup2(2, 1)  # what the library and the task print belongs into the log

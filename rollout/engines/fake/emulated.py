@@ -23,7 +23,7 @@ from ..base import EngineLoad
 from ..server.contract import DecodingSequence, SampledToken, Sequence
 from ..server.launch import Options
 from .batch import BatchRunner
-from .faults import FaultInjector, hit_in_thread
+from .faults import FaultInjector, hit_in_thread, reported_logprob
 from .law import BLOCK, EngineLaw
 
 LOGPROB = -1.0  # nats, of every token
@@ -100,11 +100,11 @@ class EmulatedModelRunner(BatchRunner[DecodingSequence]):
         return running
 
     def _advance(self, running: DecodingSequence) -> SampledToken:
-        lies = hit_in_thread(self._faults, "token")
+        lie = hit_in_thread(self._faults, "token")
         sampling, stops = running.sequence.sampling, running.sequence.sampling.stop_token_ids
         last = len(running.tokens) + 1 - len(running.sequence.token_ids) == sampling.max_tokens
         token = stops[0] if last and stops else next(id for id in range(len(stops) + 1) if id not in stops)
-        return SampledToken(running.sequence.id, token, float("nan") if lies else LOGPROB, running.add(token))
+        return SampledToken(running.sequence.id, token, reported_logprob(LOGPROB, lie), running.add(token))
 
     def _end(self, running: DecodingSequence) -> None:
         self._cache(running)

@@ -19,7 +19,7 @@ from ..server.sampling import draw
 from ..server.weights import ModelWeights, eos_token_ids, load_model
 from .batch import BatchRunner
 from .emulated import EmulatedModelRunner, draining
-from .faults import FaultInjector, hit_in_thread, middleware, read_script
+from .faults import FaultInjector, hit_in_thread, middleware, read_script, reported_logprob
 from .law import read_law
 
 
@@ -49,13 +49,13 @@ class FakeModelRunner(BatchRunner[_Running]):
 
     @torch.inference_mode()
     def _advance(self, running: _Running) -> SampledToken:
-        lies = hit_in_thread(self._faults, "token")
+        lie = hit_in_thread(self._faults, "token")
         missing = running.tokens[running.cache.get_seq_length() :]
         ids = torch.tensor([missing], device=self.model.device)
         output = self.model(ids, past_key_values=running.cache, use_cache=True, logits_to_keep=1)
         logits = output.logits[:, -1].float()
         (token,), (logprob,) = draw(logits, [running.sequence.sampling], [running.rng.random()])
-        return SampledToken(running.sequence.id, token, float("nan") if lies else logprob, running.add(token))
+        return SampledToken(running.sequence.id, token, reported_logprob(logprob, lie), running.add(token))
 
     def _empty(self) -> DynamicCache:
         return DynamicCache(config=self.model.config)

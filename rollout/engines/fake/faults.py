@@ -2,14 +2,15 @@
 
 Invariants:
 - `FaultInjector` only counts; its caller applies the fault.
-- A fault happens once in the life of a process. Every point has its own counter, from 1; a failing occurrence counts, too.
+- A fault happens once in the life of a process, or `times` in a row. Every point has its own counter, from 1; a failing occurrence
+  counts, too.
 - A lie is well-formed and false: a command that is confirmed and not executed, or an impossible answer.
 
 | at       | counts                          | lie                                              |
 |----------|---------------------------------|--------------------------------------------------|
 | start    | the start of the process        | -                                                |
 | generate | requests for a completion       | a token without a log-prob                       |
-| token    | tokens sampled, of all requests | a log-prob that is not a number                  |
+| token    | tokens sampled, of all requests | a log-prob that is not a number, or off by `nats` |
 | score    | requests for the canary         | every log-prob is -1                             |
 | pause, resume, join, receive, swap | the request | confirmed, not executed                    |
 | health   | health requests                 | -                                                |
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import time
@@ -52,12 +54,13 @@ VARIABLE = "SLIPSTREAM_FAULTS"
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Something that goes wrong, once per process: end it, stop answering, answer 500, wait `seconds` first, or answer something
-    impossible."""
+    """Something that goes wrong: end the process, stop answering, answer 500, wait `seconds` first, or answer something false."""
 
     at: Literal["start", "generate", "token", "score", "pause", "resume", "join", "receive", "swap", "health"]
     do: Literal["die", "freeze", "refuse", "delay", "lie"]
     nth: Positive = 1
+    times: Positive = 1  # in a row, from the nth on
+    nats: float | None = None  # by which a false log-prob of a token is too high; None where it is not a number
     seconds: AboveZero = 1.0
     replica: Annotated[int, msgspec.Meta(ge=-1)] = -1  # in the order in which replicas were added, from 0; -1 is any
 
@@ -88,8 +91,13 @@ class FaultInjector:
                 dos = get_args(get_type_hints(Fault)["do"])
                 allowed = ", ".join(do for do in dos if (fault.at, do) not in NO_FAULTS)
                 raise ConfigError(f"{VARIABLE}: do={fault.do} means nothing at={fault.at}; allowed there are {allowed}")
+            if fault.nats is not None and (fault.at, fault.do) != ("token", "lie"):
+                raise ConfigError(
+                    f"{VARIABLE}: nats means nothing at={fault.at} do={fault.do}; allowed at=token do=lie"
+                )
             if fault.replica in (-1, replica):
-                self._due[fault.at].setdefault(fault.nth, fault)
+                for nth in range(fault.nth, fault.nth + fault.times):
+                    self._due[fault.at].setdefault(nth, fault)
 
     def passing(self, point: str) -> Fault | None:
         """Count an occurrence of `point`, and return its fault."""
@@ -106,14 +114,21 @@ def hit(faults: FaultInjector, point: str) -> Fault | None:
     return fault
 
 
-def hit_in_thread(faults: FaultInjector, point: str) -> bool:
-    """As `hit`, for `start` and `token`, where a delay may block. Whether to lie. Raises EngineError for a refusal."""
+def hit_in_thread(faults: FaultInjector, point: str) -> Fault | None:
+    """As `hit`, for `start` and `token`, where a delay may block. Returns a lie. Raises EngineError for a refusal."""
     fault = hit(faults, point)
     if fault is not None and fault.do == "delay":
         time.sleep(fault.seconds)
     if fault is not None and fault.do == "refuse":
         raise EngineError(f"scripted fault: refused to {point}")
-    return fault is not None and fault.do == "lie"
+    return fault if fault is not None and fault.do == "lie" else None
+
+
+def reported_logprob(logprob: float, lie: Fault | None) -> float:
+    """What the server says of a sampled token whose log-prob in nats is `logprob`."""
+    if lie is None:
+        return logprob
+    return math.nan if lie.nats is None else logprob + lie.nats
 
 
 def middleware(faults: FaultInjector) -> Middleware:

@@ -10,21 +10,15 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
-from copy import deepcopy
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from ....errors import ConfigError
+from ....weightsync.checkpoint_layout import CheckpointLayout, Part
 from ....weightsync.plan import TransferPlan
 from ....weightsync.weight_check import Shapes, check_weights
 
@@ -33,23 +27,14 @@ class ModelWeights:
     """The parameters of one model that was loaded by `from_pretrained`. Raises ConfigError for an unsupported layout."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
         self._held: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+        self._layout = CheckpointLayout(model)
         self.shapes = checkpoint_shapes(model)  # of every tensor that a push may hold
         self.optional = frozenset(getattr(model, "all_tied_weights_keys", None) or {})  # tied: a push may lack these
-        conversions = getattr(model, "_weight_conversions", None) or []
-        renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-        converters = [c for c in conversions if isinstance(c, WeightConverter)]
-        self._converters = {pattern: c for c in converters for pattern in c.source_patterns}
-        self._routes: dict[str, tuple[str, str | None]] = {}
-        for name in self.shapes:
-            if name in self._held and self._held[name].shape == self.shapes[name]:
-                self._routes[name] = (name, None)
-                continue
-            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, self._held)
+        self._routes = {name: self._layout.route(name, shape) for name, shape in self.shapes.items()}
+        for name, (target, _) in self._routes.items():
             if target not in self._held:
                 raise ConfigError(f"model.path: no pushed {name!r} could reach the model; {target!r} is not in it")
-            self._routes[name] = (target, pattern)
 
     def check(self, plan: TransferPlan) -> None:
         """Raises WeightSyncError: a name is unknown, missing or has another shape."""
@@ -58,7 +43,7 @@ class ModelWeights:
     @torch.no_grad()
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Overwrite the parameters with `tensors`, which passed `check`."""
-        fused: dict[str, list[tuple[str, str, torch.Tensor]]] = defaultdict(list)
+        fused: dict[str, list[Part]] = defaultdict(list)
         for name, tensor in tensors:
             target, pattern = self._routes[name]
             if pattern is None:
@@ -66,15 +51,8 @@ class ModelWeights:
             else:
                 fused[target].append((name, pattern, tensor))
         for target, parts in fused.items():
-            self._load_fused(target, sorted(parts, key=lambda part: dot_natural_key(part[0])))
-
-    def _load_fused(self, target: str, parts: list[tuple[str, str, torch.Tensor]]) -> None:
-        """One parameter that transformers makes of several tensors of the checkpoint, in their natural order."""
-        converter = deepcopy(self._converters[parts[0][1]])
-        for name, pattern, tensor in parts:
-            converter.add_tensor(target, name, pattern, tensor)  # type: ignore[arg-type]
-        for held, made in converter.convert(target, model=self._model, config=self._model.config).items():
-            self._held[held].copy_(made[0] if isinstance(made, list) else made)
+            for held, made in self._layout.convert(target, parts).items():
+                self._held[held].copy_(made)
 
 
 def checkpoint_shapes(model: PreTrainedModel) -> Shapes:

@@ -1,0 +1,75 @@
+"""Alerts of a real run: a server that lies, rewards whose sign is flipped and a learning rate 100 times too high are each seen
+within ten steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from slipstream.monitor.alerts import ALERTS, Alert, read_alerts
+from slipstream.rollout.engines.fake.faults import VARIABLE, Fault
+from slipstream.tests.runs import Background, check_accounts, leftovers, metrics, slipstream, tiny_policy
+from slipstream.tests.signed_rewards import SignedRewards
+
+WITHIN = 10  # steps
+LIES = Fault(at="token", do="lie", nats=-0.5, times=500)  # tokens of the first steps
+LR = 3e-4
+SETTINGS = (
+    "agent.kind=single_turn",
+    "agent.max_tokens_per_turn=12",
+    "rollout.engine.kind=fake",
+    "rollout.engine.max_concurrent=16",
+    "buffer.groups_per_batch=2",
+    "buffer.group_size=4",
+    "buffer.max_staleness=0",
+    f"learner.optimizer.lr={LR}",
+    "learner.checkpoint_every=1000",
+    "learner.steps=1000",
+    "evaluation.tasks=0",
+)
+
+
+@pytest.mark.full
+def test_what_is_planted_is_an_alert_within_ten_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, flipped = tmp_path / "run", tmp_path / "flipped"
+    monkeypatch.setenv(VARIABLE, msgspec.json.encode([LIES]).decode())
+    factory = f"{SignedRewards.__module__}:{SignedRewards.__name__}"
+    env = {"kind": "python", "factory": factory, "arguments": {"flipped": str(flipped)}}
+    model = tiny_policy(tmp_path / "policy")
+    words = ("train", "quickstart", f"env={json.dumps(env)}", f"model.path={model}", f"run.dir={run}", *SETTINGS)
+
+    def fired(rule: str) -> Alert | None:
+        return next((one for one in read_alerts(run / ALERTS) if one.rule == rule and one.active), None)
+
+    def critical() -> list[tuple[str, bool]]:
+        return [(one.rule, one.active) for one in read_alerts(run / ALERTS) if one.severity == "critical"]
+
+    with Background(*words) as going:
+
+        def until_fired(rule: str, planted: int) -> None:
+            def seen() -> bool:
+                # The supervisor looks every other second, in which there may be many steps.
+                assert len(metrics(run)) <= planted + 20 * WITHIN, f"{rule} did not fire"
+                return fired(rule) is not None
+
+            going.until(seen, f"the alert {rule}")
+            alert = fired(rule)
+            assert alert is not None
+            assert alert.severity == "critical"
+            assert planted < alert.step <= planted + WITHIN
+
+        until_fired("mismatch", 0)
+        # Idle sides of a synchronous run are warnings.
+        going.until(lambda: len(critical()) > 1, "the end of the lies")
+        assert critical() == [("mismatch", True), ("mismatch", False)]
+        flipped.touch()
+        until_fired("reward_collapse", metrics(run)[-1]["step"])
+        changes = ("buffer.max_staleness=2", f"learner.optimizer.lr={100 * LR}")
+        changed = json.loads(slipstream("set", str(run), *changes, "--json").stdout)
+        until_fired("ratio_explosion", changed[0]["step"] - 1)
+        going.process.terminate()
+        going.output()
+    assert leftovers(run) == []
+    check_accounts(run)
