@@ -157,9 +157,9 @@ class Rollout(Section, frozen=True):
     """What happens to episodes that failed, by reason. `retries`: how often such a member of a group is played again; `then`:
     `drop` it, or `train` with the penalty that its environment declares. Reasons that are not named keep their defaults."""
 
-    def episode_limit(self, worker: int) -> int | None:
-        """Most episodes that worker number `worker` plays at once, its share of `max_episodes`; None without a limit."""
-        share, rest = divmod(self.max_episodes, self.workers)
+    def episode_limit(self, worker: int, workers: int) -> int | None:
+        """Most episodes that worker number `worker` of `workers` plays at once, its share of `max_episodes`; None: no limit."""
+        share, rest = divmod(self.max_episodes, workers)
         return share + (worker < rest) if self.max_episodes else None
 
     @property

@@ -2,8 +2,9 @@
 
 Invariants:
 - The context is JSON in one environment variable, so that a role starts the same way under any launcher, on any host.
-- Addresses are fixed for the life of a run: a restarted process listens where it did before. Only replicas come and go: their
-  addresses are in the fleet snapshots.
+- A restarted process listens where it did before, unless its host is lost. Ranks of the learner and of auxiliary models then
+  restart together and learn the new addresses; those of replicas are in the fleet snapshots. The supervisor, the buffer and the
+  reward server never move.
 - The config of a context is the one in force when the process starts; what `slipstream set` changes afterwards is published.
 """
 
@@ -42,6 +43,12 @@ class RunSettings(msgspec.Struct, frozen=True):
 
     revision: int
     config: Config
+    workers: tuple[str, ...] = ()  # the run's, which may be others than it began with
+
+    def episode_limit(self, worker: str) -> int | None:
+        """Most episodes that `worker` plays at once, its share of `rollout.max_episodes`; None without a limit."""
+        index = self.workers.index(worker) if worker in self.workers else len(self.workers)
+        return self.config.rollout.episode_limit(index, max(1, len(self.workers)))
 
 
 class RunContext(msgspec.Struct, frozen=True):
@@ -53,11 +60,16 @@ class RunContext(msgspec.Struct, frozen=True):
     pushed: bool  # a learner pushes versions; without one engines serve what they loaded, as version 0
     recorded: bool = True  # the processes write spans and series
     revision: int = 1  # of `config`, see `RunSettings`
+    workers: tuple[str, ...] = ()  # see `RunSettings`
     evaluated_dir: str = ""  # of the run that evaluations are of, where that is another one's folder
 
     @property
     def dir(self) -> Path:
         return Path(self.run_dir)
+
+    @property
+    def settings(self) -> RunSettings:
+        return RunSettings(self.revision, self.config, self.workers)
 
     @property
     def timeline_dir(self) -> Path | None:
@@ -78,7 +90,7 @@ def following_settings(
     context: RunContext, update: Callable[[RunSettings], None]
 ) -> contextlib.AbstractAsyncContextManager[StateSubscriber[RunSettings]]:
     """Passes the settings of the run to `update`, now and on every change; a failure of `update` ends the context."""
-    return following(context.addresses.settings, RunSettings(context.revision, context.config), update, "settings")
+    return following(context.addresses.settings, context.settings, update, "settings")
 
 
 def read_run_context() -> RunContext:

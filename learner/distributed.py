@@ -4,6 +4,7 @@ Invariants:
 - A process joins the process group once, however many models it holds. The model that joined first leaves it.
 - Every group has the same deadline; inside `all_ranks_agree` a missed one is a LearnerError.
 - One rank runs the same code as many. Without the launcher's variables it is a group of its own, without a port.
+- Collectives use the interface that leads to rank 0, unless the user names another by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from ..common.network import address_towards, interface_of
 from ..errors import ConfigError, LearnerError
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -57,6 +59,7 @@ def join(device: torch.device, timeout_s: float) -> bool:
             f"environment: {given} without {', '.join(missing)}; set all of {', '.join(RENDEZVOUS)} or none"
         )
     else:
+        _choose_interface()
         try:
             dist.init_process_group(kinds, timeout=timeout)
         except dist.DistError as error:
@@ -65,6 +68,20 @@ def join(device: torch.device, timeout_s: float) -> bool:
                 f"rank {os.environ['RANK']} could not meet the others at {where}: {error}", final=False
             ) from error
     return True
+
+
+def _choose_interface() -> None:
+    """By default gloo listens on the address that the host's name resolves to, often a loopback one; NCCL guesses."""
+    first, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        interface = interface_of(address_towards(first, int(port)))
+    except OSError as error:
+        raise LearnerError(f"there is no route to rank 0 at {first}:{port}: {error}", final=False) from error
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault(
+            "NCCL_SOCKET_IFNAME", f"={interface}"
+        )  # exactly this one, not all whose names begin like it
 
 
 def new_gloo_group(timeout_s: float) -> dist.ProcessGroup:

@@ -49,7 +49,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
         config = profile.config(overrides)
         buffer, engine, ranks = config.buffer, config.rollout.engine, config.learner.backend.ranks
         shares = tuple(workload.share for workload in profile.environments)
-        learner = profile.learner
+        learner, workers = profile.learner, config.rollout.workers
         return cls(
             admission=Admission(buffer.max_staleness, buffer.groups_per_batch, shares),
             replay=ReplayConfig(
@@ -70,7 +70,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
             arrival_s=profile.engine.arrival_s,
             replicas=engine.replicas,
             max_concurrent=engine.max_concurrent,
-            limits=tuple(map(config.rollout.episode_limit, range(config.rollout.workers))),
+            limits=tuple(config.rollout.episode_limit(i, workers) for i in range(workers)),
             recompute=config.rollout.partial != "keep_kv",
             cohort=config.weightsync.cohort or max(1, engine.replicas // QUARTER),
             once_s=profile.push.once_s,

@@ -107,6 +107,7 @@ NEVER_STARTS = {
     "role": ("buffer", "worker", "learner", "reference", "critic", "evaluator", "sft"),
     "ledger": (),
     "replicas": (),
+    "workers": (),
 }
 """Commands, or their first arguments, whose processes start no others of this package: these get no fork server of their own."""
 

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from ..common.network import address_towards
 from ..common.tasks import in_thread
 from ..errors import SlipstreamError, WeightSyncError
 from .plan import AckCollector, BroadcastSource, GroupPlan
@@ -267,7 +268,7 @@ def _gloo(store: Store, plan: GroupPlan, rank: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timeout
     # By default gloo listens on the address that the host name resolves to.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(plan.host, plan.port))]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(plan.host, plan.port))]
     return dist.ProcessGroupGloo(store, rank, plan.world_size, options)
 
 
@@ -280,13 +281,6 @@ def _nccl(store: Store, plan: GroupPlan, rank: int, timeout: timedelta) -> Any:
     # By default a late collective ends the whole process; here it must end in an exception of `wait`.
     with _environment("TORCH_NCCL_BLOCKING_WAIT", "1"):
         return group(store, rank, plan.world_size, options)
-
-
-def _address_towards(host: str, port: int) -> str:
-    """This machine's own address on the route to `host`. Connecting a datagram socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return probe.getsockname()[0]
 
 
 @contextlib.contextmanager

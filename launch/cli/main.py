@@ -33,6 +33,7 @@ COMMANDS = {
     "tune": ".tune",
     "waits": ".waits",
     "replicas": ".replicas",
+    "workers": ".workers",
     "set": ".set",
     "chaos": "slipstream.chaos.command",
     "bench": "slipstream.benchmarks.command",

@@ -32,16 +32,29 @@ from .options import CommandTable, add_run
 
 def register(commands: CommandTable) -> None:
     parser = commands.add("replicas", replicas, "change the number of inference servers of an active run")
+    add, remove = add_pool_actions(
+        parser,
+        add="start COUNT more; each serves once it has the weights",
+        remove="drain one: requests in flight continue on other replicas",
+        example="engine-1",
+    )
+    add.add_argument("--wait", action="store_true", help="return when they serve")
+    remove.add_argument("--wait", action="store_true", help="return when it has stopped")
+
+
+def add_pool_actions(
+    parser: argparse.ArgumentParser, *, add: str, remove: str, example: str
+) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """`RUN add|remove|list` with these help texts; the parsers of the first two."""
     add_run(parser)
     actions = parser.add_subparsers(required=True, metavar="add|remove|list", dest="action")
-    sub = actions.add_parser("add", help="start COUNT more; each serves once it has the weights")
-    sub.add_argument("count", metavar="COUNT", nargs="?", type=int, default=1, help="default: 1")
-    sub.add_argument("--wait", action="store_true", help="return when they serve")
-    sub = actions.add_parser("remove", help="drain one: requests in flight continue on other replicas")
-    sub.add_argument("name", metavar="NAME", help="for example engine-1")
-    sub.add_argument("--wait", action="store_true", help="return when it has stopped")
-    sub = actions.add_parser("list", help="show the replicas")
-    sub.add_argument("--json", action="store_true", help="print JSON")
+    adding = actions.add_parser("add", help=add)
+    adding.add_argument("count", metavar="COUNT", nargs="?", type=int, default=1, help="default: 1")
+    removing = actions.add_parser("remove", help=remove)
+    removing.add_argument("name", metavar="NAME", help=f"for example {example}")
+    listing = actions.add_parser("list", help="show them")
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    return adding, removing
 
 
 def replicas(options: argparse.Namespace) -> int:

@@ -25,17 +25,24 @@ import msgspec
 
 from ...common.owned_folders import SERVER_FILES, sweep
 from ...common.process import PARENT
-from ...errors import ConfigError, DeadlineExceeded, with_deadline
+from ...errors import ConfigError, DeadlineExceeded, RoleDied, with_deadline
 from ..resources import GpuAssignment, free_gpus
 
 log = logging.getLogger(__name__)
 
+PLACE_S = 120.0  # longest wait for room for roles: for all at the start of a run, for one that lost its host
 LOWEST_PORT = 10_000  # of those that are chosen: well-known services are below
 KILL_S = 10.0  # how long a process may take to end after SIGKILL, while the kernel or a device driver frees its memory
 
 
+class PlacementLost(RoleDied):
+    """The host of a role is gone, or what starts its processes there; or there is no other place for the role."""
+
+
 class ProcessHandle(Protocol):
     pid: int
+    lost: bool
+    """Whether its host, or what started it there, was lost: `wait` returned for that reason."""
 
     async def wait(self) -> int:
         """Return the exit status, negative for a signal, as soon as the process has ended."""
@@ -76,8 +83,16 @@ class Launcher(Protocol):
         ...
 
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> ProcessHandle:
-        """Start `command` as `role`. Raises RoleDied where the placement is lost, and there is no other."""
+        """Start `command` as `role`. Raises PlacementLost where the placement is lost; `move` finds another."""
         ...
+
+    async def move(self, role: str) -> Placement:
+        """Another placement for a role whose placement is lost, on the same host where that is back. Raises PlacementLost where
+        there was no room for it within `PLACE_S`, or the role cannot move."""
+        ...
+
+    async def check_links(self) -> None:
+        """Connect every pair of hosts whose roles will talk. Raises ConfigError naming a pair that cannot."""
 
     async def release(self, role: str) -> None:
         """Free the placement of a role that has ended for good; a second call does nothing."""
@@ -121,6 +136,8 @@ def claim_ports(first: int, count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 class LocalProcess:
+    lost = False
+
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self.pid = process.pid
@@ -177,6 +194,12 @@ class LocalLauncher:
             )
         self._started[role].append(LocalProcess(process))
         return self._started[role][-1]
+
+    async def move(self, role: str) -> Placement:
+        raise PlacementLost(f"there is one host, and {role} cannot run on it any more")
+
+    async def check_links(self) -> None:
+        """There is one host."""
 
     async def release(self, role: str) -> None:
         await asyncio.gather(*(process.kill() for process in self._started.pop(role, ())))

@@ -1,12 +1,12 @@
 """The Ray launcher: the same role processes, placed by Ray on one host or many.
 
 Invariants:
-- A placement group holds one bundle per role; roles that are placed later get another group. Ray only decides the hosts: no token
-  and no weight goes through it.
+- Each role has a placement group of one bundle. Ray only decides the hosts: no token and no weight goes through it.
 - The bundle of a role that has left is reused for the next role that needs as many GPUs.
 - Each role is a child process of a small actor in its bundle, and dies with it.
-- An actor that is lost, with its node or without, is made again when its role is restarted: on the same host, or on any host for a
-  role that does not listen. Where that is impossible, the role has died.
+- Ray moves the bundle of a lost host to another one, as soon as one has room, be it the lost one again; `move` makes an actor
+  there. A buffer and a reward server stay where they are: the others know them by their addresses.
+- The buffer is on the host of this process if that has room: the two hosts whose loss ends a run are then one.
 - Ending what cannot be reached takes `END_S` and raises nothing.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,16 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ...common.tasks import in_thread
 from ...errors import ConfigError, DeadlineExceeded, RoleDied, SlipstreamError, with_deadline
-from .local import LocalLauncher, Placement, ProcessHandle, claim_ports, free_ports
+from .links import CONNECT_S, SUPERVISOR, LinkEnd, pairs_that_talk
+from .local import PLACE_S, LocalLauncher, Placement, PlacementLost, ProcessHandle, claim_ports, free_ports
 
-PLACE_S = 120.0  # longest wait for Ray to place all roles, or to place one again
+START_S = 30.0  # longest wait for an actor that has answered before to start a process, the end of an old one included
+PIN_S = 10.0  # longest wait for room for the buffer on this host
 END_S = 10.0  # how long an actor may take to end its process; after that the actor itself is killed
-MOBILE = ("worker", "evaluator")  # kinds of roles that do not listen, so that any host will do
+BUFFER = "buffer"
+FIXED = ("buffer", "reward")  # kinds of roles that cannot move to another host
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +46,21 @@ class RayActor:
         logs.mkdir(parents=True, exist_ok=True)
         self._launcher = LocalLauncher(logs, 0)
         self._process: ProcessHandle | None = None
+        self._link_end = LinkEnd()
 
     async def reserve(self, loopback: bool, port: int) -> tuple[str, int]:
         """The address to listen on, and a port that is free there: `port`, or any for 0."""
         host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
         return host, (claim_ports(port, 1, host) if port else free_ports(1, host))[0]
+
+    async def listen(self, host: str, port: int) -> int:
+        return await self._link_end.listen(host, port)
+
+    async def connect(self, addresses: Sequence[tuple[str, int]]) -> list[str]:
+        return await self._link_end.connect(addresses)
+
+    async def close_links(self) -> None:
+        await self._link_end.close()
 
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> int:
         await self.kill()  # on a restart the old process is dead, or could not be reached
@@ -72,11 +86,13 @@ class RayProcess:
         self._role = role
         self._actor = actor
         self.pid = pid
+        self.lost = False
 
     async def wait(self) -> int:
         try:
             return await self._actor.wait.remote()
         except RayActorError:
+            self.lost = True
             return -9  # the actor died, and the process with it
 
     async def terminate(self) -> None:
@@ -100,22 +116,21 @@ async def _completed(answer: Any, what: str) -> bool:
 
 
 class RayBundle(msgspec.Struct, frozen=True):
-    """The resources of one role: bundle `index` of a placement group, with its CPUs and GPUs."""
+    """The resources of one role: the only bundle of a placement group, with its CPUs and GPUs."""
 
     group: PlacementGroup
-    index: int
     cpus: int
     gpus: int
 
     def actor(self, logs: Path) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.index)
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=0)
         options = {"num_cpus": self.cpus, "num_gpus": self.gpus, "scheduling_strategy": strategy}
         return ray.remote(**options)(RayActor).remote(logs)
 
     @property
     def alive(self) -> bool:
         """Whether its node is alive. Ray moves the bundle of a lost node to another one, if that has room."""
-        node = placement_group_table(self.group)["bundles_to_node_id"].get(self.index)
+        node = placement_group_table(self.group)["bundles_to_node_id"].get(0)
         return any(known["NodeID"] == node and known["Alive"] for known in ray.nodes())
 
 
@@ -133,7 +148,7 @@ class RayLauncher:
         self._free: list[RayBundle] = []
         self._bundles: dict[str, RayBundle] = {}
         self._actors: dict[str, Any] = {}
-        self._hosts: dict[str, str] = {}
+        self._placements: dict[str, Placement] = {}
 
     async def place(self, roles: Mapping[str, int]) -> dict[str, Placement]:
         cpus = 0 if self._groups and not _external() else 1
@@ -147,21 +162,33 @@ class RayLauncher:
                 self._free.remove(vacant)
                 self._bundles[role] = vacant
                 del new[role]
-        placed: dict[str, Placement] = {}
         try:
             if new:
-                affinity = {} if self._many_hosts and _external() else {f"node:{here}": 0.001}
-                await self._reserve(new, cpus, affinity)
+                await self._reserve(new, cpus, {} if self._many_hosts and _external() else {f"node:{here}": 0.001})
             for role in roles:
                 self._actors[role] = self._bundles[role].actor(self._logs)
-                placed[role] = await self._port(role)
-                self._hosts[role] = placed[role].host
+            placing, room = self._place_all(roles), f"room for {len(roles)} roles, {_bundles(roles, cpus)}"
+            hint = f"the cluster has {ray.cluster_resources()}; ask for fewer replicas, ranks or workers"
+            return await with_deadline(PLACE_S, placing, who="the Ray launcher", waits_for=room, hint=hint)
         except BaseException as error:
+            made = [self._bundles[role] for role in new if role in self._bundles]
             await asyncio.gather(*(self.release(role) for role in roles))
+            self._discard(made)
             if isinstance(error, RayActorError):
                 raise RoleDied(f"the placement of {', '.join(roles)} was lost at once: {_line(error)}") from error
             raise
-        return placed
+
+    async def _place_all(self, roles: Iterable[str]) -> dict[str, Placement]:
+        for role in roles:
+            self._placements[role] = await self._port(role)
+        return {role: self._placements[role] for role in roles}
+
+    def _discard(self, bundles: Iterable[RayBundle]) -> None:
+        """Of new roles, for which there was no room."""
+        for bundle in bundles:
+            self._free.remove(bundle)
+            self._groups.remove(bundle.group)
+            remove_placement_group(bundle.group)
 
     async def reserve_port(self, role: str) -> int:
         return (await self._port(role)).port
@@ -173,23 +200,24 @@ class RayLauncher:
         return placement
 
     async def _reserve(self, roles: Mapping[str, int], cpus: int, affinity: dict[str, float]) -> None:
-        """A placement group with a bundle for each of `roles`. Raises ConfigError where roles that are placed later need more GPUs
-        than are free, DeadlineExceeded where Ray found no room."""
+        """A placement group for each of `roles`, which Ray fills when there is room. Raises ConfigError where roles that are placed
+        later need more GPUs than are free."""
         wanted, free = sum(roles.values()), int(ray.available_resources().get("GPU", 0))
         if self._groups and wanted > free:
             raise ConfigError(f"{', '.join(roles)} want {wanted} GPUs, and Ray has {free} that are free; ask for fewer")
-        wishes = [{"CPU": float(cpus), "GPU": float(gpus), **affinity} for gpus in roles.values()]
-        bundles = [{name: amount for name, amount in wish.items() if amount} for wish in wishes]
-        group = placement_group(bundles, strategy="PACK")
-        try:
-            room = f"room for {len(roles)} roles, {bundles}"
-            hint = f"the cluster has {ray.cluster_resources()}; ask for fewer replicas, ranks or workers"
-            await with_deadline(PLACE_S, group.ready(), who="the Ray launcher", waits_for=room, hint=hint)
-        except BaseException:
-            remove_placement_group(group)
-            raise
-        self._groups.append(group)
-        self._bundles |= {role: RayBundle(group, i, cpus, gpus) for i, (role, gpus) in enumerate(roles.items())}
+        bundles = dict(zip(roles, _bundles(roles, cpus), strict=True))
+        groups = dict[str, PlacementGroup]()
+        if BUFFER in roles and not affinity:
+            here = {f"node:{ray.util.get_node_ip_address()}": 0.001}
+            pinned = placement_group([bundles[BUFFER] | here])
+            if await in_thread(lambda: pinned.wait(PIN_S), "place-buffer"):
+                groups[BUFFER] = pinned
+            else:
+                remove_placement_group(pinned)
+        for role, bundle in bundles.items():
+            group = groups.get(role) or placement_group([bundle | affinity])
+            self._groups.append(group)
+            self._bundles[role] = RayBundle(group, cpus, roles[role])
 
     async def _join(self, roles: int) -> None:
         """Connect to the cluster, or start one here. Raises ConfigError when the one that `RAY_ADDRESS` names cannot be reached."""
@@ -201,12 +229,14 @@ class RayLauncher:
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(f"launch.kind: ray cannot be reached or started: {error}") from error
 
-    async def _answer(self, reference: Any, what: str) -> Any:
+    async def _answer(self, reference: Any, what: str, seconds: float | None = None) -> Any:
         """The answer of an actor. Raises the actor's own SlipstreamError, RayActorError where the actor is lost, RoleDied for any
-        other error, DeadlineExceeded after `PLACE_S`."""
+        other error, DeadlineExceeded after `seconds`, or `PLACE_S`."""
         try:
             hint = "is the node alive? see `ray status`"
-            return await with_deadline(PLACE_S, reference, who="the Ray launcher", waits_for=what, hint=hint)
+            return await with_deadline(
+                PLACE_S if seconds is None else seconds, reference, who="the Ray launcher", waits_for=what, hint=hint
+            )
         except RayTaskError as error:
             if isinstance(error.cause, SlipstreamError):
                 raise error.cause from error
@@ -217,35 +247,70 @@ class RayLauncher:
             raise RoleDied(f"the Ray launcher waited for {what}: {_line(error)}") from error
 
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> ProcessHandle:
-        try:
-            return await self._start(role, command, environment)
-        except (RayActorError, DeadlineExceeded) as error:
-            log.warning("the placement of %s at %s is lost: %s", role, self._hosts[role], _line(error))
-        try:
-            await self._move(role)
-            return await self._start(role, command, environment)
-        except (RayActorError, DeadlineExceeded) as error:
-            lost = f"the placement of {role} at {self._hosts[role]} is lost"
-            raise RoleDied(f"{lost}, and Ray has no other: {_line(error)}") from error
-
-    async def _start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> ProcessHandle:
         actor = self._actors[role]
-        pid = await self._answer(actor.start.remote(role, list(command), environment), f"{role} to start")
+        try:
+            pid = await self._answer(actor.start.remote(role, list(command), environment), f"{role} to start", START_S)
+        except (RayActorError, DeadlineExceeded) as error:
+            raise PlacementLost(
+                f"the place of {role} at {self._placements[role].host} is lost: {_line(error)}"
+            ) from error
         return RayProcess(role, actor, pid)
 
-    async def _move(self, role: str) -> None:
-        """A new actor for `role`, in its bundle wherever that is now."""
+    async def move(self, role: str) -> Placement:
         ray.kill(self._actors[role])  # it may be alive but out of reach
-        actor = self._actors[role] = self._bundles[role].actor(self._logs)
-        host, _ = await self._answer(actor.reserve.remote(not self._many_hosts, 0), f"another placement for {role}")
-        if host != self._hosts[role] and role.partition("-")[0] not in MOBILE:
-            elsewhere = f"Ray has another at {host}, but the others know it at {self._hosts[role]}"
-            raise RoleDied(f"the placement of {role} is lost; {elsewhere}")
-        self._hosts[role] = host
+        before, actor = self._placements[role], self._bundles[role].actor(self._logs)
+        self._actors[role] = actor
+        try:
+            host, port = await self._answer(actor.reserve.remote(not self._many_hosts, 0), f"another place for {role}")
+        except (RayActorError, DeadlineExceeded) as error:
+            lost = f"the place of {role} at {before.host} is lost"
+            raise PlacementLost(f"{lost}, and Ray has no other: {_line(error)}") from error
+        if host == before.host:
+            return before
+        if role.partition("-")[0] in FIXED:
+            elsewhere = f"Ray has another at {host}, but the others know it at {before.host}"
+            raise PlacementLost(f"the place of {role} is lost; {elsewhere}")
+        if self._next_port:
+            host, port = msgspec.structs.astuple(await self._port(role))[:2]
+        self._placements[role] = Placement(host, port)
+        return self._placements[role]
+
+    async def check_links(self) -> None:
+        if not self._many_hosts:
+            return
+        ends = {role: actor for role, actor in self._actors.items()}
+        hosts = {SUPERVISOR: self.host} | {role: placement.host for role, placement in self._placements.items()}
+        own, pairs, listening = LinkEnd(), list(pairs_that_talk(hosts)), dict[str, int]()
+        try:
+            for server in {server: None for _, server in pairs}:
+                if server == SUPERVISOR:
+                    listening[server] = await own.listen(self.host, 0)
+                else:
+                    port = ends[server].listen.remote(hosts[server], self._placements[server].port)
+                    listening[server] = await self._answer(port, f"{server} to listen", START_S)
+            for client in {client: None for client, _ in pairs}:
+                servers = [server for one, server in pairs if one == client]
+                addresses = [(hosts[server], listening[server]) for server in servers]
+                if client == SUPERVISOR:
+                    found = await own.connect(addresses)
+                else:
+                    connecting = ends[client].connect.remote(addresses)
+                    found = await self._answer(connecting, f"{client} to connect", START_S + CONNECT_S)
+                for server, why in zip(servers, found, strict=True):
+                    if why:
+                        raise ConfigError(
+                            f"launch.kind: ray_cluster needs hosts that reach each other, and {client} at {hosts[client]} cannot "
+                            f"connect to {server} at {hosts[server]}:{listening[server]} ({why}); is there a firewall between them?"
+                        )
+        finally:
+            await own.close()
+            closing = (end.close_links.remote() for role, end in ends.items() if role in listening)
+            await asyncio.gather(*(_completed(one, "a port to be closed") for one in closing))
 
     async def release(self, role: str) -> None:
         if (actor := self._actors.pop(role, None)) is not None:
             await self._kill(actor)
+        self._placements.pop(role, None)
         if (bundle := self._bundles.pop(role, None)) is not None:
             self._free.append(bundle)
 
@@ -259,6 +324,12 @@ class RayLauncher:
             remove_placement_group(group)
         if not _external():
             await asyncio.to_thread(ray.shutdown)
+
+
+def _bundles(roles: Mapping[str, int], cpus: int) -> list[dict[str, float]]:
+    """What each role needs of Ray; `roles` has the number of its GPUs."""
+    wishes = ({"CPU": float(cpus), "GPU": float(gpus)} for gpus in roles.values())
+    return [{name: amount for name, amount in wish.items() if amount} for wish in wishes]
 
 
 def _line(error: Exception) -> str:

@@ -1,9 +1,9 @@
-"""The control channel of an active run: the commands `slipstream replicas`, `set` and `waits`, carried out by the
+"""The control channel of an active run: the commands `slipstream replicas`, `workers`, `set` and `waits`, carried out by the
 supervisor.
 
 Invariants:
 - It listens on loopback, and serves only clients that know the key in `control.json`, which only the owner of the run can read.
-- One command at a time: two never change the fleet or the settings together.
+- One command at a time: two never change the roles or the settings together.
 - No command can end a run.
 """
 
@@ -32,10 +32,13 @@ from ...rpc.server import RpcRequest, RpcServer
 from ..run_lock import CONTROL, is_locked
 from .fleet import ReplicaListing
 from .health import RoleWait
+from .workers import WorkerListing
 
 if TYPE_CHECKING:
+    from .pool import RolePool
     from .replicas import ReplicaManager
     from .settings import SettingsManager
+    from .workers import WorkerManager
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,18 @@ class RemoveReplica(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+class AddWorkers(msgspec.Struct, frozen=True, tag=True):
+    """Start `count` more workers. Reply: `CommandAccepted`."""
+
+    count: int
+
+
+class RemoveWorker(msgspec.Struct, frozen=True, tag=True):
+    """End worker `name`. Reply: `CommandAccepted`."""
+
+    name: str
+
+
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
     """Reply: `RunStatus`."""
 
@@ -80,7 +95,7 @@ class GetSettings(msgspec.Struct, frozen=True, tag=True):
     """Reply: `SettingsListing`."""
 
 
-Command = AddReplicas | RemoveReplica | GetStatus | ChangeSettings | GetSettings
+Command = AddReplicas | RemoveReplica | AddWorkers | RemoveWorker | GetStatus | ChangeSettings | GetSettings
 
 
 class ControlRequest(msgspec.Struct, frozen=True, tag=True):
@@ -89,7 +104,7 @@ class ControlRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class CommandAccepted(msgspec.Struct, frozen=True, tag=True):
-    """The command has begun: it concerns replicas `names`, and is in the fleet from `revision` on."""
+    """The command has begun: it concerns the roles `names`, and is in the fleet from `revision` on."""
 
     names: tuple[str, ...]
     revision: int
@@ -98,6 +113,7 @@ class CommandAccepted(msgspec.Struct, frozen=True, tag=True):
 class RunStatus(msgspec.Struct, frozen=True, tag=True):
     replicas: tuple[ReplicaListing, ...]
     waits: tuple[RoleWait, ...]
+    workers: tuple[WorkerListing, ...] = ()
 
 
 class SettingsChanged(msgspec.Struct, frozen=True, tag=True):
@@ -115,7 +131,8 @@ Reply = CommandAccepted | RunStatus | SettingsChanged | SettingsListing
 
 @dataclass(eq=False)
 class ControlServer:
-    """The supervisor's end; `waits` returns the waits of all roles. `settings` is None where the run does not train."""
+    """The supervisor's end; `waits` returns the waits of all roles. `settings` and `workers` are None where the run does not
+    train."""
 
     run_dir: Path
     replicas: ReplicaManager
@@ -123,6 +140,7 @@ class ControlServer:
     waits: Callable[[], Sequence[RoleWait]] = tuple
     settings: SettingsManager | None = None
     keys: Keys | None = None
+    workers: WorkerManager | None = None
     key: str = field(default_factory=functools.partial(secrets.token_hex, 16), repr=False)
 
     async def serve(self) -> None:
@@ -151,14 +169,18 @@ class ControlServer:
     async def _run(self, command: Command) -> Reply:
         match command:
             case AddReplicas(count=count):
-                if count < 1:
-                    raise ConfigError(f"{count} replicas cannot be added; allowed are 1 and more")
-                names = await self.replicas.add(count)
+                names = await _add(self.replicas, "replicas", count)
             case RemoveReplica(name=name):
                 await self.replicas.remove(name)
                 names = [name]
+            case AddWorkers(count=count):
+                names = await _add(self._workers(), "workers", count)
+            case RemoveWorker(name=name):
+                await self._workers().remove(name)
+                names = [name]
             case GetStatus():
-                return RunStatus(tuple(self.replicas.listed()), tuple(self.waits()))
+                workers = self.workers.listed() if self.workers else ()
+                return RunStatus(tuple(self.replicas.listed()), tuple(self.waits()), tuple(workers))
             case ChangeSettings(overrides=overrides):
                 return SettingsChanged(await self._settings().change(overrides))
             case GetSettings():
@@ -169,6 +191,17 @@ class ControlServer:
         if self.settings is None:
             raise ConfigError("this run does not train: it has no settings to change")
         return self.settings
+
+    def _workers(self) -> WorkerManager:
+        if self.workers is None:
+            raise ConfigError("this run does not train: it has no workers")
+        return self.workers
+
+
+async def _add(pool: RolePool, what: str, count: int) -> list[str]:
+    if count < 1:
+        raise ConfigError(f"{count} {what} cannot be added; allowed are 1 and more")
+    return await pool.add(count)
 
 
 def read_control_address(run_dir: Path, change: str = "") -> ControlAddress:

@@ -182,16 +182,15 @@ async def worker(context: RunContext, index: int, heartbeat: HeartbeatSender, st
             lambda: make_player(config, agent, router, split="train", temperature=temperature, model=model),
             "make_player",
         )
-        async with make_buffer_client(context, f"worker-{index}") as client:
+        name = heartbeat.role
+        async with make_buffer_client(context, name) as client:
             _ready(heartbeat)
-            size, workers = config.buffer.group_size, config.rollout.workers
+            size, workers = config.buffer.group_size, max(1, len(context.workers))
             with TimelineWriter(context.timeline_dir, heartbeat.role) as timeline:
-                limit = config.rollout.episode_limit(index)
+                limit = context.settings.episode_limit(name)
                 playing = Worker(player, client, size, workers, heartbeat.send_message, timeline.record, limit)
-                timeline.gauges = lambda: playing.gauges() | {"replicas": router.gauges(index, workers)}
-                async with following_settings(
-                    context, lambda new: playing.set_limit(new.config.rollout.episode_limit(index))
-                ):
+                timeline.gauges = lambda: playing.gauges() | {"replicas": router.gauges(index % workers, workers)}
+                async with following_settings(context, lambda new: playing.set_limit(new.episode_limit(name))):
                     await playing.run(stop)
 
 

@@ -64,6 +64,11 @@ class FleetState:
             later = info.incarnation + 1
             self._change(name, info.incarnation, state="starting", version=None, answers=False, incarnation=later)
 
+    def moved(self, name: str, url: str) -> None:
+        """Its next process listens elsewhere."""
+        if (info := self.fleet.replica(name)) is not None:
+            self._change(name, info.incarnation, url=url)
+
     def drain(self, name: str) -> None:
         """It takes no more requests and will leave. Raises ConfigError where there is no such replica, it is leaving already, or
         no other could take its requests."""

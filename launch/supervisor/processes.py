@@ -4,6 +4,8 @@ Invariants:
 - The roles of a failure domain live and die together.
 - A role is restarted `launch.restarts` times, unless a restart would fail in the same way.
 - A role that was asked to end is not restarted.
+- A role whose host is lost is started on another one, and that is none of its restarts if it had worked. An engine or worker waits
+  for room as long as another of its kind runs; any other role ends the run after `PLACE_S`, and so does the last of a kind.
 - A process that SIGKILL does not end within `KILL_S` is reported; the run does not wait for it longer.
 """
 
@@ -11,11 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,16 +26,20 @@ from ...common.tasks import Stopped, run_or_stop
 from ...common.waits import Wait
 from ...configs import Config
 from ...configs.reward import ModelReward
-from ...errors import ConfigError, DeadlineExceeded, RoleDied, with_deadline
+from ...errors import ConfigError, DeadlineExceeded, RoleDied, TrackedWait, with_deadline
 from ...monitor.terminal import View
 from ...rollout.engines.http_client import is_healthy
-from ..launchers.local import KILL_S, Launcher, ProcessHandle
+from ..launchers.local import KILL_S, PLACE_S, Launcher, Placement, PlacementLost, ProcessHandle
 from ..resources import ranks_by_kind
+
+log = logging.getLogger(__name__)
 
 PROBE_S = 5.0  # longest wait for a server to answer that it is well: every kind answers at any time, also while paused
 RETRY_S = 0.2  # between probes of a server that is starting: a foreign server has no event to wait for
 # Kinds of roles that end by themselves; the learner waits for them: a restarted replica needs its weights.
 FINISHING = ("evaluator", "rater", "sft")
+SPARE = ("engine", "worker")  # kinds of roles without one of which a run goes on
+MOVES = 5  # how often in a row a role may lose its place before it has started
 FINAL = 3  # exit status of a role whose error a restart would repeat
 LOG_TAIL = 256 << 10  # bytes at the end of a log that are searched for an error
 ERROR_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
@@ -67,7 +74,7 @@ class RoleProcess:
     saved: asyncio.Event = field(default_factory=asyncio.Event)  # set with every new checkpoint, and when it is done
     error: str = ""  # why the process ends, as it reported or as the supervisor decided
     expected: bool = False  # the error is not an unforeseen exception
-    stopping: bool = False  # it was asked to end and is not restarted
+    ending: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is asked to end; it is not restarted
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a process is started or ended
     log_start: int = 0  # size of the role's log when the process was started
     served: bool | None = None  # whether this process served a version; None where no versions are pushed to it
@@ -76,6 +83,10 @@ class RoleProcess:
     @property
     def kind(self) -> str:
         return self.name.partition("-")[0]
+
+    @property
+    def stopping(self) -> bool:
+        return self.ending.is_set()
 
     @property
     def running(self) -> bool:
@@ -99,7 +110,8 @@ class RoleProcess:
 
 @dataclass(eq=False)
 class ProcessManager:
-    """The roles of a run by name. Setting `kill_now` cuts short the time that roles have to end."""
+    """The roles of a run by name. Setting `kill_now` cuts short the time that roles have to end. `moved` is told each new placement
+    of a role before it is started there."""
 
     config: Config
     run_dir: Path
@@ -107,13 +119,34 @@ class ProcessManager:
     view: View
     roles: dict[str, RoleProcess] = field(default_factory=dict)
     kill_now: asyncio.Event = field(default_factory=asyncio.Event)
+    moved: Callable[[str, Placement], Awaitable[None]] | None = None
 
     def of_kind(self, *kinds: str) -> list[RoleProcess]:
         return [role for role in self.roles.values() if role.kind in kinds]
 
-    async def start(self, role: RoleProcess) -> None:
-        """Start a process of `role`, unless the role was asked to end."""
+    async def start(self, *roles: RoleProcess) -> None:
+        """Start a process of each of `roles`, a failure domain, but of those that were asked to end. Where the host of one is lost,
+        it gets another place first. Raises PlacementLost where there is none."""
+        for left in reversed(range(MOVES + 1)):
+            outcomes = await asyncio.gather(*map(self._start, roles), return_exceptions=True)
+            failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+            if other := next((one for one in failures if not isinstance(one, PlacementLost)), None):
+                raise other
+            if not failures:
+                return
+            if not left:
+                raise PlacementLost(f"{failures[0]}, after it was moved {MOVES} times in a row")
+            await asyncio.gather(*(role.process.kill() for role in roles if role.process))
+            try:
+                for role, outcome in zip(roles, outcomes, strict=True):
+                    if isinstance(outcome, PlacementLost):
+                        await self._move(role, outcome)
+            except Stopped:
+                return
+
+    async def _start(self, role: RoleProcess) -> None:
         async with role.changing:
+            role.process = None
             if role.stopping:
                 return
             role.ready.clear()
@@ -123,15 +156,31 @@ class ProcessManager:
             command = [sys.executable, "-P", "-m", "slipstream.launch.cli", "role", role.name, *role.arguments]
             start_s = self.config.rollout.engine.start_s if role.probe else self.config.launch.heartbeat_s
             role.process = await self.launcher.start(role.name, command, role.environment)
-            role.last_seen = time.monotonic()  # only now: the launcher may have had to find another host first
+            role.last_seen = time.monotonic()  # only now: its host may have taken long to answer
             role.deadline = role.last_seen + start_s
             role.waits, role.stuck_at = (), ""
             self.view.status(role.name, f"started, pid {role.process.pid}")
 
+    async def _move(self, role: RoleProcess, error: PlacementLost) -> None:
+        """Another place for `role`. Raises Stopped where it is asked to end meanwhile, PlacementLost where there is no room."""
+        self.view.status(role.name, "waits for a place")
+        self.view.event(f"{error}; it gets another place as soon as there is room")
+        while True:
+            try:
+                with TrackedWait("the supervisor", f"a place for {role.name}", PLACE_S):
+                    placement = await run_or_stop(self.launcher.move(role.name), role.ending)
+                break
+            except PlacementLost as none:
+                if role.kind not in SPARE or not any(other.running for other in self.of_kind(role.kind)):
+                    raise
+                log.warning("%s; the run goes on without it", none)
+        if self.moved is not None:
+            await self.moved(role.name, placement)
+
     async def watch(self, domain: Sequence[RoleProcess]) -> None:
         """Return when all roles of a failure domain ended well; when one fails, restart all of them. Raises ConfigError where one
-        found its config to be wrong, RoleDied where a restart would not help or `launch.restarts` are spent, DeadlineExceeded
-        where one survives SIGKILL."""
+        found its config to be wrong, RoleDied where a restart would not help or `launch.restarts` are spent, PlacementLost where
+        the host of one is lost and there is no other, DeadlineExceeded where one survives SIGKILL."""
         restarts = self.config.launch.restarts
         while (failed := await self._failure(domain)) is not None:
             error = failed.error
@@ -140,18 +189,25 @@ class ProcessManager:
             why = f"{failed.name} ended with {describe(failed.exit_status)}" + (f": {error}" if error else "")
             if failed.exit_status == ConfigError.exit_code:
                 raise ConfigError(failed.error or why)
-            failed.restarts += 1
-            verdict = failed.why_no_restart(error)
-            if not verdict and failed.restarts > restarts:
-                verdict = f"given up after {restarts} restarts"
-            if verdict:
-                raise RoleDied(f"{why}; {verdict}. See {self._log(failed)}")
-            self.view.event(f"{why}; restart {failed.restarts} of {restarts}")
-            await asyncio.gather(*(self.start(role) for role in domain))
+            if failed.process is not None and failed.process.lost and failed.ready.is_set():
+                self.view.event(f"{failed.name} is lost with its host" + (f": {error}" if error else ""))
+            else:
+                self._count(failed, error, why)
+                self.view.event(f"{why}; restart {failed.restarts} of {restarts}")
+            await self.start(*domain)
+
+    def _count(self, failed: RoleProcess, error: str, why: str) -> None:
+        """Count a restart. Raises RoleDied where it would not help, or one too many was counted."""
+        failed.restarts += 1
+        verdict = failed.why_no_restart(error)
+        if not verdict and failed.restarts > self.config.launch.restarts:
+            verdict = f"given up after {self.config.launch.restarts} restarts"
+        if verdict:
+            raise RoleDied(f"{why}; {verdict}. See {self._log(failed)}")
 
     async def stop(self, role: RoleProcess, seconds: float) -> None:
         """Ask a role to end; kill it after `seconds`."""
-        role.stopping = True
+        role.ending.set()
         async with role.changing:
             if role.process is None or role.exit_status is not None:
                 return
@@ -185,7 +241,8 @@ class ProcessManager:
     async def _ended(self, role: RoleProcess) -> RoleProcess | None:
         """Wait for the end of a process; the role if that is a failure. A server that ends by itself has failed, even with exit
         status 0: vLLM exits with 0 when its engine core was killed."""
-        assert role.process is not None
+        if role.process is None:  # it was asked to end before it was started
+            return None
         probing = asyncio.create_task(self._probe(role), name=f"probe {role.name}") if role.probe else None
         try:
             role.exit_status = await role.process.wait()

@@ -5,9 +5,7 @@
 
 Invariants:
 - The end of a process is in the fleet before anything is started again.
-- A replica whose restarts are spent leaves the fleet while others serve or start; the last one ends the run.
 - Removing a replica loses no tokens: its requests are aborted, and continue elsewhere from the tokens that they have.
-- A replica is forgotten once, by the task that watches its process (`_watch`), whatever ended it.
 - A server may answer and compute nothing: one that `MAX_MISSED_PUSHES` pushes in a row do not reach is restarted.
 """
 
@@ -15,17 +13,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from asyncio import Task
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from ...errors import ConfigError, RoleDied, with_deadline
+from ...errors import with_deadline
 from ...monitor.terminal import View
 from ...rollout.engines.http_engine import HttpEngine
 from ...weightsync.fleet import Fleet, ReplicaInfo, ReplicaReport
 from ..launchers.local import Launcher, Placement
 from .fleet import FleetState, ReplicaListing
+from .pool import RolePool, Spawn
 from .processes import ProcessManager, RoleProcess
 
 log = logging.getLogger(__name__)
@@ -34,12 +31,9 @@ PAUSE_S = 5.0  # how long a leaving replica may take to abort its requests; afte
 END_S = 5.0  # how long a process may take to end in good order
 MAX_MISSED_PUSHES = 3  # pushes in a row that did not reach a replica, after which it is restarted
 
-Spawn = Callable[[Coroutine[Any, Any, None]], Task[None]]
-"""Starts background work that lasts as long as the run; its failure ends the run."""
-
 
 @dataclass(eq=False)
-class ReplicaManager:
+class ReplicaManager(RolePool):
     processes: ProcessManager
     launcher: Launcher
     publish: Callable[[Fleet], None]  # sends a fleet to its subscribers
@@ -52,7 +46,6 @@ class ReplicaManager:
 
     def __post_init__(self) -> None:
         self._state = FleetState(self.publish)
-        self._spawn: Spawn
 
     @property
     def fleet(self) -> Fleet:
@@ -62,25 +55,15 @@ class ReplicaManager:
         """Names that were never used before."""
         return self._state.names(count)
 
+    def others(self, name: str) -> list[str]:
+        return self._state.others(name)
+
     async def begin(self, placements: dict[str, Placement], spawn: Spawn) -> None:
-        self._spawn = spawn
+        self.spawn = spawn
         for name, placement in placements.items():
-            await self._start(name, placement)
+            await self.start(name, placement)
 
     # --- commands -------------------------------------------------------------------------------------------------
-
-    async def add(self, count: int) -> list[str]:
-        """Start `count` more; their names. Raises ConfigError where there is no room for them."""
-        names = self._state.names(count)
-        placements = await self.launcher.place(dict.fromkeys(names, self.gpus))
-        try:
-            for name in names:
-                await self._start(name, placements.pop(name))
-        finally:
-            for name in placements:  # one before them could not be started
-                await self.launcher.release(name)
-        self.view.event(f"{', '.join(names)} added")
-        return names
 
     async def remove(self, name: str) -> None:
         """Drain and end a replica. Returns at once; it leaves the fleet when its process has ended. Raises ConfigError where there
@@ -88,8 +71,8 @@ class ReplicaManager:
         self._state.drain(name)
         info, role = self.fleet.replica(name), self.processes.roles[name]
         assert info is not None
-        role.stopping = True
-        self._spawn(self._retire(info, role))
+        role.ending.set()
+        self.spawn(self._retire(info, role))
 
     def listed(self) -> list[ReplicaListing]:
         rows = []
@@ -114,11 +97,11 @@ class ReplicaManager:
             role = self.processes.roles[report.name]
             if report.missed_pushes >= MAX_MISSED_PUSHES and role.process is not None and not role.error:
                 role.error = f"{report.missed_pushes} pushes in a row did not reach it, the last: {report.why}"
-                self._spawn(role.process.kill())  # `_watch` restarts it
+                self.spawn(role.process.kill())  # `watch` restarts it
 
     # --- one replica ----------------------------------------------------------------------------------------------
 
-    async def _start(self, name: str, placement: Placement) -> None:
+    async def start(self, name: str, placement: Placement) -> None:
         url = f"http://{placement.address}"
         role = self.processes.roles[name] = RoleProcess(
             name,
@@ -133,20 +116,16 @@ class ReplicaManager:
         try:
             await self.processes.start(role)
         except BaseException:
-            await self._forget(name)
+            await self.forget(name)
             raise
-        self._spawn(self._watch(role))
+        self.spawn(self.watch(role))
 
-    async def _watch(self, role: RoleProcess) -> None:
-        try:
-            await self.processes.watch([role])
-        except (RoleDied, ConfigError) as error:
-            if not (others := self._state.others(role.name)):
-                raise
-            self.view.event(f"{error}; the run goes on with {', '.join(others)}")
-        else:
-            self.view.event(f"{role.name} removed")
-        await self._forget(role.name)
+    def moved(self, name: str, placement: Placement) -> None:
+        """Its next process starts at another place."""
+        role, url = self.processes.roles[name], f"http://{placement.address}"
+        role.environment = self.environment(name, placement)
+        role.arguments, role.probe = ("--listen", placement.address), (url, self.probe_path)
+        self._state.moved(name, url)
 
     def _ready(self, name: str) -> None:
         if (info := self.fleet.replica(name)) is not None:
@@ -170,10 +149,5 @@ class ReplicaManager:
         finally:
             await engine.close()
 
-    async def _forget(self, name: str) -> None:
-        """Remove it from the fleet, and release its placement."""
-        if self.processes.roles.pop(name, None) is None:
-            return
+    async def left(self, name: str) -> None:
         self._state.gone(name)
-        self.view.status(name, "gone")
-        await self.launcher.release(name)

@@ -11,10 +11,11 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -30,7 +31,7 @@ from ...monitor.settings import SETTINGS, LiveSetting, SettingChange, append_cha
 from ...monitor.terminal import View
 from ...rpc.pubsub import StatePublisher
 from ...rpc.security import Keys
-from ..run_context import RunContext, RunSettings
+from ..run_context import Addresses, RunContext, RunSettings
 from .heartbeat import StepSummary
 from .processes import ProcessManager
 
@@ -51,6 +52,7 @@ class SettingsManager:
     last_step: Callable[[], StepSummary | None]
     followers: Sequence[Callable[[Config], None]] = ()
     keys: Keys | None = None
+    _changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # what is published is in force, or was not changed
 
     def listed(self) -> list[LiveSetting]:
         return [LiveSetting(k.key, k.value(self.context.config), k.applied_by, k.acts) for k in LIVE.values()]
@@ -58,6 +60,10 @@ class SettingsManager:
     async def change(self, overrides: Sequence[str]) -> tuple[SettingChange, ...]:
         """Apply overrides of live keys; those that changed something. Raises ConfigError where one is not allowed or the changes
         cannot be written, DeadlineExceeded where the buffer does not answer: then nothing has changed."""
+        async with self._changing:
+            return await self._change(overrides)
+
+    async def _change(self, overrides: Sequence[str]) -> tuple[SettingChange, ...]:
         before = self.context.config
         after, different = changed_live(before, overrides)
         if not different:
@@ -70,7 +76,7 @@ class SettingsManager:
             await in_thread(lambda: append_changes(self.context.dir / SETTINGS, changes), "settings")
         except (SlipstreamError, OSError) as error:
             self._start_with(before)
-            self.publisher.publish(RunSettings(self.context.revision, before))
+            self.publisher.publish(self.context.settings)
             if isinstance(error, SlipstreamError):
                 raise
             raise ConfigError(
@@ -81,9 +87,20 @@ class SettingsManager:
             self.view.event(f"{change}, from step {step} on")
         return changes
 
+    def relocate(self, addresses: Addresses) -> None:
+        """Processes that start from now on find the others there."""
+        self.context = msgspec.structs.replace(self.context, addresses=addresses)
+
+    async def set_workers(self, workers: tuple[str, ...]) -> None:
+        """The workers of the run are these: each follows its share of `rollout.max_episodes`."""
+        async with self._changing:
+            self.context = msgspec.structs.replace(self.context, workers=workers)
+            self._start_with(self.context.config)
+            self.publisher.publish(self.context.settings)
+
     def _follow(self, config: Config) -> None:
         """`config` is in force."""
-        self.publisher.publish(RunSettings(self.context.revision, config))
+        self.publisher.publish(self.context.settings)
         for follow in self.followers:
             follow(config)
         try:

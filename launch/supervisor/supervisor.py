@@ -20,6 +20,7 @@ Invariants:
 - The ranks of the learner and of the placed auxiliary models are one failure domain: a critic that died has lost steps that the
   policy has seen, so all resume from the last checkpoint.
 - A role that ends with a ConfigError ends the run, a replica only if it is the last: a restart would not help.
+- A role whose host is lost starts on another one; with a rank, the others start again and learn where it is.
 - A first interrupt lets the learner write a checkpoint; a second one ends all processes at once.
 """
 
@@ -35,6 +36,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 from ...common.owned_folders import SHARED_MEMORY, WEIGHTS, sweep
 from ...common.tasks import Stopped, run_or_stop
@@ -67,6 +70,7 @@ from .processes import ProcessManager, RoleProcess, role_names
 from .replicas import END_S, ReplicaManager, Spawn
 from .server_usage import ServerUsage
 from .settings import SettingsManager
+from .workers import WorkerManager
 
 IMPORT_S = 60.0  # beyond `start_s`: what the learner may take to import torch and load the model on a busy machine
 Plan = Callable[[Spawn], Coroutine[Any, Any, None]]  # starts roles in order and returns when the run is done
@@ -114,7 +118,7 @@ class Supervisor:
 
         async def plan(spawn: Spawn) -> None:
             raters = self._processes.of_kind("rater")
-            await asyncio.gather(*map(self._processes.start, raters))
+            await self._processes.start(*raters)
             await self._processes.watch(raters)
 
         await self._run([*engines, "rater"], plan)
@@ -124,7 +128,7 @@ class Supervisor:
 
         async def plan(spawn: Spawn) -> None:
             ranks = self._processes.of_kind("sft")
-            await asyncio.gather(*map(self._processes.start, ranks))
+            await self._processes.start(*ranks)
             await self._processes.watch(ranks)
 
         await self._run([f"sft-{i}" for i in range(self.config.learner.backend.ranks)], plan)
@@ -193,6 +197,7 @@ class Supervisor:
         for kind in needs_rendezvous_port(self.config):
             if f"{kind}-0" in self._placements:
                 self._rendezvous_ports[kind] = await self.launcher.reserve_port(f"{kind}-0")
+        await self.launcher.check_links()
         host = self.launcher.host
         signals: RpcServer[RoleSignal] = RpcServer(f"tcp://{host}:*", "the supervisor", RoleSignal, keys=self._keys)
         stack.callback(signals.close)
@@ -202,12 +207,16 @@ class Supervisor:
         stack.push_async_callback(settings.close)
         stack.push_async_callback(self._end)
         context = self._context(signals.address, fleet.address, settings.address)
+
+        def environment(name: str, placement: Placement) -> dict[str, str]:
+            return self._environment(changing.context, name, placement)
+
         replicas = ReplicaManager(
             self._processes,
             self.launcher,
             fleet.publish,
             self.view,
-            environment=lambda name, placement: self._environment(changing.context, name, placement),
+            environment=environment,
             make_engine=functools.partial(make_engine, context),
             probe_path=servers.probe_path(self.config),
             gpus=self.gpus.get("engine-0", 0),
@@ -225,8 +234,10 @@ class Supervisor:
             followers=(self.view.configure, alerts.configure),
             keys=self._keys,
         )
-        live = changing if "buffer" in names else None
-        control = ControlServer(self.run_dir, replicas, fleet.address, health.waits, live, self._keys)
+        self._workers = WorkerManager(self._processes, self.launcher, self.view, environment, changing.set_workers)
+        self._processes.moved = functools.partial(self._moved, changing, replicas)
+        live, workers = (changing, self._workers) if "buffer" in names else (None, None)
+        control = ControlServer(self.run_dir, replicas, fleet.address, health.waits, live, self._keys, workers)
         services = (
             fleet.serve(),
             settings.serve(),
@@ -240,40 +251,65 @@ class Supervisor:
         if self._metrics is not None:
             spawn(MetricsEndpoint(self._metrics, self.run_dir, self._processes, replicas, alerts).serve())
         for name in names:
-            if not name.startswith("engine-"):
-                role = RoleProcess(name, self._environment(context, name, self._placements[name]))
+            if not name.startswith(("engine-", "worker-")):
+                role = RoleProcess(name, environment(name, self._placements[name]))
                 self._processes.roles[name] = role
                 if name == "reward":
                     role.probe = context.addresses.reward, "/health"
+        self._workers.prepare({name: self._placements[name] for name in names if name.startswith("worker-")})
         engines = replicas.names(sum(name.startswith("engine-") for name in names))
         await replicas.begin({name: self._placements[name] for name in engines}, spawn)
         await plan(spawn)
 
     def _context(self, supervisor: str, fleet: str, settings: str) -> RunContext:
-        buffer, learner, reward = (self._placements.get(name) for name in ("buffer", "learner-0", "reward"))
+        buffer, reward = self._placements.get("buffer"), self._placements.get("reward")
         addresses = Addresses(
             supervisor=supervisor,
             fleet=fleet,
             settings=settings,
             buffer=f"tcp://{buffer.address}" if buffer else "",
-            learner_host=learner.host if learner else "",
+            learner_host="",
             reward=f"http://{reward.address}" if reward else "",
-            aux_models={
-                kind: tuple(f"tcp://{p.address}" for name, p in self._placements.items() if name.startswith(f"{kind}-"))
-                for kind in AUX_MODEL_KINDS
-            },
         )
-        pushed = learner is not None
         return RunContext(
             self.config,
-            addresses,
+            self._with_ranks(addresses),
             str(self.run_dir),
             self.backend,
             started_in=os.getcwd(),
-            pushed=pushed,
+            pushed="learner-0" in self._placements,
             recorded=self.recorded,
+            workers=tuple(name for name in self._placements if name.startswith("worker-")),
             evaluated_dir=self.evaluated_dir,
         )
+
+    def _with_ranks(self, addresses: Addresses) -> Addresses:
+        """`addresses` with those of the learner's ranks and of auxiliary models, where they are placed now."""
+        learner = self._placements.get("learner-0")
+        aux_models = {
+            kind: tuple(f"tcp://{p.address}" for name, p in self._placements.items() if name.startswith(f"{kind}-"))
+            for kind in AUX_MODEL_KINDS
+        }
+        host = learner.host if learner else ""
+        return msgspec.structs.replace(addresses, learner_host=host, aux_models=aux_models)
+
+    async def _moved(
+        self, settings: SettingsManager, replicas: ReplicaManager, name: str, placement: Placement
+    ) -> None:
+        """`name`, which does not run now, starts next at `placement`. Ranks that are to meet it start again with it."""
+        self._placements[name] = placement
+        kind = name.partition("-")[0]
+        if kind == "engine":
+            replicas.moved(name, placement)
+        elif kind == "worker":
+            self._workers.placements[name] = placement
+        elif kind in RANKED:
+            if kind in self._rendezvous_ports and name == f"{kind}-0":
+                self._rendezvous_ports[kind] = await self.launcher.reserve_port(name)
+            settings.relocate(self._with_ranks(settings.context.addresses))
+            for role in self._processes.of_kind(*RANKED):
+                role.environment = self._environment(settings.context, role.name, self._placements[role.name])
+        self.view.event(f"{name} moves to {placement.host}")
 
     def _environment(self, context: RunContext, name: str, placement: Placement) -> dict[str, str]:
         variables = context.environment(name) | role_environment(self.config, name, placement.gpus)
@@ -303,7 +339,7 @@ class Supervisor:
             await processes.start(role)
             spawn(processes.watch([role]))
         domain = processes.of_kind("learner", *AUX_MODEL_KINDS)
-        await asyncio.gather(*map(processes.start, domain))
+        await processes.start(*domain)
         spawn(processes.watch(domain))
         learner = processes.roles["learner-0"]
         engine_s = self.config.rollout.engine.start_s + IMPORT_S
@@ -317,13 +353,11 @@ class Supervisor:
         for role in processes.of_kind("reward"):
             waits_for = "the reward server to answer"
             await until(engine_s, role.ready.wait(), waits_for=waits_for, hint=f"see {logs}/reward.log")
-        for role in processes.of_kind("worker"):
-            await processes.start(role)
-            spawn(processes.watch([role]))
+        await self._workers.begin(spawn)
         checkpoint_evaluations = CheckpointEvaluations(self.config, self.run_dir, processes, self.view)
         evaluating = spawn(checkpoint_evaluations.follow(learner, processes.roles["evaluator"]))
         await learner.done.wait()
-        await self._stop(END_S, "worker")
+        await self._workers.end(END_S)
         await evaluating
         await self._evaluate(evaluations.FINAL, ends)
         checkpoint_evaluations.prune()

@@ -1,0 +1,82 @@
+"""Roles of one kind that come and go while the run goes on: replicas (`replicas.py`) and workers (`workers.py`).
+
+Invariants:
+- A role whose restarts are spent leaves while another of its kind is left; the last one ends the run.
+- A role is forgotten once, by the task that watches its process, whatever ended it. Its placement is free then.
+"""
+
+from __future__ import annotations
+
+from asyncio import Task
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from ...errors import ConfigError, RoleDied
+from ...monitor.terminal import View
+from ..launchers.local import Launcher, Placement
+from .processes import ProcessManager, RoleProcess
+
+Spawn = Callable[[Coroutine[Any, Any, None]], Task[None]]
+"""Starts background work that lasts as long as the run; its failure ends the run."""
+
+
+class RolePool:
+    """What the pools share. `processes` has all roles of the run; each of this pool needs `gpus`."""
+
+    processes: ProcessManager
+    launcher: Launcher
+    view: View
+    gpus: int
+    spawn: Spawn
+
+    def names(self, count: int) -> list[str]:
+        """Names that were never used before."""
+        raise NotImplementedError
+
+    def others(self, name: str) -> Sequence[str]:
+        """Roles besides `name` that work or may come to."""
+        raise NotImplementedError
+
+    def ends_run(self, role: RoleProcess) -> bool:
+        """Whether the run must end with the process of `role`, as others would end like it."""
+        return False
+
+    async def start(self, name: str, placement: Placement) -> None:
+        """Start the role, and watch it from now on."""
+        raise NotImplementedError
+
+    async def left(self, name: str) -> None:
+        """The role is no part of the run any more."""
+        raise NotImplementedError
+
+    async def add(self, count: int) -> list[str]:
+        """Start `count` more; their names. Raises ConfigError, DeadlineExceeded where there is no room for them."""
+        names = self.names(count)
+        placements = await self.launcher.place(dict.fromkeys(names, self.gpus))
+        try:
+            for name in names:
+                await self.start(name, placements.pop(name))
+        finally:
+            for name in placements:  # one before them could not be started
+                await self.launcher.release(name)
+        self.view.event(f"{', '.join(names)} added")
+        return names
+
+    async def watch(self, role: RoleProcess) -> None:
+        try:
+            await self.processes.watch([role])
+        except (RoleDied, ConfigError) as error:
+            if self.ends_run(role) or not (others := self.others(role.name)):
+                raise
+            self.view.event(f"{error}; the run goes on with {', '.join(others)}")
+        else:
+            self.view.event(f"{role.name} removed")
+        await self.forget(role.name)
+
+    async def forget(self, name: str) -> None:
+        """Remove it from the run, and release its placement."""
+        if self.processes.roles.pop(name, None) is None:
+            return
+        await self.left(name)
+        self.view.status(name, "gone")
+        await self.launcher.release(name)
