@@ -56,6 +56,10 @@ def register(commands: CommandTable) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="the same seed makes the same plan")
     text = "changes of settings at random while the run goes on, as `slipstream set` makes them; default: 0"
     parser.add_argument("--set-changes", type=int, default=0, metavar="N", help=text)
+    text = "hosts to spread the run over, each a network namespace (as root) or a node of a Ray cluster; default: 1"
+    parser.add_argument("--hosts", type=int, default=1, metavar="H", help=text)
+    text = "faults of links between hosts, cut or slow; needs root; default: 0"
+    parser.add_argument("--links", type=int, default=0, metavar="L", help=text)
     text = "longest time without a learner step"
     parser.add_argument("--hang", type=float, default=180.0, metavar="SECONDS", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -67,16 +71,19 @@ def chaos(options: argparse.Namespace) -> int:
     from .audit import audit
     from .changes import make_changes
     from .harness import FaultRunner
+    from .hosted import HostedFaultRunner, cpus_of, node_environments
+    from .hosts import Hosts
     from .plan import make_plan
 
-    overrides = [*options.overrides, *FORCED]
+    many = options.hosts > 1
+    overrides = [*options.overrides, *FORCED, *(["launch.kind=ray_cluster"] if many else [])]
     config = load(options.config, overrides)
     run_dir = Path(config.run.dir).resolve()
-    for name, value in (("--kills", options.kills), ("--set-changes", options.set_changes)):
-        if value < 0:
-            raise ConfigError(f"{name}: {value}; allowed are 0 and more")
-    if config.launch.kind != "local":
-        raise ConfigError("launch.kind: chaos reaches the processes of this host only; allowed here is local")
+    _check_numbers(options)
+    if config.launch.kind != "local" and not many:
+        raise ConfigError(
+            "launch.kind: chaos reaches the processes of this host only; allowed here is local, or --hosts"
+        )
     for key, part in parts_by_key(config.env).items():
         if part.sampler != "sequential" or (isinstance(part, LimitedTasks) and part.tasks):
             raise ConfigError(
@@ -85,14 +92,20 @@ def chaos(options: argparse.Namespace) -> int:
     if run_dir.is_dir() and any(run_dir.iterdir()):
         raise ConfigError(f"run.dir: {config.run.dir} is not empty; name a new folder")
     preflight(config)
-    plan = make_plan(config, options.kills, options.seed)
+    plan = make_plan(config, options.kills, options.seed, options.hosts if many else 0, options.links)
     changes = make_changes(config, options.set_changes, len(plan), options.seed)
     console = PipeSafeConsole(stderr=options.json, highlight=False, markup=False, soft_wrap=True)
     console.print(f"seed {options.seed}: {len(plan)} faults, {len(changes)} changes of settings")
     for planned in (*plan, *changes):
         console.print(str(planned))
     console.print("the run starts")
-    result = FaultRunner([options.config, *overrides], run_dir, options.hang, console.print).run(plan, changes)
+    arguments = ([options.config, *overrides], run_dir, options.hang, console.print)
+    if many:
+        folder = run_dir.with_name(f"{run_dir.name}.hosts")
+        with Hosts(cpus_of(config, options.hosts), folder, node_environments(options.hosts)) as hosts:
+            result = HostedFaultRunner(hosts, *arguments).run(plan, changes)
+    else:
+        result = FaultRunner(*arguments).run(plan, changes)
     checks = (*audit(run_dir), _ledger_check(run_dir)) if (run_dir / DATABASE).exists() else ()
     problems = (*result.problems, *(f"{check.name}: {problem}" for check in checks for problem in check.problems))
     report = ChaosReport(
@@ -113,6 +126,19 @@ def chaos(options: argparse.Namespace) -> int:
         for problem in problems:
             console.print(f"PROBLEM {problem}")
     return 1 if problems else 0
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    from .hosts import may_make_namespaces
+
+    least = (("--kills", options.kills, 0), ("--set-changes", options.set_changes, 0), ("--links", options.links, 0))
+    for name, value, smallest in (*least, ("--hosts", options.hosts, 1)):
+        if value < smallest:
+            raise ConfigError(f"{name}: {value}; allowed are {smallest} and more")
+    if options.links and options.hosts == 1:
+        raise ConfigError(f"--links: {options.links}, but there is one host; name --hosts 2 or more")
+    if options.links and not may_make_namespaces():
+        raise ConfigError(f"--links: {options.links}; hosts have links only where root makes them, allowed here is 0")
 
 
 def _ledger_check(run_dir: Path) -> AuditCheck:

@@ -98,6 +98,7 @@ class FaultRunner:
         self._process: subprocess.Popen[bytes] | None = None
         self._last_step_at = 0.0
         self._last_fault: PlannedFault | None = None
+        self._orphans_s = ORPHANS_S
         self._excused_until = 0.0
         self.result = FaultRunResult()
 
@@ -130,14 +131,21 @@ class FaultRunner:
     def _start(self, *command: str) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "slipstream.launch.cli", *command],
+                self._command(*command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, CLIENT_FACTORY: AUDITED_CLIENT},
+                env={**os.environ, **self._environment()},
                 preexec_fn=functools.partial(set_parent_death_signal, os.getpid()),  # killing chaos ends its run
             )
         self._last_step_at = time.monotonic()
+
+    def _command(self, *arguments: str) -> list[str]:
+        """`slipstream` with `arguments`, where the run's supervisor is."""
+        return [sys.executable, "-P", "-m", "slipstream.launch.cli", *arguments]
+
+    def _environment(self) -> dict[str, str]:
+        return {CLIENT_FACTORY: AUDITED_CLIENT}
 
     def _supervisor(self) -> subprocess.Popen[bytes]:
         """The active run, resumed where a fault has ended it. Raises RoleDied where no fault explains its end."""
@@ -218,11 +226,13 @@ class FaultRunner:
 
     def _wait_for_exit(self) -> None:
         """Wait until no process of the run is alive. Raises RoleDied naming those that are."""
-        until = time.monotonic() + ORPHANS_S
+        until = time.monotonic() + self._orphans_s
         while left := list(self._leftovers()):
             if time.monotonic() > until:
                 names = ", ".join(_describe(process) for process in left)
-                raise RoleDied(f"{ORPHANS_S:g} s after the end of the supervisor these processes are alive: {names}")
+                raise RoleDied(
+                    f"{self._orphans_s:g} s after the end of the supervisor these processes are alive: {names}"
+                )
             time.sleep(POLL_S)
 
     def _last_log_line(self) -> str:
@@ -280,10 +290,7 @@ class FaultRunner:
         while time.monotonic() < until:
             self._supervisor()
             try:
-                command = ChangeSettings((change.override,))
-                asyncio.run(
-                    send_command(read_control_address(self._dir), command, SettingsChanged, who="slipstream chaos")
-                )
+                self._set(change.override)
             except ConfigError as error:  # the run is only starting, or has just been killed
                 why = str(error)
                 self._sleep(POLL_S)
@@ -292,13 +299,17 @@ class FaultRunner:
                 return
         raise DeadlineExceeded("slipstream chaos", f"the run to take {change.override}", self._hang_s, why)
 
+    def _set(self, override: str) -> None:
+        """Raises ConfigError where the run does not take it now."""
+        command = ChangeSettings((override,))
+        asyncio.run(send_command(read_control_address(self._dir), command, SettingsChanged, who="slipstream chaos"))
+
     # --- the faults -----------------------------------------------------------------------------------------------
 
     def _inject(self, fault: PlannedFault) -> None:
         """Inject one fault and wait for its end."""
         victim = self._victim(fault)
-        self._last_fault = fault
-        self._report(str(fault))
+        self._begin(fault)
         with contextlib.suppress(psutil.NoSuchProcess):
             match fault.kind:
                 case "kill":
@@ -313,8 +324,16 @@ class FaultRunner:
                         victim.resume()
                 case "disk":
                     self._fill_disk(fault)
+        self._end(fault, excused=fault.kind == "disk" or (fault.kind == "kill" and fault.victim == SUPERVISOR))
+
+    def _begin(self, fault: PlannedFault) -> None:
+        self._last_fault = fault
+        self._report(str(fault))
+
+    def _end(self, fault: PlannedFault, *, excused: bool) -> None:
+        """The fault is over; `excused`: the run may end for it."""
         self._last_step_at = time.monotonic()
-        if fault.kind == "disk" or (fault.kind == "kill" and fault.victim == SUPERVISOR):
+        if excused:
             self._excused_until = self._last_step_at + GRACE_S
         self.result.faults[fault.kind] = self.result.faults.get(fault.kind, 0) + 1
 

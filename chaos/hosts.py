@@ -15,6 +15,7 @@ import contextlib
 import functools
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ import psutil
 
 from ..common.process import set_parent_death_signal
 from ..errors import ConfigError, DeadlineExceeded
+from ..launch.launchers.local import free_ports
 from .switch import LinkState, SwitchStarted, address_of, kill_all, processes_of
 
 RAY_PORT = 6379
@@ -67,36 +69,81 @@ def may_make_namespaces() -> bool:
     )
 
 
+class Namespaces:
+    """`count` hosts, joined by a switch, without anything that runs on them. Use as a context manager. Raises ConfigError where
+    this process may not make them."""
+
+    def __init__(self, count: int) -> None:
+        if not may_make_namespaces():
+            raise ConfigError(
+                "hosts: network namespaces need root, /dev/net/tun, and the programs ip, nsenter and unshare"
+            )
+        command = [sys.executable, "-m", "slipstream.chaos.switch", str(count)]
+        self._switch = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.paths = msgspec.json.decode(self._reply(), type=SwitchStarted).namespaces
+
+    def __enter__(self) -> Namespaces:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        assert self._switch.stdin is not None
+        self._switch.stdin.close()
+        self._switch.wait()
+
+    def address(self, host: int) -> str:
+        return address_of(host)
+
+    def command(self, host: int, command: Sequence[str]) -> list[str]:
+        """`command` on `host`. The process that executes it has the id of the one that was started."""
+        return ["nsenter", f"--net={self.paths[host]}", *command]
+
+    def processes(self, host: int) -> list[psutil.Process]:
+        return list(processes_of(self.paths[host]))
+
+    def link(self, state: LinkState) -> None:
+        """From now on the host's link is like that; `LinkState(host)` is one without faults."""
+        assert self._switch.stdin is not None
+        self._switch.stdin.write(msgspec.json.encode(state) + b"\n")
+        self._switch.stdin.flush()
+        self._reply()
+
+    def _reply(self) -> bytes:
+        assert self._switch.stdout is not None
+        if line := self._switch.stdout.readline():
+            return line
+        raise ConfigError("hosts: the switch between them ended; may this process make network namespaces?")
+
+
 class Hosts:
-    """`count` hosts with `cpus` CPUs for Ray each, their Ray nodes started. Use as a context manager.
+    """`len(cpus)` hosts with so many CPUs for Ray, their Ray nodes started. Use as a context manager. `environments` are variables
+    of a host's Ray node, and so of all processes that it starts.
 
     Raises ConfigError where a cluster cannot be made here, DeadlineExceeded where a node does not start.
     """
 
     def __init__(
-        self, count: int, cpus: Sequence[int], folder: Path, environments: Mapping[int, Mapping[str, str]] = {}
+        self, cpus: Sequence[int], folder: Path, environments: Mapping[int, Mapping[str, str]] | None = None
     ) -> None:
-        self.namespaces: tuple[str, ...] = ()  # by host; none where this user may not make any
+        self.namespaces: Namespaces | None = None  # where this user may make any
         self._cpus = cpus
         self._folder = folder
-        self._environments = environments  # variables of a host's Ray node, and so of all processes that it starts
-        self._count = count
+        self._environments = environments or {}
+        self._port = RAY_PORT
+        self._token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # only this cluster's
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
-        self._switch: subprocess.Popen[bytes] | None = None
         self._logs = contextlib.ExitStack()
 
     def __enter__(self) -> Hosts:
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             if may_make_namespaces():
-                self._switch = subprocess.Popen(
-                    [sys.executable, "-m", "slipstream.chaos.switch", str(self._count)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                )
-                self.namespaces = msgspec.json.decode(self._reply(), type=SwitchStarted).namespaces
-            for host in range(self._count):
-                self.start(host)
+                self.namespaces = Namespaces(len(self._cpus))
+            else:
+                (self._port,) = free_ports(1)
+            self.start(*range(len(self._cpus)))
         except BaseException:
             self.close()
             raise
@@ -106,85 +153,80 @@ class Hosts:
         self.close()
 
     def close(self) -> None:
-        if self._switch is not None:
-            assert self._switch.stdin is not None
-            self._switch.stdin.close()
-            self._switch.wait()
-            self._switch = None
-        else:
-            for host in list(self._nodes):
-                self.kill(host)
-        for node in self._nodes.values():
-            node.wait()
-        self._nodes.clear()
+        for host in sorted(self._nodes, reverse=True):
+            self.kill(host)
+        if self.namespaces is not None:
+            self.namespaces.close()
         self._logs.close()
 
+    def __len__(self) -> int:
+        return len(self._cpus)
+
     def address(self, host: int) -> str:
-        return address_of(host) if self.namespaces else f"127.0.0.{host + 1}"
+        return self.namespaces.address(host) if self.namespaces else f"127.0.0.{host + 1}"
 
     @property
     def environment(self) -> dict[str, str]:
         """Of a command that joins the cluster."""
-        return {"RAY_ADDRESS": f"{self.address(0)}:{RAY_PORT}", "RAY_USAGE_STATS_ENABLED": "0"}
+        return {"RAY_ADDRESS": f"{self.address(0)}:{self._port}", **self._token}
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
         """`command` on `host`. The process that executes it has the id of the one that was started."""
-        if not self.namespaces:
+        if self.namespaces is None:
             return list(command)
         sessions = self._folder / f"ray-{host}"
         sessions.mkdir(exist_ok=True)
         Path(RAY_SESSIONS).mkdir(exist_ok=True)
         own = f'mount --bind "$0" {RAY_SESSIONS} && exec "$@"'
-        return [
-            "nsenter", f"--net={self.namespaces[host]}", "unshare", "--mount", "--propagation=private",
-            "sh", "-c", own, str(sessions), *command,
-        ]  # fmt: skip
+        mounted = ["unshare", "--mount", "--propagation=private", "sh", "-c", own, str(sessions), *command]
+        return self.namespaces.command(host, mounted)
 
-    def start(self, host: int) -> None:
-        """Start the host's Ray node, and wait until the cluster has it."""
-        node = ["--head", f"--port={RAY_PORT}", f"--system-config={json.dumps(HEALTH)}", "--include-dashboard=false"]
-        joins = [f"--address={self.address(0)}:{RAY_PORT}"]
+    def start(self, *hosts: int) -> None:
+        """Start the Ray nodes of `hosts`, and wait until the cluster has them."""
+        for host in hosts:
+            self._start(host)
+        until, missing = time.monotonic() + START_S, {self.address(host): host for host in hosts}
+        while missing:
+            for host in hosts:
+                if (status := self._nodes[host].poll()) is not None:
+                    raise ConfigError(f"Ray's node on host {host} ended with {status}; see {self._log(host)}")
+            if time.monotonic() > until:
+                logs = ", ".join(map(str, map(self._log, missing.values())))
+                raise DeadlineExceeded("the harness", f"Ray's nodes at {', '.join(missing)}", START_S, f"see {logs}")
+            command = self.command(0, [sys.executable, "-c", NODES])
+            environment = {**os.environ, **self.environment}
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=START_S, check=False
+            )
+            missing = {address: host for address, host in missing.items() if address not in done.stdout.split()}
+
+    def _start(self, host: int) -> None:
+        head = ["--head", f"--port={self._port}", f"--system-config={json.dumps(HEALTH)}", "--include-dashboard=false"]
         command = [
-            sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *(joins if host else node),
-            f"--node-ip-address={self.address(host)}", f"--num-cpus={self._cpus[host]}", f"--object-store-memory={STORE_BYTES}",
+            sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats",
+            *([f"--address={self.address(0)}:{self._port}"] if host else head), f"--node-ip-address={self.address(host)}",
+            f"--num-cpus={self._cpus[host]}", "--num-gpus=0", f"--object-store-memory={STORE_BYTES}",
         ]  # fmt: skip
-        log = self._logs.enter_context((self._folder / f"host-{host}.log").open("ab"))
+        log = self._logs.enter_context(self._log(host).open("ab"))
         self._nodes[host] = subprocess.Popen(
             self.command(host, command),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, **self._environments.get(host, {})},
+            env={**os.environ, **self._environments.get(host, {}), **self._token},
             preexec_fn=functools.partial(set_parent_death_signal, os.getpid()),
             start_new_session=True,
         )
-        self._wait(host)
 
-    def _wait(self, host: int) -> None:
-        until, alive = time.monotonic() + START_S, False
-        while not alive and time.monotonic() < until:
-            if (status := self._nodes[host].poll()) is not None:
-                raise ConfigError(f"Ray's node on host {host} ended with {status}; see {self._folder}/host-{host}.log")
-            done = subprocess.run(
-                self.command(0, [sys.executable, "-c", NODES]),
-                env={**os.environ, **self.environment},
-                capture_output=True,
-                text=True,
-                timeout=START_S,
-                check=False,
-            )
-            alive = self.address(host) in done.stdout.split()
-        if not alive:
-            raise DeadlineExceeded(
-                "the harness", f"Ray's node on host {host}", START_S, f"see {self._folder}/host-{host}.log"
-            )
+    def _log(self, host: int) -> Path:
+        return self._folder / f"host-{host}.log"
 
     # --- what can happen to a host --------------------------------------------------------------------------------
 
     def processes(self, host: int) -> list[psutil.Process]:
         """Its processes, Ray's among them."""
-        if self.namespaces:
-            return list(processes_of(self.namespaces[host]))
+        if self.namespaces is not None:
+            return self.namespaces.processes(host)
         with contextlib.suppress(psutil.NoSuchProcess):
             node = psutil.Process(self._nodes[host].pid)
             return [node, *node.children(recursive=True)]
@@ -192,14 +234,16 @@ class Hosts:
 
     def kill(self, host: int) -> None:
         """The host is lost with all its processes. Not for host 0 of a run that goes on."""
-        if self.namespaces:
-            kill_all([self.namespaces[host]])
-        else:
-            for process in self.processes(host):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+        kill_all(lambda: self.processes(host))
         if node := self._nodes.pop(host, None):
             node.wait()
+
+    def revive(self) -> None:
+        """Start the Ray nodes again that have ended: with their host, or because Ray had given up a host that did not answer."""
+        ended = [host for host in range(len(self)) if host not in self._nodes or self._nodes[host].poll() is not None]
+        for host in ended:
+            kill_all(lambda host=host: self.processes(host))
+        self.start(*ended)
 
     @contextlib.contextmanager
     def frozen(self, host: int) -> Iterator[None]:
@@ -214,18 +258,3 @@ class Hosts:
         for process in self.processes(host):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-
-    def link(self, host: int, *, up: bool = True, delay_s: float = 0.0, loss: float = 0.0) -> None:
-        """From now on the host's link is like that, see `LinkState`. Only as root."""
-        assert self._switch is not None
-        assert self._switch.stdin is not None
-        self._switch.stdin.write(msgspec.json.encode(LinkState(host, up, delay_s, loss)) + b"\n")
-        self._switch.stdin.flush()
-        self._reply()
-
-    def _reply(self) -> bytes:
-        assert self._switch is not None
-        assert self._switch.stdout is not None
-        if line := self._switch.stdout.readline():
-            return line
-        raise ConfigError("the switch between the hosts ended; is this process allowed to make network namespaces?")

@@ -1,12 +1,13 @@
 """The fault plan of `slipstream chaos`, drawn from a seed before the run starts. Pure.
 
 Invariants:
-- The same config, number of kills and seed give the same plan.
+- The same config, numbers of kills, hosts and links, and seed give the same plan.
 - A fault due after seconds hits a run that is recovering from the fault before; one due after steps hits a run that works.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Literal
@@ -17,7 +18,10 @@ from ..configs import Config
 from ..configs.schema import Vllm
 from ..launch.supervisor.processes import role_names
 
-Kind = Literal["kill", "stop", "disk"]
+Kind = Literal["kill", "stop", "disk", "lost", "frozen", "cut", "slow"]
+
+HOST = "host "
+"""Prefix of a victim: a host, by its number."""
 
 SUPERVISOR = "supervisor"
 
@@ -42,6 +46,18 @@ STOPS = 0.25
 DISKS = 0.1
 """Full disks per SIGKILL."""
 
+LOSSES = 0.1
+"""Hosts that are lost with all their processes per SIGKILL,"""
+
+FREEZES = 0.05
+"""and hosts that are frozen, where there are several."""
+
+BACK_S = (1.0, 10.0)
+"""When a lost host is back."""
+
+CUTS = 0.5
+"""Share of the faults of links that cut a host off; the others make all links slow and lossy."""
+
 WRITERS = ("buffer", "learner", "critic")
 """Kinds of roles whose disk becomes full."""
 
@@ -60,8 +76,10 @@ class PlannedFault(msgspec.Struct, frozen=True):
 
     Attributes:
         number: from 1.
-        kind: SIGKILL; SIGSTOP and after `seconds` SIGCONT; or no file of the process may grow for `seconds`.
-        victim: a role, `supervisor`, or an engine's ` core`.
+        kind: SIGKILL; SIGSTOP and after `seconds` SIGCONT; no file of the process may grow for `seconds`; a host is lost with all
+            its processes and back after `seconds`; all its processes are stopped for `seconds`; its link is cut, or all links are
+            slow and lossy, for `seconds`.
+        victim: a role, `supervisor`, an engine's ` core`, or a host.
         seconds: how long it lasts; 0 for a kill.
         after_steps: learner steps since the fault before; 0 where it is due after `after_s` seconds.
     """
@@ -78,32 +96,49 @@ class PlannedFault(msgspec.Struct, frozen=True):
         """The role of the victim."""
         return self.victim.removesuffix(CORE)
 
+    @property
+    def host(self) -> int:
+        """The number of the host that is the victim."""
+        return int(self.victim.removeprefix(HOST))
+
     def __str__(self) -> str:
         due = f"{self.after_steps} steps" if self.after_steps else f"{self.after_s:.1f} s"
         lasts = f" for {self.seconds:.1f} s" if self.seconds else ""
-        return f"{self.number:4}  after {due:8} {self.kind:5} {self.victim}{lasts}"
+        return f"{self.number:4}  after {due:8} {self.kind:6} {self.victim}{lasts}"
 
 
-def make_plan(config: Config, kills: int, seed: int) -> tuple[PlannedFault, ...]:
-    """`kills` SIGKILLs mixed with SIGSTOPs and full disks in proportion."""
-    rng = random.Random(f"{seed}/{kills}")
+def make_plan(config: Config, kills: int, seed: int, hosts: int = 0, links: int = 0) -> tuple[PlannedFault, ...]:
+    """`kills` SIGKILLs mixed with SIGSTOPs and full disks in proportion; on several `hosts` also with hosts that are lost and
+    frozen in proportion, and with `links` faults of links. Host 0, the supervisor's, is neither lost nor frozen as a whole."""
+    rng = random.Random(f"{seed}/{kills}" + (f"/{hosts}/{links}" if hosts else ""))
     counts: dict[Kind, int] = {"kill": kills, "stop": round(STOPS * kills), "disk": round(DISKS * kills)}
+    if hosts:
+        cuts = round(CUTS * links)
+        counts |= {
+            "lost": math.ceil(LOSSES * kills),
+            "frozen": math.ceil(FREEZES * kills),
+            "cut": cuts,
+            "slow": links - cuts,
+        }
     kinds: list[Kind] = [kind for kind, count in counts.items() for _ in range(count)]
     rng.shuffle(kinds)
-    return tuple(_faults(config, kinds, rng))
+    return tuple(_faults(config, kinds, hosts, rng))
 
 
-def _faults(config: Config, kinds: list[Kind], rng: random.Random) -> Iterator[PlannedFault]:
+def _faults(config: Config, kinds: list[Kind], hosts: int, rng: random.Random) -> Iterator[PlannedFault]:
     victims = [SUPERVISOR, *(name for name in role_names(config) if name != "evaluator")]
     if isinstance(config.rollout.engine, Vllm):
         victims += [name + CORE for name in victims if name.startswith("engine-")]
     writers = [name for name in victims if name.partition("-")[0] in WRITERS]
     rapid = 0
     for number, kind in enumerate(kinds, start=1):
-        candidates = writers if kind == "disk" else victims
-        victim = rng.choices(candidates, [WEIGHTS[name.partition("-")[0]] for name in candidates])[0]
+        if kind in ("lost", "frozen", "cut", "slow"):
+            victim = f"{HOST}{rng.randrange(0 if kind in ('cut', 'slow') else 1, hosts)}"
+        else:
+            candidates = writers if kind == "disk" else victims
+            victim = rng.choices(candidates, [WEIGHTS[name.partition("-")[0]] for name in candidates])[0]
         steps, seconds = rng.randint(1, STEPS), rng.uniform(0, PAUSE_S)
-        lasts = {"kill": 0.0, "stop": _pause(config, rng), "disk": rng.uniform(0.2, 4.0)}[kind]
+        lasts = 0.0 if kind == "kill" else _duration(kind, config, rng)
         in_seconds = rng.random() < 0.5 and rapid < MAX_RAPID
         rapid = rapid + 1 if in_seconds else 0
         yield PlannedFault(
@@ -114,6 +149,12 @@ def _faults(config: Config, kinds: list[Kind], rng: random.Random) -> Iterator[P
             after_steps=0 if in_seconds else steps,
             after_s=round(seconds, 1) if in_seconds else 0.0,
         )
+
+
+def _duration(kind: Kind, config: Config, rng: random.Random) -> float:
+    if kind == "disk":
+        return rng.uniform(0.2, 4.0)
+    return rng.uniform(*BACK_S) if kind == "lost" else _pause(config, rng)
 
 
 def _pause(config: Config, rng: random.Random) -> float:

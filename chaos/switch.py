@@ -27,7 +27,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import psutil
@@ -54,6 +54,7 @@ class LinkState(msgspec.Struct, frozen=True):
     up: bool = True
     delay_s: float = 0.0
     loss: float = 0.0  # share of the frames
+    unreachable: tuple[int, ...] = ()  # hosts between which and this one there is no way
 
 
 def address_of(host: int) -> str:
@@ -64,8 +65,8 @@ def processes_of(namespace: str) -> Iterator[psutil.Process]:
     """Every process in the network namespace at `namespace`, a path."""
     inode = os.stat(namespace).st_ino
     for process in psutil.process_iter():
-        with contextlib.suppress(OSError):
-            if os.stat(f"/proc/{process.pid}/ns/net").st_ino == inode:
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            if os.stat(f"/proc/{process.pid}/ns/net").st_ino == inode and process.status() != psutil.STATUS_ZOMBIE:
                 yield process
 
 
@@ -98,6 +99,8 @@ class Switch:
 
     def _forward(self, sender: int, receiver: int, frame: bytes) -> None:
         ends = self._links[sender], self._links[receiver]
+        if receiver in ends[0].unreachable or sender in ends[1].unreachable:
+            return
         if not all(end.up and (not end.loss or self._rng.random() >= end.loss) for end in ends):
             return
         queue, delay = self._queues[sender], sum(end.delay_s for end in ends)
@@ -142,10 +145,10 @@ def _make_host(host: int) -> tuple[int, int]:
     return namespace, tap
 
 
-def kill_all(namespaces: Sequence[str]) -> None:
-    """Kill every process in `namespaces`, those that are started meanwhile too. Raises TimeoutError where one survives."""
+def kill_all(find: Callable[[], list[psutil.Process]]) -> None:
+    """Kill every process that `find` returns, until it returns none. Raises TimeoutError where one survives."""
     deadline = time.monotonic() + KILL_S
-    while left := [p for path in namespaces for p in processes_of(path) if p.pid != os.getpid()]:
+    while left := find():
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -182,7 +185,7 @@ def main(count: int) -> None:
                     switch.set(msgspec.json.decode(line, type=LinkState))
                     os.write(1, b"\n")
     finally:
-        kill_all(paths)
+        kill_all(lambda: [process for path in paths for process in processes_of(path)])
 
 
 if __name__ == "__main__":

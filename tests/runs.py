@@ -52,10 +52,10 @@ def tiny_policy(folder: Path) -> Path:
     return cached(folder, f"tiny_policy {config}", make)
 
 
-def slipstream(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def slipstream(*arguments: str, check: bool = True, seconds: float = WAIT_S) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     command = [sys.executable, "-m", "slipstream.launch.cli", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     assert not check or done.returncode == 0, (
         f"{arguments}: {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     )

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 from ray.cluster_utils import Cluster
-from slipstream.errors import DeadlineExceeded, RoleDied
+from slipstream.errors import DeadlineExceeded
 from slipstream.launch.launchers import ray as ray_launcher
+from slipstream.launch.launchers.local import PlacementLost
 from slipstream.launch.launchers.ray import RayLauncher, RayProcess
 
 WAIT_S = 60.0
@@ -49,6 +50,14 @@ async def start(launcher: RayLauncher, role: str) -> RayProcess:
     return process
 
 
+async def restart(launcher: RayLauncher, role: str) -> RayProcess:
+    """As the supervisor does it when the place of a role is lost."""
+    with pytest.raises(PlacementLost, match=f"the place of {role} at .* is lost"):
+        await start(launcher, role)
+    await launcher.move(role)
+    return await start(launcher, role)
+
+
 async def test_placements_that_are_lost(
     cluster: Cluster, launcher: RayLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,7 +69,8 @@ async def test_placements_that_are_lost(
         # The actor ends: another one takes its bundle.
         os.kill(psutil.Process(process.pid).ppid(), signal.SIGKILL)
         assert await process.wait() == -9
-        process = await start(launcher, "engine-0")
+        assert process.lost
+        process = await restart(launcher, "engine-0")
 
         # The actor is stopped: ending its process takes seconds all the same.
         monkeypatch.setattr(ray_launcher, "END_S", 1.0)
@@ -72,13 +82,14 @@ async def test_placements_that_are_lost(
         assert await process.wait() == -9
 
         # The node is lost: the role continues on another.
-        process = await start(launcher, "engine-0")
+        process = await restart(launcher, "engine-0")
         cluster.add_node(num_cpus=1)
         await asyncio.to_thread(cluster.remove_node, first, allow_graceful=False)
         assert await process.wait() == -9
-        process = await start(launcher, "engine-0")
+        process = await restart(launcher, "engine-0")
         await process.terminate()
         assert await process.wait() == -signal.SIGTERM
+        assert not process.lost
 
         # It leaves: the next role takes its bundle. A second release changes nothing.
         await launcher.release("engine-0")
@@ -102,10 +113,11 @@ async def test_a_node_that_is_lost_for_good(
         with monkeypatch.context() as hurried:
             hurried.setattr(ray_launcher, "PLACE_S", 3.0)
             hurried.setattr(ray_launcher, "END_S", 1.0)
-            with pytest.raises(RoleDied, match=r"the placement of engine-0 at .* is lost, and Ray has no other"):
-                await start(launcher, "engine-0")
-            with pytest.raises(RoleDied, match="is lost, and Ray has no other"):  # named each time
-                await start(launcher, "engine-0")
+            for _ in range(2):  # named each time
+                with pytest.raises(PlacementLost, match=r"the place of engine-0 at .* is lost"):
+                    await start(launcher, "engine-0")
+                with pytest.raises(PlacementLost, match=r"the place of engine-0 at .* is lost, and Ray has no other"):
+                    await launcher.move("engine-0")
             await launcher.release("engine-0")
             assert psutil.pid_exists(other.pid)
             # Its bundle is on no node and is not reused: the next role is refused, because there is no room.
@@ -116,16 +128,29 @@ async def test_a_node_that_is_lost_for_good(
         await start(launcher, "engine-3")
 
 
-async def test_only_a_role_that_does_not_listen_moves_to_another_host(cluster: Cluster, launcher: RayLauncher) -> None:
+async def test_only_a_role_that_the_others_find_again_moves_to_another_host(
+    cluster: Cluster, launcher: RayLauncher
+) -> None:
     async with asyncio.timeout(4 * WAIT_S):
-        lost = cluster.add_node(num_cpus=2)
-        placements = await launcher.place({"engine-0": 0, "worker-0": 0})
-        engine, worker = await start(launcher, "engine-0"), await start(launcher, "worker-0")
-        cluster.add_node(num_cpus=2, node_ip_address="127.0.0.2")
+        lost = cluster.add_node(num_cpus=3)
+        placements = await launcher.place({"buffer": 0, "engine-0": 0, "worker-0": 0})
+        processes = [await start(launcher, role) for role in placements]
+        cluster.add_node(num_cpus=3, node_ip_address="127.0.0.2")
         await asyncio.to_thread(cluster.remove_node, lost, allow_graceful=False)
-        assert await asyncio.gather(engine.wait(), worker.wait()) == [-9, -9]
-        await start(launcher, "worker-0")
+        assert await asyncio.gather(*(process.wait() for process in processes)) == [-9] * 3
+        await restart(launcher, "worker-0")
+        assert (await launcher.move("engine-0")).host == "127.0.0.2"
         with pytest.raises(
-            RoleDied, match=rf"another at 127\.0\.0\.2, but the others know it at {placements['engine-0'].host}"
+            PlacementLost, match=rf"another at 127\.0\.0\.2, but the others know it at {placements['buffer'].host}"
         ):
-            await start(launcher, "engine-0")
+            await launcher.move("buffer")
+
+
+async def test_hosts_that_reach_each_other_pass_the_check_of_links(cluster: Cluster, launcher: RayLauncher) -> None:
+    async with asyncio.timeout(4 * WAIT_S):
+        cluster.add_node(num_cpus=1)
+        cluster.add_node(num_cpus=1, node_ip_address="127.0.0.2")
+        placements = await launcher.place({"buffer": 0, "worker-0": 0})
+        assert len({placement.host for placement in placements.values()}) == 2
+        await launcher.check_links()
+        await launcher.check_links()  # no port is kept

@@ -151,12 +151,12 @@ class HealthMonitor:
         while True:
             await asyncio.sleep(min(PROBE_S, self._silence_s / 4))
             now = time.monotonic()
-            for role in list(self._roles.values()):
-                if role.process and now > role.deadline:
-                    role.error = role.error or _silence(role, now)
-                    self._view.event(f"{role.name} is killed: {role.error}")
-                    role.deadline = float("inf")
-                    await role.process.kill()
+            silent = [role for role in self._roles.values() if role.process and now > role.deadline]
+            for role in silent:
+                role.error = role.error or _silence(role, now)
+                self._view.event(f"{role.name} is killed: {role.error}")
+                role.deadline = float("inf")
+            await asyncio.gather(*(role.process.kill() for role in silent if role.process))
             for line in self._watchdog.check(self.waits(), time.monotonic()):
                 if self._alerts is None or line != self._watchdog.stalled:
                     self._view.event(line)

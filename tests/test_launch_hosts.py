@@ -1,0 +1,251 @@
+"""Runs over several hosts, each a network namespace of this machine with a Ray node: ranks meet across hosts, lost hosts are
+replaced, networks are slow and break."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from slipstream.chaos.audit import audit
+from slipstream.chaos.hosts import Hosts, Namespaces
+from slipstream.chaos.switch import LinkState
+from slipstream.errors import ConfigError
+from slipstream.launch.supervisor.factory import CLIENT_FACTORY
+from slipstream.tests.hosts import CLUSTER, HostedRun, needs_namespaces
+from slipstream.tests.runs import WAIT_S, check_accounts, leftovers, metrics, slipstream, tiny_policy
+
+pytestmark = needs_namespaces
+log = logging.getLogger(__name__)
+
+SERVER = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 5000))
+print("ready", flush=True)
+while True:
+    connection, _ = server.accept()
+    while data := connection.recv(1 << 20):
+        connection.sendall(data)
+"""
+"""Sends back what it gets."""
+
+CLIENT = """
+import socket, sys, time
+try:
+    connection = socket.create_connection((sys.argv[1], 5000), timeout=float(sys.argv[2]))
+    began = time.monotonic()
+    connection.sendall(b"?")
+    connection.recv(1)
+    print(time.monotonic() - began)
+except OSError as error:
+    print(type(error).__name__)
+"""
+"""Prints the seconds of one round trip."""
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from slipstream.learner.distributed import join, new_gloo_group
+join(torch.device("cpu"), 60.0)
+total = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(total)
+dist.all_reduce(total, group=new_gloo_group(60.0))
+print(total.item())
+"""
+"""A rank of the learner that adds up numbers with the others, in the first group and in another."""
+
+
+def on(hosts: Namespaces, host: int, code: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    prefix = ["env", *(f"{name}={value}" for name, value in variables.items())]
+    command = hosts.command(host, [*prefix, sys.executable, "-c", code, *arguments])
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def round_trip(hosts: Namespaces, seconds: float = 10.0) -> str:
+    return on(hosts, 1, CLIENT, hosts.address(0), str(seconds)).communicate(timeout=60)[0].strip()
+
+
+def test_links_between_hosts_are_slow_and_break() -> None:
+    with Namespaces(2) as hosts:
+        server = on(hosts, 0, SERVER, hosts.address(0))
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        fast = float(round_trip(hosts))
+        hosts.link(LinkState(1, delay_s=0.1))
+        assert 0.2 <= float(round_trip(hosts)) > fast
+        hosts.link(LinkState(1, up=False))
+        assert round_trip(hosts, 1.0) == "TimeoutError"
+        hosts.link(LinkState(1, unreachable=(0,)))
+        assert round_trip(hosts, 1.0) == "TimeoutError"
+        hosts.link(LinkState(1))
+        assert float(round_trip(hosts)) < 0.2
+        assert [process.pid for process in hosts.processes(0)] == [server.pid]
+    assert server.wait(10) == -9  # it went with its host
+
+
+def test_ranks_on_two_hosts_meet() -> None:
+    """By default gloo listens on the address of the host's name, which is often one of loopback."""
+    with Namespaces(2) as hosts:
+        meeting = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+        ranks = [on(hosts, rank, RANK, RANK=str(rank), **meeting) for rank in range(2)]
+        assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["6.0\n"] * 2
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_policy(tmp_path_factory.mktemp("policy") / "policy")
+
+
+def check_audit(run: Path) -> None:
+    assert [(check.name, check.problems) for check in audit(run) if check.wrong] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_a_learner_on_two_hosts_pushes_its_weights_across(backend: str, policy: Path, tmp_path: Path) -> None:
+    layout = ["learner.backend.kind=megatron"] if backend == "megatron" else []
+    with (
+        Hosts([2, 2, 5], tmp_path / "hosts") as hosts,
+        HostedRun(hosts, tmp_path / "run", "chaos", f"model.path={policy}", *CLUSTER, *layout) as run,
+    ):
+        run.until_steps(3)
+        places = run.places()
+        assert places["learner-0"] != places["learner-1"]
+        assert {places["engine-0"], places["engine-1"]} != {places["learner-0"]}
+        run.stop()
+    check_accounts(run.run_dir)
+
+
+@pytest.mark.full
+def test_two_hosts_that_do_not_reach_each_other_are_named_before_anything_starts(policy: Path, tmp_path: Path) -> None:
+    with Hosts([2, 3, 4], tmp_path / "hosts") as hosts:
+        assert hosts.namespaces is not None
+        hosts.namespaces.link(LinkState(1, unreachable=(2,)))
+        with HostedRun(hosts, tmp_path / "run", "chaos", f"model.path={policy}", *CLUSTER) as run:
+            assert run.process.wait(WAIT_S) == ConfigError.exit_code, run.output()
+    one, other = hosts.address(1), hosts.address(2)
+    ends = rf"({one} cannot connect to \S+ at {other}|{other} cannot connect to \S+ at {one}):\d+ \("
+    assert re.search(ends, run.output()), run.output()
+    assert "started, pid" not in run.output()
+
+
+@pytest.mark.full
+def test_lost_hosts_are_lost_replicas_workers_and_ranks_but_no_lost_run(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CLIENT_FACTORY, "slipstream.chaos.audited_client:audited_client")
+    with (
+        Hosts([2, 4, 6], tmp_path / "hosts") as hosts,
+        HostedRun(hosts, tmp_path / "run", "chaos", f"model.path={policy}", *CLUSTER) as run,
+    ):
+        run.until_steps(2)
+        places = run.places()
+        assert places["buffer"] == 0
+        spare, core = (
+            places["worker-1"],
+            places["learner-0"],
+        )  # a host that the run can do without, and one that it cannot
+        assert core not in (0, spare)
+
+        hosts.kill(spare)
+        assert run.until_steps(2, 30.0) < 30.0
+        workers = {row["name"]: row for row in json.loads(run.call("workers", str(run.run_dir), "list", "--json"))}
+        assert workers["worker-1"]["state"] == "waits for a place"
+        hosts.start(spare)
+        run.until(lambda: run.places().get("worker-1") == spare, "worker-1 on the host that is back")
+        run.call("workers", str(run.run_dir), "add")
+        run.until(lambda: run.places().get("worker-2") == spare, "another worker")
+        run.call("workers", str(run.run_dir), "remove", "worker-2")
+        run.call("replicas", str(run.run_dir), "add", "--wait")
+        run.call("replicas", str(run.run_dir), "remove", "engine-2", "--wait")
+        run.until(lambda: "worker-2" not in run.places(), "worker-2 to leave")
+
+        hosts.kill(core)
+        run.until(lambda: run.places().get("learner-0") == spare, "the learner on another host")
+        run.until_steps(3)
+        assert any(row["version"] > row["step"] for row in metrics(run.run_dir))  # it went on from a checkpoint
+        output = run.stop()
+    assert "is lost with its host" in output
+    check_accounts(run.run_dir)
+    check_audit(run.run_dir)
+
+
+CLOCK = """
+import os, time
+ahead = float(os.environ["CLOCK_AHEAD_S"])
+real, real_ns = time.time, time.time_ns
+time.time = lambda: real() + ahead
+time.time_ns = lambda: real_ns() + int(ahead * 1e9)
+"""
+"""Imported by every Python process of a host (`sitecustomize`): its wall clock is ahead, its monotonic clock is not."""
+
+AHEAD_S = 600.0
+APART_S = 60.0
+STEP_S = 120.0
+"""Longest time for two steps in any of it: a silent role is missed after 10 s, a lost host after 15, and then roles start anew."""
+
+
+@pytest.mark.full
+def test_networks_as_they_are(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 ms and 2 % loss; a host that is cut off for a minute, one that is frozen for a minute, one whose clock is ahead."""
+    monkeypatch.setenv(CLIENT_FACTORY, "slipstream.chaos.audited_client:audited_client")
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock" / "sitecustomize.py").write_text(CLOCK)
+    ahead = {"PYTHONPATH": str(tmp_path / "clock"), "CLOCK_AHEAD_S": str(AHEAD_S)}
+    seconds: dict[str, float] = {}
+    with (
+        Hosts([2, 4, 4], tmp_path / "hosts", {1: ahead}) as hosts,
+        HostedRun(hosts, tmp_path / "run", "chaos", f"model.path={policy}", *CLUSTER) as run,
+    ):
+        links = hosts.namespaces
+        assert links is not None
+        run.until_steps(2)
+        assert run.places()["learner-0"] == 1
+        assert metrics(run.run_dir)[0]["time"] > time.time() + AHEAD_S - 60.0
+        seconds["undisturbed"] = run.until_steps(2, STEP_S)
+
+        for host in range(3):
+            links.link(LinkState(host, delay_s=0.0125, loss=0.01))
+        seconds["50 ms and 2 % loss"] = run.until_steps(2, STEP_S)
+        for host in range(3):
+            links.link(LinkState(host))
+
+        began = time.monotonic()
+        links.link(LinkState(2, up=False))
+        seconds["cut off"] = run.until_steps(2, STEP_S)
+        while (left := began + APART_S - time.monotonic()) > 0:
+            time.sleep(min(left, 1.0))
+        assert run.process.poll() is None, run.output()
+        links.link(LinkState(2))
+        hosts.revive()
+        run.until(lambda: 2 in run.places().values(), "roles on the host that is back")
+
+        with hosts.frozen(2):
+            began = time.monotonic()
+            seconds["frozen"] = run.until_steps(2, STEP_S)
+            waits = run.call("waits", str(run.run_dir))
+            time.sleep(max(0.0, began + APART_S - time.monotonic()))
+        hosts.revive()
+        seconds["afterwards"] = run.until_steps(3, STEP_S)
+        run.stop()
+    log.info("seconds for two steps: %s\n%s", seconds, waits)
+    assert "the supervisor" in waits
+    check_accounts(run.run_dir)
+    check_audit(run.run_dir)
+
+
+@pytest.mark.full
+def test_chaos_on_hosts(policy: Path, tmp_path: Path) -> None:
+    arguments = ("chaos", "--hosts=3", "--kills=6", "--links=4", "--seed=1", "--hang=300", "--json")
+    done = slipstream(
+        "chaos", *arguments, f"model.path={policy}", f"run.dir={tmp_path / 'run'}", check=False, seconds=1500.0
+    )
+    report = json.loads(done.stdout)
+    log.info("%s", json.dumps(report, indent=1))
+    assert report["problems"] == []
+    assert report["faults"] == {"kill": 6, "stop": 2, "disk": 1, "lost": 1, "frozen": 1, "cut": 2, "slow": 2}
+    assert leftovers(tmp_path / "run") == []
