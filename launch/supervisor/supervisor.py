@@ -56,7 +56,7 @@ from ...rpc.security import make_keys
 from ...rpc.server import RpcServer
 from ...weightsync.fleet import Fleet
 from .. import evaluations
-from ..launchers.local import Launcher, Placement
+from ..launchers.local import Launcher, Placement, PlacementLost
 from ..resources import AUX_MODEL_KINDS, RANKED, needs_rendezvous_port, role_environment
 from ..run_context import Addresses, RunContext, RunSettings
 from .alert_monitor import AlertMonitor
@@ -103,9 +103,13 @@ class Supervisor:
     async def train(self, metrics: MetricsServer | None = None) -> None:
         """`metrics` listens already, and serves the run's until the end."""
         self._metrics = metrics
-        self._exit_message = f"interrupted; continue with `slipstream resume {self.config.run.dir}`"
+        resume = f"continue with `slipstream resume {self.config.run.dir}`"
+        self._exit_message = f"interrupted; {resume}"
         with TimelineWriter(self.run_dir if self.recorded else None, "supervisor", ServerUsage(self._processes).gauges):
-            await self._run(role_names(self.config), self._train)
+            try:
+                await self._run(role_names(self.config), self._train)
+            except PlacementLost as error:
+                raise PlacementLost(f"{error}; {resume} when there is room") from error
 
     async def evaluate(self, label: str, step: int = 0) -> None:
         """Serve `model.path` as it is, the policy after `step`, and add its evaluation to the run's."""
