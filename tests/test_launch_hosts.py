@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from slipstream.chaos.audit import audit
 from slipstream.chaos.hosts import Hosts, Namespaces
@@ -93,6 +94,22 @@ def test_ranks_on_two_hosts_meet() -> None:
         meeting = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
         ranks = [on(hosts, rank, RANK, RANK=str(rank), **meeting) for rank in range(2)]
         assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["6.0\n"] * 2
+
+
+@pytest.mark.full
+def test_hosts_of_a_user_who_may_make_no_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.chaos.hosts.may_make_namespaces", lambda: False)
+    with Hosts([1, 1], tmp_path) as hosts:
+        before = [{process.pid for process in hosts.processes(host)} for host in range(2)]
+        assert all(before)
+        assert not before[0] & before[1]
+        hosts.kill(1)
+        assert not any(psutil.pid_exists(pid) for pid in before[1])
+        assert all(psutil.pid_exists(pid) for pid in before[0])
+        hosts.revive()
+        with hosts.frozen(1):
+            assert {process.status() for process in hosts.processes(1)} == {psutil.STATUS_STOPPED}
+    assert not any(psutil.pid_exists(pid) for pid in before[0])
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from rich.console import Console
 from slipstream.configs import load
 from slipstream.errors import ConfigError, RoleDied
 from slipstream.launch.launchers.local import LocalLauncher, Placement, PlacementLost, ProcessHandle
+from slipstream.launch.run_context import RunSettings
 from slipstream.launch.supervisor.processes import MOVES, ProcessManager, RoleProcess
 from slipstream.launch.supervisor.workers import WorkerManager
 from slipstream.monitor.terminal import LineView
@@ -314,3 +315,11 @@ async def test_a_replica_that_moves_is_at_its_new_address_in_the_fleet(tmp_path:
         (info,) = fleets.state.replicas
         assert (info.url, info.incarnation, info.state) == (role.probe[0], 1, "starting")
         await fleets.close()
+
+
+def test_workers_share_the_limit_of_episodes_as_they_come_and_go() -> None:
+    config = load("quickstart", ["rollout.max_episodes=80", "rollout.workers=2"])
+    settings = RunSettings(1, config, ("worker-0", "worker-3", "worker-4"))
+    assert [settings.episode_limit(name) for name in settings.workers] == [27, 27, 26]
+    assert settings.episode_limit("worker-9") == 26  # which was just removed
+    assert RunSettings(1, load("quickstart"), ("worker-0",)).episode_limit("worker-0") is None

@@ -21,14 +21,14 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
-def listed(run: Path) -> dict[str, dict]:
-    """Replica name -> what `list` says of it."""
-    return {row["name"]: row for row in json.loads(slipstream("replicas", str(run), "list", "--json").stdout)}
+def listed(run: Path, command: str = "replicas") -> dict[str, dict]:
+    """Name -> what `list` says of it."""
+    return {row["name"]: row for row in json.loads(slipstream(command, str(run), "list", "--json").stdout)}
 
 
-def refused(run: Path, *arguments: str) -> str:
-    """The one line of a lease request that is refused."""
-    done = slipstream("replicas", str(run), *arguments, check=False)
+def refused(run: Path, *arguments: str, command: str = "replicas") -> str:
+    """The one line of a command that is refused."""
+    done = slipstream(command, str(run), *arguments, check=False)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("slipstream: ")
@@ -72,12 +72,21 @@ def test_replicas_come_and_go_while_a_run_trains(policy: Path, tmp_path: Path) -
             "engine-1 to be started again",
         )
         assert slipstream("replicas", str(run), "add", "--wait").stdout.startswith("engine-2:")  # no name comes twice
+
+        assert "worker-0 is the last worker" in refused(run, "remove", "worker-0", command="workers")
+        assert "allowed are 1 and more" in refused(run, "add", "0", command="workers")
+        assert slipstream("workers", str(run), "add").stdout == "worker-1: starting\n"
+        going.until(lambda: listed(run, "workers")["worker-1"]["state"] == "playing", "worker-1 to play")
+        assert slipstream("workers", str(run), "remove", "worker-0").stdout == "worker-0: leaving\n"
+        going.until(lambda: list(listed(run, "workers")) == ["worker-1"], "worker-0 to leave")
+        assert "worker-1" in slipstream("workers", str(run), "list").stdout
         going.until_step(max(row["step"] for row in metrics(run)) + 2)
         going.process.send_signal(signal.SIGINT)
         output = going.output()
         assert going.process.returncode == 130, output
     assert "! engine-1 added" in output
     assert "! engine-0 removed" in output
+    assert "! worker-0 removed" in output
     assert leftovers(run) == []
     assert failures(run) == []
     check_accounts(run)
