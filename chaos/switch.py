@@ -140,6 +140,7 @@ def _make_host(host: int) -> tuple[int, int]:
         "link set lo up",
         f"link set eth0 address 02:00:00:00:00:{host + 1:02x} mtu {MTU} up",
         f"addr add {address_of(host)}/24 dev eth0",
+        "route add default dev eth0",  # leads nowhere: by it Ray and others find which address is theirs
     ):
         subprocess.run(["ip", *command.split()], check=True)
     return namespace, tap

@@ -72,7 +72,7 @@ class HostedRun:
         while not condition():
             assert self.process.poll() is None, f"the run ended before {what}:\n{self.output()}"
             assert time.monotonic() < began + seconds, f"no {what} within {seconds} s:\n{self.output()}"
-            time.sleep(0.1)
+            time.sleep(0.25)
         return time.monotonic() - began
 
     def steps(self) -> int:
