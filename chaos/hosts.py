@@ -128,7 +128,7 @@ class Hosts:
         self, cpus: Sequence[int], folder: Path, environments: Mapping[int, Mapping[str, str]] | None = None
     ) -> None:
         self.namespaces: Namespaces | None = None  # where this user may make any
-        self._cpus = cpus
+        self.cpus = list(cpus)  # a host that starts again has as many as are here then
         self._folder = folder
         self._environments = environments or {}
         self._port = RAY_PORT
@@ -140,10 +140,10 @@ class Hosts:
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             if may_make_namespaces():
-                self.namespaces = Namespaces(len(self._cpus))
+                self.namespaces = Namespaces(len(self.cpus))
             else:
                 (self._port,) = free_ports(1)
-            self.start(*range(len(self._cpus)))
+            self.start(*range(len(self.cpus)))
         except BaseException:
             self.close()
             raise
@@ -160,7 +160,7 @@ class Hosts:
         self._logs.close()
 
     def __len__(self) -> int:
-        return len(self._cpus)
+        return len(self.cpus)
 
     def address(self, host: int) -> str:
         return self.namespaces.address(host) if self.namespaces else f"127.0.0.{host + 1}"
@@ -205,7 +205,7 @@ class Hosts:
         command = [
             sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats",
             *([f"--address={self.address(0)}:{self._port}"] if host else head), f"--node-ip-address={self.address(host)}",
-            f"--num-cpus={self._cpus[host]}", "--num-gpus=0", f"--object-store-memory={STORE_BYTES}",
+            f"--num-cpus={self.cpus[host]}", "--num-gpus=0", f"--object-store-memory={STORE_BYTES}",
         ]  # fmt: skip
         log = self._logs.enter_context(self._log(host).open("ab"))
         self._nodes[host] = subprocess.Popen(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,13 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ...common.tasks import in_thread
 from ...errors import ConfigError, DeadlineExceeded, RoleDied, SlipstreamError, with_deadline
 from .links import CONNECT_S, SUPERVISOR, LinkEnd, pairs_that_talk
 from .local import PLACE_S, LocalLauncher, Placement, PlacementLost, ProcessHandle, claim_ports, free_ports
+from .packing import pack
 
 START_S = 30.0  # longest wait for an actor that has answered before to start a process, the end of an old one included
-PIN_S = 10.0  # longest wait for room for the buffer on this host
+RETRY_S = 1.0  # between two actors of a role that were both lost at once: Ray has no event for when another may live
 END_S = 10.0  # how long an actor may take to end its process; after that the actor itself is killed
 BUFFER = "buffer"
 FIXED = ("buffer", "reward")  # kinds of roles that cannot move to another host
@@ -164,7 +165,7 @@ class RayLauncher:
                 del new[role]
         try:
             if new:
-                await self._reserve(new, cpus, {} if self._many_hosts and _external() else {f"node:{here}": 0.001})
+                self._reserve(new, cpus, {} if self._many_hosts and _external() else {f"node:{here}": 0.001})
             for role in roles:
                 self._actors[role] = self._bundles[role].actor(self._logs)
             placing, room = self._place_all(roles), f"room for {len(roles)} roles, {_bundles(roles, cpus)}"
@@ -199,25 +200,32 @@ class RayLauncher:
         self._next_port += 1 if self._next_port else 0
         return placement
 
-    async def _reserve(self, roles: Mapping[str, int], cpus: int, affinity: dict[str, float]) -> None:
+    def _reserve(self, roles: Mapping[str, int], cpus: int, affinity: dict[str, float]) -> None:
         """A placement group for each of `roles`, which Ray fills when there is room. Raises ConfigError where roles that are placed
         later need more GPUs than are free."""
         wanted, free = sum(roles.values()), int(ray.available_resources().get("GPU", 0))
         if self._groups and wanted > free:
             raise ConfigError(f"{', '.join(roles)} want {wanted} GPUs, and Ray has {free} that are free; ask for fewer")
         bundles = dict(zip(roles, _bundles(roles, cpus), strict=True))
-        groups = dict[str, PlacementGroup]()
-        if BUFFER in roles and not affinity:
-            here = {f"node:{ray.util.get_node_ip_address()}": 0.001}
-            pinned = placement_group([bundles[BUFFER] | here])
-            if await in_thread(lambda: pinned.wait(PIN_S), "place-buffer"):
-                groups[BUFFER] = pinned
-            else:
-                remove_placement_group(pinned)
+        pinned = {role: ray.get_runtime_context().get_node_id() for role in bundles if role == BUFFER}
+        targets = {} if affinity else pack(bundles, self._room(), pinned)
         for role, bundle in bundles.items():
-            group = groups.get(role) or placement_group([bundle | affinity])
+            target = targets.get(role)  # a wish: where it has no room after all, Ray finds another host
+            group = placement_group([bundle | affinity], "STRICT_PACK", _soft_target_node_id=target)
             self._groups.append(group)
             self._bundles[role] = RayBundle(group, cpus, roles[role])
+
+    def _room(self) -> dict[str, dict[str, float]]:
+        """What each host that is alive has for more roles of this run, by its id in Ray."""
+        nodes = sorted(ray.nodes(), key=lambda node: node["NodeManagerAddress"])
+        left = {node["NodeID"]: dict(node["Resources"]) for node in nodes if node["Alive"]}
+        groups = {group.id.hex() for group in self._groups}
+        for name, table in placement_group_table().items():
+            if name in groups:
+                for index, node in table["bundles_to_node_id"].items():
+                    for resource, amount in table["bundles"][index].items() if node in left else ():
+                        left[node][resource] = left[node].get(resource, 0.0) - amount
+        return left
 
     async def _join(self, roles: int) -> None:
         """Connect to the cluster, or start one here. Raises ConfigError when the one that `RAY_ADDRESS` names cannot be reached."""
@@ -257,14 +265,21 @@ class RayLauncher:
         return RayProcess(role, actor, pid)
 
     async def move(self, role: str) -> Placement:
-        ray.kill(self._actors[role])  # it may be alive but out of reach
-        before, actor = self._placements[role], self._bundles[role].actor(self._logs)
-        self._actors[role] = actor
-        try:
-            host, port = await self._answer(actor.reserve.remote(not self._many_hosts, 0), f"another place for {role}")
-        except (RayActorError, DeadlineExceeded) as error:
-            lost = f"the place of {role} at {before.host} is lost"
-            raise PlacementLost(f"{lost}, and Ray has no other: {_line(error)}") from error
+        before, deadline = self._placements[role], time.monotonic() + PLACE_S
+        while True:
+            ray.kill(self._actors[role])  # it may be alive but out of reach
+            self._actors[role] = self._bundles[role].actor(self._logs)
+            reserved = self._actors[role].reserve.remote(not self._many_hosts, 0)
+            try:
+                left = deadline - time.monotonic()
+                host, port = await self._answer(reserved, f"another place for {role}", max(0.0, left))
+                break
+            except RayActorError as error:
+                log.warning("another place of %s is lost, too: %s", role, _line(error))
+                await asyncio.sleep(RETRY_S)
+            except DeadlineExceeded as error:
+                none = f"is lost, and Ray had no other within {PLACE_S:g} s"
+                raise PlacementLost(f"the place of {role} at {before.host} {none}") from error
         if host == before.host:
             return before
         if role.partition("-")[0] in FIXED:

@@ -137,12 +137,12 @@ class ProcessManager:
             if not left:
                 raise PlacementLost(f"{failures[0]}, after it was moved {MOVES} times in a row")
             await asyncio.gather(*(role.process.kill() for role in roles if role.process))
-            try:
-                for role, outcome in zip(roles, outcomes, strict=True):
-                    if isinstance(outcome, PlacementLost):
-                        await self._move(role, outcome)
-            except Stopped:
-                return
+            lost = [(role, one) for role, one in zip(roles, outcomes, strict=True) if isinstance(one, PlacementLost)]
+            moves = await asyncio.gather(*(self._move(role, error) for role, error in lost), return_exceptions=True)
+            if error := next((one for one in moves if isinstance(one, BaseException)), None):
+                if isinstance(error, Stopped):
+                    return
+                raise error
 
     async def _start(self, role: RoleProcess) -> None:
         async with role.changing:
