@@ -163,7 +163,9 @@ class Hosts:
         return len(self.cpus)
 
     def address(self, host: int) -> str:
-        return self.namespaces.address(host) if self.namespaces else f"127.0.0.{host + 1}"
+        return (
+            self.namespaces.address(host) if self.namespaces else f"127.0.0.{host + 2}"
+        )  # Ray takes 127.0.0.1 for another
 
     @property
     def environment(self) -> dict[str, str]:
