@@ -138,7 +138,9 @@ def _faults(config: Config, kinds: list[Kind], hosts: int, rng: random.Random) -
             candidates = writers if kind == "disk" else victims
             victim = rng.choices(candidates, [WEIGHTS[name.partition("-")[0]] for name in candidates])[0]
         steps, seconds = rng.randint(1, STEPS), rng.uniform(0, PAUSE_S)
-        lasts = 0.0 if kind == "kill" else _duration(kind, config, rng)
+        pause, full = _pause(config, rng), rng.uniform(0.2, 4.0)
+        back = rng.uniform(*BACK_S) if kind == "lost" else 0.0
+        lasts = {"kill": 0.0, "disk": full, "lost": back}.get(kind, pause)
         in_seconds = rng.random() < 0.5 and rapid < MAX_RAPID
         rapid = rapid + 1 if in_seconds else 0
         yield PlannedFault(
@@ -149,12 +151,6 @@ def _faults(config: Config, kinds: list[Kind], hosts: int, rng: random.Random) -
             after_steps=0 if in_seconds else steps,
             after_s=round(seconds, 1) if in_seconds else 0.0,
         )
-
-
-def _duration(kind: Kind, config: Config, rng: random.Random) -> float:
-    if kind == "disk":
-        return rng.uniform(0.2, 4.0)
-    return rng.uniform(*BACK_S) if kind == "lost" else _pause(config, rng)
 
 
 def _pause(config: Config, rng: random.Random) -> float:

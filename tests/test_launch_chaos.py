@@ -16,6 +16,7 @@ from slipstream.chaos import audit as chaos_audit
 from slipstream.chaos import audit_checks, audit_log
 from slipstream.chaos.audit import audit
 from slipstream.chaos.changes import make_changes
+from slipstream.chaos.hosted import cpus_of
 from slipstream.chaos.plan import SUPERVISOR, make_plan
 from slipstream.configs import LIVE, changed_live, load
 from slipstream.errors import ConfigError
@@ -74,6 +75,21 @@ def test_the_same_seed_makes_the_same_plan() -> None:
     assert any(config.buffer.lease_s < s < config.launch.heartbeat_s for s in stops)
 
 
+def test_hosts_and_links_are_hit_too() -> None:
+    config = load("chaos")
+    plan = make_plan(config, 60, 7, hosts=3, links=20)
+    assert plan == make_plan(config, 60, 7, hosts=3, links=20)
+    assert plan != make_plan(config, 60, 7, hosts=4, links=20)
+    kinds = [fault.kind for fault in plan]
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        **{"kill": 60, "stop": 15, "disk": 6},
+        **{"lost": 6, "frozen": 3, "cut": 10, "slow": 10},
+    }
+    assert {fault.host for fault in plan if fault.kind in ("lost", "frozen")} == {1, 2}  # not the supervisor's
+    assert {fault.host for fault in plan if fault.kind == "cut"} == {0, 1, 2}
+    assert cpus_of(config, 3) == [2, 4, 4]
+
+
 def test_the_processes_that_vllm_computes_in_are_hit_too() -> None:
     plan = make_plan(load("chaos", ["rollout.engine.kind=vllm", "rollout.engine.replicas=2"]), 100, 0)
     assert {"engine-0 core", "engine-1 core"} <= {fault.victim for fault in plan}
@@ -104,6 +120,8 @@ def test_runs_that_chaos_cannot_reach_are_refused(tmp_path: Path) -> None:
         ((f"run.dir={tmp_path}",), "is not empty"),
         (("--kills", "-1"), "allowed are 0 and more"),
         (("--set-changes", "-1"), "allowed are 0 and more"),
+        (("--hosts", "0"), "allowed are 1 and more"),
+        (("--links", "3"), "there is one host"),
         (("launch.kind=ray",), "allowed here is local"),
         (("env.tasks=5",), "env.sampler: the audit expects every task once"),
     ):
