@@ -230,8 +230,9 @@ class Hosts:
         if self.namespaces is not None:
             return self.namespaces.processes(host)
         with contextlib.suppress(psutil.NoSuchProcess):
-            node = psutil.Process(self._nodes[host].pid)
-            return [node, *node.children(recursive=True)]
+            if host in self._nodes:
+                node = psutil.Process(self._nodes[host].pid)
+                return [node, *node.children(recursive=True)]
         return []
 
     def kill(self, host: int) -> None:

@@ -38,7 +38,7 @@ QUEUE_BYTES = 16 << 20  # that may be on their way from one host; more are dropp
 CLONE_NEWNET = 0x40000000
 TUNSETIFF = 0x400454CA
 IFF_TAP_NO_PI = 0x0002 | 0x1000
-KILL_S = 10.0  # longest time for killed processes to be gone
+KILL_S = 10.0  # longest time for killed processes to be gone, and for `ip`
 
 
 class SwitchStarted(msgspec.Struct, frozen=True):
@@ -142,20 +142,20 @@ def _make_host(host: int) -> tuple[int, int]:
         f"addr add {address_of(host)}/24 dev eth0",
         "route add default dev eth0",  # leads nowhere: by it Ray and others find which address is theirs
     ):
-        subprocess.run(["ip", *command.split()], check=True)
+        subprocess.run(["ip", *command.split()], check=True, timeout=KILL_S)
     return namespace, tap
 
 
 def kill_all(find: Callable[[], list[psutil.Process]]) -> None:
-    """Kill every process that `find` returns, until it returns none. Raises TimeoutError where one survives."""
-    deadline = time.monotonic() + KILL_S
-    while left := find():
+    """Kill every process that `find` returns, until it returns none and all have ended. Raises TimeoutError where one survives."""
+    deadline, left = time.monotonic() + KILL_S, list[psutil.Process]()
+    while left := list({*left, *find()}):
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         if time.monotonic() > deadline:
             raise TimeoutError(f"alive {KILL_S:g} s after SIGKILL: {left}")
-        psutil.wait_procs(left, timeout=0.05)
+        _, left = psutil.wait_procs(left, timeout=0.05)
 
 
 def main(count: int) -> None:

@@ -101,16 +101,16 @@ def test_ranks_on_two_hosts_meet() -> None:
 def test_hosts_of_a_user_who_may_make_no_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.chaos.hosts.may_make_namespaces", lambda: False)
     with Hosts([1, 1], tmp_path) as hosts:
-        before = [{process.pid for process in hosts.processes(host)} for host in range(2)]
+        before = [set(hosts.processes(host)) for host in range(2)]
         assert all(before)
         assert not before[0] & before[1]
         hosts.kill(1)
-        assert not any(psutil.pid_exists(pid) for pid in before[1])
-        assert all(psutil.pid_exists(pid) for pid in before[0])
+        assert not any(process.is_running() for process in before[1])
+        assert all(process.is_running() for process in before[0])
         hosts.revive()
         with hosts.frozen(1):
             assert {process.status() for process in hosts.processes(1)} == {psutil.STATUS_STOPPED}
-    assert not any(psutil.pid_exists(pid) for pid in before[0])
+    assert not any(process.is_running() for process in before[0])
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ import asyncio
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 
+from ...errors import DeadlineExceeded, with_deadline
+
 CONNECT_S = 10.0  # longest time for one connection: several retransmissions of a lost packet
 SUPERVISOR = "supervisor"
 # Kinds of roles that connect -> those that they connect to; collectives connect both ways.
@@ -74,10 +76,12 @@ class LinkEnd:
 
 
 async def _connect(host: str, port: int) -> str:
+    connecting, waits_for = asyncio.open_connection(host, port), f"a connection to {host}:{port}"
     try:
-        async with asyncio.timeout(CONNECT_S):
-            _, writer = await asyncio.open_connection(host, port)
-    except TimeoutError:
+        _, writer = await with_deadline(
+            CONNECT_S, connecting, who="the check of links", waits_for=waits_for, hint="is there a firewall?"
+        )
+    except DeadlineExceeded:
         return f"no answer within {CONNECT_S:g} s"
     except OSError as error:
         return error.strerror or str(error)
