@@ -33,8 +33,14 @@ from ..launch.launchers.local import free_ports
 from .switch import LinkState, SwitchStarted, address_of, kill_all, processes_of
 
 RAY_PORT = 6379
+RAY_WORKER_PORTS = 19999
+"""The last of the ports that Ray gives to its workers."""
+
 START_S = 120.0
 """Longest time for a Ray node to start and to be known to its head."""
+
+PROBE_S = 20.0
+"""Longest time to ask the head which nodes it knows."""
 
 RAY_SESSIONS = "/tmp/ray"
 """Where Ray keeps its sockets; each namespace has a folder of its own there."""
@@ -142,7 +148,7 @@ class Hosts:
             if may_make_namespaces():
                 self.namespaces = Namespaces(len(self.cpus))
             else:
-                (self._port,) = free_ports(1)
+                self._port = next(port for port in free_ports(1000) if port > RAY_WORKER_PORTS)
             self.start(*range(len(self.cpus)))
         except BaseException:
             self.close()
