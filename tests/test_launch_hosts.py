@@ -123,10 +123,10 @@ def check_audit(run: Path) -> None:
 
 
 LAYOUTS = {
-    "fsdp2": ([2, 3, 3], ()),
-    "megatron, delta": ([2, 3, 3], ("learner.backend.kind=megatron", "weightsync.transport=delta")),
+    "fsdp2": ([3, 3, 3], ()),
+    "megatron, delta": ([3, 3, 3], ("learner.backend.kind=megatron", "weightsync.transport=delta")),
     "placed models": (
-        [2, 3, 3, 3],
+        [3, 3, 3, 3],
         (
             "learner.algorithm={advantage: {kind: gae, lr: 1e-3}, kl: {kind: loss}}",
             "learner.aux_models={reference: 1, critic: 2}",
@@ -145,9 +145,10 @@ def test_a_learner_on_two_hosts_pushes_its_weights_across(layout: str, policy: P
         HostedRun(hosts, tmp_path / "run", "chaos", f"model.path={policy}", *CLUSTER, *settings) as run,
     ):
         run.until_steps(3)
+        run.call("replicas", str(run.run_dir), "add", "--wait")
+        run.until_steps(2)
         places = run.places()
-        assert places["learner-0"] != places["learner-1"]
-        assert {places["engine-0"], places["engine-1"]} - {places["learner-0"]}
+        assert len({places["learner-0"], places["learner-1"], places["engine-2"]}) == 3
         if layout == "placed models":
             assert places["critic-1"] not in (places["learner-0"], places["learner-1"], places["critic-0"])
         run.stop()
