@@ -452,6 +452,7 @@ ALLOWED = {
     ("envs/isolation/process.py", "asyncio.timeout"): "ABORT_S, after which the process is killed",
     ("envs/isolation/pool.py", "asyncio.timeout"): "ANSWER_S, after which the process is aborted",
     ("envs/isolation/pool.py", "asyncio.wait"): "the start of a process that was cancelled, which kills it",
+    ("envs/sandbox/elsewhere.py", "asyncio.wait"): "the start of a machine, which has START_S",
     ("envs/sandbox/process.py", "asyncio.timeout"): "the wall limit of a program, an outcome and no error",
     ("envs/sandbox/inside/confine.py", "os.waitpid"): "in the sandbox, whose limits the watchdog keeps",
     ("envs/sandbox/inside/guest.py", "os.waitpid"): "WNOHANG",
@@ -479,6 +480,7 @@ ALLOWED = {
     ("rpc/pubsub.py", "asyncio.wait"): "of what was cancelled",
     ("weightsync/publisher.py", "asyncio.wait"): "catch_up has push_s; of what was cancelled",
     ("weightsync/replica.py", "asyncio.wait"): "the callers are within their share of push_s",
+    ("weightsync/snapshot.py", "asyncio.wait"): "of a write that a thread has begun, whose file outlives it",
     ("dashboard/app.py", "asyncio.timeout"): "until the next look at the files of the runs, unless the server stops",
     ("common/tasks.py", "asyncio.wait"): "the callers have the deadlines; of what was cancelled",
 }
