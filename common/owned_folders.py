@@ -1,4 +1,5 @@
-"""Folders that go away with their process, also when it is killed: weights in shared memory, temporary files of inference servers.
+"""Folders that go away with their process, also when it is killed: weights in shared memory, temporary files of inference servers,
+private keys of roles.
 
 Invariants:
 - The process that makes a folder holds its lock, and so does every program and process that inherits the lock. `sweep` removes a
@@ -20,6 +21,8 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 WEIGHTS = "slipstream-weights-"  # prefix of a learner's folder in shared memory
 SERVER_FILES = "slipstream-server-"  # prefix of a server's temporary folder
+PRIVATE = "slipstream-private-"  # prefix of a folder with keys
+PRIVATE_VARIABLE = "SLIPSTREAM_PRIVATE"  # names the one of a process
 _LOCK = ".lock"
 
 
@@ -48,6 +51,11 @@ class OwnedFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def private_folder() -> OwnedFolder:
+    """A folder that only this user can read: in memory, where the host has a file system there."""
+    return OwnedFolder(SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir()), PRIVATE)
 
 
 def sweep(root: Path, prefix: str) -> None:

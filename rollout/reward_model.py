@@ -17,6 +17,7 @@ import msgspec
 from ..configs.reward import FIELD, Classifier, Judge
 from ..envs.base import Message
 from ..errors import EngineError, with_deadline
+from .engines.access import ServerAccess
 from .engines.base import RequestRejected
 from .engines.http_client import HttpClient
 
@@ -41,11 +42,17 @@ class ScoredConversation(msgspec.Struct, frozen=True):
 class RewardModel:
     """A client of the reward model at `url`, with the settings of the config's `reward` section."""
 
-    def __init__(self, config: Classifier | Judge, url: str, score_s: float) -> None:
+    def __init__(
+        self, config: Classifier | Judge, url: str, score_s: float, access: ServerAccess | None = None
+    ) -> None:
         self._config = config
         self._score_s = score_s
-        self._server = HttpClient("the reward server", url, score_s)
+        self._server = HttpClient("the reward server", url, score_s, access)
         self._health_lock = asyncio.Lock()
+
+    def trust(self, certificate: str) -> None:
+        """Talk only to the server with this certificate: another process has another one."""
+        self._server.trust(certificate)
 
     async def close(self) -> None:
         await self._server.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from ..configs.reward import Classifier, ModelReward
 from ..configs.schema import Config
 from ..errors import ConfigError
+from .engines.access import ServerFiles
 from .engines.vllm import launch as vllm_server
 from .reward_model import SERVED_AS
 
@@ -21,8 +22,9 @@ def model_of(config: Config) -> ModelReward:
     return config.reward
 
 
-def command(config: Config, host: str, port: int) -> list[str]:
-    """The command line of a server on `host:port`. Raises ConfigError: no vLLM, or not this `rollout.engine.memory`."""
+def command(config: Config, host: str, port: int, files: ServerFiles | None = None) -> list[str]:
+    """The command line of a server on `host:port`; `files` as for engines. Raises ConfigError: no vLLM, or not this
+    `rollout.engine.memory`."""
     reward = model_of(config)
     cpu = serves_on_cpu()
     classifies = isinstance(reward, Classifier)
@@ -37,7 +39,7 @@ def command(config: Config, host: str, port: int) -> list[str]:
         "max-model-len": config.agent.max_tokens if classifies else AUTO_LENGTH,
         **vllm_server.memory(config.rollout.engine.memory, cpu),
     }
-    return vllm_server.command_line(arguments, cpu=cpu)
+    return vllm_server.command_line(arguments, cpu=cpu, files=files)
 
 
 def environment(config: Config) -> dict[str, str]:

@@ -127,6 +127,7 @@ async def client(server: Server, *, request_s: float = 20.0) -> AsyncIterator[Vl
         max_model_len=tiny.CONTEXT,
         initial_version=0,
         request_s=request_s,
+        access=server.access,
     )
     try:
         yield engine

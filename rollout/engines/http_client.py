@@ -2,6 +2,8 @@
 
 Invariants:
 - No retries. A server that refuses, resets or fails is an EngineError at once; the router tries another.
+- Every request carries the token that the client was given. A server with TLS is only talked to where its certificate is known, and
+  only if it has that one.
 - A server that sends nothing during a completion fails before the caller's own deadline, so that the completion can continue
   elsewhere. Its health route is no evidence: another process answers it than the one that computes.
 """
@@ -19,6 +21,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from ...errors import DeadlineExceeded, EngineError, NoAnswer, with_deadline
+from .access import ServerAccess
 from .base import RequestRejected
 
 logger = logging.getLogger(__name__)
@@ -52,10 +55,13 @@ class ErrorStatus(EngineError):
 
 
 class HttpClient:
-    """The server `name` at `url`, `http://host:port`. `request_s`: longest wait for an answer that has no deadline of its own."""
+    """The server `name` at `url`, `http://host:port` or `https://host:port`. `request_s`: longest wait for an answer that has no
+    deadline of its own. `access`: the token that the server wants, and its certificate."""
 
-    def __init__(self, name: str, url: str, request_s: float) -> None:
+    def __init__(self, name: str, url: str, request_s: float, access: ServerAccess | None = None) -> None:
         self.name = name
+        self._access = access or ServerAccess()
+        self.trust(self._access.certificate)
         self.url = url.rstrip("/")
         self.request_s = request_s
         self.first_s = max(IDLE_LEAST_S, FIRST_SHARE * request_s)
@@ -63,6 +69,10 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
         self._aborts: dict[asyncio.Timeout, tuple[str, object]] = {}
         self._sending: set[asyncio.Future[None]] = set()
+
+    def trust(self, certificate: str) -> None:
+        """From now on talk only to a server with this certificate, its SHA-256 in hex; empty: it is not known."""
+        self._pinned = aiohttp.Fingerprint(bytes.fromhex(certificate)) if certificate else None
 
     async def close(self) -> None:
         """Close the connections. Requests within `aborting` end with Disconnected at once; their aborts are sent from here. The
@@ -198,19 +208,26 @@ class HttpClient:
     async def _request(
         self, method: str, path: str, query: dict[str, str] | None, body: object, reuse: bool
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        headers = {"Content-Type": "application/json"} | ({} if reuse else {"Connection": "close"})
+        headers = {"Content-Type": "application/json", **self._access.headers}
+        if not reuse:
+            headers["Connection"] = "close"
         data = msgspec.json.encode(body) if body is not None else None
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         url = self.url + path
+        if url.startswith("https:") and self._pinned is None:
+            raise EngineError(f"{self.name} at {self.url} has not said yet which certificate it has")
+        options = {"params": query, "data": data, "headers": headers, "ssl": self._pinned or True}
         try:
-            async with self._session.request(method, url, params=query, data=data, headers=headers) as response:
+            async with self._session.request(method, url, **options) as response:
                 if response.status != 200:
                     reason = (await response.read()).decode(errors="replace").strip()[:500]
                     kind = RequestRejected if response.status in REFUSALS else ErrorStatus
                     raise kind(f"{self.name} at {url} answered {response.status}: {reason}")
                 yield response
+        except aiohttp.ServerFingerprintMismatch as error:
+            raise EngineError(f"{self.name} at {self.url} has another certificate than this run's server") from error
         except aiohttp.ClientConnectorError as error:
             raise EngineError(f"{self.name} at {self.url} is not reachable: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -223,9 +240,9 @@ class HttpClient:
         )
 
 
-async def is_healthy(url: str, path: str, seconds: float) -> bool | None:
+async def is_healthy(url: str, path: str, seconds: float, access: ServerAccess | None = None) -> bool | None:
     """True if a GET succeeds, False if the server answers with an error, None without an answer within `seconds`."""
-    client = HttpClient(url, url, seconds)
+    client = HttpClient(url, url, seconds, access)
     try:
         await client.call("GET", path)
     except (ErrorStatus, RequestRejected):

@@ -28,6 +28,7 @@ from ...buffer.trajectory import VersionSpan
 from ...configs.schema import Partial
 from ...errors import EngineError, PolicyError
 from ...weightsync.plan import GroupPlan, TransferPlan
+from .access import ServerAccess
 from .base import EngineFailure, EngineLoad, PartialCompletion, SamplingParams
 from .http_client import Disconnected, HttpClient
 
@@ -71,6 +72,7 @@ class HttpEngine(HttpClient, ABC):
         partial: what weight pushes do with requests under way; with `keep_kv` spans name the version of the KV used.
         scores_paused: whether the server computes scores while paused (our own does, vLLM and SGLang do not). Then no request
             samples from weights before the canary verified them; else requests under way do so right after the resume.
+        access: see `HttpClient`; the token for control where weights are pushed.
     """
 
     generate_path: ClassVar[str]
@@ -90,8 +92,9 @@ class HttpEngine(HttpClient, ABC):
         ranks: int = 1,
         partial: Partial = "recompute",
         scores_paused: bool = False,
+        access: ServerAccess | None = None,
     ) -> None:
-        super().__init__(name, url, request_s)
+        super().__init__(name, url, request_s, access)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.initial_version = initial_version

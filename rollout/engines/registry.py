@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from ...configs.schema import Config, Fake, Servers, Sglang, Transformers, Vllm
+from .access import ServerFiles
 from .server import launch as own_server
 from .sglang import launch as sglang_server
 from .vllm import launch as vllm_server
@@ -17,10 +18,11 @@ LOOPBACK = "127.0.0.1"  # the address of a server that only this host uses
 LAUNCHES = {Vllm: vllm_server, Sglang: sglang_server, Transformers: own_server, Fake: own_server}
 
 
-def command(config: Config, host: str, port: int, *, seed: int) -> list[str]:
+def command(config: Config, host: str, port: int, *, seed: int, files: ServerFiles | None = None) -> list[str]:
     """The command line of a server that listens on `port` of `host`. Replicas need different seeds: with equal ones they sample the
-    same tokens for the members of a group. Raises ConfigError: the kind is not installed, or does not support this config."""
-    return LAUNCHES[type(config.rollout.engine)].command(config, host, port, seed=seed)
+    same tokens for the members of a group. With `files` only who has a token of the run may use it. Raises ConfigError: the kind is
+    not installed, or does not support this config."""
+    return LAUNCHES[type(config.rollout.engine)].command(config, host, port, seed=seed, files=files)
 
 
 def environment(config: Config) -> dict[str, str]:

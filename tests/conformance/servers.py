@@ -1,6 +1,7 @@
 """Real servers of every kind, started by the code that the launcher starts them with, and their clients.
 
 Invariants:
+- Servers and clients are those of a run over several hosts: with tokens, and TLS with a certificate that clients pin.
 - Nothing outlives a test run: a server dies with the test process, and is killed with all its children.
 - A server's output is in its log; the log's end is part of the error when it does not start.
 """
@@ -16,10 +17,13 @@ from pathlib import Path
 
 import msgspec
 import psutil
+from slipstream.common.owned_folders import PRIVATE_VARIABLE
 from slipstream.common.process import set_parent_death_signal
 from slipstream.configs.schema import Agent, Config, Model, Partial, Rollout, Sglang, Vllm
 from slipstream.errors import DeadlineExceeded
 from slipstream.rollout.engines import registry as servers
+from slipstream.rollout.engines.access import ServerAccess, ServerFiles, make_access
+from slipstream.rollout.engines.certificate import write_certificate
 from slipstream.rollout.engines.http_engine import HttpEngine
 from slipstream.tests import tiny
 from slipstream.tests.conformance.kinds import Kind
@@ -53,7 +57,14 @@ def push_s_of(ranks: int) -> float:
 
 
 def make_client(
-    kind: str, name: str, url: str, ranks: int = 1, *, partial: Partial = "recompute", request_s: float = 60.0
+    kind: str,
+    name: str,
+    url: str,
+    ranks: int = 1,
+    *,
+    partial: Partial = "recompute",
+    request_s: float = 60.0,
+    access: ServerAccess | None = None,
 ) -> HttpEngine:
     """A client, called `name`, of the server of kind `kind` at `url`."""
     if kind == "sglang":
@@ -70,6 +81,7 @@ def make_client(
         ranks=ranks,
         partial=partial,
         scores_paused=kind in ("transformers", "fake"),
+        access=access,
     )
 
 
@@ -79,8 +91,13 @@ class Server:
     def __init__(self, kind: Kind, config: Config, log: Path) -> None:
         self.kind, self.config = kind, config
         self.port = tiny.free_port()
-        self.url = f"http://{HOST}:{self.port}"
+        self.url = f"https://{HOST}:{self.port}"
         self._log = log
+        self._private = tempfile.TemporaryDirectory()
+        self._files = ServerFiles(self._private.name, tls=True)
+        tokens = make_access()
+        self._files.write(tokens)
+        self.access = msgspec.structs.replace(tokens, certificate=write_certificate(self._files, HOST))
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -91,7 +108,8 @@ class Server:
         self._temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         variables = os.environ | servers.environment(self.config) | tiny.one_gpu(f"server-{self.port}")
         variables["TMPDIR"] = self._temporary.name
-        line = servers.command(self.config, HOST, self.port, seed=self.port)
+        variables[PRIVATE_VARIABLE] = self._private.name
+        line = servers.command(self.config, HOST, self.port, seed=self.port, files=self._files)
         with self._log.open("ab") as out:
             self._process = subprocess.Popen(
                 line, env=variables, stdout=out, stderr=out, start_new_session=True, preexec_fn=set_parent_death_signal
@@ -103,7 +121,8 @@ class Server:
 
     def client(self, name: str, *, partial: Partial = "recompute", request_s: float = 60.0) -> HttpEngine:
         """A client of it called `name`, for pushes that treat requests under way as `partial` says."""
-        return make_client(self.kind.name, name, self.url, self.ranks, partial=partial, request_s=request_s)
+        kind, url, ranks, access = self.kind.name, self.url, self.ranks, self.access
+        return make_client(kind, name, url, ranks, partial=partial, request_s=request_s, access=access)
 
     @property
     def ranks(self) -> int:
@@ -184,3 +203,4 @@ class Server:
         _, alive = psutil.wait_procs(family, 30)
         assert alive == [], f"processes of {self.kind.name} that SIGKILL did not end: {alive}"
         self._temporary.cleanup()
+        self._private.cleanup()

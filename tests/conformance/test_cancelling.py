@@ -4,6 +4,7 @@ import asyncio
 import signal
 import sys
 
+import msgspec
 import pytest
 from slipstream.errors import DeadlineExceeded
 from slipstream.rollout.engines.base import SamplingParams
@@ -12,13 +13,14 @@ from slipstream.tests.conformance.replica import PROMPTS, Replica
 from slipstream.tests.conformance.servers import MAX_CONCURRENT
 
 CALLER = """
-import asyncio, sys
+import asyncio, msgspec, sys
+from slipstream.rollout.engines.access import ServerAccess
 from slipstream.rollout.engines.base import SamplingParams
 from slipstream.tests.conformance.replica import PROMPTS
 from slipstream.tests.conformance.servers import make_client
 
-async def main(kind, url, version):
-    engine = make_client(kind, "caller", url)
+async def main(kind, url, version, access):
+    engine = make_client(kind, "caller", url, access=msgspec.json.decode(access, type=ServerAccess))
     sampling = SamplingParams(max_tokens=900)
     await asyncio.gather(*(engine.generate(PROMPTS[i % 8], sampling, version=int(version)) for i in range(128)))
 
@@ -44,7 +46,8 @@ async def test_a_cancelled_callers_request_is_cancelled(kind: Kind, replica: Rep
 
 async def test_a_killed_callers_requests_are_cancelled(kind: Kind, replica: Replica) -> None:
     kind.needs("cancel")
-    arguments = (replica.kind.name, replica.server.url, str(replica.version))
+    access = msgspec.json.encode(replica.server.access).decode()
+    arguments = (replica.kind.name, replica.server.url, str(replica.version), access)
     caller = await asyncio.create_subprocess_exec(sys.executable, "-c", CALLER, *arguments)
     await replica.running(MAX_CONCURRENT, within_s=60)
     caller.send_signal(signal.SIGKILL)

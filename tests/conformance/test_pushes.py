@@ -8,6 +8,7 @@ import threading
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from slipstream.configs.schema import TransportKind
@@ -21,15 +22,16 @@ from slipstream.tests.conformance.replica import GREEDY, PROMPTS, VERSIONS, Repl
 from slipstream.weightsync.broadcast import BroadcastGroup
 
 DYING_LEARNER = """
-import asyncio, itertools, os, signal, sys
+import asyncio, itertools, msgspec, os, signal, sys
 from pathlib import Path
+from slipstream.rollout.engines.access import ServerAccess
 from slipstream.tests import tiny
 from slipstream.tests.conformance.replica import make_publisher
 from slipstream.tests.conformance.servers import make_client
 from slipstream.weightsync.broadcast import BroadcastGroup
 
-async def main(kind, url, version, folder, files, when):
-    engine = make_client(kind, "replica", url)
+async def main(kind, url, version, folder, files, when, access):
+    engine = make_client(kind, "replica", url, access=msgspec.json.decode(access, type=ServerAccess))
     sends, sent = BroadcastGroup.broadcast, itertools.count(1)
 
     def broadcast(self, data):
@@ -168,7 +170,11 @@ async def test_a_learner_that_dies_leaves_the_old_version_serving(replica: Repli
     old = replica.version
     command = [sys.executable, "-c", DYING_LEARNER, replica.kind.name, replica.server.url, str(next(VERSIONS))]
     learner = await asyncio.create_subprocess_exec(
-        *command, str(replica.weights.folders[1]), str(tmp_path), when, stdin=PIPE, stdout=PIPE
+        *command,
+        *(str(replica.weights.folders[1]), str(tmp_path), when),
+        msgspec.json.encode(replica.server.access).decode(),
+        stdin=PIPE,
+        stdout=PIPE,
     )
     assert learner.stdin is not None
     assert learner.stdout is not None

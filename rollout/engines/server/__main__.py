@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -25,7 +26,8 @@ from ....common import gc as heap
 from ....errors import SlipstreamError
 from ....weightsync.staging import WeightStaging
 from ....weightsync.weight_check import base_weights
-from .app import HttpApp
+from ..access import ServerFiles
+from .app import HttpApp, guard
 from .contract import EngineServer
 from .engine_thread import EngineThread
 from .launch import Options
@@ -53,11 +55,15 @@ async def _serve(served: EngineServer, options: Options) -> None:
     device = next(served.runner.model.parameters()).device
     staging = WeightStaging(0, device, served.weights.check, functools.partial(base_weights, options.model))
     engine = EngineThread(served.runner, _fail)
-    app = HttpApp(engine, served, staging).app()
+    app = HttpApp(engine, served, staging, (guard(),) if options.folder else ()).app()
+    files, tls = ServerFiles(options.folder, options.tls), None
+    if options.tls:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(files.certificate, files.key)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     heap.freeze_startup_objects()
-    await web.TCPSite(runner, options.host, options.port, backlog=1024).start()
+    await web.TCPSite(runner, options.host, options.port, ssl_context=tls, backlog=1024).start()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)

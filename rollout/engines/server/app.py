@@ -14,10 +14,12 @@ from typing import Literal, TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from ....errors import SlipstreamError
 from ....weightsync.plan import GroupPlan, TransferPlan
 from ....weightsync.staging import WeightStaging
+from ..access import OK, own_access
 from ..http_engine import STREAM_INTERVAL
 from .contract import EngineServer
 from .engine_thread import EngineThread
@@ -56,15 +58,21 @@ class _AbortBody(msgspec.Struct, frozen=True):
 
 
 class HttpApp:
-    """The routes over `engine`, which starts with the app; `staging` receives weights meanwhile."""
+    """The routes over `engine`, which starts with the app; `staging` receives weights meanwhile. `guards` come before
+    everything."""
 
-    def __init__(self, engine: EngineThread, server: EngineServer, staging: WeightStaging) -> None:
+    def __init__(
+        self, engine: EngineThread, server: EngineServer, staging: WeightStaging, guards: tuple[Middleware, ...] = ()
+    ) -> None:
+        self._guards = guards
         self._engine = engine
         self._server = server
         self._staging = staging
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=(*self._server.middlewares, _errors), client_max_size=BODY_LIMIT)
+        app = web.Application(
+            middlewares=(*self._guards, *self._server.middlewares, _errors), client_max_size=BODY_LIMIT
+        )
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -166,6 +174,20 @@ class HttpApp:
         tensors = await asyncio.to_thread(self._staging.take, int(version))
         await self._engine.swap(version, lambda: self._server.weights.load(tensors))
         return _json({"message": "Weight update finished"})
+
+
+def guard() -> Middleware:
+    """Lets only who has a token of this run use the server."""
+    access = own_access()
+
+    @web.middleware
+    async def check(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        status = access.allows(request.path, request.headers.get("Authorization", "").encode())
+        return await handler(request) if status == OK else web.Response(status=status)
+
+    return check
 
 
 @web.middleware

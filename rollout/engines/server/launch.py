@@ -13,6 +13,7 @@ import msgspec
 
 from ....configs.schema import Config, Fake, Transformers
 from ....errors import ConfigError
+from ..access import ServerFiles
 from ..fake.faults import read_script
 from ..fake.law import read_law
 from ..launch_common import CPU_THREADS, hub_environment, kv_memory
@@ -22,7 +23,8 @@ MODULE = "slipstream.rollout.engines.server"
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One server; its only argument, as JSON. `model` is a folder or hub name, `memory` bytes of KV cache or a share of the GPU's
-    memory in (0, 1), `max_tokens` of a prompt and its completion together, `replica` which one this is, for faults."""
+    memory in (0, 1), `max_tokens` of a prompt and its completion together, `replica` which one this is, for faults. `folder` holds
+    the tokens of one that only this run may use, and with `tls` its certificate."""
 
     kind: Literal["transformers", "fake"]
     model: str
@@ -34,9 +36,11 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_concurrent: int
     max_tokens: int
     replica: int = 0
+    folder: str = ""
+    tls: bool = False
 
 
-def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]:
+def command(config: Config, host: str, port: int, *, seed: int = 0, files: ServerFiles | None = None) -> list[str]:
     """See `registry.command`. A scripted fault's replica is the seed minus the run's seed."""
     engine = config.rollout.engine
     if not isinstance(engine, Transformers | Fake):
@@ -55,6 +59,8 @@ def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]
         max_concurrent=engine.max_concurrent,
         max_tokens=config.agent.max_tokens,
         replica=seed - config.seed,
+        folder=files.folder if files else "",
+        tls=files.tls if files else False,
     )
     return [sys.executable, "-m", MODULE, msgspec.json.encode(options).decode()]
 

@@ -22,6 +22,7 @@ import msgspec
 from ....common.kv_cache import kv_bytes_per_token
 from ....configs.schema import Config, Sglang
 from ....errors import ConfigError
+from ..access import ServerFiles
 from ..http_client import SERVER_KEEPALIVE_S
 from ..http_engine import STREAM_INTERVAL
 from ..launch_common import CPU_THREADS, hub_environment, kv_memory
@@ -53,7 +54,7 @@ class _Packages(msgspec.Struct, frozen=True):
     plugin: bool
 
 
-def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]:
+def command(config: Config, host: str, port: int, *, seed: int = 0, files: ServerFiles | None = None) -> list[str]:
     """See `registry.command`. The KV cache must hold an episode of `agent.max_tokens`."""
     engine = _engine(config)
     python = _python()
@@ -88,6 +89,13 @@ def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]
     if cpu:
         arguments |= {"device": "cpu", "attention-backend": "torch_native"}
         switches.append("--sleep-on-idle")
+    if files is not None:
+        switches += [
+            "--config",
+            files.options,
+        ]  # its keys, also for its own requests to itself; the plugin guards all paths
+    if files is not None and files.tls:
+        arguments |= {"ssl-certfile": files.certificate, "ssl-keyfile": files.key}
     return [python, *ISOLATED, "-m", "sglang.launch_server", *(f"--{k}={v}" for k, v in arguments.items()), *switches]
 
 

@@ -1,5 +1,5 @@
 """SGLang plugin entry point (group `sglang.srt.plugins`), called in every process of a server. It changes SGLang 0.5.23 through the
-hooks that plugins may register: those in `HOOKS`, the first five in the HTTP server's process, the others in the schedulers'.
+hooks that plugins may register: those in `HOOKS`, the first six in the HTTP server's process, the others in the schedulers'.
 
 Invariants:
 - Importing this module imports neither torch nor SGLang. A hook that SGLang cannot apply is an error in the server's log; pushes
@@ -10,11 +10,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 from collections.abc import Awaitable, Callable
 from multiprocessing.connection import wait
 from typing import Any
+
+from ..access import OK, ServerAccess, own_access
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +135,23 @@ def _no_eos(original: Callable[[Any], set[int] | None], config: Any) -> set[int]
     return set()
 
 
+@functools.cache
+def _access() -> ServerAccess:
+    return own_access()
+
+
+def _authorize(original: Callable[..., Any], *, path: str, authorization_header: str | None, **rest: Any) -> Any:
+    """Decide by our tokens, for every path: SGLang leaves health and metrics open, and wants a token for control to abort a
+    request. Called only where SGLang was given keys."""
+    from sglang.srt.utils.auth import AuthDecision  # pyright: ignore[reportMissingImports]
+
+    status = _access().allows(path, (authorization_header or "").encode())
+    return AuthDecision(allowed=status == OK, error_status_code=status)
+
+
 # SGLang function -> the hook around it.
 HOOKS: dict[str, Callable[..., Any]] = {
+    "sglang.srt.utils.auth.decide_request_auth": _authorize,
     "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.update_weights_from_tensor": _send_command,
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation": _pause,
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_req": _end_of_aborted,

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ....configs.schema import Config, Vllm
 from ....errors import ConfigError
+from ..access import ServerFiles, TokenGuard
 from ..http_client import SERVER_KEEPALIVE_S
 from ..launch_common import CPU_THREADS, hub_environment, kv_memory
 from .plugin import BACKEND
@@ -26,7 +27,7 @@ DETAILS = "--enable-prompt-tokens-details"  # the usage of a completion names th
 CPU_BLOCK = 32  # tokens per KV block on CPU: vLLM's default of 128 shares no prefix of short prompts
 
 
-def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]:
+def command(config: Config, host: str, port: int, *, seed: int = 0, files: ServerFiles | None = None) -> list[str]:
     engine = config.rollout.engine
     cpu = serves_on_cpu()
     arguments = {
@@ -44,10 +45,12 @@ def command(config: Config, host: str, port: int, *, seed: int = 0) -> list[str]
         "weight-transfer-config": json.dumps({"backend": BACKEND}),
         **memory(engine.memory, cpu),
     }
-    return command_line(arguments, "--tokens-only", "--enable-prefix-caching", DETAILS, cpu=cpu)
+    return command_line(arguments, "--tokens-only", "--enable-prefix-caching", DETAILS, cpu=cpu, files=files)
 
 
-def command_line(arguments: Mapping[str, object], *switches: str, cpu: bool) -> list[str]:
+def command_line(
+    arguments: Mapping[str, object], *switches: str, cpu: bool, files: ServerFiles | None = None
+) -> list[str]:
     """The command line of a server with these arguments and switches, and those of every vLLM server of a run."""
     common = {
         "generation-config": "vllm",  # not the model's own sampling defaults
@@ -56,6 +59,10 @@ def command_line(arguments: Mapping[str, object], *switches: str, cpu: bool) -> 
     if cpu:
         common["block-size"] = str(CPU_BLOCK)
         switches = (*switches, "--enforce-eager")
+    if files is not None:
+        common["middleware"] = f"{TokenGuard.__module__}.{TokenGuard.__name__}"
+    if files is not None and files.tls:
+        common |= {"ssl-certfile": files.certificate, "ssl-keyfile": files.key}
     named = (f"--{name}={value}" for name, value in {**arguments, **common}.items())
     return [sys.executable, "-m", MODULE, *named, *switches]
 
