@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..common.network import address_towards, interface_of
 from ..errors import ConfigError, LearnerError
@@ -61,8 +63,11 @@ def join(device: torch.device, timeout_s: float) -> bool:
     else:
         _choose_interface()
         try:
-            dist.init_process_group(kinds, timeout=timeout)
-        except dist.DistError as error:
+            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(
+                kinds, store=_meet(rank, world, timeout), rank=rank, world_size=world, timeout=timeout
+            )
+        except (dist.DistError, OSError) as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise LearnerError(
                 f"rank {os.environ['RANK']} could not meet the others at {where}: {error}", final=False
@@ -82,6 +87,15 @@ def _choose_interface() -> None:
         os.environ.setdefault(
             "NCCL_SOCKET_IFNAME", f"={interface}"
         )  # exactly this one, not all whose names begin like it
+
+
+def _meet(rank: int, world: int, timeout: timedelta) -> TCPStore:
+    """The store of the group, which rank 0 serves at its own address only; torch's own rendezvous would listen on all of them."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank:
+        return TCPStore(host, port, world, is_master=False, timeout=timeout)
+    listener = socket.create_server((host, port))
+    return TCPStore(host, port, world, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
 
 
 def new_gloo_group(timeout_s: float) -> dist.ProcessGroup:
