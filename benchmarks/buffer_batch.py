@@ -21,7 +21,6 @@ import msgspec
 import uvloop
 import zmq
 
-from ..buffer.client import BufferClient
 from ..buffer.messages import Lease
 from ..buffer.segments import segments_path
 from ..buffer.trajectory import FINISHED
@@ -66,8 +65,8 @@ async def _await_batches(this: Round) -> list[float]:
         await worker.deliver(trajectory.episode, generated, FINISHED, (trajectory,))
 
     async with (
-        BufferClient(this.address, "worker-0") as worker,
-        BufferClient(this.address, "learner-0") as learner,
+        this.client("worker-0") as worker,
+        this.client("learner-0") as learner,
         publishing_fleet(this.fleet) as served,
     ):
         await worker.register()

@@ -39,10 +39,14 @@ from ..launch.launchers.local import free_ports
 from ..monitor.timeline import TimelineWriter
 from ..rpc import wire
 from ..rpc.pubsub import StatePublisher
+from ..rpc.security import KeyPair, PeerTable, make_pair
 from ..weightsync.fleet import Fleet, ReplicaInfo, following_fleet
 
 BUFFER = Buffer(max_staleness=3, group_size=8)
 """Leases are not what is short: workers may be four batches ahead."""
+
+MOST_WORKERS = 64
+"""Producers that a round has keys for."""
 
 CONCURRENCY = 256
 """Episodes that a producer has under way at most."""
@@ -87,6 +91,7 @@ class Round(msgspec.Struct, frozen=True):
         counts_from, until: the part that is measured, in seconds of `time.monotonic`.
         keep: `buffer.keep`.
         recorded: the service writes its series beside the database.
+        keys: the key pair of each role, as in a run.
     """
 
     address: str
@@ -98,6 +103,10 @@ class Round(msgspec.Struct, frozen=True):
     until: float
     keep: str = BUFFER.keep
     recorded: bool = False
+    keys: dict[str, KeyPair] = {}
+
+    def client(self, name: str) -> BufferClient:
+        return BufferClient(f"{self.address}#{self.keys['buffer'].public}", name, pair=self.keys[name])
 
 
 class Took(msgspec.Struct, frozen=True):
@@ -145,7 +154,9 @@ class Rounds:
         counts_from = time.monotonic() + START_S + WARM_S
         groups = groups_of(tokens)
         address, fleet = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
-        this = Round(address, fleet, self._folder / "buffer.sqlite", tokens, groups, counts_from, counts_from + seconds)
+        roles = ("buffer", "learner-0", *(f"worker-{i}" for i in range(MOST_WORKERS)))
+        path, until, keys = self._folder / "buffer.sqlite", counts_from + seconds, {role: make_pair() for role in roles}
+        this = Round(address, fleet, path, tokens, groups, counts_from, until, keys=keys)
         try:
             return await measure(this)
         finally:
@@ -236,9 +247,9 @@ class _Service(BufferService):
 
 
 async def _serve(this: Round) -> float:
-    service = _Service(
-        msgspec.structs.replace(BUFFER, groups_per_batch=this.groups, keep=this.keep), this.path, this.address
-    )
+    config = msgspec.structs.replace(BUFFER, groups_per_batch=this.groups, keep=this.keep)
+    peers = PeerTable({role: pair.public for role, pair in this.keys.items()})
+    service = _Service(config, this.path, this.address, peers=peers, pair=this.keys["buffer"])
     loop = asyncio.get_running_loop()
     loop.call_later(max(0.0, this.until - time.monotonic()), service.stop)
     loop.add_signal_handler(signal.SIGTERM, service.stop)
@@ -274,7 +285,7 @@ async def _produce(this: Round, number: int) -> int:
         delivered += 1
 
     stamped(this.tokens, Lease(0, 0, (0,), 0, 0), 0)  # made before the first lease
-    async with BufferClient(this.address, f"worker-{number}") as client:
+    async with this.client(f"worker-{number}") as client:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(this.until - time.monotonic()), asyncio.TaskGroup() as tasks:
                 await client.register()
@@ -309,7 +320,7 @@ async def publishing_fleet(address: str) -> AsyncIterator[Callable[[int], None]]
 async def take_batches(this: Round, on_batch: Callable[[int], None]) -> Took:
     """What a learner does, without learning; `on_batch` is told how many trajectories there were so far."""
     count, taken = Count(this.counts_from), 0
-    async with BufferClient(this.address, "learner-0") as client, publishing_fleet(this.fleet) as served:
+    async with this.client("learner-0") as client, publishing_fleet(this.fleet) as served:
 
         async def commit(version: int) -> None:
             await client.commit(version)

@@ -23,7 +23,6 @@ import msgspec
 import numpy as np
 import uvloop
 
-from ..buffer.client import BufferClient
 from ..buffer.trajectory import FINISHED
 from ..common import gc as heap
 from ..configs import dump, load
@@ -159,7 +158,7 @@ def deliver(this: Round, number: int) -> list[float]:
 async def _deliver(this: Round, number: int) -> list[float]:
     seconds: list[float] = []
     due = time.monotonic()
-    async with BufferClient(this.address, f"worker-{number}") as client:
+    async with this.client(f"worker-{number}") as client:
         await client.register()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(this.until - time.monotonic()):

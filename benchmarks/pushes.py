@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ..agents.base import Completion
 from ..launch.supervisor.factory import make_engine
+from ..rollout.engines.access import ServerAccess
 from ..rollout.engines.base import SamplingParams
 from ..rollout.engines.http_engine import HttpEngine
 from ..rollout.router import Router
@@ -48,7 +49,7 @@ async def rolling(folder: Path, size: str, replicas: int) -> Result:
     make_policy(folder / "model", size)
     policies = Policies(folder / "model")
     async with serving(configure(folder / "model", replicas=replicas), folder) as served:
-        stopping = [make_engine(served.job, replica) for replica in served.replicas]
+        stopping = [make_engine(served.job, ServerAccess(), replica) for replica in served.replicas]
         for engine in stopping:
             engine.receive_weights = functools.partial(_receive_paused, engine, engine.receive_weights)
         publishers = {

@@ -28,6 +28,7 @@ from ..launch.launchers.local import LocalLauncher
 from ..launch.run_context import Addresses, RunContext
 from ..launch.supervisor.factory import make_engine
 from ..rollout.engines import registry as servers
+from ..rollout.engines.access import ServerAccess
 from ..rollout.engines.vllm.client import VllmEngine
 from ..rollout.router import Router
 from ..weightsync.fleet import Fleet, ReplicaInfo
@@ -63,7 +64,7 @@ class Serving(msgspec.Struct):
         """A router over all of them, which serve `version`."""
         rollout = self.job.config.rollout
         router = Router(
-            lambda replica: make_engine(self.job, replica),
+            lambda replica: make_engine(self.job, ServerAccess(), replica),
             max_concurrent=rollout.engine.max_concurrent,
             request_s=rollout.request_s,
             start_s=rollout.engine.start_s,
@@ -110,7 +111,7 @@ async def serving(config: Config, folder: Path) -> AsyncIterator[Serving]:
             ReplicaInfo(name, f"http://{placement.host}:{placement.port}") for name, placement in placements.items()
         )
         for replica in replicas:
-            engine = make_engine(job, replica)
+            engine = make_engine(job, ServerAccess(), replica)
             assert isinstance(engine, VllmEngine)  # counts are read from its metrics
             engines.append(engine)
         await asyncio.gather(*(engine.wait_ready(config.rollout.engine.start_s) for engine in engines))

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from ..rpc.client import RpcClient
-from ..rpc.security import Keys
+from ..rpc.security import KeyPair
 from . import messages as m
 from .admission import LiveRules
 from .client_registry import connection_name
@@ -32,32 +32,34 @@ R = TypeVar("R")
 
 
 class BufferClient:
-    """A connection to the buffer at `address`, used as an async context manager. `name` is unique per role, not per process; `keys`
-    are the run's CURVE keys, where they are not those of this process."""
+    """A connection to the buffer at `address`, used as an async context manager. `name` is unique per role, not per process; `pair`
+    are the caller's keys, where they are not those of this process. `rpc` is the connection."""
 
-    def __init__(self, address: str, name: str, *, deadline_s: float = 60.0, keys: Keys | None = None) -> None:
+    rpc: RpcClient
+
+    def __init__(self, address: str, name: str, *, deadline_s: float = 60.0, pair: KeyPair | None = None) -> None:
         self.name = name
         self.incarnation = uuid.uuid4().hex
         self._address = address
         self._deadline_s = deadline_s
-        self._keys = keys
+        self._pair = pair
         self._leasing = asyncio.Lock()
 
     async def __aenter__(self) -> BufferClient:
         identity = connection_name(self.name, self.incarnation)
-        self._rpc = RpcClient(
+        self.rpc = RpcClient(
             self._address,
             self.name,
             "the buffer",
             m.Reply,
             identity=identity,
             resend_s=RESEND_S,
-            keys=self._keys,
+            pair=self._pair,
         )
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        self._rpc.close()
+        self.rpc.close()
 
     # --- workers --------------------------------------------------------------------------------------------------
 
@@ -166,4 +168,4 @@ class BufferClient:
     ) -> R:
         hint = f"is the buffer at {self._address} alive, and are workers delivering?"
         seconds = self._deadline_s if deadline_s is None else deadline_s
-        return await self._rpc.request(request, reply_type, seconds, waits_for=waits_for, hint=hint)
+        return await self.rpc.request(request, reply_type, seconds, waits_for=waits_for, hint=hint)

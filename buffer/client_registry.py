@@ -1,7 +1,8 @@
 """The clients of the buffer: which process stands behind each name, and which leases it waits for. Pure.
 
 A client's ZeroMQ identity is `name/incarnation`: its role in the run, and which process of that role. An incarnation is random, so
-no client takes over another's connection by chance. Names prove nothing: `slipstream.rpc.security` decides who may connect at all.
+no client takes over another's connection by chance. Where the buffer's socket is guarded, `RequestHandler` requires that the name
+is that of the role whose key the client proved.
 
 Invariants:
 - A report of a worker counts only over its own connection, from the newest process that registered under its name.
@@ -114,6 +115,12 @@ class ClientRegistry:
         """Raises StateError when the sender is not the supervisor."""
         if _parse(connection)[0] != SUPERVISOR:
             raise StateError(f"{_describe(connection)} is not the supervisor of this run")
+
+    @staticmethod
+    def require_name(connection: bytes, role: str) -> None:
+        """Raises StateError when the client that proved the key of `role` calls itself by another name."""
+        if _parse(connection)[0] != role:
+            raise StateError(f"{role} called itself {_describe(connection)}")
 
     def slots(self) -> tuple[float, float]:
         """Slot seconds and idle slot seconds of all workers, earlier processes included."""

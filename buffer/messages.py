@@ -191,7 +191,7 @@ class Stats(BufferMessage, frozen=True):
     refilled_groups: int = 0  # discarded because all rewards were equal, since the run began; others replaced them
     outcomes: dict[str, int] = {}  # episodes that ended, by `Outcome.label`, since the run began
     dropped: int = 0  # messages that were no request, since the service started
-    refused: int = 0  # attempts to connect without this run's keys, since the service started; a peer may try often
+    refused: int = 0  # attempts to connect by peers that are no role of the run, since the service started
 
 
 class BatchPlan(BufferMessage, Generic[Row], frozen=True):
@@ -245,6 +245,14 @@ Reply = (
     | TrajectoriesReply
     | Configured
 )
+
+RIGHTS: dict[type, tuple[str, ...]] = {
+    **dict.fromkeys((Register, RequestLease, ReportProgress, DeliverEpisode, Deregister), ("worker",)),
+    **dict.fromkeys((TakeBatch, FetchRows, CommitBatch, MarkCheckpointed, Recover, RequestFresh), ("learner",)),
+    Configure: ("supervisor",),
+    RequestStats: ("worker", "learner", "supervisor"),
+}
+"""The kinds of roles that may send each request."""
 
 Envelope = RpcMessage[Request]
 ReplyEnvelope = RpcMessage[Reply | RpcRefusal]

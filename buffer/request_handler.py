@@ -149,6 +149,8 @@ class RequestHandler:
             WireError: its parts contradict each other.
         """
         replay, clients, identity, request = self._replay, self._clients, received.identity, received.message
+        if received.sender is not None:
+            clients.require_name(identity, received.sender)
         match request:
             case m.RequestLease(worker, groups):
                 client = clients.worker(identity, worker)

@@ -27,7 +27,7 @@ import zmq
 
 from ..configs.schema import Buffer, parse_size
 from ..errors import StateError, StoreError, TrackedWait
-from ..rpc.security import Keys
+from ..rpc.security import KeyPair, PeerTable
 from ..rpc.server import RpcServer
 from . import messages as m
 from .admission import Admission, LiveRules, ReplayConfig
@@ -58,7 +58,8 @@ class BufferService:
         greedy: one member of each group is sampled greedily, see `ReplayConfig`.
         samplers, tasks: of each environment what chooses its tasks, and how many it has, 0 without end; by default in order.
         revision: of the settings in `config`, see `configure`.
-        keys: the run's CURVE keys, where they are not those of this process.
+        peers: who may connect; None for a plain socket.
+        pair: the buffer's keys, where they are not those of this process.
 
     Raises:
         StoreError: the file cannot be opened, read or written.
@@ -78,12 +79,13 @@ class BufferService:
         samplers: Sequence[TaskSampler] = (),
         tasks: Sequence[int] = (),
         revision: int = 0,
-        keys: Keys | None = None,
+        peers: PeerTable | None = None,
+        pair: KeyPair | None = None,
     ) -> None:
         self._lease_s = config.lease_s
         self._size_limit = parse_size("buffer.keep", config.keep)
         self._address = address
-        self._keys = keys
+        self._peers, self._pair = peers, pair
         self._store = Store(path)
         counters, groups = self._store.load()
         for group in groups:
@@ -146,7 +148,9 @@ class BufferService:
     async def serve(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serve until `stop`. `on_ready` is called once the address is bound."""
         try:
-            self._server: RpcServer[m.Request] = RpcServer(self._address, "the buffer", m.Request, keys=self._keys)
+            self._server: RpcServer[m.Request] = RpcServer(
+                self._address, "the buffer", m.Request, peers=self._peers, rights=m.RIGHTS, pair=self._pair
+            )
         except zmq.ZMQError as error:
             self._store.close()
             raise StoreError(f"the buffer cannot listen at {self._address}: {error}", final=False) from None

@@ -263,10 +263,9 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 class Launch(Section, frozen=True):
     kind: Literal["local", "ray", "ray_cluster"] = "local"
     """`local`: child processes of this one. `ray`: a Ray placement group on this host, on loopback (`RAY_ADDRESS` names an
-    existing cluster). `ray_cluster`: spread over the cluster's hosts. Across hosts the buffer, auxiliary models, heartbeats, the
-    fleet state and acknowledgments of weights are encrypted with CURVE keys made for the run; unknown peers are refused and
-    counted. Requests to engines, collectives and Ray itself are not encrypted, and all hosts must share `run.dir`: private
-    clusters only."""
+    existing cluster). `ray_cluster`: spread over the cluster's hosts, which must share `run.dir`. Every process has a key of its
+    own, and may do what its role does; across hosts requests to engines are encrypted, too. Collectives and Ray itself are not:
+    see docs/security.md."""
     ports: dict[Literal["first", "metrics"], Port] = field(default_factory=lambda: {"first": 0})
     """`first`: first of the consecutive ports that buffer, engines, learner and auxiliary models listen on; 0 picks free ones.
     `metrics`: where the supervisor serves `/metrics` to Prometheus, on loopback or at the address that the variable
@@ -280,6 +279,11 @@ class Launch(Section, frozen=True):
     def hosts(self) -> Literal["one", "many"]:
         """Whether the run's processes share one host."""
         return "many" if self.kind == "ray_cluster" else "one"
+
+    @property
+    def scheme(self) -> Literal["http", "https"]:
+        """Of the URLs of inference servers: requests that leave a host are encrypted."""
+        return "https" if self.hosts == "many" else "http"
 
     @property
     def stop_s(self) -> float:

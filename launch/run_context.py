@@ -1,7 +1,8 @@
 """What every process of a run is given when it starts: the config, and the addresses of the other processes.
 
 Invariants:
-- The context is JSON in one environment variable, so that a role starts the same way under any launcher, on any host.
+- The context is JSON in one environment variable, so that a role starts the same way under any launcher, on any host. It holds no
+  secret.
 - A restarted process listens where it did before, unless its host is lost. Ranks of the learner and of auxiliary models then
   restart together and learn the new addresses; those of replicas are in the fleet snapshots. The supervisor, the buffer and the
   reward server never move.
@@ -27,13 +28,15 @@ ROLE = "SLIPSTREAM_ROLE"
 
 
 class Addresses(msgspec.Struct, frozen=True):
-    """Where the processes listen: hosts, and addresses of ZeroMQ."""
+    """Where the processes listen: hosts, and addresses of ZeroMQ, those of the supervisor with its public key (`rpc.security`)."""
 
     supervisor: str  # for heartbeats
     fleet: str  # the fleet snapshots
     buffer: str
     learner_host: str  # of rank 0, the rendezvous of a push
     settings: str = ""  # `RunSettings`
+    peers: str = ""  # `PeerDirectory`
+    access: str = ""  # for `RequestAccess`
     reward: str = ""  # URL of the reward server, if there is one
     aux_models: dict[str, tuple[str, ...]] = {}  # the ranks of each placed auxiliary model, by its kind
 

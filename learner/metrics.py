@@ -55,7 +55,9 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     # Episodes that ended since the previous step, by outcome (`{"finished": 60, "truncated": 1, "failed_tool": 3}`).
     outcomes: dict[str, int] = {}
     messages_dropped: int  # malformed messages to the buffer, since its process started
-    peers_refused: int  # attempts to connect to the buffer without the run's keys, since its process started
+    peers_refused: (
+        int  # attempts to connect to the buffer by peers that are no role of the run, since its process started
+    )
     rollout_tokens_per_s: float  # * tokens generated per second
     overlap_tokens_per_s: float  # * tokens generated per second while the learner was stepping
     learner_tokens_per_s: float  # tokens (context included) that it computed, per second of stepping

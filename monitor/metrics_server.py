@@ -1,4 +1,4 @@
-"""An HTTP server of `/metrics` in threads of its own.
+"""An HTTP server of `/metrics`, and of `/metrics/NAME` for the servers of a run, in threads of its own.
 
 Invariants:
 - It listens from its construction on, so that a port that is taken is known before anything starts.
@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIEnvironment
 
-from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Metric, make_wsgi_app
 from prometheus_client.registry import Collector
 
 from ..errors import ConfigError, DeadlineExceeded, SlipstreamError, describe
@@ -57,11 +57,12 @@ class MetricsServer:
     def url(self) -> str:
         return f"http://{self.address}/metrics"
 
-    def start(self, read: Read) -> None:
-        """Answer scrapes with what `read` returns, which is called in a thread."""
+    def start(self, read: Read, read_server: Callable[[str], bytes | None] = lambda name: None) -> None:
+        """Answer scrapes with what `read` returns, those of `/metrics/NAME` with what `read_server` returns of NAME; None is an
+        answer 404. Both are called in threads."""
         registry = CollectorRegistry()
         registry.register(_Collector(_LastRead(read).get))
-        self._server.set_app(_safe(make_wsgi_app(registry)))
+        self._server.set_app(_safe(_routed(make_wsgi_app(registry), read_server)))
         self._thread.start()
 
     def __enter__(self) -> MetricsServer:
@@ -157,6 +158,22 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         log.debug("a scrape from %s ended early", client_address, exc_info=True)
+
+
+def _routed(
+    app: Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]], read_server: Callable[[str], bytes | None]
+) -> Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]:
+    """`app`, and the metrics of servers below it."""
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        _, below, name = str(environ["PATH_INFO"]).partition("/metrics/")
+        if not below or not name:
+            return app(environ, start_response)
+        text = read_server(name)
+        start_response("404 Not Found" if text is None else "200 OK", [("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)])
+        return [text or b""]
+
+    return answer
 
 
 def _safe(app: Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:

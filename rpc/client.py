@@ -10,6 +10,7 @@ Invariants:
   A service that restarts meanwhile goes unnoticed. Without it a request is sent once.
 - A deadline counts time in which this process could have received the reply: one that was stopped (SIGSTOP) waits on.
 - Without a connection, requests that are resent wait in the caller and do not pile up; other messages queue in libzmq.
+- A service whose key is not known yet, or that has another one after a restart, is connected to when `trust` names the key.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import zmq.asyncio
 
 from ..errors import DeadlineExceeded, RequestRefused, StateError, TrackedWait, WireError
 from . import wire
-from .security import Keys, configure_client
+from .security import KeyPair, configure_client, split_address
 from .wire import FRAME_LIMIT, LINGER_MS, ONE_WAY, AsyncSocket, Frame, RpcMessage, RpcRefusal, enable_keepalive
 
 STEP_S = 5.0  # longest step by which a deadline is counted down
@@ -44,13 +45,14 @@ class RpcClient:
     """A connection to the `RpcServer` at `address`. Create it in a running event loop; `close` it at the end.
 
     Args:
+        address: see `security`; with an empty key it connects when `trust` is called.
         name: the caller, for error messages and `slipstream waits`.
         service: what the caller calls the other end, as in "the buffer".
         replies: the (union of) tagged structs that the service replies with.
         identity: the ZeroMQ identity that the service sees; None for a random one.
         resend_s: see above; None to send each request once.
         frame_limit: the service's, in bytes; a request above it is a WireError here. None for no limit.
-        keys: the run's CURVE keys, where they are not those of this process.
+        pair: the caller's keys, where they are not those of this process.
         context: shared by several clients, whose owner terminates it; None for one of its own.
     """
 
@@ -64,11 +66,13 @@ class RpcClient:
         identity: bytes | None = None,
         resend_s: float | None = None,
         frame_limit: int | None = FRAME_LIMIT,
-        keys: Keys | None = None,
+        pair: KeyPair | None = None,
         context: zmq.asyncio.Context | None = None,
     ) -> None:
         self.name = name
-        self._address = address
+        self._address, key = split_address(address)
+        self._pair = pair
+        self._trusted = ""
         self._service = service
         self._reply_type: type[RpcMessage[Any]] = RpcMessage[replies | RpcRefusal]
         self._resend_s = resend_s
@@ -82,10 +86,23 @@ class RpcClient:
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.IMMEDIATE, int(resend_s is not None))
         enable_keepalive(socket)
-        configure_client(socket, keys)
-        socket.connect(address)
-        self._socket = AsyncSocket(socket)
+        self._raw, self._socket = socket, AsyncSocket(socket)
+        if key is None:
+            socket.connect(self._address)
+        else:
+            self.trust(key)
         self._receiver = asyncio.create_task(self._receive(), name=f"replies of {service} to {name}")
+
+    def trust(self, key: str) -> None:
+        """Talk only to the process with the public key `key`; what was queued for another is dropped. Empty: it is not known."""
+        if key == self._trusted:
+            return
+        if self._trusted:
+            self._socket.disconnect(self._address)
+        self._trusted = key
+        if key:
+            configure_client(self._raw, key, self._pair)
+            self._socket.connect(self._address)
 
     async def request(
         self, message: Any, reply_type: type[R], deadline_s: float, *, waits_for: str = "", hint: str = ""
@@ -200,21 +217,23 @@ class RpcNotifier:
     context manager.
 
     Args:
+        address: see `security`; its key is known.
         linger_ms: how long `close` waits for unsent messages to leave.
-        keys: the run's CURVE keys, where they are not those of this process.
 
     Raises:
         zmq.ZMQError: the address is malformed.
     """
 
-    def __init__(self, address: str, *, linger_ms: int = LINGER_MS, keys: Keys | None = None) -> None:
+    def __init__(self, address: str, *, linger_ms: int = LINGER_MS) -> None:
+        endpoint, key = split_address(address)
         self._context = zmq.Context()  # its own: it must not share the fate of another library's sockets
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, linger_ms)
         enable_keepalive(self._socket)
         try:
-            configure_client(self._socket, keys)
-            self._socket.connect(address)
+            if key is not None:
+                configure_client(self._socket, key, None)
+            self._socket.connect(endpoint)
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             raise

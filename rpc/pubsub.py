@@ -6,7 +6,7 @@ Invariants:
 - A message is a whole state, never a difference; its `revision` rises with every change.
 - A subscriber may miss snapshots, never the newest: it is sent on every subscription, and again every `REPEAT_S`.
 - A subscriber ignores a frame that it cannot decode and a revision that is not newer than its own.
-- With keys, only a peer that holds the run's client key receives anything.
+- A guarded publisher sends nothing to a peer whose key is not in its table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from ..errors import WireError
 from . import wire
-from .security import CurveServer, Keys, configure_client
+from .security import CurveServer, KeyPair, PeerTable, configure_client, split_address
 
 log = logging.getLogger(__name__)
 REPEAT_S = 5.0  # between repetitions of an unchanged state: one small frame, for a subscriber whose connection lost one
@@ -40,19 +40,19 @@ S = TypeVar("S", bound=Revisioned)
 
 
 class StatePublisher(Generic[S]):
-    """Publishes the newest state at `address`; a port `*` is a free one, and `address` is then what subscribers connect to. `keys`
-    default to those of this process."""
+    """Publishes the newest state at `address`; a port `*` is a free one, and `address` is then what subscribers connect to. With
+    `peers` the socket is guarded by `pair`, by default that of this process."""
 
-    def __init__(self, address: str, state: S, keys: Keys | None = None) -> None:
+    def __init__(self, address: str, state: S, peers: PeerTable | None = None, pair: KeyPair | None = None) -> None:
         self.state = state
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.XPUB)
-        self._guard = CurveServer(self._context, keys)
+        self._guard = CurveServer(self._context, peers, pair)
         self._guard.configure(self._socket)
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # report every subscription, not only the first
         self._socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
         self._socket.bind(address)
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = self._guard.address(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._changed = asyncio.Event()
 
     def publish(self, state: S) -> None:
@@ -94,13 +94,13 @@ class StateSubscriber(Generic[S]):
 
     Args:
         state: the state before the first snapshot; also gives the type. Its revision is 0, or that of a snapshot known already.
-        keys: default to those of this process.
+        pair: by default that of this process.
     """
 
-    def __init__(self, address: str, state: S, keys: Keys | None = None) -> None:
+    def __init__(self, address: str, state: S, pair: KeyPair | None = None) -> None:
         self.state = state
-        self._address = address
-        self._keys = keys
+        self._address, self._key = split_address(address)
+        self._pair = pair
         self._condition = asyncio.Condition()
 
     async def __aenter__(self) -> StateSubscriber[S]:
@@ -108,7 +108,8 @@ class StateSubscriber(Generic[S]):
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.CONFLATE, 1)  # keep only the newest frame
-        configure_client(self._socket, self._keys)
+        if self._key is not None:
+            configure_client(self._socket, self._key, self._pair)
         self._socket.connect(self._address)
         self._socket.subscribe(b"")
         self._reader = asyncio.create_task(self._read(), name="state subscriber")

@@ -1,4 +1,4 @@
-"""The serving end of RPC: one bound ROUTER socket, guarded by CURVE where the run has keys.
+"""The serving end of RPC: one bound ROUTER socket, guarded by CURVE where it has a table of peers.
 
 A simple service answers each request in turn:
 
@@ -13,9 +13,10 @@ One that works in rounds, as the buffer does, reads what has arrived and replies
 
 Invariants:
 - A message that is no request is dropped and counted, and logged at powers of two, so that a flood of them does not flood the log.
+- A request that the sender's role may not make is refused, or dropped where it expects no reply, and counted.
 - Memory is bounded: `backlog` messages per connection wait to be read, then its sender waits; a peer that sends a frame above
-  `frame_limit` is disconnected. One thing libzmq does not bound: a message of ever more frames that never ends. Only a peer with
-  the run's keys can send one.
+  `frame_limit` is disconnected. One thing libzmq does not bound: a message of ever more frames that never ends. Only a role of
+  the run can send one.
 - A reply never blocks: a peer that does not read loses it, and asks again.
 - A client that reconnects under its identity replaces its old connection.
 """
@@ -23,7 +24,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -32,7 +33,7 @@ import zmq.asyncio
 
 from ..errors import RequestRefused, TrackedWait, WireError
 from . import wire
-from .security import CurveServer, Keys
+from .security import CurveServer, KeyPair, PeerTable, split_address
 from .wire import FRAME_LIMIT, LINGER_MS, ONE_WAY, AsyncSocket, RpcMessage, RpcRefusal, enable_keepalive
 
 log = logging.getLogger(__name__)
@@ -41,11 +42,13 @@ M = TypeVar("M")
 
 
 class RpcRequest(msgspec.Struct, Generic[M], frozen=True):
-    """What a peer sent: its connection's identity, the request's number (`ONE_WAY`: no reply is expected), the message."""
+    """What a peer sent: its connection's identity, the request's number (`ONE_WAY`: no reply is expected), the message, and the
+    role whose key the peer has proved; None where the socket is not guarded."""
 
     identity: bytes
     number: int
     message: M
+    sender: str | None = None
 
 
 class RpcServer(Generic[M]):
@@ -56,10 +59,14 @@ class RpcServer(Generic[M]):
         name: the service, for logs and `slipstream waits`.
         requests: the (union of) tagged structs that it accepts, one-way messages included.
         frame_limit: bytes; None for no limit.
-        keys: the run's CURVE keys, where they are not those of this process.
+        peers: who may connect; None for a plain socket.
+        rights: by type of message the kinds of roles that may send it (`worker` for `worker-0`); others are refused. Every role of
+            `peers` may send what is not in it.
+        pair: the keys of the service, where they are not those of this process.
 
     Attributes:
         dropped: messages that were no request.
+        forbidden: requests that the sender's role may not make, and messages of peers that are no role of the run any more.
         received, received_bytes: messages so far, those dropped included.
 
     Raises:
@@ -74,15 +81,18 @@ class RpcServer(Generic[M]):
         *,
         backlog: int = BACKLOG,
         frame_limit: int | None = FRAME_LIMIT,
-        keys: Keys | None = None,
+        peers: PeerTable | None = None,
+        rights: Mapping[type, Sequence[str]] | None = None,
+        pair: KeyPair | None = None,
     ) -> None:
         self.name = name
-        self.dropped = self.received = self.received_bytes = 0
+        self.dropped = self.forbidden = self.received = self.received_bytes = 0
         self._request_type: type[RpcMessage[M]] = RpcMessage[requests]
         self._context = zmq.asyncio.Context()
-        self._guard = CurveServer(self._context, keys)
+        self._guard = CurveServer(self._context, peers, pair)
+        self._peers, self._rights = peers, rights or {}
         socket = self._context.socket(zmq.ROUTER)
-        self._socket = AsyncSocket(socket)
+        self._socket = AsyncSocket(socket, guarded=peers is not None)
         socket.setsockopt(zmq.MAXMSGSIZE, -1 if frame_limit is None else frame_limit)
         socket.setsockopt(zmq.RCVHWM, backlog)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -90,15 +100,15 @@ class RpcServer(Generic[M]):
         enable_keepalive(socket)
         self._guard.configure(socket)
         try:
-            socket.bind(address)
+            socket.bind(split_address(address)[0])
         except zmq.ZMQError:
             self.close()
             raise
-        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = self._guard.address(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     @property
     def refused(self) -> int:
-        """Attempts to connect without the run's keys; a peer may try often."""
+        """Attempts to connect by peers that are no role of the run; one may try often."""
         return self._guard.refused
 
     def requests(self, more: Callable[[], bool] = lambda: True) -> Iterator[RpcRequest[M]]:
@@ -107,6 +117,10 @@ class RpcServer(Generic[M]):
             identity, *message = frames
             self.received += 1
             self.received_bytes += sum(map(len, message))
+            sender = None
+            if self._peers is not None and (sender := self._peers.role(self._socket.sender)) is None:
+                self._forbid("a process that is no part of the run any more")
+                continue
             try:
                 request = wire.decode(self._request_type, message)
             except WireError as error:
@@ -114,7 +128,18 @@ class RpcServer(Generic[M]):
                 if self.dropped & (self.dropped - 1) == 0:
                     log.warning("%s dropped message %d that is no request: %s", self.name, self.dropped, error)
                 continue
-            yield RpcRequest(bytes(identity), request.number, request.message)
+            kinds = self._rights.get(type(request.message))
+            if sender is not None and kinds is not None and sender.partition("-")[0] not in kinds:
+                name = type(request.message).__name__
+                self._forbid(f"{name} of {sender}")
+                self.reply(bytes(identity), request.number, RpcRefusal(f"{sender} has no right to {name}"))
+                continue
+            yield RpcRequest(bytes(identity), request.number, request.message, sender)
+
+    def _forbid(self, what: str) -> None:
+        self.forbidden += 1
+        if self.forbidden & (self.forbidden - 1) == 0:
+            log.warning("%s refused request %d without the right to it: %s", self.name, self.forbidden, what)
 
     def reply(self, identity: bytes, number: int, message: Any) -> None:
         """Reply to request `number` of the connection `identity`; nothing for a one-way message."""

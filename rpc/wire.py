@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from ..errors import WireError
 
-FORMAT = b"\x07"  # first byte of every message. Raise it when a struct on the wire changes meaning.
+FORMAT = b"\x08"  # first byte of every message. Raise it when a struct on the wire changes meaning.
 # Bytes of one frame: the arrays of the longest trajectory, `buffer.trajectory.LENGTH_LIMIT` tokens of 9 bytes.
 FRAME_LIMIT = 36 << 20
 ONE_WAY = 0  # number of a message that gets no reply
@@ -32,6 +32,7 @@ LINGER_MS = 500  # how long queued messages outlive their socket: libzmq aborts 
 # TCP probes a silent connection after this long, and closes it when the probe is not answered for as long again.
 KEEPALIVE_S = 5
 # As numbers: `|` of pyzmq's enums takes longer than the call.
+USER_ID = "User-Id"  # libzmq's name of what `security.CurveServer` says of a message's sender
 NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 # Smaller frames are copied when they are sent: pyzmq frees a frame that is not in another thread, which costs more.
 COPY_BYTES = 128 << 10
@@ -146,9 +147,14 @@ def enable_keepalive(socket: zmq.Socket | zmq.asyncio.Socket) -> None:
 
 
 class AsyncSocket:
-    """One socket used twice: polled through asyncio, read and written directly. At most one task polls for input at a time."""
+    """One socket used twice: polled through asyncio, read and written directly. At most one task polls for input at a time.
 
-    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+    `sender` is the public key that the peer proved who sent the message received last; empty where the socket is not `guarded`.
+    """
+
+    def __init__(self, socket: zmq.asyncio.Socket, *, guarded: bool = False) -> None:
+        self.sender = ""
+        self._guarded = guarded
         self._awaited: Any = socket  # pyzmq types its `poll` as the poller's
         self._direct: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
         self._polling: asyncio.Future[int] | None = None
@@ -173,6 +179,8 @@ class AsyncSocket:
             frames = self._direct.recv_multipart(NOBLOCK, copy=False)
         except zmq.Again:
             return None
+        if self._guarded:
+            self.sender = str(frames[-1].get(USER_ID))  # type: ignore[attr-defined]
         return [f.bytes if len(f) < KEEP_BYTES else memoryview(f).toreadonly() for f in frames]  # type: ignore[arg-type]
 
     async def poll(self, timeout_s: float | None = None) -> None:
@@ -190,6 +198,13 @@ class AsyncSocket:
     async def poll_send(self) -> None:
         """Return when a message can be sent."""
         await self._awaited.poll(flags=zmq.POLLOUT)
+
+    def connect(self, endpoint: str) -> None:
+        self._direct.connect(endpoint)
+
+    def disconnect(self, endpoint: str) -> None:
+        """Drop the connection, and what is queued for it."""
+        self._direct.disconnect(endpoint)
 
     def close(self) -> None:
         self._awaited.close()

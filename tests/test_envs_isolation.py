@@ -30,12 +30,13 @@ from slipstream.envs.dataset.source import DatasetSource
 from slipstream.envs.isolation import remote as remote_module
 from slipstream.envs.isolation import serve as serve_module
 from slipstream.envs.isolation import stacks
+from slipstream.envs.isolation.remote import EnvKeys
 from slipstream.envs.isolation.serve import EnvServer
 from slipstream.envs.isolation.source import IsolatedEnv
 from slipstream.envs.tools import in_thread
 from slipstream.errors import ConfigError, EnvError, ToolError
 from slipstream.rollout.env_guard import EnvGuard, EpisodeLimits
-from slipstream.rpc.security import make_keys
+from slipstream.rpc.security import make_pair
 
 SOON = 60.0
 
@@ -517,7 +518,9 @@ async def test_another_host_runs_the_episodes_over_an_encrypted_link(server: Ser
 
 async def test_a_stranger_gets_nothing(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_module, "DESCRIBE_S", 1.0)
-    (tmp_path / "other.keys").write_bytes(msgspec.json.encode(make_keys()))
+    theirs, ours = make_pair(), make_pair()
+    other = EnvKeys(theirs.public, theirs.secret, ours.public, ours.secret)
+    (tmp_path / "other.keys").write_bytes(msgspec.json.encode(other))
     for keys in ("", str(tmp_path / "other.keys")):
         with pytest.raises(
             ConfigError, match=r"env: .*waited 1 s .*is `slipstream env serve` running at .*, with the same keys"

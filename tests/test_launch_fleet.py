@@ -22,6 +22,7 @@ from slipstream.launch.supervisor.control import (
 )
 from slipstream.launch.supervisor.fleet import FleetState
 from slipstream.rpc.pubsub import StatePublisher, StateSubscriber
+from slipstream.rpc.security import write_pair
 from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
 WAIT_S = 10.0
@@ -168,7 +169,7 @@ def test_a_run_that_was_killed_leaves_a_contact_that_is_one_line(tmp_path: Path)
     with pytest.raises(ConfigError, match="is not running; if it has not finished, `slipstream resume"):
         read_control_address(tmp_path)
     pid = os.getpid()  # numbers are used again: that a process has this one says nothing
-    (tmp_path / CONTROL).write_text(f'{{"pid": {pid}, "address": "tcp://127.0.0.1:1", "fleet": "", "key": ""}}')
+    (tmp_path / CONTROL).write_text(f'{{"pid": {pid}, "address": "tcp://127.0.0.1:1", "fleet": "", "folder": ""}}')
     with pytest.raises(ConfigError, match=f"its supervisor, process {pid}, was killed"):
         read_control_address(tmp_path)
     with run_lock(tmp_path):  # of the command that continues it
@@ -179,11 +180,12 @@ def test_a_run_that_was_killed_leaves_a_contact_that_is_one_line(tmp_path: Path)
         read_control_address(tmp_path)
 
 
-async def test_a_command_that_waits_ends_with_the_run() -> None:
+async def test_a_command_that_waits_ends_with_the_run(tmp_path: Path) -> None:
+    write_pair(tmp_path)
     supervisor = await asyncio.create_subprocess_exec("sleep", "60")
     with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
         port = silent.bind_to_random_port("tcp://127.0.0.1")
-        where = ControlAddress(supervisor.pid, f"tcp://127.0.0.1:{port}", "", "")
+        where = ControlAddress(supervisor.pid, f"tcp://127.0.0.1:{port}", "", str(tmp_path))
         waiting = asyncio.create_task(send_command(where, GetStatus(), RunStatus))
         assert await asyncio.to_thread(silent.poll, 5000)  # it has the command
         supervisor.kill()
@@ -201,7 +203,8 @@ async def test_waiting_for_a_replica_ends_with_the_run(how: str, tmp_path: Path)
     board = StatePublisher("tcp://127.0.0.1:*", Fleet())
     serving = asyncio.create_task(board.serve())
     board.publish(Fleet(1, (ReplicaInfo("engine-0", "http://a"),)))
-    where = ControlAddress(supervisor.pid, "", board.address, "")
+    write_pair(tmp_path)
+    where = ControlAddress(supervisor.pid, "", board.address, str(tmp_path))
     waiting = asyncio.create_task(
         _wait_for_fleet(where, tmp_path, lambda fleet: fleet.revision > 9, "engine-1 to serve")
     )

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 import yaml
@@ -77,12 +78,15 @@ def test_a_running_run_exports_what_board_and_rules_ask_for(policy: Path, tmp_pa
         (address,) = targets["supervisor"]["targets"]
         assert address.startswith("127.0.0.1:")
         assert targets["supervisor"]["labels"] == {"run": "run", "role": "supervisor", "server": "slipstream"}
-        (engine,) = targets["engine-0"]["targets"]
+        engine = f"{targets['engine-0']['targets'][0]}{targets['engine-0']['labels']['__metrics_path__']}"
+        assert engine == f"{address}/metrics/engine-0"
+        with pytest.raises(HTTPError, match="404"):
+            scraped(f"http://{address}/metrics/engine-9")
         # Gauges are recorded once a second, so the newest may be older than the first step.
         going.until(lambda: sum(accounts_of(scraped(f"http://{address}/metrics"))) > 0, "the tokens of its ledger")
         text = scraped(f"http://{address}/metrics")
         families = list(text_string_to_metric_families(text))
-        assert {f.name for f in text_string_to_metric_families(scraped(f"http://{engine}/metrics"))} > {
+        assert {f.name for f in text_string_to_metric_families(scraped(f"http://{engine}"))} > {
             "vllm:num_requests_running"
         }
         going.process.send_signal(signal.SIGINT)

@@ -13,13 +13,15 @@ import weakref
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from rich.console import Console
 from slipstream.configs import Config, load
-from slipstream.errors import ConfigError, RoleDied, first_cause
+from slipstream.errors import ConfigError, DeadlineExceeded, RoleDied, first_cause
 from slipstream.launch.launchers.local import LocalLauncher, ProcessHandle
 from slipstream.launch.run_lock import run_lock
+from slipstream.launch.supervisor import control
 from slipstream.launch.supervisor.control import (
     AddReplicas,
     CommandAccepted,
@@ -34,8 +36,11 @@ from slipstream.launch.supervisor.processes import ProcessManager
 from slipstream.launch.supervisor.replicas import MAX_MISSED_PUSHES, Spawn
 from slipstream.launch.supervisor.supervisor import Supervisor
 from slipstream.monitor.terminal import LineView
+from slipstream.rollout.engines.access import ServerAccess
 from slipstream.rollout.engines.http_client import is_healthy
+from slipstream.rpc import security as curve
 from slipstream.rpc.pubsub import StatePublisher, StateSubscriber
+from slipstream.rpc.security import write_pair
 from slipstream.tests.runs import bare_replicas
 from slipstream.weightsync.fleet import Fleet, ReplicaInfo, ReplicaReport
 
@@ -164,7 +169,7 @@ async def test_a_process_that_ends_is_in_the_fleet_before_it_is_started_again(tm
         assert "! engine-0 was left out of a push: it was late" in there.events()
 
 
-async def test_commands_over_the_control_channel(tmp_path: Path) -> None:
+async def test_commands_over_the_control_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with stage(tmp_path, 1) as (there, feed):
         there.replicas.update(ReplicaReport("engine-0", 0, 0))
         where = read_control_address(tmp_path)
@@ -187,10 +192,18 @@ async def test_commands_over_the_control_channel(tmp_path: Path) -> None:
         assert "/pause?mode=abort" in (tmp_path / "engine-0.log").read_text()  # its requests came back first
         assert set(there.processes.roles) == {"engine-1", "engine-2"}
         assert (await send_command(where, AddReplicas(1), CommandAccepted)).names == ("engine-3",)
-        thief = type(where)(where.pid, where.address, where.fleet, "0" * 32)
-        with pytest.raises(ConfigError, match="not this run's key"):
+        write_pair(tmp_path)
+        thief = msgspec.structs.replace(where, folder=str(tmp_path))
+        monkeypatch.setattr(control, "REPLY_S", 3.0)
+        with pytest.raises(DeadlineExceeded, match="waited 3 s for the supervisor"):
             await send_command(thief, AddReplicas(1), CommandAccepted)
+        assert set(there.processes.roles) == {"engine-1", "engine-2", "engine-3"}
+        for private in (where.folder, f"{where.folder}/curve.json"):
+            assert os.stat(private).st_mode & 0o77 == 0
+        assert where.pair.secret not in (tmp_path / "control.json").read_text()
     assert not (tmp_path / "control.json").exists()
+    with pytest.raises(ConfigError, match="holds no key pair"):
+        curve.read_pair.__wrapped__(where.folder)
 
 
 async def test_one_that_dies_while_it_leaves_is_not_started_again(tmp_path: Path) -> None:
@@ -283,9 +296,9 @@ async def test_one_that_left_is_not_probed_any_more(tmp_path: Path, monkeypatch:
         called, probed = list[str](), there.processes.roles["engine-0"].probe
         assert probed is not None
 
-        async def well(url: str, path: str, seconds: float) -> bool | None:
+        async def well(url: str, path: str, seconds: float, access: ServerAccess) -> bool | None:
             called.append(url)
-            return await is_healthy(url, path, seconds)
+            return await is_healthy(url, path, seconds, access)
 
         monkeypatch.setattr("slipstream.launch.supervisor.processes.is_healthy", well)
         while probed[0] not in called:  # noqa: ASYNC110 - the next probe sets nothing that could be awaited

@@ -29,8 +29,8 @@ from slipstream.learner.batch import TrainBatch, supervised
 from slipstream.learner.checkpoint import CheckpointState, path_of
 from slipstream.rpc import security as curve
 from slipstream.rpc import wire
-from slipstream.rpc.security import make_keys
-from slipstream.rpc.wire import RpcMessage
+from slipstream.rpc.security import PeerTable, make_pair
+from slipstream.rpc.wire import RpcMessage, RpcRefusal
 from slipstream.tests import placed
 from slipstream.tests.columns import flat
 from slipstream.tests.placed import GAE, GROUPS, PRIME, config_of
@@ -131,13 +131,14 @@ def critic(folders: list[Path]) -> Iterator[Backend]:
 
 @contextlib.asynccontextmanager
 async def serving(
-    config: Learner, address: str, model: ShardedModel, trained: Backend | None
+    config: Learner, address: str, model: ShardedModel, trained: Backend | None, peers: PeerTable | None = None
 ) -> AsyncIterator[tuple[RemoteModel, asyncio.Task[None]]]:
     """A rank that serves, and the learner's end."""
     ready = asyncio.Event()
-    service = asyncio.create_task(AuxModelService(config, "critic-0", address, model, trained).serve(ready.set))
+    serving = AuxModelService(config, "critic-0", address, model, trained, peers)
+    service = asyncio.create_task(serving.serve(ready.set))
     await asyncio.wait_for(ready.wait(), 30)
-    placed = RemoteModel(config, "critic", (address,))
+    placed = RemoteModel(config, "critic", (address if peers is None else f"{address}#",))
     try:
         yield placed, service
     finally:
@@ -150,15 +151,23 @@ async def test_nonsense_and_strangers_change_nothing(
     critic: Backend,
     folders: list[Path],
     address: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    keys, config = make_keys(), config_of(folders[0], *GAE).learner
-    monkeypatch.setenv(curve.VARIABLE, keys.environment()[curve.VARIABLE])
+    config, own, worker = config_of(folders[0], *GAE).learner, curve.write_pair(tmp_path), make_pair()
+    monkeypatch.setenv(curve.VARIABLE, str(tmp_path))  # the learner and the service are this process
+    peers = PeerTable({"learner-0": own.public, "worker-0": worker.public})
     context = zmq.asyncio.Context()
-    async with serving(config, address, critic, critic) as (model, _):
-        stranger, member = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
-        curve.configure_client(member)
+    async with serving(config, address, critic, critic, peers) as (model, _):
+        model.clients[0].trust(own.public)
+        stranger, member, other = (context.socket(zmq.DEALER) for _ in range(3))
+        curve.configure_client(member, own.public, None)
+        curve.configure_client(other, own.public, worker)
+        other.connect(address)
+        await other.send_multipart(wire.encode(RpcMessage(1, m.LoadAuxModel("/nowhere"))))
+        refusal = wire.decode(RpcMessage[m.Reply | RpcRefusal], await asyncio.wait_for(other.recv_multipart(), 30))
+        assert refusal.message == RpcRefusal("worker-0 has no right to LoadAuxModel")
         for socket in (stranger, member):
             socket.connect(address)
         good = wire.encode(RpcMessage(1, m.ComputeOutputs(m.pack(SEQUENCES))))

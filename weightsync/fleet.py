@@ -22,12 +22,13 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
     """One replica."""
 
     name: str  # `engine-0`, ...; never used again for another
-    url: str  # `http://host:port`
+    url: str  # `http://host:port`, or `https://`
     incarnation: int = 0  # how often its process was restarted; what is known of an earlier one is void
     # Starting: no work yet. serving: takes requests. draining: takes none and will leave.
     state: Literal["starting", "serving", "draining"] = "starting"
     version: int | None = None  # the policy version served, None while starting
     answers: bool = False  # its process has answered, so that weights can be pushed to it
+    certificate: str = ""  # SHA-256 of the TLS certificate of its process, in hex; empty without TLS
 
 
 class Fleet(msgspec.Struct, frozen=True):

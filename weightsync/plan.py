@@ -8,7 +8,7 @@ Invariants:
 - Tensors travel in the order of `names`; a broadcast cuts them into buckets of at most `bucket_bytes` by a rule both ends share.
 - `checksum` is over the tensors themselves and not over what travelled, so that it proves every transport, `delta` included.
 - An ack counts only for its attempt, rank and version. Every attempt has its own receiver name, so that a late ack of one attempt
-  cannot settle the next.
+  cannot settle the next. Where the socket is guarded, an ack counts only from the replica that it names.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from typing import Literal
 import msgspec
 import zmq
 
-from ..errors import WeightSyncError
+from ..errors import StateError, WeightSyncError
 from ..rpc.client import RpcNotifier
+from ..rpc.security import PeerTable, split_address
 from ..rpc.server import RpcRequest, RpcServer
 
 LINGER_MS = 5000  # how long `send_ack` waits for a learner that does not take the message
@@ -103,11 +104,11 @@ class PushReport(msgspec.Struct, frozen=True):
 
 def send_ack(address: str, ack: WeightAck) -> None:
     """Send an ack to the learner at `address`, from any thread; blocks for at most `LINGER_MS`. Raises WeightSyncError: the address
-    is invalid."""
+    is invalid, or has a key and this process has none."""
     try:
         with RpcNotifier(address, linger_ms=LINGER_MS) as learner:
             learner.notify(msgspec.structs.replace(ack, error=ack.error[:MAX_ERROR]))
-    except zmq.ZMQError as error:
+    except (zmq.ZMQError, StateError) as error:
         raise WeightSyncError(f"no ack can be sent to {address!r}: {error}") from error
 
 
@@ -141,13 +142,20 @@ class ExpectedAcks:
 
 
 class AckCollector:
-    """The learner's end: an RPC server on a free port of `host`. Make it within the running loop that will wait."""
+    """The learner's end: an RPC server on a free port of `host`, for the engines of `peers`; None for a plain socket. Make it
+    within the running loop that will wait."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, peers: PeerTable | None = None) -> None:
         self._server: RpcServer[WeightAck] = RpcServer(
-            f"tcp://{socket.gethostbyname(host)}:*", "weight acks", WeightAck, frame_limit=MAX_BYTES
+            f"tcp://{socket.gethostbyname(host)}:*",
+            "weight acks",
+            WeightAck,
+            frame_limit=MAX_BYTES,
+            peers=peers,
+            rights={WeightAck: ("engine",)},
         )
-        self.address = f"tcp://{host}:{self._server.address.rpartition(':')[2]}"
+        endpoint, key = split_address(self._server.address)
+        self.address = f"tcp://{host}:{endpoint.rpartition(':')[2]}" + ("" if key is None else f"#{key}")
         """What receivers connect to: `TransferPlan.acks`."""
         self._expected: dict[str, ExpectedAcks] = {}
         # A random start: acks to an earlier learner may still arrive.
@@ -173,5 +181,7 @@ class AckCollector:
 
     async def _add(self, request: RpcRequest[WeightAck]) -> None:
         ack = request.message
+        if request.sender not in (None, ack.receiver.partition("#")[0]):
+            return
         if (expected := self._expected.get(ack.receiver)) is not None:
             expected.add(ack)

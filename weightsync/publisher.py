@@ -29,6 +29,7 @@ import torch
 from ..common.spans import RecordSpan, no_record, timed
 from ..configs.schema import Partial, TransportKind
 from ..errors import EngineError, WeightSyncError
+from ..rpc.security import PeerTable
 from .broadcast import BroadcastTransport
 from .plan import AckCollector, PushReport
 from .replica import (
@@ -80,9 +81,10 @@ class Publisher:
         on_served: Callable[[str, int], None] | None = None,  # (replica, version), as soon as it is verified
         on_lost: Callable[[str, str], None] | None = None,  # (replica, reason), at every failure
         record: RecordSpan = no_record,  # receives what each replica went through
+        peers: PeerTable | None = None,  # whose acks count; None for a plain socket
     ) -> None:
         self._record, self._spool = record, spool
-        self._acks = AckCollector(host)
+        self._acks = AckCollector(host, peers)
         try:
             self._transport: Transport = (
                 BroadcastTransport(self._acks, host, backend, device, bucket_bytes)

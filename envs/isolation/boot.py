@@ -56,7 +56,7 @@ def main() -> None:
     except BaseException as error:
         tell(error=f"{type(error).__name__}: {error}")
         raise
-    run(lambda address: tell(address=address))
+    run(spec["peer"], lambda address: tell(address=address))
 
 
 if __name__ == "__main__":

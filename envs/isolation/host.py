@@ -21,6 +21,7 @@ from ...common.tasks import being_cancelled
 from ...common.unawaited import UnawaitedLog, without_await
 from ...configs.environments import EnvironmentKind
 from ...errors import ConfigError, EnvError, ToolError, describe, describe_user_error
+from ...rpc.security import PeerTable, make_pair
 from ...rpc.server import RpcRequest, RpcServer
 from ..base import Environment, Message, Observation, StepResult, Task, TaskSource, as_number, checked
 from ..registry import task_source
@@ -202,13 +203,16 @@ def valid_result(result: object) -> StepResult:
     return StepResult(messages, reward, bool(result.done), bool(result.truncated), metrics)
 
 
-def run(ready: Callable[[str], None]) -> None:
-    """Serve until the process is killed. `ready` is told the address."""
-    asyncio.run(_serve(ready))
+def run(peer: str, ready: Callable[[str], None]) -> None:
+    """Serve the process with the public key `peer` until this one is killed. `ready` is told the address."""
+    asyncio.run(_serve(peer, ready))
 
 
-async def _serve(ready: Callable[[str], None]) -> None:
-    server: RpcServer[EnvRequest] = RpcServer("tcp://127.0.0.1:*", "environments", EnvRequest)
+async def _serve(peer: str, ready: Callable[[str], None]) -> None:
+    peers = PeerTable({"worker": peer})
+    server: RpcServer[EnvRequest] = RpcServer(
+        "tcp://127.0.0.1:*", "environments", EnvRequest, peers=peers, pair=make_pair()
+    )
     host, answering = EnvHost(), set[asyncio.Task[None]]()
     ready(server.address)
     while True:

@@ -24,9 +24,11 @@ from typing import TypeVar
 import zmq
 import zmq.asyncio
 
+from ...common.owned_folders import PRIVATE_VARIABLE
 from ...common.process import PARENT
 from ...errors import EnvError, with_deadline
 from ...rpc.client import RpcClient
+from ...rpc.security import make_pair
 from . import stacks
 from .messages import EnvFailure, EnvReply, EnvRequest
 
@@ -65,14 +67,17 @@ class HostProcess:
         told, tells = os.pipe()
         with tempfile.TemporaryFile() as file:
             stack = os.dup(file.fileno())
+        pair = make_pair()  # only this process may talk to it
         spec = {
+            "peer": pair.public,
             "root": str(stacks.ROOT),
             "paths": module_paths(python),
             "ready": tells,
             "stack": stack,
             "parent": os.getpid(),
         }
-        environ = {k: v for k, v in os.environ.items() if k != PARENT} | {"PYTHONUNBUFFERED": "1"}
+        ours = (PARENT, PRIVATE_VARIABLE)
+        environ = {k: v for k, v in os.environ.items() if k not in ours} | {"PYTHONUNBUFFERED": "1"}
         try:
             popen = subprocess.Popen(  # noqa: ASYNC220 - returns once the program is executed
                 (python or sys.executable, BOOT, json.dumps(spec)),
@@ -102,7 +107,7 @@ class HostProcess:
             process.kill("it did not start")
             why = found.get("error", "it ended before it was ready; its output is in the log")
             raise EnvError(f"the process of {name} does not start ({python or sys.executable}): {why}")
-        process._client = RpcClient(found["address"], name, "its environments", EnvReply, context=context)
+        process._client = RpcClient(found["address"], name, "its environments", EnvReply, context=context, pair=pair)
         return process
 
     async def ask(self, request: EnvRequest, reply_type: type[R]) -> R | EnvFailure:

@@ -20,7 +20,7 @@ import zmq.asyncio
 
 from ...errors import ConfigError, DeadlineExceeded, EnvError, SlipstreamError
 from ...rpc.client import RpcClient
-from ...rpc.security import Keys
+from ...rpc.security import KeyPair
 from .messages import Alive, CallCancelled, CancelCall, Describe, EnvFailure, EnvReply, EnvRequest
 from .pool import REPLIES
 
@@ -30,18 +30,38 @@ CANCEL_S = 4.0  # longest answer to a cancellation: the server waits for its pro
 DESCRIBE_S = 240.0  # longest making of a source there; some libraries take a minute to import
 
 
+class EnvKeys(msgspec.Struct, frozen=True):
+    """What the file of `slipstream env serve` holds: the key pair of the server, and the one of its clients."""
+
+    server: str
+    server_secret: str
+    client: str
+    client_secret: str
+
+    def __repr__(self) -> str:
+        return "EnvKeys(...)"  # logs must not show them
+
+    @property
+    def server_pair(self) -> KeyPair:
+        return KeyPair(self.server, self.server_secret)
+
+    @property
+    def client_pair(self) -> KeyPair:
+        return KeyPair(self.client, self.client_secret)
+
+
 class RemoteHosts:
     """The server at `address`. Create it in a running event loop."""
 
-    def __init__(self, name: str, address: str, keys: Keys | None, context: zmq.asyncio.Context) -> None:
+    def __init__(self, name: str, address: str, keys: EnvKeys | None, context: zmq.asyncio.Context) -> None:
         self._address = address
         self._client = RpcClient(
-            address,
+            f"{address}#{keys.server}" if keys else address,
             name,
             "the environment server",
             EnvReply,
             identity=uuid.uuid4().bytes,  # the same after a connection that broke, so that the episodes are found again
-            keys=keys,
+            pair=keys.client_pair if keys else None,
             context=context,
         )
         living = asyncio.create_task(_live(self._client), name=f"signs of life to {address}")
@@ -76,12 +96,12 @@ def _close(client: RpcClient, living: asyncio.Task[None]) -> None:
     client.close()
 
 
-def read_keys(key: str, path: str) -> Keys | None:
+def read_keys(key: str, path: str) -> EnvKeys | None:
     """The keys in a file that `slipstream env serve` has made; None without a file. Raises ConfigError naming `key`."""
     if not path:
         return None
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Keys)
+        return msgspec.json.decode(Path(path).read_bytes(), type=EnvKeys)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
             f"{key}: {path} holds no keys ({error}); copy the file that `slipstream env serve` made"

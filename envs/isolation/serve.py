@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from ...configs.environments import FILES, DataSection, EnvironmentKind
 from ...errors import ConfigError, DeadlineExceeded, EnvError, SlipstreamError, with_deadline
-from ...rpc.security import Keys, make_keys
+from ...rpc.security import PeerTable, make_pair, split_address
 from ...rpc.server import RpcRequest, RpcServer
 from .link import options_of
 from .messages import (
@@ -40,7 +40,7 @@ from .messages import (
     StepEpisode,
 )
 from .pool import HostPool
-from .remote import CLIENT_S, read_keys
+from .remote import CLIENT_S, EnvKeys, read_keys
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class EnvServer:
     """Serves `sections`, environments by their sections of the config, in `isolate` processes each. Bound when it is made, in a
     running event loop. Raises zmq.ZMQError: the address is in use."""
 
-    def __init__(self, sections: Mapping[str, EnvironmentKind], address: str, keys: Keys | None) -> None:
+    def __init__(self, sections: Mapping[str, EnvironmentKind], address: str, keys: EnvKeys | None) -> None:
         self._context = zmq.asyncio.Context()
         self._sections = dict(sections)
         self.pools = {
@@ -68,8 +68,14 @@ class EnvServer:
         }
         self._clients: dict[bytes, _Client] = {}
         self._calls: dict[str, HostPool] = {}
-        self._server: RpcServer[EnvRequest] = RpcServer(address, "the environment server", EnvRequest, keys=keys)
-        self.address = self._server.address
+        self._server: RpcServer[EnvRequest] = RpcServer(
+            address,
+            "the environment server",
+            EnvRequest,
+            peers=PeerTable({"worker": keys.client}) if keys else None,
+            pair=keys.server_pair if keys else None,
+        )
+        self.address = split_address(self._server.address)[0]
 
     async def serve(self) -> None:
         """Until it is cancelled."""
@@ -177,7 +183,7 @@ def _comparable(config: EnvironmentKind) -> str:
     return options_of(config)
 
 
-def load_or_make_keys(path: Path) -> Keys:
+def load_or_make_keys(path: Path) -> EnvKeys:
     """The keys in a file that only its owner may read; it is made with new ones where it is missing. Raises ConfigError."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -187,7 +193,8 @@ def load_or_make_keys(path: Path) -> Keys:
         return keys
     except OSError as error:
         raise ConfigError(f"--keys: {path} cannot be written: {error}") from None
-    keys = make_keys()
+    server, client = make_pair(), make_pair()
+    keys = EnvKeys(server.public, server.secret, client.public, client.secret)
     with os.fdopen(file, "wb") as stream:
         stream.write(msgspec.json.encode(keys))
     return keys

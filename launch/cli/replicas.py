@@ -118,7 +118,7 @@ async def _wait_for_fleet(
     """The first fleet that is `settled`. The learner pushes weights to a new replica between two of its steps."""
     config = load(str(run_config(run_dir)))
     seconds = config.rollout.engine.start_s + config.push_s + config.learner.batch_s
-    async with StateSubscriber(control.fleet, Fleet(), control.keys) as subscriber:
+    async with StateSubscriber(control.fleet, Fleet(), control.pair) as subscriber:
         settling = subscriber.until(lambda fleet: fleet.revision > 0 and (not fleet.replicas or settled(fleet)))
         hint = f"it may still happen; see `slipstream replicas {run_dir} list` and {run_dir / 'logs'}"
         work = run_unless_exited(settling, control.pid)

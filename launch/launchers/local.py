@@ -3,6 +3,7 @@
 Invariants:
 - A role leads its own process group: killing it kills the processes that it started.
 - A role dies with the process that launched it, also when that one is killed (`set_parent_death_signal`).
+- Each process of a role has a new key pair, made on its host before it starts, in a private folder that is removed when it ends.
 - A launcher only places, starts and ends processes; the supervisor decides which are restarted, and when.
 """
 
@@ -17,15 +18,16 @@ import signal
 import socket
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from ...common.owned_folders import SERVER_FILES, sweep
+from ...common.owned_folders import SERVER_FILES, OwnedFolder, private_folder, sweep
 from ...common.process import PARENT
 from ...errors import ConfigError, DeadlineExceeded, RoleDied, with_deadline
+from ...rpc.security import VARIABLE, write_pair
 from ..resources import GpuAssignment, free_gpus
 
 log = logging.getLogger(__name__)
@@ -69,9 +71,10 @@ class Placement(msgspec.Struct, frozen=True):
 
 class Launcher(Protocol):
     """Starts roles. `place` comes first; `close` ends every process that is left. `host` is this process's address for the roles,
-    known once the first roles are placed."""
+    known once the first roles are placed. `authorize` gets the name and the public key of each process before it starts."""
 
     host: str
+    authorize: Callable[[str, str], None]
 
     async def place(self, roles: Mapping[str, int]) -> dict[str, Placement]:
         """Reserve a placement for each of `roles`, name -> number of GPUs; also for more roles later. Raises ConfigError where
@@ -138,12 +141,15 @@ def claim_ports(first: int, count: int, host: str = "127.0.0.1") -> list[int]:
 class LocalProcess:
     lost = False
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, private: OwnedFolder) -> None:
         self._process = process
+        self._private = private
         self.pid = process.pid
 
     async def wait(self) -> int:
-        return await self._process.wait()
+        status = await self._process.wait()
+        self._private.close()
+        return status
 
     async def terminate(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -154,7 +160,7 @@ class LocalProcess:
             os.killpg(self.pid, signal.SIGKILL)
         waits_for, hint = f"process {self.pid} to end after SIGKILL", "it is stuck in the kernel, see its /proc entry"
         try:
-            await with_deadline(KILL_S, self._process.wait(), who="the launcher", waits_for=waits_for, hint=hint)
+            await with_deadline(KILL_S, self.wait(), who="the launcher", waits_for=waits_for, hint=hint)
         except DeadlineExceeded as error:
             log.error("%s", error)
 
@@ -173,6 +179,8 @@ class LocalLauncher:
         self._gpus = dict(placement.gpus) if placement else {}
         self._available = available
         self._started: defaultdict[str, list[LocalProcess]] = defaultdict(list)
+        self._private: dict[str, OwnedFolder] = {}  # of processes that are about to start
+        self.authorize: Callable[[str, str], None] = lambda role, key: None
 
     async def place(self, roles: Mapping[str, int]) -> dict[str, Placement]:
         gpus = dict(self._gpus)
@@ -187,12 +195,27 @@ class LocalLauncher:
         return self._ports(1)[0]
 
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> ProcessHandle:
-        env, no_input = {**os.environ, **environment, PARENT: str(os.getpid())}, asyncio.subprocess.DEVNULL
+        self.authorize(role, self.make_pair(role))
+        return await self.execute(role, command, environment)
+
+    def make_pair(self, role: str) -> str:
+        """A new key pair for the next process of `role`; the public key."""
+        if (unused := self._private.pop(role, None)) is not None:
+            unused.close()
+        self._private[role] = folder = private_folder()
+        return write_pair(folder.path).public
+
+    async def execute(self, role: str, command: Sequence[str], environment: dict[str, str]) -> ProcessHandle:
+        """Start `command` as `role`, with the pair that was made for it."""
+        private = self._private[role]
+        own = {PARENT: str(os.getpid()), VARIABLE: str(private.path)}
+        env, no_input = {**os.environ, **environment, **own}, asyncio.subprocess.DEVNULL
         with (self._logs / f"{role}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=no_input, stdout=log, stderr=log, env=env, start_new_session=True
             )
-        self._started[role].append(LocalProcess(process))
+        del self._private[role]
+        self._started[role].append(LocalProcess(process, private))
         return self._started[role][-1]
 
     async def move(self, role: str) -> Placement:
@@ -207,6 +230,9 @@ class LocalLauncher:
 
     async def close(self) -> None:
         await asyncio.gather(*(process.kill() for started in self._started.values() for process in started))
+        for folder in self._private.values():
+            folder.close()
+        self._private.clear()
         sweep(Path(tempfile.gettempdir()), SERVER_FILES)
 
     def _ports(self, count: int) -> list[int]:

@@ -1,7 +1,8 @@
 """The Ray launcher: the same role processes, placed by Ray on one host or many.
 
 Invariants:
-- Each role has a placement group of one bundle. Ray only decides the hosts: no token and no weight goes through it.
+- Each role has a placement group of one bundle. Ray only decides the hosts: no token, no weight and no secret goes through it.
+- A role's actor makes the key pair of each of its processes; Ray carries the public key.
 - The bundle of a role that has left is reused for the next role that needs as many GPUs.
 - Each role is a child process of a small actor in its bundle, and dies with it.
 - Ray moves the bundle of a lost host to another one, as soon as one has room, be it the lost one again; `move` makes an actor
@@ -16,7 +17,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,13 @@ class RayActor:
     async def close_links(self) -> None:
         await self._link_end.close()
 
+    async def make_pair(self, role: str) -> str:
+        """A new key pair for the process that starts next; the public key."""
+        return self._launcher.make_pair(role)
+
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> int:
         await self.kill()  # on a restart the old process is dead, or could not be reached
-        self._process = await self._launcher.start(role, command, environment)
+        self._process = await self._launcher.execute(role, command, environment)
         return self._process.pid
 
     async def wait(self) -> int:
@@ -142,6 +147,7 @@ class RayLauncher:
 
     def __init__(self, logs: Path, first_port: int, *, many_hosts: bool) -> None:
         self.host = "127.0.0.1"
+        self.authorize: Callable[[str, str], None] = lambda role, key: None
         self._many_hosts = many_hosts
         self._logs = logs
         self._next_port = first_port
@@ -257,6 +263,7 @@ class RayLauncher:
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> ProcessHandle:
         actor = self._actors[role]
         try:
+            self.authorize(role, await self._answer(actor.make_pair.remote(role), f"a key for {role}", START_S))
             pid = await self._answer(actor.start.remote(role, list(command), environment), f"{role} to start", START_S)
         except (RayActorError, DeadlineExceeded) as error:
             raise PlacementLost(

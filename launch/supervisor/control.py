@@ -2,18 +2,16 @@
 supervisor.
 
 Invariants:
-- It listens on loopback, and serves only clients that know the key in `control.json`, which only the owner of the run can read.
+- It listens on loopback, and serves only clients that prove the key of commands. `control.json` names the folder of that key,
+  which only the owner of the run can read, on the supervisor's host.
 - One command at a time: two never change the roles or the settings together.
 - No command can end a run.
 """
 
 from __future__ import annotations
 
-import functools
-import hmac
 import logging
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,12 +20,13 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from ...common.fsio import write_atomic
+from ...common.owned_folders import private_folder
 from ...common.tasks import Stopped, run_unless_exited
 from ...configs import run_config
 from ...errors import ConfigError, RequestRefused, SlipstreamError, describe
 from ...monitor.settings import LiveSetting, SettingChange
 from ...rpc.client import RpcClient
-from ...rpc.security import Keys
+from ...rpc.security import KeyPair, PeerTable, make_pair, read_pair, write_pair
 from ...rpc.server import RpcRequest, RpcServer
 from ..run_lock import CONTROL, is_locked
 from .fleet import ReplicaListing
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+COMMAND = "command"  # the name of those who send them: no role
 REPLY_S = 150.0  # longest wait for a reply: Ray may need long to find room for a replica
 T = TypeVar("T")
 
@@ -53,8 +53,12 @@ class ControlAddress(msgspec.Struct, frozen=True):
     pid: int  # of the supervisor
     address: str
     fleet: str  # address of the fleet's snapshots
-    key: str  # what a request must contain
-    keys: Keys | None = None  # CURVE keys of the run, where it has any
+    folder: str  # the private folder, on the supervisor's host, with the key pair of commands
+
+    @property
+    def pair(self) -> KeyPair:
+        """The key pair of commands. Raises ConfigError where this user, or this host, cannot read it."""
+        return read_pair(self.folder)
 
 
 class AddReplicas(msgspec.Struct, frozen=True, tag=True):
@@ -98,11 +102,6 @@ class GetSettings(msgspec.Struct, frozen=True, tag=True):
 Command = AddReplicas | RemoveReplica | AddWorkers | RemoveWorker | GetStatus | ChangeSettings | GetSettings
 
 
-class ControlRequest(msgspec.Struct, frozen=True, tag=True):
-    key: str
-    command: Command
-
-
 class CommandAccepted(msgspec.Struct, frozen=True, tag=True):
     """The command has begun: it concerns the roles `names`, and is in the fleet from `revision` on."""
 
@@ -139,31 +138,35 @@ class ControlServer:
     fleet_address: str
     waits: Callable[[], Sequence[RoleWait]] = tuple
     settings: SettingsManager | None = None
-    keys: Keys | None = None
     workers: WorkerManager | None = None
-    key: str = field(default_factory=functools.partial(secrets.token_hex, 16), repr=False)
+    pair: KeyPair = field(default_factory=make_pair)
+    admit: Callable[[str, str], None] = lambda name, key: None  # is told the key of commands, for the fleet
 
     async def serve(self) -> None:
-        """Serve until cancelled; `control.json` exists for as long."""
-        server = RpcServer("tcp://127.0.0.1:*", "the supervisor", ControlRequest, keys=self.keys)
+        """Serve until cancelled; `control.json` and the key of commands exist for as long."""
+        folder = private_folder()
+        key = write_pair(folder.path).public
+        self.admit(COMMAND, key)
+        server: RpcServer[Command] = RpcServer(
+            "tcp://127.0.0.1:*", "the supervisor", Command, peers=PeerTable({COMMAND: key}), pair=self.pair
+        )
         path = self.run_dir / CONTROL
-        address = ControlAddress(os.getpid(), server.address, self.fleet_address, self.key, self.keys)
+        address = ControlAddress(os.getpid(), server.address, self.fleet_address, str(folder.path))
         try:
             write_atomic(path, msgspec.json.encode(address), mode=0o600)
             await server.serve(self._handle, "the next command")
         finally:
             path.unlink(missing_ok=True)
             server.close()
+            folder.close()
 
-    async def _handle(self, request: RpcRequest[ControlRequest]) -> Reply:
-        if not hmac.compare_digest(request.message.key.encode(), self.key.encode()):
-            raise RequestRefused("that is not this run's key")
+    async def _handle(self, request: RpcRequest[Command]) -> Reply:
         try:
-            return await self._run(request.message.command)
+            return await self._run(request.message)
         except SlipstreamError as error:
             raise RequestRefused(str(error)) from error
         except Exception as error:  # a command that fails unexpectedly must not end the run
-            log.exception("%s failed", request.message.command)
+            log.exception("%s failed", request.message)
             raise RequestRefused(describe(error)) from error
 
     async def _run(self, command: Command) -> Reply:
@@ -235,11 +238,11 @@ async def send_command(
 ) -> T:
     """The supervisor's reply to `command`, sent by `who`. Raises ConfigError if it refuses or ends, DeadlineExceeded if it is
     silent."""
-    client = RpcClient(control.address, who, "the supervisor", Reply, keys=control.keys)
+    client = RpcClient(control.address, who, "the supervisor", Reply, pair=control.pair)
     try:
-        request, waits_for = ControlRequest(control.key, command), f"the supervisor, process {control.pid}"
+        waits_for = f"the supervisor, process {control.pid}"
         hint = "is it stopped, the run on another host, or of another version of Slipstream?"
-        reply = client.request(request, expected, REPLY_S, waits_for=waits_for, hint=hint)
+        reply = client.request(command, expected, REPLY_S, waits_for=waits_for, hint=hint)
         return await run_unless_exited(reply, control.pid)
     except Stopped:
         raise ConfigError(f"the run's supervisor, process {control.pid}, ended before it replied") from None

@@ -12,33 +12,34 @@ import asyncio
 import contextlib
 import functools
 import logging
-import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
 
 from ...buffer.schema import DATABASE
 from ...common.gc import freeze_startup_objects
-from ...common.owned_folders import temporary_environment
 from ...common.process import set_parent_death_signal
 from ...common.tasks import Stopped, in_thread, run_or_stop
 from ...configs.schema import AuxModel, parse_size
 from ...errors import ConfigError, Interrupted, SlipstreamError, first_cause
 from ...monitor.log import setup_logging
 from ...monitor.timeline import TimelineWriter
+from ..peers import filling, following_peers, peer_table, trusting
 from ..resources import RANKED
 from ..run_context import RunContext, RunSettings, following_settings, read_run_context
 from .heartbeat import HeartbeatSender
 from .processes import FINAL
+from .servers import become_engine, become_reward
 
 if TYPE_CHECKING:
     from ...buffer.messages import Lease
     from ...rollout.player import EpisodeResult
+    from ...rpc.security import PeerTable
     from ...weightsync.publisher import Publisher
 
 log = logging.getLogger(__name__)
@@ -59,12 +60,13 @@ def run_role(name: str, label: str = "", step: int = 0, listen: str = "", *, che
         become_engine(context, int(index), listen)
     if kind == "reward":
         become_reward(context)
+    peers = peer_table(context)
     roles: dict[str, Role] = {
-        "buffer": buffer,
+        "buffer": functools.partial(buffer, peers),
         "worker": worker,
-        "learner": learner,
-        "reference": functools.partial(aux_model, "reference"),
-        "critic": functools.partial(aux_model, "critic"),
+        "learner": functools.partial(learner, peers),
+        "reference": functools.partial(aux_model, "reference", peers),
+        "critic": functools.partial(aux_model, "critic", peers),
         "evaluator": functools.partial(evaluator, label, step),
         "rater": rater,
         "sft": sft,
@@ -114,27 +116,9 @@ def _ready(heartbeat: HeartbeatSender) -> None:
     heartbeat.ready()
 
 
-def become_engine(context: RunContext, index: int, listen: str) -> None:
-    from ...rollout.engines import registry as servers
-
-    host, _, port = listen.rpartition(":")
-    arguments = servers.command(context.config, host, int(port), seed=context.config.seed + index)
-    _become(arguments, servers.environment(context.config))
-
-
-def become_reward(context: RunContext) -> None:
-    from ...rollout import reward_server
-
-    host, _, port = context.addresses.reward.removeprefix("http://").rpartition(":")
-    arguments = reward_server.command(context.config, host, int(port))
-    _become(arguments, reward_server.environment(context.config))
-
-
-def _become(arguments: list[str], environment: Mapping[str, str]) -> NoReturn:
-    os.execvpe(arguments[0], arguments, {**os.environ, **environment, **temporary_environment()})
-
-
-async def buffer(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
+async def buffer(
+    peers: PeerTable | None, context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event
+) -> None:
     from ...buffer.service import BufferService
     from ...configs.algorithm import plays_greedily
     from ...configs.environments import shares_of
@@ -158,6 +142,7 @@ async def buffer(context: RunContext, index: int, heartbeat: HeartbeatSender, st
         samplers=samplers,
         tasks=tasks,
         revision=context.revision,
+        peers=peers,
     )
     stopped = asyncio.create_task(stop.wait(), name="stop")
     stopped.add_done_callback(lambda _: service.stop())
@@ -165,7 +150,7 @@ async def buffer(context: RunContext, index: int, heartbeat: HeartbeatSender, st
     settings = following_settings(context, lambda new: service.configure(new.revision, new.config.buffer))
     try:
         with TimelineWriter(context.timeline_dir, heartbeat.role, service.gauges):
-            async with fleets, settings:
+            async with following_peers(context, filling(peers)), fleets, settings:
                 await service.serve(functools.partial(_ready, heartbeat))
     finally:
         stopped.cancel()
@@ -173,17 +158,16 @@ async def buffer(context: RunContext, index: int, heartbeat: HeartbeatSender, st
 
 async def worker(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
     from ...rollout.worker import Worker
-    from .factory import make_agent, make_buffer_client, make_player, make_reward, make_router
+    from .factory import buffer_client, make_agent, make_player, make_reward, make_router
 
-    config = context.config
+    config, name = context.config, heartbeat.role
     temperature = config.rollout.temperature
-    async with make_router(context) as router, make_reward(context) as model, make_agent(config) as agent:
+    async with make_router(context, name) as router, make_reward(context, name) as model, make_agent(config) as agent:
         player = await in_thread(
             lambda: make_player(config, agent, router, split="train", temperature=temperature, model=model),
             "make_player",
         )
-        name = heartbeat.role
-        async with make_buffer_client(context, name) as client:
+        async with buffer_client(context, name) as client:
             _ready(heartbeat)
             size, workers = config.buffer.group_size, max(1, len(context.workers))
             with TimelineWriter(context.timeline_dir, heartbeat.role) as timeline:
@@ -207,7 +191,7 @@ async def evaluator(
 
     limit = parse_size("buffer.keep", context.config.buffer.keep)
     async with contextlib.AsyncExitStack() as stack:
-        router = await stack.enter_async_context(make_router(context))
+        router = await stack.enter_async_context(make_router(context, heartbeat.role))
         agent = await stack.enter_async_context(make_agent(context.config))
         episodes = stack.enter_context(EvaluationEpisodes(context.evaluation_dir, limit))
         for name, suite in missing(context.dir, context.config, step).items():
@@ -249,7 +233,7 @@ async def rater(context: RunContext, index: int, heartbeat: HeartbeatSender, sto
 
     config, plan = context.config, msgspec.json.decode((context.dir / PLAN).read_bytes(), type=RatingPlan)
     path = Path(plan.ratings)
-    async with make_router(context) as router, make_agent(config) as agent:
+    async with make_router(context, heartbeat.role) as router, make_agent(config) as agent:
         temperature = config.rollout.temperature
         make = functools.partial(make_player, config, agent, router, split="train", temperature=temperature)
         player = await in_thread(make, "make_player")
@@ -272,13 +256,15 @@ async def rater(context: RunContext, index: int, heartbeat: HeartbeatSender, sto
             await run_or_stop(rate(player, tasks, plan.samples, rated), stop)
 
 
-async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event) -> None:
+async def learner(
+    peers: PeerTable | None, context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event
+) -> None:
     from ...learner.loop import TrainingLoop
     from ...learner.metrics import StepMetrics
     from ...monitor.annotations import KEPT_BYTES, STEP_BYTES, AnnotationWriter
     from ...monitor.recorder import Recorder
     from ..evaluations import FILE, retained
-    from .factory import make_aux_models, make_backend, make_buffer_client, make_canary, make_publisher
+    from .factory import buffer_client, make_aux_models, make_backend, make_canary, make_publisher
     from .samples import sampler
 
     config = context.config
@@ -288,7 +274,9 @@ async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, s
         stack.callback(backend.close)
         aux_models = make_aux_models(config, backend, context.addresses.aux_models)
         stack.callback(aux_models.close)
-        client = await stack.enter_async_context(make_buffer_client(context, f"learner-{index}"))
+        trusted = [trusting(rank, rank.name) for rank in aux_models.clients]
+        await stack.enter_async_context(following_peers(context, filling(peers), *trusted))
+        client = await stack.enter_async_context(buffer_client(context, heartbeat.role))
         publisher, joined, settings = None, asyncio.Event(), None
         timeline = stack.enter_context(TimelineWriter(context.timeline_dir, heartbeat.role))
         recorded = context.timeline_dir if backend.leads_rows else None
@@ -296,7 +284,7 @@ async def learner(context: RunContext, index: int, heartbeat: HeartbeatSender, s
         annotations = stack.enter_context(AnnotationWriter(recorded, heartbeat.role, limit))
         if first:
             publisher, joined = await stack.enter_async_context(
-                make_publisher(context, backend.device, heartbeat.report_replicas, stop, timeline.record)
+                make_publisher(context, backend.device, heartbeat.report_replicas, stop, timeline.record, peers)
             )
             settings = await stack.enter_async_context(
                 following_settings(context, functools.partial(_set_cohort, publisher))
@@ -342,7 +330,12 @@ def _set_cohort(publisher: Publisher, settings: RunSettings) -> None:
 
 
 async def aux_model(
-    kind: AuxModel, context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event
+    kind: AuxModel,
+    peers: PeerTable | None,
+    context: RunContext,
+    index: int,
+    heartbeat: HeartbeatSender,
+    stop: asyncio.Event,
 ) -> None:
     """A rank of the placed auxiliary model `kind`, which it serves until it is stopped."""
     from ...learner.aux_models.service import AuxModelService
@@ -353,8 +346,9 @@ async def aux_model(
     model = trained or make_reference(config)
     try:
         address = context.addresses.aux_models[kind][index]
-        service = AuxModelService(context.config.learner, heartbeat.role, address, model, trained)
-        await run_or_stop(service.serve(functools.partial(_ready, heartbeat)), stop)
+        service = AuxModelService(context.config.learner, heartbeat.role, address, model, trained, peers)
+        async with following_peers(context, filling(peers)):
+            await run_or_stop(service.serve(functools.partial(_ready, heartbeat)), stop)
     finally:
         model.close()
 

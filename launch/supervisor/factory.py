@@ -27,6 +27,7 @@ from ...configs.schema import Config, Fake, Model, Sglang, Transformers
 from ...configs.sft import SftConfig
 from ...errors import ConfigError
 from ...weightsync.fleet import ReplicaInfo, ReplicaReport, following_fleet
+from ..peers import following_peers, request_access, trusting
 from ..resources import ranks_of
 from ..run_context import RunContext
 
@@ -38,10 +39,12 @@ if TYPE_CHECKING:
     from ...envs.simple import Split
     from ...learner.aux_models.aux_models import AuxModels
     from ...learner.backend import Backend, Scorer, ShardedModel
+    from ...rollout.engines.access import ServerAccess
     from ...rollout.engines.http_engine import HttpEngine
     from ...rollout.player import EpisodePlayer
     from ...rollout.reward_model import RewardModel
     from ...rollout.router import Router
+    from ...rpc.security import PeerTable
     from ...weightsync.publisher import Publisher
 
 log = logging.getLogger(__name__)
@@ -50,10 +53,12 @@ CLIENT_FACTORY = "SLIPSTREAM_BUFFER_CLIENT"  # see `make_buffer_client`
 BACKEND_FACTORY = "SLIPSTREAM_BACKEND"  # see `make_backend`
 CANARY_TOKENS = 32  # whose log-probs verify a push: long enough to reach every kernel, short enough to cost nothing
 PROGRAM_SHARE = 0.75  # of an episode's time that its program may take; its environment needs the rest
+FIRST_RANK = "learner-0"  # the role that pushes weights
 BUCKET_BYTES = 64 << 20  # largest bucket of tensors in a weight broadcast; the receiver holds one next to its KV cache
 
 
-def make_engine(context: RunContext, replica: ReplicaInfo) -> HttpEngine:
+def make_engine(context: RunContext, access: ServerAccess, replica: ReplicaInfo) -> HttpEngine:
+    """A client of a replica, with the tokens of `access`."""
     from ...learner.model import vocabulary_size
 
     config = context.config
@@ -73,6 +78,7 @@ def make_engine(context: RunContext, replica: ReplicaInfo) -> HttpEngine:
         ranks=ranks_of(engine),
         partial=config.rollout.partial,
         scores_paused=isinstance(engine, Transformers | Fake),
+        access=structs.replace(access, certificate=replica.certificate),
     )
 
 
@@ -95,12 +101,20 @@ def _named_by(variable: str) -> Callable[..., Any] | None:
 
 
 @contextlib.asynccontextmanager
-async def make_router(context: RunContext) -> AsyncIterator[Router]:
+async def buffer_client(context: RunContext, name: str) -> AsyncIterator[BufferClient]:
+    """`make_buffer_client`, connected to the present process of the buffer."""
+    async with make_buffer_client(context, name) as client, following_peers(context, trusting(client.rpc, "buffer")):
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def make_router(context: RunContext, name: str) -> AsyncIterator[Router]:
+    """The router of role `name`."""
     from ...rollout.router import Router
 
-    rollout = context.config.rollout
+    rollout, access = context.config.rollout, await request_access(context, name)
     router = Router(
-        functools.partial(make_engine, context),
+        functools.partial(make_engine, context, access),
         max_concurrent=rollout.engine.max_concurrent,
         request_s=rollout.request_s,
         start_s=rollout.engine.start_s,
@@ -111,16 +125,18 @@ async def make_router(context: RunContext) -> AsyncIterator[Router]:
 
 
 @contextlib.asynccontextmanager
-async def make_reward(context: RunContext) -> AsyncIterator[RewardModel | None]:
-    """The model that scores episodes in training; None where the environment scores them."""
+async def make_reward(context: RunContext, name: str) -> AsyncIterator[RewardModel | None]:
+    """The model that scores the episodes of role `name` in training; None where the environment scores them."""
     from ...rollout.reward_model import RewardModel
 
     if not isinstance(context.config.reward, Classifier | Judge):
         yield None
         return
-    model = RewardModel(context.config.reward, context.addresses.reward, context.config.score_s)
+    access = await request_access(context, name)
+    model = RewardModel(context.config.reward, context.addresses.reward, context.config.score_s, access)
     try:
-        yield model
+        async with following_peers(context, lambda peers: model.trust(peers.certificates.get("reward", ""))):
+            yield model
     finally:
         await model.close()
 
@@ -309,14 +325,17 @@ async def make_publisher(
     report: Callable[[tuple[ReplicaReport, ...]], None],
     stop: asyncio.Event,
     record: RecordSpan,
+    peers: PeerTable | None,
 ) -> AsyncIterator[tuple[Publisher, asyncio.Event]]:
     """A publisher that pushes to the replicas of the fleet, once they answer, and an event that is set whenever one of them serves
-    nothing yet. `report` sends what is known of them to the supervisor, `record` keeps what they go through. Raises Stopped."""
+    nothing yet. `report` sends what is known of them to the supervisor, `record` keeps what they go through, `peers` says whose
+    acks count. Raises Stopped."""
     from ...weightsync.publisher import Publisher
     from .push_targets import PushTargets, wait_for_replicas
 
     config = context.config
-    targets = PushTargets(functools.partial(make_engine, context), report)
+    access = await request_access(context, FIRST_RANK)
+    targets = PushTargets(functools.partial(make_engine, context, access), report)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(targets.close)
         targets.publisher = Publisher(
@@ -336,6 +355,7 @@ async def make_publisher(
             on_served=targets.served,
             on_lost=targets.lost,
             record=record,
+            peers=peers,
         )
         stack.callback(targets.publisher.close)
         fleets = await stack.enter_async_context(following_fleet(context.addresses.fleet, targets.update))

@@ -48,6 +48,11 @@ class FleetState:
     def join(self, name: str, url: str) -> None:
         self._replace([*self.fleet.replicas, ReplicaInfo(name, url)])
 
+    def certified(self, name: str, certificate: str) -> None:
+        """Its process has this certificate."""
+        if (info := self.fleet.replica(name)) is not None:
+            self._change(name, info.incarnation, certificate=certificate)
+
     def answers(self, name: str, incarnation: int) -> None:
         self._change(name, incarnation, answers=True)
 
@@ -62,7 +67,8 @@ class FleetState:
         info = self.fleet.replica(name)
         if info is not None:
             later = info.incarnation + 1
-            self._change(name, info.incarnation, state="starting", version=None, answers=False, incarnation=later)
+            nothing = {"state": "starting", "version": None, "answers": False, "certificate": ""}
+            self._change(name, info.incarnation, **nothing, incarnation=later)
 
     def moved(self, name: str, url: str) -> None:
         """Its next process listens elsewhere."""

@@ -3,7 +3,8 @@
 Invariants:
 - A role that is silent for `launch.heartbeat_s` is killed once, and the reason names its last reported wait. `ProcessManager`
   restarts it, and probes the servers that send no heartbeats.
-- A message that is no signal of a role of this run changes nothing.
+- A message that is no signal of a role of this run, or not of the role that sent it, changes nothing. Only the learner speaks of
+  steps, checkpoints and replicas.
 - A wait is reported once: when it is older than `OLD_S` and than half its deadline. Its kind is reported again only after no wait
   of that kind was that old.
 - A run without steps is reported once, until the next step. No step is due before the first two and after the last one.
@@ -21,7 +22,7 @@ import msgspec
 
 from ...common.waits import Wait, current_waits
 from ...monitor.terminal import View
-from ...rpc.server import RpcServer
+from ...rpc.server import RpcRequest, RpcServer
 from .alert_monitor import AlertMonitor
 from .heartbeat import Heartbeat, RoleFailed, RoleMessage, RoleSignal, StepReported, StepSummary
 from .processes import PROBE_S, ProcessManager, RoleProcess
@@ -101,18 +102,22 @@ class HealthMonitor:
         self._alerts = alerts
         self._watchdog = WaitWatchdog()
         self.last_step: StepSummary | None = None  # that the learner reported
+        self.foreign = 0  # signals that were dropped
 
     async def listen(self, server: RpcServer[RoleSignal]) -> None:
         while True:
             for request in server.requests():
-                self._receive(request.message)
+                self._receive(request)
             await server.poll()
 
-    def _receive(self, signal: RoleSignal) -> None:
-        now = time.monotonic()
+    def _receive(self, request: RpcRequest[RoleSignal]) -> None:
+        now, signal = time.monotonic(), request.message
         role = self._roles.get(signal.role)
-        if role is None:
-            log.warning("dropped a signal of %r, which is no role of this run", signal.role)
+        if role is None or request.sender not in (None, signal.role):
+            self.foreign += 1
+            if self.foreign & (self.foreign - 1) == 0:
+                sender = request.sender or "a process without a key"
+                log.warning("dropped signal %d of %r, which is no role, or not %s", self.foreign, signal.role, sender)
             return
         if not (isinstance(signal, Heartbeat) and signal.stuck_at):
             role.last_seen = now
@@ -140,6 +145,8 @@ class HealthMonitor:
             role.saved.set()
             self._watchdog.pause()
             self._view.status(role.name, "done")
+        if role.kind != "learner":
+            return
         if beat.checkpoint != role.checkpoint:
             role.checkpoint = beat.checkpoint
             role.saved.set()

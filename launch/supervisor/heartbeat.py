@@ -25,7 +25,7 @@ from ...weightsync.fleet import ReplicaReport
 
 BEAT_S = 2.0  # between heartbeats; `launch.heartbeat_s` of silence means death
 CLOSE_S = 5.0  # how long the last messages may take to leave when a role ends
-LINGER_MS = 1000
+LINGER_MS = 3000  # the supervisor may be busy, and a connection begins with the proof of a key
 
 FRAMES = 3  # innermost frames that show where a loop is blocked: enough to reach the user's code behind a library's
 
@@ -78,6 +78,7 @@ class RoleFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 RoleSignal = Heartbeat | StepReported | RoleMessage | RoleFailed
+RIGHTS = {StepReported: ("learner",)}  # who may send what; the others are of every role
 
 
 class HeartbeatSender:

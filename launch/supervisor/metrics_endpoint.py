@@ -1,8 +1,9 @@
-"""`/metrics` of a run, and `targets.json`: where Prometheus finds it and the run's inference servers, as they come and go.
+"""`/metrics` of a run, `/metrics/NAME` of its inference servers, which answer only the run itself, and `targets.json`: where
+Prometheus finds all of them, as they come and go.
 
 Invariants:
 - A scrape runs in threads of its own. It copies what the event loop changes, and reads what other processes have recorded from the
-  run folder: it asks no process, and the event loop does nothing for it.
+  run folder: it asks no process but the server that it is for, and the event loop does nothing for it.
 - `targets.json` is replaced as a whole, and removed when the run ends. After a supervisor that was killed it stays, so that
   Prometheus sees a target that is down.
 - A file that cannot be written is a line in the log.
@@ -16,7 +17,6 @@ import logging
 import platform
 import time
 from pathlib import Path
-from urllib.parse import urlparse
 
 import msgspec
 
@@ -30,7 +30,7 @@ from ...learner.metrics import StepMetrics
 from ...monitor.alerts import severities
 from ...monitor.metrics import METRICS as ROWS
 from ...monitor.metrics import MetricsTail
-from ...monitor.metrics_server import MetricsServer
+from ...monitor.metrics_server import READ_S, MetricsServer
 from ...monitor.prometheus import (
     FRESH_S,
     METRICS,
@@ -46,7 +46,7 @@ from ...monitor.prometheus import (
 )
 from ...monitor.series import EVALUATIONS, read_evaluations
 from ...monitor.timeline import newest_gauges
-from ...weightsync.fleet import ReplicaInfo
+from ...rollout.engines.http_client import HttpClient
 from .alert_monitor import AlertMonitor
 from .processes import ProcessManager
 from .replicas import ReplicaManager
@@ -90,7 +90,7 @@ class MetricsEndpoint:
 
     async def serve(self) -> None:
         """Until cancelled."""
-        self._server.start(self.read)
+        self._server.start(self.read, self._read_server)
         self._processes.view.event(f"metrics: {self._server.url}")
         path, written, warned = self._run_dir / TARGETS, b"", ""
         try:
@@ -125,6 +125,21 @@ class MetricsEndpoint:
         self._export_supervised(to)
         return list(to.families())
 
+    def _read_server(self, name: str) -> bytes | None:
+        """The metrics of an inference server that answers, asked in this thread. Raises EngineError, DeadlineExceeded."""
+        replica = self._replicas.fleet.replica(name)
+        if replica is None or not replica.answers:
+            return None
+        client = HttpClient(name, replica.url, READ_S, self._processes.access(name))
+
+        async def read() -> bytes:
+            try:
+                return await client.call("GET", "/metrics")
+            finally:
+                await client.close()
+
+        return asyncio.run(read())
+
     def _export_supervised(self, to: Exposition) -> None:
         """What the supervisor itself knows."""
         fleet = self._replicas.fleet
@@ -141,11 +156,13 @@ class MetricsEndpoint:
             to.set("alert", rule in active, rule, severity)
 
     def _targets(self) -> list[Target]:
-        """The supervisor, and the servers that answer: each kind has `/metrics` of its own."""
+        """The supervisor, and through it the servers that answer: each kind has metrics of its own."""
         run, kind = self._run_dir.name, str(_kinds(self._config)[0])
         supervisor = Target((self._server.address,), {"run": run, "role": "supervisor", "server": "slipstream"})
         answering = [replica for replica in self._replicas.fleet.replicas if replica.answers]
-        return [supervisor, *(_target_of(replica, {"run": run, "server": kind}) for replica in answering)]
+        labels = {"run": run, "server": kind}
+        through = (labels | {"role": one.name, "__metrics_path__": f"/metrics/{one.name}"} for one in answering)
+        return [supervisor, *(Target((self._server.address,), one) for one in through)]
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -153,10 +170,6 @@ class Target(msgspec.Struct, frozen=True):
 
     targets: tuple[str, ...]
     labels: dict[str, str]
-
-
-def _target_of(replica: ReplicaInfo, labels: dict[str, str]) -> Target:
-    return Target((urlparse(replica.url).netloc,), {**labels, "role": replica.name})
 
 
 def _kinds(config: Config) -> tuple[object, object, int]:

@@ -78,5 +78,6 @@ class RolePool:
         if self.processes.roles.pop(name, None) is None:
             return
         await self.left(name)
+        self.processes.revoke(name)
         self.view.status(name, "gone")
         await self.launcher.release(name)

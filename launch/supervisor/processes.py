@@ -28,6 +28,7 @@ from ...configs import Config
 from ...configs.reward import ModelReward
 from ...errors import ConfigError, DeadlineExceeded, RoleDied, TrackedWait, with_deadline
 from ...monitor.terminal import View
+from ...rollout.engines.access import ServerAccess
 from ...rollout.engines.http_client import is_healthy
 from ..launchers.local import KILL_S, PLACE_S, Launcher, Placement, PlacementLost, ProcessHandle
 from ..resources import ranks_by_kind
@@ -111,7 +112,7 @@ class RoleProcess:
 @dataclass(eq=False)
 class ProcessManager:
     """The roles of a run by name. Setting `kill_now` cuts short the time that roles have to end. `moved` is told each new placement
-    of a role before it is started there."""
+    of a role before it is started there. `access` says how to reach a server; `revoke` is told that a role has left the run."""
 
     config: Config
     run_dir: Path
@@ -120,6 +121,8 @@ class ProcessManager:
     roles: dict[str, RoleProcess] = field(default_factory=dict)
     kill_now: asyncio.Event = field(default_factory=asyncio.Event)
     moved: Callable[[str, Placement], Awaitable[None]] | None = None
+    access: Callable[[str], ServerAccess] = lambda name: ServerAccess()
+    revoke: Callable[[str], None] = lambda name: None
 
     def of_kind(self, *kinds: str) -> list[RoleProcess]:
         return [role for role in self.roles.values() if role.kind in kinds]
@@ -261,7 +264,7 @@ class ProcessManager:
         assert role.probe is not None
         period = min(PROBE_S, self.config.launch.heartbeat_s / 4)
         while True:
-            well = await is_healthy(*role.probe, PROBE_S)
+            well = await is_healthy(*role.probe, PROBE_S, self.access(role.name))
             if role.deadline == float("inf"):  # it is being ended
                 return
             if well:

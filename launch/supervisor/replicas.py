@@ -43,6 +43,7 @@ class ReplicaManager(RolePool):
     probe_path: str  # where an engine answers while it is well
     gpus: int  # of one replica
     pushed: bool  # a learner pushes weights; without one a replica serves version 0 as soon as it answers
+    scheme: str = "http"  # or `https`
 
     def __post_init__(self) -> None:
         self._state = FleetState(self.publish)
@@ -74,6 +75,10 @@ class ReplicaManager(RolePool):
         role.ending.set()
         self.spawn(self._retire(info, role))
 
+    def certified(self, name: str, certificate: str) -> None:
+        """The process of a replica that is starting has this certificate."""
+        self._state.certified(name, certificate)
+
     def listed(self) -> list[ReplicaListing]:
         rows = []
         for info in self.fleet.replicas:
@@ -102,7 +107,7 @@ class ReplicaManager(RolePool):
     # --- one replica ----------------------------------------------------------------------------------------------
 
     async def start(self, name: str, placement: Placement) -> None:
-        url = f"http://{placement.address}"
+        url = f"{self.scheme}://{placement.address}"
         role = self.processes.roles[name] = RoleProcess(
             name,
             self.environment(name, placement),
@@ -122,7 +127,7 @@ class ReplicaManager(RolePool):
 
     def moved(self, name: str, placement: Placement) -> None:
         """Its next process starts at another place."""
-        role, url = self.processes.roles[name], f"http://{placement.address}"
+        role, url = self.processes.roles[name], f"{self.scheme}://{placement.address}"
         role.environment = self.environment(name, placement)
         role.arguments, role.probe = ("--listen", placement.address), (url, self.probe_path)
         self._state.moved(name, url)

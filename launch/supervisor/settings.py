@@ -30,7 +30,7 @@ from ...learner.checkpoint import checkpoints, read_state
 from ...monitor.settings import SETTINGS, LiveSetting, SettingChange, append_changes
 from ...monitor.terminal import View
 from ...rpc.pubsub import StatePublisher
-from ...rpc.security import Keys
+from ...rpc.security import KeyPair
 from ..run_context import Addresses, RunContext, RunSettings
 from .heartbeat import StepSummary
 from .processes import ProcessManager
@@ -51,7 +51,8 @@ class SettingsManager:
     view: View
     last_step: Callable[[], StepSummary | None]
     followers: Sequence[Callable[[Config], None]] = ()
-    keys: Keys | None = None
+    buffer_key: Callable[[], str] = lambda: ""  # of the buffer's present process
+    pair: KeyPair | None = None  # of this process
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # what is published is in force, or was not changed
 
     def listed(self) -> list[LiveSetting]:
@@ -117,8 +118,8 @@ class SettingsManager:
 
     async def _configure_buffer(self) -> int:
         rules = LiveRules.of(self.context.config.buffer)
-        address = self.context.addresses.buffer
-        async with BufferClient(address, SUPERVISOR, deadline_s=BUFFER_S, keys=self.keys) as buffer:
+        address = f"{self.context.addresses.buffer}{self.buffer_key()}"
+        async with BufferClient(address, SUPERVISOR, deadline_s=BUFFER_S, pair=self.pair) as buffer:
             return await buffer.configure(self.context.revision, rules)
 
     def _step_of(self, version: int) -> int:

@@ -51,25 +51,21 @@ from ...monitor.output import discard_output
 from ...monitor.terminal import View
 from ...monitor.timeline import TimelineWriter
 from ...rollout.engines import registry as servers
-from ...rpc.pubsub import StatePublisher
-from ...rpc.security import make_keys
-from ...rpc.server import RpcServer
-from ...weightsync.fleet import Fleet
 from .. import evaluations
 from ..launchers.local import Launcher, Placement, PlacementLost
 from ..resources import AUX_MODEL_KINDS, RANKED, needs_rendezvous_port, role_environment
-from ..run_context import Addresses, RunContext, RunSettings
+from ..run_context import Addresses, RunContext
 from .alert_monitor import AlertMonitor
 from .control import ControlServer
 from .evaluations import CheckpointEvaluations
 from .factory import make_engine
 from .health import HealthMonitor
-from .heartbeat import RoleSignal
 from .metrics_endpoint import MetricsEndpoint
 from .processes import ProcessManager, RoleProcess, role_names
 from .replicas import END_S, ReplicaManager, Spawn
 from .server_usage import ServerUsage
 from .settings import SettingsManager
+from .sockets import SupervisorSockets
 from .workers import WorkerManager
 
 IMPORT_S = 60.0  # beyond `start_s`: what the learner may take to import torch and load the model on a busy machine
@@ -92,7 +88,6 @@ class Supervisor:
     evaluated_dir: str = ""  # see `RunContext`
 
     def __post_init__(self) -> None:
-        self._keys = make_keys() if self.config.launch.hosts == "many" else None
         self._processes = ProcessManager(self.config, self.run_dir, self.launcher, self.view)
         self._interrupted = asyncio.Event()
         self._metrics: MetricsServer | None = None
@@ -202,15 +197,13 @@ class Supervisor:
             if f"{kind}-0" in self._placements:
                 self._rendezvous_ports[kind] = await self.launcher.reserve_port(f"{kind}-0")
         await self.launcher.check_links()
-        host = self.launcher.host
-        signals: RpcServer[RoleSignal] = RpcServer(f"tcp://{host}:*", "the supervisor", RoleSignal, keys=self._keys)
-        stack.callback(signals.close)
-        fleet = StatePublisher(f"tcp://{host}:*", Fleet(), self._keys)
-        stack.push_async_callback(lambda: fleet.close(fleet.state.ended()))
-        settings = StatePublisher(f"tcp://{host}:*", RunSettings(1, self.config), self._keys)
-        stack.push_async_callback(settings.close)
+        sockets = SupervisorSockets(self.launcher.host, self.config, lambda *told: replicas.certified(*told))
+        stack.push_async_callback(sockets.close)
+        access = sockets.access
+        self.launcher.authorize = access.authorize
+        self._processes.access, self._processes.revoke = access.access, access.revoke
         stack.push_async_callback(self._end)
-        context = self._context(signals.address, fleet.address, settings.address)
+        context = self._context(sockets.addresses)
 
         def environment(name: str, placement: Placement) -> dict[str, str]:
             return self._environment(changing.context, name, placement)
@@ -218,34 +211,37 @@ class Supervisor:
         replicas = ReplicaManager(
             self._processes,
             self.launcher,
-            fleet.publish,
+            sockets.fleet.publish,
             self.view,
             environment=environment,
-            make_engine=functools.partial(make_engine, context),
+            make_engine=functools.partial(make_engine, context, access.servers),
             probe_path=servers.probe_path(self.config),
             gpus=self.gpus.get("engine-0", 0),
             pushed=context.pushed,
+            scheme=self.config.launch.scheme,
         )
         alerts = AlertMonitor(self.run_dir, self.config, self.view)
         stack.push_async_callback(alerts.finish)
         health = HealthMonitor(self._processes, replicas, self.config.launch.heartbeat_s, self.view, alerts)
         changing = SettingsManager(
             context,
-            settings,
+            sockets.settings,
             self._processes,
             self.view,
             last_step=lambda: health.last_step,
             followers=(self.view.configure, alerts.configure),
-            keys=self._keys,
+            buffer_key=lambda: access.directory.keys.get("buffer", ""),
+            pair=access.pair,
         )
         self._workers = WorkerManager(self._processes, self.launcher, self.view, environment, changing.set_workers)
         self._processes.moved = functools.partial(self._moved, changing, replicas)
         live, workers = (changing, self._workers) if "buffer" in names else (None, None)
-        control = ControlServer(self.run_dir, replicas, fleet.address, health.waits, live, self._keys, workers)
+        control = ControlServer(
+            self.run_dir, replicas, sockets.fleet.address, health.waits, live, workers, access.pair, access.admit
+        )
         services = (
-            fleet.serve(),
-            settings.serve(),
-            health.listen(signals),
+            *sockets.services(),
+            health.listen(sockets.signals),
             health.watch(),
             alerts.watch(),
             control.serve(),
@@ -265,15 +261,13 @@ class Supervisor:
         await replicas.begin({name: self._placements[name] for name in engines}, spawn)
         await plan(spawn)
 
-    def _context(self, supervisor: str, fleet: str, settings: str) -> RunContext:
+    def _context(self, sockets: Addresses) -> RunContext:
+        """The context of roles; `sockets` are the supervisor's own."""
         buffer, reward = self._placements.get("buffer"), self._placements.get("reward")
-        addresses = Addresses(
-            supervisor=supervisor,
-            fleet=fleet,
-            settings=settings,
-            buffer=f"tcp://{buffer.address}" if buffer else "",
-            learner_host="",
-            reward=f"http://{reward.address}" if reward else "",
+        addresses = msgspec.structs.replace(
+            sockets,
+            buffer=f"tcp://{buffer.address}#" if buffer else "",
+            reward=f"{self.config.launch.scheme}://{reward.address}" if reward else "",
         )
         return RunContext(
             self.config,
@@ -291,7 +285,7 @@ class Supervisor:
         """`addresses` with those of the learner's ranks and of auxiliary models, where they are placed now."""
         learner = self._placements.get("learner-0")
         aux_models = {
-            kind: tuple(f"tcp://{p.address}" for name, p in self._placements.items() if name.startswith(f"{kind}-"))
+            kind: tuple(f"tcp://{p.address}#" for name, p in self._placements.items() if name.startswith(f"{kind}-"))
             for kind in AUX_MODEL_KINDS
         }
         host = learner.host if learner else ""
@@ -317,7 +311,6 @@ class Supervisor:
 
     def _environment(self, context: RunContext, name: str, placement: Placement) -> dict[str, str]:
         variables = context.environment(name) | role_environment(self.config, name, placement.gpus)
-        variables |= self._keys.environment() if self._keys else {}
         kind, _, rank = name.partition("-")
         ranks = sum(other.startswith(f"{kind}-") for other in self._placements)
         if kind in RANKED and ranks > 1:

@@ -23,6 +23,7 @@ import torch
 from ...configs.algorithm import KlInReward, Prime, needs_critic, needs_reference
 from ...configs.schema import Learner
 from ...errors import LearnerError
+from ...rpc.client import RpcClient
 from ..algorithms.divergence import coefficient_of, kl_estimate
 from ..batch import TrainBatch, trainable
 from ..checkpoint import STATE_FILE, CheckpointState, path_of, prune
@@ -56,6 +57,11 @@ class AuxModels:
         self._reference = reference
         self._trained = trained
         self.models: list[LocalModel | RemoteModel] = [model for model in (trained, reference) if model is not None]
+
+    @property
+    def clients(self) -> list[RpcClient]:
+        """This rank's connections to the ranks of remote models; each is called as the rank that it leads to."""
+        return [client for model in self.models if isinstance(model, RemoteModel) for client in model.clients]
 
     def scored_rows(self, batch: TrainBatch) -> Collection[int]:
         """The sequences of `batch` whose tokens and log-probs this rank needs for `score`."""

@@ -92,6 +92,7 @@ class AuxModelDone(AuxRequest, frozen=True):
 
 Request = ComputeOutputs | TrainAuxModel | SaveAuxModel | LoadAuxModel
 Reply = RankOutputs | AuxModelTrained | AuxModelDone
+RIGHTS = dict.fromkeys((ComputeOutputs, TrainAuxModel, SaveAuxModel, LoadAuxModel), ("learner",))
 
 
 def pack(batch: TrainBatch) -> Sequences:
@@ -125,7 +126,7 @@ R = TypeVar("R", RankOutputs, AuxModelTrained, AuxModelDone)
 
 class RemoteModel:
     """The same methods as `LocalTrainableModel`. Only rank 0 of the learner knows `addresses` of ranks; the others get its
-    broadcast."""
+    broadcast. `clients` has the connection to each rank."""
 
     remote = True
 
@@ -134,14 +135,14 @@ class RemoteModel:
         self._deadline_s = config.batch_s
         self._kind = kind
         self._context = zmq.asyncio.Context()
-        self._clients = [
+        self.clients = [
             RpcClient(address, f"{kind}-{i}", f"{kind}-{i}", Reply, frame_limit=None, context=self._context)
             for i, address in enumerate(addresses)
         ]
 
     def scored_rows(self, batch: TrainBatch) -> Sequence[int]:
         """Rank 0 sends all of them."""
-        return range(len(batch)) if self._clients else ()
+        return range(len(batch)) if self.clients else ()
 
     def trained_rows(self, batch: TrainBatch, minibatches: int) -> Sequence[int]:
         return self.scored_rows(batch)
@@ -175,13 +176,13 @@ class RemoteModel:
 
     def close(self) -> None:
         """Leave the model, which stays."""
-        for client in self._clients:
+        for client in self.clients:
             client.close()
         self._context.term()
 
     def _send(self, request: Request, expected: type[R]) -> dict[str, asyncio.Future[R]]:
         """Send `request` to every rank; the reply of each, by the rank's name. None where this is not rank 0 of the learner."""
-        return {client.name: client.send(request, expected) for client in self._clients}
+        return {client.name: client.send(request, expected) for client in self.clients}
 
     def _ask(self, request: Request, expected: type[R]) -> Pending[list[R]]:
         sent, what = self._send(request, expected), type(request).__name__

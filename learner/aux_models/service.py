@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ...configs.schema import Learner
 from ...errors import StateError
+from ...rpc.security import PeerTable
 from ...rpc.server import RpcRequest, RpcServer
 from ..backend import Backend, ShardedModel
 from . import remote as m
@@ -22,11 +23,19 @@ from .base import score_part, take_steps
 
 
 class AuxModelService:
-    """Rank `name` of a model, at `address`. `trained` is `model` where it is trained, else None."""
+    """Rank `name` of a model, at `address`. `trained` is `model` where it is trained, else None. `peers` may connect, None for a
+    plain socket; only the learner may ask."""
 
     def __init__(
-        self, config: Learner, name: str, address: str, model: ShardedModel, trained: Backend | None = None
+        self,
+        config: Learner,
+        name: str,
+        address: str,
+        model: ShardedModel,
+        trained: Backend | None = None,
+        peers: PeerTable | None = None,
     ) -> None:
+        self._peers = peers
         self._config = config
         self._name = name
         self._address = address
@@ -34,7 +43,9 @@ class AuxModelService:
         self._trained = trained
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
-        server: RpcServer[m.Request] = RpcServer(self._address, self._name, m.Request, frame_limit=None)
+        server: RpcServer[m.Request] = RpcServer(
+            self._address, self._name, m.Request, frame_limit=None, peers=self._peers, rights=m.RIGHTS
+        )
         try:
             on_ready()
             async with asyncio.TaskGroup() as writing:

@@ -1,0 +1,108 @@
+"""Who may do what in a run, as the supervisor decides it: it holds every public key and makes the tokens of the servers.
+
+Invariants:
+- The supervisor's own key pair and the tokens live as long as the supervisor.
+- A role's key is authorized before its process starts, and replaces the key of the process before.
+- Tokens leave this process over a guarded connection only, to the role that may have them: workers cannot push weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec import structs
+
+from ...buffer.client_registry import SUPERVISOR
+from ...errors import RequestRefused
+from ...rollout.engines.access import ServerAccess, make_access
+from ...rpc.pubsub import StatePublisher
+from ...rpc.security import PeerTable, make_pair
+from ...rpc.server import RpcRequest, RpcServer
+from ..peers import AccessGranted, PeerDirectory, RequestAccess
+
+SERVERS = ("engine", "reward")  # kinds of roles that are told both tokens, and have certificates
+CONTROLLING = ("learner",)  # kinds that push weights
+REQUESTING = ("worker", "evaluator", "rater")  # kinds that ask for completions and scores
+
+
+class AccessManager:
+    """Made in a running event loop, bound on `host`; `serve` until the run ends, then `close`. `certified` is told the
+    certificate of each server that starts."""
+
+    def __init__(self, host: str, certified: Callable[[str, str], None]) -> None:
+        self._certified = certified
+        self.pair = make_pair()
+        self._admitted = dict[str, str]()
+        self.table = PeerTable()
+        self.servers = make_access()
+        self._directory: StatePublisher[PeerDirectory] = StatePublisher(
+            f"tcp://{host}:*", PeerDirectory(1, {SUPERVISOR: self.pair.public}), self.table, self.pair
+        )
+        self._requests: RpcServer[RequestAccess] = RpcServer(
+            f"tcp://{host}:*", "the supervisor", RequestAccess, peers=self.table, pair=self.pair
+        )
+
+    @property
+    def directory_address(self) -> str:
+        return self._directory.address
+
+    @property
+    def request_address(self) -> str:
+        return self._requests.address
+
+    @property
+    def directory(self) -> PeerDirectory:
+        return self._directory.state
+
+    def admit(self, name: str, key: str) -> None:
+        """`name`, which is no role, may follow what this process publishes."""
+        self._admitted[name] = key
+        self.table.update({**self.directory.keys, **self._admitted})
+
+    def authorize(self, role: str, key: str) -> None:
+        """`key` is that of the process of `role` which starts now; the one before it has no rights any more."""
+        before = self.directory
+        certificates = {name: known for name, known in before.certificates.items() if name != role}
+        self._publish(PeerDirectory(before.revision + 1, {**before.keys, role: key}, certificates))
+
+    def revoke(self, role: str) -> None:
+        """The role has left the run."""
+        before = self.directory
+        keys, certificates = (
+            {n: v for n, v in all_.items() if n != role} for all_ in (before.keys, before.certificates)
+        )
+        self._publish(PeerDirectory(before.revision + 1, keys, certificates))
+
+    def access(self, role: str) -> ServerAccess:
+        """How the supervisor reaches the server `role`."""
+        return structs.replace(self.servers, certificate=self.directory.certificates.get(role, ""))
+
+    async def serve_directory(self) -> None:
+        await self._directory.serve()
+
+    async def serve_requests(self) -> None:
+        await self._requests.serve(self._grant, "the next role that starts")
+
+    async def close(self) -> None:
+        self._requests.close()
+        await self._directory.close()
+
+    def _publish(self, directory: PeerDirectory) -> None:
+        self.table.update({**directory.keys, **self._admitted})
+        self._directory.publish(directory)
+
+    async def _grant(self, request: RpcRequest[RequestAccess]) -> AccessGranted:
+        role = request.sender or ""
+        kind = role.partition("-")[0]
+        if kind in SERVERS:
+            if certificate := request.message.certificate:
+                known = self.directory
+                certificates = {**known.certificates, role: certificate}
+                self._publish(structs.replace(known, revision=known.revision + 1, certificates=certificates))
+                self._certified(role, certificate)
+            return AccessGranted(self.servers)
+        if kind in CONTROLLING:
+            return AccessGranted(self.servers)
+        if kind in REQUESTING:
+            return AccessGranted(structs.replace(self.servers, control=""))
+        raise RequestRefused(f"{role} uses no server")

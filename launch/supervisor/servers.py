@@ -1,0 +1,53 @@
+"""Roles that become an inference server: this process prepares what the server needs, and is replaced by it.
+
+Invariants:
+- A server of a run answers only this run. Its tokens, and across hosts its TLS key, are in its private folder before it listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from typing import NoReturn
+
+from ...common.owned_folders import PRIVATE_VARIABLE, temporary_environment
+from ...rollout.engines.access import ServerFiles
+from ..peers import is_guarded, request_access
+from ..run_context import RunContext
+
+
+def become_engine(context: RunContext, index: int, listen: str) -> None:
+    from ...rollout.engines import registry as servers
+
+    host, _, port = listen.rpartition(":")
+    files = server_files(context, f"engine-{index}", host)
+    arguments = servers.command(context.config, host, int(port), seed=context.config.seed + index, files=files)
+    _become(arguments, servers.environment(context.config))
+
+
+def become_reward(context: RunContext) -> None:
+    from ...rollout import reward_server
+
+    host, _, port = context.addresses.reward.partition("://")[2].rpartition(":")
+    arguments = reward_server.command(context.config, host, int(port), server_files(context, "reward", host))
+    _become(arguments, reward_server.environment(context.config))
+
+
+def server_files(context: RunContext, name: str, host: str) -> ServerFiles | None:
+    """What the server `name` needs so that only this run may use it, in its private folder; None where the run is not guarded.
+    Across hosts it serves TLS, and the supervisor is told its certificate."""
+    if not is_guarded(context):
+        return None
+    files = ServerFiles(os.environ[PRIVATE_VARIABLE], context.config.launch.scheme == "https")
+    certificate = ""
+    if files.tls:
+        from ...rollout.engines.certificate import write_certificate
+
+        certificate = write_certificate(files, host)
+    files.write(asyncio.run(request_access(context, name, certificate)))
+    return files
+
+
+def _become(arguments: list[str], environment: Mapping[str, str]) -> NoReturn:
+    os.execvpe(arguments[0], arguments, {**os.environ, **environment, **temporary_environment()})
