@@ -1,0 +1,146 @@
+"""What a listener between the hosts of a run can read: every frame is captured during start, run, restarts and resume, and none of
+them holds a private key or a token of any process. Three hosts, each a network namespace with a Ray node."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slipstream.chaos.hosts import Hosts
+from slipstream.rpc.security import make_pair
+from slipstream.tests.hosts import CLUSTER, HostedRun, needs_namespaces
+from slipstream.tests.runs import check_accounts, tiny_policy
+from slipstream.tests.secrets_search import (
+    forms,
+    found_in,
+    processes_of_run,
+    secret_in_memory,
+    secrets_of_roles,
+    supervisor_key,
+)
+
+LOOK_S = 0.3
+"""Between two looks for the secrets of processes: each lives for seconds."""
+
+
+def test_a_secret_is_found_however_it_is_written() -> None:
+    secret, token = make_pair().secret, "5b" * 32
+    for one in (secret, token):
+        written = list(forms(one))
+        assert len(written) > 12
+        for form in written:
+            assert found_in(b"before " + form + b" after", (secret, token)) == [one]
+    assert found_in(b"nothing of the kind", (secret, token)) == []
+
+
+@contextlib.contextmanager
+def captured(hosts: Hosts, folder: Path) -> Iterator[list[Path]]:
+    """Files with every frame that reaches a host from another: each that passes between hosts once."""
+    assert hosts.namespaces is not None
+    files, listening = [folder / f"host-{host}.pcap" for host in range(len(hosts))], []
+    for host, file in enumerate(files):
+        command = ["tcpdump", "-i", "eth0", "-Q", "in", "-s", "0", "-U", "-B", "65536", "-w", str(file)]
+        with Path(f"{file}.log").open("wb") as log:
+            listening.append(
+                subprocess.Popen(hosts.namespaces.command(host, command), stdout=log, stderr=subprocess.PIPE)
+            )
+        errors = listening[-1].stderr
+        assert errors is not None
+        assert b"listening on eth0" in errors.readline()
+    try:
+        yield files
+    finally:
+        for one in listening:
+            one.terminate()
+        for one in listening:
+            _, said = one.communicate(timeout=30)
+            assert b"0 packets dropped by kernel" in said
+
+
+class SecretCollector:
+    """Remembers the secrets of all processes that a run has while the context lasts."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.secrets: dict[str, str] = {}
+        self._run_dir = run_dir
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> SecretCollector:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            self.secrets |= secrets_of_roles(self._run_dir)
+
+    def add_supervisor(self, pid: int) -> None:
+        """The key of the supervisor, process `pid`."""
+        _, _, variables = next(processes_of_run(self._run_dir))
+        secret = secret_in_memory(pid, supervisor_key(variables))
+        assert secret is not None
+        self.secrets[secret] = f"key of the supervisor {pid}"
+
+
+def kill(run: HostedRun, role: str) -> None:
+    """Kill a role, and wait for its next process."""
+    before = run.roles()[role][1]
+    before.kill()
+
+    def again() -> bool:
+        found = run.roles().get(role)
+        return found is not None and found[1].pid != before.pid
+
+    run.until(again, f"{role} again")
+
+
+@pytest.mark.full
+@needs_namespaces
+def test_no_frame_between_hosts_holds_a_secret(tmp_path: Path) -> None:
+    planted = make_pair().secret
+    policy = tiny_policy(
+        tmp_path / f"policy-{planted.encode().hex()}"
+    )  # a path, which all processes are given through Ray
+    # One rank: gradients of several would be most of the traffic, and there is nothing to find in them.
+    settings = ("rollout.engine.kind=transformers", "learner.backend.ranks=1", "learner.checkpoint_every=2")
+    arguments = (f"model.path={policy}", *CLUSTER, *settings)
+    run_dir = tmp_path / "run"
+    collector = SecretCollector(run_dir)
+    with Hosts([3, 2, 3], tmp_path / "hosts") as hosts, captured(hosts, tmp_path) as files:
+        with collector, HostedRun(hosts, run_dir, "chaos", *arguments) as run:
+            run.until_steps(2)
+            assert len(set(run.places().values())) == 3
+            collector.add_supervisor(run.process.pid)
+            for role in ("worker-0", "engine-0", "learner-0", "buffer"):
+                kill(run, role)
+                run.until_steps(1)
+            run.call("replicas", str(run_dir), "list")
+            run.stop()
+            run._command("resume", str(run_dir))
+            run.until_steps(2)
+            collector.add_supervisor(run.process.pid)
+            run.stop()
+        check_accounts(run_dir)
+    owners = sorted(collector.secrets.values())
+    assert {"token for requests", "token for control"} <= set(owners)
+    assert sum(owner.startswith("TLS key of engine") for owner in owners) >= 3
+    for role in ("buffer", "learner-0", "worker-0", "engine-0"):
+        assert owners.count(f"key of {role}") >= 3, owners  # the first, the restarted, the resumed
+    assert sum(owner.startswith("key of the supervisor") for owner in owners) == 2
+    frames = [file.read_bytes() for file in files]
+    assert sum(map(len, frames)) > 1 << 20
+    assert any(found_in(data, (planted,)) for data in frames)
+    leaked = {collector.secrets[secret] for data in frames for secret in found_in(data, collector.secrets)}
+    assert leaked == set()
+    for log in (run_dir / "logs").iterdir():
+        assert found_in(log.read_bytes(), collector.secrets) == [], log
+    for file in (run_dir / "config.yaml", run_dir / "metrics.jsonl"):
+        assert found_in(file.read_bytes(), collector.secrets) == []
