@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
@@ -265,8 +266,10 @@ def shares_of(env: EnvironmentKind | Mixture) -> tuple[float, ...]:
 def absolute_paths(env: EnvironmentKind | Mixture) -> EnvironmentKind | Mixture:
     """`env` with absolute paths of its files, so that it means the same in any directory."""
     if isinstance(env, Mixture):
-        return structs.replace(env, parts={name: _absolute(part) for name, part in env.parts.items()})
-    return _absolute(env)
+        return structs.replace(env, parts={name: absolute_paths(part) for name, part in env.parts.items()})
+    # Not resolved: an interpreter of a virtual environment is a link, and is itself only by its own path.
+    env = structs.replace(env, **{name: os.path.abspath(path) for name in PLACES if (path := getattr(env, name))})
+    return map_files(env, _resolved)
 
 
 def without_placement(env: S) -> S:
@@ -276,22 +279,21 @@ def without_placement(env: S) -> S:
     return structs.replace(env, isolate=0, python="", address="", keys="")
 
 
-def _absolute(env: EnvironmentKind) -> EnvironmentKind:
-    # Not resolved: an interpreter of a virtual environment is a link, and is itself only by its own path.
-    env = structs.replace(env, **{name: os.path.abspath(path) for name in PLACES if (path := getattr(env, name))})
+def map_files(env: EnvironmentKind | Mixture, change: Callable[[str], str]) -> EnvironmentKind | Mixture:
+    """`env` with each path of a file or folder that its tasks are made of passed through `change`; so are names on the hub."""
+    if isinstance(env, Mixture):
+        return structs.replace(env, parts={name: map_files(part, change) for name, part in env.parts.items()})
     if isinstance(env, Inspect):
         file, at, name = env.task.rpartition("@")
-        env = structs.replace(env, task=f"{_resolved(file) if file else ''}{at}{name}")
+        env = structs.replace(env, task=f"{change(file) if file else ''}{at}{name}")
     files = {name: getattr(env, name) for name in FILES.get(type(env), ())}
-    env = structs.replace(
-        env, **{name: _resolved(path) for name, path in files.items() if path and isinstance(path, str)}
-    )
+    env = structs.replace(env, **{name: change(path) for name, path in files.items() if path and isinstance(path, str)})
     if not isinstance(env, DataSection):
         return env
     file, colon, function = env.reward.rpartition(":")
-    reward = f"{_resolved(file)}:{function}" if file.endswith(".py") and colon else env.reward
-    evaluation = _resolved(env.evaluation) if isinstance(env.evaluation, str) else env.evaluation
-    return structs.replace(env, path=_resolved(env.path), evaluation=evaluation, reward=reward)
+    reward = f"{change(file)}:{function}" if file.endswith(".py") and colon else env.reward
+    evaluation = change(env.evaluation) if isinstance(env.evaluation, str) else env.evaluation
+    return structs.replace(env, path=change(env.path), evaluation=evaluation, reward=reward)
 
 
 def _resolved(path: str) -> str:

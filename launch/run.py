@@ -45,6 +45,7 @@ from .launchers.local import LocalLauncher
 from .preflight import preflight, writable
 from .resources import assign_gpus, gpus_of
 from .row_counts import record_counts, recorded_counts
+from .run_files import keep_inputs
 from .run_lock import is_locked, run_lock
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ def _supervise(
             _record_changes(run_dir, before, config)
         write_atomic(run_dir / RUN_CONFIG, dump(config).encode())
         keep_tokenizer(config.model.path, run_dir)
+        keep_inputs(config, run_dir)
         try:
             with open_view(config) as view:
                 view.past(read_metrics(run_dir / METRICS))
@@ -209,13 +211,15 @@ def _record_changes(run_dir: Path, before: Config, after: Config) -> None:
 
 
 def keep_tokenizer(model: str, run_dir: Path) -> None:
-    """Copy the tokenizer of `model` into the run, so that its tokens can be read where the model is not, or no longer the same."""
+    """Copy the tokenizer of `model` into the run, and its config, which has the size of its vocabulary: its tokens can be read
+    where the model is not, or no longer the same."""
     from ..dashboard.texts import TOKENIZER
-    from ..learner.model import load_tokenizer
+    from ..learner.model import load_tokenizer, read_config
 
     if not (run_dir / TOKENIZER).exists():
         written = run_dir / f".{TOKENIZER}.part"
         load_tokenizer(model).save_pretrained(str(written))
+        read_config(model).save_pretrained(str(written))
         replace_directory(run_dir / TOKENIZER, written)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +16,7 @@ from slipstream.configs import Config, SftConfig, describe, describe_schema, loa
 from slipstream.envs import Message, task_source
 from slipstream.launch.cli.main import make_parser
 from slipstream.launch.cli.options import merge_overrides
-from slipstream.tests.runs import tiny_policy
+from slipstream.tests.runs import metrics, tiny_policy
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("configs/*.yaml")])
@@ -45,7 +47,9 @@ def words(command: str) -> list[str]:
     """The arguments of a command as the documentation writes it: without notes and optional parts, the first of alternatives."""
     command = re.split(r"\s{2,}", command)[0]  # a note stands behind two spaces
     command = re.sub(r"\[(?:key=value \.\.\.|--[^\]]*|CONFIG|COUNT)\]", "", command)
-    alternatives = (word.split("|")[0] if re.fullmatch(r"[A-Za-z|-]+", word) else word for word in shlex.split(command))
+    alternatives = (
+        word.split("|")[0] if re.fullmatch(r"[A-Za-z0-9|-]+", word) else word for word in shlex.split(command)
+    )
     return [MINE.get(word, word) for word in alternatives][1:]
 
 
@@ -190,3 +194,32 @@ def test_every_key_file_and_link_exists(page: Path) -> None:
         if anchor:
             titles = re.findall(r"^#+ (.*)$", other.read_text(), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, target
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
+def test_the_two_hosts_of_the_page_on_clusters(tmp_path: Path) -> None:
+    begin, end = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "cluster.md").read_text(), re.DOTALL)
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+    def run(script: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-eu", "-c", script],
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+
+    try:
+        done = run(begin)
+    finally:
+        ended = run(end)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert ended.returncode == 0, ended.stdout
+    assert [row["step"] for row in metrics(tmp_path / "runs" / "two")] == [1, 2, 3, 4, 5]

@@ -236,6 +236,14 @@ def test_a_folder_that_holds_a_run_already(policy: Path, tmp_path: Path, capsys:
     assert "resume" in line
 
 
+def test_train_resumes_where_there_is_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = ("train", "quickstart", "--resume", f"run.dir={tmp_path}", "model.path=of-the-command")
+    assert "model.path: 'of-the-command'" in refused(capsys, *train)
+    (tmp_path / "config.yaml").write_text(dump(load("quickstart", ["model.path=of-the-run"])))
+    assert "model.path: 'of-the-run'" in refused(capsys, *train)
+    assert "is not empty" in refused(capsys, *train[:2], *train[3:])
+
+
 def test_a_resumed_run_keeps_what_its_buffer_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text(dump(load("quickstart")))
     line = refused(capsys, "resume", str(tmp_path), "buffer.group_size=4")

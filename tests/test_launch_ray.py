@@ -9,13 +9,15 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from ray.cluster_utils import Cluster
-from slipstream.errors import DeadlineExceeded
+from slipstream.errors import ConfigError, DeadlineExceeded
 from slipstream.launch.launchers import ray as ray_launcher
 from slipstream.launch.launchers.local import PlacementLost
 from slipstream.launch.launchers.ray import RayLauncher, RayProcess
+from slipstream.launch.launchers.shared_folder import folder_proof, missing_proof, require_shared
 
 WAIT_S = 60.0
 
@@ -156,3 +158,51 @@ async def test_hosts_that_reach_each_other_pass_the_check_of_links(cluster: Clus
         assert len({placement.host for placement in placements.values()}) == 2
         await launcher.check_links()
         await launcher.check_links()  # no port is kept
+
+
+NODE = (
+    f"mount -t tmpfs none $0 && exec {sys.executable} -m ray.scripts.scripts start --block --disable-usage-stats --num-cpus=2 "
+    "--node-ip-address=127.0.0.2 --address=$1"
+)
+"""A Ray node that has an empty folder at `$0`, as a host that does not mount what the others share."""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+async def test_a_host_that_does_not_share_the_folder_of_the_run_is_named(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    cluster.add_node(num_cpus=1)
+    private = ["unshare", "--mount", "--propagation=private", "sh", "-c", NODE, str(run), cluster.address]
+    launcher = RayLauncher(run / "logs", 0, many_hosts=True)
+    node = await asyncio.create_subprocess_exec(*private, stdout=asyncio.subprocess.DEVNULL, start_new_session=True)
+    try:
+        async with asyncio.timeout(4 * WAIT_S):
+            await asyncio.to_thread(cluster.wait_for_nodes)
+            monkeypatch.setattr(ray_launcher, "PLACE_S", 2 * WAIT_S)
+            with pytest.raises(
+                ConfigError, match=rf"run\.dir: {run} .*not seen by 127\.0\.0\.2, the host of .*No such file"
+            ):
+                await launcher.place({"worker-0": 0, "worker-1": 0, "worker-2": 0})
+            assert list(run.iterdir()) == [run / "logs"]
+    finally:
+        await launcher.close()
+        os.killpg(node.pid, signal.SIGTERM)
+        await node.wait()
+
+
+def test_what_is_said_of_hosts_that_do_not_share_a_folder(tmp_path: Path) -> None:
+    with folder_proof(tmp_path) as proof:
+        assert missing_proof(proof) == ""
+        other = msgspec.structs.replace(proof, content="another host's")
+        assert missing_proof(other).endswith(": it reads another file of that name")
+        absent = missing_proof(msgspec.structs.replace(proof, path=f"{proof.path}-"))
+        assert absent.endswith(": No such file or directory")
+    assert list(tmp_path.iterdir()) == []
+    require_shared(tmp_path, "10.0.0.1", {"buffer": ("10.0.0.1", ""), "worker-0": ("10.0.0.2", "")})
+    blind = {"engine-0": ("10.0.0.1", ""), "worker-0": ("10.0.0.2", absent), "worker-1": ("10.0.0.2", absent)}
+    with pytest.raises(
+        ConfigError, match=r"10\.0\.0\.1 wrote there is not seen by 10\.0\.0\.2, the host of worker-0, worker-1 \("
+    ):
+        require_shared(tmp_path, "10.0.0.1", blind)

@@ -20,6 +20,7 @@ COMMANDS = {
     "train": ".train",
     "resume": ".train",
     "eval": ".train",
+    "submit": ".submit",
     "export": ".export",
     "rate": ".rate",
     "sft": ".sft",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from ... import __version__
-from ...configs import describe_schema, load, run_config
+from ...configs import RUN_CONFIG, describe_schema, load, run_config
 from ...errors import ConfigError
 from ...monitor.output import print_line, print_notice
 from .config import fields_text
@@ -19,6 +20,9 @@ from .options import CommandTable, add_config, add_overrides, add_run, add_step
 def register(commands: CommandTable) -> None:
     parser = commands.add("train", train, "start a run and see it through")
     add_config(parser)
+    parser.add_argument(
+        "--resume", action="store_true", help="resume the run where run.dir holds one, as a requeued job does"
+    )
     parser.make_epilog = lambda: "fields, their defaults, and what they mean:\n\n" + fields_text(describe_schema())
     parser = commands.add("resume", resume, "continue a run from its newest checkpoint")
     add_run(parser)
@@ -31,6 +35,8 @@ def register(commands: CommandTable) -> None:
 
 def train(options: argparse.Namespace) -> int:
     config = load(options.config, options.overrides, notice=print_notice)
+    if options.resume and (Path(config.run.dir) / RUN_CONFIG).is_file():
+        return _resume(config.run.dir)
     print_line(f"slipstream {__version__}: checks the config, then trains in {config.run.dir}")
     from .. import run
 
@@ -39,14 +45,18 @@ def train(options: argparse.Namespace) -> int:
 
 
 def resume(options: argparse.Namespace) -> int:
+    return _resume(options.run, options.overrides)
+
+
+def _resume(folder: str, overrides: Sequence[str] = ()) -> int:
     from ...monitor.settings import SETTINGS, in_force, read_changes
 
-    path, live = str(run_config(options.run)), in_force(read_changes(Path(options.run) / SETTINGS))
-    before, config = load(path, live), load(path, [*live, *options.overrides, f"run.dir={options.run}"])
-    print_line(f"slipstream {__version__}: checks the config, then resumes {options.run}")
+    path, live = str(run_config(folder)), in_force(read_changes(Path(folder) / SETTINGS))
+    before, config = load(path, live), load(path, [*live, *overrides, f"run.dir={folder}"])
+    print_line(f"slipstream {__version__}: checks the config, then resumes {folder}")
     from .. import run
 
-    print_line(run.summary(run.resume(config, before, Path(options.run).resolve())))
+    print_line(run.summary(run.resume(config, before, Path(folder).resolve())))
     return 0
 
 

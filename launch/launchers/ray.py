@@ -8,6 +8,7 @@ Invariants:
 - Ray moves the bundle of a lost host to another one, as soon as one has room, be it the lost one again; `move` makes an actor
   there. A buffer and a reward server stay where they are: the others know them by their addresses.
 - The buffer is on the host of this process if that has room: the two hosts whose loss ends a run are then one.
+- A role is started only where the run's folder is the one of this host.
 - Ending what cannot be reached takes `END_S` and raises nothing.
 """
 
@@ -31,6 +32,7 @@ from ...errors import ConfigError, DeadlineExceeded, RoleDied, SlipstreamError, 
 from .links import CONNECT_S, SUPERVISOR, LinkEnd, pairs_that_talk
 from .local import PLACE_S, LocalLauncher, Placement, PlacementLost, ProcessHandle, claim_ports, free_ports
 from .packing import pack
+from .shared_folder import FolderProof, folder_proof, missing_proof, require_shared
 
 START_S = 30.0  # longest wait for an actor that has answered before to start a process, the end of an old one included
 RETRY_S = 1.0  # between two actors of a role that were both lost at once: Ray has no event for when another may live
@@ -45,7 +47,7 @@ class RayActor:
     """The actor: starts and ends one role's process on its host."""
 
     def __init__(self, logs: Path) -> None:
-        logs.mkdir(parents=True, exist_ok=True)
+        self._logs = logs
         self._launcher = LocalLauncher(logs, 0)
         self._process: ProcessHandle | None = None
         self._link_end = LinkEnd()
@@ -68,7 +70,11 @@ class RayActor:
         """A new key pair for the process that starts next; the public key."""
         return self._launcher.make_pair(role)
 
+    async def missing_proof(self, proof: FolderProof) -> str:
+        return missing_proof(proof)
+
     async def start(self, role: str, command: Sequence[str], environment: dict[str, str]) -> int:
+        self._logs.mkdir(parents=True, exist_ok=True)
         await self.kill()  # on a restart the old process is dead, or could not be reached
         self._process = await self._launcher.execute(role, command, environment)
         return self._process.pid
@@ -176,7 +182,9 @@ class RayLauncher:
                 self._actors[role] = self._bundles[role].actor(self._logs)
             placing, room = self._place_all(roles), f"room for {len(roles)} roles, {_bundles(roles, cpus)}"
             hint = f"the cluster has {ray.cluster_resources()}; ask for fewer replicas, ranks or workers"
-            return await with_deadline(PLACE_S, placing, who="the Ray launcher", waits_for=room, hint=hint)
+            placed = await with_deadline(PLACE_S, placing, who="the Ray launcher", waits_for=room, hint=hint)
+            await self._require_shared({role: placement.host for role, placement in placed.items()})
+            return placed
         except BaseException as error:
             made = [self._bundles[role] for role in new if role in self._bundles]
             await asyncio.gather(*(self.release(role) for role in roles))
@@ -205,6 +213,17 @@ class RayLauncher:
         placement = Placement(*await self._answer(reserved, f"a port for {role}"))
         self._next_port += 1 if self._next_port else 0
         return placement
+
+    async def _require_shared(self, hosts: Mapping[str, str]) -> None:
+        """Of the `hosts` of roles. Raises ConfigError naming those on which the run's folder is not the one of this host."""
+        if not self._many_hosts:
+            return
+        folder, answers = self._logs.parent, dict[str, tuple[str, str]]()
+        with folder_proof(folder) as proof:
+            for role, host in hosts.items():
+                answer = self._actors[role].missing_proof.remote(proof)
+                answers[role] = host, await self._answer(answer, f"{role}'s host to read {folder}")
+        require_shared(folder, self.host, answers)
 
     def _reserve(self, roles: Mapping[str, int], cpus: int, affinity: dict[str, float]) -> None:
         """A placement group for each of `roles`, which Ray fills when there is room. Raises ConfigError where roles that are placed
@@ -287,6 +306,13 @@ class RayLauncher:
             except DeadlineExceeded as error:
                 none = f"is lost, and Ray had no other within {PLACE_S:g} s"
                 raise PlacementLost(f"the place of {role} at {before.host} {none}") from error
+        if host != before.host:
+            try:
+                await self._require_shared({role: host})
+            except (RayActorError, DeadlineExceeded, ConfigError) as error:
+                raise PlacementLost(
+                    f"the place of {role} at {before.host} is lost, and another is of no use: {_line(error)}"
+                ) from error
         if host == before.host:
             return before
         if role.partition("-")[0] in FIXED:

@@ -32,6 +32,7 @@ from ...monitor.timeline import TimelineWriter
 from ..peers import filling, following_peers, peer_table, trusting
 from ..resources import RANKED
 from ..run_context import RunContext, RunSettings, following_settings, read_run_context
+from ..run_files import code_folder, local_inputs
 from .heartbeat import HeartbeatSender
 from .processes import FINAL
 from .servers import become_engine, become_reward
@@ -55,7 +56,9 @@ def run_role(name: str, label: str = "", step: int = 0, listen: str = "", *, che
     setup_logging(name)
     kind, _, index = name.partition("-")
     context = read_run_context()
-    sys.path.append(context.started_in)  # for the user's own environments and agents
+    # For the user's own environments and agents; on a host without that folder, as the run has kept them.
+    sys.path += [context.started_in, str(code_folder(context.dir))]
+    context = msgspec.structs.replace(context, config=local_inputs(context.config, context.dir, kind))
     if kind == "engine":
         become_engine(context, int(index), listen)
     if kind == "reward":
