@@ -55,9 +55,7 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     # Episodes that ended since the previous step, by outcome (`{"finished": 60, "truncated": 1, "failed_tool": 3}`).
     outcomes: dict[str, int] = {}
     messages_dropped: int  # malformed messages to the buffer, since its process started
-    peers_refused: (
-        int  # attempts to connect to the buffer by peers that are no role of the run, since its process started
-    )
+    peers_refused: int  # attempts to connect to the buffer by peers without a role, since its process started
     rollout_tokens_per_s: float  # * tokens generated per second
     overlap_tokens_per_s: float  # * tokens generated per second while the learner was stepping
     learner_tokens_per_s: float  # tokens (context included) that it computed, per second of stepping

@@ -272,7 +272,10 @@ def test_the_plot_shows_every_arm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (("learner", "--seeds", "2"), "--seeds: only `slipstream bench learning` knows it"),
+        (
+            ("learner", "--seeds", "2"),
+            "--seeds: only `slipstream bench learning` and `slipstream bench alerts` know it",
+        ),
         (("learning", "--sizes", "1M"), "--sizes: only `slipstream bench rollout`"),
         (("learning", "--steps", "0"), "--steps: 0 is not allowed; allowed are 1 and more"),
         (("learning", "--staleness", "0", "-1"), "--staleness: -1 is not allowed; allowed are 0 and more"),

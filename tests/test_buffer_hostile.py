@@ -275,6 +275,9 @@ def any_request(rng: random.Random, now: int) -> tuple[str, m.Request]:
         return "learner", m.RequestFresh(version, rng.choice([0, 1, 1 << 16]))
     if kind is m.FetchRows:
         return "learner", m.FetchRows(version, (f"{episode}.0",) * rng.randint(0, 2))
+    if kind is m.DiscardBatch:
+        groups = tuple(rng.randint(0, 9) for _ in range(rng.randint(0, 2)))
+        return "learner", m.DiscardBatch(version, groups, "critic_warmup")
     if kind is m.Configure:
         return "learner", m.Configure(1 << 40, LiveRules(0, 1, 2, "drop"))
     return "learner", m.RequestStats() if kind is m.RequestStats else kind(version)

@@ -154,8 +154,8 @@ def test_a_strided_array_is_sent_as_its_values() -> None:
         (lambda f: [], "no frame"),
         (lambda f: [b""], "format"),
         (lambda f: [b"\x00" + f[0][1:], *f[1:]], "format '00'"),
-        (lambda f: [b"\x01" + f[0][1:], *f[1:]], "format '01'; this side speaks 07"),  # without VersionSpan.kv_version
-        (lambda f: [b"\x08" + f[0][1:], *f[1:]], "format '08'"),
+        (lambda f: [b"\x01" + f[0][1:], *f[1:]], "format '01'; this side speaks 08"),  # without VersionSpan.kv_version
+        (lambda f: [b"\x09" + f[0][1:], *f[1:]], "format '09'"),
         (lambda f: [f[0][:1], *f[1:]], "truncated"),
         (lambda f: [f[0][:-1], *f[1:]], "truncated"),
         (lambda f: [f[0] + b"\x00", *f[1:]], "trailing"),

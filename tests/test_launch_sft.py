@@ -274,16 +274,16 @@ def test_one_rank_that_is_stopped_while_it_writes_leaves_nothing_and_can_begin_a
     monkeypatch: pytest.MonkeyPatch,
     number: int,
 ) -> None:
-    write, seen = checkpoint.save_torch_state_dict, []
+    write, seen = checkpoint.write_safetensors, []
 
-    def stop(weights: dict[str, torch.Tensor], folder: Path, **named: object) -> None:
-        write(weights, folder, **named)
+    def stop(*given: object) -> None:
+        write(*given)
         seen.extend(path for path in tmp_path.rglob("*") if path.is_file())
         os.kill(os.getpid(), number)
 
     given = (f"model.path={policy}", f"sft.messages={demonstrations}", f"sft.out={tmp_path / 'out'}", *ONE)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_torch_state_dict", stop)
+        patch.setattr(checkpoint, "write_safetensors", stop)
         assert main(["sft", "quickstart", *given]) == 130
     assert "interrupted; no model was written" in capsys.readouterr().err
     assert seen

@@ -33,7 +33,8 @@ async def test_a_server_that_is_killed_under_load_loses_no_token(tmp_path: Path)
 
     def make_engine(replica_info: ReplicaInfo) -> VllmEngine:
         options = {"vocab_size": tiny.VOCABULARY, "max_model_len": tiny.CONTEXT, "initial_version": 0}
-        engines.append(VllmEngine(replica_info.name, replica_info.url, **options))
+        access = servers[replica_info.name].access
+        engines.append(VllmEngine(replica_info.name, replica_info.url, access=access, **options))
         return engines[-1]
 
     def fleet(revision: int, restarts: int) -> Fleet:

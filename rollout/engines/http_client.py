@@ -60,8 +60,9 @@ class HttpClient:
 
     def __init__(self, name: str, url: str, request_s: float, access: ServerAccess | None = None) -> None:
         self.name = name
-        self._access = access or ServerAccess()
-        self.trust(self._access.certificate)
+        access = access or ServerAccess()
+        self._headers = {"Content-Type": "application/json", **access.headers}
+        self.trust(access.certificate)
         self.url = url.rstrip("/")
         self.request_s = request_s
         self.first_s = max(IDLE_LEAST_S, FIRST_SHARE * request_s)
@@ -208,9 +209,7 @@ class HttpClient:
     async def _request(
         self, method: str, path: str, query: dict[str, str] | None, body: object, reuse: bool
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        headers = {"Content-Type": "application/json", **self._access.headers}
-        if not reuse:
-            headers["Connection"] = "close"
+        headers = self._headers if reuse else self._headers | {"Connection": "close"}
         data = msgspec.json.encode(body) if body is not None else None
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)

@@ -93,8 +93,7 @@ class Server:
         self.port = tiny.free_port()
         self.url = f"https://{HOST}:{self.port}"
         self._log = log
-        self._private = tempfile.TemporaryDirectory()
-        self._files = ServerFiles(self._private.name, tls=True)
+        self._files = ServerFiles(tempfile.mkdtemp(dir=log.parent), tls=True)
         tokens = make_access()
         self._files.write(tokens)
         self.access = msgspec.structs.replace(tokens, certificate=write_certificate(self._files, HOST))
@@ -108,7 +107,7 @@ class Server:
         self._temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         variables = os.environ | servers.environment(self.config) | tiny.one_gpu(f"server-{self.port}")
         variables["TMPDIR"] = self._temporary.name
-        variables[PRIVATE_VARIABLE] = self._private.name
+        variables[PRIVATE_VARIABLE] = self._files.folder
         line = servers.command(self.config, HOST, self.port, seed=self.port, files=self._files)
         with self._log.open("ab") as out:
             self._process = subprocess.Popen(
@@ -203,4 +202,3 @@ class Server:
         _, alive = psutil.wait_procs(family, 30)
         assert alive == [], f"processes of {self.kind.name} that SIGKILL did not end: {alive}"
         self._temporary.cleanup()
-        self._private.cleanup()
