@@ -106,6 +106,10 @@ class ReplayCounters(msgspec.Struct):
     outcomes: dict[
         str, int
     ] = {}  # episodes that ended, by `Outcome.label`; without those that the buffer had cancelled
+    recoveries: int = 0  # how often a learner started; how often it did since a step failed is what counts
+    # Groups that were in a batch whose step failed -> `recoveries` then; without those that were trained on since.
+    suspects: dict[int, int] = {}
+    unusable: int = 0  # batches of which groups were set aside, because they cannot be trained on
     taken: Admission | None = None  # what the batch that is taken was taken under; None without a batch
 
     @property
@@ -115,4 +119,5 @@ class ReplayCounters(msgspec.Struct):
 
     def copy(self) -> ReplayCounters:
         cursors, trained, outcomes = list(self.cursors), list(self.trained), dict(self.outcomes)
-        return msgspec.structs.replace(self, cursors=cursors, trained=trained, outcomes=outcomes)
+        suspects = dict(self.suspects)
+        return msgspec.structs.replace(self, cursors=cursors, trained=trained, outcomes=outcomes, suspects=suspects)

@@ -151,11 +151,26 @@ class BufferClient:
         """The batch of `version`, which is `groups`, made no version. Raises StateError where there is no such batch."""
         await self._request(m.DiscardBatch(version, tuple(groups), reason), m.Ack)
 
+    async def set_aside(self, version: int, groups: Sequence[int], reason: str) -> tuple[int, ...]:
+        """Groups of the batch of `version` are proven to be unusable; those of them that this sets aside. Raises StateError: too
+        many batches of the run were."""
+        request = m.SetAside(version, tuple(groups), reason[: m.REASON_LIMIT])
+        return (await self._request(request, m.GroupsSetAside)).groups
+
+    async def step_failed(self, version: int, reason: str) -> tuple[int, ...]:
+        """The step on the batch of `version` failed; the groups that are set aside for it, none at the first time. Raises as
+        `set_aside`."""
+        return (await self._request(m.StepFailed(version, reason[: m.REASON_LIMIT]), m.GroupsSetAside)).groups
+
     async def checkpointed(self, version: int) -> None:
         await self._request(m.MarkCheckpointed(version), m.Ack)
 
     async def stats(self) -> Stats:
         return await self._request(m.RequestStats(), Stats)
+
+    async def newest_version(self) -> int:
+        """The newest policy version that exists: of the learner's weights."""
+        return (await self.stats()).version
 
     # --- supervisor -----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from ..common.bounded import Seconds, Version
 from ..rpc.wire import RpcMessage, RpcRefusal
 from .admission import LiveRules
 from .ledger import Ledger, Unstepped, Withheld
@@ -25,10 +26,11 @@ EpisodeId = Annotated[str, Meta(max_length=64)]  # `group.attempt.member`
 TrajectoryId = Annotated[str, Meta(max_length=84)]  # `group.attempt.member.branch`
 # A count of one episode's tokens; the bound keeps a forged one from overflowing the store.
 Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
-Version = Annotated[int, Meta(ge=0, lt=1 << 31)]  # a policy version: int32 in the learner's arrays
 Counts = dict[Version, Tokens]  # policy version -> sampled tokens
-Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]  # a running total; the bound keeps sums finite
 Row = TypeVar("Row", EncodedRow, BatchRow, Trajectory)
+GroupId = Annotated[int, Meta(ge=0, lt=1 << 62)]
+REASON_LIMIT = 1000  # characters
+Reason = Annotated[str, Meta(max_length=REASON_LIMIT)]
 GROUPS_AT_ONCE = 256  # leases in one reply
 
 
@@ -122,6 +124,21 @@ class DiscardBatch(BufferMessage, frozen=True):
     reason: Unstepped
 
 
+class SetAside(BufferMessage, frozen=True):
+    """A learner rank has proven that `groups` of the batch of `version` cannot be trained on. Answered with GroupsSetAside."""
+
+    version: Version
+    groups: Annotated[tuple[GroupId, ...], Meta(min_length=1, max_length=1 << 16)]
+    reason: Reason
+
+
+class StepFailed(BufferMessage, frozen=True):
+    """A learner rank failed to step on the batch of `version`, by what may be its data. Answered with GroupsSetAside."""
+
+    version: Version
+    reason: Reason
+
+
 class MarkCheckpointed(BufferMessage, frozen=True):
     """A checkpoint holds all commits up to `version`; they will not be rolled back."""
 
@@ -166,6 +183,12 @@ class CancelledEpisodes(BufferMessage, frozen=True):
     episodes: tuple[str, ...]
 
 
+class GroupsSetAside(BufferMessage, frozen=True):
+    """The groups that are discarded now because they cannot be trained on; none where the step is to be tried once more."""
+
+    groups: tuple[int, ...]
+
+
 class RecoverReply(BufferMessage, frozen=True):
     """The version to publish the recovered weights under: above every version ever used, unless nothing was rolled back."""
 
@@ -191,6 +214,7 @@ class Stats(BufferMessage, frozen=True):
     refilled_groups: int = 0  # discarded because all rewards were equal, since the run began; others replaced them
     outcomes: dict[str, int] = {}  # episodes that ended, by `Outcome.label`, since the run began
     dropped: int = 0  # messages that were no request, since the service started
+    unusable_batches: int = 0  # of which groups were set aside because they cannot be trained on, since the run began
     refused: int = 0  # attempts to connect by peers that are no role of the run, since the service started
 
 
@@ -228,6 +252,8 @@ Request = (
     | FetchRows
     | CommitBatch
     | DiscardBatch
+    | SetAside
+    | StepFailed
     | MarkCheckpointed
     | Recover
     | RequestFresh
@@ -238,6 +264,7 @@ Reply = (
     Ack
     | LeaseReply
     | CancelledEpisodes
+    | GroupsSetAside
     | RecoverReply
     | Stats
     | BatchPlan[EncodedRow]
@@ -248,7 +275,8 @@ Reply = (
 
 RIGHTS: dict[type, tuple[str, ...]] = {
     **dict.fromkeys((Register, RequestLease, ReportProgress, DeliverEpisode, Deregister), ("worker",)),
-    **dict.fromkeys((TakeBatch, FetchRows, CommitBatch, MarkCheckpointed, Recover, RequestFresh), ("learner",)),
+    **dict.fromkeys((TakeBatch, FetchRows, CommitBatch, DiscardBatch, SetAside, StepFailed), ("learner",)),
+    **dict.fromkeys((MarkCheckpointed, Recover, RequestFresh), ("learner",)),
     Configure: ("supervisor",),
     RequestStats: ("worker", "learner", "supervisor"),
 }

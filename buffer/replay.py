@@ -9,17 +9,22 @@ tensor.
       │ try again    open ┘                  discarded <─────┘
       └── admission                            (too old, too few members, equal rewards, no baseline; the critic alone learned)
 
+A step that fails on a batch says nothing yet: the learner starts again and takes it again. Of a batch on which it fails again the
+groups that were there both times are discarded as `unusable`; those that a rank proves to be at fault are discarded at once.
+
 Invariants:
 - A group is numbered when it is first leased; batches take the oldest ready groups of each environment.
 - `version` never decreases: after a rollback the recovered weights get a number above every one used before, so that a version
   names one set of weights for the whole run.
 - A batch is trained under the bound that it was taken under, also where the rules change or the buffer restarts meanwhile.
+- Of one batch at most one failure counts between two starts of the learner, however many of its ranks report it.
+- No more than `UNUSABLE_BATCHES` batches of a run lose groups as unusable.
 - Every change keeps the ledger balanced, see `group_table`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -31,6 +36,11 @@ from .ledger import Unstepped, VersionLedgers
 from .task_table import TaskTable
 
 STRAGGLER = "straggler"  # discard reason of an episode that still ran when its group was put into a batch
+
+UNUSABLE = "unusable"  # discard reason of a group that cannot be trained on
+# Batches of which groups may be set aside as unusable, in a whole run. Damaged data is rare: where more fail, the cause is the
+# config, the code or the machine, and to go on would train on a rest.
+UNUSABLE_BATCHES = 16
 
 
 class Replay:
@@ -151,6 +161,7 @@ class Replay:
         for group in batch:
             self.table.set_state(group, "trained", version + 1)
             self._counters.trained[group.env] += 1
+            self._counters.suspects.pop(group.id, None)
             for episode in group.in_account("ready"):
                 with self.table.update(group, episode):
                     episode.account, episode.loss_from = "trained", None if episode.withheld else oldest
@@ -174,8 +185,49 @@ class Replay:
                 f"{self.version}, its batch is {', '.join(map(str, batch)) or 'empty'}"
             )
         for group in batch.values():
+            self._counters.suspects.pop(group.id, None)
             self.table.discard_group(group, reason)
         self._counters.taken = None
+
+    def set_aside(self, version: int, groups: Collection[int]) -> list[Group]:
+        """Groups of the batch of `version` cannot be trained on, as a rank has proven: they are discarded, the others are ready
+        again. Returns those that were not discarded before.
+
+        Raises:
+            StateError: the buffer is at another version, or too many batches of this run were unusable; nothing has changed then.
+        """
+        self._require_version(version)
+        batch = self.table.in_state("batched")
+        found = [group for group in self.table.in_state("batched", "ready") if group.id in groups]
+        if not found:
+            return []
+        if self._counters.unusable + bool(batch) > UNUSABLE_BATCHES:
+            raise StateError(
+                f"{UNUSABLE_BATCHES} batches of this run could not be trained on before: the cause is not the data of one"
+            )
+        self._counters.unusable += bool(batch)  # ranks may prove one group each
+        for group in batch:
+            self.table.set_state(group, "ready")
+        for group in found:
+            self._counters.suspects.pop(group.id, None)
+            self.table.discard_group(group, UNUSABLE)
+        self._counters.taken = None
+        return found
+
+    def step_failed(self, version: int) -> list[Group]:
+        """A rank failed to step on the batch of `version`, and does not know by which group. Returns the groups that are set aside
+        for it: none at the first failure. Raises as `set_aside`."""
+        self._require_version(version)
+        now, suspects = self._counters.recoveries, self._counters.suspects
+        batch = self.table.in_state("batched")
+        if again := [group.id for group in batch if suspects.get(group.id, now) < now]:
+            return self.set_aside(version, again)
+        suspects |= {group.id: now for group in batch if group.id not in suspects}
+        return []
+
+    def _require_version(self, version: int) -> None:
+        if version != self.version:
+            raise StateError(f"a report about the batch of version {version}; the buffer is at version {self.version}")
 
     def mark_served(self, version: int | None) -> None:
         """The fleet serves `version`; None: no replica serves one now, so nothing is leased."""
@@ -212,12 +264,18 @@ class Replay:
         for group in self.table.in_state("batched"):
             self.table.set_state(group, "ready")
         counters.taken = None
+        counters.recoveries += 1
         if restored not in (counters.version, counters.recovered_from):
             counters.version, counters.recovered_from = counters.version + 1, restored
         return counters.version
 
     def prune(self) -> None:
         """Drop from memory the settled groups that no recovery can need."""
+        suspects = self._counters.suspects
+        for group_id in [
+            i for i in suspects if i not in self.table.groups or self.table.groups[i].state == "discarded"
+        ]:
+            del suspects[group_id]
         for group in (*self.table.in_state("discarded"), *self.table.trained_in(up_to=self._counters.settled)):
             if not self.table.is_changed(group) and all(e.settled for e in group.episodes.values()):
                 self.table.remove(group)

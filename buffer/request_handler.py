@@ -188,6 +188,12 @@ class RequestHandler:
                 clients.learner(identity)
                 replay.discard_batch(version, groups, reason)
                 self._batch = None
+            case m.SetAside(version, groups, reason):
+                clients.rank(identity)
+                return self._set_aside(replay.set_aside(version, groups), reason)
+            case m.StepFailed(version, reason):
+                clients.rank(identity)
+                return self._set_aside(replay.step_failed(version), reason)
             case m.MarkCheckpointed(version):
                 clients.learner(identity)
                 replay.mark_checkpointed(version)
@@ -253,6 +259,13 @@ class RequestHandler:
         if self._replay.version != before:
             row = CommitRow(self._replay.version, time.time(), groups, rule.max_staleness, rule.groups_per_batch)
             self.pending.commits.append(row)
+
+    def _set_aside(self, groups: Sequence[Group], reason: str) -> m.GroupsSetAside:
+        """`groups` are discarded, and the batch is no more; none where the batch stays as it is."""
+        for group in groups:
+            log.error("group %d is set aside, it cannot be trained on: %s", group.id, reason)
+            self._batch = None
+        return m.GroupsSetAside(tuple(group.id for group in groups))
 
     def _recover(self, version: int) -> m.RecoverReply:
         recovered = self._replay.recover(version)
@@ -338,6 +351,7 @@ class RequestHandler:
             refilled_groups=counters.refilled,
             outcomes=counters.outcomes,
             dropped=dropped,
+            unusable_batches=counters.unusable,
             refused=refused,
         )
 

@@ -34,6 +34,7 @@ NAME_LIMIT = 1000  # characters of a task's or environment's name
 SEGMENTS_LIMIT = 4000  # messages that a branch names: 100 kB; a conversation may have any number
 CALLS_LIMIT = 1000  # calls of environments and tools that a trajectory records: 40 kB; an agent may make any number
 DETAIL_LIMIT = 4000  # characters of a failure's detail
+LOGPROB_LIMIT = 1e-4  # nats: how far above 0 rounding may take the log-prob of a token that is certain
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
@@ -233,7 +234,7 @@ class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
         require(logprobs.dtype == np.float32 and logprobs.shape == (n,), "behavior_logprobs must be float32[T]")
         require(self.token_ids.min() >= 0, "token ids must not be negative")
         require(logprobs.min() > -np.inf, "behavior_logprobs must be finite")  # the minimum with a NaN is NaN
-        require(logprobs.max() <= 1e-4, "behavior_logprobs must not be positive")
+        require(logprobs.max() <= LOGPROB_LIMIT, "behavior_logprobs must not be positive")
         require(not ((logprobs != 0) > self.loss_mask).any(), "behavior_logprobs must be 0 where nothing was sampled")
         require(all(map(math.isfinite, (self.reward, *self.turn_rewards))), "rewards must be finite")
         require(len(self.env_calls) <= CALLS_LIMIT, f"env_calls may have {CALLS_LIMIT} entries")

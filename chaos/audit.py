@@ -142,7 +142,8 @@ def _read_workers(db: sqlite3.Connection, run_dir: Path) -> None:
 
 
 def _read_learner(db: sqlite3.Connection, run_dir: Path) -> None:
-    """Fill `commits_made`, `trained_on` and `steps`; a learner that recovers forgets the commits that its weights do not hold."""
+    """Fill `taken`, `commits_made`, `trained_on` and `steps`; a learner that recovers forgets the commits that its weights do not
+    hold."""
     commits: dict[int, BatchTaken] = {}
     for records in read(run_dir, "learner-0."):
         batch: BatchTaken | None = None
@@ -150,8 +151,10 @@ def _read_learner(db: sqlite3.Connection, run_dir: Path) -> None:
             match record:
                 case LearnerRecovered(kept=kept):
                     commits = {made: taken for made, taken in commits.items() if made <= kept}
-                case BatchTaken():
+                case BatchTaken(episodes=episodes):
                     batch = record
+                    groups = {int(episode.partition(".")[0]) for episode in episodes}
+                    db.executemany("INSERT OR IGNORE INTO taken VALUES (?)", [(group,) for group in groups])
                 case CommitFinished(version=version) if batch is not None and batch.version == version:
                     commits[version + 1] = batch
                 case _:

@@ -2,9 +2,9 @@
 
 Invariants:
 - A check is (name, query that counts what is examined, queries for violations). A violation is one row with one text: the problem.
-- `leased`, `reported`, `delivered`, `delivered_tokens`, `branches` (trajectories) are from the workers' audit logs; `commits_made`
-  and `trained_on` from the learner's, without commits that it rolled back; `steps` from metrics.jsonl; `spans` and `masks` from
-  the stored trajectories; `store` is the buffer's database.
+- `leased`, `reported`, `delivered`, `delivered_tokens`, `branches` (trajectories) are from the workers' audit logs; `taken`
+  (all groups that were in a batch), and `commits_made` and `trained_on`, without commits that it rolled back, from the learner's;
+  `steps` from metrics.jsonl; `spans` and `masks` from the stored trajectories; `store` is the buffer's database.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ CREATE TABLE delivered (episode TEXT, acknowledged INTEGER);
 CREATE TABLE delivered_tokens (episode TEXT, version INTEGER, tokens INTEGER);
 CREATE TABLE branches (id TEXT, episode TEXT, version INTEGER, tokens INTEGER);
 CREATE TABLE commits_made (made INTEGER, oldest INTEGER);
+CREATE TABLE taken (grp INTEGER PRIMARY KEY);
 CREATE TABLE trained_on (made INTEGER, episode TEXT, version INTEGER, tokens INTEGER, loss INTEGER);
 CREATE TABLE steps (made INTEGER, trained INTEGER, stalest INTEGER);
 CREATE TABLE spans (id TEXT, episode TEXT, version INTEGER, tokens INTEGER);
@@ -138,6 +139,8 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             " JOIN store.episodes e ON e.group_id = g.id WHERE (state = 'trained') <> (account = 'trained')"
             " AND account <> 'discarded' OR (state = 'discarded' AND account <> 'discarded')"
             " OR (state IN ('trained', 'batched') AND account = 'in_flight')",
+            "SELECT 'group ' || group_id || ' is set aside as unusable, and no learner took it' FROM store.episodes"
+            " WHERE reason = 'unusable' AND group_id NOT IN taken GROUP BY group_id",
             "SELECT 'episode ' || k.episode || ' keeps ' || sum(k.tokens) || ' tokens, its trajectories hold ' ||"
             " (SELECT coalesce(sum(tokens), 0) FROM spans s WHERE s.episode = k.episode) FROM kept k"
             " WHERE account IN ('ready', 'trained') GROUP BY k.episode"

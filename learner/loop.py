@@ -17,6 +17,8 @@ Invariants:
 - The commit comes after the optimizer step and before the weights are gathered, so no rank asks for a batch too early.
 - Only rank 0 commits, publishes, reports and prunes.
 - Settings that change while the run goes on are those that rank 0 knows when a batch was taken: all ranks step with the same.
+- A batch that cannot be trained on is set aside (`unusable`). Where a rank proves which group is at fault, all ranks take the batch
+  again without it. Where a step fails by what may be the data, the rank tells the buffer and ends; the step is tried once more.
 - The ranks agree on a stop between two steps. A stop leaves a checkpoint of the last commit.
 """
 
@@ -24,9 +26,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -36,7 +40,7 @@ from ..buffer.trajectory import BatchRow, Trajectory
 from ..common.annotations import RecordAnnotations, no_annotations
 from ..common.spans import RecordSpan, no_record, timed
 from ..configs.schema import Learner
-from ..errors import DeadlineExceeded
+from ..errors import DeadlineExceeded, StateError, describe
 from ..weightsync.publisher import Publisher
 from .algorithms import advantage_of, returns_of
 from .algorithms.estimators import assign_advantages, overlong
@@ -49,8 +53,14 @@ from .checkpointing import Checkpointer
 from .metrics import AuxModelsResult, PolicyStepResult, StepMetrics, StepTimer, summarize, without_loss
 from .replica_updates import ReplicaUpdates
 from .step import PolicyStepper
+from .unusable import UnusableBatch, faulty_groups, may_be_data, why_unusable
+
+log = logging.getLogger(__name__)
 
 FRESH = 8  # trajectories scored per step only to compare learner and engine; a few percent of a batch
+
+S = TypeVar("S")
+Stepped = tuple[TrainBatch, PolicyStepResult, AuxModelsResult, StepAnnotations]
 
 
 class TrainingLoop:
@@ -67,6 +77,7 @@ class TrainingLoop:
         canary_ids: Sequence[int],  # the fixed prompt of every push
         report: Callable[[StepMetrics], None],  # receives each step's metrics, on rank 0
         longest: int,  # tokens of the longest possible episode, `agent.max_tokens`
+        vocabulary: int,  # token ids are below it
         aux_models: AuxModels | None = None,
         *,
         # On rank 0: which of the older checkpoints stay, of all by their steps; and what hears the step of each that is complete.
@@ -85,6 +96,7 @@ class TrainingLoop:
         self._config, self._backend, self._buffer, self._report = config, backend, buffer, report
         self._settings = settings or (lambda: config)
         self._aux_models = aux_models or AuxModels(config)
+        self._vocabulary = vocabulary
         self._advantage, self._returns = advantage_of(config.algorithm), returns_of(config.algorithm)
         self._shape = overlong(config.algorithm.overlong, longest)
         self._stepper = PolicyStepper(config, backend, longest)
@@ -123,10 +135,13 @@ class TrainingLoop:
         return state
 
     async def _train_on(self, taken: BatchPlan[BatchRow], state: CheckpointState, timer: StepTimer) -> CheckpointState:
-        """Make the next version from a batch."""
+        """Make the next version from a batch; none where groups of it are set aside, and it is taken again."""
         with self._in_phase("train", state.version):
             self._agree()
-            batch, result, aux_result, seen = await self._step(taken, state)
+            stepped = await self._attempt(self._step, taken, state)
+        if stepped is None:
+            return state
+        batch, result, aux_result, seen = stepped
         with self._in_phase("commit", state.version):
             state = await self._commit(state, self._stepper.carried(batch, result))
             self._annotate(state.version, seen.finish())
@@ -144,13 +159,10 @@ class TrainingLoop:
         """Train the critic alone on a batch, which is then discarded: there is no other version, and nothing to push."""
         with self._in_phase("train", state.version):
             self._agree()
-            rows: dict[str, Trajectory] = {}
-            credited = await self._credited(taken, state, rows)
-            batch = trainable(credited, max_staleness=state.version - taken.oldest_version)
-            wanted = self._aux_models.trained_rows(batch)
-            await self._fetch(taken, {batch.ids[i] for i in wanted}, rows)
-            batch = with_rows(batch, rows.values())
-            aux_result = await self._aux_models.learn(batch)()
+            stepped = await self._attempt(self._step_critic, taken, state)
+        if stepped is None:
+            return state
+        batch, aux_result = stepped
         with self._in_phase("commit", state.version):
             if self._backend.rank == 0:
                 groups = [group[0].group_id for group in taken.groups]
@@ -198,19 +210,61 @@ class TrainingLoop:
         self._stepper.peak_lr = self._backend.maximum(config.optimizer.lr if first else 0.0)
         self._checkpoints.every = int(self._backend.maximum(config.checkpoint_every if first else 0))
 
-    async def _step(
+    async def _attempt(
+        self,
+        step: Callable[[BatchPlan[BatchRow], CheckpointState], Awaitable[S | None]],
+        taken: BatchPlan[BatchRow],
+        state: CheckpointState,
+    ) -> S | None:
+        """Collective. What `step` returns, which is None where groups of the batch are set aside: then it is taken again. Raises
+        UnusableBatch where this rank failed by what may be the data."""
+        try:
+            return await step(taken, state)
+        except Exception as error:
+            if not may_be_data(error):
+                raise
+            why = describe(error)
+            try:
+                if faulty := faulty_groups(taken.groups, state.version):
+                    aside = await self._buffer.set_aside(taken.version, list(faulty), next(iter(faulty.values())))
+                else:
+                    aside = await self._buffer.step_failed(taken.version, why)
+            except StateError as refused:
+                raise UnusableBatch(f"{why}; {refused}", final=True) from error
+            numbers = ", ".join(map(str, aside))
+            then = f"its groups {numbers} are set aside" if aside else "it is tried once more"
+            raise UnusableBatch(f"the batch of version {taken.version} cannot be trained on: {why}; {then}") from error
+
+    async def _step_critic(
         self, taken: BatchPlan[BatchRow], state: CheckpointState
-    ) -> tuple[TrainBatch, PolicyStepResult, AuxModelsResult, StepAnnotations]:
-        """Compute advantages, then step the policy and the trained aux model. This rank fetches the rows that it works on."""
+    ) -> tuple[TrainBatch, AuxModelsResult] | None:
+        """Collective. As `_step`, but the policy takes no step."""
         rows: dict[str, Trajectory] = {}
-        credited = await self._credited(taken, state, rows)
+        if (credited := await self._credited(taken, state, rows)) is None:
+            return None
+        batch = trainable(credited, max_staleness=state.version - taken.oldest_version)
+        await self._fetch(taken, {batch.ids[i] for i in self._aux_models.trained_rows(batch)}, rows)
+        if await self._set_aside(taken, rows):
+            return None
+        batch = with_rows(batch, rows.values())
+        return batch, await self._aux_models.learn(batch)()
+
+    async def _step(self, taken: BatchPlan[BatchRow], state: CheckpointState) -> Stepped | None:
+        """Collective. Compute advantages, then step the policy and the trained aux model. This rank fetches the rows that it works
+        on. None where some of them are proven to be unusable, and set aside."""
+        rows: dict[str, Trajectory] = {}
+        if (credited := await self._credited(taken, state, rows)) is None:
+            return None
         batch = trainable(credited, max_staleness=state.version - taken.oldest_version)
         aux_batch, plan = self._aux_models.training_batch(credited, batch), self._stepper.plan(batch)
         wanted = {batch.ids[i] for i in chain.from_iterable(chain.from_iterable(plan))}
         await self._fetch(taken, wanted | {aux_batch.ids[i] for i in self._aux_models.trained_rows(aux_batch)}, rows)
+        if await self._set_aside(taken, rows):
+            return None
         whole = with_rows(batch, rows.values())
         batch, aux_batch = whole, whole if aux_batch is batch else with_rows(aux_batch, rows.values())
         fresh = await self._buffer.fresh(state.version, FRESH) if self._backend.rank == 0 else ()
+        fresh = [row for row in fresh if not why_unusable(row, self._vocabulary)]  # found when its batch is taken
         aux_result = self._aux_models.learn(aux_batch)
         seen = StepAnnotations(choose(batch, self._annotations_bytes))
         result = self._stepper.step(batch, plan, fresh, state, seen.of)
@@ -218,14 +272,31 @@ class TrainingLoop:
         self._on_trained(state.version + 1, rows.values())
         return batch, result, learned, seen
 
+    async def _set_aside(self, taken: BatchPlan[BatchRow], rows: Mapping[str, Trajectory]) -> bool:
+        """Collective. Have the buffer set aside the groups of `rows` that are proven to be unusable; whether any rank has such."""
+        proven = {row.group_id: why for row in rows.values() if (why := why_unusable(row, self._vocabulary))}
+        if not self._backend.maximum(len(proven)):  # all ranks have their rows, so that the batch may change
+            return False
+        for group, why in proven.items():
+            log.error("group %d is set aside: %s", group, why)
+            try:
+                await self._buffer.set_aside(taken.version, [group], why)
+            except StateError as refused:
+                raise UnusableBatch(f"{why}; {refused}", final=True) from refused
+        self._backend.maximum(0.0)  # all ranks have told the buffer
+        return True
+
     async def _credited(
         self, taken: BatchPlan[BatchRow], state: CheckpointState, rows: dict[str, Trajectory]
-    ) -> TrainBatch:
-        """All sequences, with what aux models and estimators give their tokens. Those scored here are added to `rows`."""
+    ) -> TrainBatch | None:
+        """Collective. All sequences, with what aux models and estimators give their tokens. Those scored here are added to `rows`.
+        None as `_step`."""
         flat = flatten(taken.groups, state.version, withheld=taken.withheld, shape=self._shape)
         flat = msgspec.structs.replace(flat, carried=dict(state.algorithm))
         wanted = self._aux_models.scored_rows(flat)
         await self._fetch(taken, {flat.ids[i] for i in wanted}, rows)
+        if await self._set_aside(taken, rows):
+            return None
         scored = await self._aux_models.score(with_rows(flat, rows.values()) if wanted else flat)
         return assign_advantages(scored, self._advantage, self._returns)
 

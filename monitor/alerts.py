@@ -26,8 +26,10 @@ from .series import CYCLE, of_policy, total
 from .text import count, duration, share
 
 ALERTS = "alerts.jsonl"  # in the folder of a run: each alert as it fires, and as it ends
-NO_STEP, DISK = "no_step", "disk"  # the alerts that no row shows
 Severity = Literal["critical", "warning"]
+NO_STEP, DISK, FALSE_REPLIES = "no_step", "disk", "false_replies"
+UNSEEN: dict[str, Severity] = {NO_STEP: "critical", DISK: "critical", FALSE_REPLIES: "warning"}
+"""The alerts that no row shows, and how severe they are."""
 
 SMOOTH = 5  # rows that a mean is over
 IDLE_ROWS = 10  # rows over which a side is idle
@@ -242,6 +244,16 @@ def _replicas_behind(run: RunHistory) -> Verdict | None:
     return Verdict(failed > 0, failed == 0, f"{failed} of {failed + took} replicas do not take new weights")
 
 
+def _unusable(run: RunHistory) -> Verdict | None:
+    rows = run.newest(KEPT)
+    if "batches_unusable" not in rows[-1]:
+        return None
+    counts = [row.get("batches_unusable") or 0 for row in rows]  # since the run began
+    most, before = max(counts), min(counts) if len(counts) == KEPT else 0
+    text = f"{most} batches of the run could not be trained on, groups of them were set aside"
+    return Verdict(most > before, most == before, text)
+
+
 class AlertRule(msgspec.Struct, frozen=True):
     name: str
     severity: Severity
@@ -269,6 +281,9 @@ def alert_rules(config: Config) -> tuple[AlertRule, ...]:
         AlertRule("failures", "warning", 2, 3, _failures, f"mend that first, {workers}"),
         AlertRule("truncation", "warning", 3, 3, _truncation, longer),
         AlertRule("length_bias", "warning", 3, 3, _length_bias, f"`slipstream ledger {run}` says where they are"),
+        AlertRule(
+            "unusable_batches", "warning", 1, 1, _unusable, f"{run}/logs/learner-*.log and buffer.log name the groups"
+        ),
         AlertRule("replicas_behind", "warning", max(2, bound), 1, _replicas_behind, engines),
     )
 
@@ -276,8 +291,7 @@ def alert_rules(config: Config) -> tuple[AlertRule, ...]:
 def severities(config: Config) -> dict[str, Severity]:
     """Every rule that may fire -> how severe it is."""
     found: dict[str, Severity] = {rule.name: rule.severity for rule in alert_rules(config)}
-    found[NO_STEP] = found[DISK] = "critical"
-    return found
+    return found | UNSEEN
 
 
 class AlertBook:
@@ -320,7 +334,7 @@ class AlertBook:
         return changed
 
     def set(self, rule: str, text: str, time: float) -> list[Alert]:
-        """What no row shows: `NO_STEP` or `DISK` is as `text` says, or over where there is none."""
+        """What no row shows: the rule of `UNSEEN` is as `text` says, or over where there is none."""
         step = int(self._history.rows[-1]["step"]) if self._history.rows else 0
         began = self.active.pop(rule, None)
         if not text:
@@ -328,8 +342,9 @@ class AlertBook:
         advice = {
             NO_STEP: f"`slipstream waits {self._run}` says who waits for whom",
             DISK: "free some, or lower buffer.keep or learner.checkpoint_keep",
+            FALSE_REPLIES: f"its hardware or its server is broken, see {self._run}/logs/engine-*.log",
         }[rule]
-        alert = Alert(rule, "critical", text, advice, began.step if began else step, began.time if began else time)
+        alert = Alert(rule, UNSEEN[rule], text, advice, began.step if began else step, began.time if began else time)
         self.active[rule] = alert
         return [] if began else [alert]
 
@@ -368,6 +383,6 @@ def read_alerts(path: Path) -> list[Alert]:
 
 
 def unseen_in_rows(alerts: Sequence[Alert]) -> list[Alert]:
-    """Those of `NO_STEP` and `DISK` that are active after `alerts`, the lines of a run's file."""
+    """Those of `UNSEEN` that are active after `alerts`, the lines of a run's file."""
     last = {alert.rule: alert for alert in alerts}
-    return [last[rule] for rule in (NO_STEP, DISK) if rule in last and last[rule].active]
+    return [last[rule] for rule in UNSEEN if rule in last and last[rule].active]

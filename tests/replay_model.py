@@ -60,6 +60,7 @@ class Team:
     made: int | None = None
     over: bool = False
     bound: int = 0  # that its batch was taken under
+    failed_at: int | None = None  # the start of the learner at which a step on its batch failed first
 
     @property
     def state(self) -> str:
@@ -82,6 +83,8 @@ class Model:
         self.checkpointed = 0
         self.recovered_from: int | None = None
         self.refilled = 0
+        self.starts = 0  # of the learner
+        self.unusable = 0
         self.taken_under = (0, 0)
         self.teams: dict[int, Team] = {}
         self.episodes: dict[str, Played] = {}
@@ -324,10 +327,33 @@ class Model:
         self.version += 1
         for group in self.inside("batched"):
             self.teams[group].made = self.version
+            self.teams[group].failed_at = None
         self.recovered_from = None
+
+    def step_failed(self) -> list[int]:
+        """A rank failed to step on the batch; returns the groups that are set aside."""
+        batch = self.inside("batched")
+        again = [g for g in batch if (failed := self.teams[g].failed_at) is not None and failed < self.starts]
+        if again:
+            return self.set_aside(again)
+        for group in batch:
+            if self.teams[group].failed_at is None:
+                self.teams[group].failed_at = self.starts
+        return []
+
+    def set_aside(self, groups: list[int]) -> list[int]:
+        """Groups of the batch, or that are ready, cannot be trained on."""
+        if batch := self.inside("batched"):
+            self.unusable += 1
+        for group in batch:
+            self.teams[group].batched = False
+        for group in groups:
+            self._drop(group, "unusable")
+        return sorted(groups)
 
     def recovered(self, kept: int) -> int:
         """A learner starts from the weights of version `kept`; returns the version that they are published under."""
+        self.starts += 1
         for team in self.teams.values():
             team.batched = False
             if team.made is not None and team.made > kept:

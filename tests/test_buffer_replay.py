@@ -33,7 +33,7 @@ from slipstream.buffer.group_table import Group, GroupState
 from slipstream.buffer.ledger import Ledger, VersionLedgers
 from slipstream.buffer.ledger_report import ledger_report, ledgers_by_version
 from slipstream.buffer.messages import Lease
-from slipstream.buffer.replay import Replay
+from slipstream.buffer.replay import UNUSABLE_BATCHES, Replay
 from slipstream.buffer.store import CommitRow, NewTrajectory, Store, WriteBatch
 from slipstream.buffer.trajectory import FINISHED, TRUNCATED, Outcome
 from slipstream.errors import StateError
@@ -287,6 +287,49 @@ class Runs(RuleBasedStateMachine):
         self.replay.commit(version)  # a client that got no answer
         assert self.replay.table.drain() == []
 
+    @precondition(lambda self: self.world.inside("batched"))
+    @rule(ranks=st.integers(1, 3))
+    def fails_to_step(self, ranks: int) -> None:
+        """Several ranks may report the same failure."""
+        if self.world.unusable >= UNUSABLE_BATCHES:
+            return
+        aside = [group.id for group in self.replay.step_failed(self.world.version)]
+        assert aside == self.world.step_failed()
+        for _ in range(ranks - 1):
+            assert self.replay.step_failed(self.world.version) == []
+        self.store_changes()
+
+    @precondition(lambda self: self.world.inside("batched"))
+    @rule()
+    def fails_to_step_until_it_is_set_aside(self) -> None:
+        if self.world.unusable >= UNUSABLE_BATCHES:
+            return
+        self.fails_to_step(1)
+        kept = max(v for v in self.alive if v >= self.world.checkpointed)
+        if self.world.inside("batched") and kept == self.world.version:
+            self.recover(kept)
+            self.take()
+            self.fails_to_step(2)
+            assert not self.world.inside("batched")
+
+    @precondition(lambda self: self.world.inside("batched"))
+    @rule(data=st.data(), others=st.booleans())
+    def proves_groups_to_be_unusable(self, data: st.DataObject, others: bool) -> None:
+        """One rank after the other, the second when the batch is dissolved already."""
+        version, batch = self.world.version, self.world.inside("batched")
+        first = data.draw(st.sampled_from(batch))
+        later = sorted({*(self.world.inside("ready") if others else batch)} - {first})
+        if self.world.unusable >= UNUSABLE_BATCHES:
+            with pytest.raises(StateError):
+                self.replay.set_aside(version, [first])
+            assert self.replay.table.drain() == []
+            return
+        for groups in ([first], later):
+            aside = [group.id for group in self.replay.set_aside(version, groups)]
+            assert aside == self.world.set_aside(groups)
+            assert self.replay.set_aside(version, groups) == []  # a client that got no answer
+            self.store_changes()
+
     @rule(slow=st.integers(0, 2), times=st.integers(1, 4))
     def steps(self, slow: int, times: int) -> None:
         """All workers play, a few episodes go on and get old, the learner takes a step whenever it can."""
@@ -315,7 +358,9 @@ class Runs(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def recovers(self, data: st.DataObject) -> None:
-        kept = data.draw(st.sampled_from([v for v in self.alive if v >= self.world.checkpointed]))
+        self.recover(data.draw(st.sampled_from([v for v in self.alive if v >= self.world.checkpointed])))
+
+    def recover(self, kept: int) -> None:
         version = self.world.recovered(kept)
         assert self.replay.recover(kept) == version
         assert self.replay.recover(kept) == version  # a client that got no answer
@@ -329,6 +374,8 @@ class Runs(RuleBasedStateMachine):
         requests: list[Callable[[], object]] = [
             lambda: replay.take(version + 1),
             lambda: replay.commit(version + 1),
+            lambda: replay.set_aside(version + 1, [0]),
+            lambda: replay.step_failed(version + 1),
             lambda: replay.mark_served(version + 1),
             lambda: replay.mark_checkpointed(version + 1),
             lambda: replay.recover(version + 1),
@@ -425,7 +472,10 @@ class Runs(RuleBasedStateMachine):
         for team in self.world.teams.values():
             team.lease = (team.lease[0], self.now + LEASE_S) if team.lease else None
 
-    @rule(data=st.data(), what=st.sampled_from(["lease", "report", "deliver", "leave", "take", "commit", "recover"]))
+    @rule(
+        data=st.data(),
+        what=st.sampled_from(["lease", "report", "deliver", "leave", "take", "commit", "recover", "fail"]),
+    )
     def crashes_before_it_stored(self, data: st.DataObject, what: str) -> None:
         """What was changed in memory and not stored never happened."""
         intact = copy.deepcopy(self.replay)
@@ -444,6 +494,9 @@ class Runs(RuleBasedStateMachine):
                 self.replay.take(self.world.version)
             case "commit" if self.world.inside("batched"):
                 self.replay.commit(self.world.version)
+            case "fail":
+                self.replay.step_failed(self.world.version)
+                self.replay.set_aside(self.world.version, self.world.inside("batched")[:1])
             case "recover":
                 self.replay.recover(max(v for v in self.alive if v >= self.world.checkpointed))
         self.replay = intact
@@ -473,7 +526,7 @@ class Runs(RuleBasedStateMachine):
         assert replay.table.ledgers.gap() == ""
         assert counts_of(ledgers_by_version(self.path)) == expected
         assert (replay.version, replay.served) == (world.version, world.served)
-        assert replay.counters().refilled == world.refilled
+        assert (replay.counters().refilled, replay.counters().unusable) == (world.refilled, world.unusable)
         assert replay.leases.outstanding() == world.outstanding()
         for group in replay.table.groups.values():
             assert without_deadline(group) == without_deadline(self.stored[group.id]), "a change was not drained"

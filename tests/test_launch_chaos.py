@@ -213,6 +213,13 @@ PLANTED: dict[str, tuple[Plant, str]] = {
         "as the workers",
     ),
     "kept tokens change": (sql("UPDATE episodes SET kept = json_object('0', 1) WHERE id = " + ONE), "ledger closes"),
+    "a group is unusable that no learner took": (
+        sql(
+            "UPDATE groups SET state = 'discarded' WHERE id = (SELECT max(id) FROM groups)",
+            "UPDATE episodes SET account = 'discarded', reason = 'unusable' WHERE group_id = (SELECT max(id) FROM groups)",
+        ),
+        "ledger closes",
+    ),
     "an account is unknown": (sql(f"UPDATE episodes SET account = 'elsewhere' WHERE id = {ONE}"), "ledger closes"),
     "a mask changes": (one_bit_of_a_mask, "ledger closes"),
     "a group would be trained again": (

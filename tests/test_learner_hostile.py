@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -18,7 +19,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from slipstream.buffer import replay
 from slipstream.buffer.client import BufferClient
+from slipstream.buffer.ledger_report import ledger_report
 from slipstream.buffer.messages import BatchPlan
 from slipstream.buffer.trajectory import FINISHED, BatchRow, Trajectory
 from slipstream.configs.algorithm import Algorithm, Grpo, Ppo
@@ -30,12 +33,14 @@ from slipstream.errors import (
     DeadlineExceeded,
     LearnerError,
     SlipstreamError,
+    StateError,
     WeightSyncError,
 )
 from slipstream.learner.checkpoint import CheckpointState, checkpoints, path_of
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.loop import TrainingLoop
 from slipstream.learner.metrics import StepMetrics
+from slipstream.learner.unusable import UnusableBatch, may_be_data
 from slipstream.tests import tiny
 from slipstream.tests.episodes import trajectory
 from slipstream.tests.fleets import mark_served
@@ -128,6 +133,7 @@ class Bench:
             CANARY,
             self.rows.append,
             longest=64,
+            vocabulary=tiny.VOCABULARY,
         )
         try:
             return await asyncio.wait_for(loop.run(asyncio.Event(), lambda: None), SOON)
@@ -140,12 +146,13 @@ class Bench:
         return self.folder / "checkpoints"
 
     async def fails(self, buffer: str | ReadyBuffer, error: type[SlipstreamError], match: str) -> None:
-        """The error is one line, and what serves and what is saved is finite. The learner's own errors are final: the next process
-        would be handed the same batch."""
+        """The error is one line, and what serves and what is saved is finite. The learner's own errors are final, but for those
+        of a batch that the next process tries once more, or is not handed any more."""
         with pytest.raises(error, match=match) as caught:
             await self.run(buffer)
         assert "\n" not in str(caught.value)
-        assert caught.value.final == isinstance(caught.value, LearnerError | DeadlineExceeded | ConfigError)
+        final = isinstance(caught.value, LearnerError | DeadlineExceeded | ConfigError)
+        assert caught.value.final == (final and not isinstance(caught.value, UnusableBatch))
         assert all(tensor.isfinite().all() for tensor in self.replica.weights.values())
 
     def served_is(self, weights: dict[str, torch.Tensor]) -> bool:
@@ -203,13 +210,108 @@ async def test_an_infinite_loss_leaves_the_weights_and_the_version_as_they_were(
     bench = Bench(tmp_path, folders[0], learner(algorithm=Algorithm(advantage=Grpo(normalize=False), loss=Ppo())))
     before = bench.replica.weights
     async with playing(tmp_path, address, impossible) as client:
-        for _ in range(2):  # the batch is the same for the process that comes after
-            await bench.fails(address, LearnerError, "loss inf.*not finite; the weights are unchanged")
+        # The batch is the same for the process that comes after, and another one for the third.
+        for then in ("it is tried once more", "its groups 0 are set aside", "it is tried once more"):
+            await bench.fails(address, UnusableBatch, f"loss inf.*not finite; the weights are unchanged.*; {then}")
             assert bench.replica.served == 0
             assert bench.served_is(before)
             stats = await client.stats()
             assert (stats.version, stats.ledger.trained) == (0, 0)
             assert checkpoints(bench.checkpoints) == []
+        assert (stats.unusable_batches, set(stats.ledger.discarded)) == (1, {"unusable"})
+        assert stats.ledger.balances
+
+
+async def test_a_step_that_fails_twice_costs_the_groups_that_were_in_both_and_the_run_goes_on(
+    folders, address, tmp_path
+) -> None:
+    def impossible(t: Trajectory) -> Trajectory:
+        infinite = np.where(t.loss_mask, np.float32(-3e38), np.float32(0))
+        return msgspec.structs.replace(t, behavior_logprobs=infinite) if (t.group_id, t.member) == (1, 0) else t
+
+    bench = Bench(tmp_path, folders[0], learner(2, algorithm=Algorithm(loss=Ppo())))
+    async with playing(tmp_path, address, impossible) as client:
+        await bench.fails(address, UnusableBatch, "the batch of version 1 cannot be trained on.*tried once more")
+        await bench.fails(address, UnusableBatch, "the batch of version 1 cannot be trained on.*groups 1 are set aside")
+        state = await bench.run(address)
+        stats = await client.stats()
+    assert (state.step, state.version) == (2, 2)
+    assert bench.replica.served == 2
+    assert bench.rows[-1].batches_unusable == stats.unusable_batches == 1
+    assert stats.ledger.discarded["unusable"] > 0
+    assert stats.ledger.balances
+    assert ledger_report(tmp_path / "buffer.sqlite").balances
+
+
+async def test_groups_with_tokens_that_the_model_does_not_know_are_set_aside_at_once_and_alone(
+    folders, address, tmp_path, caplog
+) -> None:
+    """What a buffer holds that took it from a worker of an earlier version."""
+    foreign = {(0, 1): tiny.VOCABULARY, (2, 0): 70_000}
+
+    def poisoned(t: Trajectory) -> Trajectory:
+        ids = t.token_ids.copy()
+        ids[-1] = foreign.get((t.group_id, t.member), ids[-1])
+        return msgspec.structs.replace(t, token_ids=ids)
+
+    bench = Bench(tmp_path, folders[0], learner(2))
+    async with playing(tmp_path, address, poisoned, groups_per_batch=2) as client:
+        state = await bench.run(address)  # in one process
+        stats = await client.stats()
+    assert (state.step, bench.replica.served) == (2, 2)
+    with sqlite3.connect(tmp_path / "buffer.sqlite") as db:
+        trained = db.execute("SELECT id, trained_at FROM groups WHERE state = 'trained' ORDER BY id").fetchall()
+        discarded = db.execute("SELECT DISTINCT group_id FROM episodes WHERE reason = 'unusable'").fetchall()
+    assert discarded == [(0,), (2,)]
+    assert trained == [(1, 1), (3, 1), (4, 2), (5, 2)]
+    assert stats.unusable_batches == 2
+    assert bench.rows[-1].batches_unusable == 2
+    assert stats.ledger.balances
+    assert "token id 512 is outside the vocabulary, 0 to 511" in caplog.text
+
+
+async def test_a_run_of_which_too_many_batches_cannot_be_trained_on_ends_with_its_name(
+    folders, address, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(replay, "UNUSABLE_BATCHES", 3)
+
+    def poisoned(t: Trajectory) -> Trajectory:
+        return msgspec.structs.replace(t, token_ids=np.full_like(t.token_ids, tiny.VOCABULARY))
+
+    bench = Bench(tmp_path, folders[0], learner(2))
+    async with playing(tmp_path, address, poisoned) as client:
+        for _ in range(2):  # neither does `resume` help
+            with pytest.raises(
+                UnusableBatch, match=r"token id 512 .*3 batches of this run could not be trained on"
+            ) as e:
+                await bench.run(address)
+            assert e.value.final
+        stats = await client.stats()
+    assert stats.unusable_batches == 3
+    assert stats.ledger.balances
+
+
+@pytest.mark.parametrize(
+    ("error", "may_be"),
+    [
+        (IndexError("index out of range in self"), True),
+        (ValueError("no number"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), True),
+        (LearnerError("loss nan"), True),
+        (MemoryError(), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: out of memory"), False),
+        (RuntimeError("[gloo] Connection closed by peer"), False),
+        (LearnerError("rank 1 is gone", final=False), False),
+        (OSError(28, "No space left on device"), False),
+        (DeadlineExceeded("the learner", "the buffer", 1.0, ""), False),
+        (StateError("refused"), False),
+        (UnusableBatch("too many", final=True), False),
+    ],
+    ids=str,
+)
+def test_which_errors_may_be_the_data(error: Exception, may_be: bool) -> None:
+    assert may_be_data(error) is may_be
 
 
 async def test_weights_that_are_not_finite_are_neither_pushed_nor_saved(folders, address, tmp_path) -> None:

@@ -21,6 +21,7 @@ from slipstream.learner.checkpoint import CheckpointState
 from slipstream.learner.loop import TrainingLoop
 from slipstream.learner.metrics import StepMetrics
 from slipstream.learner.packing import MicroBatch
+from slipstream.tests import tiny
 from slipstream.tests.episodes import row_of, trajectory
 from slipstream.tests.replicas import CANARY, LocalReplica, logprobs, make_model
 from slipstream.weightsync import publisher as publishing
@@ -114,6 +115,9 @@ class Buffer:
 
     async def commit(self, version: int) -> None: ...
 
+    async def step_failed(self, version: int, reason: str) -> tuple[int, ...]:
+        return ()
+
     async def checkpointed(self, version: int) -> None:
         self.final.append(version)
 
@@ -159,6 +163,7 @@ class Bench:
             CANARY,
             self.rows.append,
             longest=64,
+            vocabulary=tiny.VOCABULARY,
         )
 
     async def run(self) -> CheckpointState:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import sqlite3
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from slipstream.buffer.client import BufferClient
+from slipstream.buffer.ledger_report import ledger_report
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.trajectory import FINISHED, BatchRow, EncodedTrajectory, Trajectory, Turn, VersionSpan
 from slipstream.common.annotations import TRAINED
@@ -117,6 +119,7 @@ async def train(job: Job, rank: int) -> list[str]:
             [5, 6, 7],
             lambda _: None,
             LONGEST,
+            tiny.VOCABULARY,
             aux_models,
             annotate=writer.record,
             annotations_bytes=1 << 30,
@@ -136,8 +139,9 @@ async def train(job: Job, rank: int) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def full_buffer(path: Path) -> AsyncIterator[tuple[str, dict[str, Trajectory]]]:
-    """The address of a buffer that holds one batch, and its trajectories by id."""
+async def full_buffer(path: Path, *poisoned: str) -> AsyncIterator[tuple[str, dict[str, Trajectory]]]:
+    """The address of a buffer that holds one batch, and its trajectories by id. Each of `poisoned` has a token that the model does
+    not know, and is one more group."""
     address = f"tcp://127.0.0.1:{tiny.free_port()}"
     config = Buffer(max_staleness=4, groups_per_batch=GROUPS, group_size=MEMBERS)
     service, ready = BufferService(config, path, address), asyncio.Event()
@@ -147,12 +151,14 @@ async def full_buffer(path: Path) -> AsyncIterator[tuple[str, dict[str, Trajecto
     async with BufferClient(address, "learner-0") as learner, BufferClient(address, "worker") as worker:
         await worker.register()
         service.mark_served(await learner.recover(0))
-        for lease in await worker.leases(GROUPS):
+        for lease in await worker.leases(GROUPS + len(poisoned)):
             for member in lease.members:
                 one = episode(lease.episode(member), PROMPT, 30 + 70 * member + 11 * lease.group_id)
+                if one.id in poisoned:
+                    one.token_ids[-1] = tiny.VOCABULARY
                 delivered[one.id] = one
                 await worker.deliver(lease.episode(member), {0: one.sampled}, FINISHED, (one,))
-    assert len(delivered) == GROUPS * MEMBERS
+    assert len(delivered) == (GROUPS + len(poisoned)) * MEMBERS
     try:
         yield address, delivered
     finally:
@@ -223,6 +229,32 @@ async def test_each_of_two_ranks_receives_the_bytes_of_its_own_rows_and_the_step
     weights, expected_weights = load_file(two.out), load_file(one.out)
     for name, tensor in expected_weights.items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-6, msg=name)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("critic", [False, True], ids=["grpo", "critic"])
+async def test_two_ranks_set_aside_what_one_of_them_found_and_take_another_batch_together(
+    model: str, tmp_path: Path, critic: bool
+) -> None:
+    """Of two poisoned groups, which different ranks find."""
+    poisoned, weights = ("0.0.3.0", "1.0.0.0"), []
+    for ranks in (1, 2):
+        path = tmp_path / f"{ranks}.sqlite"
+        async with full_buffer(path, *poisoned) as (address, _):
+            job = Job(model, str(tmp_path / f"{ranks}"), (address,) * ranks, critic)
+            if ranks == 1:
+                await train(job, 0)
+            else:
+                await asyncio.to_thread(run_on_two_ranks, tmp_path, __file__, [job])
+            weights.append(load_file(job.out))
+        with sqlite3.connect(path) as db:
+            states = db.execute("SELECT state FROM groups ORDER BY id").fetchall()
+        assert states == [("discarded",), ("discarded",), ("trained",), ("trained",)]
+        assert ledger_report(path).balances
+        assert set(ledger_report(path).total.discarded) == {"unusable"}
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=0, atol=2e-6, msg=name)
 
 
 async def test_headers_have_lengths_and_prompts_and_rows_come_for_the_taken_batch_only(tmp_path: Path) -> None:

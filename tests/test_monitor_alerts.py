@@ -70,6 +70,7 @@ def learning(steps: int, seed: int = 0) -> Iterator[Row]:
             "tokens_generated": 64 * 46,
             "replicas": 1,
             "replicas_failed": 0,
+            "batches_unusable": 0,
         }
 
 
@@ -85,6 +86,7 @@ PLANTED: dict[str, Plant] = {
     "failures": lambda row: {"outcomes": {"finished": 50, "failed_environment": 14}},
     "truncation": lambda row: {"truncated": 0.4},
     "length_bias": lambda row: {"tokens_trained": 64 * 10},
+    "unusable_batches": lambda row: {"batches_unusable": 1 + (row["step"] - PLANTED_AT) // 5},
     "replicas_behind": lambda row: {"replicas_failed": 1},
 }
 

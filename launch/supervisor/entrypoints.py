@@ -264,6 +264,7 @@ async def learner(
 ) -> None:
     from ...learner.loop import TrainingLoop
     from ...learner.metrics import StepMetrics
+    from ...learner.model import vocabulary_size
     from ...monitor.annotations import KEPT_BYTES, STEP_BYTES, AnnotationWriter
     from ...monitor.recorder import Recorder
     from ..evaluations import FILE, retained
@@ -311,6 +312,7 @@ async def learner(
             canary,
             report,
             longest,
+            vocabulary_size(config.model.path),
             aux_models,
             retained=functools.partial(retained, context.dir, config),
             on_checkpoint=heartbeat.saved,
