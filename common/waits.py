@@ -12,6 +12,8 @@ import time
 
 import msgspec
 
+from .bounded import TEXT_LENGTH, Count, Seconds, Text
+
 LISTED = 8  # kinds of waits that one process lists: the oldest
 NO_DIGITS = str.maketrans("", "", string.digits)
 
@@ -19,11 +21,11 @@ NO_DIGITS = str.maketrans("", "", string.digits)
 class Wait(msgspec.Struct, frozen=True):
     """The oldest of the waits of one kind; waits of a kind differ only in digits."""
 
-    who: str  # the waiter
-    waits_for: str  # what it waits for
-    age_s: float  # seconds since it began
-    deadline_s: float | None  # seconds after which it fails; None if it ends only with its caller
-    alike: int = 1  # number of waits of this kind, this one included
+    who: Text  # the waiter
+    waits_for: Text  # what it waits for
+    age_s: Seconds  # since it began
+    deadline_s: Seconds | None  # after which it fails; None if it ends only with its caller
+    alike: Count = 1  # number of waits of this kind, this one included
 
     @property
     def kind(self) -> str:
@@ -72,4 +74,6 @@ def current_waits(limit: int = LISTED) -> tuple[Wait, ...]:
         first, alike = kinds.get(kind, (wait, 0))
         kinds[kind] = first, alike + 1
     found = list(kinds.values())[:limit]
-    return tuple(Wait(w.who, w.waits_for, max(0.0, now - w.since), w.deadline_s, n) for w, n in found)
+    return tuple(
+        Wait(w.who[:TEXT_LENGTH], w.waits_for[:TEXT_LENGTH], max(0.0, now - w.since), w.deadline_s, n) for w, n in found
+    )

@@ -6,6 +6,8 @@ Invariants:
 - A message is a whole state, never a difference; its `revision` rises with every change.
 - A subscriber may miss snapshots, never the newest: it is sent on every subscription, and again every `REPEAT_S`.
 - A subscriber ignores a frame that it cannot decode and a revision that is not newer than its own.
+- Of what peers send, only a subscription counts: anything else is dropped and counted, a frame above `SUBSCRIPTION_BYTES` costs its
+  sender the connection.
 - A guarded publisher sends nothing to a peer whose key is not in its table.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -26,6 +29,8 @@ from .security import CurveServer, KeyPair, PeerTable, configure_client, split_a
 
 log = logging.getLogger(__name__)
 REPEAT_S = 5.0  # between repetitions of an unchanged state: one small frame, for a subscriber whose connection lost one
+SUBSCRIPTION_BYTES = 256
+SUBSCRIBE, UNSUBSCRIBE = b"\x01", b"\x00"  # what libzmq says of a subscriber to everything
 CLOSE_LINGER_MS = 500  # how long the last snapshot may take to leave when the publisher closes
 
 
@@ -45,10 +50,12 @@ class StatePublisher(Generic[S]):
 
     def __init__(self, address: str, state: S, peers: PeerTable | None = None, pair: KeyPair | None = None) -> None:
         self.state = state
+        self.dropped = 0  # messages that were no subscription
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.XPUB)
         self._guard = CurveServer(self._context, peers, pair)
         self._guard.configure(self._socket)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, SUBSCRIPTION_BYTES)
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # report every subscription, not only the first
         self._socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
         self._socket.bind(address)
@@ -69,13 +76,24 @@ class StatePublisher(Generic[S]):
                 if changed.done():
                     self._changed.clear()
                     changed = asyncio.create_task(self._changed.wait(), name="state changed")
-                if subscribed.done():
-                    subscribed = asyncio.ensure_future(self._socket.recv())
                 await self._send(self.state)
-                await asyncio.wait({subscribed, changed}, timeout=REPEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                due = time.monotonic() + REPEAT_S
+                while not changed.done() and (left := due - time.monotonic()) > 0:
+                    await asyncio.wait({subscribed, changed}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                    if subscribed.done():
+                        found, subscribed = subscribed.result(), asyncio.ensure_future(self._socket.recv())
+                        if found == SUBSCRIBE:
+                            break
+                        if found != UNSUBSCRIBE:
+                            self._drop()
         finally:
             subscribed.cancel()
             changed.cancel()
+
+    def _drop(self) -> None:
+        self.dropped += 1
+        if self.dropped & (self.dropped - 1) == 0:
+            log.warning("%s dropped message %d that is no subscription", self.address, self.dropped)
 
     async def close(self, last: S | None = None) -> None:
         """Send `last` to all subscribers, then close the socket."""

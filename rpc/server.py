@@ -13,6 +13,8 @@ One that works in rounds, as the buffer does, reads what has arrived and replies
 
 Invariants:
 - A message that is no request is dropped and counted, and logged at powers of two, so that a flood of them does not flood the log.
+  Where its number can be read, its sender gets a refusal that says what is wrong with it.
+- However many messages arrive, `arriving` and `serve` let the event loop turn after each `ROUND` of them.
 - A request that the sender's role may not make is refused, or dropped where it expects no reply, and counted.
 - Memory is bounded: `backlog` messages per connection wait to be read, then its sender waits; a peer that sends a frame above
   `frame_limit` is disconnected. One thing libzmq does not bound: a message of ever more frames that never ends. Only a role of
@@ -23,8 +25,9 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -37,6 +40,9 @@ from .security import CurveServer, KeyPair, PeerTable, split_address
 from .wire import FRAME_LIMIT, LINGER_MS, ONE_WAY, AsyncSocket, RpcMessage, RpcRefusal, enable_keepalive
 
 log = logging.getLogger(__name__)
+NO_REQUEST = "that is no request"  # how the refusal of what cannot be decoded begins
+REASON_LENGTH = 1000  # characters
+ROUND = 256  # messages that are read before the event loop turns
 BACKLOG = 64  # messages of one connection that wait to be read, after which its sender waits
 M = TypeVar("M")
 
@@ -127,6 +133,8 @@ class RpcServer(Generic[M]):
                 self.dropped += 1
                 if self.dropped & (self.dropped - 1) == 0:
                     log.warning("%s dropped message %d that is no request: %s", self.name, self.dropped, error)
+                if (number := wire.number_of(message)) != ONE_WAY:
+                    self.reply(bytes(identity), number, RpcRefusal(f"{NO_REQUEST}: {error}"[:REASON_LENGTH]))
                 continue
             kinds = self._rights.get(type(request.message))
             if sender is not None and kinds is not None and sender.partition("-")[0] not in kinds:
@@ -140,6 +148,17 @@ class RpcServer(Generic[M]):
         self.forbidden += 1
         if self.forbidden & (self.forbidden - 1) == 0:
             log.warning("%s refused request %d without the right to it: %s", self.name, self.forbidden, what)
+
+    async def arriving(self) -> AsyncIterator[RpcRequest[M]]:
+        """Every request as it arrives, without an end."""
+        while True:
+            end = self.received + ROUND
+            for request in self.requests(lambda end=end: self.received < end):
+                yield request
+            if self.received < end:
+                await self.poll()
+            else:
+                await asyncio.sleep(0)
 
     def reply(self, identity: bytes, number: int, message: Any) -> None:
         """Reply to request `number` of the connection `identity`; nothing for a one-way message."""
@@ -164,13 +183,15 @@ class RpcServer(Generic[M]):
         yet. A handler that raises RequestRefused refuses; any other error ends the service. Runs until it is cancelled, as a wait
         for `waits_for`."""
         while True:
-            for request in self.requests():
+            end = self.received + ROUND
+            for request in self.requests(lambda end=end: self.received < end):
                 try:
                     reply = await handler(request)
                 except RequestRefused as error:
                     reply = RpcRefusal(error.reason)
                 if reply is not None:
                     self.reply(request.identity, request.number, reply)
+            await asyncio.sleep(0)
             with TrackedWait(self.name, waits_for):
                 await self.poll()
 

@@ -81,6 +81,16 @@ def decode(kind: type[M], frames: Sequence[Frame]) -> M:
     return message
 
 
+def number_of(frames: Sequence[Frame]) -> int:
+    """The number of a request or reply whose message may be anything; `ONE_WAY` where there is none."""
+    if not frames or bytes(frames[0][:1]) != FORMAT:
+        return ONE_WAY
+    try:
+        return _number_decoder.decode(frames[0][1:]).number
+    except (msgspec.MsgspecError, ValueError, UnicodeDecodeError, RecursionError):
+        return ONE_WAY
+
+
 class _Call(threading.local):
     """What msgspec's hooks know of the `encode` or `decode` that this thread is in."""
 
@@ -117,6 +127,7 @@ def _from_index(annotation: Any, index: Any) -> np.ndarray:
     return array
 
 
+_number_decoder = msgspec.msgpack.Decoder(RpcMessage[msgspec.Raw])
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_index)
 
 

@@ -93,6 +93,8 @@ def forged_ids(rng: random.Random, captured: Sequence[Frames]) -> Frames:
         m.FetchRows(version, (f"{episode}.0",)),
         m.RequestFresh(version, 1 << 16),
         m.Configure(1 << 40, LiveRules(0, 1, 2, "drop")),
+        m.SetAside(version, (0, rng.randrange(100)), "forged"),
+        m.StepFailed(version, "forged"),
     ]
     request = rng.choice(requests)
     own = isinstance(request, m.ReportProgress | m.DeliverEpisode) and request.worker == "mallory"

@@ -25,6 +25,7 @@ from slipstream.buffer.messages import BatchPlan
 from slipstream.buffer.trajectory import FINISHED, EncodedTrajectory, Outcome, Trajectory
 from slipstream.errors import StateError
 from slipstream.rpc import wire
+from slipstream.rpc.server import NO_REQUEST
 from slipstream.rpc.wire import RpcRefusal
 from slipstream.tests import hostile
 from slipstream.tests.episodes import SAMPLED, trajectory
@@ -113,8 +114,8 @@ async def learn(client: BufferClient, batches: list[BatchPlan[Trajectory]], unti
 
 
 class Mallory:
-    """A peer that says anything. `refused` counts the answers that it did not want, `past` those that its words came too late to
-    change anything; every other is in `accepted`."""
+    """A peer that says anything. `refused` counts the answers that it did not want, `malformed` those that its words were no
+    request, `past` those that they came too late to change anything; every other is in `accepted`."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str, connection: bytes = b"mallory/1") -> None:
         self.socket = context.socket(zmq.DEALER)
@@ -122,6 +123,7 @@ class Mallory:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
         self.refused = 0
+        self.malformed = 0
         self.past = 0
         self.accepted: list[m.Reply] = []
 
@@ -136,6 +138,8 @@ class Mallory:
             match reply := envelope.message:
                 case m.Stats() as stats if envelope.number == LAST:
                     return stats
+                case RpcRefusal(reason) if reason.startswith(NO_REQUEST):
+                    self.malformed += 1
                 case RpcRefusal():
                     self.refused += 1
                 case m.Ack() | m.CancelledEpisodes() if envelope.number == PAST:
@@ -191,6 +195,7 @@ async def test_hostile_messages_change_nothing_and_keep_nobody_from_work(tmp_pat
         assert grown < GROWTH
         assert stats.dropped > FRAMES / 3
         assert mallory.refused > FRAMES / 10
+        assert 0 < mallory.malformed < stats.dropped
         trained = [t.id for batch in batches for group in batch.groups for t in group]
         assert len(trained) == len(set(trained)) == len(batches) * 2 * 2
         assert stats.version == len(batches)
@@ -278,6 +283,10 @@ def any_request(rng: random.Random, now: int) -> tuple[str, m.Request]:
     if kind is m.DiscardBatch:
         groups = tuple(rng.randint(0, 9) for _ in range(rng.randint(0, 2)))
         return "learner", m.DiscardBatch(version, groups, "critic_warmup")
+    if kind is m.SetAside:
+        return "learner", m.SetAside(version, (rng.randint(0, 9),), "it says so")
+    if kind is m.StepFailed:
+        return "learner", m.StepFailed(version, "it says so")
     if kind is m.Configure:
         return "learner", m.Configure(1 << 40, LiveRules(0, 1, 2, "drop"))
     return "learner", m.RequestStats() if kind is m.RequestStats else kind(version)
@@ -320,6 +329,7 @@ async def test_no_order_of_requests_ends_the_service_or_opens_the_ledger(tmp_pat
             m.LeaseReply,
             m.CancelledEpisodes,
             m.RecoverReply,
+            m.GroupsSetAside,
             m.BatchPlan,
             m.RowsReply,
             m.TrajectoriesReply,

@@ -20,7 +20,7 @@ from slipstream.rpc import security, wire
 from slipstream.rpc.client import RpcClient, RpcNotifier
 from slipstream.rpc.security import PeerTable, make_pair
 from slipstream.rpc.server import RpcRequest, RpcServer
-from slipstream.rpc.wire import ONE_WAY, RpcMessage
+from slipstream.rpc.wire import ONE_WAY, RpcMessage, RpcRefusal
 
 SOON = 20.0
 
@@ -205,8 +205,13 @@ async def test_what_is_no_request_is_dropped_and_logged_at_powers_of_two(caplog:
         for bad in ([b"nonsense"], [*good, b"more"], [b""], wire.encode(RpcMessage(1, Sum(1))), wire.encode(add(1))):
             await stranger.send_multipart(bad)
         await stranger.send_multipart(good)
-        reply = wire.decode(RpcMessage[Replies], await stranger.recv_multipart())
-        assert reply == RpcMessage(7, Sum(3))
+        answers = [wire.decode(RpcMessage[Replies | RpcRefusal], await stranger.recv_multipart()) for _ in range(3)]
+        assert answers.pop() == RpcMessage(7, Sum(3))
+        assert [answer.number for answer in answers] == [7, 1]  # of those whose number can be read
+        for answer, why in zip(answers, ("2 array frames came", "Invalid value 'Sum'"), strict=True):
+            assert isinstance(answer.message, RpcRefusal)
+            assert answer.message.reason.startswith("that is no request: ")
+            assert why in answer.message.reason
         assert server.dropped == 5
         assert server.received == 6
         assert caplog.text.count("that is no request") == 3  # at 1, 2 and 4

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from ...common.bounded import Name
 from ...common.fsio import write_atomic
 from ...common.owned_folders import private_folder
 from ...common.tasks import Stopped, run_unless_exited
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 
 COMMAND = "command"  # the name of those who send them: no role
 REPLY_S = 150.0  # longest wait for a reply: Ray may need long to find room for a replica
+MOST_ADDED = 1000  # replicas or workers by one command
+COMMAND_BYTES = 1 << 20  # of one request
 T = TypeVar("T")
 
 
@@ -70,7 +73,7 @@ class AddReplicas(msgspec.Struct, frozen=True, tag=True):
 class RemoveReplica(msgspec.Struct, frozen=True, tag=True):
     """Drain and end replica `name`. Reply: `CommandAccepted`."""
 
-    name: str
+    name: Name
 
 
 class AddWorkers(msgspec.Struct, frozen=True, tag=True):
@@ -82,7 +85,7 @@ class AddWorkers(msgspec.Struct, frozen=True, tag=True):
 class RemoveWorker(msgspec.Struct, frozen=True, tag=True):
     """End worker `name`. Reply: `CommandAccepted`."""
 
-    name: str
+    name: Name
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
@@ -148,7 +151,12 @@ class ControlServer:
         key = write_pair(folder.path).public
         self.admit(COMMAND, key)
         server: RpcServer[Command] = RpcServer(
-            "tcp://127.0.0.1:*", "the supervisor", Command, peers=PeerTable({COMMAND: key}), pair=self.pair
+            "tcp://127.0.0.1:*",
+            "the supervisor",
+            Command,
+            frame_limit=COMMAND_BYTES,
+            peers=PeerTable({COMMAND: key}),
+            pair=self.pair,
         )
         path = self.run_dir / CONTROL
         address = ControlAddress(os.getpid(), server.address, self.fleet_address, str(folder.path))
@@ -202,8 +210,8 @@ class ControlServer:
 
 
 async def _add(pool: RolePool, what: str, count: int) -> list[str]:
-    if count < 1:
-        raise ConfigError(f"{count} {what} cannot be added; allowed are 1 and more")
+    if not 1 <= count <= MOST_ADDED:
+        raise ConfigError(f"{count} {what} cannot be added; allowed are 1 to {MOST_ADDED}")
     return await pool.add(count)
 
 
@@ -238,7 +246,7 @@ async def send_command(
 ) -> T:
     """The supervisor's reply to `command`, sent by `who`. Raises ConfigError if it refuses or ends, DeadlineExceeded if it is
     silent."""
-    client = RpcClient(control.address, who, "the supervisor", Reply, pair=control.pair)
+    client = RpcClient(control.address, who, "the supervisor", Reply, frame_limit=COMMAND_BYTES, pair=control.pair)
     try:
         waits_for = f"the supervisor, process {control.pid}"
         hint = "is it stopped, the run on another host, or of another version of Slipstream?"
