@@ -278,7 +278,7 @@ RIGHTS: dict[type, tuple[str, ...]] = {
     **dict.fromkeys((TakeBatch, FetchRows, CommitBatch, DiscardBatch, SetAside, StepFailed), ("learner",)),
     **dict.fromkeys((MarkCheckpointed, Recover, RequestFresh), ("learner",)),
     Configure: ("supervisor",),
-    RequestStats: ("worker", "learner", "supervisor"),
+    RequestStats: ("worker", "evaluator", "learner", "supervisor"),
 }
 """The kinds of roles that may send each request."""
 

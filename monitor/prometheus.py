@@ -86,6 +86,7 @@ METRICS = (
     Metric("engine_sampled_tokens_total", "tokens that it sampled; SGLang does not say", ("role",)),
     Metric("engine_version", "policy version that a replica serves; absent while it serves none", ("role",)),
     Metric("replicas", "replicas by state", ("state",)),
+    Metric("engine_false_replies_total", "replies of a replica that failed the check of replies", ("role",)),
     Metric("process_up", "1 where the process of a role runs, else 0", ("role",)),
     Metric("process_restarts_total", "restarts of a role by the supervisor", ("role",)),
     Metric(

@@ -16,6 +16,8 @@ Invariants:
   replica was fenced or exceeded its deadline.
 - A replica that failed or stopped responding gets no requests before it has computed something: a server may report health while
   its compute process hangs.
+- A false reply (`engines.reply_check`) counts against its replica, and none of its tokens is used: the router sends the request to
+  another replica. One that goes on lying (`suspicion`) gets no requests any more; the supervisor is told, and restarts it.
 - A request that a server rejects is the caller's error; no other replica is tried.
 - When a cancelled caller gets control back, its request no longer runs on any server.
 """
@@ -32,12 +34,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ..agents.base import Completion
+from ..common.bounded import TEXT_LENGTH
 from ..configs.schema import Partial
 from ..errors import DeadlineExceeded, EngineError, with_deadline
-from ..weightsync.fleet import Fleet, ReplicaInfo
-from .engines.base import EngineFailure, EngineLoad, PartialCompletion, RequestRejected, SamplingParams
+from ..weightsync.fleet import FalseReplies, Fleet, ReplicaInfo
+from .engines.base import EngineFailure, EngineLoad, FalseReply, PartialCompletion, RequestRejected, SamplingParams
 from .engines.http_engine import HttpEngine
 from .routing import AHEAD, RouteRequest, RoutingTable
+from .suspicion import ReplicaSuspicion
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +68,7 @@ class ReplicaConnection:
         self.probe: asyncio.Task[None] | None = None
         self.probes = 0
         self.healthy_since = 0.0
+        self.suspicion = ReplicaSuspicion()
         self.load: EngineLoad | None = None  # of the last second; None where it did not report one
 
     async def generate(self, request: InflightRequest, version: int) -> Completion:
@@ -97,16 +102,25 @@ class Router:
         request_s: longest wait for one completion, retries on other replicas included.
         start_s: longest wait of one probe for a replica to answer.
         partial: what a push does to requests in flight. Only with `abort_resume` an aborted request is no sign of a failure.
+        report: receives what is known of the replicas that gave false replies, whenever that changes.
     """
 
     def __init__(
-        self, make_engine: MakeEngine, *, max_concurrent: int, request_s: float, start_s: float, partial: Partial
+        self,
+        make_engine: MakeEngine,
+        *,
+        max_concurrent: int,
+        request_s: float,
+        start_s: float,
+        partial: Partial,
+        report: Callable[[tuple[FalseReplies, ...]], None] = lambda replies: None,
     ) -> None:
         self.max_concurrent = max_concurrent
         self._make_engine = make_engine
         self._request_s = request_s
         self._start_s = start_s
         self._partial: Partial = partial
+        self._report = report
         self._routing = RoutingTable(max_concurrent + AHEAD)
         self._connections: dict[str, ReplicaConnection] = {}
         self._assigned: dict[int, asyncio.Future[tuple[int, ReplicaConnection]]] = {}
@@ -165,6 +179,7 @@ class Router:
                 "tokens": load.tokens,
                 "version": c.info.version,
                 "sent": c.in_flight,
+                "false": c.suspicion.count,
             }
             for c, load in loaded
             if load is not None
@@ -180,6 +195,9 @@ class Router:
                 return await connection.engine.get_load()
         except (TimeoutError, DeadlineExceeded):
             return None  # a busy machine may be late, which is no failure
+        except FalseReply as error:
+            self._count_false_reply(connection, error)
+            return None
         except EngineError as error:
             self._mark_failed(connection, error)
             return None
@@ -250,12 +268,19 @@ class Router:
             try:
                 completion = await connection.generate(request, version)
                 self._record(connection, request.route, completion)
+                if connection.suspicion.told_the_truth():
+                    self._report_false_replies()
             except RequestRejected:
                 raise
+            except FalseReply as error:
+                self._count_false_reply(connection, error)
+                avoided = request.route.avoided | {connection.info.name}
+                request.route = msgspec.structs.replace(request.route, avoided=avoided)
+                continue
             except (EngineFailure, DeadlineExceeded) as error:
                 self._mark_failed(connection, error)
                 completion = error.partial if isinstance(error, EngineFailure) else request.growing.partial
-            except EngineError as error:  # an impossible answer: nothing of it can be trusted
+            except EngineError as error:  # not one token came
                 self._mark_failed(connection, error)
                 continue
             finally:
@@ -292,13 +317,27 @@ class Router:
         if aborted and (self._partial != "abort_resume" or not completion.token_ids):
             self._mark_failed(connection, "it aborted a request")
 
+    def _count_false_reply(self, connection: ReplicaConnection, error: FalseReply) -> None:
+        connection.suspicion.lied(str(error)[:TEXT_LENGTH])
+        self._mark_failed(connection, error)
+        self._report_false_replies()
+
+    def _report_false_replies(self) -> None:
+        known = [(c.info, c.suspicion) for c in self._connections.values() if c.suspicion.count]
+        self._report(tuple(FalseReplies(i.name, i.incarnation, s.count, s.level, s.why) for i, s in known))
+
     def _mark_failed(self, connection: ReplicaConnection, why: object) -> None:
-        """Send no request there until a probe passes. Failures of a replica that is draining or was removed are ignored."""
+        """Send no request there until a probe passes, or never again where it is proven to lie: a probe would find it well.
+        Failures of a replica that is draining or was removed are ignored."""
         name = connection.info.name
         if self._connections.get(name) is not connection or connection.info.state == "draining":
             return
         self._routing.set_failed(name, True)
-        if connection.probe is None or connection.probe.done():
+        if connection.suspicion.proven:
+            if connection.probe is not None:
+                connection.probe.cancel()
+            log.error("%s gets no more requests, it goes on lying; the last: %s", name, why)
+        elif connection.probe is None or connection.probe.done():
             log.warning("%s failed: %s", name, why)
             if asyncio.get_running_loop().time() > connection.healthy_since + BACKOFF_S:
                 connection.probes = 0

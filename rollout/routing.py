@@ -41,6 +41,9 @@ class RouteRequest(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     max_tokens: int
     oldest_version: int
+    avoided: frozenset[str] = (
+        frozenset()
+    )  # replicas that answered it falsely; they get it only where no other may serve it
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -178,8 +181,9 @@ class RoutingTable:
             return replica.paused, self.cost(request, replica), spread
 
         oldest = request.oldest_version
-        able = [r for r in self.replicas.values() if self._has_slot(r) and (r.info.version or 0) >= oldest]
-        return min(able, key=rank, default=None)
+        able = [r for r in self.replicas.values() if r.serving and (r.info.version or 0) >= oldest]
+        able = [r for r in able if r.info.name not in request.avoided] or able
+        return min(filter(self._has_slot, able), key=rank, default=None)
 
     def _has_slot(self, replica: ReplicaState) -> bool:
         return replica.serving and len(replica.tokens) < self._limit

@@ -49,7 +49,7 @@ def test_replicas_come_and_go_while_a_run_trains(policy: Path, tmp_path: Path) -
         assert {name: row["state"] for name, row in listed(run).items()} == {"engine-0": "serving"}
         assert "engine-0 is the last serving replica" in refused(run, "remove", "engine-0")
         assert "engine-9 is no replica of this run; there are engine-0" in refused(run, "remove", "engine-9")
-        assert "allowed are 1 and more" in refused(run, "add", "0")
+        assert "allowed are 1 to 1000" in refused(run, "add", "0")
 
         done = slipstream("replicas", str(run), "add", "--wait")
         assert done.stdout == "engine-1: starting\nengine-1: serving\n"

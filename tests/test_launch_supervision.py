@@ -42,7 +42,7 @@ from slipstream.rpc import security as curve
 from slipstream.rpc.pubsub import StatePublisher, StateSubscriber
 from slipstream.rpc.security import write_pair
 from slipstream.tests.runs import bare_replicas
-from slipstream.weightsync.fleet import Fleet, ReplicaInfo, ReplicaReport
+from slipstream.weightsync.fleet import FalseReplies, Fleet, ReplicaInfo, ReplicaReport
 
 WAIT_S = 30.0
 
@@ -264,6 +264,42 @@ async def test_one_that_weights_do_not_reach_is_started_again(tmp_path: Path) ->
         for missed in range(1, MAX_MISSED_PUSHES):
             there.replicas.update(ReplicaReport("engine-0", 1, None, missed, "it was late"))
         assert there.processes.roles["engine-0"].restarts == 1
+
+
+def lies(count: int, level: float, incarnation: int = 0, name: str = "engine-0") -> FalseReplies:
+    return FalseReplies(name, incarnation, count, level, "it sampled token id 70000")
+
+
+async def test_one_that_goes_on_lying_is_started_again_and_leaves_when_its_restarts_are_spent(tmp_path: Path) -> None:
+    async with stage(tmp_path, 2, "launch.restarts=1") as (there, feed):
+        replicas = there.replicas
+        for name in ("engine-0", "engine-1"):
+            replicas.update(ReplicaReport(name, 0, 4))
+        before = replicas.listed()[0].pid
+        for _ in range(3):  # every heartbeat repeats it
+            replicas.suspect("worker-0", [lies(4, 2.5), lies(1, 1.0, name="engine-9")])
+            replicas.suspect("worker-1", [lies(3, 2.0), lies(9, 9.0, incarnation=1)])
+        assert replica_info(replicas.fleet, "engine-0").state == "serving"
+        assert replicas.distrusted == ""
+        for _ in range(3):
+            replicas.suspect("evaluator", [lies(1, 0.5)])
+            replicas.update(ReplicaReport("engine-0", 0, 5))  # the learner knows nothing of it
+            assert replica_info(replicas.fleet, "engine-0").state == "starting"
+        await feed.until(lambda f: replica_info(f, "engine-0").incarnation == 1 and replica_info(f, "engine-0").answers)
+        assert replicas.listed()[0].pid != before
+        why = "it goes on giving false replies, 8 so far; one of the last: it sampled token id 70000"
+        assert f"! engine-0 ended with SIGKILL: {why}; restart 1 of 1" in there.events()
+        replicas.suspect("worker-1", [])
+        assert replicas.distrusted == f"engine-0: {why}"
+        assert [(row.false_replies, row.distrusted) for row in replicas.listed()] == [(17, why), (0, "")]
+        replicas.update(ReplicaReport("engine-0", 1, 5))
+        assert replica_info(replicas.fleet, "engine-0").state == "serving"
+        assert replicas.distrusted == ""
+        replicas.suspect("worker-0", [lies(5, 5.0, incarnation=1)])
+        await feed.until(lambda f: f.replica("engine-0") is None)
+        assert replicas.distrusted.startswith("engine-0 has left the fleet: it goes on giving false replies, 5 so far")
+        assert "given up after 1 restarts" in there.events()
+        assert replica_info(replicas.fleet, "engine-1").state == "serving"
 
 
 async def test_one_is_removed_just_when_its_restarts_are_spent(

@@ -7,19 +7,22 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 from slipstream.errors import ConfigError, DeadlineExceeded, EngineError, WeightSyncError
-from slipstream.rollout.engines.base import EngineFailure, SamplingParams
+from slipstream.rollout.engines.base import EngineFailure, FalseReply, SamplingParams
 from slipstream.rollout.engines.fake.faults import (
     NO_FAULTS,
     VARIABLE,
     Fault,
     FaultInjector,
+    Lie,
     read_script,
     reported_logprob,
 )
+from slipstream.rollout.engines.reply_check import VersionClock
 from slipstream.rollout.engines.vllm.client import VllmEngine
 from slipstream.tests import tiny
 from slipstream.tests.conformance.kinds import KINDS
@@ -156,7 +159,7 @@ async def test_completions_and_scores_that_are_refused_late_or_false(
         await engine.call("GET", "/health")
         with pytest.raises(EngineError, match=r"answered 500: scripted fault: refused at generate 1"):
             await engine.generate(PROMPTS[0], FOUR)
-        with pytest.raises(EngineError, match=r"0 log-probs for 1 tokens|reports no weight_versions"):
+        with pytest.raises(EngineError, match=r"1 log-probs for 2 tokens"):
             await engine.generate(PROMPTS[0], FOUR)
         began = time.monotonic()
         late = tiny.untimed(await engine.generate(PROMPTS[0], FOUR))
@@ -171,6 +174,36 @@ async def test_completions_and_scores_that_are_refused_late_or_false(
             await engine.score(ids)
         assert await engine.score(ids) == [-1.0] * len(truth)
         assert await engine.score(ids) == pytest.approx(truth, abs=1e-4)
+
+
+LIES = {
+    "logprobs": "1 log-probs for 2 tokens",
+    "token": "outside the vocabulary",
+    "version": "version 1000, the newest that exists is 0",
+    "old_version": "reports version '-1', which is none",
+    "positive": "a log-prob of 1.0",
+    "infinite": "a log-prob of -9999.0",
+    "falling": "reports version '-1'",
+    "longer": "sent 5 tokens of the 4",
+    "garbage": "answered something impossible",
+}
+
+
+async def test_every_false_completion_is_found(serve: Callable[..., Server]) -> None:
+    assert set(LIES) == set(get_args(Lie))
+    faults = [Fault(at="generate", do="lie", nth=n, about=about) for n, about in enumerate(get_args(Lie), start=1)]
+    server = serve(*faults, Fault(at="generate", do="lie", nth=len(LIES) + 2, times=3, about="token"))
+    await server.wait_ready()
+    async with client(server) as engine:
+        engine.versions = VersionClock()
+        for about in get_args(Lie):
+            with pytest.raises(FalseReply, match=LIES[about]):
+                await engine.generate(PROMPTS[0], FOUR, version=0)
+        await engine.generate(PROMPTS[0], FOUR, version=0)
+        for _ in range(3):
+            with pytest.raises(FalseReply, match="outside the vocabulary"):
+                await engine.generate(PROMPTS[0], FOUR, version=0)
+        await engine.generate(PROMPTS[0], FOUR, version=0)
 
 
 async def test_commands_that_are_refused_or_confirmed_and_not_executed(serve: Callable[..., Server]) -> None:

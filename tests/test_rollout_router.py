@@ -14,11 +14,11 @@ from slipstream.agents.base import Completion
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.errors import DeadlineExceeded, EngineError, PolicyError
 from slipstream.rollout import router as module
-from slipstream.rollout.engines.base import EngineLoad, RequestRejected, SamplingParams
+from slipstream.rollout.engines.base import EngineLoad, FalseReply, RequestRejected, SamplingParams
 from slipstream.rollout.router import Router
 from slipstream.rollout.routing import AHEAD
 from slipstream.tests.scripted import Call, ScriptedEngine, completion_of, settle
-from slipstream.weightsync.fleet import Fleet, ReplicaInfo
+from slipstream.weightsync.fleet import FalseReplies, Fleet, ReplicaInfo
 
 SOON = 10.0
 """Longer than anything here takes; a test that waits for it has found a hang."""
@@ -538,6 +538,103 @@ async def test_a_request_that_a_server_rejects_is_sent_to_no_other_server() -> N
         assert all(e.open == [] for e in w.made)
 
 
+# --- false replies ---------------------------------------------------------------------------------------------------
+
+
+def lie(call: Call) -> None:
+    call.grow(7, 8)  # nothing of it may be kept
+    call.fail(FalseReply("a log-prob of 0.5"))
+
+
+async def test_a_request_that_is_answered_falsely_goes_to_another_replica_without_those_tokens() -> None:
+    reports: list[tuple[FalseReplies, ...]] = []
+    async with world(max_concurrent=1, report=reports.append) as w:
+        w.serve("a", "b")
+        asked = w.request("e")
+        liar, call = await w.anywhere()
+        other = w["b" if liar.name == "a" else "a"]
+        blocking = [w.request(f"{n}", *range(50)) for n in range(1 + AHEAD)]  # the other one has no slot
+        while len(other.open) < 1 + AHEAD:
+            await settle()
+            w.request("more", *range(50))
+        lie(call)
+        while not liar.probes:
+            await settle()
+        await settle()
+        assert w.router.serving == 2  # the probe has passed, and yet the request waits for the other
+        assert asked not in {task for task in asyncio.all_tasks() if task.done()}
+        assert all(open.token_ids != (1, 2) for open in liar.open)
+        while not any(open.token_ids == (1, 2) for open in other.open):
+            for open in (*list(liar.open), *list(other.open)):
+                open.complete(5)
+            await settle()
+        for open in (*list(liar.open), *list(other.open)):
+            if not open.answer.done():
+                open.complete(9 if open.token_ids == (1, 2) else 5)
+        assert (await asked) == completion_of(9)
+        await asyncio.gather(*blocking)
+        while liar.open or other.open or w.router.waiting:
+            for open in (*list(liar.open), *list(other.open)):
+                if not open.answer.done():
+                    open.complete(5)
+            await settle()
+    first = reports[0]
+    assert [(one.name, one.incarnation, one.count, one.level) for one in first] == [(liar.name, 0, 1, 1.0)]
+    assert first[0].why == "a log-prob of 0.5"
+
+
+async def test_the_only_replica_gets_a_request_again_that_it_answered_falsely() -> None:
+    async with world() as w:
+        w.serve("a")
+        asked = w.request("e")
+        lie(await w.call("a"))
+        (await w.call("a")).complete(9)
+        assert (await asked) == completion_of(9)
+
+
+async def test_a_replica_that_goes_on_lying_gets_nothing_until_it_is_another_process() -> None:
+    reports: list[tuple[FalseReplies, ...]] = []
+    async with world(report=reports.append) as w:
+        w.serve("a")
+        asked = [w.request(f"{n}") for n in range(6)]
+        calls = [await w.call("a") for _ in range(6)]
+        for call in calls[:5]:
+            lie(call)
+        calls[5].complete(3)  # a true one does not clear it
+        await asked[5]
+        await settle()
+        probes = w["a"].probes
+        late = w.request("late")
+        await settle()
+        assert w["a"].open == []
+        assert w["a"].probes == probes <= 1
+        assert w.router.serving == 0
+        assert w.router.gauges() == {}
+        assert (reports[-1][0].count, reports[-1][0].level) == (5, 5.0)
+        w.serve("a", incarnation=1)
+        for _ in range(6):
+            (await w.call("a")).complete(4)
+        assert {(await task).token_ids for task in (*asked[:5], late)} == {(4,)}
+    assert len(reports) == 5
+
+
+async def test_a_rare_lie_is_forgotten() -> None:
+    reports: list[tuple[FalseReplies, ...]] = []
+    async with world(report=reports.append) as w:
+        w.serve("a")
+        for _ in range(7):
+            asked = w.request("e")
+            lie(await w.call("a"))
+            for _ in range(60):
+                (await w.call("a")).complete(4)
+                await asked
+                asked = w.request("e")
+            (await w.call("a")).complete(4)
+            await asked
+    assert max(report[0].level for report in reports) == 1.0
+    assert (reports[-1][0].count, reports[-1][0].level) == (7, 0.0)
+
+
 # --- pauses -----------------------------------------------------------------------------------------------------------
 
 
@@ -657,7 +754,7 @@ async def test_gauges_are_of_the_replicas_that_have_reported_and_several_routers
         w["a"].busy, w["b"].busy = EngineLoad(3, 1, 0.5, 70), EngineLoad(2, 0, 0.25, 40)
         w["c"].busy = DeadlineExceeded("c", "metrics", 5.0, "busy")
         await w.router.engine_loads()
-        said = {"running": 3, "waiting": 1, "kv": 0.5, "tokens": 70, "version": 3, "sent": 0}
+        said = {"running": 3, "waiting": 1, "kv": 0.5, "tokens": 70, "version": 3, "sent": 0, "false": 0}
         assert w.router.gauges()["a"] == said
         assert set(w.router.gauges()) == {"a", "b"}
         assert set(w.router.gauges(0, 2)) == {"a"}  # of a and c

@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
+from ..common.bounded import Count, Name, Text, Version
 from ..rpc.pubsub import StateSubscriber, following
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True):
     """One replica."""
 
-    name: str  # `engine-0`, ...; never used again for another
-    url: str  # `http://host:port`, or `https://`
-    incarnation: int = 0  # how often its process was restarted; what is known of an earlier one is void
+    name: Name  # `engine-0`, ...; never used again for another
+    url: Text  # `http://host:port`, or `https://`
+    incarnation: Count = 0  # how often its process was restarted; what is known of an earlier one is void
     # Starting: no work yet. serving: takes requests. draining: takes none and will leave.
     state: Literal["starting", "serving", "draining"] = "starting"
-    version: int | None = None  # the policy version served, None while starting
+    version: Version | None = None  # the policy version served, None while starting
     answers: bool = False  # its process has answered, so that weights can be pushed to it
     certificate: str = ""  # SHA-256 of the TLS certificate of its process, in hex; empty without TLS
 
@@ -34,7 +36,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
 class Fleet(msgspec.Struct, frozen=True):
     """All replicas; `revision` rises with every change."""
 
-    revision: int = 0
+    revision: Count = 0
     replicas: tuple[ReplicaInfo, ...] = ()
 
     @property
@@ -54,11 +56,21 @@ class Fleet(msgspec.Struct, frozen=True):
 class ReplicaReport(msgspec.Struct, frozen=True):
     """What the learner knows of a replica's process `incarnation`; a later report about it replaces an earlier one."""
 
-    name: str
-    incarnation: int
-    version: int | None  # that it is verified to serve; None when a push did not reach it
-    missed_pushes: int = 0  # pushes in a row that did not reach it
-    why: str = ""  # why the last of these did not
+    name: Name
+    incarnation: Count
+    version: Version | None  # that it is verified to serve; None when a push did not reach it
+    missed_pushes: Count = 0  # pushes in a row that did not reach it
+    why: Text = ""  # why the last of these did not
+
+
+class FalseReplies(msgspec.Struct, frozen=True):
+    """What a router knows of the false replies of a replica's process `incarnation`; a later report replaces an earlier one."""
+
+    name: Name
+    incarnation: Count
+    count: Count  # since the router first used it
+    level: Annotated[float, Meta(ge=0.0, le=1e6)]  # of suspicion now, see `rollout.suspicion`
+    why: Text  # what was wrong with the last one
 
 
 def following_fleet(

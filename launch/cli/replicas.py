@@ -75,12 +75,15 @@ async def _list(control: ControlAddress, *, as_json: bool) -> None:
     if as_json:
         print_line(msgspec.json.encode(status.replicas).decode())
         return
-    table = Table("name", "state", "version", "pid", "started", "url", title="replicas")
+    table = Table("name", "state", "version", "pid", "started", "false replies", "url", title="replicas")
     table.columns[-1].overflow = "fold"
     for row in status.replicas:
         version, pid = ("-" if value is None else str(value) for value in (row.version, row.pid))
-        table.add_row(row.name, row.state, version, pid, f"{row.incarnation + 1} x", row.url)
+        table.add_row(row.name, row.state, version, pid, f"{row.incarnation + 1} x", str(row.false_replies), row.url)
     open_console().print(table)
+    for row in status.replicas:
+        if row.distrusted:
+            print_line(f"{row.name} was ended once: {row.distrusted}")
 
 
 async def _add(control: ControlAddress, run_dir: Path, count: int, *, wait: bool) -> None:

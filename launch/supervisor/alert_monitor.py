@@ -20,7 +20,17 @@ import msgspec
 from ...common.tasks import in_thread
 from ...configs import Config
 from ...errors import DeadlineExceeded, StoreError, with_deadline
-from ...monitor.alerts import ALERTS, DISK, NO_STEP, Alert, AlertBook, DiskForecast, read_alerts, unseen_in_rows
+from ...monitor.alerts import (
+    ALERTS,
+    DISK,
+    FALSE_REPLIES,
+    NO_STEP,
+    Alert,
+    AlertBook,
+    DiskForecast,
+    read_alerts,
+    unseen_in_rows,
+)
 from ...monitor.metrics import METRICS, MetricsTail
 from ...monitor.terminal import View
 
@@ -31,10 +41,11 @@ LOOK_S = 30.0  # the longest that one may take
 
 
 class AlertMonitor:
-    """Follows the rows of the run in `run_dir`, and its disk. `stalled`, which the supervisor sets, says that no step comes."""
+    """Follows the rows of the run in `run_dir`, and its disk. The supervisor sets `stalled`, which says that no step comes, and
+    `lying`, which names replicas that were ended for false replies."""
 
     def __init__(self, run_dir: Path, config: Config, view: View) -> None:
-        self.stalled = ""
+        self.stalled = self.lying = ""
         self._run_dir = run_dir
         self._view = view
         self._book = AlertBook(config)
@@ -60,8 +71,8 @@ class AlertMonitor:
             await asyncio.sleep(PERIOD_S)
 
     async def finish(self) -> None:
-        """Look once more, at the last steps of the run; none is due any more."""
-        self.stalled = ""
+        """Look once more, at the last steps of the run; none is due any more, and no replica."""
+        self.stalled = self.lying = ""
         await self._check()
 
     async def _check(self) -> None:
@@ -89,6 +100,7 @@ class AlertMonitor:
                 return list(self._book.active.values())
             now = time.time()
             changed += self._book.set(NO_STEP, self.stalled, now)
+            changed += self._book.set(FALSE_REPLIES, self.lying, now)
             changed += self._book.set(DISK, self._disk.observe(now, shutil.disk_usage(self._run_dir).free), now)
             self._append(changed)
             return changed

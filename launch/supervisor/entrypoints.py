@@ -165,20 +165,23 @@ async def worker(context: RunContext, index: int, heartbeat: HeartbeatSender, st
 
     config, name = context.config, heartbeat.role
     temperature = config.rollout.temperature
-    async with make_router(context, name) as router, make_reward(context, name) as model, make_agent(config) as agent:
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(buffer_client(context, name))
+        router = await stack.enter_async_context(make_router(context, name, client, heartbeat.report_false_replies))
+        model = await stack.enter_async_context(make_reward(context, name))
+        agent = await stack.enter_async_context(make_agent(config))
         player = await in_thread(
             lambda: make_player(config, agent, router, split="train", temperature=temperature, model=model),
             "make_player",
         )
-        async with buffer_client(context, name) as client:
-            _ready(heartbeat)
-            size, workers = config.buffer.group_size, max(1, len(context.workers))
-            with TimelineWriter(context.timeline_dir, heartbeat.role) as timeline:
-                limit = context.settings.episode_limit(name)
-                playing = Worker(player, client, size, workers, heartbeat.send_message, timeline.record, limit)
-                timeline.gauges = lambda: playing.gauges() | {"replicas": router.gauges(index % workers, workers)}
-                async with following_settings(context, lambda new: playing.set_limit(new.episode_limit(name))):
-                    await playing.run(stop)
+        _ready(heartbeat)
+        size, workers = config.buffer.group_size, max(1, len(context.workers))
+        timeline = stack.enter_context(TimelineWriter(context.timeline_dir, heartbeat.role))
+        limit = context.settings.episode_limit(name)
+        playing = Worker(player, client, size, workers, heartbeat.send_message, timeline.record, limit)
+        timeline.gauges = lambda: playing.gauges() | {"replicas": router.gauges(index % workers, workers)}
+        async with following_settings(context, lambda new: playing.set_limit(new.episode_limit(name))):
+            await playing.run(stop)
 
 
 async def evaluator(
@@ -190,11 +193,14 @@ async def evaluator(
     from ...monitor.series import evaluation_line
     from ...rollout.evaluation import evaluate
     from ..evaluations import append, called, missing
-    from .factory import make_agent, make_player, make_router
+    from .factory import buffer_client, make_agent, make_player, make_router
 
     limit = parse_size("buffer.keep", context.config.buffer.keep)
     async with contextlib.AsyncExitStack() as stack:
-        router = await stack.enter_async_context(make_router(context, heartbeat.role))
+        client, name = None, heartbeat.role
+        if context.pushed:
+            client = await stack.enter_async_context(buffer_client(context, name))
+        router = await stack.enter_async_context(make_router(context, name, client, heartbeat.report_false_replies))
         agent = await stack.enter_async_context(make_agent(context.config))
         episodes = stack.enter_context(EvaluationEpisodes(context.evaluation_dir, limit))
         for name, suite in missing(context.dir, context.config, step).items():
@@ -236,7 +242,10 @@ async def rater(context: RunContext, index: int, heartbeat: HeartbeatSender, sto
 
     config, plan = context.config, msgspec.json.decode((context.dir / PLAN).read_bytes(), type=RatingPlan)
     path = Path(plan.ratings)
-    async with make_router(context, heartbeat.role) as router, make_agent(config) as agent:
+    async with (
+        make_router(context, heartbeat.role, None, heartbeat.report_false_replies) as router,
+        make_agent(config) as agent,
+    ):
         temperature = config.rollout.temperature
         make = functools.partial(make_player, config, agent, router, split="train", temperature=temperature)
         player = await in_thread(make, "make_player")

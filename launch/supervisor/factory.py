@@ -26,7 +26,7 @@ from ...configs.reward import Classifier, Judge
 from ...configs.schema import Config, Fake, Model, Sglang, Transformers
 from ...configs.sft import SftConfig
 from ...errors import ConfigError
-from ...weightsync.fleet import ReplicaInfo, ReplicaReport, following_fleet
+from ...weightsync.fleet import FalseReplies, ReplicaInfo, ReplicaReport, following_fleet
 from ..peers import following_peers, request_access, trusting
 from ..resources import ranks_of
 from ..run_context import RunContext
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ...learner.backend import Backend, Scorer, ShardedModel
     from ...rollout.engines.access import ServerAccess
     from ...rollout.engines.http_engine import HttpEngine
+    from ...rollout.engines.reply_check import VersionClock
     from ...rollout.player import EpisodePlayer
     from ...rollout.reward_model import RewardModel
     from ...rollout.router import Router
@@ -57,8 +58,10 @@ FIRST_RANK = "learner-0"  # the role that pushes weights
 BUCKET_BYTES = 64 << 20  # largest bucket of tensors in a weight broadcast; the receiver holds one next to its KV cache
 
 
-def make_engine(context: RunContext, access: ServerAccess, replica: ReplicaInfo) -> HttpEngine:
-    """A client of a replica, with the tokens of `access`."""
+def make_engine(
+    context: RunContext, access: ServerAccess, replica: ReplicaInfo, versions: VersionClock | None = None
+) -> HttpEngine:
+    """A client of `replica`, with the tokens of `access`; `versions` for one that asks for completions."""
     from ...learner.model import vocabulary_size
 
     config = context.config
@@ -79,6 +82,7 @@ def make_engine(context: RunContext, access: ServerAccess, replica: ReplicaInfo)
         partial=config.rollout.partial,
         scores_paused=isinstance(engine, Transformers | Fake),
         access=structs.replace(access, certificate=replica.certificate),
+        versions=versions,
     )
 
 
@@ -108,17 +112,26 @@ async def buffer_client(context: RunContext, name: str) -> AsyncIterator[BufferC
 
 
 @contextlib.asynccontextmanager
-async def make_router(context: RunContext, name: str) -> AsyncIterator[Router]:
-    """The router of role `name`."""
+async def make_router(
+    context: RunContext,
+    name: str,
+    buffer: BufferClient | None,
+    report: Callable[[tuple[FalseReplies, ...]], None],
+) -> AsyncIterator[Router]:
+    """The router of role `name`, which follows the fleet; `report` sends what it knows of false replies to the supervisor. `buffer`
+    knows which versions exist: the learner commits each before it pushes it. Without one there is version 0 alone."""
+    from ...rollout.engines.reply_check import VersionClock
     from ...rollout.router import Router
 
     rollout, access = context.config.rollout, await request_access(context, name)
+    versions = VersionClock(ask=None if buffer is None else buffer.newest_version)
     router = Router(
-        functools.partial(make_engine, context, access),
+        functools.partial(make_engine, context, access, versions=versions),
         max_concurrent=rollout.engine.max_concurrent,
         request_s=rollout.request_s,
         start_s=rollout.engine.start_s,
         partial=rollout.partial,
+        report=report,
     )
     async with router, following_fleet(context.addresses.fleet, router.update):
         yield router

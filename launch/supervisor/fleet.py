@@ -31,6 +31,8 @@ class ReplicaListing(msgspec.Struct, frozen=True):
     url: str
     pid: int | None
     incarnation: int
+    false_replies: int = 0  # since the run started, see `rollout.engines.reply_check`
+    distrusted: str = ""  # why a process of it was ended for lying, where one was
 
 
 class FleetState:

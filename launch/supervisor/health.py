@@ -5,8 +5,10 @@ Invariants:
   restarts it, and probes the servers that send no heartbeats.
 - A message that is no signal of a role of this run, or not of the role that sent it, changes nothing. Only the learner speaks of
   steps, checkpoints and replicas.
+- However many messages arrive, the event loop turns now and then.
 - A wait is reported once: when it is older than `OLD_S` and than half its deadline. Its kind is reported again only after no wait
   of that kind was that old.
+- What is wrong now beside the steps of the run is set in `AlertMonitor`: no step comes, a replica lies.
 - A run without steps is reported once, until the next step. No step is due before the first two and after the last one.
 """
 
@@ -22,6 +24,7 @@ import msgspec
 
 from ...common.waits import Wait, current_waits
 from ...monitor.terminal import View
+from ...monitor.text import printable
 from ...rpc.server import RpcRequest, RpcServer
 from .alert_monitor import AlertMonitor
 from .heartbeat import Heartbeat, RoleFailed, RoleMessage, RoleSignal, StepReported, StepSummary
@@ -105,10 +108,8 @@ class HealthMonitor:
         self.foreign = 0  # signals that were dropped
 
     async def listen(self, server: RpcServer[RoleSignal]) -> None:
-        while True:
-            for request in server.requests():
-                self._receive(request)
-            await server.poll()
+        async for request in server.arriving():
+            self._receive(request)
 
     def _receive(self, request: RpcRequest[RoleSignal]) -> None:
         now, signal = time.monotonic(), request.message
@@ -126,27 +127,32 @@ class HealthMonitor:
         match signal:
             case Heartbeat():
                 self._take(role, signal, now)
-            case StepReported(summary=summary):
+            case StepReported(summary=summary) if role.kind == "learner":
                 self._watchdog.stepped(now)
                 self.last_step = summary
                 self._view.step(msgspec.structs.asdict(summary))
             case RoleMessage(text=text):
-                self._view.event(f"{role.name}: {text}")
+                self._view.event(f"{role.name}: {printable(text)}")
             case RoleFailed(text=text, expected=expected):
-                role.error, role.expected = text, expected
+                role.error, role.expected = printable(text), expected
+            case _:
+                log.warning("dropped a step that %s reports, which is no learner", role.name)
 
     def _take(self, role: RoleProcess, beat: Heartbeat, now: float) -> None:
         role.waits, role.waits_at, role.stuck_at = beat.waits, now, beat.stuck_at
         if beat.state != "starting" and not role.ready.is_set():
             role.ready.set()
             self._view.status(role.name, "ready")
+        self._replicas.suspect(role.name, beat.false_replies)
+        if role.kind == "learner":
+            self._take_learner(role, beat)
+
+    def _take_learner(self, role: RoleProcess, beat: Heartbeat) -> None:
         if beat.state == "done" and not role.done.is_set():
             role.done.set()
             role.saved.set()
             self._watchdog.pause()
             self._view.status(role.name, "done")
-        if role.kind != "learner":
-            return
         if beat.checkpoint != role.checkpoint:
             role.checkpoint = beat.checkpoint
             role.saved.set()
@@ -168,7 +174,7 @@ class HealthMonitor:
                 if self._alerts is None or line != self._watchdog.stalled:
                     self._view.event(line)
             if self._alerts is not None:
-                self._alerts.stalled = self._watchdog.stalled
+                self._alerts.stalled, self._alerts.lying = self._watchdog.stalled, self._replicas.distrusted
 
     def waits(self) -> list[RoleWait]:
         """What every role and this process wait for now, oldest first; for a role without waits the supervisor's wait for its next

@@ -15,17 +15,21 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
-from ...common.waits import Wait, current_waits
+from ...common.bounded import TEXT_LENGTH, Count, Name, Number, Text, Version
+from ...common.waits import LISTED, Wait, current_waits
 from ...rpc.client import RpcNotifier
-from ...weightsync.fleet import ReplicaReport
+from ...weightsync.fleet import FalseReplies, ReplicaReport
 
 BEAT_S = 2.0  # between heartbeats; `launch.heartbeat_s` of silence means death
 CLOSE_S = 5.0  # how long the last messages may take to leave when a role ends
 LINGER_MS = 3000  # the supervisor may be busy, and a connection begins with the proof of a key
+REPLICAS, OUTCOMES = 1 << 14, 1000  # most replicas that a heartbeat reports, and outcomes that a step has
+SIGNAL_BYTES = 8 << 20  # of one signal: reports of all these replicas
 
 FRAMES = 3  # innermost frames that show where a loop is blocked: enough to reach the user's code behind a library's
 
@@ -33,47 +37,52 @@ FRAMES = 3  # innermost frames that show where a loop is blocked: enough to reac
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """What a role is doing; a later heartbeat replaces an earlier one."""
 
-    role: str
-    waits: tuple[Wait, ...] = ()  # its oldest, one of each kind
+    role: Name
+    waits: Annotated[tuple[Wait, ...], Meta(max_length=LISTED)] = ()  # its oldest, one of each kind
     state: Literal["starting", "ready", "done"] = "starting"  # `done`: its work is finished, it serves until stopped
-    stuck_at: str = ""  # where its event loop has been blocked for a beat or longer, which is no sign of life
-    replicas: tuple[ReplicaReport, ...] = ()  # what the learner's rank 0 knows of them
-    checkpoint: int = 0  # the step of the newest checkpoint that the learner's rank 0 has written
+    stuck_at: Text = ""  # where its event loop has been blocked for a beat or longer, which is no sign of life
+    replicas: Annotated[
+        tuple[ReplicaReport, ...], Meta(max_length=REPLICAS)
+    ] = ()  # what the learner's rank 0 knows of them
+    false_replies: Annotated[
+        tuple[FalseReplies, ...], Meta(max_length=REPLICAS)
+    ] = ()  # what the role's router knows of replicas that lied
+    checkpoint: Count = 0  # the step of the newest checkpoint that the learner's rank 0 has written
 
 
 class StepSummary(msgspec.Struct, frozen=True):
     """What a view shows of a learner step: fields of `learner.metrics.StepMetrics`, None where a number is not finite."""
 
-    step: int
-    reward_mean: float | None
-    staleness_mean: float | None
-    staleness_max: int
-    rollout_tokens_per_s: float | None
-    overlap_tokens_per_s: float | None
-    learner_tokens_per_s: float | None
-    rollout_idle: float | None
-    learner_idle: float | None
-    version: int = 0
-    groups: int = 0
-    groups_alike: int = 0
-    outcomes: dict[str, int] = {}
+    step: Count
+    reward_mean: Number | None
+    staleness_mean: Number | None
+    staleness_max: Count
+    rollout_tokens_per_s: Number | None
+    overlap_tokens_per_s: Number | None
+    learner_tokens_per_s: Number | None
+    rollout_idle: Number | None
+    learner_idle: Number | None
+    version: Version = 0
+    groups: Count = 0
+    groups_alike: Count = 0
+    outcomes: Annotated[dict[Name, Count], Meta(max_length=OUTCOMES)] = {}
 
 
 class StepReported(msgspec.Struct, frozen=True, tag=True):
-    role: str
+    role: Name
     summary: StepSummary
 
 
 class RoleMessage(msgspec.Struct, frozen=True, tag=True):
-    role: str
-    text: str
+    role: Name
+    text: Text
 
 
 class RoleFailed(msgspec.Struct, frozen=True, tag=True):
     """Why `role` ends; `expected` for errors of `slipstream.errors`, whose exit status shows whether a restart helps."""
 
-    role: str
-    text: str
+    role: Name
+    text: Text
     expected: bool
 
 
@@ -112,13 +121,16 @@ class HeartbeatSender:
         self._outbox.put(StepReported(self.role, summary))
 
     def send_message(self, text: str) -> None:
-        self._outbox.put(RoleMessage(self.role, text))
+        self._outbox.put(RoleMessage(self.role, text[:TEXT_LENGTH]))
 
     def failed(self, text: str, *, expected: bool) -> None:
-        self._outbox.put(RoleFailed(self.role, text, expected))
+        self._outbox.put(RoleFailed(self.role, text[:TEXT_LENGTH], expected))
 
     def report_replicas(self, replicas: tuple[ReplicaReport, ...]) -> None:
         self._report(replicas=replicas)
+
+    def report_false_replies(self, replies: tuple[FalseReplies, ...]) -> None:
+        self._report(false_replies=replies)
 
     def saved(self, step: int) -> None:
         self._report(checkpoint=step)
@@ -161,4 +173,4 @@ def _innermost_frames(thread: int) -> str:
     while frame is not None and len(found) < FRAMES:
         found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
-    return " > ".join(reversed(found)) or "a thread that has ended"
+    return " > ".join(reversed(found))[:TEXT_LENGTH] or "a thread that has ended"

@@ -147,6 +147,8 @@ class MetricsEndpoint:
             to.set("replicas", sum(replica.state == state for replica in fleet.replicas), state)
         for replica in fleet.replicas:
             to.set("engine_version", replica.version, replica.name)
+        for name, count in ({one.name: 0 for one in fleet.replicas} | self._replicas.suspicion.counts).items():
+            to.set("engine_false_replies_total", count, name)
         to.set("process_up", 1, "supervisor")
         for name, role in self._processes.roles.copy().items():
             to.set("process_up", role.running, name)

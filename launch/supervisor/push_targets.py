@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from ...common.bounded import TEXT_LENGTH
 from ...errors import DeadlineExceeded, with_deadline
 from ...rollout.engines.http_engine import HttpEngine
 from ...rpc.pubsub import StateSubscriber
@@ -67,7 +68,7 @@ class PushTargets:
 
     def _send(self, name: str, version: int | None, missed: int, why: str) -> None:
         if name in self._engines:
-            self._reports[name] = ReplicaReport(name, self._engines[name][0], version, missed, why)
+            self._reports[name] = ReplicaReport(name, self._engines[name][0], version, missed, why[:TEXT_LENGTH])
             self._report(tuple(self._reports.values()))
 
     def _close(self, engine: HttpEngine) -> None:

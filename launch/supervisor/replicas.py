@@ -6,6 +6,8 @@
 Invariants:
 - The end of a process is in the fleet before anything is started again.
 - Removing a replica loses no tokens: its requests are aborted, and continue elsewhere from the tokens that they have.
+- A replica that goes on giving false replies is ended and started again like one that died. Reports about that process change
+  nothing any more.
 - A server may answer and compute nothing: one that `MAX_MISSED_PUSHES` pushes in a row do not reach is restarted.
 """
 
@@ -13,13 +15,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...errors import with_deadline
 from ...monitor.terminal import View
 from ...rollout.engines.http_engine import HttpEngine
-from ...weightsync.fleet import Fleet, ReplicaInfo, ReplicaReport
+from ...rollout.suspicion import FleetSuspicion
+from ...weightsync.fleet import FalseReplies, Fleet, ReplicaInfo, ReplicaReport
 from ..launchers.local import Launcher, Placement
 from .fleet import FleetState, ReplicaListing
 from .pool import RolePool, Spawn
@@ -47,6 +50,8 @@ class ReplicaManager(RolePool):
 
     def __post_init__(self) -> None:
         self._state = FleetState(self.publish)
+        self.suspicion = FleetSuspicion()
+        self._liars: dict[str, tuple[int, str]] = {}  # the last process of a replica that was ended for lying, and why
 
     @property
     def fleet(self) -> Fleet:
@@ -84,13 +89,26 @@ class ReplicaManager(RolePool):
         for info in self.fleet.replicas:
             role = self.processes.roles[info.name]
             pid = role.process.pid if role.process and role.running else None
-            rows.append(ReplicaListing(info.name, info.state, info.version, info.url, pid, info.incarnation))
+            false, why = self.suspicion.counts.get(info.name, 0), self._liars.get(info.name, (0, ""))[1]
+            rows.append(
+                ReplicaListing(info.name, info.state, info.version, info.url, pid, info.incarnation, false, why)
+            )
         return rows
+
+    @property
+    def distrusted(self) -> str:
+        """The replicas that were ended for lying and do not serve again, and why; empty where there is none."""
+        lines = []
+        for name, (incarnation, why) in self._liars.items():
+            info = self.fleet.replica(name)
+            if info is None or info.incarnation <= incarnation or info.state != "serving":
+                lines.append(f"{name}: {why}" if info else f"{name} has left the fleet: {why}")
+        return "; ".join(lines)
 
     def update(self, report: ReplicaReport) -> None:
         """Take in what the learner knows of a replica; it may be repeated."""
         info = self.fleet.replica(report.name)
-        if info is None or info.incarnation != report.incarnation:
+        if info is None or info.incarnation != report.incarnation or self._is_liar(info):
             return
         if report.version is not None:
             self._state.served(report.name, report.version, report.incarnation)
@@ -103,6 +121,24 @@ class ReplicaManager(RolePool):
             if report.missed_pushes >= MAX_MISSED_PUSHES and role.process is not None and not role.error:
                 role.error = f"{report.missed_pushes} pushes in a row did not reach it, the last: {report.why}"
                 self.spawn(role.process.kill())  # `watch` restarts it
+
+    def suspect(self, role: str, reports: Sequence[FalseReplies]) -> None:
+        """Take in what the router of `role` knows of false replies; it may be repeated. A replica that goes on lying is ended."""
+        self.suspicion.take(role, reports)
+        for name in {report.name for report in reports}:
+            info = self.fleet.replica(name)
+            if info is None or self._is_liar(info) or not (why := self.suspicion.proof(name, info.incarnation)):
+                continue
+            self._liars[name] = info.incarnation, why
+            self._state.lost(name, info.incarnation)  # it gets no more requests
+            replica = self.processes.roles[name]
+            if replica.process is not None and not replica.stopping:
+                replica.error = why
+                self.spawn(replica.process.kill())  # `watch` restarts it
+
+    def _is_liar(self, info: ReplicaInfo) -> bool:
+        """Whether this process of a replica is being ended for lying."""
+        return info.name in self._liars and self._liars[info.name][0] == info.incarnation
 
     # --- one replica ----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from ...rpc.server import RpcServer
 from ...weightsync.fleet import Fleet
 from ..run_context import Addresses, RunSettings
 from .access import AccessManager
-from .heartbeat import RIGHTS, RoleSignal
+from .heartbeat import RIGHTS, SIGNAL_BYTES, RoleSignal
 
 
 class SupervisorSockets:
@@ -25,7 +25,13 @@ class SupervisorSockets:
         self.access = access = AccessManager(host, certified)
         anywhere, guarded = f"tcp://{host}:*", (access.table, access.pair)
         self.signals: RpcServer[RoleSignal] = RpcServer(
-            anywhere, "the supervisor", RoleSignal, peers=access.table, rights=RIGHTS, pair=access.pair
+            anywhere,
+            "the supervisor",
+            RoleSignal,
+            frame_limit=SIGNAL_BYTES,
+            peers=access.table,
+            rights=RIGHTS,
+            pair=access.pair,
         )
         self.fleet: StatePublisher[Fleet] = StatePublisher(anywhere, Fleet(), *guarded)
         self.settings: StatePublisher[RunSettings] = StatePublisher(anywhere, RunSettings(1, config), *guarded)

@@ -43,6 +43,10 @@ class RequestRejected(EngineError):
     """The server refuses this request, as every other server would. The server itself is healthy."""
 
 
+class FalseReply(EngineError):
+    """The server answered what no honest server can: see `reply_check`. Nothing of the reply is used."""
+
+
 class EngineFailure(EngineError):
     """The server failed during a completion. `partial` holds the tokens that had arrived (`finish_reason` `abort`), possibly none;
     continuing from prompt + partial on another replica equals an uninterrupted completion."""

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ...errors import DeadlineExceeded, EngineError, NoAnswer, with_deadline
 from .access import ServerAccess
-from .base import RequestRejected
+from .base import FalseReply, RequestRejected
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,8 @@ FIRST_SHARE = 0.5
 IDLE_SHARE = 0.25
 IDLE_LEAST_S = 5.0  # least such wait, in seconds
 REFUSALS = (400, 413, 422)  # statuses of a wrong request. Others, such as 404, 429 or 503, are about the server.
+LARGEST = 1e18  # value of a metric: more than any counter comes to
+EVENT_LIMIT = 64 << 20  # bytes of one line of a stream: far above any chunk, far below what memory holds
 HINT = "see the server's log; rollout.episode_s sets the deadlines"
 
 
@@ -111,8 +113,8 @@ class HttpClient:
         return await self._within(seconds, exchange(), path)
 
     async def stream(self, path: str, body: object, on_event: Callable[[bytes], None]) -> None:
-        """POST, and pass the data of each server-sent event to `on_event` until `[DONE]`. Raises as `call` and as `on_event`, and
-        Disconnected: the stream ended early, or nothing came for too long (`ServerUnresponsive`)."""
+        """POST, and pass the data of each server-sent event to `on_event` until `[DONE]`. Raises as `call` and as `on_event`,
+        Disconnected: the stream ended early, or nothing came for too long (`ServerUnresponsive`); FalseReply: an endless line."""
 
         async def exchange() -> None:
             done, rest, silence_s = False, b"", self.first_s
@@ -124,6 +126,8 @@ class HttpClient:
                 ):
                     async for data in response.content.iter_any():
                         *lines, rest = (rest + data).split(b"\n")
+                        if len(rest) > EVENT_LIMIT:
+                            raise FalseReply(f"{self.name} at {self.url} sent a line of {len(rest)} bytes and more")
                         for line in lines:
                             event = line[5:].strip() if line.startswith(b"data:") else b""
                             done = done or event == b"[DONE]"
@@ -169,22 +173,29 @@ class HttpClient:
             logger.warning("could not abort a request: %s", error)
 
     def decode(self, data: bytes, kind: type[T]) -> T:
-        """JSON to a struct. Raises EngineError."""
+        """JSON to a struct. Raises FalseReply."""
         try:
             return msgspec.json.decode(data, type=kind)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise EngineError(f"{self.name} at {self.url} answered something impossible: {error}") from error
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise FalseReply(f"{self.name} at {self.url} answered something impossible: {error}") from error
 
     async def metrics(self, names: Sequence[str], labels: Mapping[str, str] | None = None) -> dict[str, float]:
-        """Values of these Prometheus samples, summed over all with `labels`. Raises EngineError where one is missing."""
+        """Values of these Prometheus samples, summed over all with `labels`. Raises EngineError where one is missing, FalseReply
+        where one is no number."""
         values: dict[str, float] = {}
-        text = (await self.call("GET", "/metrics", reuse=True)).decode()
+        text = (await self.call("GET", "/metrics", reuse=True)).decode(errors="replace")
         # Parsing all histograms of a server is slow.
         wanted = [line for line in text.splitlines() if line.startswith(tuple(names))]
-        for family in text_string_to_metric_families("\n".join(wanted) + "\n"):
-            for sample in family.samples:
-                if sample.name in names and (labels or {}).items() <= sample.labels.items():
-                    values[sample.name] = values.get(sample.name, 0.0) + sample.value
+        try:
+            samples = [s for family in text_string_to_metric_families("\n".join(wanted) + "\n") for s in family.samples]
+        except (ValueError, KeyError, IndexError) as error:  # what its parser raises
+            raise FalseReply(f"{self.name} at {self.url}/metrics: no metrics: {error!r:.200}") from error
+        for sample in samples:
+            if sample.name in names and (labels or {}).items() <= sample.labels.items():
+                values[sample.name] = values.get(sample.name, 0.0) + sample.value
+        for name, value in values.items():
+            if not abs(value) < LARGEST:
+                raise FalseReply(f"{self.name} at {self.url}/metrics: {name} is {value}")
         for name in names:
             if name not in values:
                 raise EngineError(f"{self.name} at {self.url}/metrics has no metric {name}")

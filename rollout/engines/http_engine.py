@@ -2,8 +2,7 @@
 
 Invariants:
 - Token ids in, token ids out. Neither side tokenizes.
-- A completion is checked before it is returned: one finite log-prob per token, version spans that cover every token. The server
-  reports the spans; the client never guesses them.
+- A completion is checked before it is returned (`reply_check`). The server reports the spans; the client never guesses them.
 - Prompts that would kill a server (most servers do not check ids) are refused before they are sent.
 - A request has a unique id. One whose caller was cancelled, or whose deadline passed, is aborted before the call ends.
 - Completions are streamed: the death of a server costs few tokens. With our plugin each chunk has the versions of all tokens
@@ -14,7 +13,6 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -29,12 +27,12 @@ from ...configs.schema import Partial
 from ...errors import EngineError, PolicyError
 from ...weightsync.plan import GroupPlan, TransferPlan
 from .access import ServerAccess
-from .base import EngineFailure, EngineLoad, PartialCompletion, SamplingParams
+from .base import EngineFailure, EngineLoad, FalseReply, PartialCompletion, SamplingParams
 from .http_client import Disconnected, HttpClient
+from .reply_check import VERSION_DIGITS, VersionClock, check_completion, check_count, check_logprobs
 
 STREAM_INTERVAL = 16  # tokens per chunk of a stream; the first token has its own chunk
 UNPUSHED = "default"  # the version that vLLM and SGLang report for weights that they loaded themselves
-IMPOSSIBLE = -9999.0  # what servers report for a log-prob that is minus infinity or not a number
 FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 Body = dict[str, Any]  # a request in the JSON of its server
 
@@ -73,6 +71,7 @@ class HttpEngine(HttpClient, ABC):
         scores_paused: whether the server computes scores while paused (our own does, vLLM and SGLang do not). Then no request
             samples from weights before the canary verified them; else requests under way do so right after the resume.
         access: see `HttpClient`; the token for control where weights are pushed.
+        versions: which versions exist; None for a client that asks for no completions, and for one that takes any version.
     """
 
     generate_path: ClassVar[str]
@@ -93,6 +92,7 @@ class HttpEngine(HttpClient, ABC):
         partial: Partial = "recompute",
         scores_paused: bool = False,
         access: ServerAccess | None = None,
+        versions: VersionClock | None = None,
     ) -> None:
         super().__init__(name, url, request_s, access)
         self.vocab_size = vocab_size
@@ -102,6 +102,7 @@ class HttpEngine(HttpClient, ABC):
         self.ranks = ranks
         self.partial: Partial = partial
         self.scores_paused = scores_paused
+        self.versions = versions
 
     @abstractmethod
     def completion_request(self, token_ids: Sequence[int], sampling: SamplingParams, salt: str) -> Body:
@@ -162,6 +163,7 @@ class HttpEngine(HttpClient, ABC):
             PolicyError: an id outside the vocabulary, or no room in the context for another token.
             RequestRejected: the server refuses the request.
             EngineFailure: the server failed, or stopped sending, in the middle.
+            FalseReply: the completion is impossible.
         """
         self._check_prompt(token_ids)
         limited = min(sampling.max_tokens, self.max_model_len - len(token_ids))
@@ -176,7 +178,9 @@ class HttpEngine(HttpClient, ABC):
             if answer.finish is None:
                 raise Disconnected(f"{self.name} at {self.url} ended a completion without a reason")
         except Disconnected as error:
+            await self._require_version(answer.newest())
             raise EngineFailure(str(error), answer.certain(version)) from error
+        await self._require_version(answer.newest())
         return answer.whole(version)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -185,7 +189,9 @@ class HttpEngine(HttpClient, ABC):
         body = self.score_request(token_ids, uuid.uuid4().hex)
         async with self.aborting(*self.abort_request(body)):
             answer = await self.call("POST", self.generate_path, body=body)
-        return self.finite(self.scores(answer, token_ids))
+        scores = self.scores(answer, token_ids)
+        check_logprobs(self.name, scores)
+        return scores
 
     async def version(self) -> int | None:
         """The version pushed last; `initial_version` for a server that still has the weights it loaded itself."""
@@ -196,20 +202,22 @@ class HttpEngine(HttpClient, ABC):
         """Return as soon as the server answers; DeadlineExceeded when it does not within `deadline_s`."""
         await self.wait_for_answer("/health", deadline_s)
 
-    def finite(self, values: Sequence[float]) -> list[float]:
-        """`values`, log-probs. Raises EngineError where one is not finite."""
-        for value in values:
-            if not math.isfinite(value) or value <= IMPOSSIBLE:
-                raise EngineError(f"{self.name}: a log-prob of {value}; its weights are probably not finite")
-        return list(values)
-
     def policy_version(self, text: str) -> int:
-        """The policy version that a server reports as `text`. Raises EngineError where it has none."""
-        if text.isdigit():
+        """The policy version that a server reports as `text`. Raises EngineError where it has none, FalseReply where `text` is
+        none."""
+        if text.isascii() and text.isdecimal() and len(text) <= VERSION_DIGITS:
             return int(text)
         if text == UNPUSHED and self.initial_version is not None:
             return self.initial_version
-        raise EngineError(f"{self.name} has no policy version yet (it reports {text!r}); push weights to it first")
+        if text == UNPUSHED:
+            raise EngineError(f"{self.name} has no policy version yet (it reports {text!r}); push weights to it first")
+        raise FalseReply(f"{self.name} reports version {text[:100]!r}, which is none")
+
+    async def _require_version(self, version: int) -> None:
+        """Raises FalseReply where the learner has not made `version`."""
+        if self.versions is not None and not await self.versions.exists(version):
+            newest = self.versions.newest
+            raise FalseReply(f"{self.name}: it sampled with version {version}, the newest that exists is {newest}")
 
     def _check_prompt(self, token_ids: Sequence[int]) -> None:
         """Raises PolicyError for a prompt that is empty or too long, or an id outside the vocabulary."""
@@ -244,6 +252,7 @@ class CompletionStream(ABC):
         """Add a chunk, and note when it came. Raises as `add_chunk`."""
         before = len(self.tokens)
         self.add_chunk(event)
+        check_count(self.engine.name, len(self.tokens), self.sampling)
         if len(self.tokens) > before:
             self._last = time.perf_counter()
             self._first = self._last if self._first is None else self._first
@@ -253,30 +262,36 @@ class CompletionStream(ABC):
         """Add a chunk. Raises EngineError where the server failed, refuses the request, or the chunk is invalid."""
 
     def reason(self) -> FinishReason:
-        """The finish reason. Raises EngineError for one that the request does not allow."""
+        """The finish reason. Raises FalseReply for one that the request does not allow."""
         if self.finish not in FINISH:
-            raise EngineError(f"{self.engine.name}: unknown finish reason {self.finish!r}")
+            raise FalseReply(f"{self.engine.name}: unknown finish reason {self.finish!r}")
         return FINISH[self.finish]
 
     def whole(self, version: int | None) -> Completion:
-        """The checked completion of a request that was sent with `version`. Raises EngineError where it is invalid."""
+        """The checked completion of a request that was sent with `version`. Raises FalseReply where it is impossible."""
         reason, name, count = self.reason(), self.engine.name, len(self.tokens)
         if count and not self.spans:
-            raise EngineError(
+            raise FalseReply(
                 f"{name} reports no weight_versions of what it sampled; vLLM 0.32 or newer is needed, or SGLang 0.5.23"
             )
         if len(self.logprobs) != count:
-            raise EngineError(f"{name}: {len(self.logprobs)} log-probs for {count} tokens")
+            raise FalseReply(f"{name}: {len(self.logprobs)} log-probs for {count} tokens")
         spans = self._versions()
         if spans and spans[-1].end != count:
-            raise EngineError(f"{name}: version spans {tuple(spans)} do not cover {count} tokens")
+            raise FalseReply(f"{name}: version spans {str(spans)[:500]} do not cover {count} tokens")
         return self._completion(spans, count, reason, version)
 
     def certain(self, version: int | None) -> Completion:
-        """The part of an interrupted completion whose versions were reported."""
-        spans = self._versions()
+        """The part of an interrupted completion whose versions were reported, and are known to exist. Raises FalseReply."""
+        spans, clock = self._versions(), self.engine.versions
+        if clock is not None:
+            spans = [span for span in spans if span.version <= clock.newest]
         end = min(len(self.tokens), len(self.logprobs), spans[-1].end if spans else 0)
         return self._completion(spans, end, "abort", version)
+
+    def newest(self) -> int:
+        """The newest version that was reported, 0 where none was. Raises FalseReply."""
+        return max((span.version for span in self._versions()), default=0)
 
     def _versions(self) -> list[VersionSpan]:
         spans = self.spans or ()
@@ -287,14 +302,17 @@ class CompletionStream(ABC):
     ) -> Completion:
         """The first `end` tokens. With kept KV each span names the oldest version whose keys and values were used; a cached prefix
         for `version` counts, too."""
-        if [s.start for s in spans] != [0, *(s.end for s in spans)][: len(spans)]:
-            raise EngineError(f"{self.engine.name}: version spans {tuple(spans)} do not cover {end} tokens")
+        name = self.engine.name
+        starts, ends = [s.start for s in spans], [s.end for s in spans]
+        if starts != [0, *ends][: len(spans)] or ends != sorted(ends):
+            raise FalseReply(f"{name}: version spans {str(spans)[:500]} do not cover {end} tokens")
         spans = [msgspec.structs.replace(s, end=min(s.end, end)) for s in spans if s.start < min(s.end, end)]
         if self.engine.partial == "keep_kv" and spans:
             oldest = min(s.version for s in spans) if version is None else min(version, *(s.version for s in spans))
             spans = [s if s.version == oldest else msgspec.structs.replace(s, kv_version=oldest) for s in spans]
-        logprobs = self.engine.finite(self.logprobs[:end])
-        return Completion(tuple(self.tokens[:end]), tuple(logprobs), tuple(spans), finish, self._timing())
+        tokens, logprobs = tuple(self.tokens[:end]), tuple(self.logprobs[:end])
+        done = Completion(tokens, logprobs, tuple(spans), finish, self._timing())
+        return check_completion(name, done, self.sampling, self.engine.vocab_size, version)
 
     def _timing(self) -> RequestTiming | None:
         """None before the first token."""

@@ -9,7 +9,7 @@ Invariants:
 | at       | counts                          | lie                                              |
 |----------|---------------------------------|--------------------------------------------------|
 | start    | the start of the process        | -                                                |
-| generate | requests for a completion       | a token without a log-prob                       |
+| generate | requests for a completion       | a reply that is false in what `about` says       |
 | token    | tokens sampled, of all requests | a log-prob that is not a number, or off by `nats` |
 | score    | requests for the canary         | every log-prob is -1                             |
 | pause, resume, join, receive, swap | the request | confirmed, not executed                    |
@@ -35,6 +35,9 @@ from aiohttp.typedefs import Middleware
 from ....configs.section import AboveZero, Positive
 from ....configs.yaml_text import parse
 from ....errors import ConfigError, EngineError
+from ..http_engine import OutputSpan
+from ..reply_check import IMPOSSIBLE
+from ..server.app import ENGINE
 from ..server.protocol import Generated, GenerateRequest, Logprob, Logprobs, WireChoice
 
 log = logging.getLogger(__name__)
@@ -48,9 +51,19 @@ POINTS = {
     "/update_weights": "receive",
     "/finish_weight_update": "swap",
 }
-LIE = -1.0  # the log-prob in nats of every token in a false score
+LIE = (
+    -1.0
+)  # the log-prob in nats of every token in a false score, and of those in a false completion that are well-formed
+FOREIGN = 1 << 30  # a token id that is outside every vocabulary
+FUTURE = 1000  # versions ahead of what a server serves, where none exists yet
 # Environment variable with the script, for example `[{at: generate, do: die, nth: 3}]`. Without it nothing goes wrong.
 VARIABLE = "SLIPSTREAM_FAULTS"
+
+
+Lie = Literal["logprobs", "token", "version", "old_version", "positive", "infinite", "falling", "longer", "garbage"]
+"""What a false completion is false about: a log-prob is missing; an id is outside the vocabulary; a version does not exist, or is
+older than what was taken before; a log-prob is positive, or no number; versions fall; there are more tokens than asked for; it is
+no completion at all."""
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -61,10 +74,12 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     nth: Positive = 1
     times: Positive = 1  # in a row, from the nth on
     nats: float | None = None  # by which a false log-prob of a token is too high; None where it is not a number
+    about: Lie = "logprobs"  # of a lie at `generate`
     seconds: AboveZero = 1.0
     replica: Annotated[int, msgspec.Meta(ge=-1)] = -1  # in the order in which replicas were added, from 0; -1 is any
 
 
+MOST = 100_000  # occurrences of one fault: more than a process lives to see
 # Pairs of `at` and `do` that mean nothing: a start and a token have no answer, and no false answer means healthy.
 NO_FAULTS = {("start", "lie"), ("health", "lie"), ("token", "refuse")}
 
@@ -96,7 +111,7 @@ class FaultInjector:
                     f"{VARIABLE}: nats means nothing at={fault.at} do={fault.do}; allowed at=token do=lie"
                 )
             if fault.replica in (-1, replica):
-                for nth in range(fault.nth, fault.nth + fault.times):
+                for nth in range(fault.nth, fault.nth + min(fault.times, MOST)):
                     self._due[fault.at].setdefault(nth, fault)
 
     def passing(self, point: str) -> Fault | None:
@@ -159,10 +174,39 @@ async def _lie(request: web.Request, fault: Fault) -> web.Response:
     if fault.at not in ("generate", "score"):
         return web.json_response({"message": "done"})
     asked = msgspec.json.decode(await request.read(), type=GenerateRequest)
-    choice = WireChoice((asked.token_ids[0],), Logprobs(()), (), "length")
     if fault.at == "score":
         lies = tuple({str(token): Logprob(LIE, token)} for token in asked.token_ids[1:])
-        answer = msgspec.json.encode(Generated((choice,), asked.request_id, (None, *lies)))
+        answer = msgspec.json.encode(Generated((), asked.request_id, (None, *lies)))
         return web.Response(body=answer, content_type="application/json")
-    event = b"data: " + msgspec.json.encode(Generated((choice,), asked.request_id)) + b"\n\ndata: [DONE]\n\n"
+    false = _false(fault.about, asked, request.app[ENGINE].version)
+    chunk = b"[[]]" if false is None else msgspec.json.encode(Generated((false,), asked.request_id))
+    event = b"data: " + chunk + b"\n\ndata: [DONE]\n\n"
     return web.Response(body=event, content_type="text/event-stream")
+
+
+def _false(about: Lie, asked: GenerateRequest, version: str) -> WireChoice | None:
+    """A completion of two tokens by `version` that is false in one point; None for what is no completion."""
+    tokens, values, spans = [asked.token_ids[0]] * 2, [LIE, LIE], [OutputSpan(version, 0, 2)]
+    number = int(version) if version.isdecimal() else 0
+    match about:
+        case "logprobs":
+            values.pop()
+        case "token":
+            tokens[1] = FOREIGN
+        case "version":
+            spans = [OutputSpan(str(number + FUTURE), 0, 2)]
+        case "old_version":
+            spans = [OutputSpan(str(number - 1), 0, 2)]
+        case "positive":
+            values[1] = 1.0
+        case "infinite":
+            values[1] = IMPOSSIBLE
+        case "falling":
+            spans = [OutputSpan(version, 0, 1), OutputSpan(str(number - 1), 1, 2)]
+        case "longer":
+            count = (asked.sampling_params.max_tokens or 1) + 1
+            tokens, values, spans = tokens[:1] * count, [LIE] * count, [OutputSpan(version, 0, count)]
+        case "garbage":
+            return None
+    logprobs = Logprobs(tuple(Logprob(value) for value in values))
+    return WireChoice(tuple(tokens), logprobs, tuple(spans), "length")

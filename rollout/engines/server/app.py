@@ -36,6 +36,7 @@ from .protocol import (
 
 T = TypeVar("T")
 
+ENGINE = web.AppKey("ENGINE", EngineThread)  # of an app: its engine, for middlewares
 BODY_LIMIT = 256 << 20  # bytes: a prompt of millions of tokens, or the plan of a model of a million tensors
 
 
@@ -89,6 +90,7 @@ class HttpApp:
                 web.post("/finish_weight_update", self._swap),
             ]
         )
+        app[ENGINE] = self._engine
         app.cleanup_ctx.append(self._life)
         return app
 

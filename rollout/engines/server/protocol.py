@@ -15,7 +15,8 @@ import msgspec
 from msgspec import Meta, field
 
 from ..base import SamplingParams
-from ..http_engine import IMPOSSIBLE, OutputSpan, ServerError
+from ..http_engine import OutputSpan, ServerError
+from ..reply_check import IMPOSSIBLE
 from .contract import RequestLimits, Sequence
 
 ABORT_PREFIX = "generate-tokens-"  # with the id, vLLM's internal name of a request, which `/abort_requests` takes

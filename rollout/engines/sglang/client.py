@@ -15,10 +15,11 @@ from collections.abc import Sequence
 import msgspec
 
 from ....agents.base import FinishReason
+from ....common.bounded import Count, Number
 from ....configs.schema import Partial
 from ....errors import EngineError
 from ....weightsync.plan import GroupPlan, TransferPlan
-from ..base import EngineLoad, RequestRejected, SamplingParams
+from ..base import EngineLoad, FalseReply, RequestRejected, SamplingParams
 from ..http_client import REFUSALS
 from ..http_engine import Body, CompletionStream, HttpEngine, OutputSpan, ServerError
 from .plugin import COMMAND, LOADER
@@ -55,9 +56,9 @@ class _Chunk(msgspec.Struct):
 
 
 class _Load(msgspec.Struct):
-    num_running_reqs: int
-    num_waiting_reqs: int
-    token_usage: float
+    num_running_reqs: Count
+    num_waiting_reqs: Count
+    token_usage: Number
 
 
 class _Loads(msgspec.Struct):
@@ -93,7 +94,7 @@ class _Answer(CompletionStream):
         if end.status_code is not None:
             raise _refusal(end.status_code)(f"{name} refused a request: {end.status_code} {end.message}")
         if end.type == "stop" and end.matched not in self.sampling.stop_token_ids:
-            raise EngineError(
+            raise FalseReply(
                 f"{name} stopped at {end.matched!r}, which is no stop token of the request; its weights may be broken"
             )
         return super().reason()
