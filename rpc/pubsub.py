@@ -29,7 +29,7 @@ from .security import CurveServer, KeyPair, PeerTable, configure_client, split_a
 
 log = logging.getLogger(__name__)
 REPEAT_S = 5.0  # between repetitions of an unchanged state: one small frame, for a subscriber whose connection lost one
-SUBSCRIPTION_BYTES = 256
+SUBSCRIPTION_BYTES = 4096  # of one message, those of the CURVE handshake included
 SUBSCRIBE, UNSUBSCRIBE = b"\x01", b"\x00"  # what libzmq says of a subscriber to everything
 CLOSE_LINGER_MS = 500  # how long the last snapshot may take to leave when the publisher closes
 

@@ -26,7 +26,7 @@ from slipstream.launch.supervisor.processes import ProcessManager, RoleProcess
 from slipstream.launch.supervisor.sockets import SupervisorSockets
 from slipstream.rpc.client import RpcNotifier
 from slipstream.rpc.security import FILE, KeyPair, make_pair, read_pair
-from slipstream.weightsync.fleet import ReplicaReport
+from slipstream.weightsync.fleet import FalseReplies, ReplicaReport
 
 SOON = 30.0
 
@@ -178,6 +178,9 @@ async def test_signals_of_strangers_and_in_other_names_change_nothing(run: Run) 
     class Replicas:
         def update(self, report: ReplicaReport) -> None:
             raise AssertionError(f"a worker spoke of {report}")
+
+        def suspect(self, role: str, reports: tuple[FalseReplies, ...]) -> None:
+            assert not reports, role
 
     class Lines:
         def __getattr__(self, name: str) -> Callable[..., None]:
