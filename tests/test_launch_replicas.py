@@ -74,7 +74,7 @@ def test_replicas_come_and_go_while_a_run_trains(policy: Path, tmp_path: Path) -
         assert slipstream("replicas", str(run), "add", "--wait").stdout.startswith("engine-2:")  # no name comes twice
 
         assert "worker-0 is the last worker" in refused(run, "remove", "worker-0", command="workers")
-        assert "allowed are 1 and more" in refused(run, "add", "0", command="workers")
+        assert "allowed are 1 to 1000" in refused(run, "add", "0", command="workers")
         assert slipstream("workers", str(run), "add").stdout == "worker-1: starting\n"
         going.until(lambda: listed(run, "workers")["worker-1"]["state"] == "playing", "worker-1 to play")
         assert slipstream("workers", str(run), "remove", "worker-0").stdout == "worker-0: leaving\n"

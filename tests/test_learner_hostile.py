@@ -24,7 +24,7 @@ from slipstream.buffer.client import BufferClient
 from slipstream.buffer.ledger_report import ledger_report
 from slipstream.buffer.messages import BatchPlan
 from slipstream.buffer.trajectory import FINISHED, BatchRow, Trajectory
-from slipstream.configs.algorithm import Algorithm, Grpo, Ppo
+from slipstream.configs.algorithm import Algorithm, Grpo, Ppo, PythonFunction, Uncorrected
 from slipstream.configs.backends import Fsdp2
 from slipstream.configs.schema import Buffer, Learner, Model
 from slipstream.errors import (
@@ -36,6 +36,7 @@ from slipstream.errors import (
     StateError,
     WeightSyncError,
 )
+from slipstream.learner.algorithms.policy_loss import Tokens
 from slipstream.learner.checkpoint import CheckpointState, checkpoints, path_of
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.learner.loop import TrainingLoop
@@ -222,6 +223,11 @@ async def test_an_infinite_loss_leaves_the_weights_and_the_version_as_they_were(
         assert stats.ledger.balances
 
 
+def without_bounds(tokens: Tokens) -> torch.Tensor:
+    """A loss of one's own that is no number for the extreme log-probs that the losses here bound."""
+    return -tokens.advantages * torch.exp(tokens.current - tokens.behavior)
+
+
 async def test_a_step_that_fails_twice_costs_the_groups_that_were_in_both_and_the_run_goes_on(
     folders, address, tmp_path
 ) -> None:
@@ -229,7 +235,8 @@ async def test_a_step_that_fails_twice_costs_the_groups_that_were_in_both_and_th
         infinite = np.where(t.loss_mask, np.float32(-3e38), np.float32(0))
         return msgspec.structs.replace(t, behavior_logprobs=infinite) if (t.group_id, t.member) == (1, 0) else t
 
-    bench = Bench(tmp_path, folders[0], learner(2, algorithm=Algorithm(loss=Ppo())))
+    loss = PythonFunction(f"{__name__}:without_bounds")
+    bench = Bench(tmp_path, folders[0], learner(2, algorithm=Algorithm(loss=loss, correction=Uncorrected())))
     async with playing(tmp_path, address, impossible) as client:
         await bench.fails(address, UnusableBatch, "the batch of version 1 cannot be trained on.*tried once more")
         await bench.fails(address, UnusableBatch, "the batch of version 1 cannot be trained on.*groups 1 are set aside")

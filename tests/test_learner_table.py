@@ -20,6 +20,7 @@ from slipstream.launch.supervisor.factory import make_aux_models, make_backend
 from slipstream.learner.algorithms.policy_loss import Tokens
 from slipstream.learner.loop import TrainingLoop
 from slipstream.learner.metrics import StepMetrics
+from slipstream.learner.model import vocabulary_size
 from slipstream.tests.episodes import trajectory
 from slipstream.tests.fleets import mark_served
 from slipstream.tests.test_buffer_service import serving
@@ -142,6 +143,7 @@ async def run(
             *(config.learner, backend, buffer, publisher, asyncio.Event(), folder / "checkpoints", CANARY),
             rows.append,
             config.agent.max_tokens,
+            vocabulary_size(config.model.path),
             aux_models,
         )
         playing = asyncio.create_task(play(worker, metrics or {}))

@@ -124,6 +124,7 @@ async def train(folder: Path, address: str, policy: Backend, critic: Critic, ste
             (1, 2, 3),
             recorded.rows.append,
             64,
+            VOCABULARY,
             AuxModels(config, trained=LocalTrainableModel(config, critic)),
         )
         try:
