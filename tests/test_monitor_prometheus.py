@@ -26,7 +26,7 @@ from slipstream.launch.supervisor.metrics_endpoint import all_metrics
 from slipstream.learner.metric_docs import metric_docs
 from slipstream.learner.metrics import StepMetrics
 from slipstream.monitor import metrics_server
-from slipstream.monitor.alerts import DISK, NO_STEP, alert_rules, severities
+from slipstream.monitor.alerts import DISK, FALSE_REPLIES, NO_STEP, alert_rules, severities
 from slipstream.monitor.metrics_server import MetricsServer
 from slipstream.monitor.prometheus import (
     LONGEST,
@@ -342,7 +342,7 @@ def test_every_alert_has_a_rule_of_its_severity() -> None:
     config = load("quickstart")
     (group,) = yaml.safe_load((ROOT / "monitor" / "prometheus_rules.yaml").read_text())["groups"]
     wanted = {f'slipstream_alert{{rule="{rule}"}} == 1': severity for rule, severity in severities(config).items()}
-    assert severities(config).keys() == {rule.name for rule in alert_rules(config)} | {NO_STEP, DISK}
+    assert severities(config).keys() == {rule.name for rule in alert_rules(config)} | {NO_STEP, DISK, FALSE_REPLIES}
     rules = {rule["expr"]: rule["labels"]["severity"] for rule in group["rules"]}
     assert {expr: rules.get(expr) for expr in wanted} == wanted
     assert len(rules) == len(wanted) + 2  # a supervisor that is gone, and a process that is restarted again and again
