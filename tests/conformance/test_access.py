@@ -10,6 +10,7 @@ from slipstream.rollout.engines.access import REQUEST_PATHS, ServerAccess
 from slipstream.rollout.engines.http_client import ErrorStatus, HttpClient, is_healthy
 from slipstream.tests.conformance.kinds import Kind
 from slipstream.tests.conformance.replica import Replica
+from slipstream.tests.conformance.servers import make_client
 
 OURS = (
     *("/health", "/metrics", "/weight_info", "/is_paused", "/inference/v1/generate", "/abort_requests", "/pause"),
@@ -66,18 +67,21 @@ async def test_no_path_answers_without_a_token_of_the_run(kind: Kind, replica: R
 
 
 async def test_a_worker_samples_and_does_not_control(kind: Kind, replica: Replica) -> None:
-    server = replica.server
-    replica.engine._access = msgspec.structs.replace(server.access, control="")
+    server, owner = replica.server, replica.engine
+    access = msgspec.structs.replace(server.access, control="")
+    worker = make_client(kind.name, "worker", server.url, server.ranks, access=access)
     try:
-        assert await replica.engine.version() == replica.version
+        replica.engine = worker
+        assert await worker.version() == replica.version
         assert await replica.serves(0)
-        await replica.engine.get_load()
+        await worker.get_load()
         with pytest.raises(ErrorStatus, match="answered 403"):
-            await replica.engine.pause("abort_resume")
+            await worker.pause("abort_resume")
         with pytest.raises(ErrorStatus, match="answered 403"):
-            await replica.engine.resume()
+            await worker.resume()
     finally:
-        replica.engine._access = server.access
+        replica.engine = owner
+        await worker.close()
     assert await replica.serves(0)
 
 
