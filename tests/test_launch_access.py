@@ -13,19 +13,23 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from slipstream.buffer.client_registry import SUPERVISOR
+from slipstream.buffer.messages import Configured, Request
 from slipstream.common.owned_folders import PRIVATE_VARIABLE
 from slipstream.configs import load
 from slipstream.errors import DeadlineExceeded, RequestRefused
 from slipstream.launch import peers as peers_module
-from slipstream.launch.launchers.local import LocalLauncher
+from slipstream.launch.launchers.local import LocalLauncher, free_ports
 from slipstream.launch.peers import PeerDirectory, following_peers, request_access
 from slipstream.launch.run_context import RunContext
 from slipstream.launch.supervisor.health import HealthMonitor
 from slipstream.launch.supervisor.heartbeat import Heartbeat, RoleFailed, StepReported, StepSummary
 from slipstream.launch.supervisor.processes import ProcessManager, RoleProcess
+from slipstream.launch.supervisor.settings import SettingsManager
 from slipstream.launch.supervisor.sockets import SupervisorSockets
 from slipstream.rpc.client import RpcNotifier
-from slipstream.rpc.security import FILE, KeyPair, make_pair, read_pair
+from slipstream.rpc.security import FILE, KeyPair, PeerTable, make_pair, read_pair
+from slipstream.rpc.server import RpcRequest, RpcServer
 from slipstream.weightsync.fleet import FalseReplies, ReplicaReport
 
 SOON = 30.0
@@ -171,6 +175,47 @@ async def test_the_directory_reaches_the_roles(run: Run) -> None:
         assert directory.keys["worker-0"] == worker.public
 
 
+class Lines:
+    """A view that shows nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+async def test_settings_reach_a_buffer_that_starts_while_it_is_asked(run: Run, tmp_path: Path) -> None:
+    """As one that was killed does: the supervisor does not know its key yet."""
+    access, (port,) = run.sockets.access, free_ports(1)
+    addresses = msgspec.structs.replace(run.context.addresses, buffer=f"tcp://127.0.0.1:{port}#")
+    context = msgspec.structs.replace(run.context, addresses=addresses)
+    processes = ProcessManager(context.config, tmp_path, None, Lines())  # type: ignore[arg-type]
+    manager = SettingsManager(
+        *(context, run.sockets.settings, processes, Lines()),  # type: ignore[arg-type]
+        last_step=lambda: None,
+        trusting=access.trusting,
+        pair=access.pair,
+    )
+
+    async def answer(request: RpcRequest[Request]) -> Configured:
+        return Configured(7)
+
+    async with asyncio.timeout(SOON):
+        changing = asyncio.create_task(manager.change(["buffer.max_staleness=1"]))
+        for alive in (False, True):  # the first dies before it answers
+            pair = make_pair()
+            access.authorize("buffer", pair.public)
+            peers = PeerTable({SUPERVISOR: access.pair.public})
+            server: RpcServer[Request] = RpcServer(
+                f"tcp://127.0.0.1:{port}", "the buffer", Request, peers=peers, pair=pair
+            )
+            serving = asyncio.create_task(server.serve(answer, "a request") if alive else server.poll())
+            await (changing if alive else serving)
+            serving.cancel()
+            await asyncio.wait({serving})
+            server.close()
+        (changed,) = changing.result()
+    assert (changed.new, changed.version) == (1, 7)
+
+
 MESSAGES = 3000
 
 
@@ -181,10 +226,6 @@ async def test_signals_of_strangers_and_in_other_names_change_nothing(run: Run) 
 
         def suspect(self, role: str, reports: tuple[FalseReplies, ...]) -> None:
             assert not reports, role
-
-    class Lines:
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            return lambda *_: None
 
     processes = ProcessManager(load("quickstart"), Path(run.context.run_dir), None, Lines())  # type: ignore[arg-type]
     processes.roles |= {name: RoleProcess(name) for name in ("worker-0", "worker-1", "learner-0")}

@@ -8,13 +8,15 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 from msgspec import structs
 
 from ...buffer.client_registry import SUPERVISOR
 from ...errors import RequestRefused
 from ...rollout.engines.access import ServerAccess, make_access
+from ...rpc.client import RpcClient
 from ...rpc.pubsub import StatePublisher
 from ...rpc.security import PeerTable, make_pair
 from ...rpc.server import RpcRequest, RpcServer
@@ -77,6 +79,21 @@ class AccessManager:
         """How the supervisor reaches the server `role`."""
         return structs.replace(self.servers, certificate=self.directory.certificates.get(role, ""))
 
+    @contextlib.contextmanager
+    def trusting(self, client: RpcClient, role: str) -> Iterator[None]:
+        """`client`, of this process, talks to the present process of `role`, for as long as the context lasts: also where none has
+        started yet, and where another one takes its place."""
+
+        def trust() -> None:
+            client.trust(self.directory.keys.get(role, ""))
+
+        trust()
+        self.table.on_change.append(trust)
+        try:
+            yield
+        finally:
+            self.table.on_change.remove(trust)
+
     async def serve_directory(self) -> None:
         await self._directory.serve()
 
@@ -88,8 +105,8 @@ class AccessManager:
         await self._directory.close()
 
     def _publish(self, directory: PeerDirectory) -> None:
-        self.table.update({**directory.keys, **self._admitted})
         self._directory.publish(directory)
+        self.table.update({**directory.keys, **self._admitted})
 
     async def _grant(self, request: RpcRequest[RequestAccess]) -> AccessGranted:
         role = request.sender or ""

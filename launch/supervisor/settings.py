@@ -12,9 +12,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import msgspec
@@ -29,6 +31,7 @@ from ...errors import ConfigError, SlipstreamError
 from ...learner.checkpoint import checkpoints, read_state
 from ...monitor.settings import SETTINGS, LiveSetting, SettingChange, append_changes
 from ...monitor.terminal import View
+from ...rpc.client import RpcClient
 from ...rpc.pubsub import StatePublisher
 from ...rpc.security import KeyPair
 from ..run_context import Addresses, RunContext, RunSettings
@@ -51,7 +54,8 @@ class SettingsManager:
     view: View
     last_step: Callable[[], StepSummary | None]
     followers: Sequence[Callable[[Config], None]] = ()
-    buffer_key: Callable[[], str] = lambda: ""  # of the buffer's present process
+    # While the context lasts a client of the supervisor talks to the present process of a role. Nothing where the run is not guarded.
+    trusting: Callable[[RpcClient, str], contextlib.AbstractContextManager[None]] = lambda client, role: nullcontext()
     pair: KeyPair | None = None  # of this process
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # what is published is in force, or was not changed
 
@@ -118,9 +122,10 @@ class SettingsManager:
 
     async def _configure_buffer(self) -> int:
         rules = LiveRules.of(self.context.config.buffer)
-        address = f"{self.context.addresses.buffer}{self.buffer_key()}"
+        address = self.context.addresses.buffer
         async with BufferClient(address, SUPERVISOR, deadline_s=BUFFER_S, pair=self.pair) as buffer:
-            return await buffer.configure(self.context.revision, rules)
+            with self.trusting(buffer.rpc, "buffer"):
+                return await buffer.configure(self.context.revision, rules)
 
     def _step_of(self, version: int) -> int:
         """The step that the batch taken at `version` makes."""

@@ -230,7 +230,7 @@ class Supervisor:
             self.view,
             last_step=lambda: health.last_step,
             followers=(self.view.configure, alerts.configure),
-            buffer_key=lambda: access.directory.keys.get("buffer", ""),
+            trusting=access.trusting,
             pair=access.pair,
         )
         self._workers = WorkerManager(self._processes, self.launcher, self.view, environment, changing.set_workers)
