@@ -54,7 +54,7 @@ class SettingsManager:
     view: View
     last_step: Callable[[], StepSummary | None]
     followers: Sequence[Callable[[Config], None]] = ()
-    # While the context lasts a client of the supervisor talks to the present process of a role. Nothing where the run is not guarded.
+    # While the context lasts a client of the supervisor talks to the present process of a role; nothing in a run without keys.
     trusting: Callable[[RpcClient, str], contextlib.AbstractContextManager[None]] = lambda client, role: nullcontext()
     pair: KeyPair | None = None  # of this process
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # what is published is in force, or was not changed
