@@ -262,7 +262,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 
 class Launch(Section, frozen=True):
     kind: Literal["local", "ray", "ray_cluster"] = "local"
-    """`local`: child processes of this one. `ray`: a Ray placement group on this host, on loopback (`RAY_ADDRESS` names an
+    """`local`: child processes of this one. `ray`: Ray starts them on this host, on loopback (`RAY_ADDRESS` names an
     existing cluster). `ray_cluster`: spread over the cluster's hosts, which must share `run.dir`. Every process has a key of its
     own, and may do what its role does; across hosts requests to engines are encrypted, too. Collectives and Ray itself are not:
     see docs/security.md."""

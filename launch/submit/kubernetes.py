@@ -61,7 +61,7 @@ def parse_volume(text: str) -> Volume:
 
 
 def manifest(job: Job, pods: Pods) -> str:
-    """The documents for `kubectl apply`, as YAML. Raises ConfigError."""
+    """The documents for `kubectl create`, as YAML. Raises ConfigError."""
     _check(job, pods)
     metadata = {"name": job.name, "labels": {LABEL: job.name}} | (
         {"namespace": pods.namespace} if pods.namespace else {}
