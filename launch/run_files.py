@@ -22,11 +22,17 @@ from msgspec import structs
 
 from ..common.fsio import replace_directory
 from ..configs import Config
+from ..configs.algorithm import PythonFunction
 from ..configs.environments import DataSection, EnvironmentKind, Mixture, PythonEnv, map_files, parts_by_key
 from ..configs.suites import suites_of
 
 INPUTS, FILES, CODE = "inputs", "files", "code"
-WITHOUT_WEIGHTS = ("buffer", "worker", "rater")  # kinds of roles that need of the model its tokenizer and its config
+WITHOUT_WEIGHTS = (
+    "buffer",
+    "worker",
+    "evaluator",
+    "rater",
+)  # kinds of roles that need of the model its tokenizer and its config
 
 
 def keep_inputs(config: Config, run_dir: Path) -> None:
@@ -93,7 +99,9 @@ def _module_names(config: Config) -> Iterator[str]:
     sections = [*parts_by_key(config.env).values()]
     for suite in suites_of(config).values():
         sections += parts_by_key(suite.env).values()
-    targets = [config.agent.kind]
+    algorithm = config.learner.algorithm
+    own = [part.function for part in (algorithm.advantage, algorithm.loss) if isinstance(part, PythonFunction)]
+    targets = [config.agent.kind, *own]
     for section in sections:
         targets.append(section.sampler)
         targets += [section.factory] if isinstance(section, PythonEnv) else []

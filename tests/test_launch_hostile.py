@@ -253,8 +253,9 @@ async def test_what_only_the_learner_knows_counts_from_it_alone(tmp_path: Path) 
     async with stage(tmp_path) as there:
         worker, learner = there.processes.roles["worker-0"], there.processes.roles["learner-0"]
         forged = Heartbeat("worker-0", (), "done", replicas=(ReplicaReport("engine-0", 0, 9),), checkpoint=9)
+        lies = Heartbeat("learner-0", false_replies=(FalseReplies("engine-0", 0, 99, 99.0, "it lies"),))
         with Mallory(there.signals.address) as mallory:
-            for signal in (forged, StepReported("worker-0", SUMMARY), RoleMessage("nobody", "x")):
+            for signal in (forged, lies, StepReported("worker-0", SUMMARY), RoleMessage("nobody", "x")):
                 await mallory.send(frames_of(signal))
             await mallory.send(frames_of(RoleMessage("worker-0", "\x1b[2J is no text")))
             await until(lambda: "is no text" in there.drawn())
@@ -263,6 +264,7 @@ async def test_what_only_the_learner_knows_counts_from_it_alone(tmp_path: Path) 
             assert "\\x1b[2J is no text" in re.sub(r"\x1b\[[\d;]*m", "", drawn)
             assert worker.ready.is_set()  # it is a sign of life
             assert not worker.done.is_set()
+            assert there.health._replicas.suspicion.counts == {}  # only those who ask replicas speak of their replies
             assert (worker.checkpoint, there.health.last_step, there.health.foreign) == (0, None, 1)
             await mallory.send(frames_of(Heartbeat("learner-0", (), "done", checkpoint=9)))
             await learner.done.wait()

@@ -80,6 +80,8 @@ def test_modules_that_a_config_names_and_what_they_import(project: Path) -> None
     assert user_modules(load("quickstart"), project) == []
     agent = load("quickstart", ["agent.kind=shared:play", "env.sampler=unused:Sampler"])
     assert user_modules(agent, project) == [project / "helpers", project / "shared.py", project / "unused.py"]
+    own = [f"learner.algorithm.{part}={{kind: python, function: 'unused:{part}'}}" for part in ("advantage", "loss")]
+    assert user_modules(load("quickstart", own), project) == [project / "unused.py"]
 
 
 def test_a_host_without_the_users_files_has_those_of_the_run(project: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ TALKS: Mapping[str, tuple[str, ...]] = {
     "engine": (SUPERVISOR, "learner"),
     "reward": (SUPERVISOR,),
     "worker": (SUPERVISOR, "engine", "reward", "buffer"),
-    "evaluator": (SUPERVISOR, "engine", "reward"),
+    "evaluator": (SUPERVISOR, "engine", "buffer"),
     "rater": (SUPERVISOR, "engine"),
     "learner": (SUPERVISOR, "engine", "buffer", "learner", "reference", "critic"),
     "reference": (SUPERVISOR, "learner", "reference"),

@@ -26,6 +26,7 @@ from ...common.waits import Wait, current_waits
 from ...monitor.terminal import View
 from ...monitor.text import printable
 from ...rpc.server import RpcRequest, RpcServer
+from .access import REQUESTING
 from .alert_monitor import AlertMonitor
 from .heartbeat import Heartbeat, RoleFailed, RoleMessage, RoleSignal, StepReported, StepSummary
 from .processes import PROBE_S, ProcessManager, RoleProcess
@@ -143,7 +144,8 @@ class HealthMonitor:
         if beat.state != "starting" and not role.ready.is_set():
             role.ready.set()
             self._view.status(role.name, "ready")
-        self._replicas.suspect(role.name, beat.false_replies)
+        if role.kind in REQUESTING:
+            self._replicas.suspect(role.name, beat.false_replies)
         if role.kind == "learner":
             self._take_learner(role, beat)
 
