@@ -17,7 +17,6 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -39,11 +38,17 @@ RAY_WORKER_PORTS = 19999
 START_S = 120.0
 """Longest time for a Ray node to start and to be known to its head."""
 
+FREEZE_S = 10.0
+"""Longest time for the processes of a host to stop."""
+
 PROBE_S = 20.0
 """Longest time to ask the head which nodes it knows."""
 
 RAY_SESSIONS = "/tmp/ray"
 """Where Ray keeps its sockets; each namespace has a folder of its own there."""
+
+RESOLVER = "/etc/resolv.conf"
+"""Names the servers that know names, which no namespace reaches: a question would wait for them for seconds."""
 
 HEALTH = {
     "health_check_initial_delay_ms": 0,
@@ -185,8 +190,13 @@ class Hosts:
         sessions = self._folder / f"ray-{host}"
         sessions.mkdir(exist_ok=True)
         Path(RAY_SESSIONS).mkdir(exist_ok=True)
-        own = f'mount --bind "$0" {RAY_SESSIONS} && exec "$@"'
-        mounted = ["unshare", "--mount", "--propagation=private", "sh", "-c", own, str(sessions), *command]
+        resolver = self._folder / "resolv.conf"
+        resolver.write_text("# These hosts have addresses and no names: whoever asks for one is answered at once.\n")
+        own = f'mount --bind "$0" {RAY_SESSIONS} && mount --bind "$1" {RESOLVER} && shift && exec "$@"'
+        mounted = [
+            *("unshare", "--mount", "--propagation=private", "sh", "-c", own, str(sessions), str(resolver)),
+            *command,
+        ]
         return self.namespaces.command(host, mounted)
 
     def start(self, *hosts: int) -> None:
@@ -256,14 +266,27 @@ class Hosts:
 
     @contextlib.contextmanager
     def frozen(self, host: int) -> Iterator[None]:
-        """All its processes are stopped, and go on afterwards."""
-        self._signal(host, signal.SIGSTOP)
+        """All its processes are stopped, and go on afterwards. Raises DeadlineExceeded where one cannot be stopped."""
+        deadline = time.monotonic() + FREEZE_S
         try:
+            # A process may start another until it is stopped, and stops some time after the signal.
+            while running := [process for process in self.processes(host) if not _is_stopped(process)]:
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded("the harness", f"host {host} to stop", FREEZE_S, f"these run: {running}")
+                for process in running:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.suspend()
+                time.sleep(0.01)  # nothing reports that a process that is not a child has stopped
             yield
         finally:
-            self._signal(host, signal.SIGCONT)
+            for process in self.processes(host):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
 
-    def _signal(self, host: int, number: signal.Signals) -> None:
-        for process in self.processes(host):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+
+def _is_stopped(process: psutil.Process) -> bool:
+    """Or ended."""
+    try:
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True

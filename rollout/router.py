@@ -268,7 +268,7 @@ class Router:
             try:
                 completion = await connection.generate(request, version)
                 self._record(connection, request.route, completion)
-                if connection.suspicion.told_the_truth():
+                if connection.suspicion.count and connection.suspicion.told_the_truth():
                     self._report_false_replies()
             except RequestRejected:
                 raise

@@ -35,7 +35,7 @@ def test_what_the_preset_is() -> None:
     ("preset", "line", "reason"),
     [
         ("quickstart", "learner.algorithm.advantage.kind=remax", "baseline"),
-        ("pf-ppo", "buffer.filter=best_worst", "filtered"),
+        ("pf-ppo", "learner.algorithm.advantage.critic_warmup=0", "filtered"),
     ],
 )
 def test_a_run_closes_its_ledger_and_names_what_carried_no_loss(

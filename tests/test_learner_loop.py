@@ -4,6 +4,7 @@ The model and the buffer are stand-ins that are always ready: what is tested is 
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -210,9 +211,17 @@ async def test_a_joiner_that_never_answers_does_not_delay_a_step(
     assert [what for _, what in wedged.call_log] == ["receive"]  # once, and then not before it is due again
 
 
-async def test_a_joiner_gets_its_weights_though_batches_are_always_ready(benches: list[Bench], tmp_path: Path) -> None:
+@pytest.mark.parametrize("failures", [0, 1, 2])
+async def test_a_joiner_gets_its_weights_though_batches_are_always_ready(
+    benches: list[Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    monkeypatch.setattr(publishing, "RETRY_S", 0.05)
+    attempts = itertools.count()
+
     class Slow(LocalReplica):
         async def receive_weights(self, plan: TransferPlan) -> None:
+            if next(attempts) < failures:
+                raise EngineError("joiner answered 500")
             await asyncio.sleep(0.3)
             await super().receive_weights(plan)
 

@@ -45,7 +45,6 @@ FULL = (
     r"test_launch_dapo::.*ledger_closes",
     r"test_launch_withheld::.*pf-ppo",
     r"test_launch_ray::test_a_node_that_is_lost",
-    r"test_launch_ray::test_only_a_role_that_does_not_listen",
     r"test_launch_ray::test_a_host_that_does_not_share",
     r"test_learner_staleness::.*\[(0-withhold|1-drop|4-wait|8-withhold)\]",
     r"test_benchmarks_learner::test_bench_learner_end_to_end",

@@ -7,8 +7,9 @@ Invariants:
   verified it. It delays the others by at most its cohort's share of `push_s`.
 - The snapshot outlives the push: a replica that joins or returns gets it through `catch_up`, without the learner's other ranks.
 - The fleet may change during a push: a replica that leaves is dropped at once, a new one waits for `catch_up`.
-- `catch_up` delays `publish` by at most `GRACE_SHARE`, and only during its first attempt. Then it is cancelled, and the replicas
-  that it did not reach are retried later, each time after twice as long.
+- `catch_up` delays `publish` by at most `GRACE_SHARE`. Then it is cancelled, and the replicas that it did not reach are retried
+  later, each time after twice as long: so a replica that cannot be reached costs less and less, and one that can is reached,
+  however fast versions follow each other.
 - A replica that does not confirm its swap stays paused and fenced; `catch_up` resumes it once it does.
 - A replica that takes the weights twice and still computes something else stops the push: the cohorts that have not begun keep
   serving the version before.
@@ -52,9 +53,9 @@ logger = logging.getLogger(__name__)
 PROBE_S = 5.0  # longest wait for a replica to report its version: it answers between two steps
 CANARY_SHARE = 0.2  # of a cohort's seconds: the least that is kept for the canary
 QUARTER = 4  # `cohort=0`: one of so many replicas changes weights at a time
-# Of `push_s`: how long `publish` waits for the first attempt of a `catch_up`. Without it no new replica would get a version while
-# batches are always ready.
-GRACE_SHARE = 0.1
+GRACE_SHARE = (
+    0.1  # of `push_s`: how long `publish` waits for a `catch_up`; with batches always ready a joiner has no other time
+)
 RETRY_S = 5.0  # until `catch_up` retries a replica that it did not reach; doubled each time
 RETRY_MOST_S = 320.0  # longest such time
 Probed = tuple[dict[str, int | None], dict[str, str]]  # name -> reported version; name -> why none
@@ -104,7 +105,6 @@ class Publisher:
         self._snapshot: WeightSnapshot | None = None
         self._lock = asyncio.Lock()
         self._catching: asyncio.Task[PushReport | None] | None = None
-        self._first_try = False
         self._departed: list[PushTarget] = []
         self.update(replicas)
 
@@ -151,7 +151,6 @@ class Publisher:
                 return None
             snapshot, now = self._snapshot, time.monotonic()
             targets = [t for t in self._targets.values() if t.retry_at <= now]
-            self._first_try = any(t.verified == NOTHING and t.missed_pushes == 0 for t in targets)
             behind = [t for t in targets if t.verified != snapshot.version]
             self._catching = asyncio.create_task(self._catch_up(snapshot, targets), name="catch up")
             try:
@@ -184,9 +183,9 @@ class Publisher:
         return await self._roll(snapshot, [behind], probed, separately=True) if behind else None
 
     async def _cancel_catch_up(self) -> None:
-        """Cancel a running `catch_up`; one that tries a replica for the first time may run for `GRACE_SHARE`."""
+        """Cancel a running `catch_up`, unless it ends within `GRACE_SHARE`."""
         if self._catching is not None:
-            await asyncio.wait({self._catching}, timeout=GRACE_SHARE * self._push_s if self._first_try else 0)
+            await asyncio.wait({self._catching}, timeout=GRACE_SHARE * self._push_s)
         if self._catching is not None:
             self._catching.cancel()
 
