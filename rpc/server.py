@@ -66,8 +66,8 @@ class RpcServer(Generic[M]):
         requests: the (union of) tagged structs that it accepts, one-way messages included.
         frame_limit: bytes; None for no limit.
         peers: who may connect; None for a plain socket.
-        rights: by type of message the kinds of roles that may send it (`worker` for `worker-0`); others are refused. Every role of
-            `peers` may send what is not in it.
+        rights: by type of message the kinds of roles that may send it (`worker` for `worker-0`), None for every role of `peers`;
+            others are refused, and what is not in it is refused to all.
         pair: the keys of the service, where they are not those of this process.
 
     Attributes:
@@ -88,7 +88,7 @@ class RpcServer(Generic[M]):
         backlog: int = BACKLOG,
         frame_limit: int | None = FRAME_LIMIT,
         peers: PeerTable | None = None,
-        rights: Mapping[type, Sequence[str]] | None = None,
+        rights: Mapping[type, Sequence[str] | None] | None = None,
         pair: KeyPair | None = None,
     ) -> None:
         self.name = name
@@ -96,7 +96,7 @@ class RpcServer(Generic[M]):
         self._request_type: type[RpcMessage[M]] = RpcMessage[requests]
         self._context = zmq.asyncio.Context()
         self._guard = CurveServer(self._context, peers, pair)
-        self._peers, self._rights = peers, rights or {}
+        self._peers, self._rights = peers, rights
         socket = self._context.socket(zmq.ROUTER)
         self._socket = AsyncSocket(socket, guarded=peers is not None)
         socket.setsockopt(zmq.MAXMSGSIZE, -1 if frame_limit is None else frame_limit)
@@ -136,13 +136,18 @@ class RpcServer(Generic[M]):
                 if (number := wire.number_of(message)) != ONE_WAY:
                     self.reply(bytes(identity), number, RpcRefusal(f"{NO_REQUEST}: {error}"[:REASON_LENGTH]))
                 continue
-            kinds = self._rights.get(type(request.message))
-            if sender is not None and kinds is not None and sender.partition("-")[0] not in kinds:
+            if sender is not None and not self._may(sender, type(request.message)):
                 name = type(request.message).__name__
                 self._forbid(f"{name} of {sender}")
                 self.reply(bytes(identity), request.number, RpcRefusal(f"{sender} has no right to {name}"))
                 continue
             yield RpcRequest(bytes(identity), request.number, request.message, sender)
+
+    def _may(self, sender: str, message: type) -> bool:
+        if self._rights is None:
+            return True
+        kinds = self._rights.get(message, ())
+        return kinds is None or sender.partition("-")[0] in kinds
 
     def _forbid(self, what: str) -> None:
         self.forbidden += 1

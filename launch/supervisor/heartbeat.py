@@ -87,7 +87,8 @@ class RoleFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 RoleSignal = Heartbeat | StepReported | RoleMessage | RoleFailed
-RIGHTS = {StepReported: ("learner",)}  # who may send what; the others are of every role
+RIGHTS = {StepReported: ("learner",), Heartbeat: None, RoleMessage: None, RoleFailed: None}
+"""The kinds of roles that may send each signal; None for every role."""
 
 
 class HeartbeatSender:

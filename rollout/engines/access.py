@@ -56,7 +56,7 @@ class ServerAccess(msgspec.Struct, frozen=True):
     def allows(self, path: str, authorization: bytes | None) -> int:
         """The status of a request to this server: 200, 401 without a token of this run, 403 with one for other paths."""
         scheme, _, token = (authorization or b"").partition(b" ")
-        if scheme.lower() != BEARER or not self.control:
+        if scheme.lower() != BEARER or not token or not self.control:
             return UNAUTHORIZED
         if hmac.compare_digest(token, self.control.encode()):
             return OK
