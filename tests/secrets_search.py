@@ -88,7 +88,7 @@ def secret_in_memory(pid: int, public: str) -> str | None:
     """The secret key of `public` in the memory of a process; None where it is not there."""
     for data in _memory(pid):
         for candidate in set(KEYS_IN_MEMORY.findall(data)):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, zmq.ZMQError):  # forty letters that are no key
                 if zmq.curve_public(candidate).decode() == public:
                     return candidate.decode()
     return None
