@@ -118,6 +118,7 @@ def kill(run: HostedRun, role: str) -> None:
 
 @pytest.mark.full
 @needs_namespaces
+@pytest.mark.timeout(1200)  # each wait has a deadline of its own
 def test_no_frame_between_hosts_holds_a_secret(tmp_path: Path) -> None:
     planted = make_pair().secret
     policy = tiny_policy(

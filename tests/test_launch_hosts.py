@@ -22,7 +22,7 @@ from slipstream.launch.supervisor.factory import CLIENT_FACTORY
 from slipstream.tests.hosts import CLUSTER, HostedRun, needs_namespaces
 from slipstream.tests.runs import WAIT_S, check_accounts, leftovers, metrics, slipstream, tiny_policy
 
-pytestmark = needs_namespaces
+pytestmark = [needs_namespaces, pytest.mark.timeout(1200)]  # each wait has a deadline of its own
 log = logging.getLogger(__name__)
 
 SERVER = """
