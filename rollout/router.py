@@ -57,9 +57,10 @@ MakeEngine = Callable[[ReplicaInfo], HttpEngine]  # creates a client of a replic
 
 
 class ReplicaConnection:
-    """The client of one incarnation of one replica. `idle` is set while it has no request in flight."""
+    """The client of one incarnation of one replica, from when it begins to serve until a push leaves it out. `idle` is set while it
+    has no request in flight."""
 
-    def __init__(self, info: ReplicaInfo, engine: HttpEngine) -> None:
+    def __init__(self, info: ReplicaInfo, engine: HttpEngine, suspicion: ReplicaSuspicion) -> None:
         self.info = info
         self.engine = engine
         self.in_flight = 0
@@ -68,7 +69,7 @@ class ReplicaConnection:
         self.probe: asyncio.Task[None] | None = None
         self.probes = 0
         self.healthy_since = 0.0
-        self.suspicion = ReplicaSuspicion()
+        self.suspicion = suspicion
         self.load: EngineLoad | None = None  # of the last second; None where it did not report one
 
     async def generate(self, request: InflightRequest, version: int) -> Completion:
@@ -123,6 +124,9 @@ class Router:
         self._report = report
         self._routing = RoutingTable(max_concurrent + AHEAD)
         self._connections: dict[str, ReplicaConnection] = {}
+        self._suspicions: dict[
+            tuple[str, int], ReplicaSuspicion
+        ] = {}  # of the fleet's processes, by name and incarnation
         self._assigned: dict[int, asyncio.Future[tuple[int, ReplicaConnection]]] = {}
         self._numbers = itertools.count()
         self._closing: set[asyncio.Task[None]] = set()
@@ -141,6 +145,8 @@ class Router:
         if self._closed:
             return
         infos = {info.name: info for info in fleet.replicas}
+        suspicions = ((info.name, info.incarnation) for info in fleet.replicas)
+        self._suspicions = {key: self._suspicions.get(key) or ReplicaSuspicion() for key in suspicions}
         for name, connection in list(self._connections.items()):
             info, known = infos.get(name), connection.info
             if info and (info.incarnation, info.url) == (known.incarnation, known.url) and info.state != "starting":
@@ -149,8 +155,12 @@ class Router:
                 self._retire(self._connections.pop(name))
         for name, info in infos.items():
             if info.state == "serving" and name not in self._connections:
-                self._connections[name] = ReplicaConnection(info, self._make_engine(info))
+                suspicion = self._suspicions[name, info.incarnation]
+                self._connections[name] = ReplicaConnection(info, self._make_engine(info), suspicion)
         self._routing.update(fleet)
+        for name, connection in self._connections.items():
+            if connection.suspicion.proven:
+                self._routing.set_failed(name, True)
         self._dispatch()
 
     @property
@@ -268,7 +278,7 @@ class Router:
             try:
                 completion = await connection.generate(request, version)
                 self._record(connection, request.route, completion)
-                if connection.suspicion.count and connection.suspicion.told_the_truth():
+                if connection.suspicion.count and connection.suspicion.add_true():
                     self._report_false_replies()
             except RequestRejected:
                 raise
@@ -318,13 +328,13 @@ class Router:
             self._mark_failed(connection, "it aborted a request")
 
     def _count_false_reply(self, connection: ReplicaConnection, error: FalseReply) -> None:
-        connection.suspicion.lied(str(error)[:TEXT_LENGTH])
+        connection.suspicion.add_false(str(error)[:TEXT_LENGTH])
         self._mark_failed(connection, error)
         self._report_false_replies()
 
     def _report_false_replies(self) -> None:
-        known = [(c.info, c.suspicion) for c in self._connections.values() if c.suspicion.count]
-        self._report(tuple(FalseReplies(i.name, i.incarnation, s.count, s.level, s.why) for i, s in known))
+        known = [(*process, s) for process, s in self._suspicions.items() if s.count]
+        self._report(tuple(FalseReplies(name, of, s.count, s.level, s.why) for name, of, s in known))
 
     def _mark_failed(self, connection: ReplicaConnection, why: object) -> None:
         """Send no request there until a probe passes, or never again where it is proven to lie: a probe would find it well.

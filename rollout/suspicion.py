@@ -4,13 +4,14 @@ A bucket that leaks: each false reply adds 1, each true one takes `LEAK` off. Th
 near 0, however long it runs; that of one that goes on lying passes `LIMIT`.
 
 Invariants:
-- Each router has a level of its own for each incarnation of a replica; the supervisor adds those of all routers.
+- Each router has a level of its own for each incarnation of a replica, also where a push left it out meanwhile; the supervisor adds
+  those of all routers that run. What a router saw that has ended stays counted, but could never leak, and proves nothing.
 - A replica that has passed `LIMIT` in one router stays proven there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ..weightsync.fleet import FalseReplies
 
@@ -32,14 +33,15 @@ class ReplicaSuspicion:
         self.why = ""
         self.proven = False
 
-    def lied(self, why: str) -> None:
+    def add_false(self, why: str) -> None:
+        """A false reply came; `why` is what was wrong with it."""
         self.count += 1
         self.level += 1.0
         self.why = why
         self.proven = self.proven or self.level >= LIMIT
 
-    def told_the_truth(self) -> bool:
-        """Whether the level is another whole number now, so that the supervisor should hear of it."""
+    def add_true(self) -> bool:
+        """A true reply came. Whether the level has fallen below a whole number or to 0, which the supervisor is to know."""
         if self.proven or not self.level:
             return False
         before, self.level = self.level, max(0.0, self.level - LEAK)
@@ -62,6 +64,10 @@ class FleetSuspicion:
             new = one.count - known if one.count >= known else one.count  # the router is another process now
             if new:
                 self.counts[one.name] = self.counts.get(one.name, 0) + new
+
+    def keep(self, routers: Collection[str]) -> None:
+        """Drop the levels of all other routers: they have ended."""
+        self._reports = {router: reports for router, reports in self._reports.items() if router in routers}
 
     def proof(self, name: str, incarnation: int) -> str:
         """Why this process of a replica is drained; empty where it is not."""

@@ -32,7 +32,7 @@ from slipstream.launch.supervisor.control import (
     read_control_address,
     send_command,
 )
-from slipstream.launch.supervisor.processes import ProcessManager
+from slipstream.launch.supervisor.processes import ProcessManager, RoleProcess
 from slipstream.launch.supervisor.replicas import MAX_MISSED_PUSHES, Spawn
 from slipstream.launch.supervisor.supervisor import Supervisor
 from slipstream.monitor.terminal import LineView
@@ -273,6 +273,7 @@ def lies(count: int, level: float, incarnation: int = 0, name: str = "engine-0")
 async def test_one_that_goes_on_lying_is_started_again_and_leaves_when_its_restarts_are_spent(tmp_path: Path) -> None:
     async with stage(tmp_path, 2, "launch.restarts=1") as (there, feed):
         replicas = there.replicas
+        there.processes.roles |= {name: RoleProcess(name) for name in ("worker-0", "worker-1", "evaluator")}
         for name in ("engine-0", "engine-1"):
             replicas.update(ReplicaReport(name, 0, 4))
         before = replicas.listed()[0].pid
@@ -300,6 +301,20 @@ async def test_one_that_goes_on_lying_is_started_again_and_leaves_when_its_resta
         assert replicas.distrusted.startswith("engine-0 has left the fleet: it goes on giving false replies, 5 so far")
         assert "given up after 1 restarts" in there.events()
         assert replica_info(replicas.fleet, "engine-1").state == "serving"
+
+
+async def test_what_a_worker_saw_that_left_the_run_ends_no_replica(tmp_path: Path) -> None:
+    async with stage(tmp_path, 1) as (there, _):
+        replicas, roles = there.replicas, there.processes.roles
+        roles |= {name: RoleProcess(name) for name in ("worker-0", "worker-1", "evaluator")}
+        replicas.suspect("evaluator", [lies(4, 4.0)])
+        roles["evaluator"].exit_status = 0
+        replicas.suspect("worker-0", [lies(4, 4.0)])
+        del roles["worker-0"]
+        replicas.suspect("worker-1", [lies(4, 4.0)])
+        assert replicas.distrusted == ""
+        assert replicas.listed()[0].false_replies == 12
+        assert roles["engine-0"].error == ""
 
 
 async def test_one_is_removed_just_when_its_restarts_are_spent(

@@ -618,6 +618,29 @@ async def test_a_replica_that_goes_on_lying_gets_nothing_until_it_is_another_pro
     assert len(reports) == 5
 
 
+async def test_false_replies_count_for_a_process_also_where_a_push_left_it_out_meanwhile() -> None:
+    reports: list[tuple[FalseReplies, ...]] = []
+    async with world(report=reports.append) as w:
+        w.serve("a")
+        asked = [w.request(f"{n}") for n in range(4)]
+        for call in [await w.call("a") for _ in range(4)]:
+            lie(call)
+        await settle()
+        w.fence("a")
+        w.serve("a", version=1)
+        first, *_ = [await w.call("a") for _ in range(4)]
+        lie(first)
+        await settle()
+        assert [(one.incarnation, one.count, one.level) for one in reports[-1]] == [(0, 5, 5.0)]
+        w.fence("a")
+        w.serve("a", version=2)
+        assert w.router.serving == 0  # still the process that lied
+        w.serve("a", version=3, incarnation=1)
+        for _ in range(4):
+            (await w.call("a")).complete(4, version=3)
+        assert {(await task).token_ids for task in asked} == {(4,)}
+
+
 async def test_a_rare_lie_is_forgotten() -> None:
     reports: list[tuple[FalseReplies, ...]] = []
     async with world(report=reports.append) as w:

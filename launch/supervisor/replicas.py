@@ -124,6 +124,8 @@ class ReplicaManager(RolePool):
 
     def suspect(self, role: str, reports: Sequence[FalseReplies]) -> None:
         """Take in what the router of `role` knows of false replies; it may be repeated. A replica that goes on lying is ended."""
+        if reports:
+            self.suspicion.keep({name for name, one in self.processes.roles.items() if one.exit_status is None})
         self.suspicion.take(role, reports)
         for name in {report.name for report in reports}:
             info = self.fleet.replica(name)
