@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import socket
 
 import pytest
@@ -9,6 +11,7 @@ from slipstream.configs import load
 from slipstream.launch.launchers import links
 from slipstream.launch.launchers.links import SUPERVISOR, TALKS, LinkEnd, pairs_that_talk
 from slipstream.launch.supervisor.processes import role_names
+from slipstream.tests.scripted import settle
 
 
 def test_pairs_are_of_different_hosts_and_named_once() -> None:
@@ -41,6 +44,23 @@ def test_every_kind_of_role_has_someone_to_talk_to() -> None:
     kinds = {name.partition("-")[0] for name in names}
     assert kinds <= set(TALKS)
     assert {kind for kinds in TALKS.values() for kind in kinds} <= set(TALKS)
+
+
+async def test_a_client_that_does_not_close_holds_nothing_up() -> None:
+    """As that of a host that is lost meanwhile."""
+    end = LinkEnd()
+    async with asyncio.timeout(10):
+        port = await end.listen("127.0.0.2", 0)
+        before = len(asyncio.all_tasks())
+        reader, writer = await asyncio.open_connection("127.0.0.2", port)
+        await settle()
+        assert len(asyncio.all_tasks()) == before + 1  # it is accepted
+        await end.close()
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+        await settle()
+        assert len(asyncio.all_tasks()) == before
 
 
 async def test_a_connection_is_made_or_its_failure_named(monkeypatch: pytest.MonkeyPatch) -> None:

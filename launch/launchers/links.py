@@ -5,7 +5,7 @@
 Invariants:
 - It is checked when all roles have places and before any process starts. A listener is closed before its role needs the port.
 - No port of a role is kept busy: the end that connected closes first.
-- A pair on one host is not tried. Every try has the deadline `CONNECT_S`.
+- A pair on one host is not tried. Every try has the deadline `CONNECT_S`, and the end waits for no client.
 """
 
 from __future__ import annotations
@@ -51,13 +51,16 @@ class LinkEnd:
 
     def __init__(self) -> None:
         self._servers: list[asyncio.Server] = []
+        self._accepted: set[asyncio.StreamWriter] = set()  # connections that are open
 
     async def listen(self, host: str, port: int) -> int:
         """Accept connections at a port, or at any for 0; the port."""
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._accepted.add(writer)
             with contextlib.suppress(OSError):
                 await reader.read()  # the end that closes first keeps its port busy for a minute
+            self._accepted.discard(writer)
             writer.close()
 
         server = await asyncio.start_server(accept, host, port)
@@ -69,8 +72,13 @@ class LinkEnd:
         return list(await asyncio.gather(*(_connect(*address) for address in addresses)))
 
     async def close(self) -> None:
+        """Stop listening. A connection that its client has not closed is reset, which keeps no port busy: the client's host may be
+        lost."""
         for server in self._servers:
             server.close()
+        for writer in self._accepted:
+            writer.transport.abort()
+        for server in self._servers:
             await server.wait_closed()
         self._servers.clear()
 
