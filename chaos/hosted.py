@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 
 from ..configs import Config
-from ..errors import ConfigError
+from ..errors import ConfigError, DeadlineExceeded
 from ..launch.run_context import ROLE, VARIABLE
+from ..launch.supervisor.control import REPLY_S
 from ..launch.supervisor.factory import CLIENT_FACTORY
 from ..launch.supervisor.processes import role_names
 from .harness import AUDITED_CLIENT, FaultRunner
@@ -28,8 +29,8 @@ from .switch import LinkState
 ORPHANS_S = 60.0
 """Longest time for the processes of a killed supervisor to end: Ray has to see that it is gone, and tell the hosts."""
 
-SET_S = 60.0
-"""Longest time for `slipstream set`."""
+SET_S = REPLY_S + 60.0
+"""Longest time for `slipstream set`, which has a deadline of its own once it has started."""
 
 SLOW_S = 0.025
 LOSS = 0.01
@@ -70,7 +71,13 @@ class HostedFaultRunner(FaultRunner):
 
     def _set(self, override: str) -> None:
         command = self._command("set", str(self._dir), override)
-        done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=SET_S, check=False)
+        try:
+            done = subprocess.run(
+                command, env=dict(os.environ), capture_output=True, text=True, timeout=SET_S, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            hint = f"see {self._dir}/logs/supervisor.log"
+            raise DeadlineExceeded("slipstream chaos", f"`slipstream set` of {override}", SET_S, hint) from error
         if done.returncode:
             raise ConfigError(done.stderr.strip())
 

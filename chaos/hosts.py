@@ -41,9 +41,6 @@ START_S = 120.0
 FREEZE_S = 10.0
 """Longest time for the processes of a host to stop."""
 
-PROBE_S = 20.0
-"""Longest time to ask the head which nodes it knows."""
-
 RAY_SESSIONS = "/tmp/ray"
 """Where Ray keeps its sockets; each namespace has a folder of its own there."""
 
@@ -208,14 +205,18 @@ class Hosts:
             for host in hosts:
                 if (status := self._nodes[host].poll()) is not None:
                     raise ConfigError(f"Ray's node on host {host} ended with {status}; see {self._log(host)}")
-            if time.monotonic() > until:
+            left = until - time.monotonic()
+            if left <= 0:
                 logs = ", ".join(map(str, map(self._log, missing.values())))
                 raise DeadlineExceeded("the harness", f"Ray's nodes at {', '.join(missing)}", START_S, f"see {logs}")
             command = self.command(0, [sys.executable, "-c", NODES])
             environment = {**os.environ, **self.environment}
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=START_S, check=False
-            )
+            try:
+                done = subprocess.run(
+                    command, env=environment, capture_output=True, text=True, timeout=left, check=False
+                )
+            except subprocess.TimeoutExpired:
+                continue
             missing = {address: host for address, host in missing.items() if address not in done.stdout.split()}
 
     def _start(self, host: int) -> None:

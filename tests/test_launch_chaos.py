@@ -6,20 +6,22 @@ import ast
 import json
 import shutil
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 from slipstream.buffer.store import Store
 from slipstream.chaos import audit as chaos_audit
-from slipstream.chaos import audit_checks, audit_log
+from slipstream.chaos import audit_checks, audit_log, hosted
+from slipstream.chaos import hosts as hosts_module
 from slipstream.chaos.audit import audit
 from slipstream.chaos.changes import make_changes
-from slipstream.chaos.hosted import cpus_of
+from slipstream.chaos.hosted import HostedFaultRunner, cpus_of
+from slipstream.chaos.hosts import Hosts
 from slipstream.chaos.plan import SUPERVISOR, make_plan
 from slipstream.configs import LIVE, changed_live, load
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DeadlineExceeded
 from slipstream.monitor.settings import SETTINGS, read_changes
 from slipstream.tests.runs import leftovers, metrics, query, slipstream, tiny_policy
 
@@ -45,6 +47,25 @@ def chaos_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     done = slipstream("chaos", *arguments, *FEW, check=False)
     assert done.stdout, done.stderr
     return root / "run", json.loads(done.stdout)
+
+
+class SilentHosts(Hosts):
+    """Whatever is started on them goes on for long, and says nothing."""
+
+    def command(self, host: int, command: Sequence[str]) -> list[str]:
+        return ["sleep", "60"]
+
+
+def test_a_command_on_a_host_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts_module, "START_S", 0.5)
+    monkeypatch.setattr(hosted, "SET_S", 0.5)
+    monkeypatch.setattr(hosts_module, "may_make_namespaces", lambda: False)
+    hosts = SilentHosts([1], tmp_path)
+    with pytest.raises(DeadlineExceeded, match=r"Ray's nodes at 127\.0\.0\.2"), hosts:
+        pass
+    runner = HostedFaultRunner(hosts, (), tmp_path, 1.0, print)
+    with pytest.raises(DeadlineExceeded, match="`slipstream set` of learner"):
+        runner._set("learner.optimizer.lr=1e-3")
 
 
 def test_a_small_chaos_leaves_nothing_to_complain_of(chaos_run: tuple[Path, dict]) -> None:
