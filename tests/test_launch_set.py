@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from slipstream.configs import LIVE, Config, dump, load
 from slipstream.errors import ConfigError
-from slipstream.launch.launchers.local import LocalLauncher
+from slipstream.launch.launchers.local import LocalLauncher, Placement
 from slipstream.launch.run_context import VARIABLE, Addresses, RunContext, RunSettings, following_settings
 from slipstream.launch.run_lock import run_lock
 from slipstream.launch.supervisor.control import (
@@ -30,6 +30,7 @@ from slipstream.launch.supervisor.control import (
 )
 from slipstream.launch.supervisor.processes import ProcessManager, RoleProcess
 from slipstream.launch.supervisor.settings import SettingsManager
+from slipstream.launch.supervisor.workers import WorkerManager
 from slipstream.monitor.settings import (
     SETTINGS,
     SettingChange,
@@ -189,6 +190,33 @@ async def test_a_change_that_cannot_be_written_is_taken_back(tmp_path: Path, add
             assert len(await there.set("buffer.max_staleness=0")) == 1
             assert there.service._replay.admission.max_staleness == 0
         assert json_config(there.worker.environment[VARIABLE]).buffer.max_staleness == 0
+
+
+async def test_all_workers_have_room_for_a_group_also_those_that_are_added(tmp_path: Path) -> None:
+    """Each plays a group at least: `rollout.max_episodes` bounds all together."""
+    overrides = ["rollout.workers=1", "buffer.group_size=4", "rollout.max_episodes=8"]
+    config = load("quickstart", [f"run.dir={tmp_path}", *overrides])
+    view, launcher = LineView(config, Console(file=io.StringIO())), LocalLauncher(tmp_path, 0)
+    processes = ProcessManager(config, tmp_path, launcher, view)
+    settings = StatePublisher("tcp://127.0.0.1:*", RunSettings(1, config))
+    context = RunContext(config, Addresses("", "", "", ""), str(tmp_path), "gloo", str(tmp_path), pushed=True)
+    manager = SettingsManager(context, settings, processes, view, last_step=lambda: None)
+    workers = WorkerManager(
+        processes, launcher, view, lambda *_: {}, manager.set_workers, require_room=manager.require_room
+    )
+    workers.prepare({"worker-0": Placement("127.0.0.1", 1)})
+    processes.roles["worker-0"].ending.set()  # it is not started
+    async with asyncio.TaskGroup() as tasks:
+        await workers.begin(tasks.create_task)
+        why = r"rollout.max_episodes=8 leaves no room .* rollout.workers=3 times buffer.group_size=4; allowed .* 12 and more"
+        with pytest.raises(ConfigError, match=why):
+            await workers.add(2)
+    assert settings.state.workers == ()
+    await manager.set_workers(("worker-0", "worker-1"))
+    with pytest.raises(ConfigError, match=r"max_episodes=4 leaves no room .*\.workers=2"):
+        await manager.change(["rollout.max_episodes=4"])
+    assert settings.state.config == config
+    await settings.close()
 
 
 def json_config(text: str) -> Config:

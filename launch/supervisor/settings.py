@@ -26,7 +26,7 @@ from ...buffer.client import BufferClient
 from ...buffer.client_registry import SUPERVISOR
 from ...common.fsio import write_atomic
 from ...common.tasks import in_thread
-from ...configs import LIVE, RUN_CONFIG, Config, changed_live, dump
+from ...configs import LIVE, RUN_CONFIG, Config, changed_live, check, dump
 from ...errors import ConfigError, SlipstreamError
 from ...learner.checkpoint import checkpoints, read_state
 from ...monitor.settings import SETTINGS, LiveSetting, SettingChange, append_changes
@@ -73,6 +73,7 @@ class SettingsManager:
         after, different = changed_live(before, overrides)
         if not different:
             return ()
+        self._require_room(len(self.context.workers), after)
         self._start_with(after)  # from now on: the buffer may start again while it is asked
         try:
             version = await self._configure_buffer()
@@ -95,6 +96,19 @@ class SettingsManager:
     def relocate(self, addresses: Addresses) -> None:
         """Processes that start from now on find the others there."""
         self.context = msgspec.structs.replace(self.context, addresses=addresses)
+
+    def require_room(self, workers: int) -> None:
+        """Raises ConfigError where `rollout.max_episodes` leaves no room for a group in each of so many workers."""
+        self._require_room(workers, self.context.config)
+
+    @staticmethod
+    def _require_room(workers: int, config: Config) -> None:
+        rollout = config.rollout
+        check(
+            msgspec.structs.replace(
+                config, rollout=msgspec.structs.replace(rollout, workers=max(workers, rollout.workers))
+            )
+        )
 
     async def set_workers(self, workers: tuple[str, ...]) -> None:
         """The workers of the run are these: each follows its share of `rollout.max_episodes`."""

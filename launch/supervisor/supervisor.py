@@ -233,7 +233,9 @@ class Supervisor:
             trusting=access.trusting,
             pair=access.pair,
         )
-        self._workers = WorkerManager(self._processes, self.launcher, self.view, environment, changing.set_workers)
+        self._workers = WorkerManager(
+            self._processes, self.launcher, self.view, environment, changing.set_workers, changing.require_room
+        )
         self._processes.moved = functools.partial(self._moved, changing, replicas)
         live, workers = (changing, self._workers) if "buffer" in names else (None, None)
         control = ControlServer(

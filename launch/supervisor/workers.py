@@ -4,7 +4,8 @@
     remove ──> SIGTERM ──> its leases are returned, and others play them again ──> process ends ──> gone
 
 Invariants:
-- Every change of the set of workers is published: all know their share of `rollout.max_episodes`.
+- Every change of the set of workers is published: all know their share of `rollout.max_episodes`, which has room for a group in
+  each.
 - The last worker cannot be removed.
 """
 
@@ -43,6 +44,7 @@ class WorkerManager(RolePool):
     view: View
     environment: Callable[[str, Placement], dict[str, str]]  # of a role with a placement
     changed: Callable[[tuple[str, ...]], Awaitable[None]]  # is told the names of the workers
+    require_room: Callable[[int], None] = lambda count: None  # raises ConfigError where so many workers are too many
     gpus: int = 0
     placements: dict[str, Placement] = field(default_factory=dict)
     _next: int = 0
@@ -81,6 +83,7 @@ class WorkerManager(RolePool):
             raise ConfigError(
                 "workers can be added only while the run trains: after its first evaluation, before its last"
             )
+        self.require_room(len(self.placements) + count)
         return await super().add(count)
 
     async def start(self, name: str, placement: Placement) -> None:
