@@ -19,7 +19,7 @@ from ..common.bounded import Seconds, Version
 from ..rpc.wire import RpcMessage, RpcRefusal
 from .admission import LiveRules
 from .ledger import Ledger, Unstepped, Withheld
-from .trajectory import BatchRow, EncodedRow, EncodedTrajectory, Number, Outcome, Trajectory
+from .trajectory import BatchRow, EncodedRow, EncodedTrajectory, Outcome, Trajectory
 
 Name = Annotated[str, Meta(min_length=1, max_length=100)]  # of a worker, or of one of its processes
 EpisodeId = Annotated[str, Meta(max_length=64)]  # `group.attempt.member`
@@ -120,7 +120,7 @@ class DiscardBatch(BufferMessage, frozen=True):
     the weights stay `version`. Repeating it changes nothing."""
 
     version: Version
-    groups: tuple[Number, ...]
+    groups: tuple[GroupId, ...]
     reason: Unstepped
 
 
