@@ -8,8 +8,9 @@ Invariants:
 - The snapshot outlives the push: a replica that joins or returns gets it through `catch_up`, without the learner's other ranks.
 - The fleet may change during a push: a replica that leaves is dropped at once, a new one waits for `catch_up`.
 - `catch_up` delays `publish` by at most `GRACE_SHARE`. Then it is cancelled, and the replicas that it did not reach are retried
-  later, each time after twice as long: so a replica that cannot be reached costs less and less, and one that can is reached,
-  however fast versions follow each other.
+  later, each time after twice as long: a replica that cannot be reached costs less and less. One that takes its weights within
+  `GRACE_SHARE` is reached however fast versions follow each other, a slower one when they leave it time. An attempt that a version
+  cancelled is no failure: `on_lost` does not hear of it.
 - A replica that does not confirm its swap stays paused and fenced; `catch_up` resumes it once it does.
 - A replica that takes the weights twice and still computes something else stops the push: the cohorts that have not begun keep
   serving the version before.
