@@ -21,6 +21,7 @@ import yaml
 from jsonschema import Draft202012Validator
 from slipstream.configs import Config, dump, load
 from slipstream.errors import ConfigError
+from slipstream.launch.cli import submit
 from slipstream.launch.submit.job import Nodes, make_job, parse_time, plan_nodes
 from slipstream.launch.submit.kubernetes import Pods, manifest, parse_volume
 from slipstream.launch.submit.slurm import batch_script
@@ -170,6 +171,12 @@ def test_options_of_slurm_that_are_no_words(options: dict[str, Any], said: str) 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_policy(tmp_path_factory.mktemp("submit") / "policy")
+
+
+def test_a_loss_that_is_nowhere_is_named_before_a_job_is_written(policy: Path, tmp_path: Path) -> None:
+    loss = "learner.algorithm.loss={kind: python, function: 'nowhere_at_all:loss'}"
+    with pytest.raises(ConfigError, match=r"learner\.algorithm\.loss\.function: cannot import 'nowhere_at_all'"):
+        submit._check_files(config_of(f"model.path={policy}", f"run.dir={tmp_path / 'run'}", loss))
 
 
 def test_submitting_to_slurm(policy: Path, tmp_path: Path) -> None:

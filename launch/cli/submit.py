@@ -126,12 +126,12 @@ def _config(options: argparse.Namespace) -> Config:
 
 def _check_files(config: Config) -> None:
     """What can be checked where the job is written, on the file system of its nodes. Raises ConfigError."""
-    from ..file_checks import agent_files, environment_files, model_files, reward_files
+    from ..file_checks import agent_files, algorithm_files, environment_files, model_files, reward_files
     from ..preflight import folder
     from ..run_inputs import RunInputs
 
     inputs = RunInputs(config)
-    for check in (folder, model_files, reward_files, agent_files, environment_files):
+    for check in (folder, model_files, reward_files, algorithm_files, agent_files, environment_files):
         check(inputs)
 
 
