@@ -48,10 +48,14 @@ class RunSettings(msgspec.Struct, frozen=True):
     config: Config
     workers: tuple[str, ...] = ()  # the run's, which may be others than it began with
 
+    def share(self, worker: str) -> tuple[int, int]:
+        """The place of `worker` among the workers of the run, from 0, and how many these are; one not among them is last."""
+        index = self.workers.index(worker) if worker in self.workers else len(self.workers)
+        return index, max(1, len(self.workers))
+
     def episode_limit(self, worker: str) -> int | None:
         """Most episodes that `worker` plays at once, its share of `rollout.max_episodes`; None without a limit."""
-        index = self.workers.index(worker) if worker in self.workers else len(self.workers)
-        return self.config.rollout.episode_limit(index, max(1, len(self.workers)))
+        return self.config.rollout.episode_limit(*self.share(worker))
 
 
 class RunContext(msgspec.Struct, frozen=True):

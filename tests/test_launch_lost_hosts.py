@@ -323,3 +323,10 @@ def test_workers_share_the_limit_of_episodes_as_they_come_and_go() -> None:
     assert [settings.episode_limit(name) for name in settings.workers] == [27, 27, 26]
     assert settings.episode_limit("worker-9") == 26  # which was just removed
     assert RunSettings(1, load("quickstart"), ("worker-0",)).episode_limit("worker-0") is None
+
+
+def test_each_replica_is_reported_on_by_one_of_the_workers_that_there_are_now() -> None:
+    for workers in (("worker-0", "worker-1"), ("worker-1",), ("worker-1", "worker-2", "worker-7")):
+        settings = RunSettings(1, load("quickstart"), workers)
+        shares = [range(10)[start::step] for start, step in map(settings.share, workers)]
+        assert sorted(replica for share in shares for replica in share) == [*range(10)]

@@ -175,12 +175,13 @@ async def worker(context: RunContext, index: int, heartbeat: HeartbeatSender, st
             "make_player",
         )
         _ready(heartbeat)
-        size, workers = config.buffer.group_size, max(1, len(context.workers))
+        size, (_, workers) = config.buffer.group_size, context.settings.share(name)
         timeline = stack.enter_context(TimelineWriter(context.timeline_dir, heartbeat.role))
         limit = context.settings.episode_limit(name)
         playing = Worker(player, client, size, workers, heartbeat.send_message, timeline.record, limit)
-        timeline.gauges = lambda: playing.gauges() | {"replicas": router.gauges(index % workers, workers)}
-        async with following_settings(context, lambda new: playing.set_limit(new.episode_limit(name))):
+        async with following_settings(context, lambda new: playing.set_limit(new.episode_limit(name))) as settings:
+            # Each worker reports on its share of the replicas, of those workers that there are now.
+            timeline.gauges = lambda: playing.gauges() | {"replicas": router.gauges(*settings.state.share(name))}
             await playing.run(stop)
 
 
