@@ -69,26 +69,27 @@ def check_model(path: str, key: str = MODEL_KEY) -> None:
         raise ConfigError(
             f"{key}: {path!r} has layers of kind {', '.join(sorted(kinds))}; allowed are {', '.join(sorted(PACKABLE_LAYERS))}"
         )
+    require_unquantized(path, config, key)
     if unpackable := _unpackable(config):
         raise ConfigError(
             f"{key}: {path!r} is a {config.model_type} with {unpackable}, which attention over packed rows does not compute; "
-            "allowed are models with plain causal attention, as of Qwen3, Llama, Mistral, Gemma 3, OLMo 2, GLM-4.5 or DeepSeek-V3"
+            "allowed are models with causal attention, as of Qwen3, Llama, Mistral, Gemma 3, OLMo 2, GLM-4.5 or DeepSeek-V3"
         )
 
 
+def require_unquantized(path: str, config: PretrainedConfig, key: str = MODEL_KEY) -> None:
+    """Raises ConfigError where the weights in `path` are quantized."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"{key}: {path!r} holds quantized weights; allowed are float32, bfloat16 and float16")
+
+
 def _unpackable(config: PretrainedConfig) -> str | None:
-    """What the model of `config` computes that `fsdp2/attention.py` does not; None where it is plain attention."""
+    """What the model of `config` computes that `fsdp2/attention.py` does not; None where it computes all of it."""
     model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if model_class is None:
         return "no causal language model in transformers"
     if not model_class._supports_attention_backend:
         return "layers whose attention or state cannot be replaced"
-    if getattr(config, "attn_logit_softcapping", None):
-        return "soft caps in its attention"
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    if any("sink" in name for name, _ in model.named_parameters()):
-        return "attention sinks"
     return None
 
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ..errors import ConfigError
 from ..weightsync.checkpoint_layout import CheckpointLayout
 from .hub import first_line, require_model
-from .model import MODEL_KEY
+from .model import MODEL_KEY, require_unquantized
 
 FILES = ("*.safetensors", "*.json")
 Rows = Callable[[str], slice]  # of a parameter by name, the rows of its first dimension that are wanted
@@ -91,10 +91,7 @@ class WeightReader:
     are parameters that the files need not have. Raises ConfigError: a parameter is missing, or has another shape there."""
 
     def __init__(self, path: str, model: PreTrainedModel, missing: Collection[str] = ()) -> None:
-        if getattr(model.config, "quantization_config", None) is not None:
-            raise ConfigError(
-                f"{MODEL_KEY}: {path!r} holds quantized weights; allowed are float32, bfloat16 and float16"
-            )
+        require_unquantized(path, model.config)
         self._path = path
         self._layout = CheckpointLayout(model)
         self._files = WeightFiles(path)

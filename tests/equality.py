@@ -104,15 +104,21 @@ def make_rows(step: int, rank: int, world_size: int, budget: int):
 
 
 def plain_loop(
-    folder: str, *, sequence_mean: bool = False, dtype: torch.dtype = torch.float32, lora_rank: int = 0
+    folder: str,
+    *,
+    sequence_mean: bool = False,
+    dtype: torch.dtype = torch.float32,
+    lora_rank: int = 0,
+    attention: str | None = None,
 ) -> dict[str, torch.Tensor]:
     """The same three steps by hand: one sequence at a time, transformers' own attention, torch's AdamW, peft's own wrapper.
 
     Args:
         dtype: of forward and backward; weights and optimizer are float32.
         lora_rank: of adapters, which are merged at the end; 0 trains the model.
+        attention: transformers' name of it, `eager` where only that one has soft caps; None for its own choice.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
     if lora_rank:
         torch.manual_seed(lora.SEED)
         model = get_peft_model(model, LoraConfig(r=lora_rank, lora_alpha=lora.ALPHA, target_modules="all-linear"))

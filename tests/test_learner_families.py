@@ -63,6 +63,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
     "mixtral": EXPERTS,
+    "gemma2": {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0, "sliding_window": 8},
     "gemma3_text": {"query_pre_attn_scalar": 8},
     "gemma4_text": {},
     "phi3": {},
@@ -72,6 +73,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "glm4_moe": EXPERTS,
     "deepseek_v3": EXPERTS | LATENT,
     "minimax_m2": EXPERTS,
+    "gpt_oss": EXPERTS | {"sliding_window": 8},
 }
 """Those of the table in docs/backends.md."""
 
@@ -79,8 +81,6 @@ DEFAULT = ("deepseek_v3", "minimax_m2", "gemma3_text")
 """Of the default tier: buffers, some under another name in memory, and a normalization of its own."""
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "gemma2": ({"query_pre_attn_scalar": 8}, "is a gemma2 with soft caps in its attention"),
-    "gpt_oss": (EXPERTS, "is a gpt_oss with attention sinks"),
     "stablelm": ({}, "is a stablelm with layers whose attention or state cannot be replaced"),
     "qwen3_5_text": ({}, "has layers of kind linear_attention"),
     "qwen3_next": (EXPERTS, "has layers of kind linear_attention"),

@@ -90,6 +90,13 @@ def test_layers_that_cannot_be_packed_are_refused(tmp_path):
     assert "linear_attention" in refusal(folder)
 
 
+def test_quantized_weights_are_refused(tmp_path):
+    folder = write(tmp_path)
+    known = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(known | {"quantization_config": {"quant_method": "mxfp4"}}))
+    assert "holds quantized weights; allowed are float32" in refusal(folder)
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_packed_attention_equals_one_sequence_at_a_time(tmp_path, window):
     """Also where every second layer sees only the last five tokens."""
@@ -109,7 +116,7 @@ def test_packed_attention_equals_one_sequence_at_a_time(tmp_path, window):
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}, {"packed": None}])
+@pytest.mark.parametrize("option", [{"position_bias": torch.zeros(4)}, {"dropout": 0.1}, {"packed": None}])
 def test_attention_that_would_be_ignored_is_an_error(option):
     states = torch.zeros(1, 4, 3, 8)
     with pytest.raises(LearnerError, match="cannot do"):

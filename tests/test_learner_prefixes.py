@@ -102,6 +102,7 @@ def test_a_row_without_anything_in_common_stays_as_it_is() -> None:
     assert made.cu_seqlens == row.cu_seqlens
 
 
+@pytest.mark.parametrize("extra", ["", "soft cap", "sinks"])
 @pytest.mark.parametrize("window", [None, 10])
 @pytest.mark.parametrize(
     ("sequences", "saved"),
@@ -109,7 +110,7 @@ def test_a_row_without_anything_in_common_stays_as_it_is() -> None:
     ids=["separate", "nested"],
 )
 def test_attention_and_its_gradient_are_those_of_whole_sequences(
-    sequences: list[TrainBatch], saved: int, window: int | None
+    sequences: list[TrainBatch], saved: int, window: int | None, extra: str
 ) -> None:
     row = to_microbatch(joined(sequences))
     made = plan_sharing(row)
@@ -118,22 +119,25 @@ def test_attention_and_its_gradient_are_those_of_whole_sequences(
     shapes = [(1, heads, len(made.kept), 8) for heads in (4, 2, 2)]
     states = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
     asked = torch.randn(1, len(row.token_ids), 4, 8, generator=generator, dtype=torch.float64)
+    sinks = torch.randn(4, generator=generator, dtype=torch.float64, requires_grad=True)
+    options = {"soft cap": {"softcap": 2.0}, "sinks": {"s_aux": sinks}}.get(extra, {})
+    learned = [*states, *options.values()][: 4 if extra == "sinks" else 3]
 
     def attend(query, key, value, packed):
         output, _ = attention.packed_attention(
-            torch.nn.Identity(), query, key, value, None, sliding_window=window, packed=packed
+            torch.nn.Identity(), query, key, value, None, sliding_window=window, packed=packed, **options
         )
         return output
 
     expected = attend(
         *(x[:, :, made.where] for x in states), attention.PackedMask(row.cu_seqlens, row.token_ids.device)
     )
-    wanted = torch.autograd.grad((expected * asked).sum(), states)
+    wanted = torch.autograd.grad((expected * asked).sum(), learned)
     shared = attend(*states, attention.PackedMask(made.cu_seqlens, row.token_ids.device, heads=made.heads))[
         :, made.where
     ]
     torch.testing.assert_close(shared, expected, atol=1e-12, rtol=0)
-    for found, gradient in zip(torch.autograd.grad((shared * asked).sum(), states), wanted, strict=True):
+    for found, gradient in zip(torch.autograd.grad((shared * asked).sum(), learned), wanted, strict=True):
         torch.testing.assert_close(found, gradient, atol=1e-12, rtol=0)
 
 

@@ -1,11 +1,12 @@
 """Attention over packed rows, without padding and without a [N, N] mask.
 
     on CUDA, in half precision   one call of torch's FlashAttention (Dao 2023, arXiv:2307.08691) for all sequences
+    soft caps, attention sinks   the scores of each sequence at once (`common/eager_attention.py`)
     elsewhere                    one call of torch's scaled dot-product attention for each
 
 Invariants:
 - A token attends to itself and to earlier tokens of its own sequence only.
-- An option that this file does not implement (soft caps, attention sinks, dropout) is an error, never ignored.
+- An option that this file does not implement (a position bias, dropout) is an error, never ignored.
 - Models are called with `use_cache=False`: with a cache, transformers silently packs wrongly.
 
 Sequences of a row may share a prefix, which is computed once (`plan_sharing`):
@@ -32,6 +33,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from ...common.eager_attention import eager_attention
 from ...errors import LearnerError
 from ..packing import LEAST, MicroBatch, sharing_pays
 from .parallelism import ContextParallelGroup
@@ -117,7 +119,7 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sequence. `query` is [1, heads, N, head_dim]; `key` and `value` may have fewer heads. `packed`
     is how the whole row is cut, of which these N tokens are a rank's. Returns [1, N, heads, head_dim] and None (no weights)."""
-    asked = {"softcap": softcap, "attention sinks": s_aux, "position bias": position_bias, "dropout": dropout or None}
+    asked = {"position bias": position_bias, "dropout": dropout or None}
     unsupported = [name for name, value in asked.items() if value is not None]
     if unsupported or packed is None or attention_mask is not None:
         what = ", ".join(unsupported) or "attention without cu_seqlens"
@@ -127,8 +129,11 @@ def packed_attention(
     context = packed.context
     if context is not None:
         query, key, value = context.to_heads(query), context.to_heads(key), context.to_heads(value)
-    attend = _flash if _can_flash(query) else _sdpa
-    output = attend(query, key, value, packed, scaling, sliding_window)
+        s_aux = None if s_aux is None else s_aux.view(context.size, -1)[context.rank]
+    if softcap is None and s_aux is None and _can_flash(query):
+        output = _flash(query, key, value, packed, scaling, sliding_window)
+    else:
+        output = _by_sequence(query, key, value, packed, scaling, sliding_window, softcap, s_aux)
     return output if context is None else context.to_tokens(output), None
 
 
@@ -170,13 +175,15 @@ def _flash(
     return output[None]
 
 
-def _sdpa(
+def _by_sequence(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     packed: PackedMask,
     scaling: float | None,
     window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     grouped = query.shape[1] != key.shape[1]
     outputs = []
@@ -188,6 +195,9 @@ def _sdpa(
         band = _band(length, window, query.device, before=stop - head)
         if stop > head:
             keys, values = torch.cat([key[:, :, head:stop], keys], 2), torch.cat([value[:, :, head:stop], values], 2)
+        if softcap is not None or sinks is not None:
+            outputs.append(eager_attention(queries, keys, values, band, scaling, softcap, sinks))
+            continue
         outputs.append(
             functional.scaled_dot_product_attention(
                 queries,

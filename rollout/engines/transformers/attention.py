@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.masking_utils import AttentionMaskInterface
 
+from ....common.eager_attention import eager_attention
 from ....errors import EngineError
 
 PAGED = "slipstream_paged"
@@ -59,7 +60,7 @@ def paged_attention(
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         if softcap is not None or s_aux is not None:
-            return _eager(q, k, v, mask, scaling, softcap, s_aux)
+            return eager_attention(q, k, v, mask, scaling, softcap, s_aux)
         causal = mask is None and q.shape[2] > 1
         return functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=grouped
@@ -94,31 +95,6 @@ def _causal(queries: int, keys: int, window: int | None, device: torch.device) -
         return None
     back = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
     return (back >= 0) & (back < (window or keys + 1))
-
-
-def _eager(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention with what SDPA does not support: soft-capped scores, and a sink per head that takes a share of the weight."""
-    times = query.shape[1] // key.shape[1]
-    key, value = (t.repeat_interleave(times, 1) for t in (key, value))
-    scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
-    if softcap is not None:
-        scores = (scores / softcap).tanh() * softcap
-    if mask is None and query.shape[2] > 1:
-        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-    return weights[..., : key.shape[2]] @ value
 
 
 AttentionInterface.register(PAGED, paged_attention)
