@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from ..buffer.trajectory import VersionSpan
+from ..common.routed_experts import RoutedExperts
 from ..envs.base import Environment, Message, Task, ToolSpec
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -51,6 +52,9 @@ class Completion(msgspec.Struct, frozen=True):
     version_spans: tuple[VersionSpan, ...]  # half-open ranges that cover the n tokens in order
     finish_reason: FinishReason  # `abort`: the request was interrupted and may be continued
     timing: RequestTiming | None = None  # None where it was not measured, or no token came
+    experts: RoutedExperts | None = (
+        None  # by position in prompt and completion; None where the server does not record them
+    )
 
 
 Generate = Callable[[Sequence[int], int], Awaitable[Completion]]

@@ -132,6 +132,10 @@ class Session:
         """What was sampled so far, see `ConversationTree.branches`."""
         return self._tree.branches()
 
+    def experts_known(self, token_ids: Sequence[int]) -> int:
+        """See `ConversationTree.experts_known`."""
+        return self._tree.experts_known(token_ids)
+
     @property
     def untrained(self) -> int:
         """Completions without loss."""
@@ -175,6 +179,7 @@ class Session:
                 started=started,
                 env_calls=() if number else tuple(env_calls),
                 segments=tuple(branch.segments[:SEGMENTS_LIMIT]),
+                experts=None if branch.experts is None else branch.experts.whole(len(branch.token_ids)),
             )
             for number, branch in enumerate(self.branches)
         )

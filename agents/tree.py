@@ -27,6 +27,7 @@ import numpy as np
 from renderers import RenderedTokens
 
 from ..buffer.trajectory import NAME_LIMIT, Segment, Turn, VersionSpan
+from ..common.routed_experts import RoutedExperts, merged
 from ..envs.base import Message, ToolSpec
 from ..errors import encodable
 from .base import Completion, RequestTiming
@@ -81,6 +82,7 @@ class Branch:
     version_spans: list[VersionSpan] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    experts: RoutedExperts | None = None
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append context tokens, which carry no loss."""
@@ -97,6 +99,13 @@ class Branch:
         append_spans(self.version_spans, completion.version_spans, start)
         took = () if completion.timing is None else msgspec.structs.astuple(completion.timing)
         self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason, *took))
+
+    def know(self, completion: Completion) -> None:
+        """Take over the experts of the conversation that ends with `completion`, whose last token is the branch's last one, where
+        none are known yet."""
+        if completion.experts is not None:
+            known = merged(self.experts, completion.experts)
+            self.experts = known and known.until(len(self.token_ids))
 
 
 class ConversationTree:
@@ -117,6 +126,16 @@ class ConversationTree:
     def ending_with(self, key: bytes) -> Iterator[Node]:
         """The completions that end a conversation, the newest first."""
         return reversed(self._by_key.get(key, ()))
+
+    def experts_known(self, token_ids: Sequence[int]) -> int:
+        """Tokens at the beginning of a conversation whose experts the completions in it have recorded."""
+        node, _ = self.beginning(token_ids)
+        known = size = 0
+        for one in () if node is None else node.path():
+            size += len(one.context) + len(one.completion.token_ids)
+            if one.completion.experts is not None:
+                known = max(known, min(size, one.completion.experts.end))  # of one that was cut it goes on
+        return known
 
     def beginning(self, token_ids: Sequence[int]) -> tuple[Node | None, int]:
         """The completion with the most tokens whose conversation begins `token_ids`, and the number of its tokens; the newest of
@@ -151,6 +170,7 @@ class ConversationTree:
         for before in () if first.parent is None else first.parent.path():
             branch.segments += before.segments(len(branch.token_ids))
             branch.extend(before.own_token_ids())
+            branch.know(before.completion)
         node: Node | None = first
         while node is not None:
             branch.segments += node.segments(len(branch.token_ids))
@@ -159,6 +179,7 @@ class ConversationTree:
                 branch.record(node.completion)
             else:
                 branch.extend(node.completion.token_ids)
+            branch.know(node.completion)
             node = nexts[node]
         return branch
 
@@ -230,17 +251,19 @@ def joined(parts: Sequence[Completion]) -> Completion:
     spans: list[VersionSpan] = []
     tokens: list[int] = []
     logprobs: list[float] = []
+    experts: RoutedExperts | None = None
     for part in parts:
         append_spans(spans, part.version_spans, len(tokens))
         tokens += part.token_ids
         logprobs += part.logprobs
+        experts = merged(experts, part.experts)
     timings = [part.timing for part in parts if part.timing is not None]
     timing = functools.reduce(RequestTiming.then, timings) if timings else None
-    return Completion(tuple(tokens), tuple(logprobs), tuple(spans), parts[-1].finish_reason, timing)
+    return Completion(tuple(tokens), tuple(logprobs), tuple(spans), parts[-1].finish_reason, timing, experts)
 
 
 def cut(completion: Completion, tokens: int) -> Completion:
     """The first `tokens` tokens of a completion, ended by `stop`."""
     spans = [msgspec.structs.replace(s, end=min(s.end, tokens)) for s in completion.version_spans if s.start < tokens]
     ids, logprobs = completion.token_ids[:tokens], completion.logprobs[:tokens]
-    return Completion(ids, logprobs, tuple(spans), "stop", completion.timing)
+    return Completion(ids, logprobs, tuple(spans), "stop", completion.timing, completion.experts)

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import sqlite3
 
-from .trajectory import TOKEN_BYTES
-
 # Groups that can no longer change; `:settled` is `ReplayCounters.settled`.
 SETTLED = (
     "(state = 'discarded' OR (state = 'trained' AND trained_at <= :settled))"
@@ -23,8 +21,8 @@ CUT_BYTES = 32 << 20  # how much is cut off the file at a time, for the same rea
 SLACK = 0.9  # a buffer over its limit shrinks to this share of it, so that it does not exceed the limit again at once
 # Where the arrays end that rows name.
 END = (
-    f"SELECT coalesce(max(arrays + {TOKEN_BYTES} * length), 0) FROM trajectories"
-    " WHERE typeof(arrays) = 'integer' AND arrays < 1 << 62 AND length BETWEEN 1 AND 1 << 31"  # a damaged row may hold anything
+    "SELECT coalesce(max(arrays + bytes), 0) FROM trajectories"
+    " WHERE typeof(arrays) = 'integer' AND arrays < 1 << 62 AND bytes BETWEEN 1 AND 1 << 40"  # a damaged row may hold anything
 )
 # Whether rows name arrays between two positions.
 NAMED = "SELECT EXISTS (SELECT 1 FROM trajectories WHERE arrays >= ? AND arrays < ?)"

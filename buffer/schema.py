@@ -16,7 +16,7 @@ from ..errors import StoreError
 
 DATABASE = "buffer.sqlite"  # in the folder of a run
 EVALUATION_DATABASE = "evaluation.sqlite"  # beside it, see `evaluation_episodes`
-SCHEMA_VERSION = 13  # raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change
+SCHEMA_VERSION = 14  # raise it when the tables, or the headers of trajectories in them (`wire.FORMAT`), change
 BUSY_S = 10.0  # how long SQLite waits for another connection that holds the file
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS counters (
@@ -43,7 +43,8 @@ CREATE INDEX IF NOT EXISTS episodes_of_group ON episodes (group_id);
 CREATE TABLE IF NOT EXISTS trajectories (
     id TEXT PRIMARY KEY, episode_id TEXT NOT NULL REFERENCES episodes, group_id INTEGER NOT NULL, reward REAL NOT NULL,
     header BLOB NOT NULL, length INTEGER NOT NULL,
-    arrays INTEGER  -- their position, see `segments`; NULL once dropped to free space
+    arrays INTEGER, -- their position, see `segments`; NULL once dropped to free space
+    bytes INTEGER NOT NULL  -- of its arrays
 );
 CREATE INDEX IF NOT EXISTS held ON trajectories (group_id) WHERE arrays IS NOT NULL;
 CREATE INDEX IF NOT EXISTS positions ON trajectories (arrays) WHERE arrays IS NOT NULL;

@@ -35,7 +35,7 @@ from .samplers import TaskStatistics
 from .schema import SCHEMA, SCHEMA_VERSION, connect, require_schema, store_error
 from .segments import SegmentLog, segments_path
 from .task_table import StoredTask, TaskChange
-from .trajectory import LENGTH_LIMIT, TOKEN_BYTES, EncodedTrajectory, Outcome, Trajectory
+from .trajectory import ARRAYS_LIMIT, EncodedTrajectory, Outcome, Trajectory
 
 WAL_BYTES = 64 << 20  # the log beside the file is truncated to this after a larger transaction
 # Values of one statement, where SQLite takes so many, and the bytes after which it takes no more: it holds a copy of them.
@@ -159,7 +159,7 @@ class Store:
             with self._writing():
                 positions = self._segments.append([new.encoded.arrays.data for new in batch.trajectories])
             trajectories = [
-                (t.id, episode_id, t.group_id, t.reward, encoded.header, len(t), position)
+                (t.id, episode_id, t.group_id, t.reward, encoded.header, len(t), position, encoded.arrays.nbytes)
                 for (episode_id, t, encoded), position in zip(batch.trajectories, positions, strict=True)
             ]
         with self._transaction():
@@ -253,19 +253,18 @@ class Store:
         """By member and branch."""
         with self._reading():
             rows = self._db.execute(
-                f"SELECT id, header, length, arrays FROM trajectories WHERE {where}", (value,)
+                f"SELECT id, header, length, bytes, arrays FROM trajectories WHERE {where}", (value,)
             ).fetchall()
             found = [self._trajectory(*row) for row in rows]
         return sorted(found, key=lambda pair: (pair[0].member, pair[0].branch))
 
     def _trajectory(
-        self, trajectory_id: str, header: object, length: object, position: object
+        self, trajectory_id: str, header: object, length: object, size: object, position: object
     ) -> tuple[Trajectory, EncodedTrajectory]:
         what = f"trajectory {trajectory_id}"
-        if not (isinstance(header, bytes) and isinstance(length, int) and isinstance(position, int)):
+        if not (isinstance(header, bytes) and isinstance(size, int) and isinstance(position, int)):
             raise self._damaged(what, "its arrays or its header are missing")
-        size = TOKEN_BYTES * length
-        arrays = self._segments.read(position, size) if 0 < length <= LENGTH_LIMIT else b""
+        arrays = self._segments.read(position, size) if 0 < size <= ARRAYS_LIMIT else b""
         if not arrays or len(arrays) < size:
             raise self._damaged(what, f"{len(arrays)} of {size} bytes are left of its arrays")
         encoded = EncodedTrajectory(header, np.frombuffer(arrays, dtype=np.uint8))
@@ -274,8 +273,8 @@ class Store:
             trajectory.check()
         except WireError as error:
             raise self._damaged(what, error) from None
-        if trajectory.id != trajectory_id:
-            raise self._damaged(what, f"it holds {trajectory.id}")
+        if (trajectory.id, len(trajectory)) != (trajectory_id, length):
+            raise self._damaged(what, f"it holds {trajectory.id} of {len(trajectory)} tokens")
         return trajectory, encoded
 
     def _is_named(self, start: int, end: int) -> bool:

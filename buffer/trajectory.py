@@ -7,6 +7,7 @@ Invariants, checked by `Trajectory.check` before anything is accepted into the b
 - `behavior_logprobs` is finite, at most 0 at sampled tokens, and 0 elsewhere.
 - Turns and spans form no reference cycles, so the garbage collector does not track them (`gc=False`): there may be hundreds.
 - Times are absolute: seconds since the epoch on the clock of the worker's host. They are records; nothing is decided by them.
+- `experts`, where there are any, has a row for each token (`common/routed_experts.py`); the header says how wide it is.
 - A token is sampled in exactly one trajectory. An agent that rewrites its history opens a new *branch*: another trajectory
   of the same member, whose earlier turns are context (`loss_mask` false).
 """
@@ -24,12 +25,15 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from ..common.outcomes import FAILED
+from ..common.routed_experts import ExpertLayout, layout_of
 from ..errors import WireError
-from ..rpc.wire import FORMAT
+from ..rpc.wire import FORMAT, FRAME_LIMIT
 
 # Tokens in one trajectory. Beyond any context served today; keeps a forged header from allocating memory.
 LENGTH_LIMIT = 1 << 22
-TOKEN_BYTES = 9  # bytes of arrays per token: an id (int32), a log-prob (float32), and whether it was sampled
+# Bytes of arrays per token: an id (int32), a log-prob (float32), and whether it was sampled. Experts follow those of all tokens.
+TOKEN_BYTES = 9
+ARRAYS_LIMIT = FRAME_LIMIT  # bytes of one trajectory's arrays
 NAME_LIMIT = 1000  # characters of a task's or environment's name
 SEGMENTS_LIMIT = 4000  # messages that a branch names: 100 kB; a conversation may have any number
 CALLS_LIMIT = 1000  # calls of environments and tools that a trajectory records: 40 kB; an agent may make any number
@@ -159,6 +163,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
     segments: tuple[
         Segment, ...
     ] = ()  # messages in order, where the chat format says which tokens are of which; first ones only
+    expert_layout: ExpertLayout | None = None  # of the experts behind its other arrays; None where there are none
 
     @property
     def episode(self) -> str:
@@ -201,9 +206,9 @@ class BatchRow(TrajectoryHeader, frozen=True, kw_only=True):
 
     def with_arrays(self, arrays: NDArray[np.uint8]) -> Trajectory:
         """The trajectory that the buffer holds `arrays` of. Raises WireError where they are of another length."""
-        if len(arrays) != TOKEN_BYTES * self.length:
+        if len(arrays) != token_bytes(self.expert_layout) * self.length:
             raise WireError(f"trajectory {self.id!r}: {len(arrays)} bytes of arrays came for {self.length} tokens")
-        return _trajectory(msgspec.structs.astuple(self)[: len(TrajectoryHeader.__struct_fields__)], arrays)
+        return _trajectory(_header_of(self), self.expert_layout, arrays)
 
 
 class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
@@ -212,6 +217,9 @@ class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
     token_ids: NDArray[np.int32]  # int32[T]
     loss_mask: NDArray[np.bool_]  # bool[T], true where the policy sampled the token
     behavior_logprobs: NDArray[np.float32]  # float32[T], nats, 0 where masked
+    experts: NDArray[Any] | None = (
+        None  # uint8 or uint16[T, layers, top_k], see `common/routed_experts.py`; None: no record
+    )
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -236,6 +244,8 @@ class Trajectory(TrajectoryHeader, frozen=True, kw_only=True):
         require(logprobs.min() > -np.inf, "behavior_logprobs must be finite")  # the minimum with a NaN is NaN
         require(logprobs.max() <= LOGPROB_LIMIT, "behavior_logprobs must not be positive")
         require(not ((logprobs != 0) > self.loss_mask).any(), "behavior_logprobs must be 0 where nothing was sampled")
+        if self.experts is not None:
+            require(len(self.experts) == n, f"experts of {len(self.experts)} tokens came for {n}")
         require(all(map(math.isfinite, (self.reward, *self.turn_rewards))), "rewards must be finite")
         require(len(self.env_calls) <= CALLS_LIMIT, f"env_calls may have {CALLS_LIMIT} entries")
         require(len(self.segments) <= SEGMENTS_LIMIT, f"segments may have {SEGMENTS_LIMIT} entries")
@@ -280,31 +290,37 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
     """A trajectory as its worker encoded it: these bytes are delivered, stored, and sent to the learner."""
 
     header: bytes  # the format byte of `rpc.wire`, and msgpack of a `TrajectoryHeader`
-    arrays: NDArray[np.uint8]  # uint8[9 T]: token ids, log-probs, loss mask
+    arrays: NDArray[np.uint8]  # uint8[9 T] and more where there are experts: token ids, log-probs, loss mask, experts
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> EncodedTrajectory:
-        fields = msgspec.structs.astuple(trajectory)[: len(TrajectoryHeader.__struct_fields__)]
-        header = FORMAT + msgspec.msgpack.encode(TrajectoryHeader(*fields))
-        arrays = trajectory.token_ids, trajectory.behavior_logprobs, trajectory.loss_mask
-        return cls(header, np.frombuffer(b"".join(np.ascontiguousarray(one).data for one in arrays), dtype=np.uint8))
+        experts = trajectory.experts
+        layout = None if experts is None else layout_of(experts)
+        header = msgspec.structs.replace(TrajectoryHeader(*_header_of(trajectory)), expert_layout=layout)
+        arrays = [trajectory.token_ids, trajectory.behavior_logprobs, trajectory.loss_mask]
+        arrays += [] if experts is None else [experts]
+        joined = b"".join(np.ascontiguousarray(one).data for one in arrays)
+        return cls(FORMAT + msgspec.msgpack.encode(header), np.frombuffer(joined, dtype=np.uint8))
 
     def decode(self) -> Trajectory:
         """Arrays are views of the bytes. Raises WireError; the invariants of this module are not checked."""
-        if len(self.arrays) % TOKEN_BYTES:
-            raise WireError(f"{len(self.arrays)} bytes of arrays are not {TOKEN_BYTES} for each token")
-        return _trajectory(_decode_header(self.header), self.arrays)
+        header = _decode_header(self.header)
+        layout: ExpertLayout | None = header[-1]
+        if len(self.arrays) % token_bytes(layout):
+            raise WireError(f"{len(self.arrays)} bytes of arrays are not {token_bytes(layout)} for each token")
+        return _trajectory(header, layout, self.arrays)
 
     @property
     def id(self) -> str:
         """Of the trajectory. The header must be one that was decoded before."""
-        return _id_decoder.decode(memoryview(self.header)[1:]).id
+        return _outline_decoder.decode(memoryview(self.header)[1:]).id
 
     @property
     def row(self) -> EncodedRow:
         """Without its arrays."""
-        tokens = len(self.arrays) // TOKEN_BYTES
-        prompt = self.arrays[: 4 * int(self.arrays[8 * tokens :].argmax())]
+        layout = _outline_decoder.decode(memoryview(self.header)[1:]).expert_layout
+        tokens = len(self.arrays) // token_bytes(layout)
+        prompt = self.arrays[: 4 * int(self.arrays[8 * tokens : TOKEN_BYTES * tokens].argmax())]
         digest = hashlib.blake2b(prompt.data, digest_size=7).digest()  # 56 bits: numpy and msgpack take it as int64
         return EncodedRow(self.header, tokens, int.from_bytes(digest, "big"))
 
@@ -313,10 +329,22 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
         return len(self.header) + self.arrays.nbytes
 
 
-def _trajectory(header: tuple[Any, ...], arrays: NDArray[np.uint8]) -> Trajectory:
-    """Of the values of a `TrajectoryHeader` and uint8[9 T]."""
-    ids, logprobs, mask = split_arrays(arrays)
-    return Trajectory(*header, token_ids=ids, behavior_logprobs=logprobs, loss_mask=mask)
+def token_bytes(layout: ExpertLayout | None) -> int:
+    """Bytes of all arrays per token."""
+    return TOKEN_BYTES + (0 if layout is None else layout.token_bytes)
+
+
+def _header_of(one: TrajectoryHeader) -> tuple[Any, ...]:
+    """The values of its `TrajectoryHeader`."""
+    return msgspec.structs.astuple(one)[: len(TrajectoryHeader.__struct_fields__)]
+
+
+def _trajectory(header: tuple[Any, ...], layout: ExpertLayout | None, arrays: NDArray[np.uint8]) -> Trajectory:
+    """Of the values of a `TrajectoryHeader` and all arrays of T tokens."""
+    own = TOKEN_BYTES * (len(arrays) // token_bytes(layout))
+    ids, logprobs, mask = split_arrays(arrays[:own])
+    experts = None if layout is None else layout.view(arrays[own:])
+    return Trajectory(*header, token_ids=ids, behavior_logprobs=logprobs, loss_mask=mask, experts=experts)
 
 
 def split_arrays(arrays: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.bool_]]:
@@ -329,11 +357,12 @@ def split_arrays(arrays: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[
     )
 
 
-class _Id(msgspec.Struct):
+class _Outline(msgspec.Struct):
     id: str
+    expert_layout: ExpertLayout | None = None
 
 
-_id_decoder, _header_decoder = msgspec.msgpack.Decoder(_Id), msgspec.msgpack.Decoder(TrajectoryHeader)
+_outline_decoder, _header_decoder = msgspec.msgpack.Decoder(_Outline), msgspec.msgpack.Decoder(TrajectoryHeader)
 
 
 def _decode_header(header: bytes) -> tuple[Any, ...]:

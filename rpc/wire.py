@@ -24,8 +24,8 @@ from msgspec import Meta
 
 from ..errors import WireError
 
-FORMAT = b"\x08"  # first byte of every message. Raise it when a struct on the wire changes meaning.
-# Bytes of one frame: the arrays of the longest trajectory, `buffer.trajectory.LENGTH_LIMIT` tokens of 9 bytes.
+FORMAT = b"\x09"  # first byte of every message. Raise it when a struct on the wire changes meaning.
+# Bytes of one frame: the arrays of the longest trajectory, `buffer.trajectory.LENGTH_LIMIT` tokens of 9 bytes; fewer with experts.
 FRAME_LIMIT = 36 << 20
 ONE_WAY = 0  # number of a message that gets no reply
 LINGER_MS = 500  # how long queued messages outlive their socket: libzmq aborts a process that drops half of a message

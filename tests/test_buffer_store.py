@@ -43,6 +43,32 @@ def test_every_trajectory_is_as_it_was_sent(tmp_path: Path) -> None:
             assert ours.version_spans == theirs.version_spans
 
 
+def test_experts_are_stored_with_their_tokens(tmp_path: Path) -> None:
+    """Among trajectories without any; and a store that opens again writes behind them."""
+    path = tmp_path / "buffer.sqlite"
+    plain, other = trajectory_of("0.0.0", {0: 3}), trajectory_of("0.0.2", {0: 5})
+    experts = np.arange(8 * 2 * 2, dtype=np.uint16).reshape(8, 2, 2)
+    routed = msgspec.structs.replace(trajectory_of("0.0.1", {0: 3, 1: 4}), experts=experts)
+    group = group_of("0.0.0", "0.0.1", "0.0.2")
+    for episode, kept in (("0.0.0", {0: 3}), ("0.0.1", {0: 3, 1: 4}), ("0.0.2", {0: 5})):
+        one = group.episodes[episode]
+        one.account, one.generated, one.kept = "ready", dict(kept), dict(kept)
+    with opened(path) as store:
+        sent = [new_trajectory(t.episode, t) for t in (plain, routed)]
+        store.save(WriteBatch.of(ReplayCounters(next_group=1), entire(group), sent))
+    with opened(path) as store:
+        store.save(WriteBatch.of(ReplayCounters(next_group=1), [], [new_trajectory("0.0.2", other)]))
+        found = {one.id: one for one in store.trajectories(0)}
+        assert sql(path, "SELECT bytes FROM trajectories ORDER BY id") == [(9 * 4,), ((9 + 8) * 8,), (9 * 6,)]
+    assert found["0.0.0.0"].experts is found["0.0.2.0"].experts is None
+    assert np.array_equal(found["0.0.2.0"].token_ids, other.token_ids)
+    stored = found["0.0.1.0"].experts
+    assert stored is not None
+    assert np.array_equal(stored, experts)
+    assert ledger_report(path).miscounted == 0
+    assert sql(path, retention.END) == [(9 * 4 + 17 * 8 + 9 * 6,)]
+
+
 # --- what was saved ------------------------------------------------------------------------------------------------
 
 

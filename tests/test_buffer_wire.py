@@ -135,6 +135,39 @@ def test_a_batch_survives_the_wire() -> None:
     assert all(same(one.decode(), EXAMPLE) for one in got.trajectories)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_experts_go_with_the_arrays_of_their_tokens(dtype: type) -> None:
+    experts = np.arange(4 * 3 * 2).reshape(4, 3, 2).astype(dtype)
+    sent = msgspec.structs.replace(EXAMPLE, experts=experts)
+    encoded = EncodedTrajectory.of(sent)
+    assert encoded.arrays.nbytes == 4 * (9 + 3 * 2 * experts.itemsize)
+    assert encoded.id == EXAMPLE.id
+    row = encoded.row.decode()
+    assert (row.length, row.prompt) == (4, EncodedTrajectory.of(EXAMPLE).row.prompt)
+    for got in (encoded.decode(), row.with_arrays(encoded.arrays)):
+        got.check()
+        assert got.experts is not None
+        assert got.experts.dtype == dtype
+        assert np.array_equal(got.experts, experts)
+        again = EncodedTrajectory.of(got)
+        assert (again.header, again.arrays.tobytes()) == (encoded.header, encoded.arrays.tobytes())
+    for arrays in (encoded.arrays[:-1], encoded.arrays[: 9 * 4]):
+        with pytest.raises(WireError, match=r"bytes of arrays (are not|came for)"):
+            msgspec.structs.replace(encoded, arrays=arrays[:-1]).decode()
+        with pytest.raises(WireError, match="bytes of arrays came for 4 tokens"):
+            row.with_arrays(arrays)
+
+
+@pytest.mark.parametrize("layout", [(0, 2, 1), (1, 1, 1), (1, 2, 4), (1 << 20, 2, 1), (2, 1 << 20, 1), (-1, 2, 1)])
+def test_a_forged_layout_of_experts_is_refused(layout: tuple[int, ...]) -> None:
+    encoded = EncodedTrajectory.of(msgspec.structs.replace(EXAMPLE, experts=np.zeros((4, 3, 2), np.uint8)))
+    header = msgspec.msgpack.decode(encoded.header[1:]) | {"expert_layout": layout}
+    forged = msgspec.structs.replace(encoded, header=wire.FORMAT + msgspec.msgpack.encode(header))
+    with pytest.raises(WireError, match="not a trajectory") as caught:
+        forged.decode()
+    assert "\n" not in str(caught.value)
+
+
 def test_arrays_are_read_only_views_of_their_frames() -> None:
     frames = as_bytes(wire.encode(EXAMPLE))
     got = wire.decode(Trajectory, frames)
@@ -154,8 +187,8 @@ def test_a_strided_array_is_sent_as_its_values() -> None:
         (lambda f: [], "no frame"),
         (lambda f: [b""], "format"),
         (lambda f: [b"\x00" + f[0][1:], *f[1:]], "format '00'"),
-        (lambda f: [b"\x01" + f[0][1:], *f[1:]], "format '01'; this side speaks 08"),  # without VersionSpan.kv_version
-        (lambda f: [b"\x09" + f[0][1:], *f[1:]], "format '09'"),
+        (lambda f: [b"\x01" + f[0][1:], *f[1:]], "format '01'; this side speaks 09"),  # without VersionSpan.kv_version
+        (lambda f: [b"\x0a" + f[0][1:], *f[1:]], "format '0a'"),
         (lambda f: [f[0][:1], *f[1:]], "truncated"),
         (lambda f: [f[0][:-1], *f[1:]], "truncated"),
         (lambda f: [f[0] + b"\x00", *f[1:]], "trailing"),
