@@ -8,7 +8,9 @@ from msgspec import field
 
 from .section import NonNegative, Positive, Section
 
-Option = Literal["recompute", "compile", "offload", "liger"]
+Option = Literal["recompute", "compile", "offload", "liger", "router_replay"]
+MegatronOption = Literal["router_replay"]
+REPLAY: MegatronOption = "router_replay"
 
 
 class Ranks(Section, frozen=True):
@@ -30,7 +32,9 @@ class Fsdp2(Ranks, frozen=True, tag_field="kind", tag="fsdp2"):
     """`recompute`: keep only each layer's input and recompute activations in the backward pass, for less memory and about a third
     more work. `compile`: torch.compile every layer but its attention; the first steps of a process take minutes. `offload`, CUDA
     only: weights, gradients and optimizer state stay in host memory and visit the GPU layer by layer. `liger`, CUDA only: fused
-    kernels of the package liger-kernel for norms, rotary embeddings and feed-forward gates."""
+    kernels of the package liger-kernel for norms, rotary embeddings and feed-forward gates. `router_replay`: the routers of a
+    mixture of experts take the experts that the engine's took for the same token (arXiv:2510.11370), with weights of their own;
+    engines record them and trajectories carry them."""
     lora_rank: NonNegative = 0
     """Train adapters of this rank and freeze the model (LoRA, Hu et al. 2021, arXiv:2106.09685); 0 trains all weights. Adapters
     want a learning rate about ten times higher."""
@@ -52,6 +56,9 @@ class Megatron(Ranks, frozen=True, tag_field="kind", tag="megatron"):
     residuals by tokens (sequence parallel). `pipeline`: stages that split the layers. `virtual`: interleaved parts of each stage;
     more of them leave a stage idle for less of a step and send more. `context`: ranks that split every sequence. `expert`: ranks
     of a stage that split the experts of a mixture."""
+    options: tuple[MegatronOption, ...] = ()
+    """`router_replay`: the routers of a mixture of experts take the experts that the engine's took for the same token
+    (arXiv:2510.11370), with weights of their own; engines record them and trajectories carry them."""
 
     @property
     def tensor_parallel(self) -> int:

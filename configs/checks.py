@@ -15,10 +15,10 @@ from ..errors import ConfigError
 from .algorithm import Gae, needs_critic, needs_reference
 from .algorithm_checks import PYTHON_NAME as PYTHON_NAME
 from .algorithm_checks import group_problems, loss_problems
-from .backends import Fsdp2, Megatron, copy_ranks
+from .backends import REPLAY, Fsdp2, Megatron, copy_ranks
 from .environments import EnvironmentKind, Harbor, LimitedTasks, Mixture, PythonEnv, ReasoningGym, parts_by_key
 from .reward import FIELDS, Judge, ModelReward, fields_of
-from .schema import Agent, Config, ProgramSandbox, parse_memory, parse_size
+from .schema import Agent, Config, ProgramSandbox, Transformers, Vllm, parse_memory, parse_size
 from .sft import SftConfig
 from .suites import suites_of
 
@@ -227,6 +227,8 @@ def _reward(config: Config) -> Iterator[str]:
 def _backend(config: Config) -> Iterator[str]:
     backend, key = config.learner.backend, "learner.backend"
     split = copy_ranks(backend)
+    if REPLAY in backend.options:
+        yield from _replay(config, f"{key}.options=[{REPLAY}]")
     if isinstance(backend, Fsdp2):
         if backend.ranks % split:
             yield (
@@ -254,6 +256,19 @@ def _backend(config: Config) -> Iterator[str]:
             f"{key}.parallel.virtual={backend.virtual_stages} with {key}.parallel.pipeline=1: there are no stages; allowed is 1, "
             "or a pipeline of 2 and more"
         )
+
+
+def _replay(config: Config, key: str) -> Iterator[str]:
+    engine = config.rollout.engine
+    if isinstance(config, SftConfig):
+        yield f"{key}: demonstrations come from no engine that recorded experts; leave it out"
+    elif not isinstance(engine, Vllm | Transformers):
+        yield (
+            f"{key}: rollout.engine.kind={engine.__struct_config__.tag} gives no experts, or only those of its newest weights; "
+            "allowed are vllm and transformers"
+        )
+    if "compile" in config.learner.backend.options:
+        yield f"{key} with compile: a compiled router would keep the experts of the first row; leave one of them out"
 
 
 def _aux_models(config: Config) -> Iterator[str]:

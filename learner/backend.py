@@ -22,10 +22,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ..common.routed_experts import RouterShape
 from ..errors import LearnerError
 from .checkpoint import CheckpointState
 from .distributed import all_ranks_agree, gather_rows, maximum_of
 from .packing import MicroBatch, scoring_microbatch
+from .router_replay import ReplayedChoices
 
 
 class TokenOutputs(msgspec.Struct, frozen=True):
@@ -66,6 +68,7 @@ class BackendStepResult(msgspec.Struct, frozen=True):
     grad_norm: float
     tokens: int
     means: dict[str, float]
+    disagreement: float | None = None  # `ReplayedChoices.disagreement` of the step; None where no choice was replayed
 
 
 class Scorer(ABC):
@@ -93,6 +96,8 @@ class ShardedModel(Scorer):
         bool  # whether it is the one of its data rank's ranks that records what the loss saw: the loss runs on several
     )
     device: torch.device
+    routers: RouterShape | None = None  # those that take over recorded experts; None where none do
+    _choices: ReplayedChoices | None = None  # what they take over
     _data: dist.ProcessGroup  # ranks that have different rows
     _multiple = 1  # passes come in multiples of it
 
@@ -144,8 +149,9 @@ class Backend(ShardedModel):
                 self._optimizer.step()
             finally:
                 self._zero_gradients()
+            disagreement = None if self._choices is None else self._choices.disagreement(self.device)
         means = {name: value / tokens for name, value in sums.items()}
-        return BackendStepResult(loss=loss_mean, grad_norm=grad_norm, tokens=tokens, means=means)
+        return BackendStepResult(loss_mean, grad_norm, tokens, means, disagreement)
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

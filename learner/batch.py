@@ -67,6 +67,8 @@ class TrainBatch(msgspec.Struct, frozen=True):
     values: NDArray[np.float32] | None = None  # float32[N], a critic's, or a reward model's log(policy / reference)
     penalties: NDArray[np.float32] | None = None  # float32[N], taken off the rewards; None for no penalty
     returns: NDArray[np.float32] | None = None  # float32[N], the critic's targets; None where there is no critic
+    # [N, layers, top_k], which experts the engine's routers chose, zeros where there is no record; None where there is none at all
+    experts: NDArray[Any] | None = None
     metrics: tuple[Mapping[str, float], ...] = ()  # E mappings: what the environment reported of each episode
     carried: dict[str, float] = {}  # numbers that the algorithm carries from step to step, by name (`CheckpointState`)
 
@@ -110,8 +112,9 @@ AUX_COLUMNS = ("reference_logprobs", "values", "penalties", "returns")
 TOKEN_COLUMNS = (
     *("token_ids", "loss_mask", "sampled", "behavior_logprobs", "staleness", "mixed", "advantages", "turn"),
     *AUX_COLUMNS,
+    "experts",
 )
-"""Columns of `TrainBatch` with one entry per token; those that aux models give may be None."""
+"""Columns of `TrainBatch` with one entry per token; those that aux models and engines give may be None."""
 
 
 def make_batch(
@@ -259,16 +262,21 @@ def by_token(branches: Sequence[TrajectoryHeader], version: int) -> TrainBatch:
 
 
 def with_rows(batch: TrainBatch, rows: Iterable[Trajectory]) -> TrainBatch:
-    """`batch` with the token ids and log-probs of those of its sequences that are among `rows`."""
+    """`batch` with the token ids, log-probs and experts of those of its sequences that are among `rows`."""
     number = {name: i for i, name in enumerate(batch.ids)}
     token_ids, logprobs = batch.token_ids.copy(), batch.behavior_logprobs.copy()
+    experts = batch.experts if batch.experts is None else batch.experts.copy()
     for row in rows:
         if (i := number.get(row.id)) is not None:
             start, end = batch.offsets[i : i + 2].tolist()
+            if row.experts is not None:
+                if experts is None:
+                    experts = np.zeros((len(token_ids), *row.experts.shape[1:]), dtype=row.experts.dtype)
+                experts[start:end] = row.experts[: end - start]
             token_ids[start:end] = row.token_ids[: end - start]
             logprobs[start:end] = row.behavior_logprobs[: end - start]
     logprobs[batch.staleness < 0] = 0.0  # not sampled, or not trained
-    return msgspec.structs.replace(batch, token_ids=token_ids, behavior_logprobs=logprobs)
+    return msgspec.structs.replace(batch, token_ids=token_ids, behavior_logprobs=logprobs, experts=experts)
 
 
 def trainable(batch: TrainBatch, max_staleness: int) -> TrainBatch:

@@ -150,6 +150,18 @@ def broadcast_from_first(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def tensor_of_first(values: torch.Tensor | None, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor | None:
+    """Collective over `group`. The tensor of its first rank on all of them, on CPU; None where that one has none."""
+    about: list[object] = [None if values is None else (values.shape, values.dtype)]
+    dist.broadcast_object_list(about, group_src=0, group=group, device=device)
+    if not isinstance(about[0], tuple):
+        return None
+    shape, dtype = about[0]
+    sent = torch.empty(shape, dtype=dtype, device=device) if values is None or group.rank() else values.to(device)
+    dist.broadcast(sent, group_src=0, group=group)
+    return sent.cpu()
+
+
 def maximum_of(value: float, device: torch.device) -> float:
     tensor = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)

@@ -264,7 +264,7 @@ class TrainingLoop:
         whole = with_rows(batch, rows.values())
         batch, aux_batch = whole, whole if aux_batch is batch else with_rows(aux_batch, rows.values())
         fresh = await self._buffer.fresh(state.version, FRESH) if self._backend.rank == 0 else ()
-        fresh = [row for row in fresh if not why_unusable(row, self._vocabulary)]  # found when its batch is taken
+        fresh = [row for row in self._replayable(fresh) if not self._why_unusable(row)]  # found when its batch is taken
         aux_result = self._aux_models.learn(aux_batch)
         seen = StepAnnotations(choose(batch, self._annotations_bytes))
         result = self._stepper.step(batch, plan, fresh, state, seen.of)
@@ -274,7 +274,7 @@ class TrainingLoop:
 
     async def _set_aside(self, taken: BatchPlan[BatchRow], rows: Mapping[str, Trajectory]) -> bool:
         """Collective. Have the buffer set aside the groups of `rows` that are proven to be unusable; whether any rank has such."""
-        proven = {row.group_id: why for row in rows.values() if (why := why_unusable(row, self._vocabulary))}
+        proven = {row.group_id: why for row in rows.values() if (why := self._why_unusable(row))}
         if not self._backend.maximum(len(proven)):  # all ranks have their rows, so that the batch may change
             return False
         for group, why in proven.items():
@@ -304,7 +304,16 @@ class TrainingLoop:
         """Add the trajectories `names` of the batch to `rows`, where they are not there."""
         missing = [row for row in chain.from_iterable(taken.groups) if row.id in names and row.id not in rows]
         if missing:
-            rows |= {row.id: row for row in await self._buffer.fetch_rows(taken.version, missing)}
+            rows |= {row.id: row for row in self._replayable(await self._buffer.fetch_rows(taken.version, missing))}
+
+    def _why_unusable(self, row: Trajectory) -> str:
+        return why_unusable(row, self._vocabulary, self._backend.routers)
+
+    def _replayable(self, rows: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        """`rows` without experts that no router takes over: the option may have been on before."""
+        if self._backend.routers is not None:
+            return rows
+        return [row if row.experts is None else msgspec.structs.replace(row, experts=None) for row in rows]
 
     async def _commit(self, state: CheckpointState, carried: dict[str, float]) -> CheckpointState:
         if self._backend.rank == 0:

@@ -84,6 +84,9 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     kl: float | None  # mean over trained tokens of the k3 estimate of KL(behavior || current), nats (Schulman 2020)
     entropy: float | None  # mean entropy of the policy at trained tokens, nats
     clip_fraction: float | None  # share of trained tokens where the loss's own clip was active
+    # With `router_replay` the share of the engine's choices of experts, by token, layer and expert, that the learner's routers
+    # would not have made; None where none were replayed.
+    router_disagreement: float | None = None
     dropped_fraction: float = 0.0  # share of trained tokens whose loss the correction dropped
     kl_reference: float = 0.0  # k3 estimate of KL(current || reference), mean over trained tokens, nats
     kl_coefficient: float = 0.0  # what a nat of it costs from the next step on; 0 where that is not adaptive
@@ -115,6 +118,12 @@ class PolicyStepResult(msgspec.Struct, frozen=True):
     lr: float
     mismatch: float  # largest learner-engine difference in nats, over all ranks; 0 where nothing was compared
     compared: int  # the number of compared tokens; only rank 0 has fresh ones
+
+    @property
+    def disagreement(self) -> float | None:
+        """The mean over the steps in which choices of experts were replayed; None where there is none."""
+        found = [result.disagreement for result in self.results if result.disagreement is not None]
+        return sum(found) / len(found) if found else None
 
     @property
     def means(self) -> dict[str, float]:
@@ -151,6 +160,7 @@ def _of_policy(done: PolicyStepResult | None) -> dict[str, Any]:
         "clip_fraction": means["clip_fraction"],
         "dropped_fraction": means["dropped"],
         "kl_reference": means.get("kl_reference", 0.0),
+        "router_disagreement": done.disagreement,
         **done.by_staleness(),
         "grad_norm": max(r.grad_norm for r in results),
         "lr": done.lr,

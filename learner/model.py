@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.initialization import no_init_weights
 
 from ..common.kv_cache import kv_bytes_per_token
+from ..common.routed_experts import FAMILIES, RouterShape, routers_of
 from ..errors import ConfigError
 from .hub import first_line, require_model
 
@@ -37,6 +38,7 @@ FILES = {"model": ("*.safetensors",), "tokenizer": ("tokenizer.json", "*.model",
 """A folder holds one of each. Without the second, transformers silently makes an empty tokenizer of the family."""
 
 MODEL_KEY = "model.path"  # where the config names the policy
+REPLAY_KEY = "learner.backend.options=[router_replay]"
 LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError)  # of missing, malformed, foreign files
 
 
@@ -56,6 +58,23 @@ def read_config(path: str) -> PretrainedConfig:
 def read_shape(path: str) -> ModelShape:
     config: Any = read_config(path)
     return ModelShape(config.max_position_embeddings, config.num_attention_heads, kv_bytes_per_token(config, 1))
+
+
+@functools.cache
+def read_routers(path: str) -> RouterShape:
+    """The routers of the mixture of experts in `path`. Raises ConfigError where there is none whose choices can be replayed."""
+    config: Any = read_config(path)
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"{REPLAY_KEY}: {path!r} is a model of family {config.model_type}; allowed are mixtures of experts of "
+            f"{', '.join(FAMILIES)}, and any model without it"
+        )
+    with torch.device("meta"):
+        routers = routers_of(AutoModelForCausalLM.from_config(config))
+    top_k = max((router.top_k for router in routers.values()), default=0)
+    if top_k < 2:
+        raise ConfigError(f"{REPLAY_KEY}: {path!r} takes {top_k} experts for a token; allowed are 2 and more")
+    return RouterShape(tuple(routers), config.num_hidden_layers, top_k, next(iter(routers.values())).num_experts)
 
 
 def check_model(path: str, key: str = MODEL_KEY) -> None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ..buffer.trajectory import Trajectory
 from .batch import TrainBatch, by_token, make_batch, supervised, trainable
-from .distributed import gather_rows
+from .distributed import gather_rows, tensor_of_first
 
 ATTENTION_EVEN_LENGTH = 24_576  # tokens at which attention costs as much as the matrices, for a hidden size of 2048
 BUNDLES = 4  # least number of bundles per rank, of several ranks: with fewer, the ranks' work would differ much
@@ -50,6 +50,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
     reference_logprobs: torch.Tensor | None = None  # float32[N], 0 where not trained; None: no reference
     values: torch.Tensor | None = None  # float32[N], an aux model's outputs before the batch, 0 where not trained
     returns: torch.Tensor | None = None  # float32[N], a critic's targets, 0 where not trained; None where there is none
+    # uint8 or int32[N, layers, top_k], see `TrainBatch.experts`; None where no token has a record
+    experts: torch.Tensor | None = None
     carried: Mapping[str, float] = {}  # numbers that the algorithm carries from step to step, by name
     ids: tuple[str, ...] = ()  # S trajectory ids, empty for sequences that are of none
     episodes: tuple[int, ...] = ()  # of each sequence the episode that it is a branch of, the same number on all ranks
@@ -135,6 +137,7 @@ def to_microbatch(batch: TrainBatch) -> MicroBatch:
         reference_logprobs=None if batch.reference_logprobs is None else _tensor(batch.reference_logprobs),
         values=None if batch.values is None else _tensor(batch.values),
         returns=None if batch.returns is None else _tensor(batch.returns),
+        experts=None if batch.experts is None else _expert_tensor(batch.experts),
         carried=batch.carried,
         ids=batch.ids,
         episodes=tuple(batch.episode.tolist()),
@@ -143,6 +146,10 @@ def to_microbatch(batch: TrainBatch) -> MicroBatch:
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _expert_tensor(experts: NDArray[Any]) -> torch.Tensor:
+    return _tensor(experts if experts.dtype == np.uint8 else experts.astype(np.int32))
 
 
 def scoring_microbatch(sequences: Sequence[Sequence[int]]) -> MicroBatch:
@@ -178,7 +185,7 @@ def fresh_microbatches(trajectories: Sequence[Trajectory], version: int, budget:
 def microbatches_of_first(
     microbatches: Sequence[MicroBatch], device: torch.device, group: dist.ProcessGroup
 ) -> Sequence[MicroBatch]:
-    """Collective over `group`. The micro-batches of its first rank on all of them: tokens, cuts and loss mask only."""
+    """Collective over `group`. The micro-batches of its first rank on all of them: tokens, cuts, loss mask and experts only."""
     if group.size() == 1:
         return microbatches
     columns = [
@@ -191,7 +198,11 @@ def microbatches_of_first(
         _, token_ids, position_ids, loss_mask = table[table[:, 0] == index].numpy().T
         sizes = np.diff(np.append(np.flatnonzero(position_ids == 0), len(position_ids)))
         found.append(to_microbatch(make_batch(token_ids.astype(np.int32), loss_mask.astype(np.bool_), sizes)))
-    return found
+    experts = [m.experts for m in microbatches] if group.rank() == 0 else [None] * len(found)
+    return [
+        msgspec.structs.replace(one, experts=tensor_of_first(mine, device, group))
+        for one, mine in zip(found, experts, strict=True)
+    ]
 
 
 # --- which sequences go together: pure functions of lengths

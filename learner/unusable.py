@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ..buffer.trajectory import LOGPROB_LIMIT, Trajectory
+from ..common.routed_experts import RouterShape
 from ..errors import LearnerError, SlipstreamError, describe
 from .batch import Group, flatten
 from .distributed import is_peer_failure
@@ -27,8 +28,9 @@ class UnusableBatch(LearnerError):
     final = False
 
 
-def why_unusable(row: Trajectory, vocabulary: int) -> str:
-    """Why no model with so many token ids can be trained on `row`; empty where nothing is wrong."""
+def why_unusable(row: Trajectory, vocabulary: int, routers: RouterShape | None = None) -> str:
+    """Why no model with so many token ids can be trained on `row`, or none whose `routers` replay its experts; empty where nothing
+    is wrong."""
     smallest, largest = int(row.token_ids.min()), int(row.token_ids.max())
     if not (smallest >= 0 and largest < vocabulary):
         foreign = largest if smallest >= 0 else smallest
@@ -36,6 +38,8 @@ def why_unusable(row: Trajectory, vocabulary: int) -> str:
     logprobs = row.behavior_logprobs
     if not (logprobs.min() > -np.inf and logprobs.max() <= LOGPROB_LIMIT):  # the minimum with a NaN is NaN
         return f"trajectory {row.id!r}: a log-prob is positive or not finite"
+    if routers is not None and row.experts is not None and not routers.fits(row.experts):
+        return f"trajectory {row.id!r}: its experts are none that the model's routers choose from"
     return ""
 
 

@@ -42,6 +42,7 @@ class Model:
     rank, world_size = 0, 1
     data_rank, data_size = 0, 1
     shares_prefixes = False
+    routers = None
 
     def __init__(self) -> None:
         self.seed = 0

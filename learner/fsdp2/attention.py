@@ -27,7 +27,9 @@ from itertools import pairwise, repeat
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
@@ -251,13 +253,13 @@ def plan_sharing(row: MicroBatch) -> SharedPrefixPlan:
     """The plan of `row` where sequences share common prefixes.
 
     A sequence shares all of another one's tokens before its first trained one, or nothing: members of a group have these in
-    common. Where one prefix begins with another, its members continue the shorter one, or compute the longer one once more,
-    whichever saves more.
+    common. Tokens with other recorded experts are other tokens. Where one prefix begins with another, its members continue the
+    shorter one, or compute the longer one once more, whichever saves more.
     """
     spans = list(pairwise(row.cu_seqlens))
     lengths = [end - start for start, end in spans]
     untrained = [_untrained(row.loss_mask[start:end]) for start, end in spans]
-    ids = row.token_ids.numpy()
+    ids = _read_as(row)
     own = [ids[start : start + n].tobytes() for (start, _), n in zip(spans, untrained, strict=True)]
     members = Counter(head for head, n, length in zip(own, untrained, lengths, strict=True) if sharing_pays(n, length))
     firsts: dict[bytes, int] = {}
@@ -285,6 +287,14 @@ def plan_sharing(row: MicroBatch) -> SharedPrefixPlan:
         torch.cat([torch.arange(*head), torch.arange(*own)]) for head, own in zip(heads, pairwise(cuts), strict=True)
     ]
     return SharedPrefixPlan(torch.cat(positions), torch.cat(where), cuts, heads)
+
+
+def _read_as(row: MicroBatch) -> NDArray[Any]:
+    """[N] or [N, B]: what a model reads of each token."""
+    if row.experts is None:
+        return row.token_ids.numpy()
+    parts = (row.token_ids[:, None], row.experts.flatten(1))
+    return np.concatenate([part.contiguous().view(torch.uint8).numpy() for part in parts], axis=1)
 
 
 def _untrained(trained: torch.Tensor) -> int:

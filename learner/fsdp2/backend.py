@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...configs.backends import Fsdp2
+from ...configs.backends import REPLAY, Fsdp2
 from ...configs.schema import Model, Optimizer
 from ...errors import ConfigError
 from .. import checkpoint as folders
@@ -34,11 +35,12 @@ from ..backend import Backend, PolicyLoss, Scorer, ShardedModel
 from ..checkpoint import CheckpointState, Saver
 from ..distributed import all_ranks_agree, choose_device, new_gloo_group
 from ..logprobs import token_logprobs
-from ..model import make_model, read_config
+from ..model import make_model, read_config, read_routers
 from ..packing import MicroBatch, microbatches_of_first
 from ..weight_reader import WeightReader
 from . import attention, checkpoint, gathering, liger, lora
 from .parallelism import DataParallelGroups, check_heads
+from .replay import replay_in
 
 
 class Fsdp2Model(ShardedModel):
@@ -62,6 +64,7 @@ class Fsdp2Model(ShardedModel):
         weights = WeightReader(model.path, self._model, self._not_stored())
         places = _places(self._model)
         check_heads(self._model.config, config.context_parallel)
+        self._choices = replay_in(self._model) if self.routers is not None else None
         self._adapted = config.lora_rank > 0
         if self._adapted:
             lora.adapt(self._model, config.lora_rank)
@@ -169,6 +172,11 @@ class Fsdp2Model(ShardedModel):
         inputs = attention.forward_arguments(cu_seqlens, self.device, self._context, tree.heads)
         inputs["input_ids"] = token_ids[None, part].to(self.device)
         inputs["position_ids"] = position_ids[None, part].to(self.device)
+        if self._choices is not None:
+            experts = None if row.experts is None else row.experts[tree.kept]
+            if experts is not None and self._context is not None:
+                experts = self._context.fill_with_zeros(experts)[part]
+            self._choices.load(experts, self.device)
         wanted = row.token_ids.to(self.device)[targets]
         chosen, entropy = self._outputs_at(inputs, predicting - part.start, wanted, temperature)
         zeros = torch.zeros(len(row.token_ids), device=self.device)
@@ -221,7 +229,8 @@ class WithoutAdapters(Scorer):
 
         # peft's own switch would freeze and unfreeze parameters that FSDP2 has copied.
         with rescale_adapter_scale(self._policy._model, 0):
-            return self._policy.logprobs(rows, temperature)
+            own = [msgspec.structs.replace(row, experts=None) for row in rows]  # another policy, which routes by itself
+            return self._policy.logprobs(own, temperature)
 
     def close(self) -> None:
         """See `Scorer.close`. The policy stays."""
@@ -233,6 +242,8 @@ class Fsdp2Backend(Backend, Fsdp2Model):
     def __init__(
         self, model: Model, optimizer: Optimizer, config: Fsdp2, *, temperature: float, timeout_s: float
     ) -> None:
+        if REPLAY in config.options:
+            self.routers = read_routers(model.path)
         super().__init__(model, config, temperature=temperature, timeout_s=timeout_s)
         self._source = model.path
         self._clip_norm = optimizer.clip_norm

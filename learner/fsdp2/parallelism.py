@@ -90,6 +90,11 @@ class ContextParallelGroup:
             (*cu_seqlens, len(token_ids) + missing),
         )
 
+    def fill_with_zeros(self, rows: torch.Tensor) -> torch.Tensor:
+        """[N, ...] with rows of zeros behind, for the tokens that `fill` adds."""
+        missing = -len(rows) % self.size
+        return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
     def part(self, tokens: int) -> slice:
         each = tokens // self.size
         return slice(self.rank * each, (self.rank + 1) * each)

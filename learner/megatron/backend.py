@@ -30,20 +30,21 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
-from ...configs.backends import Megatron
+from ...configs.backends import REPLAY, Megatron
 from ...configs.schema import Model, Optimizer
 from .. import checkpoint as folders
 from ..backend import Backend, PolicyLoss, ShardedModel
 from ..checkpoint import CheckpointState, Saver
 from ..distributed import all_ranks_agree, choose_device, join, new_gloo_group
 from ..logprobs import token_logprobs
-from ..model import make_model
+from ..model import make_model, read_routers
 from ..packing import MicroBatch, microbatches_of_first
 from ..weight_reader import WeightFiles
 from . import checkpoint
 from .family import MegatronPolicy, build, full_weights, shards_of
 from .fit import check_family, check_layout
 from .layout import form_groups, groups, layout_here
+from .replay import replay_in
 from .rows import LocalMicroBatch, local_row, padded_length
 
 Output = tuple[torch.Tensor, dict[str, torch.Tensor]]  # the loss to backpropagate, and sums to report
@@ -74,6 +75,7 @@ class MegatronModel(ShardedModel):
         stages = self._groups.stages
         self.leads_rows = self._groups.copy.rank() == 0 and stages.rank() == stages.size() - 1  # which has the logits
         self._parts = build(source, self._layout, self._dtype, self.device)
+        self._choices = replay_in(self._parts) if self.routers is not None else None
         self._passed = self._prepared()
         with torch.no_grad():
             for parameter, shard in shards_of(self._parts, weights):
@@ -129,6 +131,8 @@ class MegatronModel(ShardedModel):
 
         def forward(iterator: Iterator[tuple[MicroBatch, LocalMicroBatch]], part: torch.nn.Module) -> tuple[Any, Any]:
             row, local = next(iterator)
+            if self._choices is not None:
+                self._choices.load(self._part_of_tensor_rank(local.experts), self.device)
             output = part(
                 local.token_ids.to(self.device),
                 local.position_ids.to(self.device),
@@ -149,6 +153,10 @@ class MegatronModel(ShardedModel):
             micro_batch_size=1,
             forward_only=forward_only,
         )
+
+    def _part_of_tensor_rank(self, rows: torch.Tensor | None) -> torch.Tensor | None:
+        """Those of the tokens that this rank's routers read: tensor ranks split them (sequence parallel)."""
+        return None if rows is None else rows.chunk(self._layout.tensor_parallel)[self._groups.tensor.rank()]
 
     def _loss_of_row(
         self, row: MicroBatch, local: LocalMicroBatch, row_loss: RowLoss, temperature: float, logits: torch.Tensor
@@ -176,6 +184,8 @@ class MegatronBackend(Backend, MegatronModel):
     ) -> None:
         self._path = model.path
         self._rules = optimizer
+        if REPLAY in layout.options:
+            self.routers = read_routers(model.path)
         super().__init__(model, layout, temperature=temperature, timeout_s=timeout_s)
         checkpoint.begin_states(self._optimizer)
         self._saver = Saver(new_gloo_group(timeout_s))

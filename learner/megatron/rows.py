@@ -30,6 +30,7 @@ class LocalMicroBatch(msgspec.Struct, frozen=True):
     sources: torch.Tensor  # int64[K], positions in `token_ids` whose logits predict a trained token
     targets: torch.Tensor  # int64[K], the trained tokens
     positions: torch.Tensor  # int64[K], where they stand in the row without padding
+    experts: torch.Tensor | None = None  # [L / C, layers, top_k], zeros where there is no record
 
 
 def padded_length(row: MicroBatch, unit: int, context: int) -> int:
@@ -63,6 +64,7 @@ def local_row(row: MicroBatch, length: int, context: int, rank: int) -> LocalMic
         sources=scored.nonzero().squeeze(1),
         targets=row.token_ids[positions],
         positions=positions,
+        experts=None if row.experts is None else row.experts[known] * real[:, None, None],
     )
 
 
