@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..configs import Config
 from ..configs.algorithm import Kl
-from ..configs.backends import Megatron
+from ..configs.backends import REPLAY, Megatron
 from ..configs.checks import COMMAND
 from ..configs.schema import parse_memory
 from ..errors import ConfigError
@@ -15,6 +15,7 @@ from .resources import placed_by_ray, ranks_of
 from .run_inputs import RunInputs
 
 if TYPE_CHECKING:
+    from ..common.routed_experts import RouterShape
     from ..learner.model import ModelShape
 
 
@@ -43,7 +44,7 @@ def learner(inputs: RunInputs) -> str:
     from ..learner.fsdp2 import liger
     from ..learner.fsdp2.parallelism import check_heads
     from ..learner.megatron import fit
-    from ..learner.model import read_config
+    from ..learner.model import read_config, read_routers
 
     config = inputs.config
     chosen, kl = config.learner.backend, config.learner.algorithm.kl
@@ -58,6 +59,8 @@ def learner(inputs: RunInputs) -> str:
             check_heads(model, chosen.context_parallel)
             if "liger" in chosen.options and not placed_by_ray(config):
                 liger.check(choose_device(chosen.device), model)
+    if REPLAY in chosen.options:
+        check_experts_fit(config, read_routers(config.model.path))
     own.check(config.learner.algorithm)
     placed = [f", ranks of {kind}: {ranks}" for kind, ranks in config.learner.aux_models.items() if ranks]
     return f"{chosen.__struct_config__.tag}, ranks: {chosen.ranks}{''.join(placed)}"
@@ -105,3 +108,16 @@ def check_model_fits(config: Config, shape: ModelShape) -> None:
                 f"rollout.engine.memory: {engine.memory} does not hold the keys and values of one episode of agent.max_tokens="
                 f"{tokens}; allowed are {-(-needed >> 20) or 1}MiB and more"
             )
+
+
+def check_experts_fit(config: Config, routers: RouterShape) -> None:
+    """Raises ConfigError where the longest trajectory with the experts of its tokens does not fit into one message."""
+    from ..buffer.trajectory import ARRAYS_LIMIT, token_bytes
+
+    each, tokens = token_bytes(routers.layout), config.agent.max_tokens
+    if each * tokens > ARRAYS_LIMIT:
+        raise ConfigError(
+            f"agent.max_tokens={tokens} with learner.backend.options=[{REPLAY}]: {len(routers.layers)} routers of "
+            f"{config.model.path!r} make {each} bytes for each token, and a trajectory has {ARRAYS_LIMIT >> 20} MiB at most; "
+            f"allowed are {ARRAYS_LIMIT // each} tokens"
+        )

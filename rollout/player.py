@@ -61,7 +61,8 @@ class EpisodeResult(msgspec.Struct, frozen=True):
 
 class EpisodePlayer:
     """Plays episodes, for the worker and the evaluation. `Lease.env` is an index into `parts`; `concurrency` is how many episodes
-    the initial replicas decode at once; `limits` are those of `config` unless given. Raises ConfigError: failures are to be trained
+    the initial replicas decode at once; `limits` are those of `config` unless given; with `record_experts` the trajectories
+    have the experts that the engines' routers chose. Raises ConfigError: failures are to be trained
     on and an environment declares no penalty."""
 
     def __init__(
@@ -76,6 +77,7 @@ class EpisodePlayer:
         model: RewardModel | None = None,
         *,
         limits: EpisodeLimits | None = None,
+        record_experts: bool = False,
     ) -> None:
         rollout = config.rollout
         require_penalties(parts, rollout.failures)
@@ -88,6 +90,7 @@ class EpisodePlayer:
         self._limits = limits or EpisodeLimits(rollout.episode_s, rollout.step_s, rollout.tool_s)
         self._trained_failures = {reason for reason, failure in rollout.failures.items() if failure.then == "train"}
         self._task_locks = [asyncio.Lock() for _ in parts]
+        self._records_experts = record_experts
         self._sampling = SamplingParams(
             1, temperature=temperature, top_p=rollout.top_p, stop_token_ids=tuple(stop_token_ids)
         )
@@ -124,6 +127,8 @@ class EpisodePlayer:
         sampling = msgspec.structs.replace(self._sampling, **greedy)
         requests = _Requests(self.router, lease, member, sampling, on_tokens, record)
         session, part = self._make_session(requests.generate), self.parts[lease.env]
+        if self._records_experts:
+            requests.experts_known = session.experts_known
         began, started = time.time(), time.perf_counter()
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(env.calls)
@@ -181,6 +186,7 @@ class _Requests:
         on_tokens: OnTokens,
         record: RecordSpan,
     ) -> None:
+        self.experts_known: Callable[[Sequence[int]], int] | None = None  # None where no experts are recorded
         self._record = record
         self._router = router
         self._episode_id, self._oldest_version = lease.episode(member), lease.oldest_version
@@ -193,7 +199,8 @@ class _Requests:
         """See `Generate`. Raises PolicyError after `close`."""
         if self._closed:
             raise PolicyError(f"episode {self._episode_id} is over; its policy no longer answers")
-        sampling = msgspec.structs.replace(self._sampling, max_tokens=max_tokens)
+        known = None if self.experts_known is None else self.experts_known(token_ids)
+        sampling = msgspec.structs.replace(self._sampling, max_tokens=max_tokens, experts_from=known)
         task = asyncio.current_task()
         assert task is not None
         ended = self._in_flight[task] = asyncio.get_running_loop().create_future()

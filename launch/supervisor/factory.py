@@ -20,7 +20,7 @@ from msgspec import structs
 from ...common.spans import RecordSpan
 from ...common.tasks import run_or_stop
 from ...configs.algorithm import Gae, Kl, needs_critic, needs_reference
-from ...configs.backends import Fsdp2, Megatron
+from ...configs.backends import REPLAY, Fsdp2, Megatron
 from ...configs.checks import COMMAND
 from ...configs.reward import Classifier, Judge
 from ...configs.schema import Config, Fake, Model, Sglang, Transformers
@@ -62,7 +62,7 @@ def make_engine(
     context: RunContext, access: ServerAccess, replica: ReplicaInfo, versions: VersionClock | None = None
 ) -> HttpEngine:
     """A client of `replica`, with the tokens of `access`; `versions` for one that asks for completions."""
-    from ...learner.model import vocabulary_size
+    from ...learner.model import read_routers, vocabulary_size
 
     config = context.config
     engine = config.rollout.engine
@@ -83,6 +83,7 @@ def make_engine(
         scores_paused=isinstance(engine, Transformers | Fake),
         access=structs.replace(access, certificate=replica.certificate),
         versions=versions,
+        routers=read_routers(config.model.path) if REPLAY in config.learner.backend.options else None,
     )
 
 
@@ -209,7 +210,10 @@ def make_player(
     parts, stop_token_ids = parts_of(config.env, split, config.seed), renderer.get_stop_token_ids()
     for name, count in leave_out_long_prompts(parts, renderer, settings).items():
         log.info("%s: %d rows are left out, their prompts have agent.max_tokens or more", name, count)
-    return EpisodePlayer(config, agent, parts, router, make_session, stop_token_ids, temperature, model)
+    trained = split == "train" and REPLAY in config.learner.backend.options
+    return EpisodePlayer(
+        config, agent, parts, router, make_session, stop_token_ids, temperature, model, record_experts=trained
+    )
 
 
 def ranked(config: Config, ranks: int) -> Config:

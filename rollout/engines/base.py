@@ -20,6 +20,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    experts_from: int | None = None  # first position whose experts are wanted, where servers record them; None for none
 
 
 EMPTY = Completion((), (), (), "abort")  # a completion that ended before its first token

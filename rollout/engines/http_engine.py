@@ -20,14 +20,17 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
+from numpy.typing import NDArray
 
 from ...agents.base import Completion, FinishReason, RequestTiming
 from ...buffer.trajectory import VersionSpan
+from ...common.routed_experts import RoutedExperts, RouterShape
 from ...configs.schema import Partial
 from ...errors import EngineError, PolicyError
 from ...weightsync.plan import GroupPlan, TransferPlan
 from .access import ServerAccess
 from .base import EngineFailure, EngineLoad, FalseReply, PartialCompletion, SamplingParams
+from .expert_codec import record
 from .http_client import Disconnected, HttpClient
 from .reply_check import VERSION_DIGITS, VersionClock, check_completion, check_count, check_logprobs
 
@@ -72,6 +75,7 @@ class HttpEngine(HttpClient, ABC):
             samples from weights before the canary verified them; else requests under way do so right after the resume.
         access: see `HttpClient`; the token for control where weights are pushed.
         versions: which versions exist; None for a client that asks for no completions, and for one that takes any version.
+        routers: those of the model, of a server that records which experts they choose; None for one that does not.
     """
 
     generate_path: ClassVar[str]
@@ -93,6 +97,7 @@ class HttpEngine(HttpClient, ABC):
         scores_paused: bool = False,
         access: ServerAccess | None = None,
         versions: VersionClock | None = None,
+        routers: RouterShape | None = None,
     ) -> None:
         super().__init__(name, url, request_s, access)
         self.vocab_size = vocab_size
@@ -103,6 +108,7 @@ class HttpEngine(HttpClient, ABC):
         self.partial: Partial = partial
         self.scores_paused = scores_paused
         self.versions = versions
+        self.routers = routers
 
     @abstractmethod
     def completion_request(self, token_ids: Sequence[int], sampling: SamplingParams, salt: str) -> Body:
@@ -169,7 +175,7 @@ class HttpEngine(HttpClient, ABC):
         limited = min(sampling.max_tokens, self.max_model_len - len(token_ids))
         sampling = msgspec.structs.replace(sampling, max_tokens=limited)
         body = self.completion_request(token_ids, sampling, uuid.uuid4().hex if version is None else str(version))
-        answer = self.stream_type(self, sampling)
+        answer = self.stream_type(self, sampling, len(token_ids))
         if growing is not None:
             growing.certain = lambda: answer.certain(version)
         try:
@@ -237,9 +243,11 @@ class CompletionStream(ABC):
 
     finish: str | None = None
 
-    def __init__(self, engine: HttpEngine, sampling: SamplingParams) -> None:
+    def __init__(self, engine: HttpEngine, sampling: SamplingParams, prompt: int) -> None:
         self.engine = engine
         self.sampling = sampling
+        self.experts: list[NDArray[Any]] = []  # of positions from `experts_from` of the request on
+        self._prompt = prompt
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.spans: Sequence[OutputSpan] | None = None
@@ -311,8 +319,15 @@ class CompletionStream(ABC):
             oldest = min(s.version for s in spans) if version is None else min(version, *(s.version for s in spans))
             spans = [s if s.version == oldest else msgspec.structs.replace(s, kv_version=oldest) for s in spans]
         tokens, logprobs = tuple(self.tokens[:end]), tuple(self.logprobs[:end])
-        done = Completion(tokens, logprobs, tuple(spans), finish, self._timing())
+        done = Completion(tokens, logprobs, tuple(spans), finish, self._timing(), self._recorded(end, finish))
         return check_completion(name, done, self.sampling, self.engine.vocab_size, version)
+
+    def _recorded(self, end: int, finish: FinishReason) -> RoutedExperts | None:
+        """Of the prompt and its first `end` sampled tokens; None where they are not wanted."""
+        start = self.sampling.experts_from
+        if start is None or self.engine.routers is None:
+            return None
+        return record(self.engine.name, self.experts, start, self._prompt + end, whole=finish != "abort")
 
     def _timing(self) -> RequestTiming | None:
         """None before the first token."""

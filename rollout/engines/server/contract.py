@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from aiohttp.typedefs import Middleware
+from numpy.typing import NDArray
 
 from ....agents.base import FinishReason
 from ..base import EngineLoad, SamplingParams
@@ -44,12 +45,14 @@ class Sequence(msgspec.Struct, frozen=True):
 
 
 class SampledToken(msgspec.Struct, frozen=True):
-    """The next token of sequence `id`, its log-prob in nats, and the finish reason of the last one."""
+    """The next token of sequence `id`, its log-prob in nats, the finish reason of the last one, and of a server that records them
+    the experts [n, layers, top_k] of the tokens that were read since the sequence's token before."""
 
     id: str
     token: int
     logprob: float
     finish: FinishReason | None = None
+    experts: NDArray[Any] | None = None
 
 
 class DecodingSequence:
@@ -59,6 +62,7 @@ class DecodingSequence:
         seed = sequence.sampling.seed
         self.sequence = sequence
         self.tokens = list(sequence.token_ids)
+        self.experts_from = sequence.sampling.experts_from or 0  # first position whose experts were not sent yet
         self.rng = random.Random(seeds.getrandbits(64) if seed is None else seed)
 
     def add(self, token: int) -> FinishReason | None:

@@ -19,10 +19,12 @@ from collections.abc import Callable
 from typing import Literal, TypeVar
 
 import msgspec
+import numpy as np
 
 from ....agents.base import FinishReason
 from ....errors import SlipstreamError
 from ..base import EngineLoad
+from ..expert_codec import encode
 from ..http_engine import UNPUSHED, OutputSpan
 from .contract import ModelRunner, SampledToken, Sequence
 from .protocol import BadRequest, Logprobs, WireChoice, logprob
@@ -55,7 +57,10 @@ class _Output:
     def flush(self, finish: FinishReason | None) -> WireChoice:
         tokens, self.waiting = self.waiting, []
         logprobs = Logprobs(tuple(logprob(s.token, s.logprob) for s in tokens))
-        return WireChoice(tuple(s.token for s in tokens), logprobs, tuple(self._spans), finish)
+        experts = [s.experts for s in tokens if s.experts is not None]
+        recorded = encode(np.concatenate(experts)) if experts else None
+        ids = tuple(s.token for s in tokens)
+        return WireChoice(ids, logprobs, tuple(self._spans), finish, routed_experts=recorded)
 
 
 class EngineThread:

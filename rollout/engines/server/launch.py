@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from ....configs.backends import REPLAY
 from ....configs.schema import Config, Fake, Transformers
 from ....errors import ConfigError
 from ..access import ServerFiles
@@ -38,6 +39,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replica: int = 0
     folder: str = ""
     tls: bool = False
+    routed_experts: bool = False  # whether it records which experts its routers choose
 
 
 def command(config: Config, host: str, port: int, *, seed: int = 0, files: ServerFiles | None = None) -> list[str]:
@@ -61,6 +63,7 @@ def command(config: Config, host: str, port: int, *, seed: int = 0, files: Serve
         replica=seed - config.seed,
         folder=files.folder if files else "",
         tls=files.tls if files else False,
+        routed_experts=REPLAY in config.learner.backend.options,
     )
     return [sys.executable, "-m", MODULE, msgspec.json.encode(options).decode()]
 

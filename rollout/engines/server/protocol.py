@@ -41,6 +41,7 @@ class WireSamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     prompt_logprobs: Annotated[int, Meta(ge=0, le=0)] | None = None
     detokenize: bool = False
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
+    routed_experts_prompt_start: Annotated[int, Meta(ge=0)] = 0
     n: Annotated[int, Meta(ge=1, le=1)] = 1
 
 
@@ -70,6 +71,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for token in (min(self.token_ids), max(self.token_ids)):
             if not 0 <= token < limits.vocab_size:
                 raise BadRequest(f"token id {token} is outside the vocabulary, 0 to {limits.vocab_size - 1}")
+        if params.routed_experts_prompt_start > len(self.token_ids):
+            raise BadRequest(
+                f"routed_experts_prompt_start={params.routed_experts_prompt_start}: the prompt has {len(self.token_ids)} tokens"
+            )
         sampling = SamplingParams(
             max_tokens=min(params.max_tokens or room, room),
             temperature=params.temperature,
@@ -77,6 +82,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             top_k=params.top_k or -1,
             stop_token_ids=(params.stop_token_ids or ()) + (() if params.ignore_eos else limits.eos),
             seed=params.seed,
+            experts_from=params.routed_experts_prompt_start,
         )
         return Sequence(self.request_id, self.token_ids, sampling, self.cache_salt or "", self.priority)
 
@@ -96,13 +102,16 @@ class Logprobs(msgspec.Struct, frozen=True):
 
 
 class WireChoice(msgspec.Struct, frozen=True):
-    """The tokens since the last chunk, the spans of all tokens so far, and in the last chunk the finish reason."""
+    """The tokens since the last chunk, the spans of all tokens so far, and in the last chunk the finish reason. vLLM sends
+    `routed_experts` of all tokens in the last chunk, our server those since the last chunk in each."""
 
     token_ids: tuple[int, ...] | None = None
     logprobs: Logprobs | None = None
     weight_versions: tuple[OutputSpan, ...] | None = None
     finish_reason: str | None = None
     index: int = 0
+    # Of the tokens that were read for these and the prompt's, see `expert_codec`; of a server that records them.
+    routed_experts: str | None = None
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

@@ -37,7 +37,13 @@ def serve(options: Options) -> EngineServer:
         )
     limits = RequestLimits(config.vocab_size, options.max_tokens, weights.eos_token_ids(model))
     try:
-        runner = TransformersModelRunner(model, blocks=blocks, max_concurrent=options.max_concurrent, seed=options.seed)
+        runner = TransformersModelRunner(
+            model,
+            blocks=blocks,
+            max_concurrent=options.max_concurrent,
+            seed=options.seed,
+            record_experts=options.routed_experts,
+        )
         check_paging(runner, limits, TOLERANCE[options.dtype])
     except (EngineError, ValueError, TypeError, RuntimeError) as error:
         why = weights.reason(error)

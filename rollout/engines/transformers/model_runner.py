@@ -20,6 +20,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 from ..base import EngineLoad
 from ..server.contract import DecodingSequence, SampledToken, Sequence
 from ..server.sampling import draw
+from .expert_recorder import ExpertRecorder
 from .paging import PriorityScheduler, SaltedCache, lay_out
 
 BATCH_TOKENS = 1024  # of one forward pass: long prompts are computed in pieces, so that other sequences do not wait
@@ -27,12 +28,16 @@ BATCH_TOKENS = 1024  # of one forward pass: long prompts are computed in pieces,
 
 class TransformersModelRunner:
     """See `ModelRunner` for the methods. `model` has the attention `attention.PAGED`; the longest sequence must fit into `blocks`
-    KV blocks of `paging.PAGE` tokens; `seed` is for sequences without one."""
+    KV blocks of `paging.PAGE` tokens; `seed` is for sequences without one. Raises EngineError: the experts of this model's routers
+    cannot be recorded."""
 
-    def __init__(self, model: PreTrainedModel, *, blocks: int, max_concurrent: int, seed: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, blocks: int, max_concurrent: int, seed: int, record_experts: bool = False
+    ) -> None:
         self.model = model
         self._device = model.device
         self._cache = SaltedCache(model.config.get_text_config(), blocks, model.device, model.dtype)
+        self._experts = ExpertRecorder(model, self._cache) if record_experts else None
         self._scheduler = PriorityScheduler(self._cache, max_concurrent)
         self._slices_hidden = bool(model._supports_logits_to_keep())  # type: ignore[operator]
         self._running: dict[str, DecodingSequence] = {}
@@ -60,6 +65,8 @@ class TransformersModelRunner:
         keep = inputs["logits_to_keep"] if self._slices_hidden else inputs.pop("logits_to_keep")
         logits = self.model(**inputs).logits[0]
         logits = (logits if self._slices_hidden else logits[keep]).float()
+        if self._experts is not None:
+            self._experts.store(inputs["layouts"])
         new = [request for request in requests if request.has_new_token]
         sampled = self._sample(logits, new) if new else []
         for request in requests:
@@ -117,7 +124,8 @@ class TransformersModelRunner:
         for request, run, token, logprob in zip(requests, runs, tokens, logprobs, strict=True):
             request.state.generated_tokens.append(token)
             request.state.tokens_to_process = [token]
-            sampled.append(SampledToken(run.sequence.id, token, logprob, run.add(token)))
+            experts = None if self._experts is None else self._experts.unsent(run)
+            sampled.append(SampledToken(run.sequence.id, token, logprob, run.add(token), experts))
         return sampled
 
     def _forget(self, id: str) -> None:

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from itertools import groupby
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -83,7 +84,7 @@ class PriorityScheduler(FIFOScheduler):
 
 def lay_out(
     cache: PagedAttentionCache, scheduled: list[FutureRequestState], device: torch.device
-) -> tuple[tuple[FutureRequestState, ...], dict[str, object]]:
+) -> tuple[tuple[FutureRequestState, ...], dict[str, Any]]:
     """What the scheduler chose as one forward pass: the sequences in the order of their queries, and the arguments of the model's
     `forward`. Those that get a token are the rows of the logits, in order. Counts the tokens as cached."""
     decodes = sorted((r for r in scheduled if r.query_length == 1), key=lambda r: r.state.position_offset)

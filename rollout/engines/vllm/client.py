@@ -14,6 +14,7 @@ from ....configs.schema import Partial
 from ....errors import EngineError
 from ....weightsync.plan import GroupPlan, TransferPlan
 from ..base import EngineLoad, RequestRejected, SamplingParams
+from ..expert_codec import decode
 from ..http_client import REFUSALS, Disconnected
 from ..http_engine import STREAM_INTERVAL, Body, CompletionStream, HttpEngine
 from ..server.protocol import ABORT_PREFIX, Generated
@@ -39,6 +40,8 @@ class _Answer(CompletionStream):
             self.logprobs += [entry.logprob for entry in (choice.logprobs and choice.logprobs.content) or ()]
             self.spans = self.spans if choice.weight_versions is None else choice.weight_versions
             self.finish = choice.finish_reason or self.finish
+            if choice.routed_experts is not None and engine.routers is not None:
+                self.experts.append(decode(engine.name, choice.routed_experts, engine.routers))
         if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
             self.cached = chunk.usage.prompt_tokens_details.cached_tokens
 
@@ -63,6 +66,9 @@ class VllmEngine(HttpEngine):
             "detokenize": False,
             "stream_interval": STREAM_INTERVAL,
         }
+        if self.routers is not None:
+            start = sampling.experts_from
+            parameters["routed_experts_prompt_start"] = len(token_ids) if start is None else start
         return _request(token_ids, parameters, salt, priority=0) | STREAM
 
     def score_request(self, token_ids: Sequence[int], salt: str) -> Body:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
+from ....configs.backends import REPLAY
 from ....configs.schema import Config, Vllm
 from ....errors import ConfigError
 from ..access import ServerFiles, TokenGuard
@@ -45,7 +46,14 @@ def command(config: Config, host: str, port: int, *, seed: int = 0, files: Serve
         "weight-transfer-config": json.dumps({"backend": BACKEND}),
         **memory(engine.memory, cpu),
     }
-    return command_line(arguments, "--tokens-only", "--enable-prefix-caching", DETAILS, cpu=cpu, files=files)
+    switches = ["--tokens-only", "--enable-prefix-caching", DETAILS]
+    if REPLAY in config.learner.backend.options:
+        if cpu:
+            raise ConfigError(
+                f"learner.backend.options=[{REPLAY}]: vLLM reports experts on GPUs only; rollout.engine.kind=transformers does here"
+            )
+        switches.append("--enable-return-routed-experts")
+    return command_line(arguments, *switches, cpu=cpu, files=files)
 
 
 def command_line(
