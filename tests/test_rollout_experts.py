@@ -22,6 +22,7 @@ from slipstream.errors import ConfigError
 from slipstream.learner.model import read_routers
 from slipstream.rollout.engines.base import FalseReply, PartialCompletion, SamplingParams
 from slipstream.rollout.engines.expert_codec import decode, encode, record
+from slipstream.rollout.engines.expert_codec import joined as joined_texts
 from slipstream.rollout.engines.server import launch as own_server
 from slipstream.rollout.engines.server.contract import Sequence
 from slipstream.rollout.engines.transformers.engine import load_model
@@ -194,6 +195,9 @@ def test_what_vllm_sends_is_read() -> None:
     sent = np.arange(4 * 3 * 2, dtype=np.uint16).reshape(4, 3, 2)
     assert np.array_equal(decode("r", npy(sent), routers), sent[:, 1:])
     assert encode(sent) == npy(sent)
+    assert joined_texts([]) is None
+    assert joined_texts([npy(sent)]) == npy(sent)
+    assert joined_texts([npy(sent[:1]), npy(sent[1:])]) == npy(sent)
 
 
 @pytest.mark.parametrize(

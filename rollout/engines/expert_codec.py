@@ -26,6 +26,13 @@ def encode(ids: NDArray[Any]) -> str:
         return base64.b64encode(file.getbuffer()).decode()
 
 
+def joined(texts: Sequence[str]) -> str | None:
+    """Of several that this process encoded, one after the other; None for none."""
+    if len(texts) < 2:
+        return texts[0] if texts else None
+    return encode(np.concatenate([np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) for text in texts]))
+
+
 def decode(name: str, text: str, routers: RouterShape) -> NDArray[Any]:
     """[n, layers, top_k]: what replica `name` sent of the layers that have a router. Raises FalseReply."""
     try:

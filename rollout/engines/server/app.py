@@ -20,6 +20,7 @@ from ....errors import SlipstreamError
 from ....weightsync.plan import GroupPlan, TransferPlan
 from ....weightsync.staging import WeightStaging
 from ..access import OK, own_access
+from ..expert_codec import joined
 from ..http_engine import STREAM_INTERVAL
 from .contract import EngineServer
 from .engine_thread import EngineThread
@@ -231,7 +232,8 @@ async def _whole(stream: asyncio.Queue[WireChoice]) -> WireChoice:
     parts = [chunk async for chunk in _chunks(stream)]
     tokens = tuple(token for part in parts for token in part.token_ids or ())
     logprobs = tuple(entry for part in parts for entry in (part.logprobs and part.logprobs.content) or ())
-    return msgspec.structs.replace(parts[-1], token_ids=tokens, logprobs=Logprobs(logprobs))
+    experts = joined([part.routed_experts for part in parts if part.routed_experts is not None])
+    return msgspec.structs.replace(parts[-1], token_ids=tokens, logprobs=Logprobs(logprobs), routed_experts=experts)
 
 
 async def _stream(request: web.Request, body: GenerateRequest, chunks: asyncio.Queue[WireChoice]) -> web.StreamResponse:

@@ -60,9 +60,8 @@ class ExpertRecorder:
         """[n, layers, top_k]: of the tokens that `running` has read and that were not sent yet; before its next token is added."""
         start, end = running.experts_from, len(running.tokens)
         running.experts_from = end
-        return self._held[
-            self._places(np.array(self._allocator.get_write_indices(running.sequence.id, start, end - start)))
-        ]
+        rows = self._allocator.get_write_indices(running.sequence.id, start, end - start)
+        return self._held[self._places(np.array(rows, dtype=np.int64))]
 
     def _places(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where the experts of tokens are held whose first keys are at `rows` of the cache."""
