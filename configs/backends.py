@@ -9,7 +9,7 @@ from msgspec import field
 from .section import NonNegative, Positive, Section
 
 Option = Literal["recompute", "compile", "offload", "liger", "router_replay"]
-MegatronOption = Literal["router_replay"]
+MegatronOption = Literal["recompute", "router_replay"]
 REPLAY: MegatronOption = "router_replay"
 
 
@@ -57,7 +57,8 @@ class Megatron(Ranks, frozen=True, tag_field="kind", tag="megatron"):
     more of them leave a stage idle for less of a step and send more. `context`: ranks that split every sequence. `expert`: ranks
     of a stage that split the experts of a mixture."""
     options: tuple[MegatronOption, ...] = ()
-    """`router_replay`: the routers of a mixture of experts take the experts that the engine's took for the same token
+    """`recompute`: keep only each layer's input and recompute activations in the backward pass, for less memory and about a third
+    more work. `router_replay`: the routers of a mixture of experts take the experts that the engine's took for the same token
     (arXiv:2510.11370), with weights of their own; engines record them and trajectories carry them."""
 
     @property

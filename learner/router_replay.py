@@ -9,35 +9,43 @@ Invariants:
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 
 
+class Loaded(NamedTuple):
+    """The recorded experts of M tokens, int64[M, layers, top_k], and which of the tokens have any, bool[M]."""
+
+    experts: torch.Tensor
+    known: torch.Tensor
+
+
 class ReplayedChoices:
-    """The recorded experts of the M tokens of the forward pass that comes next, and how many choices differed so far."""
+    """What was recorded of the forward pass that comes next, and how many choices differed so far."""
 
     def __init__(self) -> None:
-        self._experts: torch.Tensor | None = None
-        self._known: torch.Tensor | None = None
+        self.loaded: Loaded | None = None  # None where no token has a record
         self._counts = torch.zeros(2, dtype=torch.float64)
 
     def load(self, experts: torch.Tensor | None, device: torch.device) -> None:
         """`experts` are [M, layers, top_k] of any integer type, zeros where there is no record; None: no token has one."""
-        self._experts = self._known = None
+        self.loaded = None
         if experts is not None:
-            self._experts = experts.to(device, torch.int64)
-            self._known = self._experts[:, 0, 0] != self._experts[:, 0, 1]
+            experts = experts.to(device, torch.int64)
+            self.loaded = Loaded(experts, experts[:, 0, 0] != experts[:, 0, 1])
 
-    def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
-        """int64[M, top_k]: the experts of the tokens in the `layer`th router, whose `own` choice is int64[M, top_k]."""
-        if self._experts is None or self._known is None:
+    def choose(self, layer: int, own: torch.Tensor, loaded: Loaded | None) -> torch.Tensor:
+        """int64[M, top_k]: the experts of the tokens of a pass in the `layer`th router, whose `own` choice is int64[M, top_k]."""
+        if loaded is None:
             return own
-        recorded = self._experts[:, layer]
+        recorded, known = loaded.experts[:, layer], loaded.known
         if torch.is_grad_enabled():
-            same = (recorded[:, :, None] == own[:, None, :]).any(-1)[self._known]
+            same = (recorded[:, :, None] == own[:, None, :]).any(-1)[known]
             differing = torch.stack([(~same).sum(), torch.tensor(same.numel(), device=same.device)])
             self._counts = self._counts.to(same.device) + differing
-        return torch.where(self._known[:, None], recorded, own)
+        return torch.where(known[:, None], recorded, own)
 
     def disagreement(self, device: torch.device) -> float | None:
         """Collective over all ranks. The share of choices since the last call that were not the router's own; None where there were

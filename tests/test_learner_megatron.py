@@ -55,12 +55,15 @@ TWO = {
     "data": Megatron(ranks=2),
     "experts": Megatron(ranks=2, parallel={"expert": 2}),
     "tensor-experts": Megatron(ranks=2, parallel={"tensor": 2, "expert": 2}),
+    "tensor-experts-recomputed": Megatron(ranks=2, parallel={"tensor": 2, "expert": 2}, options=("recompute",)),
+    "virtual-recomputed": Megatron(ranks=2, parallel={"pipeline": 2, "virtual": 2}, options=("recompute",)),
 }
 
 BFLOAT16 = tuple(TWO) if torch.cuda.is_available() else ("tensor",)
 """Those in bfloat16: on CUDA other layers compute it than float32, TransformerEngine's."""
 
 KIND = {"pipeline": "untied", "virtual": "deep", "experts": "moe", "tensor-experts": "moe"}
+KIND |= {"tensor-experts-recomputed": "moe", "virtual-recomputed": "deep"}
 """The model of each layout; `tied` for the others."""
 
 
@@ -460,6 +463,26 @@ def test_the_package_that_is_missing_or_of_another_version_is_named_before_a_sta
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(ConfigError, match=r"needs the package megatron-core; run `make install`"):
         preflight.learner(RunInputs(config))
+
+
+def test_recomputing_keeps_less_and_changes_nothing(models):
+    found = {}
+    for options in ((), ("recompute",)):
+        backend = open_backend(models["moe"], Megatron(options=options))
+        sizes, kept = [], []
+
+        def loss(*row, sizes=sizes, kept=kept):
+            kept.append(sum(sizes))  # of the forward pass: what comes back in the backward pass is freed layer by layer
+            return LOSS(*row)
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.nbytes) or t, lambda t: t):
+            result = backend.step(make_rows(0, 0, 1, 8192), loss, 1e-4)
+        found[options] = result, {name: one.clone() for name, one in backend.named_weights()}, kept[0]
+        backend.close()
+    (whole, weights, much), (again, same, little) = found.values()
+    assert (again.loss, again.grad_norm) == (whole.loss, whole.grad_norm)
+    assert all(torch.equal(same[name], one) for name, one in weights.items())
+    assert little < 0.3 * much
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,7 @@ TWO: dict[str, Fsdp2 | Megatron] = {
     "megatron-experts": Megatron(ranks=2, parallel={"expert": 2}, options=("router_replay",)),
     "megatron-tensor-experts": Megatron(ranks=2, parallel={"tensor": 2, "expert": 2}, options=("router_replay",)),
     "megatron-pipeline": Megatron(ranks=2, parallel={"pipeline": 2}, options=("router_replay",)),
+    "megatron-recomputed": Megatron(ranks=2, parallel={"pipeline": 2}, options=("router_replay", "recompute")),
     "megatron-context": Megatron(ranks=2, parallel={"context": 2}, options=("router_replay",)),
 }
 

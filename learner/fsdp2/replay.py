@@ -31,7 +31,7 @@ def replay_in(model: PreTrainedModel) -> ReplayedChoices:
 def _hook(layer: int, choices: ReplayedChoices) -> Any:
     def replace(router: Any, _: object, routed: Routed) -> Routed:
         logits, weights, own = routed
-        experts = choices.choose(layer, own)
+        experts = choices.choose(layer, own, choices.loaded)
         if experts is own:
             return routed
         return logits, weights_of(router, logits, experts).to(weights.dtype), experts

@@ -44,7 +44,7 @@ from . import checkpoint
 from .family import MegatronPolicy, build, full_weights, shards_of
 from .fit import check_family, check_layout
 from .layout import form_groups, groups, layout_here
-from .replay import replay_in
+from .replay import MegatronReplay
 from .rows import LocalMicroBatch, local_row, padded_length
 
 Output = tuple[torch.Tensor, dict[str, torch.Tensor]]  # the loss to backpropagate, and sums to report
@@ -75,7 +75,7 @@ class MegatronModel(ShardedModel):
         stages = self._groups.stages
         self.leads_rows = self._groups.copy.rank() == 0 and stages.rank() == stages.size() - 1  # which has the logits
         self._parts = build(source, self._layout, self._dtype, self.device)
-        self._choices = replay_in(self._parts) if self.routers is not None else None
+        self._choices = self._replay = None if self.routers is None else MegatronReplay(self._parts)
         self._passed = self._prepared()
         with torch.no_grad():
             for parameter, shard in shards_of(self._parts, weights):
@@ -129,10 +129,13 @@ class MegatronModel(ShardedModel):
             for row, length in zip(rows, lengths, strict=True)
         ]
 
+        if self._replay is not None:
+            self._replay.begin(recomputes="recompute" in layout.options and not forward_only)
+
         def forward(iterator: Iterator[tuple[MicroBatch, LocalMicroBatch]], part: torch.nn.Module) -> tuple[Any, Any]:
             row, local = next(iterator)
-            if self._choices is not None:
-                self._choices.load(self._part_of_tensor_rank(local.experts), self.device)
+            if self._replay is not None:
+                self._replay.load(self._part_of_tensor_rank(local.experts), self.device)
             output = part(
                 local.token_ids.to(self.device),
                 local.position_ids.to(self.device),

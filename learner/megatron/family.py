@@ -26,6 +26,9 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def transformer_config(config: PretrainedConfig, layout: Megatron, dtype: torch.dtype) -> TransformerConfig:
+    recomputed: dict[str, Any] = {}
+    if "recompute" in layout.options:
+        recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     piped, virtual = layout.pipeline_parallel > 1, layout.virtual_stages > 1
     experts: dict[str, Any] = {}
     if config.model_type == "qwen3_moe":
@@ -79,6 +82,7 @@ def transformer_config(config: PretrainedConfig, layout: Megatron, dtype: torch.
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize,
         **experts,
+        **recomputed,
     )
 
 

@@ -1,14 +1,20 @@
 """Router replay in Megatron's models, through the place that its routers have for one (`RouterReplay` of megatron-core). The
-weights stay those that a router computes, here as where it chooses itself."""
+weights stay those that a router computes, here as where it chooses itself.
+
+Invariants:
+- Where activations are recomputed, a layer runs without a gradient first, and once more in the backward pass, when later passes
+  have begun. Both take the same choices: backward passes come in the order of forward passes, in every schedule of a pipeline.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ..router_replay import ReplayedChoices
+from ..router_replay import Loaded, ReplayedChoices
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -18,6 +24,15 @@ class _LayerReplay:
 
     def __init__(self, layer: int, choices: ReplayedChoices) -> None:
         self._layer, self._choices = layer, choices
+        self.recomputed: deque[Loaded | None] | None = None  # of passes to come back to; None while none does
+
+    def _loaded(self) -> Loaded | None:
+        if self.recomputed is None:
+            return self._choices.loaded
+        if torch.is_grad_enabled():
+            return self.recomputed.popleft()
+        self.recomputed.append(self._choices.loaded)
+        return self._choices.loaded
 
     def get_replay_topk(
         self,
@@ -29,15 +44,21 @@ class _LayerReplay:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert default_compute_topk is not None
         chosen, own = default_compute_topk(scores, topk, num_groups, group_topk)
-        experts = self._choices.choose(self._layer, own)
+        experts = self._choices.choose(self._layer, own, self._loaded())
         return (chosen, own) if experts is own else (scores.gather(1, experts), experts)
 
 
-def replay_in(parts: Sequence[Any]) -> ReplayedChoices:
-    """Have the routers of this rank's parts of a model take over the choices that are loaded into the result. All layers have a
-    router."""
-    choices = ReplayedChoices()
-    for part in parts:
-        for layer in part.decoder.layers:
-            layer.mlp.router.router_replay = _LayerReplay(layer.layer_number - 1, choices)
-    return choices
+class MegatronReplay(ReplayedChoices):
+    """Has the routers of this rank's `parts` of a model take over the choices that are loaded here. All layers have a router."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        super().__init__()
+        self._layers: list[_LayerReplay] = []
+        for layer in (layer for part in parts for layer in part.decoder.layers):
+            self._layers.append(_LayerReplay(layer.layer_number - 1, self))
+            layer.mlp.router.router_replay = self._layers[-1]
+
+    def begin(self, *, recomputes: bool) -> None:
+        """Passes begin; with `recomputes` each layer of them runs twice."""
+        for layer in self._layers:
+            layer.recomputed = deque() if recomputes else None
