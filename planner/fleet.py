@@ -5,8 +5,8 @@
       push: cohort by cohort, transfer ─ pause ─ swap ──> every router learns the version, the run that all have it
 
 Invariants:
-- Up to `EXACT` replicas the product's own `RoutingTable` decides, one for each worker, as in a run. It looks at every replica for
-  every request, so that beyond a request goes to the better of two random replicas (Mitzenmacher 2001, "The Power of Two Choices").
+- Up to `EXACT` replicas the product's own `RoutingTable` decides, one for each worker, as in a run. Beyond, a request goes to the
+  better of two random replicas without its bookkeeping, as that table draws two in a large fleet (`routing.COMPARED`).
 - A prefix is cached where the episode's last request was, as long as that replica serves the same version.
 """
 

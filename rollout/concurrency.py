@@ -72,21 +72,21 @@ class Concurrency:
             self._set(self._cap * replicas / self._replicas if self._replicas else self._share * replicas)
             self._replicas = replicas
 
-    def observe(self, samples: Sequence[EngineLoad], queued: int, running: int) -> None:
-        """One second has passed. `samples` are of the replicas that answered, `queued` requests wait in this worker for a free slot
-        of a replica, `running` episodes are in progress."""
+    def observe(self, samples: Sequence[EngineLoad], queued: int, running: int, each: float = 1.0) -> None:
+        """One second has passed. `samples` are of the replicas that answered, each of which stands for `each` replicas, `queued`
+        requests wait in this worker for a free slot of a replica, `running` episodes are in progress."""
         decoding = [s for s in samples if s.running or not s.waiting]  # the others are paused, which is no congestion
         if not decoding:
             return
-        self._congestion += MEMORY * (self._congestion_of(decoding, queued) - self._congestion)
+        self._congestion += MEMORY * (self._congestion_of(decoding, queued / each) - self._congestion)
         if running > self.cap:
             return
         used_up = self.cap - running < max(self._group_size, TURNOVER * self.cap)
-        growth = max(1.0, GROWTH * self._share * len(decoding)) if used_up else 0.0
+        growth = max(1.0, GROWTH * self._share * each * len(decoding)) if used_up else 0.0
         self._set(self._cap + growth - self._cap * CUT * self._congestion)
 
-    def _congestion_of(self, samples: Sequence[EngineLoad], queued: int) -> float:
-        """From 0, no congestion, to 1, full."""
+    def _congestion_of(self, samples: Sequence[EngineLoad], queued: float) -> float:
+        """From 0, no congestion, to 1, full; `queued` is the part of these replicas."""
         waiting = queued + sum(s.waiting for s in samples)
         queue = waiting / (QUEUE_FULL * self._max_concurrent * len(samples))
         caches = [min(1.0, max(0.0, (s.kv_usage - KV_FREE) / (KV_FULL - KV_FREE))) for s in samples]

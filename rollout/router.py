@@ -28,6 +28,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -52,6 +53,7 @@ PROBE_IDS = (0, 0)  # prompt that a probe scores: any will do
 # How long the requests of a removed or fenced replica may take to end or fail. A process that exits breaks its connections at
 # once; only a host that vanished sends nothing. Then the requests continue elsewhere with the tokens that have arrived.
 GRACE_S = 0.4
+SAMPLED = 32  # replicas that a router asks for their load in one round; of more it asks so many others each time
 LOAD_S = 2.0  # longest wait for a replica to report its load; an older sample means nothing
 MakeEngine = Callable[[ReplicaInfo], HttpEngine]  # creates a client of a replica; the router closes it
 
@@ -70,7 +72,7 @@ class ReplicaConnection:
         self.probes = 0
         self.healthy_since = 0.0
         self.suspicion = suspicion
-        self.load: EngineLoad | None = None  # of the last second; None where it did not report one
+        self.load: EngineLoad | None = None  # when it was asked last; None where it did not report one
 
     async def generate(self, request: InflightRequest, version: int) -> Completion:
         self.in_flight += 1
@@ -128,6 +130,7 @@ class Router:
             tuple[str, int], ReplicaSuspicion
         ] = {}  # of the fleet's processes, by name and incarnation
         self._assigned: dict[int, asyncio.Future[tuple[int, ReplicaConnection]]] = {}
+        self._sampled = random.randrange(1 << 30)  # routers that start at once ask different replicas
         self._numbers = itertools.count()
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -172,9 +175,19 @@ class Router:
         """Requests that wait here because no replica has a free slot for them."""
         return self._routing.waiting
 
+    @property
+    def per_sample(self) -> float:
+        """Serving replicas for each that `engine_loads` asks."""
+        return max(1.0, self.serving / SAMPLED)
+
     async def engine_loads(self) -> list[EngineLoad]:
-        """The load of each serving replica that reports it in time; one that cannot be reached is probed."""
+        """The load of each serving replica that reports it in time, of more than `SAMPLED` those whose turn it is; one that cannot
+        be reached is probed."""
         serving = [c for name, c in self._connections.items() if self._routing.replicas[name].serving]
+        if len(serving) > SAMPLED:
+            first = self._sampled = self._sampled % len(serving)
+            serving = [*serving[first:], *serving[:first]][:SAMPLED]
+            self._sampled += SAMPLED
         return [sample for sample in await asyncio.gather(*map(self._sample, serving)) if sample is not None]
 
     def gauges(self, share: int = 0, shares: int = 1) -> dict[str, dict[str, float | None]]:

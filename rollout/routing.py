@@ -4,7 +4,9 @@
                    ^                                          │
                    └───────────── enqueued again ─────────────┴──remove (cancelled, failed)
 
-Cost of a replica = tokens in flight there + prompt tokens that it would have to prefill. The least cost wins.
+Cost of a replica = tokens in flight there + prompt tokens that it would have to prefill. The least cost wins. In a fleet of more
+than `COMPARED` replicas it is the least of two drawn at random and the one that has the request's prefix (power of two choices:
+Mitzenmacher, IEEE TPDS 12(10), 2001), so that a request costs the same in every fleet.
 
 Invariants:
 - A request goes only to a replica that is `serving`, is healthy, and has proven at least the request's oldest version.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import bisect
 import operator
+import random
 import zlib
 from collections.abc import Iterable
 
@@ -27,6 +30,8 @@ from ..weightsync.fleet import Fleet, ReplicaInfo
 
 AHEAD = 4  # requests of a worker beyond those that a replica decodes at once: free slots fill without a round trip
 INITIAL_LENGTH = 64  # expected completion length, in tokens, before any completion was seen
+COMPARED = 32  # replicas up to which all are compared: fewer tokens in flight on the fullest, at 16 us a request
+DRAWS = 8  # replicas that are drawn at most to find two that may serve a request; then all are compared
 LENGTH_DECAY = 0.05  # weight of the newest completion in the expected length, a moving average over about twenty
 
 
@@ -63,6 +68,7 @@ class ReplicaState:
         self.load = 0  # their sum
         self.seen = -1  # newest version that its completions reported; after a push it is ahead of the fleet's state
         self.failed = False  # it failed a request and has passed no probe since
+        self.position = -1  # in `RoutingTable`'s list of replicas with a free slot; -1 where it is not there
         # It aborted requests to take weights, and has shown neither another version nor a whole completion since.
         self.paused = False
 
@@ -90,6 +96,8 @@ class RoutingTable:
     def __init__(self, limit: int) -> None:
         self.replicas: dict[str, ReplicaState] = {}
         self._limit = limit
+        self._open: list[ReplicaState] = []  # those with a free slot, in any order
+        self._random = random.Random(0)
         self._waiting: list[RouteRequest] = []
         self._in_flight: dict[int, tuple[RouteRequest, ReplicaState, int]] = {}
         self._pins: dict[str, Pin] = {}
@@ -112,11 +120,17 @@ class RoutingTable:
                 replica.paused = False
             replica.info = info
             self.replicas[info.name] = replica
+        for replica in known.values():
+            replica.position = -1
+        self._open = []
+        for replica in self.replicas.values():
+            self._refresh(replica)
 
     def set_failed(self, name: str, failed: bool) -> None:
         """`name` failed a request and gets no more, or it passed a probe with the version that the fleet state names."""
         if name in self.replicas:
             self.replicas[name].failed = failed
+            self._refresh(self.replicas[name])
 
     def enqueue(self, request: RouteRequest) -> None:
         """Queue `request`; one that is enqueued again keeps its position in the order."""
@@ -126,16 +140,17 @@ class RoutingTable:
         """Assign every waiting request that can start now, in order; these are in flight from here on."""
         assigned, waiting = [], []
         for position, request in enumerate(self._waiting):
-            if not any(self._has_slot(replica) for replica in self.replicas.values()):
+            if not self._open:
                 waiting += self._waiting[position:]
                 break
-            replica = self._cheapest(request)
+            replica = self._choose(request)
             if replica is None:
                 waiting.append(request)
                 continue
             weight = len(request.token_ids) + min(request.max_tokens, round(self._expected_length))
             replica.tokens[request.number] = weight
             replica.load += weight
+            self._refresh(replica)
             self._in_flight[request.number] = (request, replica, replica.version)
             assigned.append(Assignment(request.number, replica.info.name, replica.version))
         self._waiting = waiting
@@ -158,6 +173,8 @@ class RoutingTable:
         if number in self._in_flight:
             _, replica, _ = self._in_flight.pop(number)
             replica.load -= replica.tokens.pop(number)
+            if self.replicas.get(replica.info.name) is replica:
+                self._refresh(replica)
             return
         position = bisect.bisect_left(self._waiting, number, key=_number)
         if position < len(self._waiting) and self._waiting[position].number == number:
@@ -174,16 +191,60 @@ class RoutingTable:
             cached = len(pin.token_ids) if request.token_ids[: len(pin.token_ids)] == pin.token_ids else 0
         return replica.load + len(request.token_ids) - cached
 
-    def _cheapest(self, request: RouteRequest) -> ReplicaState | None:
+    def _choose(self, request: RouteRequest) -> ReplicaState | None:
+        """A replica with a free slot that may serve `request`; None where there is none."""
+        if len(self.replicas) > COMPARED and (drawn := self._draw(request)):
+            return self._cheapest(request, drawn)
+        able = [r for r in self.replicas.values() if self._may_serve(r, request)]
+        able = [r for r in able if r.info.name not in request.avoided] or able
+        return self._cheapest(request, filter(self._has_slot, able))
+
+    def _draw(self, request: RouteRequest) -> list[ReplicaState]:
+        """Two replicas with a free slot and the one with the prefix, of those that should serve `request`; none where two were not
+        found."""
+        # Routers start alike; their episodes differ, so that they do not all draw the same replicas.
+        key, drawn = zlib.crc32(request.episode_id.encode()), list[ReplicaState]()
+        for _ in range(DRAWS):
+            replica = self._open[(self._random.getrandbits(32) ^ key) % len(self._open)]
+            if self._should_serve(replica, request) and replica not in drawn:
+                drawn.append(replica)
+            if len(drawn) == 2:
+                break
+        else:
+            return []
+        pin = self._pins.get(request.episode_id)
+        if pin is not None and pin.replica.position >= 0 and self._should_serve(pin.replica, request):
+            drawn.append(pin.replica)
+        return drawn
+
+    def _cheapest(self, request: RouteRequest, replicas: Iterable[ReplicaState]) -> ReplicaState | None:
         def rank(replica: ReplicaState) -> tuple[bool, int, int]:
             # Equal replicas are ordered by a hash of the episode: workers that start at the same time spread over all of them.
             spread = zlib.crc32(f"{request.episode_id} {replica.info.name}".encode())
             return replica.paused, self.cost(request, replica), spread
 
-        oldest = request.oldest_version
-        able = [r for r in self.replicas.values() if r.serving and (r.info.version or 0) >= oldest]
-        able = [r for r in able if r.info.name not in request.avoided] or able
-        return min(filter(self._has_slot, able), key=rank, default=None)
+        return min(replicas, key=rank, default=None)
+
+    @staticmethod
+    def _may_serve(replica: ReplicaState, request: RouteRequest) -> bool:
+        return replica.serving and (replica.info.version or 0) >= request.oldest_version
+
+    def _should_serve(self, replica: ReplicaState, request: RouteRequest) -> bool:
+        """Whether it may, and none is to be preferred for what is known of it."""
+        return self._may_serve(replica, request) and not replica.paused and replica.info.name not in request.avoided
 
     def _has_slot(self, replica: ReplicaState) -> bool:
         return replica.serving and len(replica.tokens) < self._limit
+
+    def _refresh(self, replica: ReplicaState) -> None:
+        """Have `replica`, one of the fleet, in the list of those with a free slot where it has one."""
+        if self._has_slot(replica) == (replica.position >= 0):
+            return
+        if replica.position < 0:
+            replica.position = len(self._open)
+            self._open.append(replica)
+            return
+        last = self._open.pop()
+        if last is not replica:
+            self._open[replica.position], last.position = last, replica.position
+        replica.position = -1

@@ -152,7 +152,7 @@ class Worker:
         while True:
             samples = await router.engine_loads()
             concurrency.set_replicas(router.serving)
-            concurrency.observe(samples, router.waiting, len(self._running))
+            concurrency.observe(samples, router.waiting, len(self._running), router.per_sample)
             async with self._changed:
                 self._changed.notify_all()
             await asyncio.sleep(SAMPLE_S)

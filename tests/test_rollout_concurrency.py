@@ -203,6 +203,18 @@ def test_it_does_not_grow_while_admission_is_the_limit_nor_shrink_before_the_las
     assert concurrency.cap < cut
 
 
+@pytest.mark.parametrize("load", [IDLE, EngineLoad(64, 4, 0.5), EngineLoad(64, 40, 0.9)], ids=str)
+def test_a_sample_of_the_replicas_moves_the_cap_as_all_of_them_do(load: EngineLoad) -> None:
+    caps = []
+    for samples, each in ((96, 1.0), (32, 3.0)):
+        concurrency = worker()
+        concurrency.set_replicas(96)
+        for _ in range(10):
+            concurrency.observe([load] * samples, 96, concurrency.cap, each)
+        caps.append(concurrency.cap)
+    assert caps[0] == caps[1]
+
+
 def test_a_replica_that_is_paused_is_not_crowded() -> None:
     concurrency = worker()
     concurrency.observe([EngineLoad(0, 64, 0.5)], 0, 64)

@@ -782,3 +782,20 @@ async def test_gauges_are_of_the_replicas_that_have_reported_and_several_routers
         assert set(w.router.gauges()) == {"a", "b"}
         assert set(w.router.gauges(0, 2)) == {"a"}  # of a and c
         assert set(w.router.gauges(1, 2)) == {"b"}
+
+
+async def test_of_many_replicas_each_round_asks_as_many_and_all_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SAMPLED", 4)
+    async with world() as w:
+        names = [f"engine-{i}" for i in range(10)]
+        w.serve(*names)
+        for number, name in enumerate(names):
+            w[name].busy = EngineLoad(number, 0, 0.0)
+        assert w.router.per_sample == 2.5
+        rounds = [[load.running for load in await w.router.engine_loads()] for _ in range(5)]
+        assert [len(set(one)) for one in rounds] == [4] * 5
+        assert {running for one in rounds[:3] for running in one} == set(range(10))
+        assert set(w.router.gauges()) == set(names)
+        w.fleet(**{name: None for name in names[4:]})
+        assert w.router.per_sample == 1.0
+        assert sorted(load.running for load in await w.router.engine_loads()) == [0, 1, 2, 3]

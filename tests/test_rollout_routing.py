@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from unittest import mock
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.rollout.routing import INITIAL_LENGTH, Assignment, RouteRequest, RoutingTable
+from slipstream.rollout import routing
+from slipstream.rollout.routing import INITIAL_LENGTH, Assignment, ReplicaState, RouteRequest, RoutingTable
 from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
 LIMIT = 3
@@ -51,9 +55,15 @@ REPLICA_INFOS = st.lists(
 )
 
 
-@given(st.data())
+@pytest.mark.parametrize("compared", [routing.COMPARED, 0], ids=["all compared", "two drawn"])
+@given(data=st.data())
 @settings(max_examples=300, deadline=None)
-def test_bound_order_floor_and_conservation(data: st.DataObject) -> None:
+def test_bound_order_floor_and_conservation(data: st.DataObject, compared: int) -> None:
+    with mock.patch.object(routing, "COMPARED", compared):
+        check_any_sequence(data)
+
+
+def check_any_sequence(data: st.DataObject) -> None:
     routing = RoutingTable(LIMIT)
     asked: dict[int, RouteRequest] = {}
     waiting: set[int] = set()
@@ -127,6 +137,69 @@ def test_bound_order_floor_and_conservation(data: st.DataObject) -> None:
         here = [n for n, flight in flying.items() if flight == (name, replica_infos[name].incarnation)]
         assert sorted(place.tokens) == sorted(here)
         assert place.load == sum(place.tokens.values())
+
+
+# --- in a large fleet -------------------------------------------------------------------------------------------------
+
+
+def large(replicas: int, version: int = 0) -> Fleet:
+    return Fleet(1, tuple(ReplicaInfo(f"engine-{i}", f"http://{i}", 0, "serving", version) for i in range(replicas)))
+
+
+class CountedRanks(RoutingTable):
+    """Counts how many replicas are compared."""
+
+    compared = 0
+
+    def cost(self, request: RouteRequest, replica: ReplicaState) -> int:
+        self.compared += 1
+        return super().cost(request, replica)
+
+
+def test_a_request_is_compared_on_no_more_replicas_in_a_larger_fleet() -> None:
+    requests = 200
+    for replicas, most in ((8, 8), (64, 3), (1000, 3)):
+        counted = CountedRanks(LIMIT)
+        counted.update(large(replicas))
+        for number in range(requests):
+            counted.enqueue(ask(number, episode=f"{number % 20}.0.0"))
+            counted.assign()
+            counted.complete(number, [1], 0, aborted=False)
+        assert counted.compared <= most * requests, replicas
+
+
+def test_the_better_of_two_spreads_far_better_than_one_at_random() -> None:
+    """400 replicas with 40 requests each: at random the fullest would have about 60."""
+    table, granted = routed(large(400), *(ask(i) for i in range(16_000)), limit=1000)
+    loads = Counter(assignment.replica for assignment in granted.values())
+    assert len(loads) == 400
+    assert 40 <= max(loads.values()) <= 45
+    assert table.waiting == 0
+
+
+def test_a_large_fleet_fills_to_its_last_slot() -> None:
+    table, granted = routed(large(40), *(ask(i) for i in range(40 * LIMIT + 5)))
+    assert len(granted) == 40 * LIMIT
+    assert table.waiting == 5
+    table.complete(17, [1], 0, aborted=False)
+    assert [assignment.number for assignment in table.assign()] == [40 * LIMIT]
+
+
+def test_in_a_large_fleet_a_later_turn_goes_where_its_prefix_is_and_no_request_to_an_older_version() -> None:
+    table, granted = routed(large(100), ask(0, 1000, episode="e"))
+    home = granted[0].replica
+    table.complete(0, range(1000, 1020), 0, aborted=False)
+    table.enqueue(ask(1, 1030, episode="e"))
+    assert table.assign()[0].replica == home
+    one_ahead = [*large(99).replicas, ReplicaInfo("engine-99", "http://99", 0, "serving", 1)]
+    table.update(Fleet(2, tuple(one_ahead)))
+    table.enqueue(ask(2, oldest=1))
+    assert table.assign()[0].replica == "engine-99"
+
+
+def test_workers_that_start_at_once_do_not_draw_the_same_replicas() -> None:
+    first = Counter(routed(large(100), ask(0, episode=f"{i}.0.0"))[1][0].replica for i in range(100))
+    assert max(first.values()) <= 6
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=60), st.integers(1, 5))
