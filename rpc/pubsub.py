@@ -5,6 +5,8 @@
 Invariants:
 - A message is a whole state, never a difference; its `revision` rises with every change.
 - A subscriber may miss snapshots, never the newest: it is sent on every subscription, and again every `REPEAT_S`.
+- Sending takes about `SHARE` of a core, however large the state is and however many follow it: after each snapshot the publisher
+  waits in proportion to its cost, at most `PAUSE_S`, and then sends what is the newest, to all that have subscribed meanwhile.
 - A subscriber ignores a frame that it cannot decode and a revision that is not newer than its own.
 - Of what peers send, only a subscription counts: anything else is dropped and counted, a frame above `SUBSCRIPTION_BYTES` costs its
   sender the connection.
@@ -17,8 +19,9 @@ import asyncio
 import contextlib
 import logging
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -31,6 +34,14 @@ log = logging.getLogger(__name__)
 REPEAT_S = 5.0  # between repetitions of an unchanged state: one small frame, for a subscriber whose connection lost one
 SUBSCRIPTION_BYTES = 4096  # of one message, those of the CURVE handshake included
 SUBSCRIBE, UNSUBSCRIBE = b"\x01", b"\x00"  # what libzmq says of a subscriber to everything
+SHARE = 0.1  # of one core
+MESSAGE_S, BYTE_S = (
+    20e-6,
+    5e-9,
+)  # CPU of a snapshot for each subscriber, and for each byte to it: encryption and system calls
+PAUSE_S = 1.0  # longest between two snapshots of a state that changes: what a request may be late by
+COMPRESSED = b"\x88"  # first byte of a frame whose rest, inflated, is a frame of `wire`
+COMPRESS_BYTES = 4096  # longer states are sent so: names and addresses of many replicas take a tenth
 CLOSE_LINGER_MS = 500  # how long the last snapshot may take to leave when the publisher closes
 
 
@@ -51,12 +62,13 @@ class StatePublisher(Generic[S]):
     def __init__(self, address: str, state: S, peers: PeerTable | None = None, pair: KeyPair | None = None) -> None:
         self.state = state
         self.dropped = 0  # messages that were no subscription
+        self._subscribers = 0
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.XPUB)
         self._guard = CurveServer(self._context, peers, pair)
         self._guard.configure(self._socket)
         self._socket.setsockopt(zmq.MAXMSGSIZE, SUBSCRIPTION_BYTES)
-        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # report every subscription, not only the first
+        self._socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # report every subscription and its end
         self._socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
         self._socket.bind(address)
         self.address = self._guard.address(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
@@ -76,19 +88,33 @@ class StatePublisher(Generic[S]):
                 if changed.done():
                     self._changed.clear()
                     changed = asyncio.create_task(self._changed.wait(), name="state changed")
-                await self._send(self.state)
-                due = time.monotonic() + REPEAT_S
-                while not changed.done() and (left := due - time.monotonic()) > 0:
-                    await asyncio.wait({subscribed, changed}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                size = await self._send(self.state)
+                free = time.monotonic() + self._pause_s(size)
+                due, wanted = free + REPEAT_S, False
+                while (left := (free if wanted else due) - time.monotonic()) > 0:
+                    awaited = {subscribed} if changed.done() else {subscribed, changed}
+                    await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                     if subscribed.done():
-                        found, subscribed = subscribed.result(), asyncio.ensure_future(self._socket.recv())
-                        if found == SUBSCRIBE:
-                            break
-                        if found != UNSUBSCRIBE:
-                            self._drop()
+                        wanted = self._count(subscribed.result()) or wanted
+                        subscribed = asyncio.ensure_future(self._socket.recv())
+                    wanted = wanted or changed.done()
         finally:
             subscribed.cancel()
             changed.cancel()
+
+    def _pause_s(self, size: int) -> float:
+        """How long the state of `size` bytes that was sent now must be the newest."""
+        return min(PAUSE_S, self._subscribers * (MESSAGE_S + size * BYTE_S) / SHARE)
+
+    def _count(self, message: bytes) -> bool:
+        """Take in what a peer sent; whether it is a subscription."""
+        if message == SUBSCRIBE:
+            self._subscribers += 1
+        elif message == UNSUBSCRIBE:
+            self._subscribers = max(0, self._subscribers - 1)
+        else:
+            self._drop()
+        return message == SUBSCRIBE
 
     def _drop(self) -> None:
         self.dropped += 1
@@ -103,8 +129,11 @@ class StatePublisher(Generic[S]):
         self._socket.close()
         await asyncio.to_thread(self._context.term)
 
-    async def _send(self, state: S) -> None:
-        await self._socket.send_multipart(wire.encode(state))
+    async def _send(self, state: S) -> int:
+        """Send a snapshot; returns its bytes."""
+        frame = encode_state(state)
+        await self._socket.send(frame)
+        return len(frame)
 
 
 class StateSubscriber(Generic[S]):
@@ -160,7 +189,7 @@ class StateSubscriber(Generic[S]):
         while True:
             frame = await self._socket.recv()
             try:
-                state = wire.decode(type(self.state), [frame])
+                state = decode_state(type(self.state), frame)
             except WireError as error:
                 log.warning("dropped a frame of %s: %s", self._address, error)
                 continue
@@ -187,3 +216,22 @@ async def following(
             yield states
         finally:
             task.cancel()
+
+
+def encode_state(state: Any) -> bytes:
+    """The frame of a snapshot."""
+    (frame,) = wire.encode(state)
+    return COMPRESSED + zlib.compress(frame, 1) if len(frame) > COMPRESS_BYTES else bytes(frame)
+
+
+def decode_state(kind: type[S], frame: bytes) -> S:
+    """The snapshot in `frame`. Raises WireError."""
+    if frame[:1] == COMPRESSED:
+        inflating = zlib.decompressobj()
+        try:
+            frame = inflating.decompress(frame[1:], wire.FRAME_LIMIT)
+        except zlib.error as error:
+            raise WireError(f"a snapshot cannot be inflated: {error}") from None
+        if not inflating.eof:
+            raise WireError(f"a snapshot is cut off, or above {wire.FRAME_LIMIT} bytes")
+    return wire.decode(kind, [frame])

@@ -401,7 +401,6 @@ async def test_what_a_role_says_is_cut_to_what_the_supervisor_takes(tmp_path: Pa
         with HeartbeatSender(there.signals.address, "worker-0") as heartbeat:
             heartbeat.send_message(long)
             heartbeat.failed(long, expected=True)
-            heartbeat.report_replicas(())
             heartbeat.ready()
             worker = there.processes.roles["worker-0"]
             await worker.ready.wait()

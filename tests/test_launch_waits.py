@@ -227,7 +227,7 @@ def test_a_heartbeat_repeats_what_a_lost_message_reported(monkeypatch: pytest.Mo
     with supervised(monkeypatch) as (heart, socket):
         served = (ReplicaReport("engine-0", 0, 3),)
         heart.ready()
-        heart.report_replicas(served)
+        heart.report_replica(*served, served)
         for _ in range(2):
             assert receive_heartbeat(socket).state == "ready"  # these two are lost
         for _ in range(2):
@@ -237,6 +237,15 @@ def test_a_heartbeat_repeats_what_a_lost_message_reported(monkeypatch: pytest.Mo
         while receive_heartbeat(socket).state != "done":
             pass
         assert (receive_heartbeat(socket).state, receive_heartbeat(socket).replicas) == ("done", served)
+
+
+def test_of_replicas_only_what_changed_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with supervised(monkeypatch) as (heart, socket):
+        known = tuple(ReplicaReport(f"engine-{i}", 0, 3) for i in range(1000))
+        changed = ReplicaReport("engine-1000", 0, 3)
+        heart.report_replica(changed, (*known, changed))
+        assert receive_heartbeat(socket).replicas == (changed,)
+        assert receive_heartbeat(socket).replicas == (*known, changed)
 
 
 def code_of_a_user(ended: threading.Event) -> None:

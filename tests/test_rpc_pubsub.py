@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from slipstream.errors import WireError
 from slipstream.rpc import pubsub, wire
-from slipstream.rpc.pubsub import StatePublisher, StateSubscriber
+from slipstream.rpc.pubsub import COMPRESSED, StatePublisher, StateSubscriber, decode_state, encode_state
 from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
 WAIT_S = 10.0
@@ -126,3 +128,78 @@ async def test_a_subscriber_outlives_a_publisher_that_is_restarted() -> None:
         assert await subscriber.changed(1) == Fleet(2)
         second.close(linger=0)
     context.term()
+
+
+def many(revision: int, replicas: int = 1000) -> Fleet:
+    infos = (
+        ReplicaInfo(f"engine-{i}", f"http://10.0.0.{i % 250}:{10_000 + i}", 0, "serving", 1) for i in range(replicas)
+    )
+    return Fleet(revision, tuple(infos))
+
+
+async def test_a_large_state_arrives_compressed_and_whole(publisher: StatePublisher[Fleet]) -> None:
+    publisher.publish(many(1))
+    assert len(encode_state(many(1))) < len(frame(many(1))) / 5
+    async with asyncio.timeout(WAIT_S), StateSubscriber(publisher.address, Fleet()) as subscriber:
+        assert await subscriber.changed(0) == many(1)
+
+
+def test_damaged_and_endless_frames_are_wire_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = encode_state(many(1))
+    for bad in (good[:-10], good[:1] + good[2:], COMPRESSED, COMPRESSED + b"x" * 100):
+        with pytest.raises(WireError):
+            decode_state(Fleet, bad)
+    monkeypatch.setattr(wire, "FRAME_LIMIT", 50_000)
+    with pytest.raises(WireError, match="above 50000 bytes"):
+        decode_state(Fleet, good)
+
+
+async def test_a_state_that_changes_all_the_time_is_sent_as_often_as_it_may_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With what a snapshot costs here there may be one every 0.2 s; the last change arrives."""
+    monkeypatch.setattr(pubsub, "MESSAGE_S", 0.02)
+    publisher = StatePublisher("tcp://127.0.0.1:*", Fleet())
+    serving = asyncio.create_task(publisher.serve())
+    frames, changes = list[bytes](), 200
+    context = zmq.asyncio.Context()
+    with context.socket(zmq.SUB) as raw:
+        raw.connect(publisher.address)
+        raw.subscribe(b"")
+        async with asyncio.timeout(WAIT_S):
+            frames.append(await raw.recv())
+            began = asyncio.get_running_loop().time()
+            for revision in range(1, changes + 1):
+                publisher.publish(fleet_at(revision))
+                await asyncio.sleep(0.005)
+            while frames[-1] != frame(fleet_at(changes)):
+                frames.append(await raw.recv())
+            took = asyncio.get_running_loop().time() - began
+    context.term()
+    assert len(frames) <= 2 + took / 0.2
+    serving.cancel()
+    await asyncio.wait({serving})
+    await publisher.close()
+
+
+async def test_many_that_subscribe_at_once_cost_few_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot goes to all subscribers: one for each of them would be as many as their square."""
+    monkeypatch.setattr(pubsub, "MESSAGE_S", 0.002)
+    sent = list[int]()
+
+    class Counted(StatePublisher[Fleet]):
+        async def _send(self, state: Fleet) -> int:
+            sent.append(state.revision)
+            return await super()._send(state)
+
+    publisher = Counted("tcp://127.0.0.1:*", fleet_at(1))
+    serving = asyncio.create_task(publisher.serve())
+    async with asyncio.timeout(WAIT_S), contextlib.AsyncExitStack() as stack:
+        subscribers = [StateSubscriber(publisher.address, Fleet()) for _ in range(60)]
+        for subscriber in subscribers:
+            await stack.enter_async_context(subscriber)
+        await asyncio.gather(*(subscriber.changed(0) for subscriber in subscribers))
+    assert len(sent) <= 20
+    serving.cancel()
+    await asyncio.wait({serving})
+    await publisher.close()

@@ -63,6 +63,10 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     why: Text = ""  # why the last of these did not
 
 
+ReportReplica = Callable[[ReplicaReport, tuple[ReplicaReport, ...]], None]
+"""Takes a report that is new, and all that are known with it."""
+
+
 class FalseReplies(msgspec.Struct, frozen=True):
     """What a router knows of the false replies of a replica's process `incarnation`; a later report replaces an earlier one."""
 

@@ -298,7 +298,7 @@ async def learner(
         annotations = stack.enter_context(AnnotationWriter(recorded, heartbeat.role, limit))
         if first:
             publisher, joined = await stack.enter_async_context(
-                make_publisher(context, backend.device, heartbeat.report_replicas, stop, timeline.record, peers)
+                make_publisher(context, backend.device, heartbeat.report_replica, stop, timeline.record, peers)
             )
             settings = await stack.enter_async_context(
                 following_settings(context, functools.partial(_set_cohort, publisher))

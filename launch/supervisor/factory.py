@@ -26,7 +26,7 @@ from ...configs.reward import Classifier, Judge
 from ...configs.schema import Config, Fake, Model, Sglang, Transformers
 from ...configs.sft import SftConfig
 from ...errors import ConfigError
-from ...weightsync.fleet import FalseReplies, ReplicaInfo, ReplicaReport, following_fleet
+from ...weightsync.fleet import FalseReplies, ReplicaInfo, ReportReplica, following_fleet
 from ..peers import following_peers, request_access, trusting
 from ..resources import ranks_of
 from ..run_context import RunContext
@@ -339,7 +339,7 @@ def make_canary(config: Config) -> Sequence[int]:
 async def make_publisher(
     context: RunContext,
     device: torch.device,
-    report: Callable[[tuple[ReplicaReport, ...]], None],
+    report: ReportReplica,
     stop: asyncio.Event,
     record: RecordSpan,
     peers: PeerTable | None,

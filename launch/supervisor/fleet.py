@@ -40,6 +40,7 @@ class FleetState:
 
     def __init__(self, publish: Callable[[Fleet], None] = lambda _: None) -> None:
         self.fleet = Fleet()
+        self._infos: dict[str, ReplicaInfo] = {}  # those of `fleet`, by name
         self._publish = publish
         self._next = 0
 
@@ -47,12 +48,16 @@ class FleetState:
         first, self._next = self._next, self._next + count
         return [f"engine-{i}" for i in range(first, self._next)]
 
+    def replica(self, name: str) -> ReplicaInfo | None:
+        return self._infos.get(name)
+
     def join(self, name: str, url: str) -> None:
-        self._replace([*self.fleet.replicas, ReplicaInfo(name, url)])
+        self._infos[name] = ReplicaInfo(name, url)
+        self._changed()
 
     def certified(self, name: str, certificate: str) -> None:
         """Its process has this certificate."""
-        if (info := self.fleet.replica(name)) is not None:
+        if (info := self._infos.get(name)) is not None:
             self._change(name, info.incarnation, certificate=certificate)
 
     def answers(self, name: str, incarnation: int) -> None:
@@ -66,7 +71,7 @@ class FleetState:
         self._change(name, incarnation, state="starting", version=None)
 
     def died(self, name: str) -> None:
-        info = self.fleet.replica(name)
+        info = self._infos.get(name)
         if info is not None:
             later = info.incarnation + 1
             nothing = {"state": "starting", "version": None, "answers": False, "certificate": ""}
@@ -74,13 +79,13 @@ class FleetState:
 
     def moved(self, name: str, url: str) -> None:
         """Its next process listens elsewhere."""
-        if (info := self.fleet.replica(name)) is not None:
+        if (info := self._infos.get(name)) is not None:
             self._change(name, info.incarnation, url=url)
 
     def drain(self, name: str) -> None:
         """It takes no more requests and will leave. Raises ConfigError where there is no such replica, it is leaving already, or
         no other could take its requests."""
-        info = self.fleet.replica(name)
+        info = self._infos.get(name)
         if info is None:
             known = ", ".join(r.name for r in self.fleet.replicas) or "none"
             raise ConfigError(f"{name} is no replica of this run; there are {known}")
@@ -94,8 +99,8 @@ class FleetState:
         self._change(name, info.incarnation, state="draining")
 
     def gone(self, name: str) -> None:
-        if self.fleet.replica(name) is not None:
-            self._replace([r for r in self.fleet.replicas if r.name != name])
+        if self._infos.pop(name, None) is not None:
+            self._changed()
 
     def others(self, name: str) -> list[str]:
         """Replicas besides `name` that serve or may come to."""
@@ -103,15 +108,16 @@ class FleetState:
 
     def _change(self, name: str, of: int, /, **fields: Any) -> None:
         """Change a replica if incarnation `of` is its present one; a draining replica keeps its state."""
-        info = self.fleet.replica(name)
+        info = self._infos.get(name)
         if info is None or info.incarnation != of:
             return
         if info.state == "draining":
             fields.pop("state", None)
         changed = msgspec.structs.replace(info, **fields)
         if changed != info:
-            self._replace([changed if r.name == name else r for r in self.fleet.replicas])
+            self._infos[name] = changed
+            self._changed()
 
-    def _replace(self, replicas: list[ReplicaInfo]) -> None:
-        self.fleet = Fleet(self.fleet.revision + 1, tuple(replicas))
+    def _changed(self) -> None:
+        self.fleet = Fleet(self.fleet.revision + 1, tuple(self._infos.values()))
         self._publish(self.fleet)

@@ -3,7 +3,8 @@
 Invariants:
 - A thread of its own sends heartbeats, so that a learner deep in a step is not taken for dead. A stopped process falls silent; one
   whose event loop is followed and blocked sends no sign of life, but where it is blocked.
-- Every heartbeat carries the role's whole state: the next one repeats what a lost message reported.
+- Every heartbeat that is due carries the role's whole state, so that it repeats what a lost message reported. What changes in
+  between is sent at once, of replicas only what changed: a push that reaches a thousand of them sends a thousand short messages.
 - Reporting never blocks the role.
 """
 
@@ -41,9 +42,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     waits: Annotated[tuple[Wait, ...], Meta(max_length=LISTED)] = ()  # its oldest, one of each kind
     state: Literal["starting", "ready", "done"] = "starting"  # `done`: its work is finished, it serves until stopped
     stuck_at: Text = ""  # where its event loop has been blocked for a beat or longer, which is no sign of life
-    replicas: Annotated[
-        tuple[ReplicaReport, ...], Meta(max_length=REPLICAS)
-    ] = ()  # what the learner's rank 0 knows of them
+    # What the learner's rank 0 knows of them. One that is not in it is as reported before: a change is reported alone.
+    replicas: Annotated[tuple[ReplicaReport, ...], Meta(max_length=REPLICAS)] = ()
     false_replies: Annotated[
         tuple[FalseReplies, ...], Meta(max_length=REPLICAS)
     ] = ()  # what the role's router knows of replicas that lied
@@ -127,8 +127,10 @@ class HeartbeatSender:
     def failed(self, text: str, *, expected: bool) -> None:
         self._outbox.put(RoleFailed(self.role, text[:TEXT_LENGTH], expected))
 
-    def report_replicas(self, replicas: tuple[ReplicaReport, ...]) -> None:
-        self._report(replicas=replicas)
+    def report_replica(self, changed: ReplicaReport, known: tuple[ReplicaReport, ...]) -> None:
+        """`changed` is new; with it these are `known`."""
+        self._last = msgspec.structs.replace(self._last, replicas=known)
+        self._outbox.put(msgspec.structs.replace(self._last, waits=current_waits(), replicas=(changed,)))
 
     def report_false_replies(self, replies: tuple[FalseReplies, ...]) -> None:
         self._report(false_replies=replies)

@@ -4,7 +4,7 @@
 
 Invariants:
 - A push goes only to replicas that have answered and are not draining. A restarted process is another replica.
-- A report names the incarnation that the push went to. Every report holds all that is known, so a lost one loses nothing.
+- A report names the incarnation that the push went to. All that is known goes with each, to be repeated: a lost one loses nothing.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from ...common.bounded import TEXT_LENGTH
 from ...errors import DeadlineExceeded, with_deadline
 from ...rollout.engines.http_engine import HttpEngine
 from ...rpc.pubsub import StateSubscriber
-from ...weightsync.fleet import Fleet, ReplicaInfo, ReplicaReport
+from ...weightsync.fleet import Fleet, ReplicaInfo, ReplicaReport, ReportReplica
 from ...weightsync.publisher import Publisher
 
 
 class PushTargets:
     """Keeps the replicas of `publisher` those of the fleet. `joined` is set whenever one of them serves nothing yet; `report` sends
-    what is known of all replicas to the supervisor."""
+    the supervisor what changed, and what is known of all replicas."""
 
     publisher: Publisher
 
-    def __init__(
-        self, make_engine: Callable[[ReplicaInfo], HttpEngine], report: Callable[[tuple[ReplicaReport, ...]], None]
-    ) -> None:
+    def __init__(self, make_engine: Callable[[ReplicaInfo], HttpEngine], report: ReportReplica) -> None:
         self.joined = asyncio.Event()
         self._make_engine = make_engine
         self._report = report
@@ -68,8 +66,9 @@ class PushTargets:
 
     def _send(self, name: str, version: int | None, missed: int, why: str) -> None:
         if name in self._engines:
-            self._reports[name] = ReplicaReport(name, self._engines[name][0], version, missed, why[:TEXT_LENGTH])
-            self._report(tuple(self._reports.values()))
+            changed = ReplicaReport(name, self._engines[name][0], version, missed, why[:TEXT_LENGTH])
+            self._reports[name] = changed
+            self._report(changed, tuple(self._reports.values()))
 
     def _close(self, engine: HttpEngine) -> None:
         closing = asyncio.create_task(engine.close(), name=f"closing {engine.name}")

@@ -75,7 +75,7 @@ class ReplicaManager(RolePool):
         """Drain and end a replica. Returns at once; it leaves the fleet when its process has ended. Raises ConfigError where there
         is no such replica, or no other could take its requests."""
         self._state.drain(name)
-        info, role = self.fleet.replica(name), self.processes.roles[name]
+        info, role = self._state.replica(name), self.processes.roles[name]
         assert info is not None
         role.ending.set()
         self.spawn(self._retire(info, role))
@@ -100,14 +100,14 @@ class ReplicaManager(RolePool):
         """The replicas that were ended for lying and do not serve again, and why; empty where there is none."""
         lines = []
         for name, (incarnation, why) in self._liars.items():
-            info = self.fleet.replica(name)
+            info = self._state.replica(name)
             if info is None or info.incarnation <= incarnation or info.state != "serving":
                 lines.append(f"{name}: {why}" if info else f"{name} has left the fleet: {why}")
         return "; ".join(lines)
 
     def update(self, report: ReplicaReport) -> None:
         """Take in what the learner knows of a replica; it may be repeated."""
-        info = self.fleet.replica(report.name)
+        info = self._state.replica(report.name)
         if info is None or info.incarnation != report.incarnation or self._is_liar(info):
             return
         if report.version is not None:
@@ -128,7 +128,7 @@ class ReplicaManager(RolePool):
             self.suspicion.keep({name for name, one in self.processes.roles.items() if one.exit_status is None})
         self.suspicion.take(role, reports)
         for name in {report.name for report in reports}:
-            info = self.fleet.replica(name)
+            info = self._state.replica(name)
             if info is None or self._is_liar(info) or not (why := self.suspicion.proof(name, info.incarnation)):
                 continue
             self._liars[name] = info.incarnation, why
@@ -171,7 +171,7 @@ class ReplicaManager(RolePool):
         self._state.moved(name, url)
 
     def _ready(self, name: str) -> None:
-        if (info := self.fleet.replica(name)) is not None:
+        if (info := self._state.replica(name)) is not None:
             self._state.answers(name, info.incarnation)
             if not self.pushed:
                 self._state.served(name, 0, info.incarnation)
