@@ -16,6 +16,8 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import TypeVar
 
 import msgspec
@@ -168,21 +170,31 @@ class LeaseQueue:
         return None
 
     def grant(self, now: float) -> list[tuple[bytes, int, LeaseReply]]:
-        """Grant groups while admission allows, one per worker and turn; returns what to reply, as (connection, number, reply)."""
+        """Grant groups while admission allows, one per worker and turn; returns what to reply, as (connection, number, reply). It
+        takes no longer where more wait: what admission does not allow one of them it allows none."""
         granted: dict[str, list[Lease]] = {}
-        for turn in range(max((request.groups for request in self._waiting.values()), default=0)):
-            before = sum(map(len, granted.values()))
-            for worker, request in self._waiting.items():
-                if turn < request.groups and (lease := self._leases.grant(worker, now, request.name(turn))):
-                    granted.setdefault(worker, []).append(lease)
-            if sum(map(len, granted.values())) == before:
+        for worker, name in self._turns():
+            lease = self._leases.grant(worker, now, name)
+            if lease is None:
                 break
+            granted.setdefault(worker, []).append(lease)
         replies = list[tuple[bytes, int, LeaseReply]]()
         for worker, leases in granted.items():
             request, reply = self._waiting.pop(worker), LeaseReply(tuple(leases))
             request.client.answered, request.client.reply = request.number, reply
             replies.append((request.identity, request.number, reply))
         return replies
+
+    def _turns(self) -> Iterator[tuple[str, str]]:
+        """Who may have the next group, and its request's name for that group: one for each worker in turn."""
+        for turn in itertools.count():
+            asked = False
+            for worker, request in self._waiting.items():
+                if turn < request.groups:
+                    asked = True
+                    yield worker, request.name(turn)
+            if not asked:
+                return
 
 
 def enqueue(waiting: dict[K, V], key: K, value: V) -> None:

@@ -31,6 +31,7 @@ from ..rpc.security import KeyPair, PeerTable
 from ..rpc.server import RpcServer
 from . import messages as m
 from .admission import Admission, LiveRules, ReplayConfig
+from .group_table import Group
 from .ledger import VersionLedgers
 from .ledger_report import ledgers_by_version
 from .replay import Replay
@@ -83,6 +84,7 @@ class BufferService:
         pair: KeyPair | None = None,
     ) -> None:
         self._lease_s = config.lease_s
+        self._tick_s, self._expires_at = min(1.0, config.lease_s / 4), 0.0
         self._size_limit = parse_size("buffer.keep", config.keep)
         self._address = address
         self._peers, self._pair = peers, pair
@@ -172,7 +174,7 @@ class BufferService:
     async def _round(self, stored: list[PendingReply]) -> list[PendingReply]:
         """Store what has changed; meanwhile send the replies `stored` and take in the next round. Returns the replies to what is
         stored now."""
-        for group in self._replay.leases.expire(time.monotonic()):
+        for group in self._expired():
             log.warning("group %d: its worker was silent for %g s and loses it", group.id, self._lease_s)
         replies = self._handler.replies()
         self._round_ends = self._server.received + ROUND, self._server.received_bytes + ROUND_BYTES
@@ -180,7 +182,7 @@ class BufferService:
         if write is None:
             self._server.reply_all(stored + replies)
             if self._has_room:
-                await self._server.poll(min(1.0, self._lease_s / 4))
+                await self._server.poll(self._tick_s)
                 self._handler.receive(self._server, lambda: self._has_room)
             return []
         running = self._store_thread.submit(write)
@@ -202,6 +204,14 @@ class BufferService:
                     )
         self._over_limit |= await written
         return replies
+
+    def _expired(self) -> list[Group]:
+        """The groups that lost their leases; looked for now and then, as every lease is looked at."""
+        now = time.monotonic()
+        if now < self._expires_at:
+            return []
+        self._expires_at = now + self._tick_s
+        return self._replay.leases.expire(now)
 
     def _pending_write(self) -> Callable[[], bool] | None:
         """A function that stores what has changed since the last call and shrinks the file; None when there is nothing to do. It

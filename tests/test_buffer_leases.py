@@ -6,7 +6,9 @@ import math
 
 import pytest
 from slipstream.buffer.admission import Admission, ReplayConfig, ReplayCounters
+from slipstream.buffer.client_registry import LeaseQueue, LeaseRequest, WorkerClient
 from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.messages import Lease
 from slipstream.buffer.replay import Replay
 from slipstream.buffer.trajectory import FINISHED
 from slipstream.errors import StateError
@@ -80,6 +82,33 @@ def test_a_lease_request_is_granted_once() -> None:
     assert replay.leases.granted("x") is None
     again = lease_of(replay, "b", lease_request="y")
     assert (replay.leases.granted("x"), replay.leases.granted("y")) == (None, again)
+
+
+def test_admission_is_asked_once_more_than_it_allows_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay, asked = replay_of(staleness=0, per_batch=5), list[str]()
+    grant = replay.leases.grant
+
+    def counted(worker: str, now: float, request: str = "") -> Lease | None:
+        asked.append(worker)
+        return grant(worker, now, request)
+
+    monkeypatch.setattr(replay.leases, "grant", counted)
+    queue = LeaseQueue(replay.leases)
+    for number in range(300):
+        queue.add(f"w{number}", LeaseRequest(f"w{number}/x".encode(), 1, 1 + number % 2, WorkerClient("x")))
+    assert [identity for identity, _, _ in queue.grant(0.0)] == [f"w{i}/x".encode() for i in range(5)]
+    assert queue.grant(0.0) == []
+    assert asked == [f"w{i}" for i in (0, 1, 2, 3, 4, 5, 5)]
+
+
+def test_a_turn_gives_each_worker_one_group_before_any_has_two() -> None:
+    replay = replay_of(staleness=0, per_batch=4)
+    queue = LeaseQueue(replay.leases)
+    for name, groups in (("a", 3), ("b", 1), ("c", 2)):
+        queue.add(name, LeaseRequest(f"{name}/x".encode(), 1, groups, WorkerClient("x")))
+    granted = {identity: [lease.group_id for lease in reply.leases] for identity, _, reply in queue.grant(0.0)}
+    assert granted == {b"a/x": [0, 3], b"b/x": [1], b"c/x": [2]}
+    assert queue.grant(0.0) == []
 
 
 def test_a_lost_group_is_leased_before_a_new_one_begins() -> None:
