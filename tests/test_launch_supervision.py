@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from aiohttp import web
 from rich.console import Console
 from slipstream.configs import Config, load
 from slipstream.errors import ConfigError, DeadlineExceeded, RoleDied, first_cause
@@ -36,8 +37,7 @@ from slipstream.launch.supervisor.processes import ProcessManager, RoleProcess
 from slipstream.launch.supervisor.replicas import MAX_MISSED_PUSHES, Spawn
 from slipstream.launch.supervisor.supervisor import Supervisor
 from slipstream.monitor.terminal import LineView
-from slipstream.rollout.engines.access import ServerAccess
-from slipstream.rollout.engines.http_client import is_healthy
+from slipstream.rollout.engines.http_client import HttpClient, is_healthy
 from slipstream.rpc import security as curve
 from slipstream.rpc.pubsub import StatePublisher, StateSubscriber
 from slipstream.rpc.security import write_pair
@@ -347,9 +347,9 @@ async def test_one_that_left_is_not_probed_any_more(tmp_path: Path, monkeypatch:
         called, probed = list[str](), there.processes.roles["engine-0"].probe
         assert probed is not None
 
-        async def well(url: str, path: str, seconds: float, access: ServerAccess) -> bool | None:
-            called.append(url)
-            return await is_healthy(url, path, seconds, access)
+        async def well(client: HttpClient, path: str) -> bool | None:
+            called.append(client.url)
+            return await is_healthy(client, path)
 
         monkeypatch.setattr("slipstream.launch.supervisor.processes.is_healthy", well)
         while probed[0] not in called:  # noqa: ASYNC110 - the next probe sets nothing that could be awaited
@@ -358,6 +358,35 @@ async def test_one_that_left_is_not_probed_any_more(tmp_path: Path, monkeypatch:
         await feed.until(lambda f: f.replica("engine-0") is None)
         assert not [task for task in asyncio.all_tasks() if task.get_name() == "probe engine-0"]
         assert set(there.processes.roles) == {"engine-1"}
+
+
+async def test_a_server_is_probed_over_one_connection_until_a_probe_fails() -> None:
+    peers, status = list[object](), 200
+
+    async def health(request: web.Request) -> web.Response:
+        peers.append(request.transport and request.transport.get_extra_info("peername"))
+        return web.Response(status=status)
+
+    app = web.Application()
+    app.add_routes([web.get("/health", health)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0]
+    client = HttpClient("engine-0", f"http://{host}:{port}", 10.0)
+    try:
+        assert [await is_healthy(client, "/health") for _ in range(3)] == [True] * 3
+        status = 503
+        assert await is_healthy(client, "/health") is False
+        status = 200
+        assert [await is_healthy(client, "/health") for _ in range(2)] == [True] * 2
+        assert len(set(peers[:4])) == len(set(peers[4:])) == 1
+        assert peers[3] != peers[4]
+        await runner.cleanup()
+        assert await is_healthy(client, "/health") is None
+    finally:
+        await client.close()
+        await runner.cleanup()
 
 
 @pytest.mark.parametrize("name", [WRONG, NOWHERE])

@@ -29,7 +29,7 @@ from ...configs.reward import ModelReward
 from ...errors import ConfigError, DeadlineExceeded, RoleDied, TrackedWait, with_deadline
 from ...monitor.terminal import View
 from ...rollout.engines.access import ServerAccess
-from ...rollout.engines.http_client import is_healthy
+from ...rollout.engines.http_client import HttpClient, is_healthy
 from ..launchers.local import KILL_S, PLACE_S, Launcher, Placement, PlacementLost, ProcessHandle
 from ..resources import ranks_by_kind
 
@@ -262,9 +262,17 @@ class ProcessManager:
         """Ask a server how it is for as long as its process lives: its first good answer makes it ready, every answer is a sign of
         life, and a bad one ends the process. Its deadline is the role's."""
         assert role.probe is not None
-        period = min(PROBE_S, self.config.launch.heartbeat_s / 4)
+        period, (url, path) = min(PROBE_S, self.config.launch.heartbeat_s / 4), role.probe
+        client = HttpClient(role.name, url, PROBE_S, self.access(role.name), keepalive_s=2 * period)
+        try:
+            await self._ask(role, client, path, period)
+        finally:
+            await client.close()
+
+    async def _ask(self, role: RoleProcess, client: HttpClient, path: str, period: float) -> None:
         while True:
-            well = await is_healthy(*role.probe, PROBE_S, self.access(role.name))
+            client.trust(self.access(role.name).certificate)  # known once the server has started
+            well = await is_healthy(client, path)
             if role.deadline == float("inf"):  # it is being ended
                 return
             if well:

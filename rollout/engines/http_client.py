@@ -58,10 +58,20 @@ class ErrorStatus(EngineError):
 
 class HttpClient:
     """The server `name` at `url`, `http://host:port` or `https://host:port`. `request_s`: longest wait for an answer that has no
-    deadline of its own. `access`: the token that the server wants, and its certificate."""
+    deadline of its own. `access`: the token that the server wants, and its certificate. `keepalive_s`: how long an idle connection
+    stays open."""
 
-    def __init__(self, name: str, url: str, request_s: float, access: ServerAccess | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        request_s: float,
+        access: ServerAccess | None = None,
+        *,
+        keepalive_s: float = KEEPALIVE_S,
+    ) -> None:
         self.name = name
+        self._keepalive_s = keepalive_s
         access = access or ServerAccess()
         self._headers = {"Content-Type": "application/json", **access.headers}
         self.trust(access.certificate)
@@ -223,7 +233,7 @@ class HttpClient:
         headers = self._headers if reuse else self._headers | {"Connection": "close"}
         data = msgspec.json.encode(body) if body is not None else None
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keepalive_s)
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         url = self.url + path
         if url.startswith("https:") and self._pinned is None:
@@ -250,15 +260,15 @@ class HttpClient:
         )
 
 
-async def is_healthy(url: str, path: str, seconds: float, access: ServerAccess | None = None) -> bool | None:
-    """True if a GET succeeds, False if the server answers with an error, None without an answer within `seconds`."""
-    client = HttpClient(url, url, seconds, access)
+async def is_healthy(client: HttpClient, path: str) -> bool | None:
+    """True if a GET succeeds, False if the server answers with an error, None without an answer within the client's `request_s`.
+    After a success the next call uses the same connection, after a failure another one."""
     try:
-        await client.call("GET", path)
+        await client.call("GET", path, reuse=True)
+        return True
     except (ErrorStatus, RequestRejected):
-        return False
+        well = False
     except (EngineError, DeadlineExceeded):
-        return None
-    finally:
-        await client.close()
-    return True
+        well = None
+    await client.close()
+    return well

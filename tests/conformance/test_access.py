@@ -87,8 +87,10 @@ async def test_a_worker_samples_and_does_not_control(kind: Kind, replica: Replic
 
 async def test_only_the_server_with_the_pinned_certificate_is_talked_to(replica: Replica) -> None:
     server, path = replica.server, "/health" if replica.kind.name != "sglang" else "/model_info"
-    assert await is_healthy(server.url, path, 20.0, server.access) is True
-    assert await is_healthy(server.url, path, 20.0, ServerAccess(certificate=server.access.certificate)) is False
+    for access, well in ((server.access, True), (ServerAccess(certificate=server.access.certificate), False)):
+        client = HttpClient("server", server.url, 20.0, access)
+        assert [await is_healthy(client, path) for _ in range(2)] == [well, well]
+        await client.close()
     for certificate, why in (("00" * 32, "has another certificate"), ("", "has not said yet which certificate")):
         client = HttpClient("server", server.url, 20.0, msgspec.structs.replace(server.access, certificate=certificate))
         with pytest.raises(EngineError, match=why):
