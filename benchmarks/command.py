@@ -36,6 +36,7 @@ NAMES = (
     "dashboard",
     "learning",
     "async",
+    "cluster",
 )
 
 OPTIONS = {
@@ -128,7 +129,13 @@ def _parts(options: argparse.Namespace, console: Console) -> list[tuple[str, Mea
         return runs[name](options, console)
     if name == "dashboard":
         return _dashboard(browser=bool(options.browser))
-    others = {"buffer": _buffer, "sandbox": _sandbox, "simulator": _simulator, "recording": _recording}
+    others = {
+        "buffer": _buffer,
+        "sandbox": _sandbox,
+        "simulator": _simulator,
+        "recording": _recording,
+        "cluster": _cluster,
+    }
     return others[name]()
 
 
@@ -205,6 +212,20 @@ def _dashboard(*, browser: bool) -> list[tuple[str, Measure]]:
         required()
         return [("the page in Chromium", in_browser)]
     return [("the dashboard", dashboard), ("a buffer that the dashboard reads", looked_at)]
+
+
+def _cluster() -> list[tuple[str, Measure]]:
+    from .cluster_buffer import buffer
+    from .cluster_publisher import publisher
+    from .cluster_router import router
+    from .cluster_supervisor import supervisor
+
+    return [
+        ("a worker's router, up to 1,000 replicas", router),
+        ("the supervisor, up to 1,000 workers and as many replicas", supervisor),
+        ("the publisher, up to 1,000 replicas", publisher),
+        ("the buffer, up to 1,000 workers", buffer),
+    ]
 
 
 def _recording() -> list[tuple[str, Measure]]:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
+import zmq.asyncio
 
 from ..rpc.client import RpcClient
 from ..rpc.security import KeyPair
@@ -33,16 +34,24 @@ R = TypeVar("R")
 
 class BufferClient:
     """A connection to the buffer at `address`, used as an async context manager. `name` is unique per role, not per process; `pair`
-    are the caller's keys, where they are not those of this process. `rpc` is the connection."""
+    are the caller's keys, where they are not those of this process; `context` is as in `RpcClient`. `rpc` is the connection."""
 
     rpc: RpcClient
 
-    def __init__(self, address: str, name: str, *, deadline_s: float = 60.0, pair: KeyPair | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        *,
+        deadline_s: float = 60.0,
+        pair: KeyPair | None = None,
+        context: zmq.asyncio.Context | None = None,
+    ) -> None:
         self.name = name
         self.incarnation = uuid.uuid4().hex
         self._address = address
         self._deadline_s = deadline_s
-        self._pair = pair
+        self._pair, self._context = pair, context
         self._leasing = asyncio.Lock()
 
     async def __aenter__(self) -> BufferClient:
@@ -55,6 +64,7 @@ class BufferClient:
             identity=identity,
             resend_s=RESEND_S,
             pair=self._pair,
+            context=self._context,
         )
         return self
 
