@@ -209,21 +209,20 @@ class Router:
         }
 
     async def _sample(self, connection: ReplicaConnection) -> EngineLoad | None:
-        connection.load = await self._ask_load(connection)
-        return connection.load
-
-    async def _ask_load(self, connection: ReplicaConnection) -> EngineLoad | None:
+        load = None
         try:
             async with asyncio.timeout(LOAD_S):
-                return await connection.engine.get_load()
+                load = await connection.engine.get_load()
         except (TimeoutError, DeadlineExceeded):
-            return None  # a busy machine may be late, which is no failure
+            log.debug(
+                "%s does not report its load", connection.info.name
+            )  # a busy machine may be late, which is no failure
         except FalseReply as error:
             self._count_false_reply(connection, error)
-            return None
         except EngineError as error:
             self._mark_failed(connection, error)
-            return None
+        connection.load = load
+        return load
 
     def _retire(self, connection: ReplicaConnection) -> None:
         if connection.probe is not None:
