@@ -47,8 +47,7 @@ from .suspicion import ReplicaSuspicion
 log = logging.getLogger(__name__)
 
 PROBE_S = 0.25  # pause before the second probe in a row; the first runs at once, and each further pause doubles
-# Longest pause between two probes; and how long a replica must have been healthy for its next failure to count as its first.
-BACKOFF_S = 8.0
+BACKOFF_S = 8.0  # longest pause of probes; a failure of a replica that was healthy for longer counts as its first
 PROBE_IDS = (0, 0)  # prompt that a probe scores: any will do
 # How long the requests of a removed or fenced replica may take to end or fail. A process that exits breaks its connections at
 # once; only a host that vanished sends nothing. Then the requests continue elsewhere with the tokens that have arrived.
@@ -126,9 +125,7 @@ class Router:
         self._report = report
         self._routing = RoutingTable(max_concurrent + AHEAD)
         self._connections: dict[str, ReplicaConnection] = {}
-        self._suspicions: dict[
-            tuple[str, int], ReplicaSuspicion
-        ] = {}  # of the fleet's processes, by name and incarnation
+        self._suspicions: dict[tuple[str, int], ReplicaSuspicion] = {}  # by name and incarnation
         self._assigned: dict[int, asyncio.Future[tuple[int, ReplicaConnection]]] = {}
         self._sampled = random.randrange(1 << 30)  # routers that start at once ask different replicas
         self._numbers = itertools.count()
@@ -390,10 +387,8 @@ class Router:
             f"{name} {'fails' if r.failed else r.info.state} at version {r.info.version} with {len(r.tokens)} requests"
             for name, r in self._routing.replicas.items()
         ]
-        return (
-            f"replicas: {', '.join(states) or 'none'}; {self.waiting} requests wait; see their logs, or raise"
-            " rollout.episode_s (a request may take a fifth)"
-        )
+        known = ", ".join(states) or "none"
+        return f"replicas: {known}; {self.waiting} requests wait; see their logs, or raise rollout.episode_s (a request has 1/5)"
 
 
 def _asked_at(asked: float, completion: Completion) -> Completion:
