@@ -35,16 +35,17 @@ NAMES = (
     "recording",
     "dashboard",
     "learning",
+    "distillation",
     "async",
     "cluster",
 )
 
 OPTIONS = {
     "sizes": ("rollout", "weightsync", "tools", "learner"),
-    "seeds": ("learning", "alerts"),
+    "seeds": ("learning", "distillation", "alerts"),
     "staleness": ("learning", "async"),
-    "steps": ("learning", "prediction", "tune", "explain", "alerts", "async"),
-    "out": ("learning", "prediction", "tune", "explain", "alerts", "async"),
+    "steps": ("learning", "distillation", "prediction", "tune", "explain", "alerts", "async"),
+    "out": ("learning", "distillation", "prediction", "tune", "explain", "alerts", "async"),
     "browser": ("dashboard",),
     "config": ("async",),
 }
@@ -61,12 +62,14 @@ def register(commands: CommandTable) -> None:
     parser.add_argument(
         "--sizes", metavar="SIZE", nargs="+", help="policies to measure, for example 3M 50M; default: all"
     )
-    parser.add_argument("--seeds", type=int, metavar="N", help="learning, alerts: seeds of each arm; default: 3, 20")
+    parser.add_argument(
+        "--seeds", type=int, metavar="N", help="learning, distillation, alerts: seeds; default: 3, 3, 20"
+    )
     text = "learning, async: bounds to try; default: 0 1 2 4 8"
     parser.add_argument("--staleness", type=int, metavar="N", nargs="+", help=text)
-    text = "learning, prediction, tune, explain, alerts, async: steps of each run; default: 60, 30, 60, 16, 60, 8"
+    text = "learning, distillation, prediction, tune, explain, alerts, async: steps; default: 60, 60, 30, 60, 16, 60, 8"
     parser.add_argument("--steps", type=int, metavar="N", help=text)
-    text = "the same: where runs are kept; default: runs/bench-learning, and nowhere"
+    text = "the same: where runs are kept; default: runs/bench-learning, runs/bench-distillation, and nowhere"
     parser.add_argument("--out", metavar="DIR", help=text)
     text = "dashboard: measure the page in Chromium, which must be installed"
     parser.add_argument("--browser", action="store_const", const=True, help=text)
@@ -120,6 +123,7 @@ def _parts(options: argparse.Namespace, console: Console) -> list[tuple[str, Mea
     if name in OPTIONS["steps"]:
         runs = {
             "learning": _learning,
+            "distillation": _distillation,
             "prediction": _prediction,
             "tune": _tune,
             "explain": _explain,
@@ -315,6 +319,24 @@ def _learner(sizes: list[str] | None) -> list[tuple[str, Measure]]:
     return [
         (f"the learner's step, {size}", lambda folder, size=size: learner(folder, size))
         for size in sizes or ["1M", "10M"]
+    ]
+
+
+def _distillation(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
+    from ..errors import ConfigError
+    from .distillation import SEEDS, STEPS, WINDOW, distillation
+
+    seeds = SEEDS if options.seeds is None else options.seeds
+    steps = STEPS if options.steps is None else options.steps
+    for name, value, least in (("seeds", seeds, 1), ("steps", steps, WINDOW)):
+        if value < least:
+            raise ConfigError(f"--{name}: {value} is not allowed; allowed are {least} and more")
+    out = Path(options.out or "runs/bench-distillation")
+    return [
+        (
+            f"a teacher and {seeds} seeds of {steps} steps, in {out}",
+            lambda _: distillation(out, seeds, steps, console.print),
+        )
     ]
 
 

@@ -105,6 +105,10 @@ class Prime(Section, frozen=True, tag_field="kind", tag="prime"):
     """Bring the advantages of a batch to mean 0 and standard deviation 1 over its sampled tokens, as the authors' code does."""
 
 
+class NoAdvantage(Section, frozen=True, tag_field="kind", tag="none"):
+    """Rewards do not count: what trains is `kl.kind=distillation`, or `terms.imitation`."""
+
+
 class PythonFunction(Section, frozen=True, tag_field="kind", tag="python"):
     """A function of your own; docs/learner.md says what it gets and what it gives."""
 
@@ -220,7 +224,7 @@ REFILLABLE = (Grpo, Rloo, ReinforcePPBaseline, Opo, Remax, WinRate, Prime, Pytho
 """Advantages with which a group of equal rewards may be replaced: they are 0 for all its tokens. PRIME's are not; its paper leaves
 such groups out nevertheless. Of one's own function the user knows."""
 
-GROUPLESS = (ReinforcePP, Gae, PythonFunction)
+GROUPLESS = (ReinforcePP, Gae, NoAdvantage, PythonFunction)
 """Advantages that need not compare the members of a group, which may then be one."""
 
 Level = Literal["token", "sequence", "geometric"]
@@ -284,20 +288,31 @@ class Kl(Section, frozen=True):
     coefficient: AboveZero | dict[Literal["start", "target"], AboveZero] = 1e-3
     """What a nat of divergence costs, in units of reward. `{start: 0.2, target: 6}` begins with 0.2 and changes it after each step
     so that an episode diverges by 6 nats (Ziegler et al. 2019, arXiv:1909.08593)."""
-    estimator: Estimator = "k3"
-    """With r = reference / policy: `k1` is -log r, `k2` half of its square, `k3` r - 1 - log r."""
     reference: str = ""
     """A Hugging Face folder or hub name; empty is the policy as it was before the first step."""
 
 
-class KlInLoss(Kl, frozen=True, tag_field="kind", tag="loss"):
+class KlPenalty(Kl, frozen=True):
+    estimator: Estimator = "k3"
+    """With r = reference / policy: `k1` is -log r, `k2` half of its square, `k3` r - 1 - log r."""
+
+
+class KlInLoss(KlPenalty, frozen=True, tag_field="kind", tag="loss"):
     """Added to the loss of each token, as GRPO has it; the policy is the one being stepped."""
 
 
-class KlInReward(Kl, frozen=True, tag_field="kind", tag="reward"):
+class KlInReward(KlPenalty, frozen=True, tag_field="kind", tag="reward"):
     """Taken off the reward of each token, as PPO on human preferences has it; the policy is the one that sampled."""
 
     estimator: Estimator = "k1"
+
+
+class Distillation(Kl, frozen=True, tag_field="kind", tag="distillation"):
+    """On-policy distillation (Lu et al. 2025, "On-policy distillation"; Gu et al. 2023, arXiv:2306.08543): the reference is a
+    teacher, and what a token's log-prob is below the teacher's is added to its advantage."""
+
+    coefficient: AboveZero = 1.0
+    """What a nat is worth, in units of advantage."""
 
 
 TermKey = Literal["entropy", "imitation"]
@@ -316,6 +331,7 @@ class Algorithm(Section, frozen=True):
         | TurnLevel
         | Gae
         | Prime
+        | NoAdvantage
         | PythonFunction
     ) = field(default_factory=Grpo)
     """How rewards become advantages."""
@@ -333,8 +349,8 @@ class Algorithm(Section, frozen=True):
     """The step's loss: mean over tokens, or mean over sequences of their means, of their sums, or of their sums /
     `agent.max_tokens`. `auto` is what the loss's paper has: sequence_mean with gspo and sapo, sequence_sum with sppo, token_mean
     with the others."""
-    kl: NoKl | KlInLoss | KlInReward = field(default_factory=NoKl)
-    """Whether, and where, the divergence from a reference policy counts."""
+    kl: NoKl | KlInLoss | KlInReward | Distillation = field(default_factory=NoKl)
+    """Whether, and where, the divergence from a reference policy counts; with `distillation` from a teacher."""
     terms: dict[TermKey, NonNegativeNumber] = field(default_factory=TERMS.copy)
     """Coefficients of what is added to the loss. `entropy`: minus the entropy of the policy, nats. `imitation`: minus the mean
     log-prob of the tokens of episodes that earned more than 0, as VAPO has it."""

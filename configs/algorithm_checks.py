@@ -11,6 +11,7 @@ from .algorithm import (
     REFILLABLE,
     SELF_CORRECTING,
     ClipCov,
+    Distillation,
     DualClipDecoupledPpo,
     DualClipPpo,
     Gae,
@@ -18,7 +19,9 @@ from .algorithm import (
     KlCov,
     KlInLoss,
     Masked,
+    NoAdvantage,
     NoCorrection,
+    Prime,
     PythonFunction,
     Rejected,
     Sppo,
@@ -53,6 +56,11 @@ def group_problems(config: Config) -> Iterator[str]:
             f"learner.algorithm.advantage.kind={algorithm.advantage.__struct_config__.tag} learns from groups of equal rewards, "
             f"too; allowed with it are {kinds}"
         )
+    if buffer.dynamic_sampling and isinstance(algorithm.kl, Distillation):
+        yield (
+            "buffer.dynamic_sampling=true would discard groups that teach: learner.algorithm.kl.kind=distillation learns from "
+            "groups of equal rewards, too; allowed with it is false"
+        )
     if algorithm.overlong >= config.agent.max_tokens:
         yield (
             f"learner.algorithm.overlong={algorithm.overlong} leaves no length unpunished: it is a part of agent.max_tokens="
@@ -64,6 +72,7 @@ def loss_problems(config: Config) -> Iterator[str]:
     """Of the loss, its correction and its divergence."""
     yield from _correction(config)
     yield from _algorithm(config)
+    yield from _teacher(config)
 
 
 def _correction(config: Config) -> Iterator[str]:
@@ -136,6 +145,32 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield f"{key}.advantage.lam.by_length=0 divides by zero; allowed are more than 0, up to 1; VAPO has 0.05"
     if isinstance(kl, Kl) and isinstance(kl.coefficient, dict) and len(kl.coefficient) < 2:
         yield f"{key}.kl.coefficient: an adaptive one needs both, for example {{start: 0.2, target: 6}}; else it is a number"
+
+
+def _teacher(config: Config) -> Iterator[str]:
+    """Of a teacher, and of rewards that do not count."""
+    algorithm, key = config.learner.algorithm, "learner.algorithm"
+    kl = algorithm.kl
+    none = isinstance(algorithm.advantage, NoAdvantage) and not algorithm.terms["imitation"]
+    if none and not isinstance(kl, Distillation):
+        yield (
+            f"{key}.advantage.kind=none leaves nothing to learn from; allowed with it are {key}.kl.kind=distillation and "
+            f"{key}.terms.imitation above 0"
+        )
+    if not isinstance(kl, Distillation):
+        return
+    if not kl.reference:
+        yield f"{key}.kl.reference: distillation needs a teacher; name its folder or its name on the hub"
+    if isinstance(algorithm.advantage, Prime):
+        yield (
+            f"{key}.kl.kind=distillation with {key}.advantage.kind=prime: process rewards are relative to the policy before the "
+            f"first step, and {key}.kl.reference is a teacher; allowed are other advantages"
+        )
+    if isinstance(algorithm.loss, Sppo):
+        yield (
+            f"{key}.kl.kind=distillation with {key}.loss.kind=sppo, whose advantage is one of a whole sequence: a teacher judges "
+            "tokens; allowed are other losses"
+        )
 
 
 def _pair(numbers: tuple[float, ...]) -> str:

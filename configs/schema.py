@@ -185,7 +185,7 @@ class Buffer(Section, frozen=True):
     """Task groups in one learner step."""
     group_size: Positive = 8
     """Episodes per task group; their mean reward is the baseline. One is enough for advantages that compare with no group:
-    `reinforce_pp` and `gae`."""
+    `reinforce_pp`, `gae` and `none`."""
     min_members: NonNegative = 0
     """A group may be trained on as soon as so many of its episodes are there; those that end later count in the baseline and carry
     no loss. 0 waits for all."""

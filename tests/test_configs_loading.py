@@ -407,7 +407,32 @@ def test_a_missing_file_names_the_presets():
         ),
         (
             ["learner.aux_models.reference=1"],
-            ["learner.aux_models.reference=1: this algorithm has no reference policy", "kl.kind of loss or reward"],
+            [
+                "aux_models.reference=1: this algorithm has no reference policy",
+                "kl.kind of loss, reward or distillation",
+            ],
+        ),
+        (["learner.algorithm.advantage.kind=none"], ["advantage.kind=none leaves nothing", "kl.kind=distillation and"]),
+        (["learner.algorithm.kl.kind=distillation"], ["learner.algorithm.kl.reference: distillation needs a teacher"]),
+        (
+            ["learner.algorithm.kl={kind: distillation, reference: m, coefficient: {start: 0.1, target: 1}}"],
+            ["learner.algorithm.kl.coefficient", "a number > 0"],
+        ),
+        (
+            ["learner.algorithm.kl={kind: distillation, reference: m}", "learner.algorithm.advantage.kind=prime"],
+            ["kl.kind=distillation with learner.algorithm.advantage.kind=prime"],
+        ),
+        (
+            [
+                "learner.algorithm.kl={kind: distillation, reference: m}",
+                "learner.algorithm.loss.kind=sppo",
+                "learner.algorithm.aggregation=auto",
+            ],
+            ["kl.kind=distillation with learner.algorithm.loss.kind=sppo"],
+        ),
+        (
+            ["learner.algorithm.kl={kind: distillation, reference: m}", "buffer.dynamic_sampling=true"],
+            ["buffer.dynamic_sampling=true would discard groups that teach", "kl.kind=distillation learns"],
         ),
         (
             ["learner.aux_models.critic=1", "learner.algorithm.kl.kind=loss"],

@@ -35,19 +35,22 @@ SECTIONS = {
     "aggregation": "Aggregation",
     "kl": "Near a reference policy",
 }
+TEACHER = ("learner.algorithm.kl.kind=distillation", "learner.algorithm.kl.reference=TEACHER")  # the other tiny policy
 WITH = {
     "loss.kind=sppo": ("learner.algorithm.advantage.kind=win_rate", "learner.algorithm.minibatches=2"),
     "loss.kind=kl_cov": ("learner.algorithm.minibatches=2",),
     "correction.kind=none": ("buffer.max_staleness=0",),
     "advantage.kind=reinforce_pp": ("buffer.group_size=1", "learner.algorithm.kl.kind=reward"),
     "advantage.kind=gae": ("learner.algorithm.advantage.value_clip=0.2", "learner.algorithm.epochs=2"),
+    "advantage.kind=none": TEACHER,
     "advantage.kind=python": ("learner.algorithm.advantage.function=slipstream.tests.test_learner_own:centered",),
     "loss.kind=python": ("learner.algorithm.loss.function=slipstream.tests.test_learner_table:policy_gradient",),
     "kl.kind=loss": ("learner.algorithm.kl.coefficient={start: 0.2, target: 0.01}",),
     "kl.kind=reward": ("learner.algorithm.kl.coefficient={start: 0.2, target: 0.01}",),
+    "kl.kind=distillation": TEACHER,
 }
 """What a line needs beside it, and what it is well tried with."""
-BY_DEFAULT = ("sppo", "reinforce_pp", "gae", "loss")
+BY_DEFAULT = ("sppo", "reinforce_pp", "gae", "loss", "distillation")
 """Those of the default tier: each a way of its own through the loop."""
 
 
@@ -96,7 +99,7 @@ async def test_an_algorithm_trains_three_steps_by_the_keys_of_its_row(folders, a
     keys = [
         *(f"model.path={folders[0]}", "agent.max_tokens=64", "learner.steps=3", "learner.optimizer.lr=1e-3"),
         *("learner.backend.device=cpu", "buffer.max_staleness=1", "buffer.groups_per_batch=2", "buffer.group_size=3"),
-        *WITH.get(line, ()),
+        *(key.replace("TEACHER", str(folders[1])) for key in WITH.get(line, ())),
         f"learner.algorithm.{line}",
     ]
     config = load("quickstart", keys)
@@ -108,7 +111,7 @@ async def test_an_algorithm_trains_three_steps_by_the_keys_of_its_row(folders, a
     assert any(not torch.equal(tensor, before[name]) for name, tensor in replica.weights.items())
     assert all(tensor.isfinite().all() for tensor in replica.weights.values())
     assert all(row.grad_norm > 0 for row in rows)
-    if line.startswith("kl.kind=") and line != "kl.kind=none":
+    if line in ("kl.kind=loss", "kl.kind=reward"):
         assert len({row.kl_coefficient for row in rows}) == 3
 
 

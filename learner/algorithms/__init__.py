@@ -33,6 +33,7 @@ ADVANTAGES: dict[type[Section], Callable[[Any, TrainBatch], NDArray[np.float64]]
     config.TurnLevel: token_estimators.turn_level,
     config.Gae: token_estimators.gae,
     config.Prime: token_estimators.prime,
+    config.NoAdvantage: estimators.no_advantage,
     config.PythonFunction: own.advantage,
 }
 LOSSES: dict[type[Section], Callable[[Any, Tokens], Surrogate]] = {

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...configs.algorithm import Grpo, Opo, ReinforcePP, ReinforcePPBaseline, Remax, Rloo, WinRate
+from ...configs.algorithm import Grpo, NoAdvantage, Opo, ReinforcePP, ReinforcePPBaseline, Remax, Rloo, WinRate
 from ...errors import LearnerError
 from ..batch import Shaping, TrainBatch
 
@@ -279,6 +279,11 @@ def win_rate(_: WinRate, batch: TrainBatch) -> NDArray[np.float64]:
             # Minus one where it loses, zero where it draws, itself included: twice the win rate less one.
             rates[members] = np.sign(own[:, None] - own[None, :]).sum(1) / (2 * (len(own) - 1))
     return at_episodes(batch, rates)
+
+
+def no_advantage(_: NoAdvantage, batch: TrainBatch) -> NDArray[np.float64]:
+    """0 for every token: rewards do not count."""
+    return at_episodes(batch, np.zeros(len(batch.rewards)))
 
 
 # --- shaping

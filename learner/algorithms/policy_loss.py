@@ -16,6 +16,8 @@
 
   L is `agent.max_tokens`. Backends divide a loss sum by N; the other means scale each token by N / (S T_s), N / S and N / (S L).
   That is exact over micro-batches and ranks: sequences are never cut, and N and S are gathered from all ranks before the step.
+- A teacher (`kl.kind=distillation`) adds what a token's log-prob is below the teacher's to its advantage (`with_teacher`) before
+  the surrogate: clip and correction apply to the sum.
 - Imitation: the positive-example language-model loss of VAPO (Yue et al. 2025, arXiv:2504.05118). With P the trained tokens of
   episodes whose reward is above 0, in the whole step, it adds  coefficient x - 1 / |P| sum over t in P of log p_t.  It is a mean
   over its own tokens, whatever the aggregation is, and no correction weights it.
@@ -37,11 +39,11 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import torch
 
-from ...configs.algorithm import Algorithm, KlInLoss, Mean, NoKl
+from ...configs.algorithm import Algorithm, Distillation, KlInLoss, Mean, NoKl
 from ...errors import LearnerError
 from ..backend import BatchLoss, Gather, LossOutput, PolicyLoss, TokenOutputs
 from ..packing import MicroBatch
-from .divergence import LOG_RATIO_LIMIT, coefficient_of, kl_estimate
+from .divergence import LOG_RATIO_LIMIT, coefficient_of, kl_estimate, with_teacher
 
 BY_STALENESS = ("tokens", "importance", "importance_square", "kl", "clip_fraction")
 """Sums that are reported by staleness too; `tokens` counts trained tokens."""
@@ -162,11 +164,15 @@ def batch_loss(
     """The policy loss: from the rows of one step to the loss on each of them. `longest` is L, tokens."""
     kl, entropy, imitation = config.kl, config.terms["entropy"], config.terms["imitation"]
 
+    def credited(row: MicroBatch) -> MicroBatch:
+        return with_teacher(kl, row) if isinstance(kl, Distillation) else row
+
     def of_step(rows: Sequence[MicroBatch], gather: Gather) -> PolicyLoss:
-        selection = None if select is None else select(rows, gather)
+        selection = None if select is None else select([credited(row) for row in rows], gather)
         totals = step_totals(rows, gather)
 
         def of_row(logprobs: torch.Tensor, entropies: torch.Tensor, row: MicroBatch) -> LossOutput:
+            row = credited(row)
             tokens = trained_tokens(logprobs, entropies, row, selection)
             with torch.no_grad():
                 weight, kept = correct(tokens)
