@@ -324,11 +324,11 @@ def _learner(sizes: list[str] | None) -> list[tuple[str, Measure]]:
 
 def _distillation(options: argparse.Namespace, console: Console) -> list[tuple[str, Measure]]:
     from ..errors import ConfigError
-    from .distillation import SEEDS, STEPS, WINDOW, distillation
+    from .distillation import LEAST_STEPS, SEEDS, STEPS, distillation
 
     seeds = SEEDS if options.seeds is None else options.seeds
     steps = STEPS if options.steps is None else options.steps
-    for name, value, least in (("seeds", seeds, 1), ("steps", steps, WINDOW)):
+    for name, value, least in (("seeds", seeds, 1), ("steps", steps, LEAST_STEPS)):
         if value < least:
             raise ConfigError(f"--{name}: {value} is not allowed; allowed are {least} and more")
     out = Path(options.out or "runs/bench-distillation")

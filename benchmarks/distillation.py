@@ -1,12 +1,13 @@
 """`slipstream bench distillation`: samples until the quickstart's policy earns what its teacher earns, by distillation and by GRPO.
 
-    warm-up ──one model──> GRPO with another seed ──teacher──> each seed: distillation, then GRPO ──> OUT/ARM/seed-N/result.json
+    warm-up ──one model──> GRPO with another seed ──teacher──> every arm with every seed ──> OUT/ARM/seed-N/result.json ──> table
 
 Invariants:
-- Both arms begin with the model that the teacher began with, see the same tasks in the same order, play as many episodes per step,
-  and take AdamW steps with the same rate, loss and correction at the same bound of staleness. The distilled policy gets no reward.
-- The teacher's reward is that of `slipstream eval` on fresh tasks; an arm reaches it where the mean reward of `WINDOW` batches is
-  not below it by more than twice its standard error. Both play at temperature 1.
+- All arms begin with the model that the teacher began with and take AdamW steps with the same rate, loss and correction at the same
+  bound of staleness. The distilled policy gets no reward. A teacher's judgement needs no group, so that the distilled policy plays
+  each task once; GRPO is compared with as many episodes per step, and with the quickstart's.
+- The teacher's reward is that of `slipstream eval` on fresh tasks; an arm reaches it where the mean reward of its newest `WINDOW`
+  episodes is not below it by more than twice its standard error. Both play at temperature 1.
 - What is complete in the folder is not repeated. A folder holds results of one number of steps.
 """
 
@@ -30,7 +31,8 @@ from .result import Result, Row
 PRESET = "quickstart"
 SEEDS, STEPS = 3, 60
 TEACHER_SEED = 1000
-WINDOW = 5  # batches of 64 episodes: a standard error of at most 0.03
+WINDOW = 320  # episodes: a standard error of at most 0.03
+LEAST_STEPS = 7  # so that every arm plays as many
 
 EVALUATION = ("evaluation.tasks=1024",)
 
@@ -43,14 +45,26 @@ class Teacher(msgspec.Struct, frozen=True):
     steps: int
 
 
-def overrides(teacher: Path | None) -> tuple[str, ...]:
-    """What an arm adds to the quickstart: nothing for GRPO."""
-    if teacher is None:
-        return ()
-    return (
-        f"learner.algorithm.kl={{kind: distillation, reference: {teacher}}}",
-        "learner.algorithm.advantage={kind: none}",
-    )
+class Contender(msgspec.Struct, frozen=True):
+    """One arm: `groups` of `size` episodes in a step, and `lengthened` times the steps of `--steps`."""
+
+    name: str
+    groups: int
+    size: int
+    lengthened: int = 1
+
+    def overrides(self, teacher: Path) -> tuple[str, ...]:
+        """What the arm changes of the quickstart."""
+        batch = (f"buffer.groups_per_batch={self.groups}", f"buffer.group_size={self.size}")
+        if self.size > 1:
+            return batch
+        taught = f"learner.algorithm.kl={{kind: distillation, reference: {teacher}}}"
+        return (*batch, taught, "learner.algorithm.advantage={kind: none}")
+
+
+TAUGHT = Contender("distillation", 16, 1, lengthened=3)
+FLOORS = (Contender("grpo-16", 4, 4, lengthened=3), Contender("grpo-64", 8, 8))
+Runs = dict[str, list[tuple[Point, ...]]]  # by the name of the arm, of each seed
 
 
 async def distillation(out: Path, seeds: int, steps: int, notify: Notify) -> tuple[Result, ...]:
@@ -59,41 +73,47 @@ async def distillation(out: Path, seeds: int, steps: int, notify: Notify) -> tup
     model = await warm_model(out, PRESET, (), (), notify)
     teacher = await _teacher(out / "teacher", model, steps, notify)
     notify(f"the teacher earns {teacher.reward:.3f} ± {teacher.stderr:.3f}")
-    arms: dict[str, list[tuple[Point, ...]]] = {"distillation": [], "grpo": []}
+    runs: Runs = {arm.name: [] for arm in (TAUGHT, *FLOORS)}
     for seed in range(seeds):
-        for arm, runs in arms.items():
-            folder = out / arm / f"seed-{seed}"
+        for arm in (TAUGHT, *FLOORS):
+            folder = out / arm.name / f"seed-{seed}"
             if not (folder / "result.json").exists():
-                notify(f"{arm}, seed {seed}")
-                keys = overrides(out / "teacher" / "run" / "model" if arm == "distillation" else None)
-                _keep(folder / "result.json", await _trained(folder, model, seed, steps, keys))
-            runs.append(msgspec.json.decode((folder / "result.json").read_bytes(), type=tuple[Point, ...]))
-    return tables(teacher, arms["distillation"], arms["grpo"])
+                notify(f"{arm.name}, seed {seed}")
+                keys = arm.overrides(out / "teacher" / "run" / "model")
+                points = await _trained(folder, model, seed, arm.lengthened * steps, keys)
+                _keep(folder / "result.json", points)
+            runs[arm.name].append(msgspec.json.decode((folder / "result.json").read_bytes(), type=tuple[Point, ...]))
+    return tables(teacher, runs)
 
 
 def reached(points: Sequence[Point], teacher: Teacher) -> int | None:
-    """Samples until the mean reward of `WINDOW` batches is the teacher's; None where it never is."""
-    for last in range(WINDOW, len(points) + 1):
-        if mean(point.reward for point in points[last - WINDOW : last]) >= teacher.reward - 2 * teacher.stderr:
+    """Episodes until the mean reward of the newest `WINDOW` is the teacher's; None where it never is."""
+    batches = WINDOW // points[0].samples
+    for last in range(batches, len(points) + 1):
+        if _newest(points[:last]) >= teacher.reward - 2 * teacher.stderr:
             return points[last - 1].samples
     return None
 
 
-def tables(
-    teacher: Teacher, distilled: Sequence[Sequence[Point]], grpo: Sequence[Sequence[Point]]
-) -> tuple[Result, ...]:
-    """A row for each seed; an arm that never got there counts with all its samples, which the note says."""
+def tables(teacher: Teacher, runs: Runs) -> tuple[Result, ...]:
+    """A row for each seed and kind of GRPO; an arm that never got there counts with all its episodes, which the note says."""
     rows: list[Row] = []
-    for seed, runs in enumerate(zip(distilled, grpo, strict=True)):
-        found = [reached(points, teacher) for points in runs]
-        counts = [points[-1].samples if n is None else n for n, points in zip(found, runs, strict=True)]
-        names = ("distillation", "GRPO")
-        late = [f"{name} did not get there" for name, n in zip(names, found, strict=True) if n is None]
-        last = [mean(point.reward for point in points[-WINDOW:]) for points in runs]
-        note = f"rewards at the end {last[0]:.3f} and {last[1]:.3f}"
-        rows.append(Row(f"seed {seed}", counts[0], counts[1], "samples", "; ".join([note, *late])))
-    title = f"samples until the teacher's reward of {teacher.reward:.3f} ± {teacher.stderr:.3f}: distillation over GRPO"
+    for floor in FLOORS:
+        for seed, (taught, plain) in enumerate(zip(runs[TAUGHT.name], runs[floor.name], strict=True)):
+            pair = {TAUGHT.name: taught, floor.name: plain}
+            found = {name: reached(points, teacher) for name, points in pair.items()}
+            late = [f"{name} did not get there" for name, n in found.items() if n is None]
+            counts = [pair[name][-1].samples if n is None else n for name, n in found.items()]
+            note = f"rewards at the end {_newest(taught):.3f} and {_newest(plain):.3f}"
+            rows.append(
+                Row(f"over {floor.name}, seed {seed}", counts[0], counts[1], "episodes", "; ".join([note, *late]))
+            )
+    title = f"episodes until the teacher's reward of {teacher.reward:.3f} ± {teacher.stderr:.3f}"
     return (Result(title, "distillation", "GRPO", tuple(rows)),)
+
+
+def _newest(points: Sequence[Point]) -> float:
+    return mean(point.reward for point in points[-(WINDOW // points[0].samples) :])
 
 
 async def _teacher(folder: Path, model: Path, steps: int, notify: Notify) -> Teacher:
@@ -118,7 +138,7 @@ async def _trained(folder: Path, model: Path, seed: int, steps: int, keys: Seque
     run = folder / "run"
     fixed = (f"model.path={model}", f"run.dir={run}", f"seed={seed}", f"learner.steps={steps}", "evaluation.tasks=0")
     await slipstream("train", PRESET, *fixed, *keys, log=folder / "run.log")
-    rows, buffer = read_metrics(run / "metrics.jsonl"), load(PRESET).buffer
+    rows, buffer = read_metrics(run / "metrics.jsonl"), load(PRESET, keys).buffer
     episodes = buffer.groups_per_batch * buffer.group_size
     points = zip(elapsed(rows).tolist(), column(rows, "reward_mean").tolist(), strict=True)
     return tuple(Point((n + 1) * episodes, seconds, value) for n, (seconds, value) in enumerate(points))

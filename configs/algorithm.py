@@ -106,7 +106,7 @@ class Prime(Section, frozen=True, tag_field="kind", tag="prime"):
 
 
 class NoAdvantage(Section, frozen=True, tag_field="kind", tag="none"):
-    """Rewards do not count: what trains is `kl.kind=distillation`, or `terms.imitation`."""
+    """Rewards make no advantages: what trains is `kl.kind=distillation`, `loss.kind=dpo` or `terms.imitation`."""
 
 
 class PythonFunction(Section, frozen=True, tag_field="kind", tag="python"):
@@ -203,6 +203,14 @@ class KlCov(Section, frozen=True, tag_field="kind", tag="kl_cov"):
         _complete(self, "held", KL_COV)
 
 
+class Dpo(Section, frozen=True, tag_field="kind", tag="dpo"):
+    """DPO (Rafailov et al. 2023, arXiv:2305.18290) on the best and the worst of each group, as online DPO has it (Guo et al. 2024,
+    arXiv:2402.04792): with `advantage.kind=none` and `buffer.filter=best_worst`."""
+
+    eta: AboveZero = 10.0
+    """1 / beta of the paper: nats of margin that make the better one e times as likely to be preferred."""
+
+
 PolicyLossKind = (
     DecoupledPpo
     | Ppo
@@ -214,6 +222,7 @@ PolicyLossKind = (
     | Sppo
     | ClipCov
     | KlCov
+    | Dpo
     | PythonFunction
 )
 
@@ -272,7 +281,12 @@ class Rejected(Weighed, frozen=True, tag_field="kind", tag="rejected"):
 
 Mean = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
 
-PAPERS_MEAN: dict[type[Section], Mean] = {Gspo: "sequence_mean", Sapo: "sequence_mean", Sppo: "sequence_sum"}
+PAPERS_MEAN: dict[type[Section], Mean] = {
+    Gspo: "sequence_mean",
+    Sapo: "sequence_mean",
+    Sppo: "sequence_sum",
+    Dpo: "sequence_sum",
+}
 """The aggregation of losses whose papers have another than the mean over tokens."""
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -340,15 +354,15 @@ class Algorithm(Section, frozen=True):
     statistics (DAPO's soft overlong punishment, arXiv:2503.14476); 0 is none."""
     loss: PolicyLossKind = field(default_factory=DecoupledPpo)
     """The policy loss. `ppo`, `dual_clip_ppo` and `cispo` are around the policy that sampled and correct staleness by themselves;
-    the others are around the policy at the start of the batch and need a correction."""
+    dpo compares episodes; the others are around the policy at the start of the batch and need a correction."""
     correction: AutoCorrection | NoCorrection | Uncorrected | Truncated | Masked | Rejected = field(
         default_factory=AutoCorrection
     )
     """What makes up for tokens of other policies. `auto` is what the loss needs: `truncated`, or `none` where it has its own."""
     aggregation: Literal["auto", "token_mean", "sequence_mean", "sequence_sum", "fixed_length"] = "auto"
     """The step's loss: mean over tokens, or mean over sequences of their means, of their sums, or of their sums /
-    `agent.max_tokens`. `auto` is what the loss's paper has: sequence_mean with gspo and sapo, sequence_sum with sppo, token_mean
-    with the others."""
+    `agent.max_tokens`. `auto` is what the loss's paper has: sequence_mean with gspo and sapo, sequence_sum with sppo and dpo,
+    token_mean with the others."""
     kl: NoKl | KlInLoss | KlInReward | Distillation = field(default_factory=NoKl)
     """Whether, and where, the divergence from a reference policy counts; with `distillation` from a teacher."""
     terms: dict[TermKey, NonNegativeNumber] = field(default_factory=TERMS.copy)
@@ -370,7 +384,7 @@ class Algorithm(Section, frozen=True):
 
 def needs_reference(algorithm: Algorithm) -> bool:
     """Whether the learner needs the log-probs of a reference policy."""
-    return isinstance(algorithm.kl, Kl) or isinstance(algorithm.advantage, Prime)
+    return isinstance(algorithm.kl, Kl) or isinstance(algorithm.advantage, Prime) or isinstance(algorithm.loss, Dpo)
 
 
 def needs_critic(algorithm: Algorithm) -> bool:

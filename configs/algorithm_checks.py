@@ -10,14 +10,17 @@ from .algorithm import (
     GROUPLESS,
     REFILLABLE,
     SELF_CORRECTING,
+    AutoCorrection,
     ClipCov,
     Distillation,
+    Dpo,
     DualClipDecoupledPpo,
     DualClipPpo,
     Gae,
     Kl,
     KlCov,
     KlInLoss,
+    KlInReward,
     Masked,
     NoAdvantage,
     NoCorrection,
@@ -73,6 +76,7 @@ def loss_problems(config: Config) -> Iterator[str]:
     yield from _correction(config)
     yield from _algorithm(config)
     yield from _teacher(config)
+    yield from _preference(config)
 
 
 def _correction(config: Config) -> Iterator[str]:
@@ -82,7 +86,7 @@ def _correction(config: Config) -> Iterator[str]:
     key, kind = "learner.algorithm.correction", loss.__struct_config__.tag
     own = ", ".join(str(section.__struct_config__.tag) for section in SELF_CORRECTING)
     refused = isinstance(correction, NoCorrection) and not isinstance(correction, Uncorrected)
-    if refused and staleness > 0 and not isinstance(loss, SELF_CORRECTING):
+    if refused and staleness > 0 and not isinstance(loss, (*SELF_CORRECTING, Dpo)):
         yield (
             f"{key}.kind=none with buffer.max_staleness={staleness}: learner.algorithm.loss.kind={kind} would take tokens of "
             f"older policies for the learner's own; set {key}.kind to auto, truncated, masked or rejected, or "
@@ -152,11 +156,13 @@ def _teacher(config: Config) -> Iterator[str]:
     algorithm, key = config.learner.algorithm, "learner.algorithm"
     kl = algorithm.kl
     none = isinstance(algorithm.advantage, NoAdvantage) and not algorithm.terms["imitation"]
-    if none and not isinstance(kl, Distillation):
+    if none and not isinstance(kl, Distillation) and not isinstance(algorithm.loss, Dpo):
         yield (
-            f"{key}.advantage.kind=none leaves nothing to learn from; allowed with it are {key}.kl.kind=distillation and "
-            f"{key}.terms.imitation above 0"
+            f"{key}.advantage.kind=none leaves nothing to learn from; allowed with it are {key}.kl.kind=distillation, "
+            f"{key}.loss.kind=dpo and {key}.terms.imitation above 0"
         )
+    if isinstance(algorithm.advantage, NoAdvantage) and isinstance(kl, KlInReward):
+        yield f"{key}.kl.kind=reward with {key}.advantage.kind=none, which reads no reward; allowed are none, loss and distillation"
     if not isinstance(kl, Distillation):
         return
     if not kl.reference:
@@ -171,6 +177,29 @@ def _teacher(config: Config) -> Iterator[str]:
             f"{key}.kl.kind=distillation with {key}.loss.kind=sppo, whose advantage is one of a whole sequence: a teacher judges "
             "tokens; allowed are other losses"
         )
+
+
+def _preference(config: Config) -> Iterator[str]:
+    """Of a loss that compares the best with the worst of a group."""
+    algorithm, key = config.learner.algorithm, "learner.algorithm"
+    if not isinstance(algorithm.loss, Dpo):
+        return
+    loss, advantage = f"{key}.loss.kind=dpo", algorithm.advantage.__struct_config__.tag
+    if not isinstance(algorithm.advantage, NoAdvantage):
+        yield f"{key}.advantage.kind={advantage} with {loss}, which reads no advantage; allowed is none"
+    if config.buffer.filter != "best_worst":
+        yield f"buffer.filter={config.buffer.filter} with {loss}, which compares two of each group; allowed is best_worst"
+    if algorithm.mean != "sequence_sum":
+        yield f"{key}.aggregation={algorithm.mean} with {loss}, a mean over pairs; allowed are auto and sequence_sum"
+    if not isinstance(algorithm.correction, AutoCorrection | NoCorrection):
+        kind = algorithm.correction.__struct_config__.tag
+        yield f"{key}.correction.kind={kind} with {loss}: a pair compares whichever policy made it; allowed are auto and none"
+    if isinstance(algorithm.kl, Distillation | KlInReward):
+        kind = algorithm.kl.__struct_config__.tag
+        yield f"{key}.kl.kind={kind} with {loss}, which reads neither advantages nor rewards; allowed are none and loss"
+    for name, count in (("minibatches", algorithm.minibatches), ("epochs", algorithm.epochs)):
+        if count > 1:
+            yield f"{key}.{name}={count} with {loss}: margins are those before the batch's step; allowed is 1"
 
 
 def _pair(numbers: tuple[float, ...]) -> str:

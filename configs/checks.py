@@ -278,7 +278,7 @@ def _aux_models(config: Config) -> Iterator[str]:
     if processes["reference"] and not needs_reference(algorithm):
         yield (
             f"learner.aux_models.reference={processes['reference']}: this algorithm has no reference policy; allowed are 0, or "
-            f"{key}.kl.kind of loss, reward or distillation, or {key}.advantage.kind=prime"
+            f"{key}.kl.kind of loss, reward or distillation, {key}.advantage.kind=prime or {key}.loss.kind=dpo"
         )
     if processes["critic"] and not needs_critic(algorithm):
         yield (

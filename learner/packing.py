@@ -55,6 +55,10 @@ class MicroBatch(msgspec.Struct, frozen=True):
     carried: Mapping[str, float] = {}  # numbers that the algorithm carries from step to step, by name
     ids: tuple[str, ...] = ()  # S trajectory ids, empty for sequences that are of none
     episodes: tuple[int, ...] = ()  # of each sequence the episode that it is a branch of, the same number on all ranks
+    groups: tuple[
+        int, ...
+    ] = ()  # of each sequence the task group of its episode; empty for sequences of none, as `rewards`
+    rewards: tuple[float, ...] = ()  # of each sequence the return of its episode
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {k: v.to(device) for k, v in msgspec.structs.asdict(self).items() if isinstance(v, torch.Tensor)}
@@ -141,6 +145,8 @@ def to_microbatch(batch: TrainBatch) -> MicroBatch:
         carried=batch.carried,
         ids=batch.ids,
         episodes=tuple(batch.episode.tolist()),
+        groups=tuple(batch.groups[batch.episode].tolist()) if len(batch.groups) else (),
+        rewards=tuple(batch.rewards[batch.episode].tolist()) if len(batch.groups) else (),
     )
 
 

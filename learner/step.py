@@ -3,8 +3,8 @@
     TrainBatch ──minibatches──> MicroBatch ──proximal log-probs──> loss ──> step of the policy
 
 The proximal policy of all steps of a batch is the policy at its start. With one step per batch, the step's own forward pass gives
-the proximal log-probs, unless the loss chooses tokens before the step. Each epoch takes the same steps on the same minibatches, and
-what the first one saw of single tokens is recorded.
+the proximal log-probs, unless the loss chooses tokens or compares episodes before the step. Each epoch takes the same steps on the
+same minibatches, and what the first one saw of single tokens is recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..buffer.trajectory import Trajectory
 from ..configs.algorithm import Gae, Kl
 from ..configs.schema import Learner
 from ..errors import LearnerError
-from .algorithms import chooses_tokens, loss_of
+from .algorithms import loss_of, scores_first
 from .algorithms.divergence import KL_COEFFICIENT, coefficient_of, next_coefficient
 from .backend import Backend, BackendStepResult, LossOutput, PolicyLoss
 from .batch import TrainBatch
@@ -54,7 +54,7 @@ class PolicyStepper:
         self.first_step = advantage.critic_warmup if isinstance(advantage, Gae) else 0
         self._loss = loss_of(config.algorithm, longest)
         algorithm = config.algorithm
-        self._one_pass = algorithm.minibatches == algorithm.epochs == 1 and not chooses_tokens(algorithm)
+        self._one_pass = algorithm.minibatches == algorithm.epochs == 1 and not scores_first(algorithm)
 
     def plan(self, batch: TrainBatch) -> list[list[list[int]]]:
         """Of each optimizer step of an epoch this rank's micro-batches, as indices of the sequences of `batch`; see

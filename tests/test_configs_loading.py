@@ -412,7 +412,31 @@ def test_a_missing_file_names_the_presets():
                 "kl.kind of loss, reward or distillation",
             ],
         ),
-        (["learner.algorithm.advantage.kind=none"], ["advantage.kind=none leaves nothing", "kl.kind=distillation and"]),
+        (["learner.algorithm.advantage.kind=none"], ["advantage.kind=none leaves nothing", "loss.kind=dpo and"]),
+        (
+            [
+                "learner.algorithm.advantage.kind=none",
+                "learner.algorithm.kl.kind=reward",
+                "learner.algorithm.terms.imitation=1",
+            ],
+            ["kl.kind=reward with learner.algorithm.advantage.kind=none", "none, loss and distillation"],
+        ),
+        (
+            ["learner.algorithm.loss.kind=dpo", "buffer.filter=best_worst"],
+            ["advantage.kind=grpo with", "allowed is none"],
+        ),
+        (
+            ["learner.algorithm.loss.kind=dpo", "learner.algorithm.advantage.kind=none"],
+            ["buffer.filter=none with learner.algorithm.loss.kind=dpo", "best_worst"],
+        ),
+        (["dpo", "learner.algorithm.minibatches=2"], ["learner.algorithm.minibatches=2 with", "allowed is 1"]),
+        (["dpo", "learner.algorithm.epochs=2"], ["learner.algorithm.epochs=2 with"]),
+        (["dpo", "learner.algorithm.aggregation=token_mean"], ["aggregation=token_mean", "auto and sequence_sum"]),
+        (["dpo", "learner.algorithm.correction.kind=masked"], ["correction.kind=masked", "auto and none"]),
+        (
+            ["dpo", "learner.algorithm.kl={kind: distillation, reference: m}"],
+            ["kl.kind=distillation", "none and loss"],
+        ),
         (["learner.algorithm.kl.kind=distillation"], ["learner.algorithm.kl.reference: distillation needs a teacher"]),
         (
             ["learner.algorithm.kl={kind: distillation, reference: m, coefficient: {start: 0.1, target: 1}}"],
@@ -455,7 +479,8 @@ def test_a_missing_file_names_the_presets():
     ],
 )
 def test_impossible_combinations_name_their_keys(overrides, expected):
-    message = refusal("quickstart", *overrides)
+    preset = "quickstart" if "=" in overrides[0] else overrides.pop(0)
+    message = refusal(preset, *overrides)
     for part in expected:
         assert part in message
 

@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from slipstream.configs import load
 from slipstream.configs.algorithm import (
     Algorithm,
     Cispo,
@@ -23,13 +22,9 @@ from slipstream.configs.algorithm import (
     Truncated,
 )
 from slipstream.errors import LearnerError
-from slipstream.launch.supervisor.factory import make_aux_models, make_backend
-from slipstream.learner.algorithms import advantage_of, loss_of
-from slipstream.learner.algorithms.estimators import assign_advantages
-from slipstream.learner.batch import make_batch
-from slipstream.learner.checkpoint import CheckpointState
+from slipstream.learner.algorithms import loss_of
 from slipstream.learner.packing import MicroBatch, scoring_microbatch
-from slipstream.learner.step import PolicyStepper
+from slipstream.tests.one_token import OneToken
 from slipstream.tests.test_learner_finite import row_of
 
 LONGEST, VOCABULARY = 64, 6
@@ -123,56 +118,27 @@ def test_rows_without_the_teachers_log_probs_are_refused():
 
 @pytest.mark.full
 async def test_a_policy_becomes_its_teacher_without_a_reward_from_tokens_of_an_older_policy(folders: list[Path]):
-    """Real models, steps and aux models. All tokens are sampled by the policy of up to five steps before."""
-    policy_folder, teacher_folder = folders[0], folders[1]
-    keys = (
-        *(f"model.path={policy_folder}", "learner.optimizer.lr=3e-3", "learner.backend.device=cpu"),
+    """Real models, steps and aux models. All tokens are sampled by the policy of up to five steps before; rewards are of no use."""
+    rng = np.random.default_rng(0)
+    with OneToken(
+        folders[0],
         *("learner.algorithm.advantage.kind=none", "learner.algorithm.kl.kind=distillation", "buffer.group_size=1"),
-        f"learner.algorithm.kl.reference={teacher_folder}",
-    )
-    config = load("quickstart", keys)
-    policy = make_backend(config, temperature=1.0)
-    aux_models = make_aux_models(config, policy, {})
-    stepper, rng = PolicyStepper(config.learner, policy, LONGEST), np.random.default_rng(0)
-    vocabulary, samples = 512, 256
-    every = scoring_microbatch([[7, token] for token in range(vocabulary)])
+        f"learner.algorithm.kl.reference={folders[1]}",
+    ) as player:
+        teacher = player.logprobs(player.aux_models.models[0]._model)
 
-    def next_token(model) -> np.ndarray:
-        """Log-probs of every token after the prompt."""
-        return model.logprobs([every])[0][1::2].double().numpy()
+        def divergence() -> float:
+            now = player.logprobs(player.policy)
+            return float((np.exp(now) * (now - teacher)).sum())
 
-    def divergence() -> float:
-        now = next_token(policy)
-        return float((np.exp(now) * (now - teacher)).sum())
-
-    teacher = next_token(aux_models.models[0]._model)
-    before = divergence()
-    behavior = next_token(policy)
-    for step in range(30):
-        if step % 5 == 0:
-            behavior = next_token(policy)
-        tokens = rng.choice(vocabulary, samples, p=np.exp(behavior) / np.exp(behavior).sum())
-        batch = make_batch(
-            np.stack([np.full(samples, 7), tokens], 1).reshape(-1).astype(np.int32),
-            np.tile([False, True], samples),
-            np.full(samples, 2),
-            behavior_logprobs=np.stack([np.zeros(samples), behavior[tokens]], 1).reshape(-1).astype(np.float32),
-            turn=np.stack([np.full(samples, -1), np.arange(samples)], 1).reshape(-1).astype(np.int32),
-            ids=tuple(map(str, range(samples))),
-            episode_ids=tuple(map(str, range(samples))),
-            groups=np.arange(samples),
-            rewards=rng.normal(size=samples),  # of no use
-            **{name: np.ones(samples, dtype=np.int64) for name in ("lengths", "turns", "steps")},
-            step_rewards=np.zeros(samples),
-            greedy=np.zeros(samples, dtype=np.bool_),
-            masked=np.zeros(samples, dtype=np.bool_),
-        )
-        batch = assign_advantages(await aux_models.score(batch), advantage_of(config.learner.algorithm))
-        assert not batch.advantages[batch.loss_mask].any()
-        done = stepper.step(batch, stepper.plan(batch), (), CheckpointState(step=step, version=step))
-    after = divergence()
-    aux_models.close()
-    policy.close()
+        before = divergence()
+        for step in range(30):
+            if step % 5 == 0:
+                behavior = player.logprobs(player.policy)
+            done = await player.step(
+                behavior, rng.choice(len(behavior), 256, p=np.exp(behavior)), lambda _: rng.normal()
+            )
+        after = divergence()
     assert before > 0.02
     assert after < 0.1 * before
     assert done.means["kl_reference"] < 0.1 * before

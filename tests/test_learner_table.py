@@ -39,6 +39,7 @@ TEACHER = ("learner.algorithm.kl.kind=distillation", "learner.algorithm.kl.refer
 WITH = {
     "loss.kind=sppo": ("learner.algorithm.advantage.kind=win_rate", "learner.algorithm.minibatches=2"),
     "loss.kind=kl_cov": ("learner.algorithm.minibatches=2",),
+    "loss.kind=dpo": ("learner.algorithm.advantage.kind=none", "buffer.filter=best_worst"),
     "correction.kind=none": ("buffer.max_staleness=0",),
     "advantage.kind=reinforce_pp": ("buffer.group_size=1", "learner.algorithm.kl.kind=reward"),
     "advantage.kind=gae": ("learner.algorithm.advantage.value_clip=0.2", "learner.algorithm.epochs=2"),
@@ -50,7 +51,7 @@ WITH = {
     "kl.kind=distillation": TEACHER,
 }
 """What a line needs beside it, and what it is well tried with."""
-BY_DEFAULT = ("sppo", "reinforce_pp", "gae", "loss", "distillation")
+BY_DEFAULT = ("sppo", "reinforce_pp", "gae", "loss", "distillation", "dpo")
 """Those of the default tier: each a way of its own through the loop."""
 
 

@@ -17,10 +17,10 @@ from ...configs.algorithm import Algorithm
 from ...configs.section import Section
 from ..backend import BatchLoss
 from ..batch import TrainBatch
-from . import covariance, estimators, own, surrogates, token_estimators
+from . import covariance, estimators, own, preferences, surrogates, token_estimators
 from .correction import correction_of
 from .estimators import Advantage
-from .policy_loss import BatchSelection, Surrogate, Tokens, batch_loss
+from .policy_loss import BatchPairs, BatchSelection, Surrogate, Tokens, batch_loss
 
 ADVANTAGES: dict[type[Section], Callable[[Any, TrainBatch], NDArray[np.float64]]] = {
     config.Grpo: estimators.grpo,
@@ -47,12 +47,14 @@ LOSSES: dict[type[Section], Callable[[Any, Tokens], Surrogate]] = {
     config.Sppo: surrogates.sppo,
     config.ClipCov: covariance.clip_cov,
     config.KlCov: covariance.kl_cov,
+    config.Dpo: preferences.dpo,
     config.PythonFunction: own.loss,
 }
 SELECTIONS: dict[type[Section], Callable[..., Any]] = {
     config.ClipCov: covariance.clip_cov_selection,
     config.KlCov: covariance.kl_cov_selection,
 }
+PAIRS: dict[type[Section], BatchPairs] = {config.Dpo: preferences.pairs_of_step}
 
 
 def advantage_of(algorithm: Algorithm) -> Advantage:
@@ -69,13 +71,16 @@ def returns_of(algorithm: Algorithm) -> Advantage | None:
     )
 
 
-def chooses_tokens(algorithm: Algorithm) -> bool:
-    """Whether the loss selects tokens by the proximal log-probs of a whole step, before its first gradient."""
-    return type(algorithm.loss) in SELECTIONS
+def scores_first(algorithm: Algorithm) -> bool:
+    """Whether the loss needs the proximal log-probs of a whole step before its first gradient: it selects tokens, or compares
+    episodes."""
+    return type(algorithm.loss) in SELECTIONS or type(algorithm.loss) in PAIRS
 
 
 def loss_of(algorithm: Algorithm, longest: int) -> BatchLoss:
     """The policy loss, see `batch_loss`. `longest` is `agent.max_tokens`."""
     loss = algorithm.loss
-    select: BatchSelection | None = partial(SELECTIONS[type(loss)], loss) if chooses_tokens(algorithm) else None
-    return batch_loss(algorithm, partial(LOSSES[type(loss)], loss), correction_of(algorithm), select, longest)
+    kind = type(loss)
+    select: BatchSelection | None = partial(SELECTIONS[kind], loss) if kind in SELECTIONS else None
+    correct, pair = correction_of(algorithm), PAIRS.get(kind)
+    return batch_loss(algorithm, partial(LOSSES[kind], loss), correct, select, pair, longest)

@@ -1,5 +1,5 @@
 """The weight between the policies that sampled and the policy at the start of the batch: what `learner.algorithm.correction` asks
-for. `auto` is `truncated` for losses around the proximal policy, else `none`.
+for. `auto` is `truncated` for losses around the proximal policy, else `none`; a comparison of two episodes needs none.
 
 A loss around the proximal policy q assumes that q sampled its tokens; the importance weight q / b corrects that. With T trained
 tokens in the sequence, by `level`,
@@ -39,6 +39,7 @@ from ...configs.algorithm import (
     SELF_CORRECTING,
     Algorithm,
     AutoCorrection,
+    Dpo,
     Level,
     NoCorrection,
     Rejected,
@@ -52,7 +53,7 @@ def correction_of(config: Algorithm) -> Correction:
     own = isinstance(config.loss, SELF_CORRECTING)
     chosen = config.correction
     if isinstance(chosen, AutoCorrection):
-        chosen = NoCorrection() if own else Truncated()
+        chosen = NoCorrection() if own or isinstance(config.loss, Dpo) else Truncated()
     if isinstance(chosen, NoCorrection):
         return lambda tokens: (torch.ones_like(tokens.proximal), torch.ones_like(tokens.selected))
 

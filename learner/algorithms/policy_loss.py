@@ -49,6 +49,15 @@ BY_STALENESS = ("tokens", "importance", "importance_square", "kl", "clip_fractio
 """Sums that are reported by staleness too; `tokens` counts trained tokens."""
 
 
+class PairTokens(msgspec.Struct, frozen=True):
+    """What K trained tokens know of the pair that their sequence is in (`preferences.py`); float64[K] each."""
+
+    sign: torch.Tensor  # 1 in the better episode, -1 in the worse, 0 in no pair
+    margin: torch.Tensor  # of the pair, nats, before the step
+    branches: torch.Tensor  # sequences of the pair
+    scale: float  # sequences of the step over its pairs
+
+
 class Tokens(msgspec.Struct, frozen=True):
     """The K trained tokens of a row, in its order. A sequence without one has length 0 and appears nowhere."""
 
@@ -66,6 +75,7 @@ class Tokens(msgspec.Struct, frozen=True):
     positive: torch.Tensor  # bool[K], tokens of episodes whose reward is above 0
     reference: torch.Tensor | None = None  # float[K], log-probs under the reference policy; None where there is none
     carried: Mapping[str, float] = {}  # numbers that the algorithm carries from step to step, by name
+    pairs: PairTokens | None = None  # of losses that compare episodes
 
     def sequence_sum(self, values: torch.Tensor) -> torch.Tensor:
         """float[K]: for each token the sum of `values` over the trained tokens of its sequence."""
@@ -88,6 +98,7 @@ SurrogateLoss = Callable[[Tokens], Surrogate]
 
 Selection = Callable[[MicroBatch], torch.Tensor]  # bool[K]: which trained tokens a loss treats differently
 BatchSelection = Callable[[Sequence[MicroBatch], Gather], Selection]  # collective
+BatchPairs = Callable[[Sequence[MicroBatch], Gather], Callable[[MicroBatch], PairTokens]]  # collective
 Correction = Callable[[Tokens], tuple[torch.Tensor, torch.Tensor]]  # weight, float[K]; whether it carries loss, bool[K]
 
 
@@ -159,7 +170,12 @@ def _scale(kind: Mean, longest: int, totals: StepTotals, tokens: Tokens) -> torc
 
 
 def batch_loss(
-    config: Algorithm, surrogate: SurrogateLoss, correct: Correction, select: BatchSelection | None, longest: int
+    config: Algorithm,
+    surrogate: SurrogateLoss,
+    correct: Correction,
+    select: BatchSelection | None,
+    pair: BatchPairs | None,
+    longest: int,
 ) -> BatchLoss:
     """The policy loss: from the rows of one step to the loss on each of them. `longest` is L, tokens."""
     kl, entropy, imitation = config.kl, config.terms["entropy"], config.terms["imitation"]
@@ -169,6 +185,7 @@ def batch_loss(
 
     def of_step(rows: Sequence[MicroBatch], gather: Gather) -> PolicyLoss:
         selection = None if select is None else select([credited(row) for row in rows], gather)
+        paired = None if pair is None else pair(rows, gather)
         totals = step_totals(rows, gather)
 
         def of_row(logprobs: torch.Tensor, entropies: torch.Tensor, row: MicroBatch) -> LossOutput:
@@ -176,6 +193,8 @@ def batch_loss(
             tokens = trained_tokens(logprobs, entropies, row, selection)
             with torch.no_grad():
                 weight, kept = correct(tokens)
+            if paired is not None:
+                tokens = msgspec.structs.replace(tokens, pairs=paired(row))
             outcome = surrogate(tokens)
             loss = torch.where(kept, weight * outcome.loss, torch.zeros_like(outcome.loss))
             if entropy:
@@ -189,7 +208,7 @@ def batch_loss(
                 loss_sum = loss_sum - factor * tokens.current[tokens.positive].sum()
             clipped = outcome.clipped & kept
             sums = _report(tokens, clipped, kept, totals.stalest)
-            if not isinstance(kl, NoKl):
+            if not isinstance(kl, NoKl) or pair is not None:
                 with torch.no_grad():
                     sums["kl_reference"] = kl_estimate("k3", tokens.current, _reference(tokens)).sum()
             return LossOutput(loss_sum=loss_sum, sums=sums, tokens=_seen(tokens, weight, clipped, kept))

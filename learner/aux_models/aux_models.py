@@ -47,7 +47,7 @@ class AuxModels:
     ) -> None:
         if needs_reference(config.algorithm) != (reference is not None):
             raise LearnerError(
-                "learner.algorithm.kl and advantage.kind=prime, and only they, go with a reference policy or a teacher"
+                "learner.algorithm.kl, advantage.kind=prime and loss.kind=dpo, and only they, go with a reference policy"
             )
         if needs_critic(config.algorithm) != (trained is not None):
             raise LearnerError(
