@@ -8,6 +8,7 @@ from .base import Policy as Policy
 from .base import Reply as Reply
 from .base import SampleRequest as SampleRequest
 from .conversations import read_conversations as read_conversations
+from .conversations import read_preferences as read_preferences
 from .demonstrations import Demonstration as Demonstration
 from .demonstrations import RenderedDemonstration as RenderedDemonstration
 from .demonstrations import render_demonstration as render_demonstration

@@ -2,16 +2,21 @@
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}], "tools": [...]}
 
+A file of preferences has two conversations on each line, of which `chosen` is better; what comes before both may be in `prompt`:
+
+    {"prompt": [{"role": "user", "content": "2 + 2?"}],
+     "chosen": [{"role": "assistant", "content": "4"}], "rejected": [{"role": "assistant", "content": "5"}], "tools": [...]}
+
 Invariants:
-- Every field of a message or a tool is used or rejected, never ignored; other fields beside `messages` and `tools` are ignored.
+- Every field of a message or a tool is used or rejected, never ignored; other fields beside those above are ignored.
 - An error is one line that names the file, the line and the allowed values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -59,14 +64,45 @@ class _Line(msgspec.Struct, frozen=True):
     tools: tuple[_Tool, ...] | None = None
 
 
+class _Preference(msgspec.Struct, frozen=True):
+    chosen: tuple[_ChatMessage, ...]
+    rejected: tuple[_ChatMessage, ...]
+    prompt: tuple[_ChatMessage, ...] = ()
+    tools: tuple[_Tool, ...] | None = None
+
+
 class _InvalidLine(Exception):
     """A line that is not a conversation; the message says why."""
+
+
+L = TypeVar("L", _Line, _Preference)
+T = TypeVar("T")
+Conversation = tuple[
+    Observation, list[Message]
+]  # what the assistant sees first, and all messages from its first one on
 
 
 def read_conversations(key: str, path: str) -> Iterator[Demonstration]:
     """The conversations of the file at `path`, which the config names at `key`; blank lines are skipped. Raises ConfigError where
     it cannot be read, holds none, or a line is not one that starts with another role than the assistant and ends with the
     assistant, who never speaks twice in a row."""
+    example = '{"messages": [...]}'
+    for where, (opening, messages) in _lines(key, path, _Line, _conversation, "conversation", example):
+        yield where, opening, messages
+
+
+def read_preferences(key: str, path: str) -> Iterator[tuple[Demonstration, Demonstration]]:
+    """The chosen and the rejected conversation of each line of the file at `path`; errors as those of `read_conversations`, and
+    where the two are the same."""
+    example = '{"chosen": [...], "rejected": [...]}'
+    for where, (chosen, rejected) in _lines(key, path, _Preference, _preference, "preference", example):
+        yield (f"{where}, chosen", *chosen), (f"{where}, rejected", *rejected)
+
+
+def _lines(
+    key: str, path: str, kind: type[L], made: Callable[[L], T], what: str, example: str
+) -> Iterator[tuple[str, T]]:
+    """What `made` makes of each line, after where it is."""
     empty = True
     try:
         with Path(path).open("rb") as file:
@@ -75,16 +111,28 @@ def read_conversations(key: str, path: str) -> Iterator[Demonstration]:
                     continue
                 empty, where = False, f"{key}: {path}:{number}"
                 try:
-                    yield where, *_conversation(msgspec.json.decode(line, type=_Line))
+                    yield where, made(msgspec.json.decode(line, type=kind))
                 except (msgspec.MsgspecError, UnicodeDecodeError, _InvalidLine) as error:
                     raise ConfigError(f"{where}: {error}") from None
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error.strerror or error}") from None
     if empty:
-        raise ConfigError(f'{key}: {path} holds no conversation; write one a line, as {{"messages": [...]}}')
+        raise ConfigError(f"{key}: {path} holds no {what}; write one a line, as {example}")
 
 
-def _conversation(line: _Line) -> tuple[Observation, list[Message]]:
+def _preference(line: _Preference) -> tuple[Conversation, Conversation]:
+    found: list[Conversation] = []
+    for name in ("chosen", "rejected"):
+        try:
+            found.append(_conversation(_Line((*line.prompt, *getattr(line, name)), line.tools)))
+        except _InvalidLine as error:
+            raise _InvalidLine(f"prompt and {name}: {error}") from None
+    if found[0] == found[1]:
+        raise _InvalidLine("chosen and rejected are the same, so neither can be preferred")
+    return found[0], found[1]
+
+
+def _conversation(line: _Line) -> Conversation:
     messages = [_message(index, message) for index, message in enumerate(line.messages)]
     roles = [message.role for message in messages]
     if "assistant" not in roles:

@@ -47,7 +47,8 @@ HERE = Path(__file__).parent
 Notice = Callable[[str], None]  # receives a line about what was read
 
 PATHS = (
-    "run.dir", "model.path", "reward.path", "learner.algorithm.kl.reference", "sft.out", "sft.messages", "agent.sandbox.folder",
+    "run.dir", "model.path", "reward.path", "learner.algorithm.kl.reference", "sft.out", "sft.messages",
+    "sft.preferences", "agent.sandbox.folder",
 )  # fmt: skip
 """Keys that hold a path, or a hub name."""
 

@@ -15,17 +15,22 @@ from .section import AboveZero, Positive, Section
 
 
 class Sft(Section, frozen=True):
-    """Supervised fine-tuning on conversations: those of a file, or demonstrations that the environment generates."""
+    """Supervised fine-tuning on conversations: those of a file, or demonstrations that the environment generates; or on
+    preferences."""
 
     out: str = "models/quickstart"
     """Folder that receives the trained model."""
     messages: str = ""
     """A file of conversations, each a JSON object on a line, `{"messages": [...], "tools": [...]}` in OpenAI's chat format; the
     model learns the assistant's messages. Empty uses demonstrations of the environment."""
+    preferences: str = ""
+    """A file of preferences, each a JSON object on a line, `{"prompt": [...], "chosen": [...], "rejected": [...]}`. The model
+    becomes a classifier, which `reward.kind=classifier` serves: it learns to score chosen conversations above rejected ones."""
     demonstrations: Positive = 4096
     """Conversations to generate when there is no file."""
     held_out: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.02
-    """Share of the conversations that is not trained on; the loss on it is printed before the first and after every epoch."""
+    """Share of the conversations, or preferences, that is not trained on; the loss on it is printed before the first and after
+    every epoch."""
     epochs: Positive = 2
     """Passes over the other conversations."""
     tokens_per_step: Positive = 512

@@ -80,8 +80,13 @@ def environment_files(inputs: RunInputs) -> str:
             sections |= parts_by_key(suite.env, f"evaluation.suites.{name}.env")
     for key, section in sections.items():
         _check_section(key, section)
-    if isinstance(config, SftConfig) and config.sft.messages:
-        require_file("sft.messages", config.sft.messages)
+    if isinstance(config, SftConfig):
+        files = {"sft.messages": config.sft.messages, "sft.preferences": config.sft.preferences}
+        if all(files.values()):
+            raise ConfigError("sft.messages and sft.preferences: a model learns from one of them; leave out the other")
+        for key, path in files.items():
+            if path:
+                require_file(key, path)
     return ", ".join(sections)
 
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on conversations or on demonstrations of the environment.
+"""Supervised fine-tuning on conversations, on demonstrations of the environment, or on preferences.
 
     file or environment ──rendered here──> tokens ──one rank────> trained in this process
                                                   └─several─────> trained by the roles `sft-0`, `sft-1`, ...
@@ -63,7 +63,8 @@ def fine_tune(config: SftConfig, print_line: PrintLine) -> SftResult:
     preflight(config)
     from ..learner.sft import SftResult
 
-    print_line(f"rendering {config.sft.messages or f'{config.sft.demonstrations} demonstrations'}")
+    path = config.sft.messages or config.sft.preferences
+    print_line(f"rendering {path or f'{config.sft.demonstrations} demonstrations'}")
     examples = make_examples(config)
     with _interruptible(out), _work_folder(out) as work:
         if config.learner.backend.ranks == 1:
@@ -76,16 +77,22 @@ def fine_tune(config: SftConfig, print_line: PrintLine) -> SftResult:
 
 
 def make_examples(config: SftConfig) -> list[Example]:
-    """The conversations of `sft.messages`, otherwise demonstrations of the environment, as tokens. Raises ConfigError where a line
-    of the file or a task cannot be used, or there is no demonstration."""
-    from ..agents import load_renderer, read_conversations, render_demonstration
+    """The conversations of `sft.messages` or `sft.preferences` (chosen and rejected by turns), otherwise demonstrations of the
+    environment, as tokens. Raises ConfigError where a line of the file or a task cannot be used, or there is no demonstration."""
+    from ..agents import load_renderer, read_conversations, read_preferences, render_demonstration
     from ..learner.model import load_tokenizer
     from .supervisor.factory import make_demonstrations
 
-    agent, path = config.agent, config.sft.messages
+    agent = config.agent
     renderer = load_renderer(agent.renderer, load_tokenizer(config.model.path), thinking=agent.thinking)
+    if config.sft.preferences:
+        shown = chain.from_iterable(read_preferences("sft.preferences", config.sft.preferences))
+    elif config.sft.messages:
+        shown = read_conversations("sft.messages", config.sft.messages)
+    else:
+        shown = make_demonstrations(config)
     examples: list[Example] = []
-    for where, opening, messages in read_conversations("sft.messages", path) if path else make_demonstrations(config):
+    for where, opening, messages in shown:
         try:
             rendered = render_demonstration(renderer, opening, messages)
         except Exception as error:  # each chat format has its own errors
@@ -101,20 +108,27 @@ def make_examples(config: SftConfig) -> list[Example]:
 
 def train(config: SftConfig, examples: list[Example], work: Path, print_line: PrintLine) -> None:
     """Train as one rank and write the model into `work`, with the other ranks."""
-    from ..learner.sft import HeldOut, SftProgress, run_sft
-    from .supervisor.factory import make_backend
+    from ..learner.sft import HeldOut, SftProgress, run_preferences, run_sft
+    from .supervisor.factory import make_backend, make_preference_model
 
     def report(news: SftProgress | HeldOut) -> None:
         if isinstance(news, HeldOut):
             epoch = f"{news.epoch}/{config.sft.epochs}"
-            print_line(f"sft epoch {epoch}  held out {news.loss:.3f} over {news.tokens} tokens")
+            over = f"{news.tokens} tokens"
+            if news.right is not None:
+                over = f"{news.tokens} preferences, {news.right:.0%} of them right"
+            print_line(f"sft epoch {epoch}  held out {news.loss:.3f} over {over}")
         elif news.step % STEPS_PER_LINE == 0 or news.step == news.steps:
             print_line(f"sft step {news.step}/{news.steps}  loss {news.loss:.3f}  {news.tokens_per_s:.0f} tokens/s")
 
-    backend = make_backend(config, temperature=1.0)
+    how = {"tokens_per_microbatch": config.learner.backend.tokens_per_microbatch, "seed": config.seed, "report": report}
+    backend = make_preference_model(config) if config.sft.preferences else make_backend(config, temperature=1.0)
     try:
-        budget = config.learner.backend.tokens_per_microbatch
-        result = run_sft(backend, examples, config.sft, tokens_per_microbatch=budget, seed=config.seed, report=report)
+        if config.sft.preferences:
+            ids = [token_ids for token_ids, _ in examples]
+            result = run_preferences(backend, list(zip(ids[::2], ids[1::2], strict=True)), config.sft, **how)
+        else:
+            result = run_sft(backend, examples, config.sft, **how)
         backend.export(work / MODEL_FOLDER)
         if backend.rank == 0:
             record = work / MODEL_FOLDER / RESULT_FILE

@@ -124,17 +124,24 @@ def _reason(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
-def export(directory: Path, model: PreTrainedModel, weights: Iterator[tuple[str, torch.Tensor]], source: str) -> None:
-    """Collective. A Hugging Face folder of `weights` with the config of `model` and the tokenizer of `source`."""
+def export(
+    directory: Path,
+    model: PreTrainedModel,
+    weights: Iterator[tuple[str, torch.Tensor]],
+    source: str,
+    architecture: str | None = None,
+) -> None:
+    """Collective. A Hugging Face folder of `weights` with the config of `model` and the tokenizer of `source`; `architecture` where
+    it is not the class of `model`."""
 
     def write(folder: Path) -> None:
         dtype = write_weights(folder, weights)
         if dist.get_rank() == 0:
-            model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+            model.config.architectures = [architecture or type(model).__name__.removeprefix("FSDP")]
             model.config.dtype = dtype
             model.config.save_pretrained(folder)
-            if model.generation_config is not None:
-                model.generation_config.save_pretrained(folder)
+            if (generation := getattr(model, "generation_config", None)) is not None:  # a classifier has none
+                generation.save_pretrained(folder)
             load_tokenizer(source).save_pretrained(folder)
             apply_umask(folder)
 

@@ -1,5 +1,13 @@
-"""Supervised fine-tuning: the same backend, a loss that is minus the log-likelihood of the marked tokens. Every rank calls
-`run_sft` with the same sequences and seed, and takes its part of each step."""
+"""Supervised fine-tuning: the same backend, a loss that is minus the log-likelihood of the marked tokens; and training on
+preferences. Every rank calls `run_sft` or `run_preferences` with the same sequences and seed, and takes its part of each step.
+
+A reward model scores a sequence by a head on its last token; of a preference it learns (Bradley & Terry 1952; Ouyang et al. 2022,
+arXiv:2203.02155, equation 1)
+
+    - log sigmoid(score of the chosen - score of the rejected)        mean over the preferences of a step
+
+This is the loss of DPO with scores in place of log-ratios (`algorithms/preferences.py`), which may be in any row and on any rank.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +19,16 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 
+from ..configs.algorithm import Algorithm, Dpo, NoAdvantage
 from ..configs.sft import Sft
 from ..errors import ConfigError
-from .backend import Backend, LossOutput
+from .algorithms import loss_of
+from .algorithms.preferences import gather_pairs
+from .backend import Backend, BackendStepResult, LossOutput
 from .batch import TrainBatch, supervised
-from .packing import MicroBatch, microbatches
+from .packing import MicroBatch, microbatches, with_proximal
 from .step import warm_up_cosine
 
 WARMUP_SHARE = 0.05  # share of the steps over which the learning rate rises, until AdamW's second moment settles
@@ -24,8 +36,12 @@ FINAL_SHARE = 0.1  # share of the steps, at the end, over which the reported los
 Example = tuple[Sequence[int] | NDArray[np.int32], Sequence[bool] | NDArray[np.bool_]]  # token ids, which are imitated
 
 
+BRADLEY_TERRY = Algorithm(advantage=NoAdvantage(), loss=Dpo(eta=1.0))
+
+
 class SftProgress(msgspec.Struct, frozen=True):
-    """After one optimizer step: `step` of `steps`, mean loss in nats per trained token, tokens (context included) per second."""
+    """After one optimizer step: `step` of `steps`, mean loss in nats per trained token or preference, tokens (context included) per
+    second."""
 
     step: int
     steps: int
@@ -35,11 +51,13 @@ class SftProgress(msgspec.Struct, frozen=True):
 
 
 class HeldOut(msgspec.Struct, frozen=True):
-    """After `epoch` passes over the others: mean loss on the held-out sequences, nats per token, over their `tokens`."""
+    """After `epoch` passes over the others: mean loss on the held-out sequences, nats per token, over their `tokens`; of
+    preferences nats per preference, over their number, and the share of them whose chosen sequence has the higher score."""
 
     epoch: int
     loss: float
     tokens: int
+    right: float | None = None
 
 
 class SftResult(msgspec.Struct, frozen=True):
@@ -47,13 +65,21 @@ class SftResult(msgspec.Struct, frozen=True):
 
     sequences: int
     tokens: int
-    loss: float  # mean over the last tenth of the steps, nats per trained token
+    loss: float  # mean over the last tenth of the steps, nats per trained token or preference
     held_out: tuple[HeldOut, ...]  # before the first epoch and after each; empty where nothing is held out
 
 
 def negative_log_likelihood(logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch) -> LossOutput:
     """A `PolicyLoss`: - sum of log p over trained tokens."""
     return LossOutput(loss_sum=-logprobs[row.loss_mask].sum(), sums={"entropy": entropy[row.loss_mask].detach().sum()})
+
+
+class _Objective(msgspec.Struct, frozen=True):
+    """What is learned of a sequence, or of `size` sequences one after the other, which stay together."""
+
+    size: int
+    step: Callable[[Backend, Sequence[MicroBatch], float], BackendStepResult]  # collective; at this learning rate
+    evaluate: Callable[[Backend, Sequence[MicroBatch], int], HeldOut]  # collective; after this epoch
 
 
 def run_sft(
@@ -71,9 +97,44 @@ def run_sft(
     examples = examples.select([i for i, one in enumerate(examples) if one.loss_mask.any()])
     if not len(examples):
         raise ConfigError(f"sft: none of {len(sequences)} conversations has a token to train on")
+    return _run(backend, examples, _LIKELIHOOD, config, tokens_per_microbatch, seed, report)
+
+
+def run_preferences(
+    backend: Backend,
+    preferences: Sequence[tuple[Sequence[int] | NDArray[np.int32], Sequence[int] | NDArray[np.int32]]],
+    config: Sft,
+    *,
+    tokens_per_microbatch: int,
+    seed: int,
+    report: Callable[[SftProgress | HeldOut], None],
+) -> SftResult:
+    """Collective. As `run_sft`, of the token ids of the chosen and of the rejected sequence of each preference; `backend` has a
+    head, as a critic, whose output before a token is the score of all tokens up to there."""
+    # Of each sequence another token is asked for, whatever it is: the output before it is that at the last token.
+    ended = [[*ids, ids[-1]] for pair in preferences for ids in pair]
+    examples = supervised([(ids, [False] * (len(ids) - 1) + [True]) for ids in ended])
+    examples = msgspec.structs.replace(
+        examples,
+        groups=np.arange(len(examples)) // 2,
+        rewards=np.tile([1.0, 0.0], len(preferences)),
+        reference_logprobs=np.zeros(len(examples.token_ids), dtype=np.float32),
+    )
+    return _run(backend, examples, _PREFERENCE, config, tokens_per_microbatch, seed, report)
+
+
+def _run(
+    backend: Backend,
+    examples: TrainBatch,
+    objective: _Objective,
+    config: Sft,
+    budget: int,
+    seed: int,
+    report: Callable[[SftProgress | HeldOut], None],
+) -> SftResult:
     generator = np.random.default_rng(seed)
-    examples, held = _split(examples, config.held_out, generator)
-    plan = [_epoch(examples, config.tokens_per_step, generator) for _ in range(config.epochs)]
+    examples, held = _split(examples, config.held_out, generator, objective.size)
+    plan = [_epoch(examples, config.tokens_per_step, generator, objective.size) for _ in range(config.epochs)]
     steps = sum(len(batches) for batches in plan)
     warmup = max(1, round(WARMUP_SHARE * steps))
     losses: list[float] = []
@@ -81,7 +142,8 @@ def run_sft(
 
     def evaluate(epoch: int) -> None:
         if len(held):
-            found.append(_evaluated(backend, held, tokens_per_microbatch, epoch))
+            rows = microbatches(held, backend.data_rank, backend.data_size, budget)
+            found.append(objective.evaluate(backend, rows, epoch))
             report(found[-1])
 
     evaluate(0)
@@ -89,8 +151,8 @@ def run_sft(
         for batch in batches:
             began = time.perf_counter()
             lr = warm_up_cosine(config.lr, len(losses), warmup, steps)
-            rows = microbatches(batch, backend.data_rank, backend.data_size, tokens_per_microbatch)
-            result = backend.step(rows, negative_log_likelihood, lr)
+            rows = microbatches(batch, backend.data_rank, backend.data_size, budget)
+            result = objective.step(backend, rows, lr)
             losses.append(result.loss)
             speed = len(batch.token_ids) / (time.perf_counter() - began)
             report(SftProgress(step=len(losses), steps=steps, loss=result.loss, lr=lr, tokens_per_s=speed))
@@ -101,29 +163,64 @@ def run_sft(
     )
 
 
-def _split(examples: TrainBatch, share: float, generator: np.random.Generator) -> tuple[TrainBatch, TrainBatch]:
-    """The sequences to train on, at least one, and those held out: a random `share`, at least one of two or more if not 0."""
-    count = min(math.ceil(share * len(examples)), len(examples) - 1)
-    chosen = set(generator.permutation(len(examples))[:count].tolist()) if count else set[int]()
-    return examples.select([i for i in range(len(examples)) if i not in chosen]), examples.select(sorted(chosen))
+def _split(
+    examples: TrainBatch, share: float, generator: np.random.Generator, size: int
+) -> tuple[TrainBatch, TrainBatch]:
+    """What to train on, at least one example of `size` sequences, and what is held out: a random `share`, at least one of two or
+    more if not 0."""
+    units = len(examples) // size
+    count = min(math.ceil(share * units), units - 1)
+    chosen = set(generator.permutation(units)[:count].tolist()) if count else set[int]()
+    others = [i for i in range(units) if i not in chosen]
+    return examples.select(_sequences(others, size)), examples.select(_sequences(sorted(chosen), size))
 
 
-def _evaluated(backend: Backend, held: TrainBatch, budget: int, epoch: int) -> HeldOut:
-    rows = microbatches(held, backend.data_rank, backend.data_size, budget)
+def _sequences(units: Sequence[int], size: int) -> list[int]:
+    return [size * unit + i for unit in units for i in range(size)]
+
+
+def _epoch(examples: TrainBatch, tokens_per_step: int, generator: np.random.Generator, size: int) -> list[TrainBatch]:
+    """A shuffled pass in steps of at most `tokens_per_step` tokens, or one longer example of `size` sequences."""
+    steps: list[list[int]] = []
+    room, sizes = 0, examples.sizes.reshape(-1, size).sum(1).tolist()
+    for unit in generator.permutation(len(sizes)).tolist():
+        if sizes[unit] > room:
+            steps.append([])
+            room = tokens_per_step
+        steps[-1].append(unit)
+        room -= sizes[unit]
+    return [examples.select(_sequences(step, size)) for step in steps]
+
+
+# --- what is learned
+
+
+def _step_by_likelihood(backend: Backend, rows: Sequence[MicroBatch], lr: float) -> BackendStepResult:
+    return backend.step(rows, negative_log_likelihood, lr)
+
+
+def _likelihood_of_held_out(backend: Backend, rows: Sequence[MicroBatch], epoch: int) -> HeldOut:
     scored = backend.logprobs(rows)
     pairs = [(-one[row.loss_mask].double().sum(), row.loss_mask.sum()) for one, row in zip(scored, rows, strict=True)]
     loss, tokens = backend.gather(torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)).sum(0).tolist()
     return HeldOut(epoch=epoch, loss=loss / tokens, tokens=int(tokens))
 
 
-def _epoch(examples: TrainBatch, tokens_per_step: int, generator: np.random.Generator) -> list[TrainBatch]:
-    """A shuffled pass in steps of at most `tokens_per_step` tokens, or one longer sequence."""
-    steps: list[list[int]] = []
-    room, sizes = 0, examples.sizes.tolist()
-    for index in generator.permutation(len(examples)).tolist():
-        if sizes[index] > room:
-            steps.append([])
-            room = tokens_per_step
-        steps[-1].append(index)
-        room -= sizes[index]
-    return [examples.select(step) for step in steps]
+def _scored(backend: Backend, rows: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Collective. `rows` with the scores that the model gives now."""
+    return [with_proximal(row, scores) for row, scores in zip(rows, backend.logprobs(rows), strict=True)]
+
+
+def _step_by_preference(backend: Backend, rows: Sequence[MicroBatch], lr: float) -> BackendStepResult:
+    rows = _scored(backend, rows)
+    return backend.step(rows, loss_of(BRADLEY_TERRY, longest=1)(rows, backend.gather), lr)
+
+
+def _margins_of_held_out(backend: Backend, rows: Sequence[MicroBatch], epoch: int) -> HeldOut:
+    margins = torch.tensor([pair.margin for pair in gather_pairs(_scored(backend, rows), backend.gather)[0]])
+    loss, right = -functional.logsigmoid(margins).mean(), (margins > 0).double().mean()
+    return HeldOut(epoch=epoch, loss=float(loss), tokens=len(margins), right=float(right))
+
+
+_LIKELIHOOD = _Objective(1, _step_by_likelihood, _likelihood_of_held_out)
+_PREFERENCE = _Objective(2, _step_by_preference, _margins_of_held_out)

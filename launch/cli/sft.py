@@ -12,7 +12,9 @@ from .options import CommandTable, add_config
 
 
 def register(commands: CommandTable) -> None:
-    parser = commands.add("sft", sft, "fine-tune model.path on conversations or demonstrations, into sft.out")
+    parser = commands.add(
+        "sft", sft, "fine-tune model.path on conversations, demonstrations or preferences, into sft.out"
+    )
     add_config(parser)
     parser.make_epilog = lambda: (
         "fields in addition to those of a run:\n\n"
@@ -27,5 +29,6 @@ def sft(options: argparse.Namespace) -> int:
 
     result = fine_tune(config, print_line)
     held_out = f", {result.held_out[-1].loss:.3f} on what was held out" if result.held_out else ""
-    print_line(f"final loss {result.loss:.3f} nats per token{held_out}; the model is in {config.sft.out}")
+    unit, made = ("preference", "classifier") if config.sft.preferences else ("token", "model")
+    print_line(f"final loss {result.loss:.3f} nats per {unit}{held_out}; the {made} is in {config.sft.out}")
     return 0

@@ -306,6 +306,16 @@ def make_critic(config: Config) -> Backend:
     return Critic(config.model, config.learner.optimizer, held, temperature=1.0, timeout_s=collective_s(config))
 
 
+def make_preference_model(config: Config) -> Backend:
+    """The model of `model.path` with a head of zeros, which learns from preferences. FSDP2 holds it, as it holds a critic."""
+    from ...learner.aux_models.preference_model import PreferenceModel
+
+    held = Fsdp2(device=config.learner.backend.device)
+    return PreferenceModel(
+        config.model, config.learner.optimizer, held, temperature=1.0, timeout_s=collective_s(config)
+    )
+
+
 def make_demonstrations(config: SftConfig) -> Iterator[Demonstration]:
     """`sft.demonstrations` conversations from the training tasks; of a mixture, by share among the environments that have any.
     Raises ConfigError where none has a demonstration, or one has too few."""

@@ -1,0 +1,110 @@
+"""`slipstream sft sft.preferences=FILE`: a planted preference becomes a classifier, whose scores transformers computes alike; lines
+that are no preference are named."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from slipstream.configs import SftConfig, load
+from slipstream.launch.cli.main import main
+from slipstream.launch.reward_check import check_reward_model
+from slipstream.launch.run_inputs import RunInputs
+from slipstream.launch.sft import RESULT_FILE, make_examples
+from slipstream.learner.sft import SftResult
+from slipstream.tests.runs import tiny_policy
+from slipstream.tests.test_launch_sft import HI, YES, written
+from transformers import AutoModelForSequenceClassification
+
+WORDS = ("sum", "of", "the", "two", "numbers", "is", "and", "what")
+COUNT, HELD_OUT = 160, 0.2
+
+
+def answers(rng: random.Random) -> tuple[str, str]:
+    """Two of the same words, in any order; the chosen one ends with a period, the rejected one begins with it."""
+    one, other = (" ".join(rng.sample(WORDS, 4)) for _ in range(2))
+    return f"{one} .", f". {other}"
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
+
+
+@pytest.fixture(scope="module")
+def preferences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng, lines = random.Random(0), []
+    for index in range(COUNT):
+        chosen, rejected = ({"role": "assistant", "content": text} for text in answers(rng))
+        if index % 2:
+            lines.append({"prompt": [HI], "chosen": [chosen], "rejected": [rejected]})
+        else:
+            lines.append({"chosen": [HI, chosen], "rejected": [HI, rejected], "source": "ours"})
+    return written(tmp_path_factory.mktemp("data") / "preferences.jsonl", *lines)
+
+
+def test_a_planted_preference_becomes_a_classifier_that_can_be_served(policy, preferences, tmp_path, capsys):
+    out = tmp_path / "classifier"
+    keys = [
+        *(f"model.path={policy}", f"sft.out={out}", f"sft.preferences={preferences}", f"sft.held_out={HELD_OUT}"),
+        *("sft.epochs=3", "sft.lr=1e-3"),
+    ]
+    assert main(["sft", "quickstart", *keys]) == 0
+    result = msgspec.json.decode((out / RESULT_FILE).read_bytes(), type=SftResult)
+    first, *_, last = result.held_out
+    assert first.loss == pytest.approx(np.log(2))  # the head is of zeros
+    assert (first.tokens, first.right) == (COUNT * HELD_OUT, 0.0)
+    assert last.right is not None
+    assert last.right > 0.95
+    assert f"over {last.tokens} preferences, {last.right:.0%} of them right" in capsys.readouterr().out
+
+    ids = [list(token_ids) for token_ids, _ in make_examples(load("quickstart", keys, SftConfig))]
+    model = AutoModelForSequenceClassification.from_pretrained(out)
+    with torch.no_grad():
+        scores = torch.tensor([model(torch.tensor([one])).logits.item() for one in ids], dtype=torch.float64)
+    margins = scores[::2] - scores[1::2]
+    held = np.random.default_rng(0).permutation(COUNT)[: last.tokens]
+    loss = -torch.nn.functional.logsigmoid(margins[torch.from_numpy(held)]).mean()
+    assert loss.item() == pytest.approx(last.loss, abs=1e-4)
+    config = load("quickstart", [f"model.path={policy}", "reward.kind=classifier", f"reward.path={out}"])
+    assert check_reward_model(RunInputs(config)).startswith("classifier ")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({"prompt": [HI], "chosen": [YES]}, "`rejected`"),
+        ({"prompt": [HI], "chosen": [YES], "rejected": [YES]}, "chosen and rejected are the same"),
+        ({"prompt": [HI], "chosen": [YES], "rejected": [HI]}, "prompt and rejected: no message is the assistant's"),
+        ({"chosen": [YES], "rejected": [HI, YES]}, "prompt and chosen: messages[0] is the assistant's"),
+        ({"messages": [HI, YES]}, "`chosen`"),
+    ],
+)
+def test_a_line_that_is_no_preference_is_refused_by_its_number(policy, tmp_path, line, expected, capsys):
+    good = {"prompt": [HI], "chosen": [YES], "rejected": [{"role": "assistant", "content": "no"}]}
+    file = written(tmp_path / "preferences.jsonl", good, line)
+    keys = [f"model.path={policy}", f"sft.out={tmp_path / 'out'}", f"sft.preferences={file}"]
+    assert main(["sft", "quickstart", *keys]) == 2
+    error = capsys.readouterr().err
+    assert f"sft.preferences: {file}:2: " in error
+    assert expected in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_messages_and_preferences_are_not_learned_from_at_once(policy, preferences, tmp_path, capsys):
+    conversations = written(tmp_path / "conversations.jsonl", {"messages": [HI, YES]})
+    keys = [f"model.path={policy}", f"sft.out={tmp_path / 'out'}", f"sft.preferences={preferences}"]
+    assert main(["sft", "quickstart", *keys, f"sft.messages={conversations}"]) == 2
+    assert "sft.messages and sft.preferences: a model learns from one of them" in capsys.readouterr().err
+
+
+def test_an_empty_file_is_refused(policy, tmp_path, capsys):
+    file = written(tmp_path / "empty.jsonl")
+    assert (
+        main(["sft", "quickstart", f"model.path={policy}", f"sft.out={tmp_path / 'o'}", f"sft.preferences={file}"]) == 2
+    )
+    assert "holds no preference; write one a line" in capsys.readouterr().err
