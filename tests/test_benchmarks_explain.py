@@ -107,7 +107,7 @@ def test_a_critical_alert_ends_the_silence_of_a_seed() -> None:
         (("explain", "--steps", "3"), "--steps: 3 is not allowed; allowed are 10 and more"),
         (
             ("explain", "--seeds", "3"),
-            "--seeds: only `slipstream bench learning` and `slipstream bench alerts` know it",
+            "--seeds: only `slipstream bench learning`, `slipstream bench distillation` and `slipstream bench alerts` know it",
         ),
         (("alerts", "--seeds", "0"), "--seeds: 0 is not allowed; allowed are 1 and more"),
     ],

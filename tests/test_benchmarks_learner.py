@@ -274,7 +274,7 @@ def test_the_plot_shows_every_arm(tmp_path: Path) -> None:
     [
         (
             ("learner", "--seeds", "2"),
-            "--seeds: only `slipstream bench learning` and `slipstream bench alerts` know it",
+            "--seeds: only `slipstream bench learning`, `slipstream bench distillation` and `slipstream bench alerts` know it",
         ),
         (("learning", "--sizes", "1M"), "--sizes: only `slipstream bench rollout`"),
         (("learning", "--steps", "0"), "--steps: 0 is not allowed; allowed are 1 and more"),

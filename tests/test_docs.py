@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 from slipstream.configs import Config, SftConfig, describe, describe_schema, load
@@ -222,4 +223,6 @@ def test_the_two_hosts_of_the_page_on_clusters(tmp_path: Path) -> None:
         ended = run(end)
     assert done.returncode == 0, done.stdout[-5000:]
     assert ended.returncode == 0, ended.stdout
+    left = [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(tmp_path)]
+    assert psutil.wait_procs(left, timeout=30)[1] == []
     assert [row["step"] for row in metrics(tmp_path / "runs" / "two")] == [1, 2, 3, 4, 5]
