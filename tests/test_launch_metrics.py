@@ -29,6 +29,7 @@ ENGINE = ("rollout.engine.kind=fake", "rollout.engine.max_concurrent=16")
 # Without a sample in a small run that is well: nothing was compared, reported, withheld or discarded; no episode ended in a step.
 SELDOM = {
     "step_mismatch_max",
+    "step_router_disagreement",
     "step_outcomes",
     "step_environment",
     "withheld_tokens_total",
