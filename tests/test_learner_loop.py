@@ -216,7 +216,7 @@ async def test_a_joiner_that_never_answers_does_not_delay_a_step(
 async def test_a_joiner_gets_its_weights_though_batches_are_always_ready(
     benches: list[Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    monkeypatch.setattr(publishing, "RETRY_S", 0.05)
+    monkeypatch.setattr(publishing, "RETRY_S", 0.0)
     attempts = itertools.count()
 
     class Slow(LocalReplica):
