@@ -20,6 +20,7 @@ from statistics import mean
 
 import msgspec
 
+from ..common.fsio import write_atomic
 from ..configs import load
 from ..errors import ConfigError
 from ..monitor.metrics import read_metrics
@@ -81,7 +82,7 @@ async def distillation(out: Path, seeds: int, steps: int, notify: Notify) -> tup
                 notify(f"{arm.name}, seed {seed}")
                 keys = arm.overrides(out / "teacher" / "run" / "model")
                 points = await _trained(folder, model, seed, arm.lengthened * steps, keys)
-                _keep(folder / "result.json", points)
+                write_atomic(folder / "result.json", msgspec.json.encode(points))
             runs[arm.name].append(msgspec.json.decode((folder / "result.json").read_bytes(), type=tuple[Point, ...]))
     return tables(teacher, runs)
 
@@ -124,7 +125,8 @@ async def _teacher(folder: Path, model: Path, steps: int, notify: Notify) -> Tea
         await _trained(folder, model, TEACHER_SEED, steps, ())
         keys = (f"model.path={folder / 'run' / 'model'}", f"seed={TEACHER_SEED}", *EVALUATION)
         found = msgspec.json.decode(await slipstream("eval", PRESET, *keys, "--json", log=folder / "eval.log"))
-        _keep(result, Teacher(found["reward_mean"], found["reward_stderr"], steps))
+        teacher = Teacher(found["reward_mean"], found["reward_stderr"], steps)
+        write_atomic(result, msgspec.json.encode(teacher))
     teacher = msgspec.json.decode(result.read_bytes(), type=Teacher)
     if teacher.steps != steps:
         raise ConfigError(f"--out: {folder.parent} holds results of --steps {teacher.steps}; name another folder")
@@ -146,10 +148,3 @@ async def _trained(folder: Path, model: Path, seed: int, steps: int, keys: Seque
 
 def _make(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-
-
-def _keep(file: Path, result: Teacher | tuple[Point, ...]) -> None:
-    """Write it complete or not at all."""
-    written = file.with_suffix(".part")
-    written.write_bytes(msgspec.json.encode(result))
-    written.replace(file)

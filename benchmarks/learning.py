@@ -20,6 +20,7 @@ import msgspec
 
 from ..agents import load_renderer
 from ..agents.session import to_chat
+from ..common.fsio import write_atomic
 from ..configs import load
 from ..errors import ConfigError
 from ..learner.model import load_tokenizer
@@ -77,9 +78,7 @@ async def learning(out: Path, seeds: int, staleness: Sequence[int], steps: int, 
                 folder.mkdir(parents=True)
                 notify(f"{arm.title}, seed {seed}")
                 run = await (_run_trl if arm.trl else _run_ours)(arm, seed, steps, model, folder)
-                written = folder / "result.part"
-                written.write_bytes(msgspec.json.encode(run))
-                written.replace(result)
+                write_atomic(result, msgspec.json.encode(run))
             runs.append(msgspec.json.decode(result.read_bytes(), type=Run))
             notify(f"{arm.title}, seed {seed}: reward {runs[-1].reward:.3f}, lag {runs[-1].lag:.1f}")
     draw(runs, out / "learning.png")

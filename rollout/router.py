@@ -211,9 +211,7 @@ class Router:
             async with asyncio.timeout(LOAD_S):
                 load = await connection.engine.get_load()
         except (TimeoutError, DeadlineExceeded):
-            log.debug(
-                "%s does not report its load", connection.info.name
-            )  # a busy machine may be late, which is no failure
+            log.debug("%s does not report its load", connection.info.name)  # it may be busy, which is no failure
         except FalseReply as error:
             self._count_false_reply(connection, error)
         except EngineError as error:
