@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 import yaml
+from slipstream.chaos.hosts import RAY_WORKER_PORTS
 from slipstream.launch.launchers.local import free_ports
 from slipstream.launch.submit.kubernetes import CONFIG_DIR
 
@@ -41,7 +42,10 @@ class FakeKubeRay:
     @contextlib.contextmanager
     def attempt(self, output: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[subprocess.Popen[bytes]]]]:
         """The entrypoint on a cluster that is made for it, and the pods, the head's first."""
-        cluster, (port,) = self.spec["rayClusterSpec"], free_ports(1)
+        cluster = self.spec["rayClusterSpec"]
+        port = next(
+            port for port in free_ports(1000, HEAD_POD) if port > RAY_WORKER_PORTS
+        )  # Ray refuses one of its workers
         address, pods = f"{HEAD_POD}:{port}", list[subprocess.Popen[bytes]]()
         sessions = tempfile.mkdtemp(prefix="k-")  # Ray's sockets need a short path
         head = ["--head", f"--port={port}", f"--temp-dir={sessions}", "--include-dashboard=false"]
@@ -68,7 +72,7 @@ class FakeKubeRay:
                     parameters = [f"--{name}={value}" for name, value in group["rayStartParams"].items()]
                     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
                     pods.append(start([*ray, f"--node-ip-address={WORKER_POD.format(2 + i)}", *options, *parameters]))
-                    _await_listener(HEAD_POD, port)
+                    _await_listener(HEAD_POD, port, pods[0], output)
                 entrypoint = self.spec["entrypoint"].replace(CONFIG_DIR, str(self.folder))
                 driver = start(["bash", "-c", entrypoint], RAY_ADDRESS=address)
                 pods.append(driver)
@@ -89,12 +93,13 @@ def delete(pod: subprocess.Popen[bytes]) -> None:
     pod.wait()
 
 
-def _await_listener(host: str, port: int) -> None:
+def _await_listener(host: str, port: int, head: subprocess.Popen[bytes], output: Path) -> None:
     deadline = time.monotonic() + JOIN_S
     while True:
         try:
             socket.create_connection((host, port), 1).close()
             return
         except OSError:
+            assert head.poll() is None, f"the head ended:\n{output.read_text()[-5000:]}"
             assert time.monotonic() < deadline, f"nothing listens at {host}:{port} within {JOIN_S} s"
             time.sleep(0.2)

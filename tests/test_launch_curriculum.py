@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from slipstream.configs import load
@@ -174,17 +175,23 @@ def test_a_sampler_that_breaks_ends_the_run_with_its_line(folder: Path) -> None:
     assert leftovers(run) == []
 
 
+def ratings_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "half.jsonl.ratings.jsonl").read_text().splitlines()[1:]]
+
+
 @pytest.mark.full
 def test_rows_are_rated_once_each_and_filtered_by_any_bounds(folder: Path) -> None:
     policy, out = tiny_policy(folder / "policy"), folder / "half.jsonl"
     config = ("quickstart", f"model.path={policy}", *SMALL, *ENGINE, ENV, "--out", str(out), "--samples", "6")
     first = slipstream("rate", *config, "--rows", "5")
-    assert "5 rows, 6 attempts each: 2 never solved, 1 always" in first.stdout
+    solves = [one["solves"] for one in ratings_in(folder)]
+    assert len(solves) == 5
+    assert f"5 rows, 6 attempts each: {solves.count(0)} never solved, {solves.count(6)} always" in first.stdout
     slipstream("rate", *config)
     done = slipstream("rate", *config, "--min", "0.01", "--max", "0.99")
     assert f"{ROWS} rows, 6 attempts each: " in done.stdout
     assert "engine-0" not in done.stderr  # nothing is left to measure
-    ratings = [json.loads(line) for line in (folder / "half.jsonl.ratings.jsonl").read_text().splitlines()[1:]]
+    ratings = ratings_in(folder)
     assert sorted(one["task"] for one in ratings) == list(range(ROWS))
     rates = {one["task"]: one["solves"] / one["attempts"] for one in ratings}
     assert all(rates[n] == (0, rates[n], 1)[n % 3] for n in range(ROWS))

@@ -85,6 +85,10 @@ def test_a_running_run_exports_what_board_and_rules_ask_for(policy: Path, tmp_pa
             scraped(f"http://{address}/metrics/engine-9")
         # Gauges are recorded once a second, so the newest may be older than the first step.
         going.until(lambda: sum(accounts_of(scraped(f"http://{address}/metrics"))) > 0, "the tokens of its ledger")
+        # A step counts the episodes that ended since the one before, and the first steps may take what ended before them.
+        going.until(
+            lambda: "slipstream_episodes_total{" in scraped(f"http://{address}/metrics"), "an episode that ended"
+        )
         text = scraped(f"http://{address}/metrics")
         families = list(text_string_to_metric_families(text))
         assert {f.name for f in text_string_to_metric_families(scraped(f"http://{engine}"))} > {

@@ -43,7 +43,7 @@ async def test_a_server_is_counted_with_the_processes_that_it_starts_while_it_li
             connected.clear()
         servers = usage.gauges()["servers"]
         assert servers.keys() == {"engine-0"}  # one has no process, one is no server
-        assert servers["engine-0"]["cpu_s"] >= 0.5
+        assert servers["engine-0"]["cpu_s"] > 0.4  # the system counts in hundredths of a second
         assert servers["engine-0"]["rss"] > 80 * MIB
         many = msgspec.structs.replace(config.launch, kind="ray_cluster")
         processes.config = msgspec.structs.replace(config, launch=many)
