@@ -244,6 +244,43 @@ async def test_a_joiner_gets_its_weights_though_batches_are_always_ready(
     assert joiner.served == STEPS
 
 
+@pytest.mark.parametrize("stuck", [False, True])
+async def test_a_joiner_that_needs_longer_than_the_grace_gets_one_push_to_itself(
+    benches: list[Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: bool
+) -> None:
+    """Batches are always ready. One that takes its weights within `push_s` serves; one that never does is reported."""
+    monkeypatch.setattr(publishing, "RETRY_S", 0.0)
+    monkeypatch.setattr(publishing, "GRACE_SHARE", 0.001)  # of 20 s
+    attempts = itertools.count()
+
+    class Slow(LocalReplica):
+        async def receive_weights(self, plan: TransferPlan) -> None:
+            next(attempts)
+            await asyncio.sleep(1000 if stuck else 0.5)
+            await super().receive_weights(plan)
+
+    serving, joiner = LocalReplica("serving"), Slow("joiner")
+    bench = Bench(tmp_path, serving, push_s=2.0 if stuck else 20.0)
+    benches.append(bench)
+    bench.buffer.batch_in = 0.02
+    publish = bench.publisher.publish
+    lost = list[str]()
+
+    async def then_join(version: int, *arguments):
+        report = await publish(version, *arguments)
+        if version == 1:
+            bench.publisher.update([serving, joiner])
+            bench.joined.set()
+        return report
+
+    bench.publisher.publish = then_join
+    bench.publisher._on_lost = lambda name, reason: lost.append(f"{name}: {reason}")
+    await bench.run()
+    assert next(attempts) > publishing.CANCELLED_MOST
+    assert serving.served == STEPS
+    assert (joiner.served is None, len(lost)) == ((True, 1) if stuck else (False, 0)), lost
+
+
 @pytest.mark.parametrize("after_training", [False, True])
 async def test_a_replica_that_was_silent_is_tried_again_without_being_announced(
     benches: list[Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after_training: bool

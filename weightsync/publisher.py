@@ -8,9 +8,10 @@ Invariants:
 - The snapshot outlives the push: a replica that joins or returns gets it through `catch_up`, without the learner's other ranks.
 - The fleet may change during a push: a replica that leaves is dropped at once, a new one waits for `catch_up`.
 - `catch_up` delays `publish` by at most `GRACE_SHARE`. Then it is cancelled, and the replicas that it did not reach are retried
-  later, each time after twice as long: a replica that cannot be reached costs less and less. One that takes its weights within
-  `GRACE_SHARE` is reached however fast versions follow each other, a slower one when they leave it time. An attempt that a version
-  cancelled is no failure: `on_lost` does not hear of it.
+  later, each time after twice as long: a replica that cannot be reached costs less and less. An attempt that a version cancelled
+  is no failure: `on_lost` does not hear of it.
+- Once versions have cancelled `CANCELLED_MOST` attempts in a row, `publish` waits until the next attempt ends. So every replica has
+  the whole of `push_s` sooner or later, however fast versions follow each other: a slow one serves, a stuck one is reported.
 - A replica that does not confirm its swap stays paused and fenced; `catch_up` resumes it once it does.
 - A replica that takes the weights twice and still computes something else stops the push: the cohorts that have not begun keep
   serving the version before.
@@ -57,6 +58,7 @@ QUARTER = 4  # `cohort=0`: one of so many replicas changes weights at a time
 GRACE_SHARE = (
     0.1  # of `push_s`: how long `publish` waits for a `catch_up`; with batches always ready a joiner has no other time
 )
+CANCELLED_MOST = 3  # attempts to reach one replica that versions may cancel in a row
 RETRY_S = 5.0  # until `catch_up` retries a replica that it did not reach; doubled each time
 RETRY_MOST_S = 320.0  # longest such time
 Probed = tuple[dict[str, int | None], dict[str, str]]  # name -> reported version; name -> why none
@@ -106,6 +108,7 @@ class Publisher:
         self._snapshot: WeightSnapshot | None = None
         self._lock = asyncio.Lock()
         self._catching: asyncio.Task[PushReport | None] | None = None
+        self._grace_s = 0.0  # how long `publish` waits for it
         self._departed: list[PushTarget] = []
         self.update(replicas)
 
@@ -153,6 +156,8 @@ class Publisher:
             snapshot, now = self._snapshot, time.monotonic()
             targets = [t for t in self._targets.values() if t.retry_at <= now]
             behind = [t for t in targets if t.verified != snapshot.version]
+            owed = any(t.cancelled >= CANCELLED_MOST for t in behind)
+            self._grace_s = self._push_s + PROBE_S if owed else GRACE_SHARE * self._push_s
             self._catching = asyncio.create_task(self._catch_up(snapshot, targets), name="catch up")
             try:
                 await asyncio.wait({self._catching})
@@ -160,8 +165,9 @@ class Publisher:
             finally:
                 self._catching.cancel()
                 await asyncio.wait({self._catching})
-                self._catching = None
+                cancelled, self._catching = self._catching.cancelled(), None
                 for target in targets:
+                    target.cancelled = target.cancelled + 1 if cancelled and target.verified == NOTHING else 0
                     if target.verified == NOTHING:
                         target.retry_at = time.monotonic() + min(RETRY_S * 2**target.missed_pushes, RETRY_MOST_S)
                         target.missed_pushes += 1
@@ -184,9 +190,9 @@ class Publisher:
         return await self._roll(snapshot, [behind], probed, separately=True) if behind else None
 
     async def _cancel_catch_up(self) -> None:
-        """Cancel a running `catch_up`, unless it ends within `GRACE_SHARE`."""
+        """Cancel a running `catch_up`, unless it ends within its grace."""
         if self._catching is not None:
-            await asyncio.wait({self._catching}, timeout=GRACE_SHARE * self._push_s)
+            await asyncio.wait({self._catching}, timeout=self._grace_s)
         if self._catching is not None:
             self._catching.cancel()
 

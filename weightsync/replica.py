@@ -72,6 +72,7 @@ class PushTarget:
         self.unverified = False  # its swap was sent, and its weights are not known yet
         self.swapped = NOTHING  # the version that it last confirmed to have swapped in
         self.missed_pushes = 0  # how often in a row `catch_up` did not reach it
+        self.cancelled = 0  # how often in a row a version cancelled the attempt to reach it
         self.retry_at = 0.0  # of the next `catch_up` that tries it (`time.monotonic`)
         self._left = asyncio.Event()
         self._command: asyncio.Future[None] | None = None

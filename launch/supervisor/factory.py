@@ -224,8 +224,8 @@ def ranked(config: Config, ranks: int) -> Config:
 
 
 def collective_s(config: Config) -> float:
-    """Timeout of collectives: a wait for a batch and a push may lie between two of them."""
-    return config.learner.batch_s + config.push_s
+    """Timeout of collectives: a wait for a batch and two pushes may lie between two of them, one to a replica that joins."""
+    return config.learner.batch_s + 2 * config.push_s
 
 
 def make_backend(config: Config, *, temperature: float) -> Backend:
