@@ -79,11 +79,13 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     # and in a few trajectories delivered since it was taken; None when there were none. Tokens of a mixed policy do not count.
     mismatch_max: float | None
     mismatch_tokens: int  # how many tokens `mismatch_max` is over, all ranks together
-    loss: float | None  # the policy loss; None, as the next four and `grad_norm`, while only the critic learns
+    loss: float | None  # the policy loss; None, as the next six and `grad_norm`, while only the critic learns
     ess: float | None  # effective sample size of the importance weights over tokens, as a share, 0 to 1
     kl: float | None  # mean over trained tokens of the k3 estimate of KL(behavior || current), nats (Schulman 2020)
     entropy: float | None  # mean entropy of the policy at trained tokens, nats
     clip_fraction: float | None  # share of trained tokens where the loss's own clip was active
+    ratio_p999: float | None = None  # importance ratio current / behavior that one trained token in a thousand reaches
+    ratio_max: float | None = None  # largest importance ratio current / behavior of a trained token
     # With `router_replay` the share of the engine's choices of experts, by token, layer and expert, that the learner's routers
     # would not have made; None where none were replayed.
     router_disagreement: float | None = None
@@ -118,6 +120,8 @@ class PolicyStepResult(msgspec.Struct, frozen=True):
     lr: float
     mismatch: float  # largest learner-engine difference in nats, over all ranks; 0 where nothing was compared
     compared: int  # the number of compared tokens; only rank 0 has fresh ones
+    ratio_p999: float | None = None  # as in `StepMetrics`
+    ratio_max: float | None = None
 
     @property
     def disagreement(self) -> float | None:
@@ -147,7 +151,17 @@ class PolicyStepResult(msgspec.Struct, frozen=True):
 def _of_policy(done: PolicyStepResult | None) -> dict[str, Any]:
     """The fields of `StepMetrics` about the policy's step."""
     if done is None:
-        missing = ("mismatch_max", "loss", "ess", "kl", "entropy", "clip_fraction", "grad_norm")
+        missing = (
+            "mismatch_max",
+            "loss",
+            "ess",
+            "kl",
+            "entropy",
+            "clip_fraction",
+            "ratio_p999",
+            "ratio_max",
+            "grad_norm",
+        )
         return {**dict.fromkeys(missing), "mismatch_tokens": 0, "lr": 0.0}
     results, means = done.results, done.means
     return {
@@ -158,6 +172,8 @@ def _of_policy(done: PolicyStepResult | None) -> dict[str, Any]:
         "kl": means["kl"],
         "entropy": means["entropy"],
         "clip_fraction": means["clip_fraction"],
+        "ratio_p999": done.ratio_p999,
+        "ratio_max": done.ratio_max,
         "dropped_fraction": means["dropped"],
         "kl_reference": means.get("kl_reference", 0.0),
         "router_disagreement": done.disagreement,

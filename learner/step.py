@@ -34,6 +34,7 @@ from .packing import (
     to_microbatch,
     with_proximal,
 )
+from .ratios import LargestRatios
 
 FLOOR = 0.1  # share of the peak at which the cosine of the learning rate ends
 
@@ -82,22 +83,30 @@ class PolicyStepper:
         lr = warm_up(self.peak_lr, state.step - self.first_step, config.optimizer.warmup_steps)
         rows = [[to_microbatch(batch.select(row)) for row in step_rows] for step_rows in plan]
         probe = self._scored(fresh_microbatches(fresh, state.version, config.backend.tokens_per_microbatch))
+        ratios = LargestRatios(int(batch.loss_mask.sum()))
+
+        def listened(loss: PolicyLoss) -> PolicyLoss:
+            return annotate(ratios.of(loss))
+
         if self._one_pass:
             seen: list[MicroBatch] = []
-            results = [self._one_pass_step(part, lr, seen, annotate) for part in rows]
+            results = [self._one_pass_step(part, lr, seen, listened) for part in rows]
         else:
             rows = [self._scored(part) for part in rows]
             seen = [row for part in rows for row in part]
             losses = [self._loss(part, backend.gather) for part in rows]
-            results = [backend.step(part, annotate(loss), lr) for part, loss in zip(rows, losses, strict=True)]
+            results = [backend.step(part, listened(loss), lr) for part, loss in zip(rows, losses, strict=True)]
             for _ in range(1, config.algorithm.epochs):
                 results += [backend.step(part, loss, lr) for part, loss in zip(rows, losses, strict=True)]
         gap, _ = mismatch([*probe, *seen])
+        ratio_p999, ratio_max = ratios.finish(backend)
         return PolicyStepResult(
             results=tuple(results),
             lr=lr,
             mismatch=backend.maximum(gap),
             compared=comparable_tokens(batch) + mismatch(probe)[1],
+            ratio_p999=ratio_p999,
+            ratio_max=ratio_max,
         )
 
     def carried(self, batch: TrainBatch, done: PolicyStepResult) -> dict[str, float]:

@@ -77,10 +77,11 @@ def test_every_token_with_loss_has_what_its_loss_saw_and_no_other_has_anything(
     config = msgspec.structs.replace(config, backend=msgspec.structs.replace(config.backend, tokens_per_microbatch=20))
     stepper, batch = PolicyStepper(config, backend, 64), batch_of()
     seen = StepAnnotations(choose(batch, 1 << 20))
-    stepper.step(batch, stepper.plan(batch), (), CheckpointState(step=3, version=3), seen.of)
+    done = stepper.step(batch, stepper.plan(batch), (), CheckpointState(step=3, version=3), seen.of)
     found = {one.id: one for one in seen.finish()}
     assert found.keys() == set(NAMES)
     assert seen.finish() == []
+    ratios = list[float]()
     for index, id in enumerate(NAMES):
         start, end = batch.offsets[index : index + 2].tolist()
         one, mask = found[id], batch.loss_mask[start:end]
@@ -92,6 +93,7 @@ def test_every_token_with_loss_has_what_its_loss_saw_and_no_other_has_anything(
             assert (~np.isnan(column)).tolist() == mask.tolist()
         ratio, entropy = (column[mask[1:]] for column in expected(folders[0], batch, index))
         assert values["log_ratio"][mask] == pytest.approx(ratio, abs=0.005)
+        ratios += np.exp(ratio).tolist()
         assert values["entropy"][mask] == pytest.approx(entropy, abs=0.005)
         assert values["advantage"][mask] == pytest.approx(batch.advantages[start:end][mask], abs=0.002)
         dropped = (one.flags[mask] & DROPPED) > 0
@@ -104,6 +106,8 @@ def test_every_token_with_loss_has_what_its_loss_saw_and_no_other_has_anything(
         else:
             assert not dropped.any()
             assert values["weight"][mask] == pytest.approx(np.minimum(np.exp(ratio), CAP), rel=0.01)
+    assert done.ratio_max == pytest.approx(max(ratios), rel=1e-3)
+    assert done.ratio_p999 == done.ratio_max  # of fewer than 1,000 tokens
 
 
 def test_listening_changes_no_step(folders: list[Path]) -> None:

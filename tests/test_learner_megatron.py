@@ -188,6 +188,8 @@ def assert_that_compared_tokens_are_counted_on_all_ranks(layout: str, backend: M
     done = stepper.step(train_batch, stepper.plan(train_batch), (), CheckpointState(step=0, version=0))
     assert done.compared == sum(int(s.loss_mask.sum()) for s in sequences[1:])
     assert done.mismatch > 0.1
+    assert done.ratio_p999 is not None  # as for the count
+    assert done.ratio_max == done.ratio_p999 > 0  # of fewer than 1,000 tokens
 
 
 def assert_that_a_split_vocabulary_scores_the_same() -> None:

@@ -15,6 +15,7 @@ const CHARTS = [
   {title: 'KL behavior ‖ current, nats', lines: [['kl', 'kl']]},
   {title: 'entropy, nats', lines: [['entropy', 'entropy']]},
   {title: 'clipped share of tokens', lines: [['clip_fraction', 'clipped'], ['dropped_fraction', 'dropped']]},
+  {title: 'importance ratio', lines: [['ratio_p999', 'one token in a thousand'], ['ratio_max', 'largest']]},
   {title: 'mismatch of the engine, nats', lines: [['mismatch_max', 'largest'], ['canary', 'canary']]},
   {title: 'loss', lines: [['loss', 'loss'], ['value_loss', 'value']]},
   {title: 'gradient norm', lines: [['grad_norm', 'norm']]},
