@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from slipstream.common.waits import Wait, current_waits
 from slipstream.configs import Config, load
 from slipstream.errors import DeadlineExceeded, RoleDied, StoreError, TrackedWait, with_deadline
 from slipstream.launch.launchers.local import LocalLauncher, ProcessHandle
+from slipstream.launch.run_context import Addresses, RunContext
 from slipstream.launch.run_lock import run_lock
 from slipstream.launch.supervisor import heartbeat as heartbeat_module
 from slipstream.launch.supervisor.control import ControlServer
@@ -246,6 +248,38 @@ def test_of_replicas_only_what_changed_is_sent_at_once(monkeypatch: pytest.Monke
         heart.report_replica(changed, (*known, changed))
         assert receive_heartbeat(socket).replicas == (changed,)
         assert receive_heartbeat(socket).replicas == (*known, changed)
+
+
+IMPORTED = """
+import asyncio, sys, threading
+
+class Watch:
+    def find_spec(self, name, path, target=None):
+        if name == "transformers":
+            sys.meta_path.remove(self)
+            alone = threading.current_thread() is threading.main_thread() and asyncio._get_running_loop() is None
+            print("before the event loop" if alone else "beside the event loop", flush=True)
+
+sys.meta_path.insert(0, Watch())
+from slipstream.launch.supervisor.entrypoints import run_role
+run_role("worker-0")
+"""
+
+
+@pytest.mark.full
+def test_a_worker_imports_transformers_before_its_event_loop_is_followed(tmp_path: Path) -> None:
+    """On a busy host that takes longer than a role may be silent."""
+    addresses = Addresses(*(f"ipc://{tmp_path}/{name}" for name in ("supervisor", "fleet", "buffer")), "127.0.0.1")
+    context = RunContext(load("quickstart"), addresses, str(tmp_path), "gloo", str(tmp_path), pushed=True)
+    environment = os.environ | context.environment("worker-0")
+    with subprocess.Popen(
+        [sys.executable, "-c", IMPORTED], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        try:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "before the event loop\n"
+        finally:
+            worker.kill()
 
 
 def code_of_a_user(ended: threading.Event) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib
 import logging
 import signal
 import sys
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# These play episodes and have a tokenizer. They import torch and transformers before their event loop is followed: on a busy host
+# that takes longer than `launch.heartbeat_s`.
+PLAYING = ("worker", "evaluator", "rater")
+
 Role = Callable[[RunContext, int, HeartbeatSender, asyncio.Event], Awaitable[None]]
 
 
@@ -78,6 +83,8 @@ def run_role(name: str, label: str = "", step: int = 0, listen: str = "", *, che
         raise ConfigError(f"role {name!r} is unknown; there are engine, reward, {', '.join(roles)}")
     with HeartbeatSender(context.addresses.supervisor, name) as heartbeat:
         try:
+            if kind in PLAYING:
+                importlib.import_module("...learner.model", __package__)
             if checkpoint:
                 evaluate_checkpoint(label, step, context, heartbeat)
             else:
