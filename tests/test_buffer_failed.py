@@ -25,7 +25,7 @@ from slipstream.tests.episodes import SAMPLED, trajectory
 from slipstream.tests.fleets import buffer_service, mark_served
 from slipstream.tests.stores import new_trajectory, opened, play, segments, sql
 
-SOON = 20.0
+SOON = 60.0
 STEPS = 4
 CONFIG = Buffer(max_staleness=1, groups_per_batch=2, group_size=3, min_members=2, lease_s=60.0)
 BROKEN = Outcome("failed", "tool", "ToolError: it broke (shop.py:12 price)")

@@ -35,7 +35,7 @@ from slipstream.tests.hostile import KINDS, PAST, Frames, frames_of
 FRAMES = int(os.environ.get("SLIPSTREAM_HOSTILE_MESSAGES", "3000"))
 """Hostile messages; `SLIPSTREAM_HOSTILE_MESSAGES=100000` is the real thing."""
 
-SOON = 30.0
+SOON = 60.0
 AT_ONCE = 100
 LAST = (1 << 63) - 1
 GROWTH = 96 << 20

@@ -15,7 +15,7 @@ from slipstream.configs.schema import Buffer
 from slipstream.tests.episodes import SAMPLED, trajectory
 from slipstream.tests.fleets import buffer_service, mark_served
 
-SOON = 20.0
+SOON = 60.0
 
 
 def encoded(episode: str) -> EncodedTrajectory:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sqlite3
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from slipstream.tests.episodes import SAMPLED, row_of, trajectory
 from slipstream.tests.fleets import buffer_service, mark_served, publishing_fleet
 from slipstream.tests.stores import segments, sql
 
-SOON = 20.0
+SOON = 60.0
 """Longer than anything here takes; a test that waits for it has found a hang."""
 
 PATIENT = Buffer(max_staleness=1, groups_per_batch=1, group_size=2, lease_s=60.0)
@@ -44,6 +45,26 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _resend_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "RESEND_S", 0.1)
+
+
+class Clock:
+    """`time` of the service, in which `later` seconds more have passed: a lease ends when the test says so."""
+
+    time = staticmethod(time.time)
+
+    def __init__(self) -> None:
+        self.later = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.later
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in ("service", "request_handler"):
+        monkeypatch.setattr(f"slipstream.buffer.{module}.time", clock)
+    return clock
 
 
 @contextlib.asynccontextmanager
@@ -254,19 +275,19 @@ async def test_late_members_are_in_the_batch_by_name_and_stragglers_are_told_to_
         assert ledger_report(path).total == ledger
 
 
-async def test_progress_names_the_episodes_that_nobody_waits_for(path: Path, address: str) -> None:
-    config = msgspec.structs.replace(PATIENT, lease_s=0.3)
+async def test_progress_names_the_episodes_that_nobody_waits_for(path: Path, address: str, clock: Clock) -> None:
     async with (
-        serving(path, address, config),
+        serving(path, address),
         BufferClient(address, "a") as slow,
         BufferClient(address, "b") as other,
         asyncio.timeout(SOON),
     ):
         mark_served(other, 0)
         lost = await slow.lease()
+        await other.lease()
+        clock.later = PATIENT.lease_s + 1
         again = await other.lease()
-        while again.group_id != lost.group_id:
-            again = await other.lease()
+        assert again.group_id == lost.group_id
         kept = await slow.lease()
         counts = {key: {0: 1} for key in [*episodes(lost), *episodes(kept)]}
         assert set(await slow.progress(counts, 0.0, 0.0)) == set(episodes(lost))
@@ -330,12 +351,15 @@ async def test_leases_name_the_environment_and_its_task(path: Path, address: str
 # --- a slow learner --------------------------------------------------------------------------------------------------
 
 
-async def test_workers_wait_while_nobody_takes_a_batch(path: Path, address: str) -> None:
+async def test_workers_wait_while_nobody_takes_a_batch(
+    path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Admission ends the leases; lease requests that are repeated add nothing, and what waits is in the file."""
     config = Buffer(max_staleness=3, groups_per_batch=8, group_size=2, lease_s=60.0)
     long = 250_000  # tokens of an episode, 2 MB: the four that are on their way at once are little beside what waits
     small = "from slipstream.buffer import request_handler, service as s\ns.ROUND_BYTES = request_handler.CACHE_BYTES = 4 << 20\n"
     process = await start_process(path, address, config, small + PROCESS)
+    monkeypatch.setattr(client_module, "RESEND_S", SOON)  # what is on its way is not sent again to a disk that is slow
     try:
         async with asyncio.timeout(3 * SOON), publishing_fleet(address), contextlib.AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(BufferClient(address, f"worker-{i}")) for i in range(4)]
@@ -357,7 +381,10 @@ async def test_workers_wait_while_nobody_takes_a_batch(path: Path, address: str)
             filling = [asyncio.create_task(fill(client)) for client in clients]
             while (await learner.stats()).ready_groups < 32:
                 assert not any(task.done() for task in filling)
-            await asyncio.sleep(0.5)  # five times as long as it takes to ask again
+            monkeypatch.setattr(client_module, "RESEND_S", 0.05)
+            one_more = await stack.enter_async_context(BufferClient(address, "worker-4"))
+            asking = asyncio.create_task(one_more.lease())
+            assert await waits(asking)  # six times as long as it takes to ask again
             assert granted == 32
             assert (await learner.stats()).ledger == Ledger(generated=64 * long, ready=64 * long)
             grown = psutil.Process(process.pid).memory_info().rss - before
@@ -365,7 +392,8 @@ async def test_workers_wait_while_nobody_takes_a_batch(path: Path, address: str)
             await learner.take(0, SOON)
             await learner.commit(0)
             mark_served(learner, 1)
-            while granted < 40:
+            await asking
+            while granted < 39:
                 await learner.stats()
             for task in filling:
                 task.cancel()
@@ -378,14 +406,17 @@ async def test_workers_wait_while_nobody_takes_a_batch(path: Path, address: str)
 # --- workers come and go ---------------------------------------------------------------------------------------------
 
 
-async def test_a_silent_worker_loses_its_lease_to_one_that_waits(path: Path, address: str) -> None:
-    config = msgspec.structs.replace(PATIENT, max_staleness=0, lease_s=0.4)
+async def test_a_silent_worker_loses_its_lease_to_one_that_waits(path: Path, address: str, clock: Clock) -> None:
+    config = msgspec.structs.replace(PATIENT, max_staleness=0)
     async with serving(path, address, config), BufferClient(address, "b") as patient, asyncio.timeout(SOON):
         mark_served(patient, 0)
         async with BufferClient(address, "a") as silent:
             lost = await silent.lease()
             await silent.progress({episodes(lost)[0]: {0: 2}}, 0.0, 0.0)
-            again = await patient.lease()
+            waiting = asyncio.create_task(patient.lease())
+            assert await waits(waiting)
+            clock.later = config.lease_s + 1
+            again = await waiting
             assert (again.group_id, again.attempt, again.members) == (lost.group_id, 1, lost.members)
             await silent.deliver(
                 episodes(lost)[0], {0: SAMPLED}, FINISHED, (trajectory(episodes(lost)[0]),)
@@ -396,13 +427,12 @@ async def test_a_silent_worker_loses_its_lease_to_one_that_waits(path: Path, add
         assert stats.ledger == Ledger(generated=9, ready=6, discarded={"worker_lost": 3})
 
 
-async def test_progress_keeps_a_lease_longer_than_its_deadline(path: Path, address: str) -> None:
-    config = msgspec.structs.replace(PATIENT, lease_s=0.4)
-    async with serving(path, address, config), BufferClient(address, "a") as client, asyncio.timeout(SOON):
+async def test_progress_keeps_a_lease_longer_than_its_deadline(path: Path, address: str, clock: Clock) -> None:
+    async with serving(path, address), BufferClient(address, "a") as client, asyncio.timeout(SOON):
         mark_served(client, 0)
         lease = await client.lease()
-        end = asyncio.get_running_loop().time() + 1.2
-        while asyncio.get_running_loop().time() < end:
+        for _ in range(4):
+            clock.later += PATIENT.lease_s / 2
             await client.progress({key: {0: 1} for key in episodes(lease)}, 0.0, 0.0)
         await play(client, lease)
         assert (await client.stats()).ledger == Ledger(generated=6, ready=6)
@@ -648,16 +678,17 @@ async def test_requests_that_come_again_late_change_nothing(path: Path, address:
             assert (await client.lease()).version == 2
 
 
-async def test_a_lease_request_has_one_answer_also_when_its_lease_is_lost(path: Path, address: str) -> None:
+async def test_a_lease_request_has_one_answer_also_when_its_lease_is_lost(
+    path: Path, address: str, clock: Clock
+) -> None:
     """A worker that was stopped asks again before it reads; another lease would have no worker."""
-    config = msgspec.structs.replace(PATIENT, lease_s=0.2)
-    async with serving(path, address, config), raw(address, b"a/1") as dealer, asyncio.timeout(SOON):
+    async with serving(path, address), raw(address, b"a/1") as dealer, asyncio.timeout(SOON):
         mark_served(address, 0)
         lost = await ask(dealer, 2, m.RequestLease("a"))
         assert isinstance(lost, m.LeaseReply)
         async with BufferClient(address, "b") as other:
-            while (await other.lease()).attempt == 0:
-                pass
+            clock.later = PATIENT.lease_s + 1
+            assert (await other.lease()).attempt == 1
             assert await ask(dealer, 2, m.RequestLease("a")) == lost
             assert await ask(
                 dealer, 3, m.ReportProgress("a", {lost.leases[0].episode(0): {}}, 0.0, 0.0)
@@ -702,13 +733,20 @@ async def test_stop_ends_the_service_after_its_round(path: Path, address: str) -
 
 
 async def ends_in_a_delivery(
-    service: asyncio.Task[None], client: BufferClient, path: Path, *, says: str
+    service: asyncio.Task[None],
+    client: BufferClient,
+    path: Path,
+    *,
+    says: str,
+    locked: Callable[[], None] = lambda: None,
 ) -> asyncio.Task[None]:
-    """While another process holds the file, a delivery ends the service; the delivery, which is not acknowledged."""
+    """While another process holds the file, a delivery ends the service; the delivery, which is not acknowledged. `locked` is told
+    when it is held."""
     mark_served(client, 0)
     (first, _) = episodes(await client.lease())
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as thief:
         thief.execute("BEGIN IMMEDIATE")
+        locked()
         delivery = asyncio.create_task(client.deliver(first, {0: SAMPLED}, FINISHED, (trajectory(first),)))
         with pytest.raises(StoreError, match=says):
             await service
@@ -732,11 +770,14 @@ async def test_a_disk_that_hangs_is_named_and_nothing_is_acknowledged(
     path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lock that another process holds keeps the write as a disk would; SQLite would wait for it much longer."""
-    monkeypatch.setattr("slipstream.buffer.service.STORE_S", 0.3)
+
+    def hangs() -> None:
+        monkeypatch.setattr("slipstream.buffer.service.STORE_S", 0.3)
+
     async with BufferClient(address, "w") as client, asyncio.timeout(SOON):
         async with serving(path, address) as service:
             says = r"the disk of .* has not taken a round in 0\.3 s"
-            delivery = await ends_in_a_delivery(service, client, path, says=says)
+            delivery = await ends_in_a_delivery(service, client, path, says=says, locked=hangs)
         delivery.cancel()
 
 
@@ -821,6 +862,7 @@ async def test_a_recovery_survives_a_restart(path: Path, address: str, max_stale
             if max_staleness == 3:  # tokens of version 0 are past the bound at version 4: accounted for, not trained on
                 with pytest.raises(DeadlineExceeded):
                     await client.take(4, 0.2)
+                await client.stats()  # what was asked before is stored
                 assert ledger_report(path).total == Ledger(generated=18, trained=6, discarded={"stale": 12})
                 return
             assert trained_ids([await client.take(4, SOON)]) == ["1.0.0.0", "1.0.1.0"]
@@ -848,7 +890,7 @@ asyncio.run(serve_following(service, sys.argv[2], lambda: print("ready", flush=T
 """
 
 
-LIVELY = Buffer(max_staleness=5, groups_per_batch=2, group_size=2, lease_s=30.0)
+LIVELY = Buffer(max_staleness=5, groups_per_batch=2, group_size=2, lease_s=600.0)
 
 
 async def start_process(
@@ -891,7 +933,7 @@ async def test_a_killed_service_is_not_noticed_and_nothing_is_lost_or_doubled(pa
     process = await start_process(path, address)
     try:
         async with (
-            asyncio.timeout(60.0),
+            asyncio.timeout(4 * SOON),
             publishing_fleet(address),
             BufferClient(address, "learner") as learner,
             BufferClient(address, "holder") as holder,

@@ -24,7 +24,7 @@ from slipstream.tests.fleets import buffer_service, mark_served
 from slipstream.tests.replays import lease_of, play, replay_of, state, step
 from slipstream.tests.runs import query
 
-SOON = 20.0
+SOON = 60.0
 """Longer than anything here takes."""
 
 
