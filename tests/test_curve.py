@@ -25,7 +25,7 @@ from slipstream.tests.fleets import buffer_service, mark_served
 from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 from slipstream.weightsync.plan import AckCollector, WeightAck, send_ack
 
-SOON = 30.0
+SOON = 60.0
 SHORT = 0.3  # what a stranger waits: longer than an answer takes
 BUFFER, WORKER, OTHER_WORKER, LEARNER, ENGINE, SUPERVISOR, NOBODY = (make_pair() for _ in range(7))
 ROLES = {
@@ -36,7 +36,7 @@ ROLES = {
     "engine-0": ENGINE,
     "supervisor": SUPERVISOR,
 }
-CONFIG = Buffer(max_staleness=1, groups_per_batch=1, group_size=2, lease_s=60.0)
+CONFIG = Buffer(max_staleness=1, groups_per_batch=1, group_size=2, lease_s=600.0)
 
 
 def table() -> PeerTable:
@@ -76,6 +76,13 @@ def client_of(
     return BufferClient(f"{address}#{server.public}", name, pair=pair, deadline_s=deadline_s)
 
 
+async def more_refused(client: BufferClient, than: int) -> int:
+    """Refusals, once there are more: one is an event of libzmq's alone."""
+    while (refused := (await client.stats()).refused) <= than:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    return refused
+
+
 async def test_the_buffer_serves_roles_and_counts_strangers(tmp_path: Path, address: str, process_of) -> None:
     process_of(BUFFER)
     async with (
@@ -95,12 +102,11 @@ async def test_the_buffer_serves_roles_and_counts_strangers(tmp_path: Path, addr
             async with stranger:
                 with pytest.raises(DeadlineExceeded):
                     await stranger.stats()
-            before, refused = refused, (await client.stats()).refused
-            assert refused > before
+                refused = await more_refused(client, refused)
         async with client_of(address, "worker-0", NOBODY, deadline_s=curve.GRACE_S + 1) as foreign:
             with pytest.raises(DeadlineExceeded):
                 await foreign.stats()
-        assert (await client.stats()).refused > refused
+            await more_refused(client, refused)
         assert (await client.lease()).group_id == 0
         assert (await client.stats()).dropped == 0  # nothing of theirs was even read
 
@@ -158,14 +164,15 @@ async def test_a_role_can_do_nothing_beyond_its_rights(tmp_path: Path, address: 
 
 
 async def test_a_restarted_role_has_another_key_and_the_old_one_is_void(
-    tmp_path: Path, address: str, process_of
+    tmp_path: Path, address: str, process_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process_of(BUFFER)
+    monkeypatch.setattr(curve, "GRACE_S", SOON)
     peers, again = table(), make_pair()
     async with (
         asyncio.timeout(2 * SOON),
         serving(tmp_path / "buffer.sqlite", address, peers),
-        client_of(address, "worker-0", WORKER, deadline_s=1.0) as old,
+        client_of(address, "worker-0", WORKER) as old,
     ):
         await old.register()
         async with client_of(address, "worker-0", again) as new:
@@ -175,7 +182,7 @@ async def test_a_restarted_role_has_another_key_and_the_old_one_is_void(
             peers.update({role: pair.public for role, pair in (ROLES | {"worker-0": again}).items()})
             await registering
             with pytest.raises(DeadlineExceeded):  # also over the connection that it has
-                await old.stats()
+                await old.rpc.request(m.RequestStats(), m.Stats, 1.0)
             assert (await new.stats()).refused == 0
 
 
@@ -225,13 +232,14 @@ async def test_the_fleet_is_shown_to_roles_only() -> None:
 
 
 async def test_an_ack_counts_from_the_engine_that_it_names(monkeypatch: pytest.MonkeyPatch, process_of) -> None:
-    monkeypatch.setattr("slipstream.weightsync.plan.LINGER_MS", 300)
     process_of(LEARNER)
     acks = AckCollector("127.0.0.1", table())
     plain, _, _ = acks.address.partition("#")
 
     async def send(pair: KeyPair | None, address: str, receiver: str, rank: int) -> None:
         process_of(pair)
+        linger_ms = 300 if pair in (None, NOBODY) else 1000 * SOON  # those two never get through
+        monkeypatch.setattr("slipstream.weightsync.plan.LINGER_MS", int(linger_ms))
         await asyncio.to_thread(send_ack, address, WeightAck(receiver, rank, 1))
 
     async with asyncio.timeout(SOON):
@@ -296,8 +304,8 @@ async def test_strangers_who_knock_while_the_loop_is_busy_hold_up_no_role(addres
     ours.send(b"well?")
     async with asyncio.timeout(SOON):
         assert await pull.recv() == b"well?"
-    await asyncio.sleep(0)
-    assert guard.refused >= KNOCKS
+        while guard.refused < KNOCKS:  # noqa: ASYNC110 - a refusal is an event of libzmq's alone
+            await asyncio.sleep(0.01)
     ours.close()
     guard.close()
     pull.close()

@@ -22,7 +22,7 @@ from slipstream.rpc.security import PeerTable, make_pair
 from slipstream.rpc.server import RpcRequest, RpcServer
 from slipstream.rpc.wire import ONE_WAY, RpcMessage, RpcRefusal
 
-SOON = 20.0
+SOON = 60.0
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -133,10 +133,11 @@ async def test_silence_is_a_named_wait_and_ends_at_the_deadline(address: str) ->
 
 @pytest.mark.parametrize("resend_s", [None, 0.1])
 async def test_a_request_is_sent_again_only_where_asked_for(resend_s: float | None) -> None:
-    seen = list[int]()
+    seen, arrived = list[int](), asyncio.Event()
 
     async def handler(request: RpcRequest[Add]) -> Sum | None:
         seen.append(request.number)
+        arrived.set()
         return Sum(0) if len(seen) == 3 else None
 
     async with serving(handler) as server:
@@ -144,10 +145,12 @@ async def test_a_request_is_sent_again_only_where_asked_for(resend_s: float | No
             if resend_s is None:
                 with pytest.raises(DeadlineExceeded):
                     await client.request(add(1), Sum, 0.5)
+                await arrived.wait()
                 assert seen == [1]
             else:
                 assert await client.request(add(1), Sum, SOON) == Sum(0)
-                assert seen == [1, 1, 1]
+                assert len(seen) >= 3  # more, where a reply took longer than it takes to ask again
+                assert set(seen) == {1}
 
 
 async def test_a_service_that_restarts_meanwhile_goes_unnoticed(address: str) -> None:
@@ -233,17 +236,20 @@ async def test_a_reply_that_cannot_be_decoded_fails_who_waits(address: str) -> N
     context.term()
 
 
-async def test_without_a_key_nothing_is_read_and_it_is_counted() -> None:
+async def test_without_a_key_nothing_is_read_and_it_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(security, "GRACE_S", 0.2)
     own, ours_pair, others = make_pair(), make_pair(), make_pair()
     peers = PeerTable({"worker-0": ours_pair.public})
     server: RpcServer[Add] = RpcServer("tcp://127.0.0.1:*", "the adder", Add, peers=peers, pair=own)
     task = asyncio.create_task(server.serve(total, "the next sum"))
     with client_of(server.address, pair=ours_pair) as ours, client_of(server.address, pair=others) as theirs:
         with pytest.raises(DeadlineExceeded):
-            await theirs.request(add(1), Sum, security.GRACE_S + 1)
+            await theirs.request(add(1), Sum, 1.0)
+        async with asyncio.timeout(SOON):
+            while not server.refused:  # noqa: ASYNC110 - a refusal is an event of libzmq's alone
+                await asyncio.sleep(0.01)
         assert (await ours.request(add(1), Sum, SOON)).total == 1
         assert (server.received, server.dropped) == (1, 0)
-        assert server.refused > 0
     task.cancel()
     await asyncio.wait({task})
     server.close()

@@ -15,7 +15,7 @@ from slipstream.rpc import pubsub, wire
 from slipstream.rpc.pubsub import COMPRESSED, StatePublisher, StateSubscriber, decode_state, encode_state
 from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def fleet_at(revision: int, version: int | None = None, incarnation: int = 0) -> Fleet:
@@ -196,10 +196,12 @@ async def test_many_that_subscribe_at_once_cost_few_snapshots(monkeypatch: pytes
     serving = asyncio.create_task(publisher.serve())
     async with asyncio.timeout(WAIT_S), contextlib.AsyncExitStack() as stack:
         subscribers = [StateSubscriber(publisher.address, Fleet()) for _ in range(60)]
+        began = asyncio.get_running_loop().time()
         for subscriber in subscribers:
             await stack.enter_async_context(subscriber)
         await asyncio.gather(*(subscriber.changed(0) for subscriber in subscribers))
-    assert len(sent) <= 20
+        took = asyncio.get_running_loop().time() - began
+    assert len(sent) <= 20 + took / 0.2  # while they subscribe, from one in 0.02 s to one in 1.2 s
     serving.cancel()
     await asyncio.wait({serving})
     await publisher.close()
