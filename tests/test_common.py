@@ -17,7 +17,7 @@ from slipstream.common.fsio import write_atomic
 from slipstream.common.owned_folders import SERVER_FILES, sweep
 from slipstream.common.tasks import Stopped, in_thread, run_or_stop
 
-SOON = 20.0
+SOON = 60.0
 
 
 async def test_work_ends_with_its_result_or_with_the_stop() -> None:

@@ -213,7 +213,7 @@ async def test_what_its_client_raises_is_the_agents_failure(play: Play) -> None:
 
 async def test_a_late_agent_leaves_nothing_in_flight(play: Play, tokenizer: PreTrainedTokenizerBase) -> None:
     script = Script(tokenizer, lambda number: cast(Awaitable[str], asyncio.Event().wait()))
-    result = await play(simple, generate=script, episode_s=0.5)
+    result = await play(simple, generate=script, episode_s=2.0)  # its client takes a part of it to ask
     assert (result.outcome.kind, result.outcome.reason) == ("failed", "timeout")
     assert script.cancelled == 1
 

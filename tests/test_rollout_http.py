@@ -19,7 +19,7 @@ from slipstream.rollout.engines.sglang.client import SglangEngine
 from slipstream.rollout.engines.vllm.client import VllmEngine
 from slipstream.tests import tiny
 
-SOON = 10.0
+SOON = 60.0
 PROMPT = [5, 6, 7]
 SAMPLING = SamplingParams(max_tokens=24)
 PARTIAL = Completion((7, 8, 9), (-0.07, -0.08, -0.09), (VersionSpan(0, 3, 3),), "abort")
@@ -109,6 +109,7 @@ async def test_a_stream_that_falls_silent_breaks_off_with_what_it_brought(kind: 
             await engine.generate(PROMPT, SAMPLING, version=3)
         assert tiny.untimed(caught.value.partial) == PARTIAL
         await stand_in.left.wait()
+        await until(lambda: len(stand_in.asked) > 1)
         assert aborted(stand_in)
 
 
@@ -141,12 +142,12 @@ async def test_a_second_cancellation_does_not_stop_an_abort(kind: Client) -> Non
 
 
 async def test_a_stream_that_goes_on_may_take_longer_than_a_silence(kind: Client) -> None:
-    stand_in = StandIn(*(chunk(kind, [n], n + 1) for n in range(6)), pause_s=0.2)
+    stand_in = StandIn(*(chunk(kind, [n], n + 1) for n in range(24)), pause_s=0.06)
     async with serving(stand_in, kind) as engine:
-        engine.first_s = engine.idle_s = 0.5
+        engine.first_s, engine.idle_s = SOON, 1.0
         with pytest.raises(EngineFailure) as caught:
             await engine.generate(PROMPT, SAMPLING, version=3)
-        assert caught.value.partial.token_ids == tuple(range(6))
+        assert caught.value.partial.token_ids == tuple(range(24))
 
 
 async def test_the_first_chunk_may_take_longer_than_the_others(kind: Client) -> None:
@@ -175,7 +176,7 @@ async def test_what_had_arrived_when_the_caller_left_or_ran_out_of_time_is_kept(
             await request
         assert tiny.untimed(growing.partial) == PARTIAL
         assert aborted(stand_in)
-        engine.request_s, growing = 0.5, PartialCompletion()
+        engine.request_s, growing = 1.0, PartialCompletion()
         with pytest.raises(DeadlineExceeded):
             await engine.generate(PROMPT, SAMPLING, version=3, growing=growing)
         assert tiny.untimed(growing.partial) == PARTIAL

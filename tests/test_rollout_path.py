@@ -30,7 +30,7 @@ from slipstream.tests.runs import tiny_policy
 from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
 ROOT = Path(__file__).parent.parent
-SOON = 20.0
+SOON = 60.0
 
 MAX_FILES = 13
 """Product files of which a function runs before the trajectory is delivered, with the record as a tree (`agents/tree.py`), text as

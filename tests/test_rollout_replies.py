@@ -22,7 +22,7 @@ from slipstream.rollout.engines.sglang.client import SglangEngine
 from slipstream.rollout.engines.vllm.client import VllmEngine
 from slipstream.tests import tiny
 
-SOON = 20.0
+SOON = 60.0
 PROMPT, STOP = [5, 6, 7], 2
 SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(STOP,))
 Client = type[VllmEngine] | type[SglangEngine]

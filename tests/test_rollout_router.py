@@ -20,7 +20,7 @@ from slipstream.rollout.routing import AHEAD
 from slipstream.tests.scripted import Call, ScriptedEngine, completion_of, settle
 from slipstream.weightsync.fleet import FalseReplies, Fleet, ReplicaInfo
 
-SOON = 10.0
+SOON = 60.0
 """Longer than anything here takes; a test that waits for it has found a hang."""
 
 SAMPLING = SamplingParams(max_tokens=8)
@@ -237,7 +237,7 @@ async def test_a_replica_that_is_another_process_now_gets_another_client() -> No
         started = time.monotonic()
         w.serve("a", incarnation=1)  # the host had vanished: nothing ever broke the connection
         again = await w.call("a")
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < SOON / 2
         assert w["a"] is not old
         await old.closed.wait()
         assert call.cancelled
@@ -245,7 +245,8 @@ async def test_a_replica_that_is_another_process_now_gets_another_client() -> No
         assert (await hanging).token_ids == (9,)
 
 
-async def test_the_tokens_of_a_process_that_ends_are_waited_for() -> None:
+async def test_the_tokens_of_a_process_that_ends_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRACE_S", SOON)
     async with world() as w:
         w.serve("a", "b")
         asked = w.request("e")
@@ -256,7 +257,10 @@ async def test_the_tokens_of_a_process_that_ends_are_waited_for() -> None:
         assert (await asked).token_ids == (7, 8)
 
 
-async def test_what_runs_on_a_replica_that_is_fenced_goes_on_elsewhere_with_what_it_has() -> None:
+async def test_what_runs_on_a_replica_that_is_fenced_goes_on_elsewhere_with_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "GRACE_S", 1.0)
     async with world() as w:
         w.serve("a")
         long, short = w.request("long"), w.request("short")
@@ -337,7 +341,7 @@ async def test_a_death_under_load_costs_no_token_and_no_second() -> None:
         for call in list(w["a"].open):
             call.complete(*rest(call, 30))
         assert [await p for p in played] == [[100 * i + n for n in range(30)] for i in range(12)]
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < SOON / 2
         probing = [task for task in asyncio.all_tasks() if task.get_name() == "probe of b"]
         assert len(probing) == died.probes == 1  # however many requests failed
 
@@ -460,6 +464,7 @@ async def test_a_replica_that_hangs_is_not_used_although_it_reports_health() -> 
         other = w["b" if hung.name == "a" else "a"]
         with pytest.raises(DeadlineExceeded):
             await stuck
+        w.router._request_s = SOON  # pyright: ignore[reportPrivateUsage]  # the others are answered
         assert w.router.serving == 1
         await hung.probed.wait()
         await settle()
@@ -474,7 +479,7 @@ async def test_a_replica_that_hangs_is_not_used_although_it_reports_health() -> 
 
 
 async def test_what_had_arrived_at_the_deadline_goes_on_elsewhere() -> None:
-    async with world(request_s=0.1) as w:
+    async with world(request_s=1.0) as w:
         w.serve("a", "b")
         slow = w.request("e")
         hung, call = await w.anywhere()
@@ -482,6 +487,7 @@ async def test_what_had_arrived_at_the_deadline_goes_on_elsewhere() -> None:
         call.grow(7, 8)
         assert (await slow) == completion_of(7, 8, reason="abort")
         assert call.cancelled
+        w.router._request_s = SOON  # pyright: ignore[reportPrivateUsage]  # this one is answered
         rest = w.request("e", 1, 2, 7, 8)
         (await w.call("b" if hung.name == "a" else "a")).complete(9)
         await rest
