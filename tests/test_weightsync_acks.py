@@ -31,14 +31,14 @@ async def test_a_replica_is_complete_with_its_last_rank(acks: AckCollector) -> N
             await asyncio.wait_for(asyncio.shield(complete), 0.2)
         assert "no ack of rank 0" in str(expected)
         await report_ack(acks.address, expected.receiver, 0, 7)
-        await asyncio.wait_for(complete, 5)
+        await asyncio.wait_for(complete, 60)
 
 
 async def test_an_error_ends_it_at_once_and_is_cut_to_size(acks: AckCollector) -> None:
     with acks.expect("a", 7, 2) as expected:
         await report_ack(acks.address, expected.receiver, 1, 7, "x" * 100_000)
         with pytest.raises(WeightSyncError, match=r"^rank 1: x{2000}$"):
-            await asyncio.wait_for(expected.complete(), 5)
+            await asyncio.wait_for(expected.complete(), 60)
 
 
 async def test_late_foreign_doubled_and_broken_messages_change_nothing(acks: AckCollector) -> None:
@@ -64,16 +64,16 @@ async def test_late_foreign_doubled_and_broken_messages_change_nothing(acks: Ack
         await report_ack(acks.address, expected.receiver, 0, 7)
         await report_ack(acks.address, expected.receiver, 0, 7, "changed its mind")
         await report_ack(acks.address, other.receiver, 0, 7)
-        await asyncio.wait_for(other.complete(), 5)
+        await asyncio.wait_for(other.complete(), 60)
         assert "no ack of rank 1" in str(expected)
         await report_ack(acks.address, expected.receiver, 1, 7)
-        await asyncio.wait_for(expected.complete(), 5)
+        await asyncio.wait_for(expected.complete(), 60)
 
 
 def test_an_ack_to_nobody_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.weightsync.plan.LINGER_MS", 200)
     began = time.monotonic()
     send_ack("tcp://127.0.0.1:1", WeightAck("a", 0, 1))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 4  # not the five seconds that it may linger
     with pytest.raises(WeightSyncError, match="no ack can be sent to 'nonsense'"):
         send_ack("nonsense", WeightAck("a", 0, 1))

@@ -63,12 +63,12 @@ def make_pair(timeout_s: float) -> list[BroadcastGroup]:
     other = threading.Thread(target=lambda: made.update({1: BroadcastGroup(plan, 1, CPU)}))
     other.start()
     made[0] = BroadcastGroup(plan, 0, CPU, rendezvous)
-    other.join(30)
+    other.join(60)
     return [made[0], made[1]]
 
 
 def test_a_group_leaves_global_torch_state_alone_and_a_late_member_is_a_named_error() -> None:
-    _, receiver = make_pair(timeout_s=2)
+    _, receiver = make_pair(timeout_s=5)  # in which they meet, too
     assert not torch.distributed.is_initialized()
     with pytest.raises(WeightSyncError, match="rank 1: broadcast in group pair failed"):
         receiver.broadcast(torch.zeros(8))
@@ -82,7 +82,7 @@ def test_leaving_a_group_fails_the_others_at_once() -> None:
         receiver.broadcast(torch.zeros(8))
     with pytest.raises(WeightSyncError, match="is closed"):
         sender.broadcast(torch.zeros(8))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30  # not the group's deadline
 
 
 def test_a_group_that_does_not_meet_is_a_named_error() -> None:
@@ -108,7 +108,7 @@ def test_closing_the_rendezvous_releases_at_once_whoever_still_waits_there() -> 
     waiting.join(1)
     assert waiting.is_alive()
     rendezvous.close()
-    waiting.join(10)
+    waiting.join(60)
     meet()  # who comes later does not wait either
     assert len(errors) == 2
 

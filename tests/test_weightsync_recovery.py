@@ -172,7 +172,7 @@ async def test_a_server_that_freezes_holds_back_nobody_and_catches_up(
             report = await push(publisher, folders[0], models[0])
         finally:
             servers[1].signal_all(signal.SIGCONT)
-        assert time.monotonic() - began < 17.0
+        assert time.monotonic() - began < 16.0 + 10.0
         assert report.pushed == ("a",)
         assert "waited" in report.failed["b"]
         assert await serves(engines[0], models[0], report.version)

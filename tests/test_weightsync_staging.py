@@ -68,7 +68,7 @@ async def stage(
     """Announce, and wait for the ack."""
     with acks.expect("a", wanted.version, 1) as expected:
         receiver.begin(plan_of(wanted, source, acks.address, expected.receiver, keep=keep))
-        await asyncio.wait_for(expected.complete(), 20)
+        await asyncio.wait_for(expected.complete(), 60)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ async def acks():
     acks.close()
 
 
-async def meet(receiver: WeightStaging, seconds: float = 20.0) -> BroadcastGroup:
+async def meet(receiver: WeightStaging, seconds: float = 60.0) -> BroadcastGroup:
     rendezvous = Rendezvous("127.0.0.1", seconds)
     plan = GroupPlan("g", "gloo", "127.0.0.1", rendezvous.port, rank_offset=1, world_size=2, timeout_s=seconds)
     _, group = await asyncio.gather(
@@ -105,7 +105,7 @@ async def test_a_broadcast_arrives_in_the_background_and_the_group_lives_on(acks
             receiver.begin(plan_of(wanted, BroadcastSource(), acks.address, expected.receiver))
             assert time.monotonic() - began < 5  # nothing was sent yet
             await asyncio.to_thread(send, group, wanted)
-            await asyncio.wait_for(expected.complete(), 20)
+            await asyncio.wait_for(expected.complete(), 60)
         assert same(receiver.take(version), wanted)
         with pytest.raises(WeightSyncError, match=f"version {version} is not staged here, nothing is"):
             receiver.take(version)
@@ -125,8 +125,8 @@ async def test_a_sender_that_leaves_in_the_middle_is_an_ack_with_the_reason_and_
         began = time.monotonic()
         group.close()
         with pytest.raises(WeightSyncError, match="rank 0: rank 1: broadcast in group g failed"):
-            await asyncio.wait_for(expected.complete(), 20)
-        assert time.monotonic() - began < 5  # not the group's deadline
+            await asyncio.wait_for(expected.complete(), 60)
+        assert time.monotonic() - began < 30  # not the group's deadline
     with pytest.raises(WeightSyncError, match="version 1 was not staged: rank 1: broadcast in group g failed"):
         receiver.take(1)
     with pytest.raises(WeightSyncError, match="in no broadcast group"):  # its state is unknown: it was left
@@ -135,7 +135,7 @@ async def test_a_sender_that_leaves_in_the_middle_is_an_ack_with_the_reason_and_
     with acks.expect("a", 1, 1) as expected:
         receiver.begin(plan_of(wanted, BroadcastSource(), acks.address, expected.receiver))
         await asyncio.to_thread(send, group, wanted)
-        await asyncio.wait_for(expected.complete(), 20)
+        await asyncio.wait_for(expected.complete(), 60)
     assert same(receiver.take(1), wanted)
     receiver.close()
 
@@ -150,11 +150,11 @@ async def test_what_does_not_fit_is_refused_in_the_ack_and_releases_the_sender(a
     with acks.expect("a", 1, 1) as expected:
         receiver.begin(plan_of(wanted, BroadcastSource(), acks.address, expected.receiver))
         with pytest.raises(WeightSyncError, match="the model has no tensor 't0'"):
-            await asyncio.wait_for(expected.complete(), 20)
+            await asyncio.wait_for(expected.complete(), 60)
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match="rank 0"):
         await asyncio.to_thread(send, group, wanted)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30  # not the group's deadline
 
 
 async def test_a_check_that_raises_anything_at_all_is_an_ack(acks: AckCollector, tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ async def test_a_broadcast_may_be_kept_too(acks: AckCollector, tmp_path: Path) -
     with acks.expect("a", 1, 1) as expected:
         receiver.begin(plan_of(first, BroadcastSource(), acks.address, expected.receiver, keep=True))
         await asyncio.to_thread(send, group, first)
-        await asyncio.wait_for(expected.complete(), 20)
+        await asyncio.wait_for(expected.complete(), 60)
     await stage(receiver, acks, second, write_delta(tmp_path / "d", first, second), keep=True)
     assert same(receiver.take(2), second)
     receiver.close()
@@ -262,7 +262,7 @@ async def test_a_newer_version_replaces_one_on_its_way(acks: AckCollector, tmp_p
     assert same(receiver.take(2), second)
     group.close()
     for thread in [t for t in threading.enumerate() if t.name.startswith("stage-")]:
-        await asyncio.to_thread(thread.join, 10)
+        await asyncio.to_thread(thread.join, 60)
         assert not thread.is_alive()
     assert receiver._group is None  # the dropped one did not give its group back
 
@@ -274,7 +274,7 @@ async def test_closing_while_a_thread_receives_returns_at_once(acks: AckCollecto
     await asyncio.to_thread(send, group, wanted, 1)
     began = time.monotonic()
     receiver.close()
-    assert time.monotonic() - began < 5  # not the 60 s of the group
+    assert time.monotonic() - began < 30  # not the 60 s of the group
     with pytest.raises(WeightSyncError, match="nothing is"):
         receiver.take(1)
     group.close()
