@@ -23,7 +23,7 @@ from slipstream.configs.schema import Model
 from slipstream.learner.checkpoint import CheckpointState
 from slipstream.learner.fsdp2.backend import Fsdp2Backend
 from slipstream.tests.equality import LOSS, OPTIMIZER, SEQUENCE_MEAN, STEPS, TEMPERATURE, make_batch, make_rows
-from slipstream.tests.tiny import one_gpu
+from slipstream.tests.tiny import GIVEN, one_gpu
 from slipstream.weightsync.weight_check import are_adapters, base_weights, merge
 
 DEADLINE_S = 200
@@ -94,16 +94,20 @@ def run_in_turn(jobs: Sequence[Job]) -> Fsdp2Backend:
 
 
 def reserved_ports(count: int) -> list[int]:
-    """Successive free ports below those that the kernel gives to connections: no other process takes one by chance."""
+    """Successive free ports below those that the kernel gives to connections: no other process takes one by chance, and this one
+    gives none of them to another."""
     while True:
         first = random.randrange(20_000, 32_000)
         ports = list(range(first, first + count))
+        if not GIVEN.isdisjoint(ports):
+            continue
         with contextlib.ExitStack() as stack:
             try:
                 for port in ports:
                     stack.enter_context(socket.create_server(("127.0.0.1", port)))
             except OSError:
                 continue
+        GIVEN.update(ports)
         return ports
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slipstream.launch.launchers.local import free_ports
+from slipstream.tests.tiny import free_port
 
 ROOT = Path(__file__).parent.parent
 SOON = 60.0
@@ -40,7 +40,7 @@ def needs(library: str) -> pytest.MarkDecorator:
 @contextlib.contextmanager
 def served(python: Path | str, script: str, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The URL and the process of `python tests/SCRIPT PORT ARGUMENTS...`, once it listens; it ends with this one."""
-    port = free_ports(1)[0]
+    port = free_port()
     parent = (sys.executable, "-m", "slipstream.common.process")
     process = subprocess.Popen([*parent, str(python), str(ROOT / "tests" / script), str(port), *arguments])
     try:
