@@ -100,8 +100,14 @@ class Background:
         self.until(lambda: any(row["step"] >= step for row in metrics(self.run_dir)), f"step {step}")
 
     def kill(self, role: str) -> None:
-        self.until(lambda: role in self.roles(), f"{role} to live")
-        self.roles()[role].send_signal(signal.SIGKILL)
+        found: dict[str, psutil.Process] = {}
+
+        def lives() -> bool:
+            found.update(self.roles())
+            return role in found
+
+        self.until(lives, f"{role} to live")
+        found[role].send_signal(signal.SIGKILL)
 
     def kill_engine_core(self, role: str) -> None:
         """Kill the process in which a vLLM server computes, not the server itself."""
@@ -140,8 +146,15 @@ def stored_trajectory(run_dir: Path, header: bytes, position: int, tokens: int) 
     return EncodedTrajectory(header, np.frombuffer(arrays, dtype=np.uint8)).decode()
 
 
-def leftovers(run_dir: Path) -> list[str]:
-    """Processes that still belong to the run."""
+def leftovers(run_dir: Path, within_s: float = 30.0) -> list[str]:
+    """Processes that still belong to the run after `within_s` seconds: those of a parent that was killed end a moment after it."""
+    deadline = time.monotonic() + within_s
+    while (found := _belonging(run_dir)) and time.monotonic() < deadline:
+        time.sleep(0.1)  # a process that is no child of this one offers nothing to await
+    return found
+
+
+def _belonging(run_dir: Path) -> list[str]:
     found = []
     for process in psutil.process_iter():
         try:
