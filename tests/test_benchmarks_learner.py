@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -126,7 +125,7 @@ def test_bench_learner_end_to_end(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
@@ -255,9 +254,7 @@ async def test_complete_runs_are_not_repeated(tmp_path: Path, monkeypatch: pytes
         folder = tmp_path / one.arm.name / f"seed-{one.seed}"
         folder.mkdir(parents=True)
         (folder / "result.json").write_bytes(msgspec.json.encode(one))
-    began = asyncio.get_running_loop().time()
-    tables = await learning.learning(tmp_path, 2, (0, 4), 3, lambda _: None)
-    assert asyncio.get_running_loop().time() - began < 10.0  # a run takes longer before its first step
+    tables = await learning.learning(tmp_path, 2, (0, 4), 3, lambda _: None)  # of no model: a run would fail
     assert tables == learning.tables(RUNS[2:])
     assert (tmp_path / "learning.png").stat().st_size > 10_000
 

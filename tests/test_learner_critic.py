@@ -197,7 +197,8 @@ def test_the_loss_is_half_the_squared_error_and_its_gradient_the_error():
         1,
         1000,
     )
-    values = torch.randn(len(row.token_ids), dtype=torch.float64, requires_grad=True)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(len(row.token_ids), generator=generator, dtype=torch.float64, requires_grad=True)
     output = value_loss(values, values * 0, row)
     output.loss_sum.backward()
     error = np.where(row.loss_mask, values.detach() - row.returns, 0)

@@ -133,7 +133,8 @@ def test_the_loss_is_the_cross_entropy_of_the_outcomes_of_whole_episodes(budget)
     """Also where each branch is in a row of its own."""
     rows = rows_of(budget)
     assert len(rows) == (1 if budget > 1 else len(BRANCHES))
-    logprobs = [torch.randn(len(row.token_ids), requires_grad=True) for row in rows]
+    generator = torch.Generator().manual_seed(0)
+    logprobs = [torch.randn(len(row.token_ids), generator=generator, requires_grad=True) for row in rows]
     loss = process_loss(BETA, [one.detach() for one in logprobs])(rows, lambda values: values)
     outputs = [loss(one, one * 0, row) for one, row in zip(logprobs, rows, strict=True)]
     sum(output.loss_sum for output in outputs).backward()

@@ -300,7 +300,9 @@ def test_a_read_that_hangs_gives_what_was_read_last(monkeypatch: pytest.MonkeyPa
         answer = get(server)
         assert (answer.status, b"does its disk hang?" in answer.read()) == (503, True)
         going_on.set()
+        monkeypatch.setattr(metrics_server, "READ_S", WAIT_S)
         assert get(server).status == 200
+        monkeypatch.setattr(metrics_server, "READ_S", 0.2)
         going_on.clear()
         answers = [get(server) for _ in range(3)]  # the read of the first goes on
         assert [answer.status for answer in answers] == [200, 200, 200]

@@ -62,7 +62,9 @@ def test_there_is_a_line_each_second(tmp_path: Path) -> None:
         assert written.wait(30)
     lines = [line for _, line in read_series(tmp_path)]
     assert [line["n"] for line in lines] == list(range(1, len(lines) + 1))
-    assert lines[2]["t"] - lines[1]["t"] == pytest.approx(1.0, abs=0.9)
+    first, second, third = (line["t"] for line in lines[:3])
+    assert int(first + 0.01) < int(second + 0.01) < int(third + 0.01)  # each in a second of its own
+    assert min(second - first, third - second) < 1.9  # one of them may be late
 
 
 def test_a_block_is_recorded_however_it_ends() -> None:
