@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -292,6 +293,20 @@ def any_request(rng: random.Random, now: int) -> tuple[str, m.Request]:
     return "learner", m.RequestStats() if kind is m.RequestStats else kind(version)
 
 
+GIVEN = {
+    m.Ack,
+    m.LeaseReply,
+    m.CancelledEpisodes,
+    m.RecoverReply,
+    m.GroupsSetAside,
+    m.BatchPlan,
+    m.RowsReply,
+    m.TrajectoriesReply,
+    m.Stats,
+}
+"""Every kind of reply that is no refusal and that these senders may get."""
+
+
 async def test_no_order_of_requests_ends_the_service_or_opens_the_ledger(tmp_path: Path, address: str) -> None:
     """Workers and a learner that are who they say they are, and say anything, beside a worker that works."""
 
@@ -306,11 +321,12 @@ async def test_no_order_of_requests_ends_the_service_or_opens_the_ledger(tmp_pat
         service(path, address),
         BufferClient(address, "worker-0") as worker,
         BufferClient(address, "observer") as observer,
-        asyncio.timeout(SOON),
+        asyncio.timeout(3 * SOON),
     ):
         fuzzers = {name: Mallory(context, address, f"{name}/1".encode()) for name in ("a", "b", "learner")}
         working = asyncio.create_task(persist(worker))
-        for number in range(1500):
+        seen = set[type]()
+        for number in itertools.count():
             name, request = any_request(rng, version)
             await fuzzers[name].send(frames_of(m.Envelope(number, request)))
             if number % 5 == 0:
@@ -321,20 +337,12 @@ async def test_no_order_of_requests_ends_the_service_or_opens_the_ledger(tmp_pat
                 mark_served(observer, version)
                 assert stats.ledger.balances
                 assert stats.dropped == 0
+                seen = {type(reply) for one in fuzzers.values() for reply in one.accepted}
+                if number >= 1500 and seen >= GIVEN:  # which of them are given how often is decided by who is faster
+                    break
         working.cancel()
         await worker.deregister()
-        kinds = {type(reply) for one in fuzzers.values() for reply in one.accepted}
-        assert kinds == {
-            m.Ack,
-            m.LeaseReply,
-            m.CancelledEpisodes,
-            m.RecoverReply,
-            m.GroupsSetAside,
-            m.BatchPlan,
-            m.RowsReply,
-            m.TrajectoriesReply,
-            m.Stats,
-        }
+        assert seen == GIVEN
         assert version > 1
         stats = await observer.stats()
         for one in fuzzers.values():

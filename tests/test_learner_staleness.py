@@ -56,7 +56,7 @@ def run(request: pytest.FixtureRequest, policy: Path, tmp_path_factory: pytest.T
         f"buffer.min_members={min_members}",
         steps=_steps(bound),
         versions=-(-(bound + 1) // (LONG_TURNS - 1)),
-        patience_s=0.1 if bound == 0 else 0.3 if rule == "wait" else 60.0,
+        patience_s=0.1 if bound == 0 else 0.3 if rule == "wait" else 5.0,
     )
     batches = plain.batches(folder)
     tokens = Counter[tuple[str, int, int]]()
