@@ -261,9 +261,9 @@ async def test_a_joiner_that_needs_longer_than_the_grace_gets_one_push_to_itself
             await super().receive_weights(plan)
 
     serving, joiner = LocalReplica("serving"), Slow("joiner")
-    bench = Bench(tmp_path, serving, push_s=2.0 if stuck else 20.0)
+    bench = Bench(tmp_path, serving, push_s=5.0 if stuck else 20.0)
     benches.append(bench)
-    bench.buffer.batch_in = 0.02
+    bench.buffer.batch_in = 0.1  # an attempt asks the joiner before a version cancels it
     publish = bench.publisher.publish
     lost = list[str]()
 

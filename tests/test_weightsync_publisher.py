@@ -499,10 +499,10 @@ async def test_a_replica_killed_while_it_receives_takes_nobody_with_it(fleet: Fl
     async with AsyncExitStack() as stack:
         remotes = await start(stack, tmp_path, ["killed"])
         healthy = [LocalReplica("a"), LocalReplica("b")]
-        fleet.publish_to(healthy[0], client(DiesReceiving, remotes[0], tmp_path), healthy[1], cohort=3, push_s=60.0)
+        fleet.publish_to(healthy[0], client(DiesReceiving, remotes[0], tmp_path), healthy[1], cohort=3, push_s=240.0)
         began = time.monotonic()
         report = await fleet.push(1)
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 50  # who waits for it has 57 s
         assert report.pushed == ("a", "b")
         assert report.failed["killed"] == "killed is not reachable"
         assert all(holds(replica, 1) for replica in healthy)
