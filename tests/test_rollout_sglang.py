@@ -218,18 +218,15 @@ async def test_a_request_that_came_in_a_pause_and_was_cancelled_never_runs(engin
 
 
 async def test_a_pause_that_aborts_takes_milliseconds(engine: SglangEngine) -> None:
-    took = list[float]()
-    for _ in range(3):
-        requests = [asyncio.create_task(engine.generate(PROMPT, LONG)) for _ in range(4)]
-        await running(engine, 4)
-        began = time.monotonic()
-        await engine.pause("abort_resume")
-        took.append(time.monotonic() - began)
-        partials = await asyncio.gather(*requests)
-        assert {partial.finish_reason for partial in partials} == {"abort"}
-        assert all(partial.token_ids for partial in partials)
-        await engine.resume()
-    assert min(took) < 1.0  # SGLang itself waits a second first, always
+    requests = [asyncio.create_task(engine.generate(PROMPT, LONG)) for _ in range(4)]
+    await running(engine, 4)
+    began = time.monotonic()
+    await engine.pause("abort_resume")
+    assert time.monotonic() - began < 1.0  # SGLang itself waits a second first
+    partials = await asyncio.gather(*requests)
+    assert {partial.finish_reason for partial in partials} == {"abort"}
+    assert all(partial.token_ids for partial in partials)
+    await engine.resume()
 
 
 async def test_one_abort_ends_one_request(engine: SglangEngine) -> None:
