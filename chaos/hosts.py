@@ -32,8 +32,6 @@ from ..launch.launchers.local import free_ports
 from .switch import LinkState, SwitchStarted, address_of, kill_all, processes_of
 
 RAY_PORT = 6379
-RAY_WORKER_PORTS = 19999
-"""The last of the ports that Ray gives to its workers."""
 
 START_S = 120.0
 """Longest time for a Ray node to start and to be known to its head."""
@@ -150,7 +148,7 @@ class Hosts:
             if may_make_namespaces():
                 self.namespaces = Namespaces(len(self.cpus))
             else:
-                self._port = next(port for port in free_ports(1000) if port > RAY_WORKER_PORTS)
+                (self._port,) = free_ports(1)
             self.start(*range(len(self.cpus)))
         except BaseException:
             self.close()

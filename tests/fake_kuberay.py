@@ -22,7 +22,6 @@ from typing import Any
 
 import psutil
 import yaml
-from slipstream.chaos.hosts import RAY_WORKER_PORTS
 from slipstream.launch.launchers.local import free_ports
 from slipstream.launch.submit.kubernetes import CONFIG_DIR
 
@@ -42,10 +41,7 @@ class FakeKubeRay:
     @contextlib.contextmanager
     def attempt(self, output: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[subprocess.Popen[bytes]]]]:
         """The entrypoint on a cluster that is made for it, and the pods, the head's first."""
-        cluster = self.spec["rayClusterSpec"]
-        port = next(
-            port for port in free_ports(1000, HEAD_POD) if port > RAY_WORKER_PORTS
-        )  # Ray refuses one of its workers
+        cluster, (port,) = self.spec["rayClusterSpec"], free_ports(1, HEAD_POD)
         address, pods = f"{HEAD_POD}:{port}", list[subprocess.Popen[bytes]]()
         sessions = tempfile.mkdtemp(prefix="k-")  # Ray's sockets need a short path
         head = ["--head", f"--port={port}", f"--temp-dir={sessions}", "--include-dashboard=false"]

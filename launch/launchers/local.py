@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 PLACE_S = 120.0  # longest wait for room for roles: for all at the start of a run, for one that lost its host
 LOWEST_PORT = 10_000  # of those that are chosen: well-known services are below
+RAY_WORKER_PORTS = range(10_002, 20_000)  # Ray gives them to its workers, one after the other
 KILL_S = 10.0  # how long a process may take to end after SIGKILL, while the kernel or a device driver frees its memory
 
 
@@ -105,10 +106,11 @@ class Launcher(Protocol):
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Ports that are free now. They are below those that the kernel gives to outgoing connections, of which any may take one before
-    its server has bound it. Raises ConfigError: there are not so many."""
+    its server has bound it; and those that Ray gives to its workers come last. Raises ConfigError: there are not so many."""
     above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     candidates, found = list(range(LOWEST_PORT, above)), list[int]()
     random.SystemRandom().shuffle(candidates)
+    candidates.sort(key=lambda port: port not in RAY_WORKER_PORTS)  # the last is taken first
     with contextlib.ExitStack() as stack:
         while candidates and len(found) < count:
             with contextlib.suppress(OSError):
