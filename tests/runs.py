@@ -38,8 +38,14 @@ SMALL = (
 )
 """The quickstart, as small as it gets."""
 
-WAIT_S = 240.0
-"""Longest wait for a command or for something to happen in a run."""
+WAIT_S = 480.0
+"""Longest wait for a command or for something to happen in a run: where other processes compute, a minute becomes several."""
+
+ENDING_S = 30.0
+"""Longest time for processes to end that SIGKILL was sent to: of those in a group only the first is waited for."""
+
+ENDLESS = "learner.steps=1000000"
+"""Of a run that a test ends: however fast it is, and however slow the test, it does not end before."""
 
 
 def tiny_policy(folder: Path) -> Path:
@@ -133,7 +139,7 @@ def ledger(run_dir: Path) -> dict:
 
 def query(run_dir: Path, sql: str) -> Sequence[tuple]:
     """Plain SQL over the buffer: an audit that shares no code with what it audits."""
-    with sqlite3.connect(f"file:{run_dir / 'buffer.sqlite'}?mode=ro", uri=True) as db:
+    with sqlite3.connect(f"file:{run_dir / 'buffer.sqlite'}?mode=ro", WAIT_S, uri=True) as db:
         return db.execute(sql).fetchall()
 
 
@@ -146,15 +152,15 @@ def stored_trajectory(run_dir: Path, header: bytes, position: int, tokens: int) 
     return EncodedTrajectory(header, np.frombuffer(arrays, dtype=np.uint8)).decode()
 
 
-def leftovers(run_dir: Path, within_s: float = 30.0) -> list[str]:
-    """Processes that still belong to the run after `within_s` seconds: those of a parent that was killed end a moment after it."""
-    deadline = time.monotonic() + within_s
-    while (found := _belonging(run_dir)) and time.monotonic() < deadline:
-        time.sleep(0.1)  # a process that is no child of this one offers nothing to await
+def leftovers(run_dir: Path) -> list[str]:
+    """Processes that still belong to the run, `ENDING_S` after it ended."""
+    deadline = time.monotonic() + ENDING_S
+    while (found := _processes_of(run_dir)) and time.monotonic() < deadline:
+        time.sleep(0.05)  # the end of a process that is no child sets nothing that could be awaited
     return found
 
 
-def _belonging(run_dir: Path) -> list[str]:
+def _processes_of(run_dir: Path) -> list[str]:
     found = []
     for process in psutil.process_iter():
         try:

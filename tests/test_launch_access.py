@@ -147,9 +147,9 @@ async def test_a_role_gets_the_tokens_that_it_may_use(run: Run, certified: list[
 async def test_the_key_of_a_process_before_and_foreign_ones_get_nothing(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers_module, "ACCESS_S", 1.0)
     before = run.become("worker-0")
     await request_access(run.context, "worker-0")
+    monkeypatch.setattr(peers_module, "ACCESS_S", 1.0)  # from here on no request is granted
     run.become("worker-0")
     for pair in (before, make_pair()):
         run.become("worker-0", pair)
@@ -236,7 +236,7 @@ async def test_signals_of_strangers_and_in_other_names_change_nothing(run: Run) 
 
     def send() -> None:
         address = run.sockets.signals.address
-        with contextlib.suppress(OSError), RpcNotifier(address, linger_ms=5000) as worker:
+        with contextlib.suppress(OSError), RpcNotifier(address, linger_ms=int(SOON * 1000)) as worker:
             for _ in range(MESSAGES // 4):
                 while not worker.notify(RoleFailed("worker-1", "it is ill", expected=False)):
                     pass

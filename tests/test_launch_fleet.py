@@ -25,7 +25,7 @@ from slipstream.rpc.pubsub import StatePublisher, StateSubscriber
 from slipstream.rpc.security import write_pair
 from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def fleet_state_of(*versions: int | None) -> FleetState:
@@ -187,13 +187,13 @@ async def test_a_command_that_waits_ends_with_the_run(tmp_path: Path) -> None:
         port = silent.bind_to_random_port("tcp://127.0.0.1")
         where = ControlAddress(supervisor.pid, f"tcp://127.0.0.1:{port}", "", str(tmp_path))
         waiting = asyncio.create_task(send_command(where, GetStatus(), RunStatus))
-        assert await asyncio.to_thread(silent.poll, 5000)  # it has the command
+        assert await asyncio.to_thread(silent.poll, 1000 * WAIT_S)  # it has the command
         supervisor.kill()
         with pytest.raises(ConfigError, match=f"supervisor, process {supervisor.pid}, ended before it replied"):
-            await asyncio.wait_for(waiting, 5)
+            await asyncio.wait_for(waiting, WAIT_S)
     await supervisor.wait()
     with pytest.raises(ConfigError, match="ended before it replied"):  # it had ended before
-        await asyncio.wait_for(send_command(where, GetStatus(), RunStatus), 5)
+        await asyncio.wait_for(send_command(where, GetStatus(), RunStatus), WAIT_S)
 
 
 @pytest.mark.parametrize("how", ["killed", "finished"])
@@ -217,7 +217,7 @@ async def test_waiting_for_a_replica_ends_with_the_run(how: str, tmp_path: Path)
     else:
         board.publish(Fleet(2, ()))
     with pytest.raises(EngineError, match=r"the run ended while .* waited for engine-1 to serve"):
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, WAIT_S)
     if how == "finished":
         supervisor.kill()
     await supervisor.wait()

@@ -49,12 +49,12 @@ def test_every_kind_of_role_has_someone_to_talk_to() -> None:
 async def test_a_client_that_does_not_close_holds_nothing_up() -> None:
     """As that of a host that is lost meanwhile."""
     end = LinkEnd()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         port = await end.listen("127.0.0.2", 0)
         before = len(asyncio.all_tasks())
         reader, writer = await asyncio.open_connection("127.0.0.2", port)
-        await settle()
-        assert len(asyncio.all_tasks()) == before + 1  # it is accepted
+        while len(asyncio.all_tasks()) == before:  # noqa: ASYNC110 - until it is accepted
+            await asyncio.sleep(0.01)
         await end.close()
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
@@ -64,7 +64,7 @@ async def test_a_client_that_does_not_close_holds_nothing_up() -> None:
 
 
 async def test_a_connection_is_made_or_its_failure_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "CONNECT_S", 0.5)
+    monkeypatch.setattr(links, "CONNECT_S", 2.0)
     one, other = LinkEnd(), LinkEnd()
     with socket.socket() as full:
         full.bind(("127.0.0.3", 0))
@@ -75,7 +75,7 @@ async def test_a_connection_is_made_or_its_failure_named(monkeypatch: pytest.Mon
             client.connect_ex(full.getsockname())
         port = await one.listen("127.0.0.2", 0)
         addresses = [("127.0.0.2", port), ("127.0.0.2", 1), full.getsockname()]
-        assert await other.connect(addresses) == ["", "Connect call failed ('127.0.0.2', 1)", "no answer within 0.5 s"]
+        assert await other.connect(addresses) == ["", "Connect call failed ('127.0.0.2', 1)", "no answer within 2 s"]
         for client in queued:
             client.close()
     await one.close()

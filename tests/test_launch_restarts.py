@@ -33,10 +33,10 @@ from slipstream.rpc.client import RpcNotifier
 from slipstream.rpc.pubsub import StatePublisher
 from slipstream.rpc.server import RpcServer
 from slipstream.rpc.wire import ONE_WAY, RpcMessage
-from slipstream.tests.runs import SMALL, Background, bare_replicas, leftovers, slipstream, tiny_policy
+from slipstream.tests.runs import ENDLESS, SMALL, Background, bare_replicas, leftovers, slipstream, tiny_policy
 from slipstream.weightsync.fleet import Fleet
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 HEAD_SIZE = "ValueError: Head size 8 is not supported by FlashAttention. Supported head sizes are: [32, 64, 96]."
 
@@ -135,23 +135,28 @@ async def test_a_server_that_cannot_start_is_tried_twice_and_says_why(tmp_path: 
 
 
 REFUSES = """
-import time
-time.sleep(1)  # long enough for a probe
+import os, time
+while not os.path.exists(f"{folder}/probed-{{os.getpid()}}"):
+    time.sleep(0.01)
 raise RuntimeError("Unsupported CPU attention configuration: head_dim=20")
 """
-"""What a server does that starts with any model, and dies of the first request."""
+"""What a server does that starts with any model, and dies of the first request, which comes after its first probe."""
 
 
 @pytest.mark.parametrize(("served", "starts"), [(False, 2), (None, 4)])
 async def test_a_server_that_dies_before_it_served_a_version_is_tried_twice(
     served: bool | None, starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    role = RoleProcess("engine-0", probe=("", ""), served=served)
+
     async def answers(*_: object) -> bool:
+        assert role.process is not None
+        (tmp_path / f"probed-{role.process.pid}").touch()
         return True
 
     monkeypatch.setattr("slipstream.launch.supervisor.processes.is_healthy", answers)
     async with stage(tmp_path) as (there, _):
-        error = await there.died(RoleProcess("engine-0", probe=("", ""), served=served), REFUSES)
+        error = await there.died(role, REFUSES.format(folder=tmp_path))
     assert there.launcher.starts == starts
     assert "RuntimeError: Unsupported CPU attention configuration: head_dim=20; given up" in error
 
@@ -237,7 +242,7 @@ async def test_a_message_of_a_wrong_type_changes_nothing(tmp_path: Path) -> None
 
 def test_a_terminal_that_is_closed_ends_a_run_with_a_checkpoint(tmp_path: Path) -> None:
     policy, run = tiny_policy(tmp_path / "policy"), tmp_path / "run"
-    settings = ("rollout.engine.kind=transformers", "learner.steps=500", "learner.checkpoint_every=400")
+    settings = ("rollout.engine.kind=transformers", ENDLESS, "learner.checkpoint_every=400")
     arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *settings)
     log = run / "logs" / "supervisor.log"
     with Background(*arguments) as going:
@@ -257,7 +262,7 @@ def test_a_terminal_that_is_closed_ends_a_run_with_a_checkpoint(tmp_path: Path) 
 
 def test_a_second_interrupt_ends_a_run_at_once(tmp_path: Path) -> None:
     policy, run = tiny_policy(tmp_path / "policy"), tmp_path / "run"
-    settings = ("rollout.engine.kind=transformers", "learner.steps=500", "launch.heartbeat_s=80")
+    settings = ("rollout.engine.kind=transformers", ENDLESS, "launch.heartbeat_s=80")
     arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *settings)
     log = run / "logs" / "supervisor.log"
     with Background(*arguments) as going:
