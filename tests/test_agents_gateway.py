@@ -233,7 +233,7 @@ async def test_a_call_that_is_repeated_is_sampled_once(episode: Episode) -> None
 
     async with episode(say=lambda number: late()) as (endpoint, script, session):
         http = openai.DefaultAsyncHttpxClient(event_hooks={"request": [second_try]})
-        impatient = openai_client(endpoint, timeout=0.2, max_retries=2, http_client=http)
+        impatient = openai_client(endpoint, timeout=0.2, max_retries=20, http_client=http)
         asking = impatient.chat.completions.create(model="policy", messages=QUESTION)
         assert (await asking).choices[0].message.content == "late"
         assert script.asked == 1

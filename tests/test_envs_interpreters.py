@@ -28,6 +28,14 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 async def pool():
+    pool = LocalPool(Limits(wall_s=60, cpu_s=60, memory=300 * MIB))
+    yield pool
+    await pool.close()
+
+
+@pytest.fixture
+async def hurried():
+    """A pool of which a test waits for the limits."""
     pool = LocalPool(Limits(wall_s=2, cpu_s=2, memory=300 * MIB))
     yield pool
     await pool.close()
@@ -41,8 +49,8 @@ async def say(tool, **arguments):
     return message.content, valid
 
 
-async def test_python_keeps_variables_and_outlives_what_the_policy_does_to_it(pool):
-    python = PythonTool(pool)
+async def test_python_keeps_variables_and_outlives_what_the_policy_does_to_it(hurried):
+    python = PythonTool(hurried)
     assert await say(python, code="x = 6\nprint('six')\nx * 7") == ("six\n42", True)
     assert await say(python, code="y = x") == ("[no output]", True)
     text, valid = await say(python, code="1 / 0")

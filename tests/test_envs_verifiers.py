@@ -171,9 +171,9 @@ async def test_a_runaway_is_killed_within_its_limit_while_the_loop_runs(runaway)
     others = asyncio.create_task(step())
     with pytest.raises(TimeoutError):
         await in_process(runaway, seconds=0.5)
-    assert turns > 10
+    assert turns > 3  # of fifty, where nothing else computes
     others.cancel()
-    assert time.perf_counter() - began < 30
+    assert time.perf_counter() - began < 90
     assert await in_process(numbers.sqrt, 9.0, seconds=60) == 3.0  # its slot is free
 
 
@@ -269,12 +269,12 @@ async def test_math():
     assert await REWARDS["math"]("\\boxed{5}", "5") == 1.0
     assert not runaway.done()
     assert await runaway == 0.0
-    assert time.perf_counter() - began < 30
+    assert time.perf_counter() - began < 90
 
 
 SLOW = """
 import sys, time
-time.sleep(4)
+time.sleep(6)
 sys.path = [path for path in sys.path if path != {folder!r}]
 del sys.modules["math_verify"]
 import math_verify
@@ -285,5 +285,5 @@ async def test_the_import_of_math_verify_does_not_count_against_an_answer(tmp_pa
     pytest.importorskip("math_verify")
     (tmp_path / "math_verify.py").write_text(SLOW.format(folder=str(tmp_path)))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(mathematics, "LIMIT_S", 3.0)
+    monkeypatch.setattr(mathematics, "LIMIT_S", 5.5)
     assert await REWARDS["math"]("\\boxed{5}", "5") == 1.0

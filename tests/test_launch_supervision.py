@@ -44,7 +44,7 @@ from slipstream.rpc.security import write_pair
 from slipstream.tests.runs import bare_replicas
 from slipstream.weightsync.fleet import FalseReplies, Fleet, ReplicaInfo, ReplicaReport
 
-WAIT_S = 30.0
+WAIT_S = 240.0
 
 SERVER = """
 import http.server, sys
