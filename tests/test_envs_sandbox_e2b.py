@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 from aiohttp import web
 from slipstream.envs.sandbox import MIB, E2BPool, Limits, e2b
@@ -43,11 +44,20 @@ async def test_what_the_provider_is_asked_for(service: E2BService, monkeypatch: 
     assert chosen["metadata"] == {"team": "rl"}
 
 
+def is_below(name: str, pid: int) -> bool:
+    """Whether a process of this name descends from another."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(process.name() == name for process in psutil.Process(pid).children(recursive=True))
+    return False
+
+
 async def test_a_machine_that_is_lost_is_a_tool_error(service: E2BService) -> None:
     box = await E2BPool(limits=LIMITS).open()
-    running = asyncio.create_task(box.run(("/bin/sh", "-c", "touch begun; exec sleep 60")))
-    await asyncio.sleep(0.3)
-    (machine,) = service.machines
+    running = asyncio.create_task(box.run(("/bin/sleep", "60")))
+    ((machine, (container, *_)),) = service.machines.items()
+    async with asyncio.timeout(60):
+        while not is_below("sleep", container.pid):  # noqa: ASYNC110 - what a machine has begun sets nothing here
+            await asyncio.sleep(0.02)
     await asyncio.to_thread(service.end, machine)
     with pytest.raises(ToolError, match=rf"at E2B, {machine} is lost: execute: \w+: .*The sandbox was "):
         await running
