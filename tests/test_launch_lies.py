@@ -6,13 +6,13 @@ import json
 import signal
 import sqlite3
 import struct
-import time
 from pathlib import Path
 
 import pytest
 from slipstream.learner.model import vocabulary_size
 from slipstream.rollout.engines.fake.faults import VARIABLE
 from slipstream.tests.runs import (
+    ENDLESS,
     SMALL,
     Background,
     check_accounts,
@@ -25,8 +25,13 @@ from slipstream.tests.runs import (
     tiny_policy,
 )
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.full
 FOREIGN = 70_000
+READY = (
+    "SELECT t.group_id, arrays, t.length FROM trajectories t JOIN episodes e ON e.id = episode_id"
+    " WHERE account = 'ready' ORDER BY t.group_id LIMIT 2"
+)
+"""Episodes that wait to be trained on."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +59,7 @@ def test_a_replica_that_lies_is_started_again_and_then_leaves_and_the_run_trains
     faults += [{"at": "generate", "do": "lie", "nth": 11, "times": 99_999, "about": "token", "replica": 1}]
     monkeypatch.setenv(VARIABLE, json.dumps(faults))
     run = tmp_path / "run"
-    arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, "learner.steps=1000")
+    arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, ENDLESS)
     engine = ("rollout.engine.kind=fake", "rollout.engine.replicas=2", "launch.restarts=1", "rollout.workers=2")
     with Background(*arguments, *engine) as going:
         going.until_step(1)
@@ -89,10 +94,7 @@ def poison(run: Path) -> set[int]:
     """Give episodes that wait to be trained on a token that the model does not know; their groups."""
     groups: set[int] = set()
     with sqlite3.connect(run / "buffer.sqlite") as db:
-        waiting = db.execute(
-            "SELECT t.group_id, arrays, t.length FROM trajectories t JOIN episodes e ON e.id = episode_id"
-            " WHERE account = 'ready' ORDER BY t.group_id LIMIT 2"
-        ).fetchall()
+        waiting = db.execute(READY).fetchall()
     starts = {int(path.name, 16): path for path in (run / "buffer.arrays").iterdir()}
     for group, position, tokens in waiting:
         start = max(start for start in starts if start <= position)
@@ -105,14 +107,15 @@ def poison(run: Path) -> set[int]:
 
 def test_a_store_with_tokens_of_no_vocabulary_is_resumed(policy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, "learner.steps=1000")
+    arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, ENDLESS)
     engine = ("rollout.engine.kind=transformers", "buffer.max_staleness=12")  # what waits is not too old
     with Background(*arguments, *engine) as going:
         going.until_step(3)
+        going.roles()["learner-0"].suspend()  # it takes no more, so that what is ready stays
+        going.until(lambda: query(run, READY) != [], "episodes that wait to be trained on")
         going.process.kill()  # as a power failure would
         going.process.wait()
-    while leftovers(run):
-        time.sleep(0.05)
+    assert leftovers(run) == []
     poisoned, reached = poison(run), metrics(run)[-1]["step"]
     assert poisoned
     with Background("resume", str(run), f"run.dir={run}", f"learner.steps={reached + 6}") as again:
