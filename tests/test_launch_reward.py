@@ -50,9 +50,10 @@ def test_a_run_whose_reward_server_is_killed(policy: Path, classifier: Path, tmp
     assert leftovers(run) == []
     assert [row["step"] for row in metrics(run)] == list(range(1, 15))
     check_accounts(run)
-    # Nothing failed by the death of the server. The classifier makes NaN of one token, which the policy says now and then.
+    # Nothing failed by the death of the server. The classifier makes NaN of one token in a thousand, which the policy says in most
+    # runs of this length, and not in all.
     failed = query(run, "SELECT reason, outcome FROM episodes WHERE reason LIKE 'failed%'")
-    assert {reason for reason, _ in failed} == {"failed_reward"}
+    assert {reason for reason, _ in failed} <= {"failed_reward"}
     assert all("Out of range float" in outcome for _, outcome in failed)
     scores = set[float]()
     for (header,) in query(run, "SELECT header FROM trajectories"):
