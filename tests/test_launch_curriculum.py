@@ -159,8 +159,9 @@ def test_statistics_are_exact_though_buffer_worker_and_run_are_killed(folder: Pa
     played = {n: found[f"rows-train-row-{n}"] for n in range(ROWS) if f"rows-train-row-{n}" in found}
     assert all(played[n][1] == played[n][2] for n in solved if n in played)
     assert all(played[n][2] == 0 for n in played if n % 3 == 0)
-    # 4 of 12 rows are learned from, and get more than half of the groups.
-    assert sum(played[n][0] for n in played if n % 3 == 1) > sum(groups for groups, *_ in played.values()) / 2
+    # 4 of 12 rows are learned from, and get more than their third of the groups. How many more is up to chance, and to how many
+    # groups are chosen before their rows' solves are known: of eight at a time, one run in two has less than half.
+    assert sum(played[n][0] for n in played if n % 3 == 1) > 0.36 * sum(groups for groups, *_ in played.values())
 
 
 @pytest.mark.full
