@@ -252,7 +252,7 @@ async def test_a_server_that_dies_or_hangs_is_a_failure_of_the_tool(shop: Mcp) -
         await env.step(call("slow", seconds=60))
     started = time.monotonic()
     await env.close()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 50  # the call would take 60
     assert children() == []
 
 
@@ -279,7 +279,7 @@ async def test_a_server_over_http_has_a_session_of_each_episode(shop: Mcp) -> No
     (port,) = free_ports(1)
     server = subprocess.Popen([sys.executable, SHOP, "http", str(port)], stderr=subprocess.DEVNULL)  # noqa: ASYNC220
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while True:
             try:
                 socket.create_connection(("127.0.0.1", port), timeout=1).close()

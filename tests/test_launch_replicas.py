@@ -10,7 +10,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, metrics, query, slipstream, tiny_policy
+from slipstream.tests.runs import (
+    ENDLESS,
+    SMALL,
+    Background,
+    check_accounts,
+    leftovers,
+    metrics,
+    query,
+    slipstream,
+    tiny_policy,
+)
 
 ENGINE = ("rollout.engine.kind=transformers",)
 """The server that starts fastest."""
@@ -43,7 +53,7 @@ def failures(run: Path) -> list[tuple]:
 def test_replicas_come_and_go_while_a_run_trains(policy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *ENGINE)
-    with Background(*arguments, "learner.steps=500") as going:
+    with Background(*arguments, ENDLESS) as going:
         going.until_step(2)
         assert stat.S_IMODE((run / "control.json").stat().st_mode) == 0o600
         assert {name: row["state"] for name, row in listed(run).items()} == {"engine-0": "serving"}
@@ -126,7 +136,7 @@ def test_the_last_replica_takes_the_run_with_it(policy: Path, tmp_path: Path) ->
 def test_replicas_come_and_go_under_ray(policy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *ENGINE, "launch.kind=ray")
-    with Background(*arguments, "learner.steps=500") as going:
+    with Background(*arguments, ENDLESS) as going:
         going.until_step(1)
         slipstream("replicas", str(run), "add", "--wait")
         slipstream("replicas", str(run), "remove", "engine-0", "--wait")

@@ -305,7 +305,7 @@ def test_a_job_of_slurm_is_requeued_before_its_time_is_over(policy: Path, tmp_pa
         f"model.path={policy}",
         f"run.dir={run}",
         "rollout.engine.kind=transformers",
-        "learner.steps=12",
+        "learner.steps=30",
     )
     done = command(
         "slurm", "quickstart", *keys, "--nodes=2", "--time=01:00:00", "--submit", cwd=tmp_path, env=slurm.environment
@@ -320,7 +320,7 @@ def test_a_job_of_slurm_is_requeued_before_its_time_is_over(policy: Path, tmp_pa
         assert shell.wait(WAIT_S) == 130, output.read_text()[-5000:]
     assert slurm.requeued(number)
     steps = len(metrics(run))
-    assert 2 <= steps < 12
+    assert 2 <= steps < 30
     with slurm.started(number, restarts=1) as shell:
         assert shell.wait(WAIT_S) == 0, output.read_text()[-5000:]
     assert not slurm.requeued(number)
@@ -328,7 +328,7 @@ def test_a_job_of_slurm_is_requeued_before_its_time_is_over(policy: Path, tmp_pa
     assert f"trains in {run}" in said
     assert f"job {number} is requeued, to resume {run}" in said
     assert f"resumes {run}" in said
-    assert sorted(row["step"] for row in metrics(run)) == list(range(1, 13))
+    assert sorted(row["step"] for row in metrics(run)) == list(range(1, 31))
     check_accounts(run)
     assert leftovers(run) == []
     shutil.rmtree(f"/tmp/slipstream-{number}", ignore_errors=True)  # Ray's logs, which a node keeps
@@ -437,7 +437,7 @@ def test_an_attempt_of_a_ray_job_resumes_the_run_of_the_one_before(policy: Path,
         f"model.path={policy}",
         f"run.dir={run}",
         "rollout.engine.kind=transformers",
-        "learner.steps=8",
+        "learner.steps=20",
     )
     pods = ("--image=image", f"--volume=runs:{tmp_path}", "--nodes=2", "--time=01:00:00", "--out=job.yaml")
     done = command("k8s", "quickstart", *keys, *pods, cwd=tmp_path)
@@ -448,13 +448,10 @@ def test_an_attempt_of_a_ray_job_resumes_the_run_of_the_one_before(policy: Path,
         assert len(ray_nodes_of(run)) == 2
         for pod in (driver, *pods):
             delete(pod)
-    deadline = time.monotonic() + 30
-    while leftovers(run) and time.monotonic() < deadline:
-        time.sleep(0.1)
     assert leftovers(run) == []
     with kuberay.attempt(output) as (driver, _):
         assert driver.wait(WAIT_S) == 0, output.read_text()[-5000:]
     assert f"resumes {run}" in output.read_text()
-    assert max(row["step"] for row in metrics(run)) == 8
+    assert max(row["step"] for row in metrics(run)) == 20
     check_accounts(run)
     assert leftovers(run) == []

@@ -22,7 +22,9 @@ from slipstream.tests import forkserver
 from slipstream.tests.dashboards import check_dashboard, check_written
 from slipstream.tests.reports import evaluations_in, recorded_in
 from slipstream.tests.runs import (
+    ENDLESS,
     SMALL,
+    WAIT_S,
     Background,
     check_accounts,
     ledger,
@@ -75,7 +77,7 @@ def check_times(run_dir: Path) -> None:
         header = msgspec.msgpack.decode(encoded[1:], type=TrajectoryHeader)
         turns = [(t.asked, t.asked + t.queued_s + t.first_s + t.decode_s) for t in header.turns]
         calls = [(call.begin, call.end) for call in header.env_calls]
-        slack = 0.02  # of a wall clock that is read beside the one that times a call
+        slack = 0.2  # of a wall clock that is read beside the one that times a call, and of a process that had to wait between
         assert leased <= header.started + slack, group
         ended = header.started + header.timings["total"]
         for begin, end in (*turns, *calls):
@@ -115,7 +117,7 @@ def check_timeline(run_dir: Path) -> None:
         assert sum(span.what == what for span in learner) == steps
     for row in metrics(run_dir):
         (step,) = (span for span in learner if span.what == "train" and span.ids["version"] == row["version"] - 1)
-        assert step.t1 - step.t0 <= row["step_s"] + 0.1
+        assert step.t1 - step.t0 <= row["step_s"] + 0.5
         pauses = [
             span.t1 - span.t0 for span in learner if span.what == "pause" and span.ids["version"] == row["version"]
         ]
@@ -206,7 +208,7 @@ def test_a_run_under_nohup_goes_on_without_its_terminal_and_the_reader_of_its_ou
         assert "checks the config, then trains" in lines[0]
         going.process.stdout.close()
         going.process.send_signal(signal.SIGHUP)
-        assert going.process.wait(240) == 0
+        assert going.process.wait(WAIT_S) == 0
     assert [row["step"] for row in metrics(run)] == [1, 2]
     assert (run / "report.html").is_file()
     text = (run / "logs" / "supervisor.log").read_text()
@@ -239,15 +241,13 @@ def test_kills_of_worker_engine_buffer_and_learner(policy: Path, tmp_path: Path)
 
 def test_interrupted_then_resumed(policy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with Background(
-        "train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, "learner.steps=200"
-    ) as going:
+    with Background("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, ENDLESS) as going:
         going.until_step(3)
         began = time.monotonic()
         going.process.send_signal(signal.SIGINT)
         output = going.output()
         assert going.process.returncode == 130, output
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 90  # where nothing else computes it takes a few
     assert f"slipstream resume {run}" in output
     assert leftovers(run) == []
     reached = max(row["step"] for row in metrics(run))
@@ -262,15 +262,10 @@ def test_interrupted_then_resumed(policy: Path, tmp_path: Path) -> None:
 
 def test_killed_as_a_whole_then_resumed(policy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with Background(
-        "train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, "learner.steps=200"
-    ) as going:
+    with Background("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, ENDLESS) as going:
         going.until_step(3)
         going.process.kill()  # the supervisor alone: the kernel must end the rest
         going.process.wait()
-        deadline = time.monotonic() + 10
-        while leftovers(run) and time.monotonic() < deadline:
-            time.sleep(0.1)
     assert leftovers(run) == []
     reached = max(row["step"] for row in metrics(run))
     with Background("resume", str(run), f"run.dir={run}", f"learner.steps={reached + 3}") as again:
