@@ -75,13 +75,14 @@ async def test_placements_that_are_lost(
         process = await restart(launcher, "engine-0")
 
         # The actor is stopped: ending its process takes seconds all the same.
-        monkeypatch.setattr(ray_launcher, "END_S", 1.0)
-        actor = psutil.Process(process.pid).parent()
-        assert actor is not None
-        actor.suspend()
-        await process.terminate()
-        await process.kill()
-        assert await process.wait() == -9
+        with monkeypatch.context() as hurried:
+            hurried.setattr(ray_launcher, "END_S", 1.0)
+            actor = psutil.Process(process.pid).parent()
+            assert actor is not None
+            actor.suspend()
+            await process.terminate()
+            await process.kill()
+            assert await process.wait() == -9
 
         # The node is lost: the role continues on another.
         process = await restart(launcher, "engine-0")
