@@ -44,6 +44,7 @@ from slipstream.monitor.terminal import LineView
 from slipstream.rpc.pubsub import StatePublisher
 from slipstream.tests.fleets import buffer_service
 from slipstream.tests.runs import (
+    ENDLESS,
     SMALL,
     Background,
     bare_replicas,
@@ -57,7 +58,7 @@ from slipstream.tests.runs import (
 from slipstream.weightsync.fleet import Fleet
 
 ENGINE = ("rollout.engine.kind=transformers", "buffer.max_staleness=4")
-SOON = 20.0
+SOON = 60.0
 """Longer than anything here takes without a run."""
 
 
@@ -261,9 +262,14 @@ def bounds(run: Path) -> list[tuple]:
     return list(query(run, "SELECT version - 1, max_staleness, groups_per_batch, groups FROM commits ORDER BY version"))
 
 
+def series_of(run: Path, role: str) -> set[Path]:
+    """What each process of a role records."""
+    return set((run / "series").glob(f"{role}.*"))
+
+
 def last_gauges(run: Path, role: str) -> dict:
     """What the newest process of a role recorded last."""
-    files = sorted((run / "series").glob(f"{role}.*"), key=lambda path: path.stat().st_mtime)
+    files = sorted(series_of(run, role), key=lambda path: path.stat().st_mtime)
     return json.loads(files[-1].read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[2])
 
 
@@ -271,7 +277,7 @@ def last_gauges(run: Path, role: str) -> dict:
 def test_every_role_follows_and_so_does_one_that_starts_again(policy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *ENGINE)
-    with Background(*arguments, "learner.steps=500") as going:
+    with Background(*arguments, ENDLESS) as going:
         going.until_step(2)
         began = (run / "config.yaml").read_bytes()
         assert shown(run) == {key: live.value(load(str(run / "config.yaml"))) for key, live in LIVE.items()}
@@ -294,9 +300,14 @@ def test_every_role_follows_and_so_does_one_that_starts_again(policy: Path, tmp_
         changed = change(run, *pairs)
         assert [f"{one['key']}={one['new']:g}" for one in changed] == [*pairs[:3], "learner.optimizer.lr=1e-05"]
         at = changed[0]["version"]
+        before = series_of(run, "worker-0")
         going.kill("buffer")
         going.kill("worker-0")
         going.until(lambda: metrics(run)[-1]["version"] > at + 2, "steps under the second change")
+        going.until(
+            lambda: any(b"\n" in path.read_bytes() for path in series_of(run, "worker-0") - before),
+            "what the new worker records",
+        )
         assert {(bound, size, groups) for taken, bound, size, groups in bounds(run) if taken >= at} == {(1, 3, 3)}
         assert {row["lr"] for row in metrics(run) if row["version"] > at + 2} == {1e-5}
         assert lags(run, at) <= {0, 1}
@@ -332,7 +343,7 @@ def test_every_role_follows_and_so_does_one_that_starts_again(policy: Path, tmp_
 def test_every_role_follows_under_ray(policy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ("train", "quickstart", f"model.path={policy}", f"run.dir={run}", *SMALL, *ENGINE)
-    with Background(*arguments, "learner.steps=500", "launch.kind=ray") as going:
+    with Background(*arguments, ENDLESS, "launch.kind=ray") as going:
         going.until_step(1)
         changed = change(run, "buffer.max_staleness=0", "learner.optimizer.lr=1e-5")
         at = changed[0]["version"]
