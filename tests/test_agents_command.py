@@ -200,7 +200,7 @@ async def test_a_program_calls_the_environments_tools(play: Play) -> None:
 async def test_any_other_end_is_a_failure_that_says_what_it_printed(
     play: Play, code: str, reason: str, told: str
 ) -> None:
-    outcome = (await play(program(CHAT + code, disk="4MiB"), "hm", wall_s=2.0)).outcome
+    outcome = (await play(program(CHAT + code, disk="4MiB"), "hm", wall_s=2.0 if reason == "timeout" else 60.0)).outcome
     assert (outcome.kind, outcome.reason) == ("failed", reason), outcome
     assert outcome.detail.startswith("the program {python} ")
     assert told in outcome.detail
@@ -257,7 +257,7 @@ async def test_a_program_that_gives_up_on_a_reply_that_was_cut_is_truncated(play
 async def test_an_episode_that_is_over_leaves_no_program(play: Play, tokenizer: PreTrainedTokenizerBase) -> None:
     mark = f"agent-{os.getpid()}-late"
     script = Script(tokenizer, lambda number: asyncio.Event().wait())  # pyright: ignore[reportArgumentType]
-    result = await play(program(f"# {mark}\n{CHAT}ask('x')"), generate=script, episode_s=1.5)
+    result = await play(program(f"# {mark}\n{CHAT}ask('x')"), generate=script, episode_s=4.0)  # it has asked by then
     assert (result.outcome.reason, script.cancelled) == ("timeout", 1)
     assert still_marked(mark) == []
 
