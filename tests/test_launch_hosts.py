@@ -67,8 +67,8 @@ def on(hosts: Namespaces, host: int, code: str, *arguments: str, **variables: st
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def round_trip(hosts: Namespaces, seconds: float = 10.0) -> str:
-    return on(hosts, 1, CLIENT, hosts.address(0), str(seconds)).communicate(timeout=60)[0].strip()
+def round_trip(hosts: Namespaces, seconds: float) -> str:
+    return on(hosts, 1, CLIENT, hosts.address(0), str(seconds)).communicate(timeout=WAIT_S)[0].strip()
 
 
 def test_links_between_hosts_are_slow_and_break() -> None:
@@ -76,17 +76,16 @@ def test_links_between_hosts_are_slow_and_break() -> None:
         server = on(hosts, 0, SERVER, hosts.address(0))
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
-        fast = float(round_trip(hosts))
-        hosts.link(LinkState(1, delay_s=0.1))
-        assert 0.2 <= float(round_trip(hosts)) > fast
+        hosts.link(LinkState(1, delay_s=0.5))
+        assert float(round_trip(hosts, WAIT_S)) >= 1.0
         hosts.link(LinkState(1, up=False))
         assert round_trip(hosts, 1.0) == "TimeoutError"
         hosts.link(LinkState(1, unreachable=(0,)))
         assert round_trip(hosts, 1.0) == "TimeoutError"
         hosts.link(LinkState(1))
-        assert float(round_trip(hosts)) < 0.2
+        assert float(round_trip(hosts, WAIT_S)) < 1.0
         assert [process.pid for process in hosts.processes(0)] == [server.pid]
-    assert server.wait(10) == -9  # it went with its host
+    assert server.wait(WAIT_S) == -9  # it went with its host
 
 
 def test_ranks_on_two_hosts_meet() -> None:
@@ -109,7 +108,12 @@ def test_hosts_of_a_user_who_may_make_no_namespaces(tmp_path: Path, monkeypatch:
         assert all(process.is_running() for process in before[0])
         hosts.revive()
         with hosts.frozen(1):
-            assert {process.status() for process in hosts.processes(1)} == {psutil.STATUS_STOPPED}
+            found = [process.status() for process in hosts.processes(1)]
+            assert psutil.STATUS_STOPPED in found
+            assert set(found) <= {
+                psutil.STATUS_STOPPED,
+                psutil.STATUS_ZOMBIE,
+            }  # one that ended before its parent was stopped
     assert not any(process.is_running() for process in before[0])
 
 
@@ -184,9 +188,14 @@ def test_lost_hosts_are_lost_replicas_workers_and_ranks_but_no_lost_run(
         assert run.places() == {"buffer": 0, **engines, **ranks, "worker-0": core, "worker-1": spare}
 
         hosts.kill(spare)
-        assert run.until_steps(2, 30.0) < 30.0
-        workers = {row["name"]: row for row in json.loads(run.call("workers", str(run.run_dir), "list", "--json"))}
-        assert workers["worker-1"]["state"] == "waits for a place"
+        run.until_steps(2, STEP_S)
+
+        def state(worker: str) -> str:
+            rows = json.loads(run.call("workers", str(run.run_dir), "list", "--json"))
+            return next(row["state"] for row in rows if row["name"] == worker)
+
+        # Ray says that the host is lost some time after it is, and the steps do not wait for it.
+        run.until(lambda: state("worker-1") == "waits for a place", "worker-1 to miss its place")
         hosts.cpus[spare] = 9
         hosts.start(spare)
         back = {"worker-1", "engine-2"}
@@ -196,6 +205,8 @@ def test_lost_hosts_are_lost_replicas_workers_and_ranks_but_no_lost_run(
         run.call("workers", str(run.run_dir), "remove", "worker-2")
         run.until(lambda: "worker-2" not in run.places(), "worker-2 to leave")
 
+        run.call("set", str(run.run_dir), "learner.checkpoint_every=1000000")
+        run.until_steps(3)  # so that the newest checkpoint is not of the last step
         hosts.kill(core)
         began = time.monotonic()
         run.until(lambda: run.places().get("learner-0") == spare, "the learner on another host")
@@ -203,8 +214,8 @@ def test_lost_hosts_are_lost_replicas_workers_and_ranks_but_no_lost_run(
         log.info("the learner goes on %.0f s after its host was lost", time.monotonic() - began)
         run.until_steps(2)
         assert any(row["version"] > row["step"] for row in metrics(run.run_dir))  # it went on from a checkpoint
-        output = run.stop()
-    assert "is lost with its host" in output
+        run.stop()
+    assert "is lost with its host" in run.log.read_text()
     check_accounts(run.run_dir)
     check_audit(run.run_dir)
 
@@ -240,7 +251,7 @@ def test_networks_as_they_are(policy: Path, tmp_path: Path, monkeypatch: pytest.
         assert links is not None
         run.until_steps(2)
         assert run.places()["learner-0"] == 1
-        assert metrics(run.run_dir)[0]["time"] > time.time() + AHEAD_S - 60.0
+        assert metrics(run.run_dir)[0]["time"] > time.time() + AHEAD_S / 2
         seconds["undisturbed"] = run.until_steps(20, STEP_S)
 
         for host in range(3):
