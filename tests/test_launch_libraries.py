@@ -84,10 +84,13 @@ def openenv(folder: Path) -> Iterator[Played]:
     tasks = [source.task(index) for index in range(5)]
     numbers = [random.Random(task.payload["seed"]).randint(1, 9) for task in tasks]
     assert numbers[0] != numbers[1]
+    assert numbers[2] == numbers[4] not in numbers[:2]
     broken = frozenset(task.id for task, number in zip(tasks, numbers, strict=True) if number == numbers[1])
     with served(python_of("openenv"), "openenv_server.py", str(numbers[1])) as (url, _):
         config = msgspec.structs.replace(config, url=url)
-        calls = [ToolCall("act", {"number": number}) for number in {*numbers}]
+        calls = [
+            ToolCall("act", {"number": numbers[index]}) for index in (0, 2, 4, 4)
+        ]  # right in three tasks of the four
         conversations = asyncio.run(demonstrated(task_source(config, "train", 0), calls))
         yield Played(msgspec.to_builtins(config), broken, conversations=conversations)
 
@@ -122,7 +125,6 @@ def verifiers(folder: Path) -> Iterator[Played]:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "begin",
     [
@@ -143,7 +145,8 @@ def test_a_run_on_the_environment_of_a_library_trains_and_resumes(
         slipstream("train", "quickstart", *options, "learner.steps=2")
         check_run(run, 2, played.broken)
         slipstream("resume", str(run), "learner.steps=3")
-        check_run(run, 3, played.broken)
+        # Not earlier: of 24 episodes, half of them right, all are alike in one run of 8 million, of 16 in one of 30,000.
+        assert check_run(run, 3, played.broken) == {0.0, 1.0}
 
 
 def taught(policy: Path, conversations: Sequence[dict[str, Any]]) -> Path:
@@ -157,18 +160,18 @@ def taught(policy: Path, conversations: Sequence[dict[str, Any]]) -> Path:
     return tuned
 
 
-def check_run(run: Path, steps: int, broken: frozenset[str]) -> None:
-    """It has so many steps, on rewards that differ, and none is of a failure."""
+def check_run(run: Path, steps: int, broken: frozenset[str]) -> set[float]:
+    """It has so many steps, and no reward is of a failure; the rewards."""
     rows = metrics(run)
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert max(row["mismatch_max"] or 0 for row in rows) < 1e-4
     check_accounts(run)
     assert leftovers(run) == []
     found = query(run, EPISODES)
-    assert {reward for _, reward, _ in found} == {0.0, 1.0}
     assert [reason for _, _, reason in found if reason.startswith("failed")] == []
     tasks = {msgspec.msgpack.decode(header[1:])["task_id"] for header, _, _ in found}
     assert len(tasks) > 1
     assert not tasks & broken
     ((failed,),) = query(run, "SELECT count(*) FROM episodes WHERE reason = 'failed_environment'")
     assert failed > 0
+    return {reward for _, reward, _ in found}
