@@ -187,7 +187,7 @@ async def test_a_command_that_waits_ends_with_the_run(tmp_path: Path) -> None:
         port = silent.bind_to_random_port("tcp://127.0.0.1")
         where = ControlAddress(supervisor.pid, f"tcp://127.0.0.1:{port}", "", str(tmp_path))
         waiting = asyncio.create_task(send_command(where, GetStatus(), RunStatus))
-        assert await asyncio.to_thread(silent.poll, 1000 * WAIT_S)  # it has the command
+        assert await asyncio.to_thread(silent.poll, int(1000 * WAIT_S))  # it has the command
         supervisor.kill()
         with pytest.raises(ConfigError, match=f"supervisor, process {supervisor.pid}, ended before it replied"):
             await asyncio.wait_for(waiting, WAIT_S)
