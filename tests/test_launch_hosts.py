@@ -188,7 +188,7 @@ def test_lost_hosts_are_lost_replicas_workers_and_ranks_but_no_lost_run(
         assert run.places() == {"buffer": 0, **engines, **ranks, "worker-0": core, "worker-1": spare}
 
         hosts.kill(spare)
-        run.until_steps(2, STEP_S)
+        log.info("two steps, %.0f s after the host of a worker and an engine was lost", run.until_steps(2, STEP_S))
 
         def state(worker: str) -> str:
             rows = json.loads(run.call("workers", str(run.run_dir), "list", "--json"))

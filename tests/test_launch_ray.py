@@ -207,3 +207,38 @@ def test_what_is_said_of_hosts_that_do_not_share_a_folder(tmp_path: Path) -> Non
         ConfigError, match=r"10\.0\.0\.1 wrote there is not seen by 10\.0\.0\.2, the host of worker-0, worker-1 \("
     ):
         require_shared(tmp_path, "10.0.0.1", blind)
+
+
+STOPPED = """
+import asyncio, os, signal
+from pathlib import Path
+from slipstream.launch.launchers.ray import RayLauncher
+
+async def main() -> None:
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
+    launcher = RayLauncher(Path("logs"), 0, many_hosts=True)
+    await launcher.place({})
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(60):
+        await asked.wait()
+    await asyncio.sleep(5)
+    await launcher.close()
+    print("ended in good order")
+
+asyncio.run(main())
+"""
+
+
+async def test_a_run_that_is_terminated_has_longer_than_the_three_seconds_of_ray(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", STOPPED]
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(2 * WAIT_S):
+        output, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    assert output == b"ended in good order\n"
+    assert b"SIGTERM received" not in errors

@@ -28,6 +28,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ...common.signals import take_back_sigterm
 from ...errors import ConfigError, DeadlineExceeded, RoleDied, SlipstreamError, with_deadline
 from .links import CONNECT_S, SUPERVISOR, LinkEnd, pairs_that_talk
 from .local import PLACE_S, LocalLauncher, Placement, PlacementLost, ProcessHandle, claim_ports, free_ports
@@ -254,13 +255,13 @@ class RayLauncher:
 
     async def _join(self, roles: int) -> None:
         """Connect to the cluster, or start one here. Raises ConfigError when the one that `RAY_ADDRESS` names cannot be reached."""
-        if ray.is_initialized():
-            return
         own = {} if _external() else {"address": "local", "num_cpus": roles, "include_dashboard": False}
         try:
-            await asyncio.to_thread(ray.init, log_to_driver=False, logging_level=logging.ERROR, **own)
+            if not ray.is_initialized():
+                await asyncio.to_thread(ray.init, log_to_driver=False, logging_level=logging.ERROR, **own)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(f"launch.kind: ray cannot be reached or started: {error}") from error
+        take_back_sigterm()  # Ray's handler aborts this process 3 s later, however long its last checkpoint takes
 
     async def _answer(self, reference: Any, what: str, seconds: float | None = None) -> Any:
         """The answer of an actor. Raises the actor's own SlipstreamError, RayActorError where the actor is lost, RoleDied for any
