@@ -23,8 +23,8 @@ STALE = "stale"
 # greedily, as the baseline of the others. `filtered`: others of its group were selected by their rewards.
 Withheld = Literal["late", "baseline", "filtered"]
 
-# Why a whole batch is discarded that the learner took: the critic alone learned from it.
-Unstepped = Literal["critic_warmup"]
+# Why a whole batch is discarded that the learner took: the critic alone learned from it, or a program discarded it.
+Unstepped = Literal["critic_warmup", "program"]
 
 
 class Ledger(msgspec.Struct):

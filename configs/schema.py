@@ -22,7 +22,7 @@ from .reward import EnvironmentReward, Reward
 from .section import AboveZero, Fraction, NonNegative, Positive, Section
 
 
-class Run(Section, frozen=True):
+class RunOutput(Section, frozen=True):
     dir: str = "runs/default"
     """Folder of this run: config, metrics, buffer, checkpoints, report. `train` wants it new; `resume` continues it."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"], ...] = ()
@@ -294,7 +294,7 @@ class Launch(Section, frozen=True):
 class Config(Section, frozen=True):
     seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     """Seeds tasks, sampling and initialization."""
-    run: Run = field(default_factory=Run)
+    run: RunOutput = field(default_factory=RunOutput)
     """Where the run lives."""
     model: Model = field(default_factory=Model)
     """The policy."""

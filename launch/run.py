@@ -51,6 +51,7 @@ from .run_lock import is_locked, run_lock
 if TYPE_CHECKING:
     from ..monitor.metrics_server import MetricsServer
     from ..planner.explain.findings import Explanation
+    from .program.link import ProgramLink
     from .supervisor.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -76,8 +77,9 @@ class RunReport(msgspec.Struct, frozen=True):
     explanation: tuple[str, ...]  # the lines of `slipstream explain`
 
 
-def train(config: Config, *, recorded: bool = True) -> RunReport:
-    """Start a new run and see it through; `recorded` False is for benchmarks of what spans and series cost. Raises ConfigError
+def train(config: Config, *, recorded: bool = True, program: ProgramLink | None = None) -> RunReport:
+    """Start a new run and see it through; `recorded` False is for benchmarks of what spans and series cost; `program` is rank 0 of
+    the learner, where that is no process of its own. Raises ConfigError
     where something is wrong with the config or this machine (nothing was started), RoleDied where the run failed, Interrupted where
     it was stopped and can be resumed."""
     writable("run.dir", config.run.dir)
@@ -87,7 +89,7 @@ def train(config: Config, *, recorded: bool = True) -> RunReport:
     if run_dir.is_dir() and any(run_dir.iterdir()):
         continues = f"continue it with `slipstream resume {config.run.dir}`"
         raise ConfigError(f"run.dir: {config.run.dir} is not empty; {continues}, or name a new folder")
-    return _supervise(config, run_dir, preflight(config).counts, recorded=recorded)
+    return _supervise(config, run_dir, preflight(config).counts, recorded=recorded, program=program)
 
 
 def refuse_active(run_dir: Path) -> None:
@@ -115,11 +117,12 @@ def with_absolute_paths(config: C) -> C:
     return config
 
 
-def resume(config: Config, before: Config, run_dir: Path) -> RunReport:
+def resume(config: Config, before: Config, run_dir: Path, *, program: ProgramLink | None = None) -> RunReport:
     """Continue a run, whose config was `before`, from its newest checkpoint or from its start; raises as `train`."""
     refuse_active(run_dir)
     refuse_changes(config, before)
-    return _supervise(config, run_dir, preflight(config, recorded_counts(run_dir)).counts, before=before)
+    counts = preflight(config, recorded_counts(run_dir)).counts
+    return _supervise(config, run_dir, counts, before=before, program=program)
 
 
 def refuse_changes(config: Config, before: Config) -> None:
@@ -157,7 +160,13 @@ def without_reward_model(config: C) -> C:
 
 
 def _supervise(
-    config: Config, run_dir: Path, counts: Mapping[str, int], *, recorded: bool = True, before: Config | None = None
+    config: Config,
+    run_dir: Path,
+    counts: Mapping[str, int],
+    *,
+    recorded: bool = True,
+    before: Config | None = None,
+    program: ProgramLink | None = None,
 ) -> RunReport:
     with contextlib.ExitStack() as stack:
         metrics = open_metrics(config, stack)
@@ -170,10 +179,11 @@ def _supervise(
         keep_tokenizer(config.model.path, run_dir)
         keep_inputs(config, run_dir)
         try:
-            with open_view(config) as view:
+            with program.view(config) if program else open_view(config) as view:
                 view.past(read_metrics(run_dir / METRICS))
-                supervisor = make_supervisor(config, run_dir, view, gpus_of(config), recorded=recorded)
-                asyncio.run(supervisor.train(metrics))
+                supervisor = make_supervisor(config, run_dir, view, gpus_of(config), recorded=recorded, program=program)
+                work = supervisor.train(metrics)
+                asyncio.run(program.supervise(work, supervisor.interrupt) if program else work)
         except BaseException:
             from ..planner.explain.findings import Explanation
 
@@ -293,17 +303,20 @@ def make_supervisor(
     *,
     recorded: bool = True,
     evaluated: Path | None = None,
+    program: ProgramLink | None = None,
 ) -> Supervisor:
     """A supervisor with the launcher that `launch.kind` names; `gpus` is the number that each role needs. Episodes of evaluations
     are kept in the folder of the run `evaluated`, by default in `run_dir`."""
     import torch
 
+    from .program.link import ProgramLauncher
     from .supervisor.supervisor import Supervisor  # takes seconds
 
     logs, available = run_dir / "logs", torch.cuda.device_count()
     if config.launch.kind == "local":
         placement = assign_gpus(gpus, available)
-        launcher = LocalLauncher(logs, config.launch.ports["first"], placement, available)
+        local = logs, config.launch.ports["first"], placement, available
+        launcher = ProgramLauncher(*local, program) if program else LocalLauncher(*local)
     else:
         from .launchers.ray import RayLauncher
 

@@ -70,7 +70,7 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     replicas: int  # inference servers that took the push and serve its version
     replicas_failed: int  # replicas that did not take the push
     wait_s: float  # seconds waited for the batch
-    step_s: float  # seconds from the batch to its commit: rows, aux models, advantages, forward, backward, optimizer
+    step_s: float  # seconds from batch to commit: a program's code, rows, aux models, advantages, forward, backward, optimizer
     push_s: float  # seconds of the whole weight push
     pause_ms: float  # longest pause of a replica in the push
     transfer_ms: float  # time of the transfer
@@ -277,14 +277,18 @@ class _Reported(msgspec.Struct, frozen=True):
 
 
 class StepTimer:
-    """Call `took`, `stepped` and `row` in this order, once per step. `stats` are the buffer's when the loop begins; `clock` is in
-    seconds."""
+    """Call `asks`, `took`, `stepped` and `row` in this order, once per step. `stats` are the buffer's when the loop begins; `clock`
+    is in seconds."""
 
     def __init__(self, stats: Stats, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._ended = clock()
         self._before = stats
         self._steps: list[_Reported] = []  # the newest, of `RATE_S` together
+
+    def asks(self) -> None:
+        """The wait for a batch begins. What came before since the last step is neither waiting nor stepping."""
+        self._asked = self._clock()
 
     def took(self, batch: BatchPlan[BatchRow]) -> None:
         self._took = self._clock()
@@ -304,7 +308,7 @@ class StepTimer:
         push: PushReport,
     ) -> StepMetrics:
         now = self._clock()
-        total_s, step_s, wait_s = now - self._ended, self._stepped - self._took, self._took - self._ended
+        total_s, step_s, wait_s = now - self._ended, self._stepped - self._took, self._took - self._asked
         before, after = self._before, self._after
         this, recent = self._reported(total_s, step_s)
         metrics = StepMetrics(

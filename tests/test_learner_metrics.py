@@ -30,6 +30,7 @@ def rows(steps: int, step_s: float, compared: int = 1) -> list[StepMetrics]:
     timer = StepTimer(reports.stats(), lambda: reports.now)
     done = PolicyStepResult((BackendStepResult(0.0, 0.0, 1, MEANS),), 0.1, 0.5 * bool(compared), compared)
     for step in range(1, steps + 1):
+        timer.asks()
         reports.now += 0.2 * step_s
         timer.took(BatchPlan(step, 0, (), {}, reports.stats()))
         reports.now += 0.7 * step_s
@@ -63,6 +64,7 @@ def test_totals_of_a_buffer_that_began_anew_make_no_negative_time() -> None:
     reports = Reports()
     reports.now = 100.0
     timer = StepTimer(reports.stats(), lambda: reports.now)
+    timer.asks()
     reports.now = 101.0
     timer.took(BatchPlan(0, 0, (), {}, reports.stats()))
     reports.now = 102.0

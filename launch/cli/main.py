@@ -42,6 +42,7 @@ COMMANDS = {
     "env": ".env",
     "config": ".config",
     "role": ".role",
+    "program": ".program",
 }
 """The module of each command. Only the module of the command that runs is imported, inside `main`, so that an interrupt gets its
 answer from the first moment on; by name, because the product does not import the folders of chaos and the benchmarks."""

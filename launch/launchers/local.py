@@ -180,7 +180,7 @@ class LocalLauncher:
         self._reserved: set[int] = set()
         self._gpus = dict(placement.gpus) if placement else {}
         self._available = available
-        self._started: defaultdict[str, list[LocalProcess]] = defaultdict(list)
+        self._started: defaultdict[str, list[ProcessHandle]] = defaultdict(list)
         self._private: dict[str, OwnedFolder] = {}  # of processes that are about to start
         self.authorize: Callable[[str, str], None] = lambda role, key: None
 
@@ -209,16 +209,17 @@ class LocalLauncher:
 
     async def execute(self, role: str, command: Sequence[str], environment: dict[str, str]) -> ProcessHandle:
         """Start `command` as `role`, with the pair that was made for it."""
-        private = self._private[role]
-        own = {PARENT: str(os.getpid()), VARIABLE: str(private.path)}
-        env, no_input = {**os.environ, **environment, **own}, asyncio.subprocess.DEVNULL
+        env, no_input = {**os.environ, **environment, **self.own_variables(role)}, asyncio.subprocess.DEVNULL
         with (self._logs / f"{role}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=no_input, stdout=log, stderr=log, env=env, start_new_session=True
             )
-        del self._private[role]
-        self._started[role].append(LocalProcess(process, private))
+        self._started[role].append(LocalProcess(process, self._private.pop(role)))
         return self._started[role][-1]
+
+    def own_variables(self, role: str) -> dict[str, str]:
+        """Environment variables of the next process of `role`: its parent, and where its keys are."""
+        return {PARENT: str(os.getpid()), VARIABLE: str(self._private[role].path)}
 
     async def move(self, role: str) -> Placement:
         raise PlacementLost(f"there is one host, and {role} cannot run on it any more")

@@ -30,9 +30,9 @@ from ...configs.schema import AuxModel, parse_size
 from ...errors import ConfigError, Interrupted, SlipstreamError, first_cause
 from ...monitor.log import setup_logging
 from ...monitor.timeline import TimelineWriter
-from ..peers import filling, following_peers, peer_table, trusting
+from ..peers import filling, following_peers, peer_table
 from ..resources import RANKED
-from ..run_context import RunContext, RunSettings, following_settings, read_run_context
+from ..run_context import RunContext, following_settings, read_run_context
 from ..run_files import code_folder, local_inputs
 from .heartbeat import HeartbeatSender
 from .processes import FINAL
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from ...buffer.messages import Lease
     from ...rollout.player import EpisodeResult
     from ...rpc.security import PeerTable
-    from ...weightsync.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -279,76 +278,11 @@ async def rater(context: RunContext, index: int, heartbeat: HeartbeatSender, sto
 async def learner(
     peers: PeerTable | None, context: RunContext, index: int, heartbeat: HeartbeatSender, stop: asyncio.Event
 ) -> None:
-    from ...learner.loop import TrainingLoop
-    from ...learner.metrics import StepMetrics
-    from ...learner.model import vocabulary_size
-    from ...monitor.annotations import KEPT_BYTES, STEP_BYTES, AnnotationWriter
-    from ...monitor.recorder import Recorder
-    from ..evaluations import FILE, retained
-    from .factory import buffer_client, make_aux_models, make_backend, make_canary, make_publisher
-    from .samples import sampler
+    from .learner_rank import open_rank
 
-    config = context.config
-    backend = make_backend(config, temperature=config.rollout.temperature)
-    first = index == 0
-    async with contextlib.AsyncExitStack() as stack:
-        stack.callback(backend.close)
-        aux_models = make_aux_models(config, backend, context.addresses.aux_models)
-        stack.callback(aux_models.close)
-        trusted = [trusting(rank, rank.name) for rank in aux_models.clients]
-        await stack.enter_async_context(following_peers(context, filling(peers), *trusted))
-        client = await stack.enter_async_context(buffer_client(context, heartbeat.role))
-        publisher, joined, settings = None, asyncio.Event(), None
-        timeline = stack.enter_context(TimelineWriter(context.timeline_dir, heartbeat.role))
-        recorded = context.timeline_dir if backend.leads_rows else None
-        limit = KEPT_BYTES // backend.data_size
-        annotations = stack.enter_context(AnnotationWriter(recorded, heartbeat.role, limit))
-        if first:
-            publisher, joined = await stack.enter_async_context(
-                make_publisher(context, backend.device, heartbeat.report_replica, stop, timeline.record, peers)
-            )
-            settings = await stack.enter_async_context(
-                following_settings(context, functools.partial(_set_cohort, publisher))
-            )
-        recorder = stack.enter_context(Recorder(context.dir, config, context.dir / FILE)) if first else None
-
-        def report(metrics: StepMetrics) -> None:
-            if recorder is not None:
-                recorder.step(metrics)
-                heartbeat.stepped(metrics)
-
-        canary = make_canary(config)
-        checkpoints, longest = context.dir / "checkpoints", config.agent.max_tokens
-        loop = TrainingLoop(
-            config.learner,
-            backend,
-            client,
-            publisher,
-            joined,
-            checkpoints,
-            canary,
-            report,
-            longest,
-            vocabulary_size(config.model.path),
-            aux_models,
-            retained=functools.partial(retained, context.dir, config),
-            on_checkpoint=heartbeat.saved,
-            record=timeline.record,
-            annotate=annotations.record,
-            annotations_bytes=STEP_BYTES if recorded else 0,
-            settings=None if settings is None else lambda: settings.state.config.learner,
-            on_trained=sampler(config, context.dir, recorder),
-        )
-        timeline.gauges = lambda: loop.gauges() | {"annotations_dropped": annotations.dropped}
-        state = await loop.run(stop, functools.partial(_ready, heartbeat))
-        if state.step >= config.learner.steps:
-            backend.export(context.dir / "model")
-            heartbeat.done()
-            await loop.serve(stop)
-
-
-def _set_cohort(publisher: Publisher, settings: RunSettings) -> None:
-    publisher.cohort = settings.config.weightsync.cohort
+    async with open_rank(peers, context, index, heartbeat, stop) as rank:
+        await rank.loop.run(stop, functools.partial(_ready, heartbeat))
+        await rank.finish()
 
 
 async def aux_model(

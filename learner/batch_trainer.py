@@ -1,0 +1,182 @@
+"""What one rank does with a batch that was taken: score it, give its tokens advantages, step the policy and the trained aux model.
+
+Invariants:
+- All ranks plan the same over the same headers; each fetches the rows that it works on, and no others.
+- A batch that cannot be trained on changes no weights: rows are checked when they arrive, before a model computes with them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from itertools import chain
+from typing import TypeVar
+
+import msgspec
+
+from ..buffer.client import BufferClient
+from ..buffer.messages import BatchPlan
+from ..buffer.trajectory import BatchRow, Trajectory
+from ..configs.schema import Learner
+from ..errors import StateError, describe
+from .algorithms import advantage_of, returns_of
+from .algorithms.estimators import assign_advantages, overlong
+from .annotations import StepAnnotations, choose
+from .aux_models.aux_models import AuxModels
+from .backend import Backend
+from .batch import TrainBatch, flatten, trainable, with_rows
+from .checkpoint import CheckpointState
+from .metrics import AuxModelsResult, PolicyStepResult
+from .step import PolicyStepper
+from .unusable import UnusableBatch, faulty_groups, may_be_data, why_unusable
+
+log = logging.getLogger(__name__)
+
+FRESH = 8  # trajectories scored per step only to compare learner and engine; a few percent of a batch
+
+S = TypeVar("S")
+Stepped = tuple[TrainBatch, PolicyStepResult, AuxModelsResult, StepAnnotations]
+
+
+class BatchTrainer:
+    """One rank's. The arguments are those of `TrainingLoop`."""
+
+    def __init__(
+        self,
+        config: Learner,
+        backend: Backend,
+        buffer: BufferClient,
+        aux_models: AuxModels,
+        longest: int,
+        vocabulary: int,
+        *,
+        annotations_bytes: int,
+        on_trained: Callable[[int, Collection[Trajectory]], None],
+    ) -> None:
+        self._backend, self._buffer, self._aux_models = backend, buffer, aux_models
+        self._vocabulary, self._annotations_bytes, self._on_trained = vocabulary, annotations_bytes, on_trained
+        self._advantage, self._returns = advantage_of(config.algorithm), returns_of(config.algorithm)
+        self._shape = overlong(config.algorithm.overlong, longest)
+        self._stepper = PolicyStepper(config, backend, longest)
+        self.first_step = self._stepper.first_step  # before it the critic alone steps
+        self.carried = self._stepper.carried
+
+    def follow(self, lr: float) -> None:
+        """From the next step on the learning rate after warm-up is `lr`."""
+        self._stepper.peak_lr = lr
+
+    async def step(self, taken: BatchPlan[BatchRow], state: CheckpointState) -> Stepped | None:
+        """Collective. Step the policy, and the trained aux model. None where groups of the batch are set aside: then it is taken
+        again. Raises UnusableBatch where this rank failed by what may be the data."""
+        return await self._attempt(self._policy_step, taken, state)
+
+    async def step_critic(
+        self, taken: BatchPlan[BatchRow], state: CheckpointState
+    ) -> tuple[TrainBatch, AuxModelsResult] | None:
+        """Collective. As `step`, but the policy takes no step."""
+        return await self._attempt(self._critic_step, taken, state)
+
+    async def _attempt(
+        self,
+        step: Callable[[BatchPlan[BatchRow], CheckpointState], Awaitable[S | None]],
+        taken: BatchPlan[BatchRow],
+        state: CheckpointState,
+    ) -> S | None:
+        """Collective. What `step` returns, which is None where groups of the batch are set aside: then it is taken again. Raises
+        UnusableBatch where this rank failed by what may be the data."""
+        try:
+            return await step(taken, state)
+        except Exception as error:
+            if not may_be_data(error):
+                raise
+            why = describe(error)
+            try:
+                if faulty := faulty_groups(taken.groups, state.version):
+                    aside = await self._buffer.set_aside(taken.version, list(faulty), next(iter(faulty.values())))
+                else:
+                    aside = await self._buffer.step_failed(taken.version, why)
+            except StateError as refused:
+                raise UnusableBatch(f"{why}; {refused}", final=True) from error
+            numbers = ", ".join(map(str, aside))
+            then = f"its groups {numbers} are set aside" if aside else "it is tried once more"
+            raise UnusableBatch(f"the batch of version {taken.version} cannot be trained on: {why}; {then}") from error
+
+    async def _critic_step(
+        self, taken: BatchPlan[BatchRow], state: CheckpointState
+    ) -> tuple[TrainBatch, AuxModelsResult] | None:
+        """Collective. As `_step`, but the policy takes no step."""
+        rows: dict[str, Trajectory] = {}
+        if (credited := await self._credited(taken, state, rows)) is None:
+            return None
+        batch = trainable(credited, max_staleness=state.version - taken.oldest_version)
+        await self._fetch(taken, {batch.ids[i] for i in self._aux_models.trained_rows(batch)}, rows)
+        if await self._set_aside(taken, rows):
+            return None
+        batch = with_rows(batch, rows.values())
+        return batch, await self._aux_models.learn(batch)()
+
+    async def _policy_step(self, taken: BatchPlan[BatchRow], state: CheckpointState) -> Stepped | None:
+        """Collective. Compute advantages, then step the policy and the trained aux model. This rank fetches the rows that it works
+        on. None where some of them are proven to be unusable, and set aside."""
+        rows: dict[str, Trajectory] = {}
+        if (credited := await self._credited(taken, state, rows)) is None:
+            return None
+        batch = trainable(credited, max_staleness=state.version - taken.oldest_version)
+        aux_batch, plan = self._aux_models.training_batch(credited, batch), self._stepper.plan(batch)
+        wanted = {batch.ids[i] for i in chain.from_iterable(chain.from_iterable(plan))}
+        await self._fetch(taken, wanted | {aux_batch.ids[i] for i in self._aux_models.trained_rows(aux_batch)}, rows)
+        if await self._set_aside(taken, rows):
+            return None
+        whole = with_rows(batch, rows.values())
+        batch, aux_batch = whole, whole if aux_batch is batch else with_rows(aux_batch, rows.values())
+        fresh = await self._buffer.fresh(state.version, FRESH) if self._backend.rank == 0 else ()
+        fresh = [row for row in self._replayable(fresh) if not self._why_unusable(row)]  # found when its batch is taken
+        aux_result = self._aux_models.learn(aux_batch)
+        seen = StepAnnotations(choose(batch, self._annotations_bytes))
+        result = self._stepper.step(batch, plan, fresh, state, seen.of)
+        learned = await aux_result()
+        self._on_trained(state.version + 1, rows.values())
+        return batch, result, learned, seen
+
+    async def _set_aside(self, taken: BatchPlan[BatchRow], rows: Mapping[str, Trajectory]) -> bool:
+        """Collective. Have the buffer set aside the groups of `rows` that are proven to be unusable; whether any rank has such."""
+        proven = {row.group_id: why for row in rows.values() if (why := self._why_unusable(row))}
+        if not self._backend.maximum(len(proven)):  # all ranks have their rows, so that the batch may change
+            return False
+        for group, why in proven.items():
+            log.error("group %d is set aside: %s", group, why)
+            try:
+                await self._buffer.set_aside(taken.version, [group], why)
+            except StateError as refused:
+                raise UnusableBatch(f"{why}; {refused}", final=True) from refused
+        self._backend.maximum(0.0)  # all ranks have told the buffer
+        return True
+
+    async def _credited(
+        self, taken: BatchPlan[BatchRow], state: CheckpointState, rows: dict[str, Trajectory]
+    ) -> TrainBatch | None:
+        """Collective. All sequences, with what aux models and estimators give their tokens. Those scored here are added to `rows`.
+        None as `_step`."""
+        flat = flatten(taken.groups, state.version, withheld=taken.withheld, shape=self._shape)
+        flat = msgspec.structs.replace(flat, carried=dict(state.algorithm))
+        wanted = self._aux_models.scored_rows(flat)
+        await self._fetch(taken, {flat.ids[i] for i in wanted}, rows)
+        if await self._set_aside(taken, rows):
+            return None
+        scored = await self._aux_models.score(with_rows(flat, rows.values()) if wanted else flat)
+        return assign_advantages(scored, self._advantage, self._returns)
+
+    async def _fetch(self, taken: BatchPlan[BatchRow], names: Collection[str], rows: dict[str, Trajectory]) -> None:
+        """Add the trajectories `names` of the batch to `rows`, where they are not there."""
+        missing = [row for row in chain.from_iterable(taken.groups) if row.id in names and row.id not in rows]
+        if missing:
+            rows |= {row.id: row for row in self._replayable(await self._buffer.fetch_rows(taken.version, missing))}
+
+    def _why_unusable(self, row: Trajectory) -> str:
+        return why_unusable(row, self._vocabulary, self._backend.routers)
+
+    def _replayable(self, rows: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        """`rows` without experts that no router takes over: the option may have been on before."""
+        if self._backend.routers is not None:
+            return rows
+        return [row if row.experts is None else msgspec.structs.replace(row, experts=None) for row in rows]
