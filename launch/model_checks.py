@@ -9,7 +9,7 @@ from ..configs import Config
 from ..configs.algorithm import Kl
 from ..configs.backends import REPLAY, Megatron
 from ..configs.checks import COMMAND
-from ..configs.schema import parse_memory
+from ..configs.schema import ENGINE_OPTIONS, SPLIT, parse_memory
 from ..errors import ConfigError
 from .resources import placed_by_ray, ranks_of
 from .run_inputs import RunInputs
@@ -99,7 +99,7 @@ def check_model_fits(config: Config, shape: ModelShape) -> None:
         raise ConfigError(f"agent.max_tokens: {tokens} is more than the {shape.positions} positions of {path}")
     if shape.heads % ranks:
         heads = f"the {shape.heads} attention heads of {path}"
-        raise ConfigError(f"rollout.engine.tensor_parallel: {ranks} does not divide {heads}")
+        raise ConfigError(f"{ENGINE_OPTIONS}.{SPLIT}: {ranks} does not divide {heads}")
     size = parse_memory(engine.memory)
     if isinstance(size, int):
         needed = tokens * shape.kv_numbers * (2 if config.model.dtype == "bfloat16" else 4) // ranks

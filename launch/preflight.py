@@ -134,6 +134,7 @@ def engine(inputs: RunInputs) -> str:
     chosen = config.rollout.engine
     kind, on_cpu = servers.kind_of(chosen), servers.serves_on_cpu(config)
     servers.command(config, servers.LOOPBACK, 0, seed=config.seed)
+    servers.check_options(config)
     if kind == "vllm" and on_cpu and shutil.which("lscpu") is None:
         raise ConfigError("rollout.engine.kind: vllm on CPU needs the program `lscpu` on the PATH (package util-linux)")
     return f"{kind} on {'CPU' if on_cpu else 'GPU'}, replicas: {chosen.replicas}"

@@ -18,7 +18,7 @@ import msgspec
 
 from ..configs import Config
 from ..configs.reward import ModelReward
-from ..configs.schema import NO_AUX_PROCESSES, Servers, Sglang, Vllm
+from ..configs.schema import ENGINE_OPTIONS, NO_AUX_PROCESSES, SPLIT, OptionServers, Servers
 from ..errors import ConfigError
 
 AUX_MODEL_KINDS = tuple(NO_AUX_PROCESSES)  # kinds of roles of placed auxiliary models
@@ -45,7 +45,7 @@ def needs_rendezvous_port(config: Config) -> tuple[str, ...]:
 
 def ranks_of(engine: Servers) -> int:
     """Ranks of one replica; each needs a GPU."""
-    return engine.tensor_parallel if isinstance(engine, Vllm | Sglang) else 1
+    return engine.tensor_parallel if isinstance(engine, OptionServers) else 1
 
 
 def needed_gpus(config: Config, *, engines: bool, learners: bool, reward: bool = False) -> dict[str, int]:
@@ -76,7 +76,7 @@ def assign_gpus(wanted: Mapping[str, int], available: int) -> GpuAssignment:
     largest = max(wanted.values(), default=0)
     if largest > available:
         raise ConfigError(
-            f"rollout.engine.tensor_parallel: a process wants {largest} GPUs, torch sees {available}; "
+            f"{ENGINE_OPTIONS}.{SPLIT}: a process wants {largest} GPUs, torch sees {available}; "
             "allowed are at most as many as there are"
         )
     gpus, following = {}, 0

@@ -84,6 +84,8 @@ METRICS = (
     Metric("engine_waiting_requests", "requests that wait in it", ("role",)),
     Metric("engine_kv_cache_ratio", "share of its cache of keys and values that is in use", ("role",)),
     Metric("engine_sampled_tokens_total", "tokens that it sampled; SGLang does not say", ("role",)),
+    Metric("engine_drafted_tokens_total", "tokens that its speculative decoding drafted; absent without it", ("role",)),
+    Metric("engine_accepted_tokens_total", "drafted tokens that the model accepted", ("role",)),
     Metric("engine_version", "policy version that a replica serves; absent while it serves none", ("role",)),
     Metric("replicas", "replicas by state", ("state",)),
     Metric("engine_false_replies_total", "replies of a replica that failed the check of replies", ("role",)),
@@ -260,3 +262,5 @@ def _export_worker(role: str, line: Gauges, to: Exposition) -> None:
         to.set("engine_waiting_requests", load.get("waiting"), replica)
         to.set("engine_kv_cache_ratio", load.get("kv"), replica)
         to.set("engine_sampled_tokens_total", load.get("tokens"), replica)
+        to.set("engine_drafted_tokens_total", load.get("drafted"), replica)
+        to.set("engine_accepted_tokens_total", load.get("accepted"), replica)

@@ -22,7 +22,7 @@ from ..configs import Config
 from ..configs.algorithm import plays_greedily
 from ..configs.backends import copy_ranks
 from ..configs.environments import parts_by_key, shares_of
-from ..configs.schema import Sglang, Vllm
+from ..configs.schema import OptionServers
 from ..errors import ConfigError
 from ..monitor.metrics import Row
 from .figures import RunFigures, StepSample, figures_of
@@ -159,7 +159,7 @@ def _deliver_s(episodes: Sequence[Sequence[BatchRow]], delivered: Mapping[str, f
 
 def _engine(config: Config, spans: RunSpans, groups: Groups, measured: RunFigures, replicas: int) -> EngineProfile:
     engine = config.rollout.engine
-    ranks = engine.tensor_parallel if isinstance(engine, Vllm | Sglang) else 1
+    ranks = engine.tensor_parallel if isinstance(engine, OptionServers) else 1
     law = replica_law(spans.replicas, engine.max_concurrent, recompute=config.rollout.partial == "recompute")
     if law is None:
         return guess_engine(groups, measured, replicas, engine.max_concurrent, ranks)

@@ -34,13 +34,21 @@ MEMORY = 0.5  # weight of the newest sample: a group that starts sends many requ
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
-    """The load of a replica: sequences decoding, sequences queued, share of its KV cache in use, and the tokens that it has sampled
-    since it started, None where its server does not say."""
+    """The load of a replica: sequences decoding, sequences queued, share of its KV cache in use. Since it started, and None where
+    its server does not say: the tokens that it has sampled; with speculative decoding those that were drafted, and those of them
+    that the model accepted."""
 
     running: int
     waiting: int
     kv_usage: float
     tokens: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+
+    def gauges(self) -> dict[str, float | None]:
+        """By the names that the series of a worker have."""
+        drafts = {} if self.drafted is None else {"drafted": self.drafted, "accepted": self.accepted}
+        return {"running": self.running, "waiting": self.waiting, "kv": self.kv_usage, "tokens": self.tokens, **drafts}
 
 
 class Concurrency:

@@ -193,10 +193,7 @@ class Router:
         loaded = [(c, c.load) for _, c in sorted(self._connections.copy().items())[share::shares]]
         return {
             c.info.name: {
-                "running": load.running,
-                "waiting": load.waiting,
-                "kv": load.kv_usage,
-                "tokens": load.tokens,
+                **load.gauges(),
                 "version": c.info.version,
                 "sent": c.in_flight,
                 "false": c.suspicion.count,

@@ -91,6 +91,9 @@ SGLANG = (
 )
 """What the three processes of an SGLang server import, in its own Python."""
 
+PARSERS = "rollout/engines/parse_options.py"
+"""The script that asks a server's own parser, and whose first argument is the kind of the server."""
+
 IMAGES = {"ours": OURS, "vllm": (*OURS, *VLLM), "sglang": SGLANG}
 """Image name -> the modules that its fork server imports."""
 
@@ -138,9 +141,11 @@ def image_of(command: Sequence[str], environment: dict[str, str]) -> str | None:
     kind, what, rest = _split(command)
     if kind == "-m" and what.startswith("sglang."):
         return "sglang"
+    if not kind and what.endswith(PARSERS) and rest[0] == "sglang":
+        return "sglang"
     if command[0] != sys.executable or environment.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
         return None
-    if kind == "-m" and what.startswith("vllm."):
+    if (kind == "-m" and what.startswith("vllm.")) or (not kind and what.endswith(PARSERS)):
         return "vllm"
     if kind == "-m" and what == "slipstream.launch.cli":
         return "vllm" if _runs_vllm(rest) else "ours"

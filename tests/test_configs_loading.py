@@ -525,11 +525,14 @@ def noticed(source: str, *overrides: str) -> tuple[Config, list[str]]:
     return load(source, overrides, notice=lines.append), lines
 
 
-def test_another_kind_keeps_what_means_the_same_in_it():
-    config, lines = noticed("qwen3-0.6b", "rollout.engine.kind=transformers", "rollout.engine.max_concurrent=32")
+def test_another_kind_keeps_what_means_the_same_in_it(tmp_path):
+    split = write(tmp_path, "extends: qwen3-0.6b\nrollout: {engine: {options: {tensor_parallel_size: 2}}}")
+    config, lines = noticed(split, "rollout.engine.kind=transformers", "rollout.engine.max_concurrent=32")
     engine = config.rollout.engine
     assert (engine.memory, engine.start_s, engine.max_concurrent) == ("0.85", 300, 32)
-    assert lines == ["rollout.engine.kind=transformers: dropped tensor_parallel=1, which belonged to kind vllm"]
+    assert lines == [
+        "rollout.engine.kind=transformers: dropped options={'tensor_parallel_size': 2}, which belonged to kind vllm"
+    ]
 
 
 def test_another_kind_drops_a_setting_whose_default_differs_and_says_so():

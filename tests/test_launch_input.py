@@ -57,7 +57,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("rollout.engine.memory=4000GiB", ("rollout.engine.memory", "4000GiB", "free")),
         ("agent.max_tokens=1000000", ("agent.max_tokens", "2048")),
         ("rollout.engine.memory=1KiB", ("rollout.engine.memory", "1KiB", "MiB and more")),
-        ("rollout.engine.tensor_parallel=5", ("rollout.engine.tensor_parallel", "5", "6 attention heads")),
+        (
+            "rollout.engine.options.tensor_parallel_size=5",
+            ("rollout.engine.options.tensor_parallel_size", "5", "6 attention heads"),
+        ),
         ("model.dtype=bfloat16", ("model.dtype", "weightsync.canary_tolerance", "0.2")),
         ("seed=-1", ("seed", "-1")),
         ("launch.hosts=many", ("launch.hosts", "launch.kind=ray_cluster")),
@@ -87,8 +90,8 @@ def test_a_bad_key_is_one_line(
             ("weightsync.transport=shared", "launch.kind=ray_cluster", "disk"),
         ),
         (
-            ("rollout.engine.kind=transformers", "rollout.engine.tensor_parallel=2"),
-            ("rollout.engine.tensor_parallel", "max_concurrent"),
+            ("rollout.engine.kind=transformers", "rollout.engine.options.tensor_parallel_size=2"),
+            ("rollout.engine.options", "max_concurrent"),
         ),
         (
             ("rollout.engine.kind=fake", "rollout.engine.memory=0.85"),
@@ -278,7 +281,7 @@ def test_train_help_shows_every_field(capsys: pytest.CaptureFixture[str]) -> Non
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     keys = {field.key for field in (*describe(Config()), *describe(Config(env=PythonEnv(factory="a:B"))))}
-    keys |= {"env.family", "env.factory", "env.parts.NAME.family", "rollout.engine.tensor_parallel"}
+    keys |= {"env.family", "env.factory", "env.parts.NAME.family", "rollout.engine.options"}
     keys |= {"reward.path", "reward.template", "learner.backend.parallel", "learner.algorithm.advantage.lam"}
     keys |= {"learner.algorithm.loss.eta", "learner.algorithm.kl.coefficient", "rollout.failures.NAME.retries"}
     for key in keys:

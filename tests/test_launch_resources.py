@@ -16,7 +16,8 @@ from slipstream.tests.ranks import reserved_ports
 
 def test_a_gpu_each_while_there_are_enough() -> None:
     config = load(
-        "qwen3-0.6b", ["learner.backend.ranks=2", "rollout.engine.replicas=2", "rollout.engine.tensor_parallel=2"]
+        "qwen3-0.6b",
+        ["learner.backend.ranks=2", "rollout.engine.replicas=2", "rollout.engine.options.tensor_parallel_size=2"],
     )
     wanted = needed_gpus(config, engines=True, learners=True)
     placement = assign_gpus(wanted, 8)
@@ -44,7 +45,7 @@ def test_a_gpu_shared_by_learner_and_engine_rules_out_nccl() -> None:
     ("kind", "more", "ranks"), [("vllm", ("2",), 2), ("sglang", ("2",), 2), ("transformers", (), 1), ("fake", (), 1)]
 )
 def test_only_kinds_that_split_a_model_want_more_than_one_gpu(kind: str, more: tuple[str, ...], ranks: int) -> None:
-    split = [f"rollout.engine.tensor_parallel={n}" for n in more]
+    split = [f"rollout.engine.options.tensor_parallel_size={n}" for n in more]
     config = load("quickstart", [f"rollout.engine.kind={kind}", *split])
     assert ranks_of(config.rollout.engine) == ranks
     assert needed_gpus(config, engines=True, learners=False) == {"engine-0": ranks}
@@ -80,8 +81,10 @@ def test_without_gpus_no_role_asks_for_one() -> None:
 
 
 def test_a_replica_that_does_not_fit_is_named() -> None:
-    config = load("qwen3-0.6b", ["rollout.engine.tensor_parallel=4"])
-    with pytest.raises(ConfigError, match=r"rollout\.engine\.tensor_parallel: a process wants 4 GPUs, torch sees 2"):
+    config = load("qwen3-0.6b", ["rollout.engine.options.tensor_parallel_size=4"])
+    with pytest.raises(
+        ConfigError, match=r"rollout\.engine\.options\.tensor_parallel_size: a process wants 4 GPUs, torch sees 2"
+    ):
         assign_gpus(needed_gpus(config, engines=True, learners=True), 2)
 
 

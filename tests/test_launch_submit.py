@@ -35,7 +35,7 @@ GPUS = (
     "learner.backend.device=cuda",
     "learner.backend.ranks=4",
     "rollout.engine.replicas=2",
-    "rollout.engine.tensor_parallel=4",
+    "rollout.engine.options.tensor_parallel_size=4",
 )
 PODS = Pods("registry.example/slipstream:1", "training", (parse_volume("runs:/runs"),), ("hub",))
 
@@ -80,7 +80,7 @@ def test_as_few_nodes_as_the_gpus_fit_on():
     ("options", "said"),
     [
         ({"gpus": 0}, ("--gpus-per-node: 0", "learner.backend.device=cuda")),
-        ({"gpus": 2}, ("--gpus-per-node", "engine-0 needs 4", "tensor_parallel", "4 and more")),
+        ({"gpus": 2}, ("--gpus-per-node", "engine-0 needs 4", "tensor_parallel_size", "4 and more")),
         ({"gpus": 8, "nodes": 1}, ("--nodes: 1", "learner-3", "need 12 GPUs", "2 and more")),
         ({"gpus": 8, "cpus": 2}, ("--cpus-per-node: 2", "9 roles", "5 and more")),
         ({"gpus": 8, "memory": "64G"}, ("--memory", "'64G'", "GiB")),

@@ -142,7 +142,7 @@ def test_spans_are_exact_with_kept_kv_only_without_overlap(folder: Path) -> None
 
 def test_the_callers_own_python_path_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    variables = sglang_server.environment(configure(folder, tensor_parallel=2))
+    variables = sglang_server.environment(configure(folder, options={"tensor_parallel_size": 2}))
     assert variables["PYTHONPATH"] == f"{sglang_server.SHIM}{os.pathsep}/mine"
     assert variables["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
 

@@ -183,6 +183,15 @@ async def test_the_load_is_read_from_prometheus_metrics() -> None:
         engine = client(url)
         assert await engine.get_load() == EngineLoad(5, 1, 0.25, 77)
         await engine.close()
+    drafts = (
+        'vllm:spec_decode_num_draft_tokens_total{engine="0"} 9.0',
+        'vllm:spec_decode_num_accepted_tokens_total{engine="0"} 4.0',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 4.0',
+    )
+    async with replaying((), metrics="\n".join((*lines, *drafts))) as url:
+        engine = client(url)
+        assert await engine.get_load() == EngineLoad(5, 1, 0.25, 77, 9, 4)
+        await engine.close()
     async with replaying((), metrics="\n".join(lines[:3])) as url:
         engine = client(url)
         with pytest.raises(EngineError, match="has no metric vllm:num_requests_waiting"):

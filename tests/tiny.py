@@ -114,7 +114,9 @@ def vllm(
     config = Config(
         model=Model(path=str(folder)),
         agent=Agent(max_tokens=CONTEXT),
-        rollout=Rollout(engine=Vllm(max_concurrent=max_concurrent, memory="64MiB", tensor_parallel=ranks)),
+        rollout=Rollout(
+            engine=Vllm(max_concurrent=max_concurrent, memory="64MiB", options={"tensor_parallel_size": ranks})
+        ),
     )
     command = vllm_server.command(config, servers.LOOPBACK, port)
     with server(command, vllm_server.environment(config), log) as process:

@@ -17,7 +17,7 @@ import msgspec
 
 from ...configs import Config
 from ...configs.reward import ModelReward
-from ...configs.schema import Fake, parse_size
+from ...configs.schema import ENGINE_OPTIONS, SPLIT, Fake, parse_size
 from ...errors import ConfigError
 from ..resources import needed_gpus
 from ..supervisor.processes import role_names
@@ -107,7 +107,7 @@ def _packed(needed: Mapping[str, int], gpus: int) -> list[list[str]]:
     for role, count in sorted(needed.items(), key=lambda item: -item[1]):
         if count > gpus:
             raise ConfigError(
-                f"--gpus-per-node: {role} needs {count} GPUs on one node (rollout.engine.tensor_parallel); allowed are {count} and "
+                f"--gpus-per-node: {role} needs {count} GPUs on one node ({ENGINE_OPTIONS}.{SPLIT}); allowed are {count} and "
                 "more"
             )
         node = next((i for i, left in enumerate(free) if left >= count), len(free))

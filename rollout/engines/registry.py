@@ -8,8 +8,9 @@ Invariants:
 
 from __future__ import annotations
 
-from ...configs.schema import Config, Fake, Servers, Sglang, Transformers, Vllm
+from ...configs.schema import Config, Fake, OptionServers, Servers, Sglang, Transformers, Vllm
 from .access import ServerFiles
+from .options import check_by_parser
 from .server import launch as own_server
 from .sglang import launch as sglang_server
 from .vllm import launch as vllm_server
@@ -39,6 +40,16 @@ def serves_on_cpu(config: Config) -> bool:
 def probe_path(config: Config) -> str:
     """The health route, also for a paused server: SGLang's `/health` then waits for 20 s and reports the server dead."""
     return "/model_info" if isinstance(config.rollout.engine, Sglang) else "/health"
+
+
+def check_options(config: Config) -> None:
+    """Raises ConfigError where the server's parser does not take `rollout.engine.options`. It takes seconds where there are any:
+    the parser comes with the server's packages."""
+    launch, engine = LAUNCHES[type(config.rollout.engine)], config.rollout.engine
+    if isinstance(engine, OptionServers) and engine.passed_on:
+        python = launch.command(config, LOOPBACK, 0)[0]
+        owned = vllm_server.OWNED if isinstance(engine, Vllm) else sglang_server.OWNED
+        check_by_parser(kind_of(engine), (python, "-P"), environment(config), engine.passed_on, owned)
 
 
 def kind_of(engine: Servers) -> str:

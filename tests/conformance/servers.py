@@ -14,12 +14,13 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 from slipstream.common.owned_folders import PRIVATE_VARIABLE
 from slipstream.common.process import set_parent_death_signal
-from slipstream.configs.schema import Agent, Config, Model, Partial, Rollout, Sglang, Vllm
+from slipstream.configs.schema import Agent, Config, Model, OptionServers, Partial, Rollout
 from slipstream.errors import DeadlineExceeded
 from slipstream.rollout.engines import registry as servers
 from slipstream.rollout.engines.access import ServerAccess, ServerFiles, make_access
@@ -37,12 +38,14 @@ MAX_CONCURRENT = 8
 """Sequences that a server decodes at once: few, so that a test can make a queue."""
 
 
-def configure(kind: Kind, folder: Path, *, ranks: int = 1, partial: Partial = "recompute") -> Config:
-    """The configuration of a run whose servers are of `kind` and serve the model in `folder`."""
+def configure(
+    kind: Kind, folder: Path, *, partial: Partial = "recompute", options: dict[str, Any] | None = None
+) -> Config:
+    """The configuration of a run whose servers are of `kind`, with `options`, and serve the model in `folder`."""
     engine = kind.engine(max_concurrent=MAX_CONCURRENT, memory="64MiB", start_s=START_S)
-    if ranks > 1:
-        assert isinstance(engine, Vllm | Sglang)
-        engine = msgspec.structs.replace(engine, tensor_parallel=ranks)
+    if options:
+        assert isinstance(engine, OptionServers)
+        engine = msgspec.structs.replace(engine, options=options)
     return Config(
         model=Model(path=str(folder)),
         agent=Agent(max_tokens=tiny.CONTEXT),

@@ -15,6 +15,8 @@ SHAPES = {
     "moe": {"moe": True},
     "tensor parallel": {},
 }
+OPTIONS = {"tensor parallel": {"tensor_parallel_size": 2}}
+"""`rollout.engine.options` of servers."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def shape(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def other_server(kind: Kind, shape: str, others: dict[str, Weights], start: Callable[..., Server]) -> Iterator[Server]:
     kind.needs(shape)
-    server = start(kind, others[shape].folders[0], ranks=2 if shape == "tensor parallel" else 1)
+    server = start(kind, others[shape].folders[0], options=OPTIONS.get(shape))
     yield server
     server.close()
 

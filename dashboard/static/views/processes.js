@@ -16,8 +16,8 @@ export function Processes({run}) {
   }
   return html`<h1>${run.name}</h1>
     ${run.active && html`<${Status} run=${run.name} />`}
-    <div class="card scroll"><h2>inference servers, as their workers see them</h2>${Object.keys(replicas).length ? html`<table><thead><tr><th>replica</th><th>version</th><th>decoding</th><th>waiting</th><th>KV cache</th><th>requests there</th></tr></thead><tbody>
-      ${Object.entries(replicas).sort().map(([name, one]) => html`<tr key=${name}><td>${name}</td><td>${one.version ?? DASH}</td><td>${one.running ?? DASH}</td><td>${one.waiting ?? DASH}</td><td>${share(one.kv)}</td><td>${one.sent}</td></tr>`)}</tbody></table>` : html`<p class="muted">none reported</p>`}</div>
+    <div class="card scroll"><h2>inference servers, as their workers see them</h2>${Object.keys(replicas).length ? html`<table><thead><tr><th>replica</th><th>version</th><th>decoding</th><th>waiting</th><th>KV cache</th><th title="of the tokens that speculative decoding drafted">drafts accepted</th><th>requests there</th></tr></thead><tbody>
+      ${Object.entries(replicas).sort().map(([name, one]) => html`<tr key=${name}><td>${name}</td><td>${one.version ?? DASH}</td><td>${one.running ?? DASH}</td><td>${one.waiting ?? DASH}</td><td>${share(one.kv)}</td><td>${one.drafted ? share(one.accepted / one.drafted) : DASH}</td><td>${one.sent}</td></tr>`)}</tbody></table>` : html`<p class="muted">none reported</p>`}</div>
     <div class="card scroll"><h2>processes</h2><table><thead><tr><th>role</th><th>pid</th><th>reported</th><th>cores</th><th>memory</th><th class="text">gauges</th><th>lines dropped</th></tr></thead><tbody>
       ${data.processes.map(one => html`<tr key=${one.role}><td>${one.role}</td><td>${one.pid}</td><td>${ago(now() - one.age_s)}</td><td>${one.cores == null ? DASH : one.cores.toFixed(2)}</td><td>${bytes(one.rss)}</td>
         <td class="text wrap">${Object.entries(one.gauges).map(([name, value]) => plain(name, value)).filter(text => text).join(', ')}</td><td>${one.dropped || ''}</td></tr>`)}</tbody></table>

@@ -26,6 +26,7 @@ from ..access import ServerFiles
 from ..http_client import SERVER_KEEPALIVE_S
 from ..http_engine import STREAM_INTERVAL
 from ..launch_common import CPU_THREADS, hub_environment, kv_memory
+from ..options import arguments_of, owned_arguments, refuse_owned
 from .plugin import GROUP, LOADER, NAME
 
 ROOT = Path(__file__).resolve().parents[3]  # the package; in a checkout `.venv-sglang` lies there
@@ -34,6 +35,30 @@ SHIM = Path(__file__).resolve().parent / "shim"
 SPARE = 8  # SGLang ends a completion up to this many tokens before the context it was given is full
 HOST_SHARE = 0.9  # of a host's memory for weights and KV cache on CPU; `max-total-tokens` is the real, lower limit
 ISOLATED = ("-P",)  # no imports from the working directory: metadata of an old build there would hide the plugin
+OWNED = owned_arguments(
+    {
+        "model-path": "model.path",
+        "context-length": "agent.max_tokens",
+        "random-seed": "seed",
+        "max-running-requests": "rollout.engine.max_concurrent",
+        "mem-fraction-static": "rollout.engine.memory",
+        "max-total-tokens": "rollout.engine.memory",
+        "enable-metrics": "launch.ports.metrics",
+    },
+    needed=(
+        "stream-interval",
+        "default-priority-value",
+        "custom-weight-loader",
+        "log-level",
+        "skip-tokenizer-init",
+        "incremental-streaming-output",
+        "enable-priority-scheduling",
+        "disable-priority-preemption",
+        "config",
+        "admin-api-key",
+    ),
+    unsupported=("pipeline-parallel-size", "data-parallel-size", "nnodes", "node-rank", "dist-init-addr"),
+)
 PYTHON = "SLIPSTREAM_SGLANG_PYTHON"  # environment variable that names the Python that has SGLang
 PROBE_S = 60.0  # longest wait for the other Python to list its packages; it takes 0.1 s
 PROBE = f"""
@@ -55,8 +80,10 @@ class _Packages(msgspec.Struct, frozen=True):
 
 
 def command(config: Config, host: str, port: int, *, seed: int = 0, files: ServerFiles | None = None) -> list[str]:
-    """See `registry.command`. The KV cache must hold an episode of `agent.max_tokens`."""
+    """See `registry.command`. The KV cache must hold an episode of `agent.max_tokens`. Options of the config come last: they
+    replace what Slipstream has chosen for CPUs."""
     engine = _engine(config)
+    refuse_owned(engine.passed_on, OWNED)
     python = _python()
     cpu = _on_cpu(python)
     arguments = {
@@ -96,7 +123,9 @@ def command(config: Config, host: str, port: int, *, seed: int = 0, files: Serve
         ]  # its keys, also for its own requests to itself; the plugin guards all paths
     if files is not None and files.tls:
         arguments |= {"ssl-certfile": files.certificate, "ssl-keyfile": files.key}
-    return [python, *ISOLATED, "-m", "sglang.launch_server", *(f"--{k}={v}" for k, v in arguments.items()), *switches]
+    named = (f"--{name}={value}" for name, value in arguments.items())
+    options = arguments_of(engine.passed_on)
+    return [python, *ISOLATED, "-m", "sglang.launch_server", *named, *switches, *options]
 
 
 def environment(config: Config) -> dict[str, str]:

@@ -19,6 +19,8 @@ from ..http_client import REFUSALS, Disconnected
 from ..http_engine import STREAM_INTERVAL, Body, CompletionStream, HttpEngine
 from ..server.protocol import ABORT_PREFIX, Generated
 
+# Metrics of a server with speculative decoding.
+SPECULATION = ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
 PAUSE: dict[Partial, dict[str, str]] = {
     "recompute": {"mode": "keep", "clear_cache": "true"},
     "keep_kv": {"mode": "keep", "clear_cache": "false"},
@@ -92,8 +94,11 @@ class VllmEngine(HttpEngine):
     async def get_load(self) -> EngineLoad:
         running, waiting, usage = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
         tokens = "vllm:generation_tokens_total"
-        values = await self.metrics((running, waiting, usage, tokens))
-        return EngineLoad(int(values[running]), int(values[waiting]), values[usage], int(values[tokens]))
+        values = await self.metrics((running, waiting, usage, tokens), optional=SPECULATION)
+        drafted, accepted = (int(values[name]) if name in values else None for name in SPECULATION)
+        return EngineLoad(
+            int(values[running]), int(values[waiting]), values[usage], int(values[tokens]), drafted, accepted
+        )
 
     async def swap_seconds(self) -> float:
         """Seconds of loading weights since the server started, by its own metrics: the lower bound of a swap."""

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from ....configs.backends import REPLAY
-from ....configs.schema import Config, Vllm
+from ....configs.schema import ENGINE_OPTIONS, Config, Vllm
 from ....errors import ConfigError
 from ..access import ServerFiles, TokenGuard
 from ..http_client import SERVER_KEEPALIVE_S
 from ..launch_common import CPU_THREADS, hub_environment, kv_memory
+from ..options import arguments_of, owned_arguments, refuse_owned
 from .plugin import BACKEND
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"  # the `vllm` command is broken in the wheel for CPU
@@ -25,12 +26,56 @@ MODULE = "vllm.entrypoints.launchers.api_server.entry"  # the `vllm` command is 
 # is not free: on a GPU that other processes use, too.
 NOMINAL_SHARE = 0.01
 DETAILS = "--enable-prompt-tokens-details"  # the usage of a completion names the tokens found in the prefix cache
+OWNED = owned_arguments(
+    {
+        "model": "model.path",
+        "max-model-len": "agent.max_tokens",
+        "max-num-seqs": "rollout.engine.max_concurrent",
+        "kv-cache-memory-bytes": "rollout.engine.memory",
+        "gpu-memory-utilization": "rollout.engine.memory",
+        "generation-config": "rollout.temperature",
+        "enable-return-routed-experts": "learner.backend.options",
+    },
+    needed=(
+        "weight-transfer-config",
+        "logprobs-mode",
+        "scheduling-policy",
+        "tokens-only",
+        "enable-prefix-caching",
+        "enable-prompt-tokens-details",
+        "middleware",
+        "uvicorn-log-level",
+        "uds",
+        "root-path",
+        "config",
+    ),
+    unsupported=(
+        "pipeline-parallel-size",
+        "data-parallel-size",
+        "data-parallel-size-local",
+        "api-server-count",
+        "headless",
+    ),
+)
+SPECULATION = (
+    "speculative_config",
+    "spec_method",
+    "spec_model",
+    "spec_tokens",
+)  # options that turn on speculative decoding
 CPU_BLOCK = 32  # tokens per KV block on CPU: vLLM's default of 128 shares no prefix of short prompts
 
 
 def command(config: Config, host: str, port: int, *, seed: int = 0, files: ServerFiles | None = None) -> list[str]:
-    engine = config.rollout.engine
+    """See `registry.command`. Options of the config come last: they replace what Slipstream has chosen for CPUs."""
+    engine = _engine(config)
+    refuse_owned(engine.passed_on, OWNED)
     cpu = serves_on_cpu()
+    if cpu and (drafts := [name for name in engine.options if name in SPECULATION]):
+        raise ConfigError(
+            f"{ENGINE_OPTIONS}.{drafts[0]}: vLLM for CPU (0.32) reports wrong log-probs for sampled tokens that were "
+            "drafted, and the learner needs them; leave it out"
+        )
     arguments = {
         "model": config.model.path,
         "served-model-name": "policy",
@@ -40,7 +85,7 @@ def command(config: Config, host: str, port: int, *, seed: int = 0, files: Serve
         "seed": seed,
         "max-model-len": config.agent.max_tokens,
         "max-num-seqs": engine.max_concurrent,
-        "tensor-parallel-size": _ranks(config),
+        "tensor-parallel-size": engine.tensor_parallel,
         "scheduling-policy": "priority",  # the canary of a push does not queue behind the episodes
         "logprobs-mode": "processed_logprobs",
         "weight-transfer-config": json.dumps({"backend": BACKEND}),
@@ -53,7 +98,8 @@ def command(config: Config, host: str, port: int, *, seed: int = 0, files: Serve
                 f"learner.backend.options=[{REPLAY}]: vLLM reports experts on GPUs only; rollout.engine.kind=transformers does here"
             )
         switches.append("--enable-return-routed-experts")
-    return command_line(arguments, *switches, cpu=cpu, files=files)
+    line = command_line(arguments, *switches, cpu=cpu, files=files)
+    return [*line, *arguments_of(engine.passed_on)]
 
 
 def command_line(
@@ -77,7 +123,7 @@ def command_line(
 
 def environment(config: Config) -> dict[str, str]:
     routes = {"VLLM_SERVER_DEV_MODE": "1"}  # those for pausing and for weights
-    return routes | common_environment(config.model.path, _ranks(config))
+    return routes | common_environment(config.model.path, _engine(config).tensor_parallel)
 
 
 def common_environment(path: str, ranks: int) -> dict[str, str]:
@@ -108,10 +154,10 @@ def serves_on_cpu(_: Config | None = None) -> bool:
     raise ConfigError("rollout.engine.kind: vllm is not installed; run pip install -e .[cpu] or .[cuda]")
 
 
-def _ranks(config: Config) -> int:
+def _engine(config: Config) -> Vllm:
     engine = config.rollout.engine
     assert isinstance(engine, Vllm), f"a vLLM server was asked for, rollout.engine.kind is {engine}"
-    return engine.tensor_parallel
+    return engine
 
 
 def memory(text: str, cpu: bool) -> dict[str, object]:
