@@ -163,6 +163,10 @@ def join(first: Completion, second: Completion) -> Completion:
     )
 
 
+ROUNDS = 5
+"""How often a push under requests is repeated until it falls in the midst of one: they may all end in the moment before."""
+
+
 class Traffic:
     """Greedy requests without end: when one has finished, its prompt is sent again, until the block is left.
 
@@ -183,6 +187,10 @@ class Traffic:
     def crossing(self) -> list[tuple[list[int], Completion]]:
         """Completions during which the weights changed."""
         return [(prompt, completion) for prompt, completion in self.finished if len(completion.version_spans) > 1]
+
+    def most_spans(self) -> int:
+        """The most versions that sampled one completion."""
+        return max((len(completion.version_spans) for _, completion in self.finished), default=0)
 
     async def __aenter__(self) -> Traffic:
         self._loops = [asyncio.create_task(self._repeat(prompt)) for prompt in self._prompts]
