@@ -151,9 +151,14 @@ class HttpApp:
         return _json({"weight_version": self._engine.version})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "generation_tokens_total")
-        values = zip(names, msgspec.structs.astuple(self._engine.load), strict=True)
-        lines = [f'# TYPE vllm:{k} gauge\nvllm:{k}{{engine="0",model_name="policy"}} {v}\n' for k, v in values]
+        load = self._engine.load
+        values = {
+            "num_requests_running": load.running,
+            "num_requests_waiting": load.waiting,
+            "kv_cache_usage_perc": load.kv_usage,
+            "generation_tokens_total": load.tokens,
+        }
+        lines = [f'# TYPE vllm:{k} gauge\nvllm:{k}{{engine="0",model_name="policy"}} {v}\n' for k, v in values.items()]
         return web.Response(text="".join(lines), content_type="text/plain")
 
     async def _join(self, request: web.Request) -> web.Response:
