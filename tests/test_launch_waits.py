@@ -516,6 +516,11 @@ ALLOWED = {
         "rollout/engines/server/engine_thread.py",
         "asyncio.to_thread self._thread.join",
     ): "the server's end; its launcher kills it",
+    ("launch/program/link.py", "asyncio.wait"): "of what was cancelled",
+    (
+        "launch/program/run.py",
+        "asyncio.wait",
+    ): "of roles and verbs, which have deadlines of their own; the end has END_S; of what was killed or cancelled",
     ("learner/checkpointing.py", "asyncio.wait"): "of what was cancelled",
     ("learner/replica_updates.py", "asyncio.wait"): "of what was cancelled; a push has push_s",
     ("weightsync/broadcast.py", "asyncio.wait"): "each of them has what is left of push_s",
