@@ -26,7 +26,8 @@ MONITOR = Path(__file__).parent.parent / "monitor"
 NAME = re.compile(r"\b(?:slipstream_\w+|up)\b")
 THEIRS = {"up"}  # Prometheus makes it for each target
 ENGINE = ("rollout.engine.kind=fake", "rollout.engine.max_concurrent=16")
-# Without a sample in a small run that is well: nothing was compared, reported, withheld or discarded; no episode ended in a step.
+# Without a sample in a small run that is well: nothing was compared, reported, withheld, discarded or drafted; no episode ended in
+# a step.
 SELDOM = {
     "step_mismatch_max",
     "step_router_disagreement",
@@ -34,6 +35,8 @@ SELDOM = {
     "step_environment",
     "withheld_tokens_total",
     "discarded_tokens_total",
+    "engine_drafted_tokens_total",
+    "engine_accepted_tokens_total",
 }
 
 
