@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..common.annotations import CLIPPED, DROPPED, TOKEN_BYTES, TRAINED, VALUES, TokenAnnotations
-from .backend import LossOutput, PolicyLoss, TokenOutputs
+from .backend import PolicyLoss, TokenOutputs, listening
 from .batch import TrainBatch
 from .packing import MicroBatch
 
@@ -49,14 +49,11 @@ class StepAnnotations:
 
     def of(self, loss: PolicyLoss) -> PolicyLoss:
         """`loss`, which is listened to."""
+        return listening(loss, self._hear) if self._chosen else loss
 
-        def of_row(logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch) -> LossOutput:
-            output = loss(logprobs, entropy, row)
-            if output.tokens is not None and not self._chosen.isdisjoint(row.ids):
-                self._seen.append((row, *_compact(output.tokens)))
-            return output
-
-        return of_row if self._chosen else loss
+    def _hear(self, tokens: TokenOutputs, row: MicroBatch) -> None:
+        if not self._chosen.isdisjoint(row.ids):
+            self._seen.append((row, *_compact(tokens)))
 
     def finish(self) -> list[TokenAnnotations]:
         """What this rank saw, trajectory by trajectory."""

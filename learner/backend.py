@@ -53,6 +53,19 @@ PolicyLoss = Callable[[torch.Tensor, torch.Tensor, MicroBatch], LossOutput]
 """(log-probs float32[N], entropy float32[N], row) -> LossOutput. It is called on rows without a trained token too, and then
 returns 0 under the same names."""
 
+
+def listening(loss: PolicyLoss, hear: Callable[[TokenOutputs, MicroBatch], None]) -> PolicyLoss:
+    """`loss`, of which `hear` receives what it saw at the tokens of each row."""
+
+    def of_row(logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch) -> LossOutput:
+        output = loss(logprobs, entropy, row)
+        if output.tokens is not None:
+            hear(output.tokens, row)
+        return output
+
+    return of_row
+
+
 Gather = Callable[[torch.Tensor], torch.Tensor]  # `Backend.gather`
 
 BatchLoss = Callable[[Sequence[MicroBatch], Gather], PolicyLoss]

@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from .backend import Backend, LossOutput, PolicyLoss
+from .backend import Backend, PolicyLoss, TokenOutputs, listening
 from .packing import MicroBatch
 
 SHARE = 0.001
@@ -28,14 +28,7 @@ class LargestRatios:
 
     def of(self, loss: PolicyLoss) -> PolicyLoss:
         """`loss`, which is listened to."""
-
-        def of_row(logprobs: torch.Tensor, entropy: torch.Tensor, row: MicroBatch) -> LossOutput:
-            output = loss(logprobs, entropy, row)
-            if output.tokens is not None:
-                self._add(output.tokens.log_ratio)
-            return output
-
-        return of_row
+        return listening(loss, self._hear)
 
     def finish(self, backend: Backend) -> tuple[float | None, float | None]:
         """Collective. The ratio p / b that one trained token in a thousand reaches, and the largest one. None: no rank saw one."""
@@ -48,8 +41,8 @@ class LargestRatios:
         return (None, None) if maximum == -math.inf else (_exp(p999), _exp(maximum))
 
     @torch.no_grad()
-    def _add(self, log_ratios: torch.Tensor) -> None:
-        values = log_ratios if self._largest is None else torch.cat([self._largest, log_ratios])
+    def _hear(self, tokens: TokenOutputs, row: MicroBatch) -> None:
+        values = tokens.log_ratio if self._largest is None else torch.cat([self._largest, tokens.log_ratio])
         self._largest = values.topk(min(self._count, len(values))).values
 
 
