@@ -168,6 +168,19 @@ class Bench:
             vocabulary=tiny.VOCABULARY,
         )
 
+    def fleet_from_version_1(self, *replicas: LocalReplica) -> None:
+        """These are the fleet once version 1 is published."""
+        publish = self.publisher.publish
+
+        async def then_join(version: int, *arguments):
+            report = await publish(version, *arguments)
+            if version == 1:
+                self.publisher.update(replicas)
+                self.joined.set()
+            return report
+
+        self.publisher.publish = then_join
+
     async def run(self) -> CheckpointState:
         return await self.loop.run(self.stop, self.ready.set)
 
@@ -231,16 +244,7 @@ async def test_a_joiner_gets_its_weights_though_batches_are_always_ready(
     bench = Bench(tmp_path, serving)
     benches.append(bench)
     bench.buffer.batch_in = 0.02
-    publish = bench.publisher.publish
-
-    async def then_join(version: int, *arguments):
-        report = await publish(version, *arguments)
-        if version == 1:
-            bench.publisher.update([serving, joiner])
-            bench.joined.set()
-        return report
-
-    bench.publisher.publish = then_join
+    bench.fleet_from_version_1(serving, joiner)
     await bench.run()
     assert joiner.served == STEPS
 
@@ -264,17 +268,8 @@ async def test_a_joiner_that_needs_longer_than_the_grace_gets_one_push_to_itself
     bench = Bench(tmp_path, serving, push_s=5.0 if stuck else 20.0)
     benches.append(bench)
     bench.buffer.batch_in = 0.1  # an attempt asks the joiner before a version cancels it
-    publish = bench.publisher.publish
+    bench.fleet_from_version_1(serving, joiner)
     lost = list[str]()
-
-    async def then_join(version: int, *arguments):
-        report = await publish(version, *arguments)
-        if version == 1:
-            bench.publisher.update([serving, joiner])
-            bench.joined.set()
-        return report
-
-    bench.publisher.publish = then_join
     bench.publisher._on_lost = lambda name, reason: lost.append(f"{name}: {reason}")
     await bench.run()
     assert next(attempts) > publishing.CANCELLED_MOST
