@@ -79,9 +79,8 @@ class RunReport(msgspec.Struct, frozen=True):
 
 def train(config: Config, *, recorded: bool = True, program: ProgramLink | None = None) -> RunReport:
     """Start a new run and see it through; `recorded` False is for benchmarks of what spans and series cost; `program` is rank 0 of
-    the learner, where that is no process of its own. Raises ConfigError
-    where something is wrong with the config or this machine (nothing was started), RoleDied where the run failed, Interrupted where
-    it was stopped and can be resumed."""
+    the learner, where that is no process of its own. Raises ConfigError where something is wrong with the config or this machine
+    (nothing was started), RoleDied where the run failed, Interrupted where it was stopped and can be resumed."""
     writable("run.dir", config.run.dir)
     run_dir = Path(config.run.dir).resolve()
     config = with_absolute_paths(config)

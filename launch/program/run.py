@@ -362,8 +362,7 @@ class Run:
         if ended.kind == Interrupted.__name__ and not self._interrupted:
             return None
         kind = getattr(errors, ended.kind, RoleDied)
-        error = kind.__new__(kind, ended.text)  # some have arguments of their own
-        return error
+        return kind.__new__(kind, ended.text)  # some have arguments of their own
 
 
 @contextlib.contextmanager

@@ -194,16 +194,16 @@ class HttpClient:
     ) -> dict[str, float]:
         """Values of these Prometheus samples, summed over all with `labels`; of `optional` ones where the server has them. Raises
         EngineError where another one is missing, FalseReply where one is no number."""
-        values: dict[str, float] = {}
+        values, asked = dict[str, float](), (*names, *optional)
         text = (await self.call("GET", "/metrics", reuse=True)).decode(errors="replace")
         # Parsing all histograms of a server is slow.
-        wanted = [line for line in text.splitlines() if line.startswith((*names, *optional))]
+        wanted = [line for line in text.splitlines() if line.startswith(asked)]
         try:
             samples = [s for family in text_string_to_metric_families("\n".join(wanted) + "\n") for s in family.samples]
         except (ValueError, KeyError, IndexError) as error:  # what its parser raises
             raise FalseReply(f"{self.name} at {self.url}/metrics: no metrics: {error!r:.200}") from error
         for sample in samples:
-            if sample.name in (*names, *optional) and (labels or {}).items() <= sample.labels.items():
+            if sample.name in asked and (labels or {}).items() <= sample.labels.items():
                 values[sample.name] = values.get(sample.name, 0.0) + sample.value
         for name, value in values.items():
             if not abs(value) < LARGEST:
