@@ -96,13 +96,13 @@ def write_store(folder: Path, trajectories: int) -> None:
             ]
             db.executemany(f"INSERT INTO episodes VALUES ({', '.join('?' * 14)})", episodes)
             rows = [
-                (f"{g}.0.{m}.0", f"{g}.0.{m}", g, r, h, n, None)
+                (f"{g}.0.{m}.0", f"{g}.0.{m}", g, r, h, n, None, 0)
                 for (g, m), r, n, h in zip(ids, rewards, tokens.tolist(), made, strict=True)
             ]
-            db.executemany("INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+            db.executemany(f"INSERT INTO trajectories VALUES ({', '.join('?' * 8)})", rows)
         long = EncodedTrajectory.of(_long())
-        update = "UPDATE trajectories SET header = ?, length = ?, arrays = 0 WHERE id = '0.0.0.0'"
-        db.execute(update, (long.header, LONG))
+        update = "UPDATE trajectories SET header = ?, length = ?, arrays = 0, bytes = ? WHERE id = '0.0.0.0'"
+        db.execute(update, (long.header, LONG, long.arrays.nbytes))
     segments = segments_path(folder / DATABASE)
     segments.mkdir()
     (segments / f"{0:016x}").write_bytes(long.arrays.tobytes())
