@@ -43,10 +43,12 @@ def estimate(plan: SimulationPlan) -> ClosedForm:
     ]
     mean_tokens = sum(episode.tokens for one in drawn for episode in one) / BATCHES
     mean_sampled = sum(episode.sampled for one in drawn for episode in one) / BATCHES
-    learner = plan.take_s + mean_tokens * sum(plan.step_s) / len(plan.step_s) + plan.push_s
-    rollout = sum(makespan(one, plan) for one in drawn) / BATCHES
-    full = mean_sampled * plan.decode.step_s(plan.max_concurrent) / (plan.replicas * plan.max_concurrent)
     bound = plan.admission.max_staleness
+    step = mean_tokens * sum(plan.step_s) / len(plan.step_s)
+    longer = step * (plan.contention - 1) if bound else 0.0  # for the learner, and for the replicas beside it
+    learner = plan.take_s + step + longer + plan.push_s
+    rollout = sum(makespan(one, plan) for one in drawn) / BATCHES
+    full = longer + mean_sampled * plan.decode.step_s(plan.max_concurrent) / (plan.replicas * plan.max_concurrent)
     # At a bound of 0 the take and the push of a batch are in no overlap, and neither is its makespan.
     cycle = max(learner, full, (rollout + learner) / (bound + 1))
     return ClosedForm(cycle, learner, rollout, full, math.ceil(rollout / learner) if full < learner else None)

@@ -8,6 +8,7 @@ Invariants:
 - Requests arrive one after the other, each some time after it was sent.
 - A step decodes one token of every running sequence and takes the seconds that the decode curve has for their number.
 - Every sampled token has the version that the replica served then. A request's tokens by version sum to its tokens.
+- While the learner of the same host computes, the replica is slowed by a factor: steps and arrivals take longer, prefills do not.
 - A replica that is paused decodes nothing; what arrives meanwhile queues. One that drains decodes what it has, and then pauses.
 
 Not modelled: the limit of the KV cache, and that a prefill is spread over several steps.
@@ -87,6 +88,7 @@ class SimulatedReplica:
         self._prefill_s = prefill_s
         self._block = block
         self._request_s, self._arrival_s = request_s, arrival_s
+        self._slowness = 1.0
         self._arrived_at = 0.0  # when the newest request that is on the way is with the server
         self._on_the_way: set[SimulatedRequest] = set()
         self._clock = clock
@@ -112,8 +114,9 @@ class SimulatedReplica:
             self._arrive(request)
             return
         self._on_the_way.add(request)
-        self._arrived_at = max(self._arrived_at, self._clock.now) + self._arrival_s
-        self._clock.after(self._arrived_at + self._request_s - self._clock.now, self._arrive_unless_cancelled, request)
+        self._arrived_at = max(self._arrived_at, self._clock.now) + self._slowness * self._arrival_s
+        seconds = self._arrived_at + self._slowness * self._request_s - self._clock.now
+        self._clock.after(seconds, self._arrive_unless_cancelled, request)
 
     def _arrive_unless_cancelled(self, request: SimulatedRequest) -> None:
         if request in self._on_the_way:
@@ -140,6 +143,11 @@ class SimulatedReplica:
         request.counts = self._by_version(request, sampled)
         self._note_drained()
         self._fill()
+
+    def slow(self, slowness: float) -> None:
+        """Take `slowness` times as long for a step and for a request from now on."""
+        self._slowness = slowness
+        self._processor.slow(slowness)
 
     def pause(self) -> None:
         self._paused = True

@@ -66,17 +66,18 @@ def fit_profile(run: RunRecords) -> RunProfile:
     began = [_began(episode, times.leased) for episode in episodes]
     episode_s = float(np.mean([_ended(episode) - start for episode, start in zip(episodes, began, strict=True)]))
     measured = figures_of_rows(rows, episode_s)
+    engine, slowed = _engine(config, spans, groups, measured, replicas)
     profile = RunProfile(
         settings=settings_of(config) | {"rollout.engine.replicas": replicas},
         environments=_environments(config, groups, times.leased),
-        engine=_engine(config, spans, groups, measured, replicas),
-        learner=_learner(config, rows, spans, times),
+        engine=engine,
+        learner=_learner(config, rows, spans, times, slowed),
         push=PushProfile(0.0, 0.0),
         deliver_s=_deliver_s(episodes, times.delivered),
         greedy=plays_greedily(config.learner.algorithm),
         measured=measured,
     )
-    push = _push(rows, spans, SimulationPlan.of(profile).cohorts)
+    push = _push(rows, spans, SimulationPlan.of(profile).cohorts, slowed)
     profile = msgspec.structs.replace(profile, push=push)
     return scaled_to_episodes(profile) if profile.engine.source == "fitted" else profile
 
@@ -157,13 +158,17 @@ def _deliver_s(episodes: Sequence[Sequence[BatchRow]], delivered: Mapping[str, f
 # --- replicas -------------------------------------------------------------------------------------------------------
 
 
-def _engine(config: Config, spans: RunSpans, groups: Groups, measured: RunFigures, replicas: int) -> EngineProfile:
+def _engine(
+    config: Config, spans: RunSpans, groups: Groups, measured: RunFigures, replicas: int
+) -> tuple[EngineProfile, float]:
+    """And how many times as long the learner's steps took as they would have without the replicas beside it."""
     engine = config.rollout.engine
     ranks = engine.tensor_parallel if isinstance(engine, OptionServers) else 1
-    law = replica_law(spans.replicas, engine.max_concurrent, recompute=config.rollout.partial == "recompute")
+    recompute = config.rollout.partial == "recompute"
+    law = replica_law(spans.replicas, engine.max_concurrent, spans.steps, recompute=recompute)
     if law is None:
-        return guess_engine(groups, measured, replicas, engine.max_concurrent, ranks)
-    return EngineProfile(
+        return guess_engine(groups, measured, replicas, engine.max_concurrent, ranks), 1.0
+    found = EngineProfile(
         law.decode,
         law.prefill_s,
         ranks,
@@ -171,17 +176,20 @@ def _engine(config: Config, spans: RunSpans, groups: Groups, measured: RunFigure
         law.running,
         request_s=law.request_s,
         arrival_s=law.arrival_s,
+        contention=law.contention,
         block=law.block,
     )
+    return found, 1 / (1 - law.beside + law.beside / law.contention)
 
 
-def _push(rows: Sequence[Row], spans: RunSpans, cohorts: int) -> PushProfile:
-    """What is not of a cohort happens once: weights are gathered, a checkpoint is written now and then."""
-    push_s = float(np.mean([row["push_s"] for row in rows]))
-    pause_s = float(np.mean([row["pause_ms"] for row in rows])) / 1e3
+def _push(rows: Sequence[Row], spans: RunSpans, cohorts: int, slowed: float) -> PushProfile:
+    """What is not of a cohort happens once: weights are gathered, a checkpoint is written now and then. Replicas beside a push slow
+    it down as they do a step."""
+    push_s = float(np.mean([row["push_s"] for row in rows])) / slowed
+    pause_s = float(np.mean([row["pause_ms"] for row in rows])) / 1e3 / slowed
     if not spans.pushes:
         return PushProfile(push_s / cohorts, pause_s)
-    every = [seconds for push in spans.pushes for seconds in push]
+    every = [seconds / slowed for push in spans.pushes for seconds in push]
     cohort_s = min(sum(every) / len(every), push_s / cohorts)
     return PushProfile(cohort_s, min(pause_s, cohort_s), push_s - cohorts * cohort_s)
 
@@ -203,10 +211,10 @@ def _sample(row: Row) -> StepSample:
     )
 
 
-def _learner(config: Config, rows: Sequence[Row], spans: RunSpans, times: BufferTimes) -> LearnerProfile:
+def _learner(config: Config, rows: Sequence[Row], spans: RunSpans, times: BufferTimes, slowed: float) -> LearnerProfile:
     backend = config.learner.backend
     spread = rows if len(rows) <= STEPS else [rows[i * len(rows) // STEPS] for i in range(STEPS)]
-    per_token = tuple(1 / row["learner_tokens_per_s"] for row in spread if row["learner_tokens_per_s"])
+    per_token = tuple(1 / row["learner_tokens_per_s"] / slowed for row in spread if row["learner_tokens_per_s"])
     take_s = _take_s(spans, times.complete)
     if take_s is None:
         take_s = min(READY_MOST_S, float(np.quantile([row["wait_s"] for row in rows], READY_QUANTILE)))

@@ -179,6 +179,16 @@ class SimulatedFleet:
         self.routers.append(router)
         return router
 
+    @property
+    def works(self) -> bool:
+        """Whether any replica has a request."""
+        return any(replica.in_flight for replica in self.replicas)
+
+    def slow(self, slowness: float) -> None:
+        """All replicas take `slowness` times as long from now on."""
+        for replica in self.replicas:
+            replica.slow(slowness)
+
     def loads(self) -> list[EngineLoad]:
         return [replica.load() for replica in self.replicas]
 
@@ -192,15 +202,15 @@ class SimulatedFleet:
         for router in self.routers:
             router.update(fleet)
 
-    def push(self, version: int, done: Callable[[], None]) -> None:
-        """Roll `version` over the replicas, beginning now; `done` when the last serves it."""
+    def push(self, version: int, done: Callable[[], None], slowness: float = 1.0) -> None:
+        """Roll `version` over the replicas, beginning now, in `slowness` times the seconds; `done` when the last serves it."""
         if self._drains:
             self._clock.after(self._once_s, self._push_drained, 0, version, done)
             return
         for index, cohort in enumerate(self._cohorts):
-            begins = self._once_s + index * self._cohort_s
-            ends = begins + self._cohort_s
-            self._clock.after(max(begins, ends - self._pause_s), self._pause, cohort)
+            begins = slowness * (self._once_s + index * self._cohort_s)
+            ends = begins + slowness * self._cohort_s
+            self._clock.after(max(begins, ends - slowness * self._pause_s), self._pause, cohort)
             last = index + 1 == len(self._cohorts)
             self._clock.after(ends, self._swap, cohort, version, done if last else None)
 

@@ -65,6 +65,7 @@ class SharedProcessor(Generic[J]):
         self.jobs: dict[J, float] = {}
         self._clock = clock
         self._unit_s = unit_s
+        self._slowness = 1.0
         self._finish = finish
         self._ends: list[tuple[float, int, J]] = []
         self._number = itertools.count()
@@ -94,6 +95,12 @@ class SharedProcessor(Generic[J]):
         self._stalled_s += seconds
         self._schedule()
 
+    def slow(self, slowness: float) -> None:
+        """From now on a unit takes `slowness` times the seconds that it was made with."""
+        self.settle()
+        self._slowness = slowness
+        self._schedule()
+
     def pause(self) -> None:
         self.settle()
         self._paused = True
@@ -111,7 +118,7 @@ class SharedProcessor(Generic[J]):
             stalled = min(self._stalled_s, seconds)
             self._stalled_s -= stalled
             if self.jobs:
-                self.progress += (seconds - stalled) / self._unit_s[len(self.jobs)]
+                self.progress += (seconds - stalled) / (self._slowness * self._unit_s[len(self.jobs)])
 
     def _schedule(self) -> None:
         """Have an event no later than the next end."""
@@ -122,7 +129,7 @@ class SharedProcessor(Generic[J]):
             heapq.heappop(ends)  # removed before its end
         if not ends:
             return
-        wait = self._stalled_s + max(0.0, ends[0][0] - self.progress) * self._unit_s[len(jobs)]
+        wait = self._stalled_s + max(0.0, ends[0][0] - self.progress) * self._slowness * self._unit_s[len(jobs)]
         if self._clock.now + wait < self._event_at:
             self._event_at = self._clock.now + wait
             self._event += 1

@@ -29,6 +29,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
     block: int  # tokens of a block of the prefix cache
     request_s: float  # of a request until the step that makes its first token
     arrival_s: float  # of a request, before the next one arrives
+    contention: float  # how many times as long a replica and the learner take while both work
     replicas: int
     max_concurrent: int
     limits: tuple[int | None, ...]  # of each worker: the most episodes that it plays at once
@@ -39,7 +40,9 @@ class SimulationPlan(msgspec.Struct, frozen=True):
     pause_s: float
     deliver_s: float  # from the end of an episode until its slot is free and its group counts
     take_s: float
-    step_s: tuple[float, ...]  # seconds per token of a batch, context included; each is drawn equally often
+    step_s: tuple[
+        float, ...
+    ]  # seconds per token of a batch, context included, alone on its host; each is drawn equally often
     gpus: int  # that replicas and learner need
     drains: bool = False  # replicas finish what they decode before they change weights, which no setting asks for
 
@@ -68,6 +71,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
             block=profile.engine.block,
             request_s=profile.engine.request_s,
             arrival_s=profile.engine.arrival_s,
+            contention=profile.engine.contention,
             replicas=engine.replicas,
             max_concurrent=engine.max_concurrent,
             limits=tuple(config.rollout.episode_limit(i, workers) for i in range(workers)),

@@ -49,8 +49,8 @@ SIMULATED = (
 class LearnerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the learner's steps took."""
 
-    # Seconds of a step per token of its batch, context included, a value for each of some steps; each is drawn equally often. A
-    # step of another size takes proportionally longer.
+    # Seconds of a step per token of its batch, context included, a value for each of some steps, while no replica works beside it;
+    # each is drawn equally often. A step of another size takes proportionally longer.
     seconds_per_token: Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)]
     ranks: Annotated[int, Meta(ge=1)] = 1  # with which these were measured; with others steps take inversely as long
     ranks_per_copy: Annotated[int, Meta(ge=1)] = 1  # `ranks` is a multiple of it
@@ -58,6 +58,8 @@ class LearnerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PushProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a push takes while no replica works beside it."""
+
     cohort_s: Seconds  # of one cohort: transfer, swap, canary
     pause_s: Seconds  # of a replica
     once_s: Seconds = 0.0  # before the first cohort, however many there are: the learner gathers the weights
@@ -77,6 +79,9 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # each request that came before and is on the way, too: it takes them in one after the other.
     request_s: Seconds = 0.0
     arrival_s: Seconds = 0.0
+    # How many times as long a replica and the learner take while both work: they share a host's cores. All other times are those of
+    # a replica beside which the learner does not compute.
+    contention: Annotated[float, Meta(ge=1)] = 1.0
     block: Annotated[int, Meta(ge=1)] = 1  # prefixes are cached in whole blocks of so many tokens
 
 

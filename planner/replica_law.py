@@ -1,22 +1,31 @@
 """How fast replicas decode and prefill, from the times of the completions that they had.
 
-A completion of k + 1 tokens that had T_j seconds, from the first token to the last, with about j sequences running at its side,
-while P_j tokens of others were prefilled, says
+A completion of k + 1 tokens that had T seconds without pauses, from the first token to the last, k_j of its steps with about j
+sequences running at its side, while P tokens of others were prefilled, says
 
-    k  =  sum over j of  u_j (T_j - p P_j)
+    T  =  sum over j of  k_j c_j  +  p P
 
-with u_j the decode steps per second at j running sequences, and p the seconds in which the prefill of a token holds all of them up.
-u and p are the least squares over all completions, whose errors grow with the root of their steps. Between the numbers j, which
-reach from the smallest to the largest that occurred, u is a straight line; it does not rise with j. Times in which the replica was
-paused count for none; after a pause that voided keys and values, the tokens of those that run are prefilled again.
+with c_j the seconds of a decode step at j running sequences, and p the seconds in which the prefill of a token holds all of them
+up. c and p are the least squares over all completions, whose errors grow with the root of their steps: what errs is T, which the
+worker has from the arrival of tokens on a host that may be busy; k is exact. (Solving for k takes errors of T for slow steps.) The
+steps of a completion are divided among the numbers j in proportion to T_j / c_j, T_j its seconds near j, which c makes again.
+Between the numbers j, which reach from the smallest to the largest that occurred, c is a straight line; it does not fall with j.
+Times in which the replica was paused count for none; after a pause that voided keys and values, the tokens of those that run are
+prefilled again.
+
+On a host that the learner computes on, too, each second of its steps counts for 1 / s of a second in the T_j: s, the contention, is
+the number whose law has the least squares.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from .engine import DecodeCurve
 from .run_spans import Floats, ReplicaSpans
@@ -24,11 +33,11 @@ from .run_spans import Floats, ReplicaSpans
 LEAST = 200  # completions: fewer are no curve
 REACH = (0.01, 0.99)  # quantiles of the time by the number of running sequences, between which the curve has points
 APART = 1.6  # most that a point is of the one before
-SLOWEST = 0.1  # of the mean rate: no part of the curve is slower
+SLOWEST, FASTEST = 10.0, 0.01  # times the mean step: no part of the curve is slower, none faster
 UNSAID = 0.1  # of completions without the number of cached tokens; with more of them prefill is a part of the steps
-# Of the seconds of a prefilled token: the errors have several minima, so that the range of the smallest is looked for among so many
-# numbers, that many decades down from the time that there is, and then halved so often.
-TRIED, DECADES, HALVINGS = 40, 6, 10
+ROUNDS = 8  # of dividing steps among the knots, and finding the seconds of a step at each
+# Contentions that are tried first, and then at which distances from the best; replicas that have a host to themselves have 1.
+TRIED, NEARER = (1.0, 1.4, 1.8, 2.2, 2.6, 3.0), (0.2, 0.1)
 
 
 class ReplicaLaw(msgspec.Struct, frozen=True):
@@ -40,6 +49,8 @@ class ReplicaLaw(msgspec.Struct, frozen=True):
     arrival_s: float
     block: int
     running: float
+    contention: float  # how many times as long all this takes while the learner computes
+    beside: float  # share of the learner's steps in which a sequence was running
 
 
 class _Load:
@@ -49,11 +60,12 @@ class _Load:
         step: float64[N], mean seconds of a decode step of each completion.
         uncached: float64[N], tokens that were prefilled for each.
         began, first, last: float64[N]; a sequence runs from a step before its first token.
-        times, running, unpaused: float64[M], the beginnings of intervals, the sequences that ran in each, and its seconds without
-            pauses.
+        times, running: float64[M], the beginnings of intervals, and the sequences that ran in each.
+        stepping: bool[M], whether the learner computed.
+        unpaused: float64[M], their seconds without pauses; see `slowed`.
     """
 
-    def __init__(self, spans: ReplicaSpans) -> None:
+    def __init__(self, spans: ReplicaSpans, learner_steps: Floats) -> None:
         origin = spans.turns[:, 0].min()
         sent, first, last, tokens, prompt, cached = spans.turns.T
         self.sent, self.first, self.last, self.tokens = sent - origin, first - origin, last - origin, tokens
@@ -64,13 +76,25 @@ class _Load:
         self.cached, self.uncached = cached, np.nan_to_num(prompt - cached)
         self.context = prompt
         self.pauses = spans.pauses - origin
-        self._edges = np.unique(np.concatenate([self.began, self.last, self.pauses.ravel()]))
+        computed = np.clip(learner_steps - origin, self.began.min(), self.last.max())
+        self._edges = np.unique(np.concatenate([self.began, self.last, self.pauses.ravel(), computed.ravel()]))
         self.times, seconds = self._edges[:-1], np.diff(self._edges)
         self.running = self.number_running(self.times)
-        paused = np.zeros(len(seconds), dtype=bool)
-        for t0, t1 in self.pauses:
-            paused[np.searchsorted(self.times, t0) : np.searchsorted(self.times, t1)] = True
-        self.unpaused = np.where(paused, 0.0, seconds)
+        self.stepping = self._during(computed)
+        self.unpaused = np.where(self._during(self.pauses), 0.0, seconds)
+
+    def slowed(self, contention: float) -> _Load:
+        """The same with the seconds beside the learner's steps divided by `contention`."""
+        found = copy.copy(self)
+        found.unpaused = np.where(self.stepping, self.unpaused / contention, self.unpaused)
+        return found
+
+    def _during(self, spans: Floats) -> NDArray[np.bool_]:
+        """bool[M]: which intervals lie in one of `spans`, float64[P, 2]."""
+        found = np.zeros(len(self.times), dtype=np.bool_)
+        for t0, t1 in spans:
+            found[np.searchsorted(self.times, t0) : np.searchsorted(self.times, t1)] = True
+        return found
 
     def number_running(self, at: Floats) -> Floats:
         ended = np.searchsorted(np.sort(self.last), at, "right")
@@ -87,26 +111,29 @@ class _Load:
         upto = np.concatenate([[0.0], np.cumsum(amounts)])
         return np.interp(until, self._edges, upto) - np.interp(since, self._edges, upto)
 
-    def prefilled(self, since: Floats, until: Floats, weights: Floats | None = None) -> Floats:
-        """float64[N]: tokens whose prefill ended in `(since, until]`, each completion's times its weight."""
+    def mean_pending(self) -> Floats:
+        """float64[N]: how many requests without a first token there were, on average, while each had none; itself included."""
+        at = np.unique(np.concatenate([self.sent, self.first]))
+        pending = np.searchsorted(np.sort(self.sent), at, "right") - np.searchsorted(np.sort(self.first), at, "right")
+        upto = np.concatenate([[0.0], np.cumsum(pending[:-1] * np.diff(at))])
+        waited = np.maximum(self.first - self.sent, 1e-9)
+        return (np.interp(self.first, at, upto) - np.interp(self.sent, at, upto)) / waited
+
+    def prefilled(self, since: Floats, until: Floats) -> Floats:
+        """float64[N]: tokens whose prefill ended in `(since, until]`, each completion's times."""
         order = np.argsort(self.first)
-        amounts = self.uncached if weights is None else self.uncached * weights
-        upto, at = np.concatenate([[0.0], np.cumsum(amounts[order])]), self.first[order]
+        upto, at = np.concatenate([[0.0], np.cumsum(self.uncached[order])]), self.first[order]
         return upto[np.searchsorted(at, until, "right")] - upto[np.searchsorted(at, since, "right")]
 
-    def prefilled_near(self, knots: Floats, *, recompute: bool) -> Floats:
-        """float64[N, knots]: tokens of others that were prefilled while each completion ran, by how near to each knot the number of
-        running ones was; with `recompute` all that ran at the end of a pause, too."""
-        near = nearness(self.number_running(self.first), knots)
-        since = (
-            self.first + self.step / 2
-        )  # those that were prefilled with it had their first tokens at about the same time
-        total = np.stack([self.prefilled(since, self.last, column) for column in near.T], axis=1)
+    def prefilled_beside(self, *, recompute: bool) -> Floats:
+        """float64[N]: tokens of others that were prefilled while each completion ran; with `recompute` all that ran at the end of a
+        pause, too."""
+        # Those that were prefilled with it had their first tokens at about the same time.
+        total = np.maximum(0.0, self.prefilled(self.first + self.step / 2, self.last))
         for _, end in self.pauses if recompute else ():
             at = (self.first < end) & (end < self.last)
             share = (end - self.first[at]) / (self.last[at] - self.first[at])
-            tokens = (self.context[at] + share * self.tokens[at]).sum()
-            total[at] += tokens * nearness(np.array([at.sum()], dtype=np.float64), knots)
+            total[at] += (self.context[at] + share * self.tokens[at]).sum()
         return total
 
 
@@ -115,30 +142,35 @@ def nearness(running: Floats, knots: Floats) -> Floats:
     return np.stack([np.interp(running, knots, one) for one in np.eye(len(knots))], axis=1)
 
 
-def replica_law(replicas: tuple[ReplicaSpans, ...], max_concurrent: int, *, recompute: bool) -> ReplicaLaw | None:
-    """The law of replicas that are alike; None where too little is recorded. `recompute`: pauses void keys and values."""
+def replica_law(
+    replicas: tuple[ReplicaSpans, ...], max_concurrent: int, steps: Floats, *, recompute: bool
+) -> ReplicaLaw | None:
+    """The law of replicas that are alike; None where too little is recorded. `steps`: float64[K, 2], when the learner computed.
+    `recompute`: pauses void keys and values."""
     if sum(len(spans.turns) for spans in replicas) < LEAST:
         return None
-    loads = [_Load(spans) for spans in replicas]
+    loads = [_Load(spans, steps) for spans in replicas]
     says_cached = np.mean(np.concatenate([np.isnan(load.cached) for load in loads])) < UNSAID
     running = np.concatenate([load.running for load in loads])
     seconds = np.concatenate([load.unpaused for load in loads]) * (running > 0)
     if not seconds.any():
         return None  # completions of one token have no decode step
     knots = _knots(running, seconds)
-    near = np.concatenate([load.seconds_near(knots) for load in loads])
-    steps = np.concatenate([load.tokens - 1 for load in loads])
-    prefilled = np.concatenate([load.prefilled_near(knots, recompute=recompute) for load in loads])
-    rates, prefill_s = _least_squares(near, prefilled if says_cached else np.zeros_like(near), steps)
-    rates = _not_rising(np.maximum(rates, SLOWEST * steps.sum() / near.sum()), near.sum(axis=0))
-    curve = DecodeCurve(tuple((float(n), float(1 / rate)) for n, rate in zip(knots, rates, strict=True)))
+    prefilled = np.concatenate([load.prefilled_beside(recompute=recompute) for load in loads])
+    best = _best_fit(loads, knots, prefilled if says_cached else np.zeros_like(prefilled))
+    curve = DecodeCurve(tuple((float(n), float(s)) for n, s in zip(knots, best.step_s, strict=True)))
     cached = np.nan_to_num(np.concatenate([load.cached for load in loads])).astype(np.int64)
+    alone = [load.slowed(best.contention) for load in loads]
+    stepping = np.concatenate([load.unpaused * load.stepping for load in loads])
+    beside = stepping * (running > 0)
     return ReplicaLaw(
         curve,
-        prefill_s,
-        *_arrivals(loads, curve, prefill_s, max_concurrent),
+        best.prefill_s,
+        *_arrivals(alone, curve, best.prefill_s, max_concurrent),
         max(1, int(np.gcd.reduce(cached))),
         float((running * seconds).sum() / seconds.sum()),
+        best.contention,
+        float(beside.sum() / (stepping.sum() or 1.0)),
     )
 
 
@@ -150,44 +182,71 @@ def _knots(running: Floats, seconds: Floats) -> Floats:
     return np.unique(np.geomspace(low, high, 1 + math.ceil(math.log(high / low) / math.log(APART))))
 
 
-def _least_squares(near: Floats, prefilled: Floats, steps: Floats) -> tuple[Floats, float]:
-    """u and p. For each p the best u is that of a linear problem."""
-    weight = 1 / np.sqrt(np.maximum(steps, 1.0))
-
-    def solve(p: float) -> tuple[float, Floats]:
-        columns = (near - p * prefilled) * weight[:, None]
-        rates = np.asarray(np.linalg.lstsq(columns, steps * weight, rcond=None)[0], dtype=np.float64)
-        return float(((columns @ rates - steps * weight) ** 2).sum()), rates
-
-    if not prefilled.any():
-        return solve(0.0)[1], 0.0
-    most = float(near.sum() / prefilled.sum())
-    tried = [0.0, *np.geomspace(most / 10**DECADES, most, TRIED).tolist()]
-    best = int(np.argmin([solve(p)[0] for p in tried]))
-    low, high = tried[max(0, best - 1)], tried[min(TRIED, best + 1)]
-    for _ in range(HALVINGS):
-        quarter = (high - low) / 4
-        errors = [solve(low + i * quarter)[0] for i in (1, 2, 3)]
-        middle = low + quarter * (1 + errors.index(min(errors)))
-        low, high = middle - quarter, middle + quarter
-    return solve((low + high) / 2)[1], (low + high) / 2
+class _Fit(NamedTuple):
+    contention: float
+    step_s: Floats  # float64[knots], c
+    prefill_s: float  # p
+    error: float  # sum of the squares, of seconds as they were
 
 
-def _not_rising(rates: Floats, weights: Floats) -> Floats:
-    """The nearest rates that do not rise: pools of neighbours that do, with their weighted mean."""
+def _best_fit(loads: list[_Load], knots: Floats, prefilled: Floats) -> _Fit:
+    if not any(load.stepping.any() for load in loads):
+        return _fit(loads, knots, prefilled, 1.0)
+    best = min((_fit(loads, knots, prefilled, tried) for tried in TRIED), key=lambda fit: fit.error)
+    for distance in NEARER:
+        beside = [best.contention - distance, best.contention + distance]
+        fits = [best, *(_fit(loads, knots, prefilled, tried) for tried in beside if tried >= 1)]
+        best = min(fits, key=lambda fit: fit.error)
+    return best
+
+
+def _fit(loads: list[_Load], knots: Floats, prefilled: Floats, contention: float) -> _Fit:
+    """The least squares for one contention; neither c nor p is negative."""
+    near = np.concatenate([load.slowed(contention).seconds_near(knots) for load in loads])
+    steps = np.concatenate([load.tokens - 1 for load in loads])
+    lasted = np.concatenate([load.between(load.unpaused, load.first, load.last) for load in loads])
+    took = near.sum(axis=1)
+    known = (steps > 0) & (took > 0)
+    near, prefilled, steps, took, lasted = near[known], prefilled[known], steps[known], took[known], lasted[known]
+    mean_s = took.sum() / steps.sum()
+    weight = 1 / np.sqrt(steps)
+    step_s, prefill_s = np.full(near.shape[1], mean_s), 0.0
+    for _ in range(ROUNDS):
+        at = near / step_s
+        at *= (steps / at.sum(axis=1))[:, None]
+        found = _solve(np.concatenate([at, prefilled[:, None]], axis=1) if prefilled.any() else at, took, weight)
+        if prefilled.any() and found[-1] < 0:
+            found = _solve(at, took, weight)
+        step_s = _not_falling(np.clip(found[: len(step_s)], FASTEST * mean_s, SLOWEST * mean_s), at.sum(axis=0))
+        if prefilled.any():  # beside the curve as it is now
+            held = prefilled * weight
+            prefill_s = max(0.0, float(((took - at @ step_s) * weight * held).sum() / (held**2).sum()))
+    missed = (at @ step_s + prefill_s * prefilled) * (lasted / took) - lasted
+    return _Fit(contention, step_s, prefill_s, float(((missed * weight) ** 2).sum()))
+
+
+def _solve(columns: Floats, wanted: Floats, weight: Floats) -> Floats:
+    """The weighted least squares, by the normal equations: there are many rows and few columns."""
+    weighted = columns * weight[:, None]
+    return np.linalg.lstsq(weighted.T @ weighted, weighted.T @ (wanted * weight), rcond=None)[0]
+
+
+def _not_falling(values: Floats, weights: Floats) -> Floats:
+    """The nearest values that do not fall: pools of neighbours that do, with their weighted mean."""
     pools: list[tuple[float, float, int]] = []  # mean, weight, members
-    for rate, weight in zip(rates.tolist(), np.maximum(weights, 1e-9).tolist(), strict=True):
-        pools.append((rate, weight, 1))
-        while len(pools) > 1 and pools[-2][0] < pools[-1][0]:
+    for value, weight in zip(values.tolist(), np.maximum(weights, 1e-9).tolist(), strict=True):
+        pools.append((value, weight, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
             (a, v, m), (b, w, n) = pools[-2], pools[-1]
             pools[-2:] = [((a * v + b * w) / (v + w), v + w, m + n)]
     return np.array([mean for mean, _, members in pools for _ in range(members)])
 
 
 def _arrivals(loads: list[_Load], curve: DecodeCurve, prefill_s: float, max_concurrent: int) -> tuple[float, float]:
-    """Seconds from a request to the step that makes its first token, and more of them for each that was sent before and has none
-    yet: a straight line through the requests that found a place. Neither is negative."""
-    beyond, before = list[Floats](), list[Floats]()
+    """Seconds from a request to the step that makes its first token, and more of them for each other one that has none yet: a
+    straight line through the requests that found a place, by the mean number of those others meanwhile. Neither is negative. (By
+    the number at its beginning the line is too flat: a server takes requests in side by side, those of a group come in bursts.)"""
+    beyond, beside = list[Floats](), list[Floats]()
     for load in loads:
         earlier = np.searchsorted(np.sort(load.sent), load.sent)
         had_place = earlier - np.searchsorted(np.sort(load.last), load.sent) < max_concurrent
@@ -195,8 +254,8 @@ def _arrivals(loads: list[_Load], curve: DecodeCurve, prefill_s: float, max_conc
         steps = np.array([curve.step_s(max(1.0, n)) for n in load.number_running(load.first).tolist()])
         found = load.between(load.unpaused, load.sent, load.first) - prefill_s * prefilled - steps
         beyond.append(found[had_place])
-        before.append((earlier - np.searchsorted(np.sort(load.first), load.sent))[had_place].astype(np.float64))
-    waited, others = np.concatenate(beyond), np.concatenate(before)
+        beside.append(load.mean_pending()[had_place] - 1)
+    waited, others = np.concatenate(beyond), np.concatenate(beside)
     if not len(waited):
         return 0.0, 0.0
     slope = float(np.polyfit(others, waited, 1)[0]) if others.std() > 0 else 0.0

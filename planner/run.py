@@ -200,7 +200,7 @@ class SimulatedRun:
         if not self._step_times:
             self._step_times = self._rng.sample(self.plan.step_s, len(self.plan.step_s))
         self._step_s = self._context * self._step_times.pop()
-        self._clock.after(self.plan.take_s + self._step_s, self._commit)
+        self._clock.after(self.plan.take_s, self._step)
 
     def _count(self, batch: list[Group]) -> None:
         """The tokens of a batch that carry loss, by staleness; those that do not; and the learner's work: it computes no episode
@@ -219,11 +219,20 @@ class SimulatedRun:
                     else:
                         self._lags[version - sampled_at] += tokens
 
+    def _step(self) -> None:
+        """On a host that they share, learner and replicas slow each other down for the whole step where any replica works then."""
+        if self.plan.contention > 1 and self._fleet.works:
+            self._step_s *= self.plan.contention
+            self._fleet.slow(self.plan.contention)
+        self._clock.after(self._step_s, self._commit)
+
     def _commit(self) -> None:
+        if self.plan.contention > 1:
+            self._fleet.slow(1.0)
         self.replay.commit(self.replay.version)
         self.replay.table.drain()
         self._stepped_at = self._clock.now
-        self._fleet.push(self.replay.version, self._served)
+        self._fleet.push(self.replay.version, self._served, self.plan.contention if self._fleet.works else 1.0)
 
     def _served(self) -> None:
         """The last replica serves the version: the step is over, and more groups may start."""

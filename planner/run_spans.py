@@ -48,6 +48,7 @@ class RunSpans(msgspec.Struct, frozen=True):
     replicas: tuple[ReplicaSpans, ...]
     pushes: tuple[tuple[float, ...], ...]  # of each push the seconds of its cohorts, from the transfer to the canary
     takes: dict[int, tuple[float, float]]  # version of the learner -> when it asked for a batch, and when it had it
+    steps: Floats  # float64[K, 2], when the learner computed
 
 
 def read_run_spans(folder: Path) -> RunSpans:
@@ -61,7 +62,8 @@ def read_run_spans(folder: Path) -> RunSpans:
             learner.append(span)
     learner.sort(key=lambda span: (span.t0, -span.t1))  # a phase before its parts
     takes = {int(span.ids["version"] or 0): (span.t0, span.t1) for span in learner if span.what == "take"}
-    return RunSpans(_replicas(list(turns.values()), learner), _pushes(learner), takes)
+    steps = np.array([(span.t0, span.t1) for span in learner if span.what == "train"], dtype=np.float64).reshape(-1, 2)
+    return RunSpans(_replicas(list(turns.values()), learner), _pushes(learner), takes, steps)
 
 
 def _turn(span: Span) -> tuple[str, RecordedTurn]:

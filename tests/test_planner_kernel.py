@@ -54,6 +54,15 @@ def test_stalls_add_up_and_do_not_pass_in_a_pause() -> None:
     assert finished(clock, processor, ended) == pytest.approx({"a": 10 + 4 + 5})
 
 
+def test_a_slowed_processor_takes_longer_and_keeps_its_progress() -> None:
+    clock = VirtualClock()
+    processor, ended = processor_of(clock, [1.0, 1.0])
+    processor.add("a", 10)
+    clock.after(2.0, processor.slow, 3.0)
+    clock.after(8.0, processor.slow, 1.0)
+    assert finished(clock, processor, ended) == pytest.approx({"a": 2 + 6 + 6})
+
+
 def test_a_decode_curve_is_straight_between_its_points_and_beyond() -> None:
     curve = DecodeCurve(((1.0, 0.01), (3.0, 0.02), (5.0, 0.06)))
     assert [curve.step_s(n) for n in (1, 2, 4, 6)] == pytest.approx([0.01, 0.015, 0.04, 0.08])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from slipstream.benchmarks.simulator import cluster, laptop
+from slipstream.buffer.admission import Admission
 from slipstream.errors import ConfigError, StateError
 from slipstream.planner.closed_form import estimate
 from slipstream.planner.engine import DecodeCurve
@@ -101,6 +102,21 @@ def test_without_run_ahead_and_with_equal_lengths_arithmetic_gives_the_cycle(tur
     cycle_s = simulate(plan, 40).figures.cycle_s
     assert cycle_s == pytest.approx(300 * 0.0125 + turns * 0.25 + 32 * 300 * 4.5e-4 + 4 * 0.1, rel=0.01)
     assert cycle_s == pytest.approx(estimate(plan).cycle_s, rel=0.01)
+
+
+def test_on_shared_cores_both_sides_are_slower_where_both_work() -> None:
+    """At a bound of 0 they take turns. Beyond, the learner is the limit here: its steps take twice as long, its pushes do not, since
+    all that the bound allows has been played when they begin."""
+    equal = Lognormal(mean=300.0, sigma=0.0, most=300, prompt=0)
+    alone = msgspec.structs.replace(plan_of(equal, buffer__max_staleness=0), prefill_s=0.0, step_s=(9e-4,))
+    shared = msgspec.structs.replace(alone, contention=2.0)
+    assert simulate(shared, 20).figures == simulate(alone, 20).figures
+    bound = Admission(2, alone.admission.groups_per_batch)
+    ahead = (msgspec.structs.replace(plan, admission=bound) for plan in (alone, shared))
+    one, two = (simulate(plan, 40) for plan in ahead)
+    assert one.figures.learner_wait < 0.02
+    assert two.figures.step_s == pytest.approx(2 * one.figures.step_s, rel=0.01)
+    assert two.figures.push_s == pytest.approx(one.figures.push_s)
 
 
 def test_the_closed_form_is_close_at_other_bounds() -> None:
