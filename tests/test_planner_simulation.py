@@ -105,7 +105,7 @@ def test_without_run_ahead_and_with_equal_lengths_arithmetic_gives_the_cycle(tur
 
 
 def test_on_shared_cores_both_sides_are_slower_where_both_work() -> None:
-    """At a bound of 0 they take turns. Beyond, the learner is the limit here: its steps take twice as long, its pushes do not, since
+    """At a bound of 0 they take turns. Beyond, the learner is the limit: its steps take twice as long, its pushes do not, since
     all that the bound allows has been played when they begin."""
     equal = Lognormal(mean=300.0, sigma=0.0, most=300, prompt=0)
     alone = msgspec.structs.replace(plan_of(equal, buffer__max_staleness=0), prefill_s=0.0, step_s=(9e-4,))
