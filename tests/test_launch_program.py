@@ -81,8 +81,10 @@ async def test_a_program_steps_and_discards_batches_to_the_end(policy: Path, tmp
                 with pytest.raises(StateError, match="version 1 is not the newest"):
                     await run.step(batch)
                 continue
-            row = await run.step(batch)
+            row, again = await asyncio.gather(run.step(batch), run.step(batch), return_exceptions=True)
+            assert isinstance(again, StateError)  # and the run goes on
             assert row is not None
+            assert not isinstance(row, BaseException)
             assert (row.step, row.version) == (len(metrics(run_dir)), run.version)
     assert seen == [0, 1, 1, 2]
     assert ledger(run_dir)["discarded"]["program"] == discarded
@@ -203,6 +205,7 @@ def test_a_program_that_is_killed_and_one_that_is_interrupted_leave_no_process(p
             program.send_signal(number)
             program.communicate(timeout=WAIT_S)
             assert psutil.wait_procs(below, WAIT_S)[1] == []
+            assert program.returncode == -number  # a shell's status is 130 after Ctrl-C
             return (tmp_path / "stderr").read_text()
         finally:
             program.kill()

@@ -100,7 +100,9 @@ class Run:
         self._started: asyncio.Queue[StartRank] = asyncio.Queue()
         self._begun = asyncio.Event()
         self._rank: LearnerRank | None = None  # while it can be asked for something
-        self._requests: asyncio.Queue[tuple[Verb, asyncio.Future[Any]] | None] = asyncio.Queue()
+        self._requests: asyncio.Queue[tuple[BatchPlan[BatchRow] | None, Verb, asyncio.Future[Any]] | None] = (
+            asyncio.Queue()
+        )
         self._stop = asyncio.Event()
         self._leaving = False  # before the last step, or without what comes after it
         self._interrupted = False  # by a signal to the supervisor
@@ -169,8 +171,7 @@ class Run:
         """The batches, until the last step is made or the run is stopped. Each is stepped or discarded before the next one is asked
         for. Raises DeadlineExceeded where none comes within `learner.batch_s`."""
         while True:
-            self._required().loop.require(None)
-            if (batch := await self._call(lambda rank: rank.loop.take())) is None:
+            if (batch := await self._call(None, lambda rank: rank.loop.take())) is None:
                 return
             yield batch
 
@@ -178,21 +179,18 @@ class Run:
         """Train on the batch, commit it and publish the next version: what `slipstream train` does with it. The event loop stands
         still while the model computes. None where groups of the batch are set aside as unusable and it is taken again. Raises
         StateError where it is not the newest batch."""
-        self._require(batch)
-        return await self._call(lambda rank: rank.loop.step(batch))
+        return await self._call(batch, lambda rank: rank.loop.step(batch))
 
     async def discard(self, batch: BatchPlan[BatchRow]) -> None:
         """Learn nothing from the batch: its tokens are discarded as `program`, and the next batch is for the same version. Raises
         as `step`."""
-        self._require(batch)
-        await self._call(lambda rank: rank.loop.discard(batch))
+        await self._call(batch, lambda rank: rank.loop.discard(batch))
 
     async def trajectories(self, batch: BatchPlan[BatchRow]) -> tuple[tuple[Trajectory, ...], ...]:
         """The batch with its arrays, group by group: token ids, log-probs, the mask of what the policy sampled. Raises as
         `step`."""
-        self._require(batch)
         found = await self._call(
-            lambda rank: rank.client.fetch_rows(batch.version, list(chain.from_iterable(batch.groups)))
+            batch, lambda rank: rank.client.fetch_rows(batch.version, list(chain.from_iterable(batch.groups)))
         )
         rows = iter(found)
         return tuple(tuple(islice(rows, len(group))) for group in batch.groups)
@@ -206,9 +204,6 @@ class Run:
         """Of the weights: every step makes the next one."""
         return self._required().loop.state.version
 
-    def _require(self, batch: BatchPlan[BatchRow]) -> None:
-        self._required().loop.require(batch)
-
     def _required(self) -> LearnerRank:
         if self._rank is None:
             raise self._error() or StateError("there is no run outside of the block of `async with Run(config)`")
@@ -217,10 +212,11 @@ class Run:
     def _steps_left(self) -> bool:
         return self._rank is None or self._rank.loop.state.step < self.config.learner.steps
 
-    async def _call(self, verb: Callable[[LearnerRank], Awaitable[T]]) -> T:
+    async def _call(self, batch: BatchPlan[BatchRow] | None, verb: Callable[[LearnerRank], Awaitable[T]]) -> T:
+        """Have rank 0 carry out a verb on `batch`, None for one that needs that there is none."""
         self._required()
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._requests.put_nowait((verb, done))
+        self._requests.put_nowait((batch, verb, done))
         either = {done, self._driving}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -284,9 +280,14 @@ class Run:
 
     async def _serve(self, rank: LearnerRank) -> None:
         """Carry out what the program asks for. An error goes to the caller, and ends the rank: the model may be ahead of the last
-        commit."""
+        commit. Of a batch that is not the newest any more, which another task may have stepped, only the caller hears."""
         while (request := await self._requests.get()) is not None:
-            verb, done = request
+            batch, verb, done = request
+            try:
+                rank.loop.require(batch)
+            except StateError as error:
+                done.set_exception(error)
+                continue
             try:
                 done.set_result(await verb(rank))
             except Exception as error:
