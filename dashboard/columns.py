@@ -37,18 +37,16 @@ class GrowingColumns:
         return {name: array[at].item() for name, array in self._arrays.items()}
 
 
-class Names:
-    """Texts, numbered in the order of their first appearance."""
+class Names(dict[str, int]):
+    """Texts and their numbers, in the order in which they were first asked for; asking for a new one numbers it."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self._numbers: dict[str, int] = {}
 
-    def number(self, text: str) -> int:
-        found = self._numbers.setdefault(text, len(self.texts))
-        if found == len(self.texts):
-            self.texts.append(text)
-        return found
+    def __missing__(self, text: str) -> int:
+        number = self[text] = len(self.texts)
+        self.texts.append(text)
+        return number
 
     def containing(self, part: str) -> NDArray[np.bool_]:
         """bool[texts]: which have `part`, in whatever case."""

@@ -226,21 +226,28 @@ class TrajectoryIndex:
     def _values(self, rowid: int, header: bytes, length: int) -> tuple[float, ...]:
         """In the order of `TYPES`."""
         h = self._decode(memoryview(header)[1:])
-        versions = [span.version for span in h.version_spans]
+        sampled, oldest, newest = 0, -1, -1
+        for span in h.version_spans:
+            version = span.version
+            sampled += span.end - span.start
+            if version > newest:
+                newest = version
+            if version < oldest or oldest < 0:
+                oldest = version
         return (
             rowid,
             h.group_id,
             int(h.id.split(".")[1]),
             h.member,
             h.branch,
-            self._envs.number(h.env),
-            self._tasks.number(h.task_id),
-            self._outcomes.number(h.outcome.label),
+            self._envs[h.env],
+            self._tasks[h.task_id],
+            self._outcomes[h.outcome.label],
             length,
-            sum(span.end - span.start for span in h.version_spans),
+            sampled,
             len(h.turns),
-            min(versions, default=-1),
-            max(versions, default=-1),
+            oldest,
+            newest,
             h.reward,
             h.timings.get("total", 0.0),
             h.started,
