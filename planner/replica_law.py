@@ -212,8 +212,7 @@ def _fit(loads: list[_Load], knots: Floats, prefilled: Floats, contention: float
     weight = 1 / np.sqrt(steps)
     step_s, prefill_s = np.full(near.shape[1], mean_s), 0.0
     for _ in range(ROUNDS):
-        at = near / step_s
-        at *= (steps / at.sum(axis=1))[:, None]
+        at = _divided(steps, near / step_s)
         found = _solve(np.concatenate([at, prefilled[:, None]], axis=1) if prefilled.any() else at, took, weight)
         if prefilled.any() and found[-1] < 0:
             found = _solve(at, took, weight)
@@ -221,14 +220,20 @@ def _fit(loads: list[_Load], knots: Floats, prefilled: Floats, contention: float
         if prefilled.any():  # beside the curve as it is now
             held = prefilled * weight
             prefill_s = max(0.0, float(((took - at @ step_s) * weight * held).sum() / (held**2).sum()))
-    missed = (at @ step_s + prefill_s * prefilled) * (lasted / took) - lasted
+    missed = (_divided(steps, near / step_s) @ step_s + prefill_s * prefilled) * (lasted / took) - lasted
     return _Fit(contention, step_s, prefill_s, float(((missed * weight) ** 2).sum()))
+
+
+def _divided(steps: Floats, shares: Floats) -> Floats:
+    """float64[N, knots]: the steps of each completion, in proportion to its row of `shares`."""
+    return shares * (steps / shares.sum(axis=1))[:, None]
 
 
 def _solve(columns: Floats, wanted: Floats, weight: Floats) -> Floats:
     """The weighted least squares, by the normal equations: there are many rows and few columns."""
     weighted = columns * weight[:, None]
-    return np.linalg.lstsq(weighted.T @ weighted, weighted.T @ (wanted * weight), rcond=None)[0]
+    found = np.linalg.lstsq(weighted.T @ weighted, weighted.T @ (wanted * weight), rcond=None)[0]
+    return np.asarray(found, dtype=np.float64)
 
 
 def _not_falling(values: Floats, weights: Floats) -> Floats:
