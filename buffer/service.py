@@ -48,6 +48,7 @@ STORE_S = 120.0
 # How long the storing thread waits for the interpreter while the other decodes messages, which it does after every
 # statement. Python's default, 5 ms, is as long as a write.
 SWITCH_INTERVAL_S = 1e-3
+LEASE_S = 60.0  # of a service without a run; in a run leases follow from `launch.heartbeat_s`
 
 
 class BufferService:
@@ -61,6 +62,7 @@ class BufferService:
         revision: of the settings in `config`, see `configure`.
         peers: who may connect; None for a plain socket.
         pair: the buffer's keys, where they are not those of this process.
+        lease_s: how long a worker may be silent until it loses its groups, seconds.
 
     Raises:
         StoreError: the file cannot be opened, read or written.
@@ -82,21 +84,22 @@ class BufferService:
         revision: int = 0,
         peers: PeerTable | None = None,
         pair: KeyPair | None = None,
+        lease_s: float = LEASE_S,
     ) -> None:
-        self._lease_s = config.lease_s
-        self._tick_s, self._expires_at = min(1.0, config.lease_s / 4), 0.0
+        self._lease_s = lease_s
+        self._tick_s, self._expires_at = min(1.0, lease_s / 4), 0.0
         self._size_limit = parse_size("buffer.keep", config.keep)
         self._address = address
         self._peers, self._pair = peers, pair
         self._store = Store(path)
         counters, groups = self._store.load()
         for group in groups:
-            group.deadline = time.monotonic() + config.lease_s
+            group.deadline = time.monotonic() + lease_s
         replay_config = ReplayConfig(
             config.group_size,
             config.min_members or config.group_size,
             config.on_deadline,
-            config.lease_s,
+            lease_s,
             dict(retries or {}),
             config.dynamic_sampling,
             config.filter,

@@ -155,6 +155,6 @@ def _faults(config: Config, kinds: list[Kind], hosts: int, rng: random.Random) -
 
 def _pause(config: Config, rng: random.Random) -> float:
     """Seconds of a SIGSTOP: shorter than a lease, longer, or long enough to be killed for missing heartbeats."""
-    lease, heartbeat = sorted((config.buffer.lease_s, config.launch.heartbeat_s))
-    short, middle, long = (0.1, 0.6 * lease), (1.2 * lease, 0.8 * heartbeat), (1.3 * heartbeat, 1.6 * heartbeat)
+    lease, heartbeat = config.launch.lease_s, config.launch.heartbeat_s
+    short, middle, long = (0.1, 0.6 * lease), (1.1 * lease, 0.8 * heartbeat), (1.3 * heartbeat, 1.6 * heartbeat)
     return rng.uniform(*rng.choices((short, middle, long), (5, 3, 2))[0])

@@ -214,8 +214,6 @@ class Buffer(Section, frozen=True):
     arXiv:2409.06957). The others' rewards count in the baseline."""
     on_deadline: Literal["withhold", "wait", "drop"] = "withhold"
     """Tokens past the bound: kept as context without loss, waited for by the learner, or dropped with their group."""
-    lease_s: AboveZero = 30.0
-    """A worker that is silent for this long loses its groups; they are granted again."""
     keep: str = "4GiB"
     """Size that the buffer's file is kept below: first the tokens of groups that no recovery needs any more are dropped, then their
     rows; sums of their accounts stay."""
@@ -288,7 +286,8 @@ class Launch(Section, frozen=True):
     restarts: NonNegative = 3
     """How often each process may be restarted before the run stops."""
     heartbeat_s: AboveZero = 30.0
-    """A process that is silent for this long is killed and restarted."""
+    """A process that is silent for this long is killed and restarted. Two thirds of it are the lease of a worker's groups, which
+    are then granted again."""
 
     @property
     def hosts(self) -> Literal["one", "many"]:
@@ -299,6 +298,11 @@ class Launch(Section, frozen=True):
     def scheme(self) -> Literal["http", "https"]:
         """Of the URLs of inference servers: requests that leave a host are encrypted."""
         return "https" if self.hosts == "many" else "http"
+
+    @property
+    def lease_s(self) -> float:
+        """How long a worker may be silent until it loses its groups."""
+        return self.heartbeat_s * 2 / 3
 
     @property
     def stop_s(self) -> float:

@@ -128,7 +128,7 @@ def test_every_environment_refills_its_own_part_of_a_batch() -> None:
 
 async def test_rewards_are_remembered_through_a_crash_and_refills_are_counted(tmp_path: Path, address: str) -> None:
     path = tmp_path / "buffer.sqlite"
-    config = Buffer(max_staleness=0, groups_per_batch=1, group_size=2, lease_s=60.0, dynamic_sampling=True)
+    config = Buffer(max_staleness=0, groups_per_batch=1, group_size=2, dynamic_sampling=True)
 
     async def deliver(client: BufferClient, group: int, member: int, reward: float) -> None:
         episode = f"{group}.0.{member}"

@@ -27,7 +27,7 @@ from slipstream.tests.stores import new_trajectory, opened, play, segments, sql
 
 SOON = 60.0
 STEPS = 4
-CONFIG = Buffer(max_staleness=1, groups_per_batch=2, group_size=3, min_members=2, lease_s=60.0)
+CONFIG = Buffer(max_staleness=1, groups_per_batch=2, group_size=3, min_members=2)
 BROKEN = Outcome("failed", "tool", "ToolError: it broke (shop.py:12 price)")
 
 

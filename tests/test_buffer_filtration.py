@@ -159,7 +159,7 @@ def test_a_group_of_which_only_filtered_episodes_are_young_enough_is_discarded()
 
 async def test_the_choice_is_in_the_store_and_told_with_the_batch(tmp_path: Path, address: str) -> None:
     path = tmp_path / "buffer.sqlite"
-    config = Buffer(max_staleness=0, groups_per_batch=1, group_size=3, lease_s=60.0, filter="best_worst")
+    config = Buffer(max_staleness=0, groups_per_batch=1, group_size=3, filter="best_worst")
 
     async def deliver(client: BufferClient, member: int, reward: float) -> None:
         sent = msgspec.structs.replace(trajectory(f"0.0.{member}"), reward=reward)

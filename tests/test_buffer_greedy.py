@@ -126,7 +126,7 @@ def test_a_group_of_which_only_the_greedy_member_is_young_enough_is_discarded() 
 
 async def test_learner_and_store_are_told_who_is_the_baseline(tmp_path: Path, address: str) -> None:
     path = tmp_path / "buffer.sqlite"
-    config = Buffer(max_staleness=0, groups_per_batch=1, group_size=3, lease_s=60.0)
+    config = Buffer(max_staleness=0, groups_per_batch=1, group_size=3)
     async with asyncio.timeout(SOON):
         async with serving(path, address, config, greedy=True), BufferClient(address, "w") as client:
             mark_served(client, 0)

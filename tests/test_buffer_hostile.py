@@ -49,7 +49,7 @@ from slipstream.buffer.service import BufferService
 from slipstream.configs.schema import Buffer
 from slipstream.tests.fleets import serve_following
 
-config = Buffer(max_staleness=8, groups_per_batch=2, group_size=2, lease_s=60.0)
+config = Buffer(max_staleness=8, groups_per_batch=2, group_size=2)
 service = BufferService(config, Path(sys.argv[1]), sys.argv[2])
 asyncio.run(serve_following(service, sys.argv[2], lambda: print("ready", flush=True)))
 """

@@ -47,9 +47,7 @@ async def test_leases_are_shared_by_turns_and_never_more_than_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setattr(client_module, "RESEND_S", 0.1)
-    service = buffer_service(
-        Buffer(max_staleness=4, groups_per_batch=1, group_size=2, lease_s=60.0), tmp_path / "b.sqlite", address
-    )
+    service = buffer_service(Buffer(max_staleness=4, groups_per_batch=1, group_size=2), tmp_path / "b.sqlite", address)
     serving = asyncio.create_task(service.serve())
     async with (
         asyncio.timeout(SOON),

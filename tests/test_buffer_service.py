@@ -21,6 +21,7 @@ from slipstream.buffer.client import BufferClient
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.ledger_report import ledger_report
 from slipstream.buffer.messages import BatchPlan, Lease
+from slipstream.buffer.service import LEASE_S
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import FINISHED, Outcome, Trajectory
 from slipstream.configs.schema import Buffer
@@ -33,7 +34,7 @@ from slipstream.tests.stores import segments, sql
 SOON = 60.0
 """Longer than anything here takes; a test that waits for it has found a hang."""
 
-PATIENT = Buffer(max_staleness=1, groups_per_batch=1, group_size=2, lease_s=60.0)
+PATIENT = Buffer(max_staleness=1, groups_per_batch=1, group_size=2)
 """No lease expires within a test."""
 
 
@@ -127,7 +128,7 @@ def trained_ids(batches: list[BatchPlan[Trajectory]]) -> list[str]:
 
 
 async def test_several_workers_feed_one_learner(path: Path, address: str) -> None:
-    config = Buffer(max_staleness=2, groups_per_batch=2, group_size=3, lease_s=60.0)
+    config = Buffer(max_staleness=2, groups_per_batch=2, group_size=3)
     async with serving(path, address, config), contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         learner = await enter(BufferClient(address, "learner"))
@@ -245,7 +246,7 @@ async def test_all_branches_of_an_episode_are_kept(path: Path, address: str) -> 
 
 # --- groups that are not whole ---------------------------------------------------------------------------------------
 
-SOME = Buffer(max_staleness=1, groups_per_batch=1, group_size=4, min_members=2, lease_s=60.0)
+SOME = Buffer(max_staleness=1, groups_per_batch=1, group_size=4, min_members=2)
 """A group is complete with two of four."""
 
 
@@ -285,7 +286,7 @@ async def test_progress_names_the_episodes_that_nobody_waits_for(path: Path, add
         mark_served(other, 0)
         lost = await slow.lease()
         await other.lease()
-        clock.later = PATIENT.lease_s + 1
+        clock.later = LEASE_S + 1
         again = await other.lease()
         assert again.group_id == lost.group_id
         kept = await slow.lease()
@@ -355,7 +356,7 @@ async def test_workers_wait_while_nobody_takes_a_batch(
     path: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Admission ends the leases; lease requests that are repeated add nothing, and what waits is in the file."""
-    config = Buffer(max_staleness=3, groups_per_batch=8, group_size=2, lease_s=60.0)
+    config = Buffer(max_staleness=3, groups_per_batch=8, group_size=2)
     long = 250_000  # tokens of an episode, 2 MB: the four that are on their way at once are little beside what waits
     small = "from slipstream.buffer import request_handler, service as s\ns.ROUND_BYTES = request_handler.CACHE_BYTES = 4 << 20\n"
     process = await start_process(path, address, config, small + PROCESS)
@@ -415,7 +416,7 @@ async def test_a_silent_worker_loses_its_lease_to_one_that_waits(path: Path, add
             await silent.progress({episodes(lost)[0]: {0: 2}}, 0.0, 0.0)
             waiting = asyncio.create_task(patient.lease())
             assert await waits(waiting)
-            clock.later = config.lease_s + 1
+            clock.later = LEASE_S + 1
             again = await waiting
             assert (again.group_id, again.attempt, again.members) == (lost.group_id, 1, lost.members)
             await silent.deliver(
@@ -432,7 +433,7 @@ async def test_progress_keeps_a_lease_longer_than_its_deadline(path: Path, addre
         mark_served(client, 0)
         lease = await client.lease()
         for _ in range(4):
-            clock.later += PATIENT.lease_s / 2
+            clock.later += LEASE_S / 2
             await client.progress({key: {0: 1} for key in episodes(lease)}, 0.0, 0.0)
         await play(client, lease)
         assert (await client.stats()).ledger == Ledger(generated=6, ready=6)
@@ -687,7 +688,7 @@ async def test_a_lease_request_has_one_answer_also_when_its_lease_is_lost(
         lost = await ask(dealer, 2, m.RequestLease("a"))
         assert isinstance(lost, m.LeaseReply)
         async with BufferClient(address, "b") as other:
-            clock.later = PATIENT.lease_s + 1
+            clock.later = LEASE_S + 1
             assert (await other.lease()).attempt == 1
             assert await ask(dealer, 2, m.RequestLease("a")) == lost
             assert await ask(
@@ -719,7 +720,7 @@ async def test_an_address_in_use_is_an_error_that_names_it(path: Path, address: 
 
 
 async def test_stop_ends_the_service_after_its_round(path: Path, address: str) -> None:
-    service = buffer_service(msgspec.structs.replace(PATIENT, lease_s=0.4), path, address)
+    service = buffer_service(PATIENT, path, address, lease_s=0.4)
     async with asyncio.timeout(SOON), asyncio.TaskGroup() as tasks:
         tasks.create_task(service.serve())
         async with BufferClient(address, "w") as client:
@@ -885,12 +886,12 @@ from slipstream.configs.schema import Buffer
 from slipstream.tests.fleets import serve_following
 
 config = msgspec.json.decode(sys.argv[3], type=Buffer)
-service = BufferService(config, Path(sys.argv[1]), sys.argv[2])
+service = BufferService(config, Path(sys.argv[1]), sys.argv[2], lease_s=600.0)
 asyncio.run(serve_following(service, sys.argv[2], lambda: print("ready", flush=True)))
 """
 
 
-LIVELY = Buffer(max_staleness=5, groups_per_batch=2, group_size=2, lease_s=600.0)
+LIVELY = Buffer(max_staleness=5, groups_per_batch=2, group_size=2)
 
 
 async def start_process(

@@ -143,7 +143,7 @@ def test_no_sequence_of_changes_stops_a_run(changes: list[tuple[int, int, OnDead
 async def serving(path: Path, address: str, staleness: int, per_batch: int) -> AsyncIterator[None]:
     """A service that is cut off at the end."""
     config, ready = (
-        Buffer(max_staleness=staleness, groups_per_batch=per_batch, group_size=2, lease_s=60.0),
+        Buffer(max_staleness=staleness, groups_per_batch=per_batch, group_size=2),
         asyncio.Event(),
     )
     task = asyncio.create_task(buffer_service(config, path, address).serve(ready.set))

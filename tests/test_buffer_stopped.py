@@ -56,8 +56,8 @@ async def train(learner: BufferClient, steps: int, version: int) -> int:
 
 async def test_a_stopped_worker_costs_its_own_leases_alone(tmp_path: Path, address: str) -> None:
     path, policy = tmp_path / "buffer.sqlite", tiny_policy(tmp_path / "policy")
-    config = Buffer(max_staleness=20, groups_per_batch=2, group_size=lone_worker.GROUP, lease_s=LEASE_S)
-    service = buffer_service(config, path, address)
+    config = Buffer(max_staleness=20, groups_per_batch=2, group_size=lone_worker.GROUP)
+    service = buffer_service(config, path, address, lease_s=LEASE_S)
     serving = asyncio.create_task(service.serve())
     async with (
         asyncio.timeout(STOPPED_S + 4 * SOON),

@@ -36,7 +36,7 @@ ROLES = {
     "engine-0": ENGINE,
     "supervisor": SUPERVISOR,
 }
-CONFIG = Buffer(max_staleness=1, groups_per_batch=1, group_size=2, lease_s=600.0)
+CONFIG = Buffer(max_staleness=1, groups_per_batch=1, group_size=2)
 
 
 def table() -> PeerTable:
@@ -61,7 +61,7 @@ def process_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 @contextlib.asynccontextmanager
 async def serving(path: Path, address: str, peers: PeerTable) -> AsyncIterator[None]:
     ready = asyncio.Event()
-    task = asyncio.create_task(buffer_service(CONFIG, path, address, peers=peers).serve(ready.set))
+    task = asyncio.create_task(buffer_service(CONFIG, path, address, peers=peers, lease_s=600.0).serve(ready.set))
     await ready.wait()
     try:
         yield

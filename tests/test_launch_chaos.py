@@ -92,8 +92,8 @@ def test_the_same_seed_makes_the_same_plan() -> None:
         assert {fault.victim for fault in plan if fault.kind == kind} == roles
     assert {fault.victim for fault in plan if fault.kind == "disk"} == {"buffer", "learner-0", "learner-1"}
     stops = [fault.seconds for fault in plan if fault.kind == "stop"]
-    assert min(stops) < config.buffer.lease_s < config.launch.heartbeat_s < max(stops)
-    assert any(config.buffer.lease_s < s < config.launch.heartbeat_s for s in stops)
+    assert min(stops) < config.launch.lease_s < config.launch.heartbeat_s < max(stops)
+    assert any(config.launch.lease_s < s < config.launch.heartbeat_s for s in stops)
 
 
 def test_hosts_and_links_are_hit_too() -> None:

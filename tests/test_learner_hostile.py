@@ -167,7 +167,7 @@ def learner(steps: int = 1, **sections) -> Learner:
 @contextlib.asynccontextmanager
 async def playing(folder: Path, address: str, make: Make, **config) -> AsyncIterator[BufferClient]:
     """A buffer at `address`, workers that deliver what `make` makes, and a client for looking."""
-    rules = Buffer(**{"max_staleness": 1, "groups_per_batch": 1, "group_size": 2, "lease_s": 60.0} | config)
+    rules = Buffer(**{"max_staleness": 1, "groups_per_batch": 1, "group_size": 2} | config)
     async with (
         serving(folder / "buffer.sqlite", address, rules),
         BufferClient(address, "worker-0") as worker,

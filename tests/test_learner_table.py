@@ -121,10 +121,9 @@ async def run(
 ) -> list[StepMetrics]:
     """A learner of one rank, its buffer, and a worker that plays at random; its environment reports `metrics`."""
     rows: list[StepMetrics] = []
-    rules = msgspec.structs.replace(config.buffer, lease_s=60.0)
     greedy = plays_greedily(config.learner.algorithm)
     async with (
-        serving(folder / "buffer.sqlite", address, rules, greedy=greedy),
+        serving(folder / "buffer.sqlite", address, config.buffer, greedy=greedy),
         BufferClient(address, "worker-0") as worker,
         BufferClient(address, "learner-0") as buffer,
     ):

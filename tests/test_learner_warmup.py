@@ -34,7 +34,7 @@ from slipstream.weightsync.publisher import Publisher
 
 WARMUP, STEPS, LR, SAMPLED = 3, 5, 1e-3, 5
 TOKENS = 2 * 2 * SAMPLED  # of a batch
-BUFFER = Buffer(max_staleness=0, groups_per_batch=2, group_size=2, lease_s=60.0)
+BUFFER = Buffer(max_staleness=0, groups_per_batch=2, group_size=2)
 CONFIG = Learner(
     steps=STEPS,
     checkpoint_every=2,

@@ -39,7 +39,7 @@ SOON = 60.0
 GROUP = 4
 SLOTS = 8
 CONFIG = load("quickstart", [f"rollout.engine.max_concurrent={SLOTS}"])
-BUFFER = Buffer(max_staleness=99, groups_per_batch=4, group_size=GROUP, lease_s=60.0)
+BUFFER = Buffer(max_staleness=99, groups_per_batch=4, group_size=GROUP)
 
 
 ONCE = EnvPart("once", 1.0, Once(split="train", seed=0), None)
@@ -195,7 +195,7 @@ async def test_slots_grow_while_the_servers_have_room_and_shrink_without_ending_
 
 
 async def test_only_what_stands_empty_for_want_of_a_lease_is_idle(policy: Path, tmp_path: Path) -> None:
-    one_group = Buffer(max_staleness=0, groups_per_batch=1, group_size=GROUP, lease_s=60.0)
+    one_group = Buffer(max_staleness=0, groups_per_batch=1, group_size=GROUP)
     async with world(policy, tmp_path, one_group) as w:
         w.engine.busy = EngineLoad(4, 0, 0.1)
         await w.until(GROUP)  # admission allows no more, and there is room for another
@@ -247,7 +247,7 @@ async def test_tokens_of_an_episode_that_ran_out_of_time_are_generated_tokens(po
 
 
 async def test_tokens_are_reported_under_the_version_that_sampled_them(policy: Path, tmp_path: Path) -> None:
-    one_group = Buffer(max_staleness=1, groups_per_batch=1, group_size=GROUP, lease_s=60.0)
+    one_group = Buffer(max_staleness=1, groups_per_batch=1, group_size=GROUP)
     async with world(policy, tmp_path, one_group) as w:
         await w.until(GROUP)
         assert await train(w, 0) == {0: 3 * GROUP}
@@ -283,7 +283,7 @@ async def train(w: World, version: int) -> dict[int, int]:
 
 
 async def test_an_episode_of_a_complete_group_is_cancelled(policy: Path, tmp_path: Path) -> None:
-    two_of_four = Buffer(max_staleness=0, groups_per_batch=1, group_size=GROUP, min_members=2, lease_s=60.0)
+    two_of_four = Buffer(max_staleness=0, groups_per_batch=1, group_size=GROUP, min_members=2)
     async with world(policy, tmp_path, two_of_four) as w:
         await w.until(GROUP)
         fast, slow = w.unanswered()[:2], w.unanswered()[2:]
@@ -359,7 +359,7 @@ async def test_tokens_of_a_call_that_the_agent_gave_up_are_unused(policy: Path, 
 async def test_calls_that_an_agent_left_behind_end_with_its_episode(policy: Path, tmp_path: Path) -> None:
     LEFT_BEHIND.clear()
     AFTER_THE_END.clear()
-    one_group = Buffer(max_staleness=0, groups_per_batch=1, group_size=2, lease_s=60.0)
+    one_group = Buffer(max_staleness=0, groups_per_batch=1, group_size=2)
     async with world(policy, tmp_path, one_group, agent=leaves_calls_behind) as w:
         await w.until(4)
         longest = max(len(call.token_ids) for call in w.unanswered())
@@ -398,7 +398,7 @@ def policies(failures: dict[Reason, Failure]) -> Config:
 
 
 FRAGILE = EnvPart("fragile", 1.0, Fragile(split="train", seed=0), -1.0)
-ONE_GROUP = Buffer(max_staleness=0, groups_per_batch=1, group_size=GROUP, lease_s=60.0)
+ONE_GROUP = Buffer(max_staleness=0, groups_per_batch=1, group_size=GROUP)
 
 
 async def answer_all(w: World) -> None:
@@ -482,7 +482,7 @@ async def test_a_slow_environment_is_neither_starved_nor_made_stale_by_a_fast_on
         EnvPart("fast", 3.0, Once(split="train", seed=0), None),
         EnvPart("slow", 1.0, Slow(split="train", seed=0), None),
     ]
-    buffer = Buffer(max_staleness=2, groups_per_batch=4, group_size=2, lease_s=60.0)
+    buffer = Buffer(max_staleness=2, groups_per_batch=4, group_size=2)
     async with world(policy, tmp_path, buffer, parts=parts) as w:
         answering = asyncio.create_task(answer_versions(w))
         trained: list[str] = []

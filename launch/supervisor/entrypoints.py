@@ -152,6 +152,7 @@ async def buffer(
         tasks=tasks,
         revision=context.revision,
         peers=peers,
+        lease_s=context.config.launch.lease_s,
     )
     stopped = asyncio.create_task(stop.wait(), name="stop")
     stopped.add_done_callback(lambda _: service.stop())
