@@ -68,6 +68,8 @@ def _values(config: Config) -> Iterator[str]:
             yield f"{key}: must not be empty"
     if len(set(config.run.trackers)) < len(config.run.trackers):
         yield f"run.trackers: {', '.join(config.run.trackers)} names a tracker twice"
+    if config.run.on_alert and not config.run.on_alert[0]:
+        yield 'run.on_alert: names no program; for example ["curl", "-sS", "-d", "@-", "https://example.org/hook"]'
     if 1.0 in config.learner.optimizer.betas:
         yield "learner.optimizer.betas: 1 never forgets and divides by zero; allowed are 0 up to, but not, 1"
     if config.model.dtype == "bfloat16" and config.weightsync.canary_tolerance < BF16_NOISE:

@@ -70,6 +70,8 @@ def type_text(kind: reflect.Type) -> str:
             return "one of " + ", ".join(str(v) for v in values)
         case reflect.VarTupleType(item_type=reflect.LiteralType(values=values)):
             return f"a list of {', '.join(str(v) for v in values)}; for example [{values[0]}]"
+        case reflect.VarTupleType(item_type=item):
+            return f"a list of {type_text(item)}"
         case reflect.TupleType(item_types=items):
             return f"a list of {len(items)}, each {type_text(items[0])}"
         case reflect.UnionType(types=types) if not variants(kind):

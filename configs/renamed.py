@@ -44,7 +44,7 @@ RENAMED = {
     "launch.port": "launch.ports.first",
     "launch.hosts": "launch.kind=ray_cluster",
     "launch.stop_s": "launch.heartbeat_s, from which it follows",
-    "monitor": "run.trackers, and launch.ports.metrics; TERM=dumb in the environment gives plain lines in place of the live view",
+    "monitor": "run.trackers, run.on_alert and launch.ports.metrics; TERM=dumb in the environment gives plain lines",
     "sft": "the overrides sft.KEY=VALUE of `slipstream sft`, or a file of its own with `extends:`",
 }
 """Old key -> what to write in its place."""

@@ -28,6 +28,9 @@ class RunOutput(Section, frozen=True):
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"], ...] = ()
     """Trackers that receive the metrics and some trajectories, in addition to metrics.jsonl. docs/monitoring.md says how their
     projects are named."""
+    on_alert: tuple[str, ...] = ()
+    """A program and its arguments, on the supervisor's host: started for each alert that fires and that is over, with the alert as
+    a line of JSON on stdin. docs/operation.md says what is in it."""
 
 
 class Model(Section, frozen=True):

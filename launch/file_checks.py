@@ -4,6 +4,7 @@ only; whatever is in the files is for the checks after them.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from ..configs.algorithm import Kl, PythonFunction
@@ -67,6 +68,19 @@ def agent_files(inputs: RunInputs) -> str:
     if agent.kind == COMMAND and config.launch.hosts != "many":
         _require_folder("agent.sandbox.folder", agent.sandbox.folder)
     return agent.kind
+
+
+def alert_program(inputs: RunInputs) -> str:
+    """The program that is started for alerts."""
+    command = inputs.config.run.on_alert
+    if not command:
+        return "none"
+    if (found := shutil.which(command[0])) is None:
+        why = "is no program that may be executed; run chmod +x"
+        if not Path(command[0]).is_file():
+            why = f"is no program: relative paths begin in {Path.cwd()}, names are looked for in the folders of PATH"
+        raise ConfigError(f"run.on_alert: {command[0]!r} {why}")
+    return found
 
 
 def environment_files(inputs: RunInputs) -> str:

@@ -29,7 +29,7 @@ from ..configs.reward import ModelReward
 from ..configs.schema import parse_memory
 from ..errors import ConfigError
 from .environment_checks import environment, prompt
-from .file_checks import agent_files, algorithm_files, environment_files, model_files, reward_files
+from .file_checks import agent_files, alert_program, algorithm_files, environment_files, model_files, reward_files
 from .launchers.local import claim_ports
 from .model_checks import agent, chat_format, learner, model
 from .resources import assign_gpus, gpus_of, needs_rendezvous_port, placed_by_ray
@@ -218,6 +218,7 @@ CHECKS = {
     "packages": PreflightCheck(packages),
     "run folder": PreflightCheck(folder),
     "ports": PreflightCheck(ports),
+    "alert program": PreflightCheck(alert_program),
     "model files": PreflightCheck(model_files),
     "reward files": PreflightCheck(reward_files),
     "algorithm files": PreflightCheck(algorithm_files),

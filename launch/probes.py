@@ -3,7 +3,7 @@
     config ──probe-N.yaml──> `slipstream train probe-N.yaml` ──metrics──> figures of the steps after the run has filled up
 
 Invariants:
-- It is the run that a user would get of that file, without evaluations and trackers, in a process of its own.
+- It is the run that a user would get of that file, without evaluations, trackers and `run.on_alert`, in a process of its own.
 - What it starts ends with it: on time, on an error, on an interrupt, and when this process is killed.
 - Its weights are thrown away; the rest of its folder is kept.
 """
@@ -44,7 +44,7 @@ def probe_config(config: Config, folder: Path, steps: int) -> Config:
     replace = msgspec.structs.replace
     return replace(
         config,
-        run=replace(config.run, dir=str(folder), trackers=()),
+        run=replace(config.run, dir=str(folder), trackers=(), on_alert=()),
         learner=replace(config.learner, steps=config.buffer.max_staleness + SETTLING + steps),
         evaluation=Evaluation(tasks=0),
     )

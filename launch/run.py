@@ -98,8 +98,7 @@ def refuse_active(run_dir: Path) -> None:
 
 
 def with_absolute_paths(config: C) -> C:
-    """`config` with absolute paths of model folders, of data and of the agent's program, so that the run can be resumed from any
-    directory."""
+    """`config` with absolute paths of model folders, of data and of programs, so that the run can be resumed from any directory."""
     replace, model, reward, evaluation = msgspec.structs.replace, config.model, config.reward, config.evaluation
     suites = {
         name: replace(suite, env=absolute_paths(suite.env)) if suite.env else suite
@@ -109,6 +108,9 @@ def with_absolute_paths(config: C) -> C:
     if (sandbox := config.agent.sandbox).folder:
         sandbox = replace(sandbox, folder=str(Path(sandbox.folder).resolve()))
         config = replace(config, agent=replace(config.agent, sandbox=sandbox))
+    if "/" in (program := next(iter(config.run.on_alert), "")):
+        command = (str(Path(program).absolute()), *config.run.on_alert[1:])
+        config = replace(config, run=replace(config.run, on_alert=command))
     if Path(model.path).is_dir():
         config = replace(config, model=replace(model, path=str(Path(model.path).resolve())))
     if isinstance(reward, ModelReward) and Path(reward.path).is_dir():

@@ -197,6 +197,7 @@ def test_failures_that_are_not_named_keep_their_policies(tmp_path):
         ("learner: {optimizer: {lr: .inf}}", ["learner.optimizer.lr: inf", "not a finite number"]),
         ("model: {dtype: fp8}", ["model.dtype: 'fp8'", "one of bfloat16, float32"]),
         ("run: {trackers: [aim]}", ["run.trackers: ['aim']", "a list of mlflow, swanlab, tensorboard, trackio, wandb"]),
+        ("run: {on_alert: curl}", ["run.on_alert: 'curl' is not allowed", "a list of text"]),
         ("rollout: {engine: {memory: 0.85}}", ["rollout.engine.memory: 0.85 is not text; write it in quotes"]),
         ("learner:", ["learner: None", "a section with the keys steps"]),
         ("buffer: 3", ["buffer: 3", "a section"]),
@@ -476,6 +477,7 @@ def test_a_missing_file_names_the_presets():
         ),
         (["run.dir="], ["run.dir"]),
         (["run.trackers=[wandb, wandb]"], ["run.trackers", "twice"]),
+        (["run.on_alert=['']"], ["run.on_alert: names no program"]),
     ],
 )
 def test_impossible_combinations_name_their_keys(overrides, expected):

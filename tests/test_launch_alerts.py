@@ -38,7 +38,16 @@ def test_what_is_planted_is_an_alert_within_ten_steps(tmp_path: Path, monkeypatc
     factory = f"{SignedRewards.__module__}:{SignedRewards.__name__}"
     env = {"kind": "python", "factory": factory, "arguments": {"flipped": str(flipped)}}
     model = tiny_policy(tmp_path / "policy")
-    words = ("train", "quickstart", f"env={json.dumps(env)}", f"model.path={model}", f"run.dir={run}", *SETTINGS)
+    on_alert = f"run.on_alert={json.dumps(['sh', '-c', 'cat >> $0', str(tmp_path / 'told')])}"
+    words = (
+        "train",
+        "quickstart",
+        f"env={json.dumps(env)}",
+        f"model.path={model}",
+        f"run.dir={run}",
+        on_alert,
+        *SETTINGS,
+    )
 
     def fired(rule: str) -> Alert | None:
         return next((one for one in read_alerts(run / ALERTS) if one.rule == rule and one.active), None)
@@ -70,4 +79,6 @@ def test_what_is_planted_is_an_alert_within_ten_steps(tmp_path: Path, monkeypatc
         going.process.terminate()
         going.output()
     assert leftovers(run) == []
+    told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
+    assert told == [{"run": str(run), **json.loads(line)} for line in (run / ALERTS).read_text().splitlines()]
     check_accounts(run)

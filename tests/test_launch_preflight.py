@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from slipstream.errors import OUR_FOLDERS
+from slipstream.configs import load
+from slipstream.errors import OUR_FOLDERS, ConfigError
 from slipstream.launch.cli.main import main
 from slipstream.launch.preflight import CHECKS
+from slipstream.launch.run_inputs import RunInputs
 from slipstream.tests.test_imports import ALLOWED
 
 HEAVY = ("torch", "transformers", "vllm", "ray", "reasoning_gym", "datasets", "pyarrow", "matplotlib", "mcp")
@@ -60,6 +62,10 @@ TYPOS = {
     ),
     "env.path: there is no folder tasks; relative": ("train", "env={kind: harbor, path: tasks}"),
     "env.task: there is no file quiz.py": ("train", "env={kind: inspect, task: quiz.py@sums}"),
+    "run.on_alert: 'no-such-program' is no program: relative paths begin in": (
+        "train",
+        "run.on_alert=[no-such-program, --now]",
+    ),
     "agent.kind: cannot import 'my_agents' of 'my_agents:solve'": ("train", "agent.kind=my_agents:solve"),
     "model.path: 'no/such/model' is no folder in": ("train", "model.path=no/such/model"),
     "model.path: folder 'empty' holds no usable config: it has no config.json": ("eval", "model.path=empty"),
@@ -104,6 +110,19 @@ def test_a_model_that_is_missing_is_said_once_and_what_needs_it_is_left(capsys: 
     assert all(text.endswith("not checked, after model files") for text in left)
     assert {"model", "learner", "chat", "prompt"} <= {text.split()[0] for text in left}
     assert {text.split()[0] for mark, text in lines if mark == "ok"} >= {"environment", "devices", "trackers"}
+
+
+def test_a_program_for_alerts_may_be_executed(tmp_path: Path) -> None:
+    program = tmp_path / "page"
+    program.write_text("#!/bin/sh\n")
+    inputs = RunInputs(load("quickstart", [f"run.on_alert=[{program}]"]))
+    with pytest.raises(
+        ConfigError, match=rf"^run\.on_alert: '{program}' is no program that may be executed; run chmod"
+    ):
+        CHECKS["alert program"].run(inputs)
+    program.chmod(0o755)
+    assert CHECKS["alert program"].run(inputs) == str(program)
+    assert CHECKS["alert program"].run(RunInputs(load("quickstart"))) == "none"
 
 
 def test_two_faults_are_two_lines(

@@ -1,4 +1,4 @@
-"""The alerts of a run while it goes on: shown in its view, logged, and appended to `alerts.jsonl`.
+"""The alerts of a run while it goes on: shown in its view, logged, appended to `alerts.jsonl`, and told to `run.on_alert`.
 
 Invariants:
 - What fired before a restart of the whole run is known from its rows, and is not written again.
@@ -33,6 +33,7 @@ from ...monitor.alerts import (
 )
 from ...monitor.metrics import METRICS, MetricsTail
 from ...monitor.terminal import View
+from .alert_command import AlertCommand
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class AlertMonitor:
         self._run_dir = run_dir
         self._view = view
         self._book = AlertBook(config)
+        self._command = AlertCommand(config.run.on_alert, run_dir)
         self._tail = MetricsTail(run_dir / METRICS)
         self._disk = DiskForecast()
         self._looking = threading.Lock()  # a look at a disk that hangs is abandoned, and goes on
@@ -75,38 +77,45 @@ class AlertMonitor:
         self.stalled = self.lying = ""
         await self._check()
 
+    async def close(self) -> None:
+        """End the program of `run.on_alert`, after a moment for its last alerts."""
+        await self._command.close()
+
     async def _check(self) -> None:
         looking, hint = in_thread(self._look, "alerts"), f"is the disk of {self._run_dir} gone?"
         try:
-            changed = await with_deadline(
+            shown, changed = await with_deadline(
                 LOOK_S, looking, who="the supervisor", waits_for="the rows of the run", hint=hint
             )
         except DeadlineExceeded as error:
             log.warning("%s", error)
             return
-        for alert in changed:
+        for alert in shown:
             self._view.alert(alert)
+        for alert in changed:
+            self._command.submit(alert)
 
-    def _look(self) -> list[Alert]:
-        """What fired since the last look and what is over; at first all that is active."""
+    def _look(self) -> tuple[list[Alert], list[Alert]]:
+        """What is shown and what is new: what fired since the last look and what is over. At first all that is active is shown."""
         if not self._looking.acquire(blocking=False):
-            return []
+            return [], []
         try:
             changed = [alert for row in self._tail.read() for alert in self._book.observe(row)]
             if not self._began:
                 self._began = True
                 old = unseen_in_rows(read_alerts(self._run_dir / ALERTS))  # of a supervisor that was killed
-                self._append([msgspec.structs.replace(alert, active=False) for alert in old])
-                return list(self._book.active.values())
+                over = [msgspec.structs.replace(alert, active=False) for alert in old]
+                self._append(over)
+                return list(self._book.active.values()), over
             now = time.time()
             changed += self._book.set(NO_STEP, self.stalled, now)
             changed += self._book.set(FALSE_REPLIES, self.lying, now)
             changed += self._book.set(DISK, self._disk.observe(now, shutil.disk_usage(self._run_dir).free), now)
             self._append(changed)
-            return changed
+            return changed, changed
         except (OSError, StoreError) as error:
             self._warn(str(error))
-            return []
+            return [], []
         finally:
             self._looking.release()
 

@@ -13,6 +13,7 @@
     ProcessManager    the end of a process                       the run's end
     HealthMonitor     a heartbeat, or a server's answer          heartbeat_s; then the process is killed and restarted
     ControlServer     a command                                  the run's end
+    AlertCommand      the program of `run.on_alert`              30 s, 5 s at the run's end; then it is killed
     MetricsServer     a scrape, in threads of its own            the run's end
 
 Invariants:
@@ -202,6 +203,8 @@ class Supervisor:
         access = sockets.access
         self.launcher.authorize = access.authorize
         self._processes.access, self._processes.revoke = access.access, access.revoke
+        alerts = AlertMonitor(self.run_dir, self.config, self.view)
+        stack.push_async_callback(alerts.close)  # last of all: the others end meanwhile
         stack.push_async_callback(self._end)
         context = self._context(sockets.addresses)
 
@@ -220,7 +223,6 @@ class Supervisor:
             pushed=context.pushed,
             scheme=self.config.launch.scheme,
         )
-        alerts = AlertMonitor(self.run_dir, self.config, self.view)
         stack.push_async_callback(alerts.finish)
         health = HealthMonitor(self._processes, replicas, self.config.launch.heartbeat_s, self.view, alerts)
         changing = SettingsManager(
@@ -241,14 +243,8 @@ class Supervisor:
         control = ControlServer(
             self.run_dir, replicas, sockets.fleet.address, health.waits, live, workers, access.pair, access.admit
         )
-        services = (
-            *sockets.services(),
-            health.listen(sockets.signals),
-            health.watch(),
-            alerts.watch(),
-            control.serve(),
-        )
-        for service in services:
+        services = health.listen(sockets.signals), health.watch(), alerts.watch(), control.serve()
+        for service in (*sockets.services(), *services):
             spawn(service)
         if self._metrics is not None:
             spawn(MetricsEndpoint(self._metrics, self.run_dir, self._processes, replicas, alerts).serve())
