@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,26 @@ def processes(gauges: GaugeTable) -> list[dict[str, Any]]:
         newest = one.times[-1]
         cores = one.between(newest - RECENT_S, newest, 1).get("cpu_s", [None])[0]
         shown = {
-            name: value for name, value in one.last.items() if name not in ("t", "cpu_s", "rss", "dropped", "replicas")
+            name: value
+            for name, value in one.last.items()
+            if name not in ("t", "cpu_s", "rss", "gpus", "dropped", "replicas")
         }
         found.append({
             "role": role, "pid": one.pid, "age_s": max(0.0, now - newest), "cores": cores, "rss": one.last.get("rss"),
             "dropped": one.last.get("dropped"), "gauges": shown, "replicas": one.last.get("replicas") or {},
+            "gpus": _gpus(role, one.last),
         })  # fmt: skip
     return found
+
+
+def _gpus(role: str, line: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those of the process, and of the servers that it knows."""
+    holders = {role: line, **(line.get("servers") or {})}
+    return [
+        {"role": name, "gpu": gpu, **usage}
+        for name, holder in holders.items()
+        for gpu, usage in (holder.get("gpus") or {}).items()
+    ]
 
 
 def logs(folder: Path) -> list[dict[str, Any]]:

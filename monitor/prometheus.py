@@ -28,6 +28,7 @@ FRESH_S = 30.0  # a process that recorded nothing for so long is gone; it record
 PREFIX, STEP = "slipstream_", "slipstream_step_"
 REPLICA_STATES = ("starting", "serving", "draining")
 GROUP_STATES = ("open", "leased", "ready", "batched")
+ROLE_GPU = ("role", "gpu")
 Family = GaugeMetricFamily | CounterMetricFamily
 Gauges = Mapping[str, Any]  # a line of a process's series
 
@@ -95,6 +96,13 @@ METRICS = (
         "process_cpu_seconds_total", "CPU time of a process; of a server with the processes that it started", ("role",)
     ),
     Metric("process_resident_memory_bytes", "memory of a process, likewise", ("role",)),
+    Metric(
+        "gpu_utilization_ratio", "share of the time in which a GPU of a process computed, for any process", ROLE_GPU
+    ),
+    Metric("gpu_memory_used_bytes", "memory of a GPU of a process that is in use, by all processes", ROLE_GPU),
+    Metric("gpu_memory_total_bytes", "memory that the GPU has", ROLE_GPU),
+    Metric("gpu_power_watts", "power that it draws", ROLE_GPU),
+    Metric("gpu_temperature_celsius", "its temperature", ROLE_GPU),
     Metric("process_dropped_lines_total", "lines of spans and series that were not written", ("role",)),
     Metric("alert", "1 while an alert of the run is active, else 0", ("rule", "severity")),
 )
@@ -249,6 +257,12 @@ def export_processes(series: Mapping[str, Gauges], to: Exposition) -> None:
 def _export_usage(role: str, usage: Gauges, to: Exposition) -> None:
     to.set("process_cpu_seconds_total", usage.get("cpu_s"), role)
     to.set("process_resident_memory_bytes", usage.get("rss"), role)
+    for gpu, one in (usage.get("gpus") or {}).items():
+        to.set("gpu_utilization_ratio", one.get("utilization"), role, gpu)
+        to.set("gpu_memory_used_bytes", one.get("memory"), role, gpu)
+        to.set("gpu_memory_total_bytes", one.get("memory_total"), role, gpu)
+        to.set("gpu_power_watts", one.get("power_w"), role, gpu)
+        to.set("gpu_temperature_celsius", one.get("temperature_c"), role, gpu)
 
 
 def _export_worker(role: str, line: Gauges, to: Exposition) -> None:

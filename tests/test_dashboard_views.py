@@ -163,6 +163,9 @@ async def test_logs_are_shown_from_their_end_and_only_those_of_the_run(tmp_path:
         run.folder / "series" / "buffer.7.jsonl",
         [{"t": 100.0 + i, "cpu_s": i / 2, "rss": 1, "ready": 3} for i in range(5)],
     )
+    busy = {"utilization": 0.5, "memory": 3}
+    held = {"gpus": {"1": busy}, "servers": {"engine-0": {"cpu_s": 1, "gpus": {"0": busy}}, "engine-1": {"cpu_s": 1}}}
+    lines(run.folder / "series" / "supervisor.8.jsonl", [{"t": 100.0 + i, **held} for i in range(5)])
     async with DashServer(RunFolder(run.folder, IDLE), "127.0.0.1", 0, "") as server, aiohttp.ClientSession() as client:
         asked = Asked(server, client)
         assert (await asked("/api/runs/run/now"))["alerts"] == []
@@ -180,7 +183,12 @@ async def test_logs_are_shown_from_their_end_and_only_those_of_the_run(tmp_path:
         assert [(alert["rule"], alert["active"]) for alert in alerts] == [("failures", True), ("idle", False)]
         found = await asked("/api/runs/run/processes")
         assert [one["name"] for one in found["logs"]] == ["buffer.log"]
-        (process,) = found["processes"]
+        process, supervisor = found["processes"]
+        assert supervisor["gpus"] == [
+            {"role": "supervisor", "gpu": "1", **busy},
+            {"role": "engine-0", "gpu": "0", **busy},
+        ]
+        assert process["gpus"] == []
         assert (process["role"], process["pid"], process["cores"], process["gauges"]) == (
             "buffer",
             "7",
@@ -195,5 +203,7 @@ async def test_logs_are_shown_from_their_end_and_only_those_of_the_run(tmp_path:
             assert status == 400
         assert "not active" in (await asked.refused("/api/runs/run/status"))[1]
         assert await asked("/api/runs/run/timeline", t0=0, t1=1)
+        columns = (await asked("/api/runs/run/timeline", t0=99, t1=106))["series"]["supervisor"]
+        assert {"gpus.1.utilization", "servers.engine-0.gpus.0.memory"} <= columns.keys()
         for wrong in ("x", "nan", "inf"):
             assert (await asked.refused("/api/runs/run/timeline", t0=wrong))[0] == 400

@@ -186,6 +186,7 @@ def test_processes_are_told_by_role() -> None:
     to = exposition()
     load_0 = {"running": 3, "waiting": 1, "kv": 0.5, "tokens": None, "version": 4, "sent": 3}
     usage = {"t": 10.0, "cpu_s": 2.5, "rss": 1000, "dropped": 0}
+    busy = {"utilization": 0.5, "memory": 3, "memory_total": 8, "power_w": 300.5, "temperature_c": 61}
     worker = {"slots": 64, "playing": 60, "queued": 2, "tokens": 900, "delivered": 12}
     export_processes(
         {
@@ -196,9 +197,9 @@ def test_processes_are_told_by_role() -> None:
                 "t": 9.0,
                 "replicas": {"engine-0": {**load_0, "running": 9}},
             },  # before it was the other's
-            "supervisor": {**usage, "servers": {"engine-0": {"cpu_s": 7.0, "rss": 5000}}},
+            "supervisor": {**usage, "servers": {"engine-0": {"cpu_s": 7.0, "rss": 5000, "gpus": {"2": busy}}}},
             "buffer": {**usage, "open": 1, "leased": 2, "ready": 3, "batched": 4, "version": 7, "served": None},
-            "learner-0": {**usage, "phase": "train", "version": 7},
+            "learner-0": {**usage, "phase": "train", "version": 7, "gpus": {"0": busy, "1": {"memory": 5}}},
             "critic-0": usage,
         },
         to,
@@ -209,6 +210,12 @@ def test_processes_are_told_by_role() -> None:
     assert value(found, "engine_sampled_tokens_total", role="engine-0") is None
     assert value(found, "process_resident_memory_bytes", role="engine-0") == 5000
     assert value(found, "process_cpu_seconds_total", role="critic-0") == 2.5
+    assert value(found, "gpu_utilization_ratio", role="engine-0", gpu="2") == 0.5
+    assert value(found, "gpu_memory_used_bytes", role="learner-0", gpu="1") == 5
+    assert value(found, "gpu_memory_total_bytes", role="learner-0", gpu="0") == 8
+    assert value(found, "gpu_power_watts", role="learner-0", gpu="0") == 300.5
+    assert value(found, "gpu_temperature_celsius", role="learner-0", gpu="0") == 61
+    assert value(found, "gpu_utilization_ratio", role="learner-0", gpu="1") is None
     assert value(found, "buffer_groups", state="batched") == 4
     assert value(found, "learner_phase", role="learner-0", phase="train") == 1
     assert (value(found, "learner_version"), value(found, "served_version")) == (7, None)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...monitor.gpus import VISIBLE, gpu_gauges
 from ...monitor.timeline import TimelineWriter
 from ..peers import filling, following_peers, trusting
 from ..run_context import RunContext, RunSettings, following_settings
@@ -107,7 +109,8 @@ async def open_rank(
             settings=None if settings is None else lambda: settings.state.config.learner,
             on_trained=sampler(config, context.dir, recorder),
         )
-        timeline.gauges = lambda: loop.gauges() | {"annotations_dropped": annotations.dropped}
+        gpus = os.environ.get(VISIBLE) if backend.device.type == "cuda" else ""
+        timeline.gauges = lambda: loop.gauges() | {"annotations_dropped": annotations.dropped} | gpu_gauges(gpus)
         yield LearnerRank(loop, client, context, backend, heartbeat, stop)
 
 

@@ -101,7 +101,8 @@ class Supervisor:
         self._metrics = metrics
         resume = f"continue with `slipstream resume {self.config.run.dir}`"
         self._exit_message = f"interrupted; {resume}"
-        with TimelineWriter(self.run_dir if self.recorded else None, "supervisor", ServerUsage(self._processes).gauges):
+        usage = ServerUsage(self._processes, {name.partition("-")[0] for name, number in self.gpus.items() if number})
+        with TimelineWriter(self.run_dir if self.recorded else None, "supervisor", usage.gauges):
             try:
                 await self._run(role_names(self.config), self._train)
             except PlacementLost as error:

@@ -22,8 +22,15 @@ export function Processes({run}) {
       ${data.processes.map(one => html`<tr key=${one.role}><td>${one.role}</td><td>${one.pid}</td><td>${ago(now() - one.age_s)}</td><td>${one.cores == null ? DASH : one.cores.toFixed(2)}</td><td>${bytes(one.rss)}</td>
         <td class="text wrap">${Object.entries(one.gauges).map(([name, value]) => plain(name, value)).filter(text => text).join(', ')}</td><td>${one.dropped || ''}</td></tr>`)}</tbody></table>
       ${!data.processes.length && html`<p class="muted">none has recorded a gauge</p>`}</div>
+    <${Gpus} rows=${data.processes.flatMap(one => one.gpus)} />
     ${data.logs.length > 0 && html`<div class="card"><h2>logs</h2><div class="row">${data.logs.map(one => html`<button key=${one.name} class=${log === one.name ? 'on' : ''} onClick=${() => setLog(log === one.name ? '' : one.name)} title="${bytes(one.bytes)}, changed ${ago(one.time)}">${one.name.replace(/\.log$/, '')}</button>`)}</div>
       ${log && html`<${Log} run=${run.name} name=${log} />`}</div>`}`;
+}
+
+function Gpus({rows}) {
+  if (!rows.length) return null;
+  return html`<div class="card scroll"><h2>GPUs</h2><table><thead><tr><th>role</th><th>GPU</th><th title="share of the time in which it computed">busy</th><th>memory</th><th>of</th><th>power</th><th>temperature</th></tr></thead><tbody>
+      ${rows.map(one => html`<tr key=${`${one.role} ${one.gpu}`}><td>${one.role}</td><td>${one.gpu}</td><td>${share(one.utilization)}</td><td>${bytes(one.memory)}</td><td>${bytes(one.memory_total)}</td><td>${one.power_w == null ? DASH : `${Math.round(one.power_w)} W`}</td><td>${one.temperature_c == null ? DASH : `${one.temperature_c} °C`}</td></tr>`)}</tbody></table></div>`;
 }
 
 function Log({run, name}) {

@@ -9,6 +9,7 @@ const GAUGES = [
   ['worker', [['playing', 'episodes playing'], ['slots', 'slots'], ['queued', 'requests queued'], ['tokens', 'tokens/s']]],
   ['replicas', [['running', 'sequences decoded'], ['waiting', 'sequences waiting'], ['kv', 'KV cache, share']]],
   ['process', [['cpu_s', 'cores'], ['rss', 'memory, bytes']]],
+  ['gpus', [['utilization', 'busy, share'], ['memory', 'memory, bytes']]],
 ];
 
 export function Timeline({run, query}) {
@@ -61,6 +62,10 @@ function gauges(series) {
       if (kind === 'process' || role.startsWith(kind)) for (const [name, text] of names) if (columns[name]?.some(value => value)) found.push([`${role}: ${text}`, columns[name]]);
       if (kind === 'replicas') for (const column of Object.keys(columns)) for (const [name, text] of names)
         if (column.startsWith('replicas.') && column.endsWith('.' + name) && columns[column].some(value => value)) found.push([`${column.split('.').slice(1, -1).join('.')}: ${text}`, columns[column]]);
+      if (kind === 'gpus') for (const column of Object.keys(columns)) {
+        const [, server, gpu, what] = column.match(/^(?:servers\.(.+)\.)?gpus\.([^.]+)\.([^.]+)$/) || [];
+        for (const [name, text] of names) if (name === what) found.push([`${server || role}: GPU ${gpu} ${text}`, columns[column]]);
+      }
     }
   return found;
 }
