@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import torch
 
+from ..common import accelerator
 from ..configs.schema import Fsdp2
 from ..learner.model import vocabulary_size
 from .learner_batch import Job, MemoryUse, Sampled, Shape, fill_of, make_batch, make_long_prompt, tokens_of
@@ -43,7 +43,7 @@ CONTENDERS = ("full", "bare", "padded", "two ranks", "two threads", "trl")
 PLACES = {"two ranks": (2, 1), "two threads": (1, 2)}
 """Processes, and threads of each, of contenders that are not one process of one thread."""
 
-ON_CUDA = "not on CUDA, where each rank has a GPU and threads compute nothing"
+ON_GPU = "not on a GPU, where each rank has a GPU and threads compute nothing"
 """Why there is no such contender."""
 
 LONG_PROMPT, ANSWERS, ANSWER = 512, 8, 64
@@ -69,8 +69,8 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 async def learner(folder: Path, size: str, shape: Shape | None = None, rounds: int = ROUNDS) -> tuple[Result, ...]:
-    """All ratios for a random policy of `size`; without `shape`, for batches as large as suits it. On CUDA in bfloat16."""
-    fitting = GPU_SHAPE if torch.cuda.is_available() else Shape(groups=GROUPS.get(size, 1))
+    """All ratios for a random policy of `size`; without `shape`, for batches as large as suits it. On a GPU in bfloat16."""
+    fitting = GPU_SHAPE if accelerator.current() else Shape(groups=GROUPS.get(size, 1))
     return results(await measure(folder, size, shape or fitting, rounds), size)
 
 
@@ -89,14 +89,14 @@ async def measure(folder: Path, size: str, shape: Shape, rounds: int) -> Measure
 def _is_here(contender: str) -> bool:
     if contender == "trl":
         return TRL.exists()
-    return contender not in PLACES or not torch.cuda.is_available()
+    return contender not in PLACES or accelerator.current() is None
 
 
 async def by_turns(
     names: Sequence[str], batch: tuple[Sampled, ...], model: Path, folder: Path, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[MemoryUse]]]:
     """Seconds of each step, and memory of each process, of contenders that step on `batch`."""
-    if torch.cuda.is_available() and len(names) > 1:
+    if accelerator.current() and len(names) > 1:
         alone = [await by_turns((name,), batch, model, folder, rounds) for name in names]
         return {k: v for one, _ in alone for k, v in one.items()}, {k: v for _, one in alone for k, v in one.items()}
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -105,7 +105,7 @@ async def by_turns(
         for name in names:
             ranks, threads = PLACES.get(name, (1, 1))
             contender = "full" if name in PLACES else name
-            how = (GPU_BUDGET, "bfloat16") if torch.cuda.is_available() else (Fsdp2().tokens_per_microbatch, "float32")
+            how = (GPU_BUDGET, "bfloat16") if accelerator.current() else (Fsdp2().tokens_per_microbatch, "float32")
             job = Job(contender, str(model), batch, *how)
             place = stepping(name.replace(" ", "-"), job, folder, ranks=ranks, threads=threads)
             steppers[name] = await stack.enter_async_context(place)
@@ -124,7 +124,7 @@ def results(measured: Measured, size: str) -> tuple[Result, ...]:
         rates = [[measured.tokens / s for s in measured.seconds.get(key, ())] for key in (contender, floor)]
         if not all(rates):
             there, floored = (sum(several) / len(several) if several else float("nan") for several in rates)
-            return Row(name, there, floored, "tokens/s", NO_TRL if floor == "trl" else ON_CUDA)
+            return Row(name, there, floored, "tokens/s", NO_TRL if floor == "trl" else ON_GPU)
         return by_rounds(name, rates[0], rates[1], "tokens/s", note=note)
 
     tokens = ANSWERS * (LONG_PROMPT + ANSWER)  # a prompt counts for each answer, however it is computed

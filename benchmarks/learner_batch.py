@@ -64,8 +64,8 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class MemoryUse(msgspec.Struct, frozen=True):
-    """Bytes that one process holds: before its first step, with the model and the batch there, and at most. Resident ones, on CUDA
-    those of the GPU."""
+    """Bytes that one process holds: before its first step, with the model and the batch there, and at most. Resident ones, with an
+    accelerator those of its memory."""
 
     before: int
     peak: int

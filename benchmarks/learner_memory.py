@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-import torch
+from ..common import accelerator
 
 FIELDS = {"now": "VmRSS", "at most": "VmHWM"}
 """As the kernel calls them."""
 
 
 def memory_used(when: Literal["now", "at most"]) -> int:
-    """Bytes that this process has on the GPU, where there is one, else those that are resident."""
-    if torch.cuda.is_available():
-        return torch.cuda.memory_allocated() if when == "now" else torch.cuda.max_memory_allocated()
+    """Bytes that this process has on the accelerator, where there is one, else those that are resident."""
+    if accelerator.current():
+        return accelerator.allocated_memory(peak=when == "at most")
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{FIELDS[when]}:"):
             return int(line.split()[1]) * 1024

@@ -28,6 +28,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from ..common import accelerator
 from ..common.process import set_parent_death_signal
 from ..common.spans import timed
 from ..configs.algorithm import Algorithm
@@ -107,7 +108,7 @@ class Plain(ABC):
     attention: str
 
     def __init__(self, job: Job) -> None:
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = accelerator.device_of_rank(0)
         # By a name that pyright does not follow into transformers' lazily made annotations.
         loader: Any = AutoModelForCausalLM
         self.model = loader.from_pretrained(
@@ -204,8 +205,7 @@ def main() -> None:
     for _ in sys.stdin:
         began = time.perf_counter()
         contender.step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        accelerator.synchronize()
         _write_line(f"{time.perf_counter() - began}")
     _write_line(msgspec.json.encode(MemoryUse(before, memory_used("at most"))).decode())
     sys.stdout.flush()

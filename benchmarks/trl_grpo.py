@@ -19,6 +19,7 @@ from reasoning_gym.utils import extract_answer
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
+from ..common import accelerator
 from ..common.process import set_parent_death_signal
 from ..configs import load
 from .learning_arms import ANSWER_TOKENS, CLIP, GROUP_SIZE, GROUPS, LR, PRESET, Point, TrlJob, tasks
@@ -64,7 +65,7 @@ def main() -> None:
 
     arguments = GRPOConfig(
         output_dir=job.out,
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=accelerator.current() is None,
         bf16=False,
         seed=job.seed,
         per_device_train_batch_size=GROUPS * GROUP_SIZE,

@@ -23,6 +23,7 @@ from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
+from ..common import accelerator
 from ..common.process import set_parent_death_signal
 from .learner_batch import LR, PROMPT, Job, MemoryUse, Sampled
 from .learner_memory import memory_used
@@ -61,8 +62,7 @@ class Conductor(TrainerCallback):
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        accelerator.synchronize()
         _write_line(f"{time.perf_counter() - self._began}")
 
 
@@ -104,7 +104,7 @@ def main() -> None:
     group_size = sum(one.group == job.batch[0].group for one in job.batch)
     arguments = GRPOConfig(
         output_dir=str(Path(sys.argv[1]).parent / "trl"),
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=accelerator.current() is None,
         bf16=job.dtype == "bfloat16",
         per_device_train_batch_size=at_once,
         gradient_accumulation_steps=len(job.batch) // at_once,

@@ -16,8 +16,9 @@ REPLAY: MegatronOption = "router_replay"
 class Ranks(Section, frozen=True):
     ranks: Positive = 1
     """Learner processes."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the learner runs; `auto` takes CUDA where there is one, which for `megatron` needs TransformerEngine."""
+    device: Literal["auto", "cpu", "cuda", "npu", "xpu"] = "auto"
+    """Where the learner runs; `auto` takes the accelerator that torch sees, if any. `cuda` is ROCm, too, as torch calls it. For
+    `megatron` there is `cuda`, which needs TransformerEngine, and `cpu`."""
     tokens_per_microbatch: Positive = 8192
     """Tokens packed into one forward pass."""
 
@@ -30,8 +31,8 @@ class Fsdp2(Ranks, frozen=True, tag_field="kind", tag="fsdp2"):
     heads. The other ranks are data parallel."""
     options: tuple[Option, ...] = ()
     """`recompute`: keep only each layer's input and recompute activations in the backward pass, for less memory and about a third
-    more work. `compile`: torch.compile every layer but its attention; the first steps of a process take minutes. `offload`, CUDA
-    only: weights, gradients and optimizer state stay in host memory and visit the GPU layer by layer. `liger`, CUDA only: fused
+    more work. `compile`: torch.compile every layer but its attention; the first steps of a process take minutes. `offload`, not
+    on CPUs: weights, gradients and optimizer state stay in host memory and visit the GPU layer by layer. `liger`, CUDA only: fused
     kernels of the package liger-kernel for norms, rotary embeddings and feed-forward gates. `router_replay`: the routers of a
     mixture of experts take the experts that the engine's took for the same token (arXiv:2510.11370), with weights of their own;
     engines record them and trajectories carry them."""

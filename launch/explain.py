@@ -10,6 +10,7 @@ from pathlib import Path
 
 from watchfiles import watch
 
+from ..common import accelerator
 from ..configs import Config, load, run_config
 from ..errors import SlipstreamError
 from ..monitor.alerts import ALERTS
@@ -32,12 +33,10 @@ LEAST_S = 10.0  # and no sooner than this
 
 def hardware_of(config: Config, gpus: int | None = None) -> Hardware:
     """Of this machine, or with `gpus` GPUs. Raises ConfigError where the engine is not installed."""
-    import torch
-
     cores, needed = os.cpu_count() or 1, gpus_of(config)
     if needed:
         mine = sum(number for role, number in needed.items() if role.startswith(("engine-", "learner-")))
-        others, here = sum(needed.values()) - mine, torch.cuda.device_count()
+        others, here = sum(needed.values()) - mine, accelerator.count()
     else:
         others, here = sum(ranks_by_kind(config).values()) - config.learner.backend.ranks, cores
     devices = gpus if gpus is not None else None if placed_by_ray(config) else here

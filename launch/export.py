@@ -15,6 +15,7 @@ from pathlib import Path
 
 from msgspec import structs
 
+from ..common import accelerator
 from ..configs import Config, load, run_config
 from ..configs.backends import Fsdp2
 from ..configs.evaluation import BEST
@@ -79,8 +80,6 @@ def convert(config: Config, checkpoint: Path, out: Path) -> None:
     """Write the policy of a checkpoint of a run with `config` to the new folder `out`. FSDP2 holds it in the host's memory, since
     the GPUs may be full of the run; Megatron where the run does, since its layers differ. Raises LearnerError where it cannot be
     read, above all where the run has removed it meanwhile."""
-    import torch
-
     from .supervisor.factory import make_backend  # takes seconds
 
     chosen = structs.replace(config.learner.backend, ranks=1, parallel={})
@@ -93,4 +92,4 @@ def convert(config: Config, checkpoint: Path, out: Path) -> None:
         backend.export(out)
     finally:
         backend.close()
-        torch.cuda.empty_cache()  # this process may start a server next
+        accelerator.empty_cache()  # this process may start a server next

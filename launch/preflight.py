@@ -24,6 +24,7 @@ import msgspec
 import psutil
 
 from .. import __version__
+from ..common import accelerator
 from ..configs import Config, check
 from ..configs.reward import ModelReward
 from ..configs.schema import parse_memory
@@ -32,7 +33,7 @@ from .environment_checks import environment, prompt
 from .file_checks import agent_files, alert_program, algorithm_files, environment_files, model_files, reward_files
 from .launchers.local import claim_ports
 from .model_checks import agent, chat_format, learner, model
-from .resources import assign_gpus, gpus_of, needs_rendezvous_port, placed_by_ray
+from .resources import assign_gpus, collectives_of, gpus_of, needs_rendezvous_port, placed_by_ray
 from .reward_check import check_reward_model
 from .run_inputs import RunInputs
 from .samplers import check_samplers
@@ -141,16 +142,15 @@ def engine(inputs: RunInputs) -> str:
 
 
 def devices(inputs: RunInputs) -> str:
-    import torch
-
     config = inputs.config
-    count, backend = torch.cuda.device_count(), config.learner.backend
+    count, device = accelerator.count(), config.learner.backend.device
     if placed_by_ray(config):
         return f"{count} GPUs and {os.cpu_count()} cores here; Ray places the roles"
-    if backend.device == "cuda" and not count:
-        raise ConfigError("learner.backend.device: cuda, but torch sees no GPU; allowed here are auto and cpu")
-    placement = assign_gpus(gpus_of(config), count)
-    shown = ", ".join(f"{role} on GPU {'+'.join(map(str, gpus))}" for role, gpus in placement.gpus.items())
+    accelerator.require(device, "learner.backend.device")
+    placement = assign_gpus(gpus_of(config), count, collectives_of(config))
+    kind = accelerator.current()
+    names = accelerator.device_names(kind, count, os.environ) if kind else []
+    shown = ", ".join(f"{role} on GPU {'+'.join(names[i] for i in gpus)}" for role, gpus in placement.gpus.items())
     found = f"{count} GPUs, {os.cpu_count()} cores{': ' + shown if shown else ''}"
     return f"{found}; collectives run on {placement.backend}"
 

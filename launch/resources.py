@@ -3,19 +3,23 @@
 Invariants:
 - Waiting threads must not spin (`OMP_WAIT_POLICY=PASSIVE`), and all processes together use about as many threads as there are
   cores: on two cores, two processes of two spinning threads slow each other down a hundredfold.
-- With enough GPUs each rank of the learner or of a placed auxiliary model has one, each replica one per rank of its own, and NCCL
-  transfers the weights. A replica that is added later gets GPUs that are free, or is refused.
+- A GPU is a device of whatever accelerator torch sees (`common/accelerator.py`), also an NPU.
+- With enough GPUs each rank of the learner or of a placed auxiliary model has one, each replica one per rank of its own, and the
+  accelerator's collectives (NCCL, HCCL, XCCL) transfer the weights. A replica that is added later gets GPUs that are free, or is
+  refused.
 - With fewer GPUs roles share them, and gloo transfers the weights: NCCL does not connect two processes on one GPU.
+- A role sees its own GPUs only, of those that the user's environment lets this process see.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Literal
 
 import msgspec
 
+from ..common import accelerator
+from ..common.accelerator import CollectiveBackend
 from ..configs import Config
 from ..configs.reward import ModelReward
 from ..configs.schema import ENGINE_OPTIONS, NO_AUX_PROCESSES, SPLIT, OptionServers, Servers
@@ -30,7 +34,7 @@ class GpuAssignment(msgspec.Struct, frozen=True):
     """GPU numbers by role, none for roles that need none, and the backend of collectives between learner and replicas."""
 
     gpus: dict[str, tuple[int, ...]]
-    backend: Literal["gloo", "nccl"]
+    backend: CollectiveBackend
 
 
 def ranks_by_kind(config: Config) -> dict[str, int]:
@@ -65,14 +69,16 @@ def needed_gpus(config: Config, *, engines: bool, learners: bool, reward: bool =
     return wanted
 
 
-def assign_gpus(wanted: Mapping[str, int], available: int) -> GpuAssignment:
-    """Assign GPUs 0 to `available - 1`: different ones to each role while there are enough, else round-robin. Raises ConfigError
-    where one role needs more than there are."""
+def assign_gpus(wanted: Mapping[str, int], available: int, collectives: CollectiveBackend) -> GpuAssignment:
+    """Assign GPUs 0 to `available - 1`: different ones to each role while there are enough, else round-robin. `collectives` are
+    those of the accelerator. Raises ConfigError where one role needs more than there are."""
     for kind in RANKED:
         ranks = sum(role.startswith(f"{kind}-") for role in wanted)
         if ranks > available:
             key = f"learner.aux_models.{kind}" if kind in AUX_MODEL_KINDS else "learner.backend.ranks"
-            raise ConfigError(f"{key}: {ranks} ranks need a GPU each, NCCL does not share one; torch sees {available}")
+            raise ConfigError(
+                f"{key}: {ranks} ranks need a GPU each, {collectives.upper()} does not share one; torch sees {available}"
+            )
     largest = max(wanted.values(), default=0)
     if largest > available:
         raise ConfigError(
@@ -85,7 +91,7 @@ def assign_gpus(wanted: Mapping[str, int], available: int) -> GpuAssignment:
         following += count
     both = any(role.startswith("engine") for role in wanted) and any(role.startswith("learner") for role in wanted)
     pushing = [gpu for role, its in gpus.items() if role.startswith(PUSHING) for gpu in its]
-    return GpuAssignment(gpus, "nccl" if both and len(set(pushing)) == len(pushing) else "gloo")
+    return GpuAssignment(gpus, collectives if both and len(set(pushing)) == len(pushing) else "gloo")
 
 
 def free_gpus(taken: Mapping[str, tuple[int, ...]], count: int, available: int) -> tuple[int, ...]:
@@ -102,15 +108,19 @@ def free_gpus(taken: Mapping[str, tuple[int, ...]], count: int, available: int) 
 
 def gpus_of(config: Config) -> dict[str, int]:
     """GPUs needed by role with the packages that are installed on this machine."""
-    import torch
-
     from ..rollout import reward_server
     from ..rollout.engines import registry as servers
 
     device = config.learner.backend.device
-    learners = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    learners = device not in accelerator.ANYWHERE or (device == "auto" and accelerator.current() is not None)
     reward = isinstance(config.reward, ModelReward) and not reward_server.serves_on_cpu()
     return needed_gpus(config, engines=not servers.serves_on_cpu(config), learners=learners, reward=reward)
+
+
+def collectives_of(config: Config) -> CollectiveBackend:
+    """Of the accelerator that the learner runs on."""
+    kind = accelerator.named(config.learner.backend.device)
+    return kind.collectives if kind else "gloo"
 
 
 def placed_by_ray(config: Config) -> bool:
@@ -119,7 +129,8 @@ def placed_by_ray(config: Config) -> bool:
 
 
 def role_environment(config: Config, role: str, gpus: tuple[int, ...] = ()) -> dict[str, str]:
-    """Environment variables of a role. Those that the user has set win, except CUDA_VISIBLE_DEVICES."""
+    """Environment variables of a role. Those that the user has set win; of those that choose devices, `gpus` are the ones of the
+    user's choice that the role gets. Raises ConfigError where the user's variable does not name so many."""
     cores = os.cpu_count() or 1
     threads = 1
     if role.startswith("sft"):
@@ -134,4 +145,6 @@ def role_environment(config: Config, role: str, gpus: tuple[int, ...] = ()) -> d
         "PYTHONHASHSEED": str(config.seed % 2**32),  # some task families depend on the order of sets
     }
     chosen = {name: os.environ.get(name, value) for name, value in wanted.items()}
-    return chosen | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
+    if gpus and (kind := accelerator.current()):
+        chosen |= accelerator.visible_devices(kind, gpus, os.environ)
+    return chosen

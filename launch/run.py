@@ -23,6 +23,7 @@ import msgspec
 
 from ..buffer.ledger_report import LedgerReport, ledger_report
 from ..buffer.schema import DATABASE
+from ..common import accelerator
 from ..common import gc as heap
 from ..common.fsio import replace_directory, write_atomic
 from ..common.scores import EvaluationResult
@@ -43,7 +44,7 @@ from ..monitor.terminal import View, open_view
 from . import evaluations
 from .launchers.local import LocalLauncher
 from .preflight import preflight, writable
-from .resources import assign_gpus, gpus_of
+from .resources import assign_gpus, collectives_of, gpus_of
 from .row_counts import record_counts, recorded_counts
 from .run_files import keep_inputs
 from .run_lock import is_locked, run_lock
@@ -308,21 +309,23 @@ def make_supervisor(
 ) -> Supervisor:
     """A supervisor with the launcher that `launch.kind` names; `gpus` is the number that each role needs. Episodes of evaluations
     are kept in the folder of the run `evaluated`, by default in `run_dir`."""
-    import torch
-
     from .program.link import ProgramLauncher
     from .supervisor.supervisor import Supervisor  # takes seconds
 
-    logs, available = run_dir / "logs", torch.cuda.device_count()
+    logs, available = run_dir / "logs", accelerator.count()
+    collectives = collectives_of(config)
     if config.launch.kind == "local":
-        placement = assign_gpus(gpus, available)
+        placement = assign_gpus(gpus, available, collectives)
         local = logs, config.launch.ports["first"], placement, available
         launcher = ProgramLauncher(*local, program) if program else LocalLauncher(*local)
     else:
         from .launchers.ray import RayLauncher
 
-        placement = assign_gpus(gpus, sum(gpus.values()))  # Ray assigns every role its own GPUs
-        launcher = RayLauncher(logs, config.launch.ports["first"], many_hosts=config.launch.hosts == "many")
+        placement = assign_gpus(gpus, sum(gpus.values()), collectives)  # Ray assigns every role its own GPUs
+        kind, many = accelerator.named(config.learner.backend.device), config.launch.hosts == "many"
+        launcher = RayLauncher(
+            logs, config.launch.ports["first"], many_hosts=many, resource=kind.resource if kind else "GPU"
+        )
     heap.freeze_startup_objects()
     options = {"gpus": gpus, "backend": placement.backend, "recorded": recorded}
     return Supervisor(config, run_dir, launcher, view, **options, evaluated_dir=str(evaluated or ""))

@@ -15,10 +15,10 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
+from ..common.accelerator import CollectiveBackend
 from ..configs import Config
 from ..errors import ConfigError
 from ..rpc.pubsub import StateSubscriber, following
@@ -62,7 +62,7 @@ class RunContext(msgspec.Struct, frozen=True):
     config: Config
     addresses: Addresses
     run_dir: str
-    backend: Literal["gloo", "nccl"]  # of collectives between learner and replicas
+    backend: CollectiveBackend  # of collectives between learner and replicas
     started_in: str  # the folder that the run was started from
     pushed: bool  # a learner pushes versions; without one engines serve what they loaded, as version 0
     recorded: bool = True  # the processes write spans and series

@@ -4,7 +4,8 @@ Invariants:
 - A process joins the process group once, however many models it holds. The model that joined first leaves it.
 - Every group has the same deadline; inside `all_ranks_agree` a missed one is a LearnerError.
 - One rank runs the same code as many. Without the launcher's variables it is a group of its own, without a port.
-- Collectives use the interface that leads to rank 0, unless the user names another by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.
+- Collectives use the interface that leads to rank 0, unless the user names another by GLOO_SOCKET_IFNAME,
+  NCCL_SOCKET_IFNAME or HCCL_SOCKET_IFNAME.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from ..common import accelerator
+from ..common.accelerator import CollectiveBackend
 from ..common.network import address_towards, interface_of
 from ..errors import ConfigError, LearnerError
 
@@ -27,15 +31,11 @@ RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def choose_device(name: str) -> torch.device:
-    """This rank's device for `auto`, `cpu` or `cuda`. Raises ConfigError where there is none."""
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ConfigError(
-            "learner.backend.device: 'cuda', but torch sees no CUDA device; allowed here are auto and cpu"
-        )
-    if name == "cpu" or not available:
+    """This rank's device for a value of `learner.backend.device`. Raises ConfigError where there is none."""
+    accelerator.require(name, "learner.backend.device")
+    if name == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return accelerator.device_of_rank(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def is_single_rank() -> bool:
@@ -48,9 +48,9 @@ def join(device: torch.device, timeout_s: float) -> bool:
     before. Raises ConfigError: the environment names half of one. LearnerError: the other ranks did not join in time."""
     if dist.is_initialized():
         return False
-    kinds = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    kind = accelerator.named(device.type)
+    kinds = f"cpu:gloo,{device.type}:{kind.collectives}" if kind else "gloo"
+    accelerator.select(device)
     timeout = timedelta(seconds=timeout_s)
     missing = [name for name in RENDEZVOUS if name not in os.environ]
     if is_single_rank():
@@ -76,7 +76,7 @@ def join(device: torch.device, timeout_s: float) -> bool:
 
 
 def _choose_interface() -> None:
-    """By default gloo listens on the address that the host's name resolves to, often a loopback one; NCCL guesses."""
+    """By default gloo listens on the address that the host's name resolves to, often a loopback one; NCCL and HCCL guess."""
     first, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
         interface = interface_of(address_towards(first, int(port)))
@@ -84,9 +84,8 @@ def _choose_interface() -> None:
         raise LearnerError(f"there is no route to rank 0 at {first}:{port}: {error}", final=False) from error
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault(
-            "NCCL_SOCKET_IFNAME", f"={interface}"
-        )  # exactly this one, not all whose names begin like it
+        for name in ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, f"={interface}")  # exactly this one, not all whose names begin like it
 
 
 def _meet(rank: int, world: int, timeout: timedelta) -> TCPStore:
@@ -126,9 +125,15 @@ def all_ranks_agree(doing: str) -> Iterator[None]:
         ) from error
 
 
+def device_of_sums(device: torch.device) -> torch.device:
+    """Where ranks on `device` add float64 numbers over all of them: there, or on the CPU, where gloo adds them."""
+    kind = accelerator.named(device.type)
+    return device if kind is None or kind.adds_float64 else torch.device("cpu")
+
+
 def gather_rows(values: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Collective over `group`. float64[n, C] of each rank, concatenated, on CPU; n may differ and be 0."""
-    size = dist.get_world_size(group)
+    size, device = dist.get_world_size(group), device_of_sums(device)
     local = torch.tensor([len(values)], device=device)
     lengths = [torch.empty_like(local) for _ in range(size)]
     dist.all_gather(lengths, local, group=group)
@@ -163,7 +168,7 @@ def tensor_of_first(values: torch.Tensor | None, device: torch.device, group: di
 
 
 def maximum_of(value: float, device: torch.device) -> float:
-    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    tensor = torch.tensor(value, dtype=torch.float64, device=device_of_sums(device))
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.item()
 
@@ -172,5 +177,5 @@ def is_peer_failure(error: BaseException) -> bool:
     """Whether a collective failed because another rank is late or gone. Such an error may pass on a restart."""
     message = str(error).lower()
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and ("gloo" in message or "nccl" in message)
+        isinstance(error, RuntimeError) and any(name in message for name in get_args(CollectiveBackend))
     )

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from .distributed import device_of_sums
+
 
 class Loaded(NamedTuple):
     """The recorded experts of M tokens, int64[M, layers, top_k], and which of the tokens have any, bool[M]."""
@@ -50,7 +52,7 @@ class ReplayedChoices:
     def disagreement(self, device: torch.device) -> float | None:
         """Collective over all ranks. The share of choices since the last call that were not the router's own; None where there were
         no recorded ones."""
-        counts, self._counts = self._counts.to(device), torch.zeros(2, dtype=torch.float64)
+        counts, self._counts = self._counts.to(device_of_sums(device)), torch.zeros(2, dtype=torch.float64)
         dist.all_reduce(counts)
         differing, compared = counts.tolist()
         return differing / compared if compared else None

@@ -70,18 +70,20 @@ def test_they_are_roles_with_gpus_ports_and_threads_of_their_own(monkeypatch: py
         "critic-1",
     ]
     wanted = needed_gpus(config, engines=True, learners=True)
-    assert assign_gpus(wanted, 5).gpus == {
+    assert assign_gpus(wanted, 5, "nccl").gpus == {
         "learner-0": (0,),
         "engine-0": (1,),
         "reference-0": (2,),
         "critic-0": (3,),
         "critic-1": (4,),
     }
-    shared = assign_gpus(wanted, 2)  # the ranks of one model do not share, others may, and weights need not pass them
+    shared = assign_gpus(
+        wanted, 2, "nccl"
+    )  # the ranks of one model do not share, others may, and weights need not pass them
     assert {shared.gpus["critic-0"], shared.gpus["critic-1"]} == {(0,), (1,)}
     assert shared.backend == "nccl"
     with pytest.raises(ConfigError, match=r"learner\.aux_models\.critic: 2 ranks need a GPU each"):
-        assign_gpus(wanted, 1)
+        assign_gpus(wanted, 1, "nccl")
     monkeypatch.setattr("os.cpu_count", lambda: 9)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert {role_environment(config, role)["OMP_NUM_THREADS"] for role in ("learner-0", "critic-1")} == {"2"}

@@ -70,9 +70,9 @@ def test_it_is_a_role_with_a_gpu_of_its_own() -> None:
     config = load("qwen3-0.6b", ["reward.kind=judge", "reward.path=j"])
     assert [name for name in role_names(config) if name not in role_names(plain)] == ["reward"]
     wanted = needed_gpus(config, engines=True, learners=True, reward=True)
-    assert assign_gpus(wanted, 3).gpus["reward"] == (2,)
-    assert assign_gpus(wanted, 2).gpus["reward"] == (0,)  # shared, and weights need not pass it
-    assert assign_gpus(wanted, 2).backend == "nccl"
+    assert assign_gpus(wanted, 3, "nccl").gpus["reward"] == (2,)
+    assert assign_gpus(wanted, 2, "nccl").gpus["reward"] == (0,)  # shared, and weights need not pass it
+    assert assign_gpus(wanted, 2, "nccl").backend == "nccl"
 
 
 @pytest.mark.parametrize("preset", ["quickstart", "qwen3-0.6b"])

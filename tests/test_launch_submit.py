@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
+import msgspec
 import psutil
 import pytest
 import yaml
@@ -382,8 +383,34 @@ def test_a_manifest_asks_for_what_the_config_needs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("device", "pods", "resource", "ray_counts"),
+    [
+        ("npu", PODS, "huawei.com/Ascend910", {"resources": r'"{\"NPU\": 8}"'}),
+        ("xpu", PODS, "gpu.intel.com/xe", {"num-gpus": "8"}),
+        ("cuda", msgspec.structs.replace(PODS, gpu_resource="amd.com/gpu"), "amd.com/gpu", {"num-gpus": "8"}),
+    ],
+)
+def test_other_accelerators_have_other_names(
+    device: str, pods: Pods, resource: str, ray_counts: dict[str, str], tmp_path: Path
+) -> None:
+    keys = (*GPUS, f"learner.backend.device={device}")
+    cluster = documents(*keys, pods=pods)[-1]["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["resources"]["limits"] == {"cpu": "7", resource: "8"}
+        assert group["rayStartParams"] == {"num-cpus": "7", **ray_counts, "object-store-memory": "100000000"}
+    text = script_of(*keys)
+    (tmp_path / "mine.sbatch").write_text(text)
+    assert subprocess.run(["bash", "-n", str(tmp_path / "mine.sbatch")], check=False).returncode == 0
+    npu = device == "npu"
+    assert ("#SBATCH --gres=npu:8\n" in text, '--resources="{\\"NPU\\": $GPUS}"' in text) == (npu, npu)
+    assert ("#SBATCH --gpus-per-node=8\n" in text, '--num-gpus="$GPUS"' in text) == (not npu, not npu)
+
+
+@pytest.mark.parametrize(
     ("keys", "pods", "said"),
     [
+        ((), Pods("image", "", PODS.volumes, (), 3, "amd"), "--gpu-resource: 'amd' is not of the form VENDOR/NAME"),
         ((), Pods("image", "", (parse_volume("data:/data"),)), r"run\.dir: /runs/mine is on no volume \(/data\)"),
         (("run.dir=runs/mine",), PODS, r"run\.dir: runs/mine is on no volume"),
         (("run.dir=/runs/My_Run",), PODS, "--name: 'My_Run' is not allowed"),

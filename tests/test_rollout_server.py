@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from slipstream.common import accelerator
 from slipstream.configs.schema import Agent, Config, Fake, Model, Rollout, Servers, Transformers, Vllm
 from slipstream.errors import ConfigError, with_deadline
 from slipstream.rollout.engines import registry as servers
@@ -238,10 +239,10 @@ def test_the_command_line_has_every_option() -> None:
 
 def test_a_share_of_memory_is_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     share = configure(Path("m"), Transformers(memory="0.85"))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(accelerator, "current", lambda: accelerator.CUDA)
     (*_, argument) = own_server.command(share, "127.0.0.1", 4000)
     assert msgspec.json.decode(argument, type=Options).memory == 0.85
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(accelerator, "current", lambda: None)
     for refused in (share, configure(Path("m"), Fake(memory="0.85"))):
         with pytest.raises(ConfigError, match=r"^rollout\.engine\.memory: '0\.85' is not allowed here; .*128MiB$"):
             own_server.command(refused, "127.0.0.1", 4000)

@@ -114,6 +114,30 @@ def test_a_python_without_sglang_is_refused_before_it_starts(
         sglang_server.command(configure(folder), servers.LOOPBACK, 1)
 
 
+@pytest.mark.parametrize(
+    ("installed", "device"),
+    [
+        ({"torch": "2.13.0+cpu"}, "cpu"),
+        ({"torch": "2.13.0+cpu", "torch_npu": "2.13.0"}, "npu"),
+        ({"torch": "2.13.0+xpu"}, "xpu"),
+        ({"torch": "2.13.0+rocm7.2"}, None),
+        ({"torch": "2.13.0+cu130"}, None),
+    ],
+)
+def test_it_computes_on_what_the_torch_of_its_python_is_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], device: str | None
+) -> None:
+    """None: SGLang finds CUDA and ROCm by itself. What stands for the Python answers as one with these packages would."""
+    python = tmp_path / "python"
+    answer = {"sglang": "0.5.23", "torch_npu": None, "plugin": True} | installed
+    python.write_text(f"#!/bin/sh\necho '{msgspec.json.encode(answer).decode()}'\n")
+    python.chmod(0o755)
+    monkeypatch.setenv(sglang_server.PYTHON, str(python))
+    line = sglang_server.command(configure(folder), servers.LOOPBACK, 1)
+    assert [word for word in line if word.startswith("--device")] == ([f"--device={device}"] if device else [])
+    assert sglang_server.serves_on_cpu(configure(folder)) == (device == "cpu")
+
+
 def test_an_old_build_in_the_working_directory_hides_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +146,7 @@ def test_an_old_build_in_the_working_directory_hides_nothing(
     (old / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: slipstream-rl\nVersion: 0\n")
     (old / "entry_points.txt").write_text("")
     monkeypatch.chdir(tmp_path)
-    sglang_server._on_cpu.cache_clear()
+    sglang_server._device.cache_clear()
     assert "-P" in sglang_server.command(configure(folder), servers.LOOPBACK, 1)
 
 

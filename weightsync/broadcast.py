@@ -1,4 +1,4 @@
-"""Transport `broadcast`: one collective for a whole cohort, NCCL between GPUs, gloo elsewhere.
+"""Transport `broadcast`: one collective for a whole cohort, NCCL between GPUs, HCCL or XCCL between others, gloo elsewhere.
 
     join_group (only if the cohort's members changed or its group failed) ──> receive_weights on all ──> send ──> acks
 
@@ -25,13 +25,16 @@ import time
 import uuid
 from collections.abc import Awaitable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _DistributedBackendOptions
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from ..common import accelerator
+from ..common.accelerator import CollectiveBackend
 from ..common.network import address_towards
 from ..common.tasks import in_thread
 from ..errors import SlipstreamError, WeightSyncError
@@ -52,13 +55,13 @@ class BroadcastTransport:
         self,
         acks: AckCollector,
         host: str,
-        backend: Literal["gloo", "nccl"],
+        backend: CollectiveBackend,
         device: torch.device,
         bucket_bytes: int,
     ) -> None:
         self._acks = acks
         self._host = host
-        self._backend: Literal["gloo", "nccl"] = backend
+        self._backend: CollectiveBackend = backend
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._incarnation = uuid.uuid4().hex
@@ -229,14 +232,15 @@ class BroadcastGroup:
             self._store: Store | None = TCPStore(plan.host, plan.port, timeout=connect, wait_for_workers=False)
             self._store.set_timeout(timeout)
             store = PrefixStore(plan.name, self._store)
-            make = _gloo if plan.backend == "gloo" else _nccl
+            make = _gloo if plan.backend == "gloo" else _on_devices
             self._group = make(store, plan, rank, timeout)
         except (RuntimeError, ValueError, OSError) as error:  # torch's DistError is a RuntimeError
             raise WeightSyncError(
                 f"rank {rank} of {plan.world_size}: group {plan.name} did not meet within {plan.timeout_s:g} s at"
                 f" {plan.host}:{plan.port}: {_first_line(error)}"
             ) from error
-        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL meets at its first collective only
+        # All but gloo meet at their first collective only.
+        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
 
     def broadcast(self, data: torch.Tensor) -> None:
         """Send `data` (rank 0) or receive into it (the others); it lies on `device`. Raises WeightSyncError: a member left, or the
@@ -248,8 +252,7 @@ class BroadcastGroup:
             raise WeightSyncError(f"rank {self.rank}: group {self.plan.name} is closed")
         try:
             group.broadcast([data], options).wait()
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()  # not the device: an engine computes on it
+            accelerator.synchronize_stream(self.device)  # not the device: an engine computes on it
         except RuntimeError as error:
             raise WeightSyncError(
                 f"rank {self.rank}: broadcast in group {self.plan.name} failed: {_first_line(error)}"
@@ -272,15 +275,25 @@ def _gloo(store: Store, plan: GroupPlan, rank: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, plan.world_size, options)
 
 
-def _nccl(store: Store, plan: GroupPlan, rank: int, timeout: timedelta) -> Any:
-    group = getattr(dist, "ProcessGroupNCCL", None)
-    if group is None:
-        raise WeightSyncError("backend nccl: this build of torch has no NCCL; allowed here is gloo")
-    options = group.Options()
-    options._timeout = timeout
+def _on_devices(store: Store, plan: GroupPlan, rank: int, timeout: timedelta) -> Any:
+    """A group of torch's own, as for NCCL and XCCL, or of a plugin of torch, as for HCCL. Raises WeightSyncError: there is none."""
+    name = plan.backend.upper()
+    own, plugin = getattr(dist, f"ProcessGroup{name}", None), dist.Backend._plugins.get(name)
     # By default a late collective ends the whole process; here it must end in an exception of `wait`.
-    with _environment("TORCH_NCCL_BLOCKING_WAIT", "1"):
-        return group(store, rank, plan.world_size, options)
+    with _environment(f"TORCH_{name}_BLOCKING_WAIT", "1"):
+        if own is not None:
+            options = own.Options()
+            options._timeout = timeout
+            return own(store, rank, plan.world_size, options)
+        if plugin is not None and plugin.extended_api:
+            described = _DistributedBackendOptions()
+            described.store, described.timeout, described.group_id = store, timeout, plan.name
+            described.group_rank, described.group_size = rank, plan.world_size
+            described.global_ranks_in_group = []
+            return plugin.creator_fn(described, None)
+        if plugin is not None:
+            return plugin.creator_fn(store, rank, plan.world_size, timeout)
+    raise WeightSyncError(f"backend {plan.backend}: this build of torch has no {name}; allowed here is gloo")
 
 
 @contextlib.contextmanager

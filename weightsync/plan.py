@@ -19,11 +19,11 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import msgspec
 import zmq
 
+from ..common.accelerator import CollectiveBackend
 from ..errors import StateError, WeightSyncError
 from ..rpc.client import RpcNotifier
 from ..rpc.security import PeerTable, split_address
@@ -37,7 +37,7 @@ class GroupPlan(msgspec.Struct, frozen=True):
     """The rendezvous of one broadcast group; `name` is unique per learner process and membership."""
 
     name: str
-    backend: Literal["gloo", "nccl"]
+    backend: CollectiveBackend
     host: str
     port: int
     rank_offset: int

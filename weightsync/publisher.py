@@ -24,11 +24,11 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import torch
 
+from ..common.accelerator import CollectiveBackend
 from ..common.spans import RecordSpan, no_record, timed
 from ..configs.schema import Partial, TransportKind
 from ..errors import EngineError, WeightSyncError
@@ -75,7 +75,7 @@ class Publisher:
         folder: Path,  # where transports `disk` and `delta` write
         spool: Path,  # where the newest version is stored, in a file without a name
         host: str,  # address of this process that the replicas can reach
-        backend: Literal["gloo", "nccl"],  # `nccl`: learner and replicas have GPUs of their own; it sends from `device`
+        backend: CollectiveBackend,  # but for `gloo` learner and replicas have GPUs of their own; it sends from `device`
         device: torch.device,
         bucket_bytes: int,
         push_s: float,  # longest push to the whole fleet, second attempts and the canary included

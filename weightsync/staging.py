@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..common import accelerator
 from ..errors import WeightSyncError
 from . import delta
 from .broadcast import BroadcastGroup
@@ -57,7 +58,7 @@ class WeightStaging:
     def __init__(
         self,
         rank: int,  # of this process within its replica, from 0
-        device: torch.device,  # where `nccl` receives
+        device: torch.device,  # where collectives other than gloo's receive
         check: Callable[[TransferPlan], None],  # raises WeightSyncError when a plan does not match the model
         base: Callable[
             [], Iterable[tuple[str, torch.Tensor]]
@@ -206,8 +207,7 @@ class WeightStaging:
 
 
 def _received(group: BroadcastGroup, plan: TransferPlan) -> Iterator[tuple[str, torch.Tensor]]:
-    # A CUDA stream of its own, so that receiving does not queue behind the engine's kernels.
-    with torch.cuda.stream(_stream(group.device)) if group.device.type == "cuda" else contextlib.nullcontext():
+    with accelerator.own_stream(group.device):  # so that receiving does not queue behind the engine's kernels
         for bucket in buckets_of(plan):
             data = torch.empty(bucket.nbytes, dtype=torch.uint8, device=group.device)
             group.broadcast(data)
@@ -241,12 +241,6 @@ def _readable(path: str) -> Iterator[None]:
         raise WeightSyncError(
             f"cannot read the weights in {path}: {_one_line(error)}; does this host see the learner's files?"
         ) from error
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for the life of the process: torch's allocator keeps freed memory per stream, and the KV cache leaves no room."""
-    return torch.cuda.Stream(device)
 
 
 def _one_line(error: Exception) -> str:

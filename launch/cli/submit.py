@@ -65,6 +65,12 @@ def register(commands: CommandTable) -> None:
         metavar="NAME",
         help="a secret whose entries become environment variables",
     )
+    k8s.add_argument(
+        "--gpu-resource",
+        default="",
+        metavar="NAME",
+        help="by which the cluster counts GPUs, for example amd.com/gpu; default: that of learner.backend.device, nvidia.com/gpu",
+    )
     k8s.add_argument("--retries", type=int, default=3, metavar="N", help="attempts after the first; default: 3")
 
 
@@ -107,7 +113,7 @@ def _kubernetes(options: argparse.Namespace) -> int:
     from ..submit.kubernetes import Pods, manifest, parse_volume
 
     volumes = tuple(map(parse_volume, options.volume))
-    pods = Pods(options.image, options.namespace, volumes, tuple(options.secret), options.retries)
+    pods = Pods(options.image, options.namespace, volumes, tuple(options.secret), options.retries, options.gpu_resource)
     job = _job(options, "k8s", _config(options))
     return _finish(options, job, manifest(job, pods), "yaml", ["kubectl", "create", "-f"])
 

@@ -59,7 +59,7 @@ class ProcessHandle(Protocol):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where a role runs: an address that it may listen on, and its GPUs; none where the launcher sets CUDA_VISIBLE_DEVICES."""
+    """Where a role runs: an address that it may listen on, and its GPUs; none where the launcher chooses them itself."""
 
     host: str
     port: int

@@ -11,10 +11,12 @@ from collections.abc import Mapping
 Resources = Mapping[str, float]
 
 
-def pack(bundles: Mapping[str, Resources], free: Mapping[str, Resources], pinned: Mapping[str, str]) -> dict[str, str]:
-    """A host for each role, by what the role needs (`bundles`) and what each host has (`free`). The host with the most GPUs, then
-    CPUs, is filled first, in the order of the roles. `pinned` roles get the host that they name if it has room. A role without
-    room has no entry."""
+def pack(
+    bundles: Mapping[str, Resources], free: Mapping[str, Resources], pinned: Mapping[str, str], resource: str = "GPU"
+) -> dict[str, str]:
+    """A host for each role, by what the role needs (`bundles`) and what each host has (`free`). The host with the most of
+    `resource`, then CPUs, is filled first, in the order of the roles. `pinned` roles get the host that they name if it has room. A
+    role without room has no entry."""
     left = {host: dict(has) for host, has in free.items()}
     hosts, filled = dict[str, str](), ""
     for role in sorted(bundles, key=lambda role: role not in pinned):
@@ -23,7 +25,7 @@ def pack(bundles: Mapping[str, Resources], free: Mapping[str, Resources], pinned
             continue
         if (host := pinned.get(role, "")) not in fits:
             if filled not in fits:
-                filled = max(fits, key=lambda host: (left[host].get("GPU", 0.0), left[host].get("CPU", 0.0)))
+                filled = max(fits, key=lambda host: (left[host].get(resource, 0.0), left[host].get("CPU", 0.0)))
             host = filled
         hosts[role] = host
         for name, amount in bundles[role].items():

@@ -129,16 +129,19 @@ async def _completed(answer: Any, what: str) -> bool:
 
 
 class RayBundle(msgspec.Struct, frozen=True):
-    """The resources of one role: the only bundle of a placement group, with its CPUs and GPUs."""
+    """The resources of one role: the only bundle of a placement group, with its CPUs and GPUs, which Ray counts as `resource`."""
 
     group: PlacementGroup
     cpus: int
     gpus: int
+    resource: str
 
     def actor(self, logs: Path) -> Any:
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=0)
-        options = {"num_cpus": self.cpus, "num_gpus": self.gpus, "scheduling_strategy": strategy}
-        return ray.remote(**options)(RayActor).remote(logs)
+        devices: dict[str, Any] = {"num_gpus": self.gpus}
+        if self.resource != "GPU":
+            devices = {"resources": {self.resource: self.gpus}} if self.gpus else {}
+        return ray.remote(num_cpus=self.cpus, **devices, scheduling_strategy=strategy)(RayActor).remote(logs)
 
     @property
     def alive(self) -> bool:
@@ -150,12 +153,13 @@ class RayBundle(msgspec.Struct, frozen=True):
 class RayLauncher:
     """Places roles on the cluster that `RAY_ADDRESS` names, or on a Ray that it starts here and stops again; over `many_hosts` of
     the cluster, else on this node and on loopback. Every role takes one CPU; in a Ray started here roles that are placed later
-    take none: there a CPU is only a number."""
+    take none: there a CPU is only a number. `resource` is what Ray calls a GPU of this accelerator."""
 
-    def __init__(self, logs: Path, first_port: int, *, many_hosts: bool) -> None:
+    def __init__(self, logs: Path, first_port: int, *, many_hosts: bool, resource: str = "GPU") -> None:
         self.host = "127.0.0.1"
         self.authorize: Callable[[str, str], None] = lambda role, key: None
         self._many_hosts = many_hosts
+        self._resource = resource
         self._logs = logs
         self._next_port = first_port
         self._groups: list[PlacementGroup] = []
@@ -181,7 +185,7 @@ class RayLauncher:
                 self._reserve(new, cpus, {} if self._many_hosts and _external() else {f"node:{here}": 0.001})
             for role in roles:
                 self._actors[role] = self._bundles[role].actor(self._logs)
-            placing, room = self._place_all(roles), f"room for {len(roles)} roles, {_bundles(roles, cpus)}"
+            placing, room = self._place_all(roles), f"room for {len(roles)} roles, {self._wishes(roles, cpus)}"
             hint = f"the cluster has {ray.cluster_resources()}; ask for fewer replicas, ranks or workers"
             placed = await with_deadline(PLACE_S, placing, who="the Ray launcher", waits_for=room, hint=hint)
             await self._require_shared({role: placement.host for role, placement in placed.items()})
@@ -229,17 +233,24 @@ class RayLauncher:
     def _reserve(self, roles: Mapping[str, int], cpus: int, affinity: dict[str, float]) -> None:
         """A placement group for each of `roles`, which Ray fills when there is room. Raises ConfigError where roles that are placed
         later need more GPUs than are free."""
-        wanted, free = sum(roles.values()), int(ray.available_resources().get("GPU", 0))
+        wanted, free = sum(roles.values()), int(ray.available_resources().get(self._resource, 0))
         if self._groups and wanted > free:
-            raise ConfigError(f"{', '.join(roles)} want {wanted} GPUs, and Ray has {free} that are free; ask for fewer")
-        bundles = dict(zip(roles, _bundles(roles, cpus), strict=True))
+            raise ConfigError(
+                f"{', '.join(roles)} want {wanted} {self._resource}s, and Ray has {free} that are free; ask for fewer"
+            )
+        bundles = dict(zip(roles, self._wishes(roles, cpus), strict=True))
         pinned = {role: ray.get_runtime_context().get_node_id() for role in bundles if role == BUFFER}
-        targets = {} if affinity else pack(bundles, self._room(), pinned)
+        targets = {} if affinity else pack(bundles, self._room(), pinned, self._resource)
         for role, bundle in bundles.items():
             target = targets.get(role)  # a wish: where it has no room after all, Ray finds another host
             group = placement_group([bundle | affinity], "STRICT_PACK", _soft_target_node_id=target)
             self._groups.append(group)
-            self._bundles[role] = RayBundle(group, cpus, roles[role])
+            self._bundles[role] = RayBundle(group, cpus, roles[role], self._resource)
+
+    def _wishes(self, roles: Mapping[str, int], cpus: int) -> list[dict[str, float]]:
+        """What each role needs of Ray; `roles` has the number of its GPUs."""
+        wishes = ({"CPU": float(cpus), self._resource: float(gpus)} for gpus in roles.values())
+        return [{name: amount for name, amount in wish.items() if amount} for wish in wishes]
 
     def _room(self) -> dict[str, dict[str, float]]:
         """What each host that is alive has for more roles of this run, by its id in Ray."""
@@ -373,12 +384,6 @@ class RayLauncher:
             remove_placement_group(group)
         if not _external():
             await asyncio.to_thread(ray.shutdown)
-
-
-def _bundles(roles: Mapping[str, int], cpus: int) -> list[dict[str, float]]:
-    """What each role needs of Ray; `roles` has the number of its GPUs."""
-    wishes = ({"CPU": float(cpus), "GPU": float(gpus)} for gpus in roles.values())
-    return [{name: amount for name, amount in wish.items() if amount} for wish in wishes]
 
 
 def _line(error: Exception) -> str:

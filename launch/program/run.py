@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import msgspec
 
 from ... import errors
+from ...common import accelerator
 from ...common.owned_folders import PRIVATE_VARIABLE
 from ...common.process import PARENT
 from ...common.tasks import Stopped
@@ -371,11 +372,13 @@ def _as_role(environment: dict[str, str]) -> Iterator[None]:
     """This process has what the role's processes would have of `environment`: keys, ranks, GPUs, threads."""
     import torch
 
-    gpus = "CUDA_VISIBLE_DEVICES"
-    if torch.cuda.is_initialized() and environment.get(gpus, os.environ.get(gpus)) != os.environ.get(gpus):
-        raise ConfigError(
-            f"{gpus}: the run gives this process the GPUs {environment[gpus]}, but it has used CUDA before; enter the run first"
-        )
+    if (kind := accelerator.current()) and accelerator.has_been_used():
+        for name in kind.visible:
+            if environment.get(name, os.environ.get(name)) != os.environ.get(name):
+                raise ConfigError(
+                    f"{name}: the run gives this process the GPUs {environment[name]}, but it has used {kind.name} before; enter "
+                    "the run first"
+                )
     wanted = {name: value for name, value in environment.items() if name not in (VARIABLE, ROLE, PARENT)}
     before, threads = {name: os.environ.get(name) for name in wanted}, torch.get_num_threads()
     os.environ.update(wanted)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...common.accelerator import ANYWHERE, CUDA, KINDS, AcceleratorKind
 from ...configs import Config
 from ...configs.reward import ModelReward
 from ...configs.schema import ENGINE_OPTIONS, SPLIT, Fake, parse_size
@@ -56,6 +57,12 @@ class Job(msgspec.Struct, frozen=True):
         return math.ceil(self.config.launch.stop_s + END_S)
 
     @property
+    def accelerator(self) -> AcceleratorKind:
+        """What the nodes' GPUs are: of the type that `learner.backend.device` names, else CUDA's."""
+        device = self.config.learner.backend.device
+        return next((kind for kind in KINDS if kind.type == device), CUDA)
+
+    @property
     def time(self) -> str:
         """The time limit as `HH:MM:SS`, in which both kinds of clusters are given it."""
         minutes, seconds = divmod(self.time_s or 0, 60)
@@ -66,9 +73,9 @@ def gpus_by_role(config: Config, gpus_per_node: int) -> dict[str, int]:
     """GPUs of each role on nodes that have some; none on nodes that have none. Raises ConfigError where the config wants them."""
     device = config.learner.backend.device
     if not gpus_per_node:
-        if device == "cuda":
+        if device not in ANYWHERE:
             raise ConfigError(
-                "--gpus-per-node: 0, but learner.backend.device=cuda needs some; allowed with 0 are auto and cpu"
+                f"--gpus-per-node: 0, but learner.backend.device={device} needs some; allowed with 0 are auto and cpu"
             )
         return {}
     reward = isinstance(config.reward, ModelReward)

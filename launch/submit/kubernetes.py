@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from importlib.metadata import version
@@ -24,6 +25,7 @@ from .job import OBJECT_STORE, Job
 
 LONGEST_NAME = 47  # KubeRay's limit for a RayJob: it derives the names of services and pods
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")  # RFC 1123
+RESOURCE = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?")
 CONFIG_DIR, CONFIG_FILE = "/etc/slipstream", "config.yaml"
 HEAD_PORTS = {
     "gcs-server": 6379,
@@ -50,6 +52,7 @@ class Pods(msgspec.Struct, frozen=True):
     volumes: tuple[Volume, ...] = ()
     secrets: tuple[str, ...] = ()  # whose entries become environment variables
     retries: int = 3
+    gpu_resource: str = ""  # by which the cluster counts GPUs; empty is that of the accelerator's vendor
 
 
 def parse_volume(text: str) -> Volume:
@@ -84,6 +87,8 @@ def _check(job: Job, pods: Pods) -> None:
             )
     if not pods.image.strip() or re.search(r"\s", pods.image):
         raise ConfigError(f"--image: {pods.image!r} is no name of an image, for example registry.example/slipstream:1")
+    if pods.gpu_resource and not RESOURCE.fullmatch(pods.gpu_resource):
+        raise ConfigError(f"--gpu-resource: {pods.gpu_resource!r} is not of the form VENDOR/NAME, as amd.com/gpu is")
     if pods.retries < 0:
         raise ConfigError(f"--retries: {pods.retries} is negative; allowed are 0 and more")
     folder, paths = PurePosixPath(job.config.run.dir), [volume.path for volume in pods.volumes]
@@ -122,18 +127,17 @@ def _ray_job(job: Job, pods: Pods) -> Manifest:
 
 
 def _start_parameters(job: Job) -> dict[str, str]:
-    return {
-        "num-cpus": str(job.nodes.cpus),
-        "num-gpus": str(job.nodes.gpus),
-        "object-store-memory": str(OBJECT_STORE),
-    }
+    name, gpus = job.accelerator.resource, job.nodes.gpus
+    # KubeRay pastes the value into a shell's command.
+    devices = {"num-gpus": str(gpus)} if name == "GPU" else {"resources": json.dumps(json.dumps({name: gpus}))}
+    return {"num-cpus": str(job.nodes.cpus), **devices, "object-store-memory": str(OBJECT_STORE)}
 
 
 def _pod(job: Job, pods: Pods, name: str, ports: dict[str, int]) -> Manifest:
     nodes = job.nodes
     resources = {"cpu": str(nodes.cpus)}
     resources |= {"memory": str(nodes.memory)} if nodes.memory else {}
-    resources |= {"nvidia.com/gpu": str(nodes.gpus)} if nodes.gpus else {}
+    resources |= {pods.gpu_resource or job.accelerator.kubernetes: str(nodes.gpus)} if nodes.gpus else {}
     mounts = {"config": CONFIG_DIR, "shared-memory": "/dev/shm"} | {f"claim-{v.claim}": v.path for v in pods.volumes}
     container: Manifest = {
         "name": name,

@@ -36,10 +36,11 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from ...common.accelerator import CollectiveBackend
 from ...common.owned_folders import SHARED_MEMORY, WEIGHTS, sweep
 from ...common.tasks import Stopped, run_or_stop
 from ...configs import Config
@@ -84,7 +85,7 @@ class Supervisor:
     launcher: Launcher
     view: View
     gpus: Mapping[str, int]  # that each role needs, by name; none for the others
-    backend: Literal["gloo", "nccl"]  # of collectives between learner and replicas
+    backend: CollectiveBackend  # of collectives between learner and replicas
     recorded: bool = True  # all processes write their spans and series; without them benchmarks compare
     evaluated_dir: str = ""  # see `RunContext`
 

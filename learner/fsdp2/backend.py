@@ -33,7 +33,7 @@ from ...errors import ConfigError
 from .. import checkpoint as folders
 from ..backend import Backend, PolicyLoss, Scorer, ShardedModel
 from ..checkpoint import CheckpointState, Saver
-from ..distributed import all_ranks_agree, choose_device, new_gloo_group
+from ..distributed import all_ranks_agree, choose_device, device_of_sums, new_gloo_group
 from ..logprobs import token_logprobs
 from ..model import make_model, read_config, read_routers
 from ..packing import MicroBatch, microbatches_of_first
@@ -255,18 +255,18 @@ class Fsdp2Backend(Backend, Fsdp2Model):
             ],
             lr=optimizer.lr,
             betas=optimizer.betas,
-            fused=self.device.type == "cuda",  # one kernel for all tensors, and one call of FSDP's for them
+            fused=self.device.type == "cuda",  # CUDA's kernel, one for all tensors, and one call of FSDP's for them
         )
         self._saver = Saver(new_gloo_group(timeout_s))
 
     def _backward(self, rows: Sequence[MicroBatch], loss: PolicyLoss, tokens: int) -> dict[str, float]:
         totals: dict[str, torch.Tensor] = {}
-        scale = self.world_size / tokens
+        scale, where = self.world_size / tokens, device_of_sums(self.device)
         for row in rows:
             output = loss(*self._score(row, self._temperature), row.to(self.device))
             (output.loss_sum * scale).backward()
             for name, value in {**output.sums, "loss": output.loss_sum}.items():
-                totals[name] = totals.get(name, 0.0) + value.detach().double()
+                totals[name] = totals.get(name, 0.0) + value.detach().to(where).double()
         names = sorted(totals)
         stacked = torch.stack([totals[name] for name in names])
         dist.all_reduce(stacked, group=self._data)

@@ -24,7 +24,9 @@ KERNELS = {"rms_norm": True, "rope": True, "swiglu": True, "cross_entropy": Fals
 def check(device: torch.device, model: PretrainedConfig) -> None:
     """Raises ConfigError where Liger's kernels do not run on `device` for a model of this config."""
     if device.type != "cuda":
-        raise ConfigError(f"{KEY} takes kernels for CUDA, and this learner runs on the CPU; leave it out")
+        raise ConfigError(
+            f"{KEY} takes kernels for CUDA, and this learner runs on the {device.type.upper()}; leave it out"
+        )
     if util.find_spec("liger_kernel") is None:
         raise ConfigError(f"{KEY} needs the package liger-kernel; `pip install liger-kernel`, or leave it out")
     if model.model_type not in FAMILIES:

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from transformers import PretrainedConfig
 
+from ...common import accelerator
 from ...configs.backends import Megatron
 from ...errors import ConfigError
 
@@ -32,6 +33,12 @@ def check_installed(layout: Megatron) -> None:
         raise ConfigError(
             f"{KEY}.kind: megatron is written for megatron-core {VERSION}, and {found} is installed; "
             f"`pip install megatron-core=={VERSION}`"
+        )
+    here = accelerator.current()
+    if here and here.type != "cuda" and layout.device != "cpu":
+        raise ConfigError(
+            f"{KEY}.kind: megatron computes on CUDA devices and on CPUs, and torch sees an {here.name} here; allowed are "
+            f"{KEY}.device=cpu and {KEY}.kind=fsdp2"
         )
     if not torch.cuda.is_available():
         return

@@ -6,12 +6,13 @@ import asyncio
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import torch
 from slipstream.agents.base import Completion
 from slipstream.buffer.trajectory import VersionSpan
+from slipstream.common import accelerator
+from slipstream.common.accelerator import CollectiveBackend
 from slipstream.configs.schema import Partial, TransportKind
 from slipstream.rollout.engines.base import SamplingParams
 from slipstream.rollout.engines.http_engine import HttpEngine
@@ -51,7 +52,7 @@ def make_publisher(
     transport: TransportKind = "broadcast",
     bucket_bytes: int = 64 << 10,
     push_s: float = 60.0,
-    backend: Literal["gloo", "nccl"] = "gloo",
+    backend: CollectiveBackend = "gloo",
 ) -> Publisher:
     """A publisher to `engines` as the learner makes one; weights are several buckets, files go below `folder`."""
     return Publisher(
@@ -61,7 +62,7 @@ def make_publisher(
         spool=folder,
         host="127.0.0.1",
         backend=backend,
-        device=torch.device("cpu" if backend == "gloo" else "cuda"),
+        device=torch.device("cpu") if backend == "gloo" else accelerator.device_of_rank(0),
         bucket_bytes=bucket_bytes,
         push_s=push_s,
         canary_tolerance=reference.TOLERANCE,

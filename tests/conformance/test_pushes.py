@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from slipstream.common import accelerator
 from slipstream.configs.schema import TransportKind
 from slipstream.errors import WeightSyncError
 from slipstream.rollout.engines import registry as servers
@@ -64,15 +65,20 @@ async def test_every_transport_updates_the_weights(kind: Kind, replica: Replica,
         assert await replica.serves(which)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
-async def test_nccl_updates_the_weights(replica: Replica, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(accelerator.current() is None, reason="torch sees no GPU")
+async def test_collectives_between_gpus_update_the_weights(
+    replica: Replica, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if servers.serves_on_cpu(replica.server.config):
         pytest.skip(f"{replica.kind.name} computes on the CPU")
     for name, value in tiny.one_gpu("learner").items():
         monkeypatch.setenv(name, value)
-    with contextlib.closing(make_publisher(replica.engine, folder=tmp_path, backend="nccl")) as publisher:
+    kind = accelerator.current()
+    assert kind is not None
+    device = accelerator.device_of_rank(0)
+    with contextlib.closing(make_publisher(replica.engine, folder=tmp_path, backend=kind.collectives)) as publisher:
         for which in (1, 0, 1):
-            weights = {name: tensor.cuda() for name, tensor in tiny.weights(replica.weights.folders[which]).items()}
+            weights = {name: tensor.to(device) for name, tensor in tiny.weights(replica.weights.folders[which]).items()}
             canary = tiny.canary(replica.weights.models[which])
             report = await publisher.publish(next(VERSIONS), weights.items(), *canary)
             assert (report.pushed, report.failed) == (("replica",), {})

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from ....common import accelerator
 from ....configs.backends import REPLAY
 from ....configs.schema import Config, Fake, Transformers
 from ....errors import ConfigError
@@ -75,6 +76,4 @@ def environment(config: Config) -> dict[str, str]:
 def serves_on_cpu(config: Config) -> bool:
     if isinstance(config.rollout.engine, Fake):
         return True
-    import torch
-
-    return not torch.cuda.is_available()
+    return accelerator.current() is None

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import msgspec
 
+from ....common.accelerator import CUDA, NPU, XPU
 from ....common.kv_cache import kv_bytes_per_token
 from ....configs.schema import Config, Sglang
 from ....errors import ConfigError
@@ -69,13 +70,15 @@ def version(name):
     except m.PackageNotFoundError:
         return None
 plugin = any(e.name == {NAME!r} for e in m.entry_points(group={GROUP!r}))
-print(json.dumps({{"sglang": version("sglang"), "torch": version("torch"), "plugin": plugin}}))
+versions = {{name.replace("-", "_"): version(name) for name in ("sglang", "torch", "torch-npu")}}
+print(json.dumps(versions | {{"plugin": plugin}}))
 """
 
 
 class _Packages(msgspec.Struct, frozen=True):
     sglang: str | None
     torch: str | None
+    torch_npu: str | None
     plugin: bool
 
 
@@ -85,7 +88,8 @@ def command(config: Config, host: str, port: int, *, seed: int = 0, files: Serve
     engine = _engine(config)
     refuse_owned(engine.passed_on, OWNED)
     python = _python()
-    cpu = _on_cpu(python)
+    device = _device(python)
+    cpu = device == "cpu"
     arguments = {
         "model-path": config.model.path,
         "served-model-name": "policy",
@@ -113,8 +117,10 @@ def command(config: Config, host: str, port: int, *, seed: int = 0, files: Serve
         switches.append("--disable-overlap-schedule")
     if "metrics" in config.launch.ports:
         switches.append("--enable-metrics")  # without it SGLang has no /metrics
+    if device != CUDA.type:
+        arguments["device"] = device
     if cpu:
-        arguments |= {"device": "cpu", "attention-backend": "torch_native"}
+        arguments["attention-backend"] = "torch_native"
         switches.append("--sleep-on-idle")
     if files is not None:
         switches += [
@@ -155,7 +161,7 @@ def environment(config: Config) -> dict[str, str]:
 def serves_on_cpu(_: Config) -> bool:
     """Whether the SGLang that a run would start has a torch for CPU, known without importing it. Raises ConfigError where there is
     none."""
-    return _on_cpu(_python())
+    return _device(_python()) == "cpu"
 
 
 def _engine(config: Config) -> Sglang:
@@ -180,8 +186,9 @@ def _python() -> str:
 
 
 @functools.cache
-def _on_cpu(python: str) -> bool:
-    """Whether the torch of `python` is for CPU. Raises ConfigError where a server could not start."""
+def _device(python: str) -> str:
+    """The type of device that the torch of `python` is for; `cuda` is ROCm, too. Raises ConfigError where a server could not
+    start."""
     try:
         listed = subprocess.run([python, *ISOLATED, "-c", PROBE], capture_output=True, timeout=PROBE_S, check=True)
         packages = msgspec.json.decode(listed.stdout, type=_Packages)
@@ -194,7 +201,9 @@ def _on_cpu(python: str) -> bool:
             f"{PYTHON}: {python!r} has sglang but not slipstream, which receives the weights;"
             f" run `{python} -m pip install --no-deps {ROOT}`"
         )
-    return "cpu" in packages.torch
+    if packages.torch_npu:  # which comes beside the build of torch for CPU
+        return NPU.type
+    return next((type_ for type_ in ("cpu", XPU.type) if type_ in packages.torch), CUDA.type)
 
 
 def _memory(config: Config, cpu: bool) -> dict[str, object]:

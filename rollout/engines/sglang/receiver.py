@@ -45,7 +45,7 @@ class SglangReceiver:
     def __init__(self, updater: Any) -> None:
         config = updater.model_config
         self.tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
-        device = torch.device(f"cuda:{updater.gpu_id}" if updater.device == "cuda" else updater.device)
+        device = torch.device("cpu") if updater.device == "cpu" else torch.device(updater.device, updater.gpu_id)
         self.staging = WeightStaging.for_checkpoint(
             updater.tp_rank, device, config.model_path, config.revision, tied=self.tied
         )

@@ -11,6 +11,7 @@ import os
 import torch
 from transformers import PreTrainedModel
 
+from ....common import accelerator
 from ....common.kv_cache import kv_bytes_per_token
 from ....errors import ConfigError, EngineError
 from ..base import SamplingParams
@@ -67,9 +68,9 @@ def check_paging(runner: TransformersModelRunner, limits: RequestLimits, toleran
 
 
 def load_model(path: str, dtype: str) -> PreTrainedModel:
-    """The model with paged attention, on the GPU if there is one. Raises ConfigError where there is no such model."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
+    """The model with paged attention, on the accelerator if there is one. Raises ConfigError where there is no such model."""
+    device = accelerator.device_of_rank(0)
+    if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     # cuDNN's attention plans every new shape for 0.1 s, and nearly every call has a new shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -79,7 +80,7 @@ def load_model(path: str, dtype: str) -> PreTrainedModel:
 def _kv_bytes(memory: int | float, device: torch.device) -> int:
     if isinstance(memory, int):
         return memory
-    if device.type != "cuda":
+    if device.type == "cpu":
         raise ConfigError(f"rollout.engine.memory: {memory} is not allowed here; write a size such as 128MiB")
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = accelerator.free_memory(device)
     return max(0, int(memory * total * (1.0 - ACTIVATIONS)) - (total - free))
