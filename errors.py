@@ -47,6 +47,10 @@ class ConfigError(SlipstreamError):
     final = True
 
 
+class HubError(SlipstreamError):
+    """A hub of models and data sets cannot be reached, or broke off a download. What has arrived is kept for the next attempt."""
+
+
 class EngineError(SlipstreamError):
     """An inference server refused a request, died, or answered something impossible."""
 

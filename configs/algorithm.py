@@ -303,7 +303,7 @@ class Kl(Section, frozen=True):
     """What a nat of divergence costs, in units of reward. `{start: 0.2, target: 6}` begins with 0.2 and changes it after each step
     so that an episode diverges by 6 nats (Ziegler et al. 2019, arXiv:1909.08593)."""
     reference: str = ""
-    """A Hugging Face folder or hub name; empty is the policy as it was before the first step."""
+    """A Hugging Face folder or a name on a hub, as in `model.path`; empty is the policy as it was before the first step."""
 
 
 class KlPenalty(Kl, frozen=True):

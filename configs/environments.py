@@ -91,7 +91,8 @@ class PythonEnv(EndlessTasks, frozen=True, tag_field="kind", tag="python"):
 class DataSection(Tasks, frozen=True):
     path: str
     """Rows to train on: a `.jsonl` file with one JSON object a line, a `.parquet` file, or what the `datasets` package loads: a hub
-    name or a folder, `NAME:SUBSET@SPLIT` (split `train` unless given)."""
+    name, `modelscope:ORG/NAME` for ModelScope's hub, or a folder, each with `:SUBSET@SPLIT` or without (split `train` unless
+    given)."""
     reward: str
     """`math`, `choice`, `exact`, `f1`, `gsm8k` or `code`, which compare with the reference answer, or `file.py:function` or
     `package.module:function` of your own."""

@@ -38,7 +38,7 @@ class EnvironmentReward(Section, frozen=True, tag_field="kind", tag="environment
 
 class ModelReward(Section, frozen=True):
     path: str
-    """The model: a Hugging Face folder, or a hub name. Its weights stay as they are."""
+    """The model: a Hugging Face folder, or a name on a hub, as in `model.path`. Its weights stay as they are."""
     weights: dict[Literal["model", "environment"], float] = field(
         default_factory=lambda: {"model": 1.0, "environment": 0.0}
     )

@@ -35,7 +35,7 @@ class RunOutput(Section, frozen=True):
 
 class Model(Section, frozen=True):
     path: str = "models/quickstart"
-    """A Hugging Face folder, or a hub name."""
+    """A Hugging Face folder, a name on its hub, or `modelscope:ORG/NAME`, with `@REVISION` or without, on ModelScope's."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Numbers the engines serve in and the learner computes in; the learner's master weights are float32 always."""
 

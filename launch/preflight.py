@@ -28,7 +28,7 @@ from ..common import accelerator
 from ..configs import Config, check
 from ..configs.reward import ModelReward
 from ..configs.schema import parse_memory
-from ..errors import ConfigError
+from ..errors import ConfigError, HubError
 from .environment_checks import environment, prompt
 from .file_checks import agent_files, alert_program, algorithm_files, environment_files, model_files, reward_files
 from .launchers.local import claim_ports
@@ -82,11 +82,14 @@ def examine(config: Config) -> Iterator[PreflightFinding]:
 
 
 def _run(name: str, inputs: RunInputs) -> str:
-    """What one check finds. Raises ConfigError where it fails, also where a package it needs cannot be imported."""
+    """What one check finds. Raises ConfigError where it fails, also where a package it needs cannot be imported, or a hub cannot be
+    reached."""
     try:
         return CHECKS[name].run(inputs)
     except ImportError as error:
         raise ConfigError(f"{name}: {error}; the installation is broken, run `make install` again") from error
+    except HubError as error:
+        raise ConfigError(str(error)) from error
 
 
 def installation(inputs: RunInputs) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..common.modelscope import PREFIX, is_on_modelscope, require_on_modelscope
 from ..errors import ConfigError
 
 HUB_S = 10.0  # seconds for the hub to answer whether a name exists
@@ -11,8 +12,10 @@ CONFIG = "config.json"  # what every model has
 
 
 def require_model(path: str, key: str) -> None:
-    """Raises ConfigError naming `key`, unless `path` is a folder with a config, a cached name of the hub, or a name on it. The last
-    takes up to `HUB_S`."""
+    """Raises ConfigError naming `key`, unless `path` is a folder with a config, a cached name of a hub, or a name on it. The last
+    takes up to `HUB_S`. HubError: ModelScope's hub cannot be reached."""
+    if is_on_modelscope(path):
+        return require_on_modelscope(path, key)
     folder = Path(path)
     if folder.is_dir():
         if not (folder / CONFIG).is_file():
@@ -28,7 +31,7 @@ def require_model(path: str, key: str) -> None:
     except Exception as error:
         raise ConfigError(
             f"{key}: {path!r} is no folder in {Path.cwd()}, and the hub gave no model of that name: {first_line(error)}; allowed "
-            "are a folder with a model, which `slipstream init-model` makes, and a name on the hub"
+            f"are a folder with a model, which `slipstream init-model` makes, a name on the hub, and {PREFIX}ORG/NAME"
         ) from error
 
 

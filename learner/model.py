@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.initialization import no_init_weights
 
 from ..common.kv_cache import kv_bytes_per_token
+from ..common.modelscope import is_on_modelscope, local_folder, repository_of
 from ..common.routed_experts import FAMILIES, RouterShape, routers_of
 from ..errors import ConfigError
 from .hub import first_line, require_model
@@ -181,6 +182,10 @@ def _make(loader: Any, path: str, what: str, config: PretrainedConfig, attention
 
 
 def _load(loader: Any, path: str, what: str, key: str = MODEL_KEY, **options: Any) -> Any:
+    if is_on_modelscope(path):
+        loaded = _load(loader, local_folder(path, key, weights=False), what, key, **options)
+        loaded.name_or_path = repository_of(path)  # by which `agent.renderer=auto` finds the chat format
+        return loaded
     folder = Path(path).is_dir()
     try:
         return loader.from_pretrained(path, local_files_only=True, **options)

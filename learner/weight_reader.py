@@ -20,6 +20,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
+from ..common.modelscope import is_on_modelscope, local_folder
 from ..errors import ConfigError
 from ..weightsync.checkpoint_layout import CheckpointLayout
 from .hub import first_line, require_model
@@ -79,6 +80,8 @@ class WeightFiles(Mapping[str, torch.Tensor]):
 
 
 def _folder(path: str) -> Path:
+    if is_on_modelscope(path):
+        return Path(local_folder(path, MODEL_KEY, weights=True))
     folder = Path(path)
     if folder.is_dir():
         return folder

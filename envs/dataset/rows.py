@@ -1,4 +1,4 @@
-"""Rows of a data set by their number: JSON lines, Parquet, or a hub name.
+"""Rows of a data set by their number: JSON lines, Parquet, or a name on a hub.
 
 Invariants:
 - A row is a JSON object. Rows are numbered from 0 and never change their number.
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from ...common.modelscope import PREFIX, is_on_modelscope, local_dataset
 from ...errors import ConfigError
 from ..base import JSON
 from ..epochs import Numbers
@@ -136,13 +137,16 @@ class ArrowRows:
 
 class HubRows:
     """`NAME`, `NAME:SUBSET`, either with `@SPLIT` behind it (`train` unless given), read by the `datasets` package: a name on the
-    hub or a folder."""
+    hub, `modelscope:ORG/NAME`, or a folder."""
 
     def __init__(self, key: str, path: str) -> None:
         where, _, split = path.partition("@")
-        name, _, subset = where.partition(":")
+        hub = PREFIX if is_on_modelscope(where) else ""
+        name, _, subset = where.removeprefix(hub).partition(":")
         datasets = load_library(f"{key}: {path} is no file, and a hub name", "datasets", "data")
         self._path = path
+        if hub:
+            name = local_dataset(hub + name, key)
         try:
             self._rows = datasets.load_dataset(name, subset or None, split=split or "train")
         except Exception as error:  # the package raises what its many sources raise

@@ -21,6 +21,7 @@ import msgspec
 
 from ....common.accelerator import CUDA, NPU, XPU
 from ....common.kv_cache import kv_bytes_per_token
+from ....common.modelscope import is_on_modelscope, local_folder
 from ....configs.schema import Config, Sglang
 from ....errors import ConfigError
 from ..access import ServerFiles
@@ -224,9 +225,10 @@ def _memory(config: Config, cpu: bool) -> dict[str, object]:
 def _kv_bytes(config: Config) -> int:
     """Bytes of one token's keys and values in each rank, from the model's `config.json`."""
     path = config.model.path
-    file = Path(path) / "config.json"
     try:
-        if not Path(path).is_dir():
+        folder = Path(local_folder(path, "model.path", weights=False) if is_on_modelscope(path) else path)
+        file = folder / "config.json"
+        if not folder.is_dir():
             from huggingface_hub import hf_hub_download
 
             file = Path(hf_hub_download(path, "config.json"))
