@@ -80,9 +80,9 @@ def chaos(options: argparse.Namespace) -> int:
     config = load(options.config, overrides)
     run_dir = Path(config.run.dir).resolve()
     _check_numbers(options)
-    if config.launch.kind != "local" and not many:
+    if config.launch.by_ray and not many:
         raise ConfigError(
-            "launch.kind: chaos reaches the processes of this host only; allowed here is local, or --hosts"
+            "launch.kind: chaos reaches the processes of this host only; allowed here are local, colocated, or --hosts"
         )
     for key, part in parts_by_key(config.env).items():
         if part.sampler != "sequential" or (isinstance(part, LimitedTasks) and part.tasks):

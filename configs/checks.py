@@ -35,6 +35,9 @@ from .suites import suites_of
 
 BF16_NOISE = 0.05  # nats by which log-probs of equal bfloat16 weights differ between implementations now and then
 BUILT_IN_AGENTS = ("tool_calling", "single_turn")
+COLOCATED_STALENESS = (
+    1  # largest bound where servers sleep while the learner steps: one batch is played while another waits
+)
 COMMAND = "command"  # the kind of agent that is a program
 SAMPLERS = ("sequential", "pools")
 # A port `*` is a free one, for a server.
@@ -48,7 +51,7 @@ def check(config: Config) -> None:
     """Raises ConfigError with the first impossible combination, naming its keys and what is allowed."""
     for find in (
         *(_values, _engine, _episode, _harbor, _evaluation, group_problems, _batch),
-        *(loss_problems, _backend, _aux_models, _reward),
+        *(loss_problems, _backend, _aux_models, _reward, _colocated),
     ):
         for problem in find(config):
             raise ConfigError(problem)
@@ -300,6 +303,35 @@ def _replay(config: Config, key: str) -> Iterator[str]:
         )
     if "compile" in config.learner.backend.options:
         yield f"{key} with compile: a compiled router would keep the experts of the first row; leave one of them out"
+
+
+def _colocated(config: Config) -> Iterator[str]:
+    """Servers that sleep while the learner steps."""
+    if not config.launch.colocated:
+        return
+    kind, most = "launch.kind=colocated", COLOCATED_STALENESS
+    if isinstance(config, SftConfig):
+        yield f"{kind}: fine-tuning has no inference servers that could sleep; allowed is launch.kind=local"
+    if config.buffer.max_staleness > most:
+        yield (
+            f"buffer.max_staleness={config.buffer.max_staleness} with {kind}: servers and learner take turns, so that episodes are "
+            f"at most one step ahead; allowed are 0 and {most}"
+        )
+    if config.weightsync.transport != "shared":
+        yield (
+            f"weightsync.transport={config.weightsync.transport} with {kind}: weights return to servers that kept none, through "
+            "this host's shared memory; allowed is weightsync.transport=shared"
+        )
+    if config.rollout.partial == "keep_kv":
+        yield (
+            f"rollout.partial=keep_kv with {kind}: a server that sleeps frees its keys and values; "
+            "allowed are recompute and abort_resume"
+        )
+    if config.evaluation.every:
+        yield (
+            f"evaluation.every={config.evaluation.every} with {kind}: the server of such evaluations would stay awake on the "
+            "learner's devices; allowed is 0, which evaluates before and after training"
+        )
 
 
 def _aux_models(config: Config) -> Iterator[str]:

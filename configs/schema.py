@@ -277,11 +277,12 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
 class Launch(Section, frozen=True):
-    kind: Literal["local", "ray", "ray_cluster"] = "local"
-    """`local`: child processes of this one. `ray`: Ray starts them on this host, on loopback (`RAY_ADDRESS` names an
-    existing cluster). `ray_cluster`: spread over the cluster's hosts, which must share `run.dir`. Every process has a key of its
-    own, and may do what its role does; across hosts requests to engines are encrypted, too. Collectives and Ray itself are not:
-    see docs/security.md."""
+    kind: Literal["local", "colocated", "ray", "ray_cluster"] = "local"
+    """`local`: child processes of this one. `colocated`: such processes, whose servers and learner share the devices in turns: the
+    servers sleep, without weights and KV cache, while the learner steps (docs/rollout.md). `ray`: Ray starts them on this host, on
+    loopback (`RAY_ADDRESS` names an existing cluster). `ray_cluster`: spread over the cluster's hosts, which must share `run.dir`.
+    Every process has a key of its own, and may do what its role does; across hosts requests to engines are encrypted, too.
+    Collectives and Ray itself are not: see docs/security.md."""
     ports: dict[Literal["first", "metrics"], Port] = field(default_factory=lambda: {"first": 0})
     """`first`: first of the consecutive ports that buffer, engines, learner and auxiliary models listen on; 0 picks free ones.
     `metrics`: where the supervisor serves `/metrics` to Prometheus, on loopback or at the address that the variable
@@ -291,6 +292,16 @@ class Launch(Section, frozen=True):
     heartbeat_s: AboveZero = 30.0
     """A process that is silent for this long is killed and restarted. Two thirds of it are the lease of a worker's groups, which
     are then granted again."""
+
+    @property
+    def colocated(self) -> bool:
+        """Whether inference servers sleep while the learner steps."""
+        return self.kind == "colocated"
+
+    @property
+    def by_ray(self) -> bool:
+        """Whether Ray starts the run's processes; else they are children of the supervisor."""
+        return self.kind in ("ray", "ray_cluster")
 
     @property
     def hosts(self) -> Literal["one", "many"]:

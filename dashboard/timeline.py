@@ -21,7 +21,7 @@ from ..planner.run_spans import LEARNER
 from .gauges import GaugeTable
 from .store import StoreReader
 
-PHASES = ("recover", "first_rollout", "take", "train", "commit", "publish", "checkpoint")
+PHASES = ("recover", "first_rollout", "take", "sleep", "train", "commit", "publish", "checkpoint")
 WINDOW_S = 60.0  # shown at first: the newest of a run
 POINTS = 300  # parts of a window that gauges are means over
 SPANS_SHOWN = 4000  # of a window; more are thinner than a pixel

@@ -123,7 +123,7 @@ def python(inputs: RunInputs) -> str:
 
 def packages(inputs: RunInputs) -> str:
     found = []
-    for name in (*PACKAGES, *(["ray"] if inputs.config.launch.kind != "local" else [])):
+    for name in (*PACKAGES, *(["ray"] if inputs.config.launch.by_ray else [])):
         try:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
@@ -150,7 +150,7 @@ def devices(inputs: RunInputs) -> str:
     if placed_by_ray(config):
         return f"{count} GPUs and {os.cpu_count()} cores here; Ray places the roles"
     accelerator.require(device, "learner.backend.device")
-    placement = assign_gpus(gpus_of(config), count, collectives_of(config))
+    placement = assign_gpus(gpus_of(config), count, collectives_of(config), colocated=config.launch.colocated)
     kind = accelerator.current()
     names = accelerator.device_names(kind, count, os.environ) if kind else []
     shown = ", ".join(f"{role} on GPU {'+'.join(names[i] for i in gpus)}" for role, gpus in placement.gpus.items())

@@ -9,11 +9,13 @@ Invariants:
   refused.
 - With fewer GPUs roles share them, and gloo transfers the weights: NCCL does not connect two processes on one GPU.
 - A role sees its own GPUs only, of those that the user's environment lets this process see.
+- Colocated replicas have the learner's GPUs, however many there are.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 
 import msgspec
@@ -69,9 +71,12 @@ def needed_gpus(config: Config, *, engines: bool, learners: bool, reward: bool =
     return wanted
 
 
-def assign_gpus(wanted: Mapping[str, int], available: int, collectives: CollectiveBackend) -> GpuAssignment:
-    """Assign GPUs 0 to `available - 1`: different ones to each role while there are enough, else round-robin. `collectives` are
-    those of the accelerator. Raises ConfigError where one role needs more than there are."""
+def assign_gpus(
+    wanted: Mapping[str, int], available: int, collectives: CollectiveBackend, *, colocated: bool = False
+) -> GpuAssignment:
+    """Assign GPUs 0 to `available - 1`: different ones to each role while there are enough, else round-robin; `colocated` replicas
+    begin again with the first, which the learner's ranks have. `collectives` are those of the accelerator. Raises ConfigError
+    where one role needs more than there are."""
     for kind in RANKED:
         ranks = sum(role.startswith(f"{kind}-") for role in wanted)
         if ranks > available:
@@ -85,10 +90,11 @@ def assign_gpus(wanted: Mapping[str, int], available: int, collectives: Collecti
             f"{ENGINE_OPTIONS}.{SPLIT}: a process wants {largest} GPUs, torch sees {available}; "
             "allowed are at most as many as there are"
         )
-    gpus, following = {}, 0
+    gpus, following = {}, Counter[bool]()
     for role, count in wanted.items():
-        gpus[role] = tuple((following + i) % available for i in range(count))
-        following += count
+        apart = colocated and role.startswith("engine-")
+        gpus[role] = tuple((following[apart] + i) % available for i in range(count))
+        following[apart] += count
     both = any(role.startswith("engine") for role in wanted) and any(role.startswith("learner") for role in wanted)
     pushing = [gpu for role, its in gpus.items() if role.startswith(PUSHING) for gpu in its]
     return GpuAssignment(gpus, collectives if both and len(set(pushing)) == len(pushing) else "gloo")
@@ -125,7 +131,7 @@ def collectives_of(config: Config) -> CollectiveBackend:
 
 def placed_by_ray(config: Config) -> bool:
     """Whether roles run on an existing Ray cluster, whose hosts may differ from this one."""
-    return config.launch.kind != "local" and "RAY_ADDRESS" in os.environ
+    return config.launch.by_ray and "RAY_ADDRESS" in os.environ
 
 
 def role_environment(config: Config, role: str, gpus: tuple[int, ...] = ()) -> dict[str, str]:

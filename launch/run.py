@@ -314,8 +314,8 @@ def make_supervisor(
 
     logs, available = run_dir / "logs", accelerator.count()
     collectives = collectives_of(config)
-    if config.launch.kind == "local":
-        placement = assign_gpus(gpus, available, collectives)
+    if not config.launch.by_ray:
+        placement = assign_gpus(gpus, available, collectives, colocated=config.launch.colocated)
         local = logs, config.launch.ports["first"], placement, available
         launcher = ProgramLauncher(*local, program) if program else LocalLauncher(*local)
     else:

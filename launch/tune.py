@@ -27,7 +27,7 @@ from ..monitor.alerts import SETTLING
 from ..monitor.charts import TuningPoint, save_png, tuning
 from ..monitor.text import count, duration, share
 from ..planner.closed_form import estimate
-from ..planner.fit import profile_of
+from ..planner.fit import profile_of, refuse_colocated
 from ..planner.plan import SimulationPlan
 from ..planner.profile import PROFILE, RunProfile, write_profile
 from ..planner.run import simulate
@@ -94,6 +94,7 @@ class Tuner:
     ) -> None:
         self._request, self._say, self._prober, self._clock = request, say, prober, clock
         self._config = load(request.source, request.overrides)
+        refuse_colocated(self._config)
         if request.out.is_dir() and any(request.out.iterdir()):
             raise ConfigError(f"--out {request.out}: is not empty; name a new folder")
         writable("--out", str(request.out))

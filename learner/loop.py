@@ -4,12 +4,14 @@
                                                              └── every so often: checkpoint
 
     while the critic warms up:  take(v) ──> aux models, advantages ──> step of the critic ──> discard the batch; v stays
+    colocated replicas:         take(v) ──> they sleep ──> step, commit(v) ──> they wake with v + 1, or with v again
     a program (`launch.program`) between the verbs of rank 0:  take(v) ──> step, or discard(v) and v stays, or leave
 
     who waits          for what                                        until
     every rank         the batch of version v                          learner.batch_s, then DeadlineExceeded
     rank 0             aux models in ranks of their own                learner.batch_s, then LearnerError
     rank 0             replicas that take the new weights              rollout.episode_s / 5 each; the late are left out
+    rank 0             replicas that free their memory                 a quarter of that; the late are left out
     every rank         the other ranks, in each collective             the backend's timeout, then LearnerError
     every rank         the previous checkpoint, at the next, at the end  learner.batch_s, then DeadlineExceeded
 
@@ -21,6 +23,8 @@ Invariants:
 - A batch that cannot be trained on is set aside (`unusable`). Where a rank proves which group is at fault, all ranks take the batch
   again without it. Where a step fails by what may be the data, the rank tells the buffer and ends; the step is tried once more.
 - The ranks agree on a stop between two steps. A stop leaves a checkpoint of the last commit.
+- No rank steps before all replicas sleep, in a run in which they do. Whatever becomes of the batch, they wake before the next is
+  taken; where the step fails, they wake when the ranks have started again.
 - What is done with a batch is rank 0's choice, which the others learn in the step that they begin. No other batch is taken before.
 """
 
@@ -86,6 +90,7 @@ class TrainingLoop:
         record: RecordSpan = no_record,  # receives the phases of each step
         annotate: RecordAnnotations = no_annotations,  # after each commit, what this rank saw at tokens of some groups
         annotations_bytes: int = 0,  # of one step, all ranks together
+        before_wake: Callable[[], None] = lambda: None,  # on every rank: frees memory that replicas want when they wake
         settings: Callable[[], Learner] | None = None,  # on rank 0: the config in force; None where it stays as it is
         # On every rank: receives the version that a step made, and those of its trajectories that this rank has the tokens of.
         on_trained: Callable[[int, Collection[Trajectory]], None] = lambda version, rows: None,
@@ -108,7 +113,7 @@ class TrainingLoop:
             annotations_bytes=annotations_bytes,
             on_trained=on_trained,
         )
-        self._updates = ReplicaUpdates(backend, buffer, publisher, joined, canary_ids)
+        self._updates = ReplicaUpdates(backend, buffer, publisher, joined, canary_ids, before_wake)
         self._checkpoints = Checkpointer(config, backend, aux_models, buffer, checkpoints, retained, on_checkpoint)
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> CheckpointState:
@@ -153,6 +158,9 @@ class TrainingLoop:
         """Collective. Make the next version from the batch, and publish it; while the critic warms up, none. The metrics, which are
         reported, too; None on ranks other than 0, and where groups of the batch are set aside and it is taken again."""
         self._settle(taken)
+        if self._updates.sleeps:
+            with self._in_phase("sleep", self.state.version):
+                await self._updates.sleep()  # the other ranks wait for this one
         choice = self._agree(STEP)
         if choice == DISCARD:
             await self._give_up(taken, "program")
@@ -206,7 +214,7 @@ class TrainingLoop:
         with self._in_phase("train", state.version):
             stepped = await self._trainer.step(taken, state)
         if stepped is None:
-            return None
+            return await self._wake(state.version)
         batch, result, aux_result, seen = stepped
         with self._in_phase("commit", state.version):
             self.state = state = await self._commit(state, self._trainer.carried(batch, result))
@@ -226,18 +234,25 @@ class TrainingLoop:
         with self._in_phase("train", state.version):
             stepped = await self._trainer.step_critic(taken, state)
         if stepped is None:
-            return None
+            return await self._wake(state.version)
         batch, aux_result = stepped
         with self._in_phase("commit", state.version):
             await self._give_up(taken, "critic_warmup")
             self.state = state = msgspec.structs.replace(state, step=state.step + 1)
             self._timer.stepped(await self._buffer.stats(), int(batch.sizes.sum()))
+        with self._in_phase("publish", state.version):
+            push = await self._updates.no_push(state.version)
         with self._in_phase("checkpoint", state.version):
             await self._checkpoints.after_step(state)
-        if (push := self._updates.no_push(state.version)) is None:
+        if push is None:
             return None
         summary = summarize(taken.groups, batch, taken.withheld)
         return self._reported(self._timer.row(state, without_loss(summary), None, aux_result, push))
+
+    async def _wake(self, version: int) -> None:
+        """The batch is taken again, without the groups that were set aside: replicas play others."""
+        with self._in_phase("publish", version):
+            await self._updates.wake()
 
     def _reported(self, metrics: StepMetrics) -> StepMetrics:
         self._report(metrics)

@@ -70,8 +70,12 @@ class StepMetrics(BatchSummary, frozen=True, kw_only=True):
     replicas: int  # inference servers that took the push and serve its version
     replicas_failed: int  # replicas that did not take the push
     wait_s: float  # seconds waited for the batch
-    step_s: float  # seconds from batch to commit: a program's code, rows, aux models, advantages, forward, backward, optimizer
+    # seconds from batch to commit: a program's code, servers that fall asleep, rows, aux models, advantages, forward, backward,
+    # optimizer
+    step_s: float
     push_s: float  # seconds of the whole weight push
+    # Of a colocated run: seconds from when the replicas were asked to sleep until the last one served again.
+    asleep_s: float = 0.0
     pause_ms: float  # longest pause of a replica in the push
     transfer_ms: float  # time of the transfer
     canary: float  # largest canary difference after the push, nats
@@ -340,6 +344,7 @@ class StepTimer:
             wait_s=wait_s,
             step_s=step_s,
             push_s=now - self._stepped,
+            asleep_s=push.asleep_s,
             pause_ms=push.pause_ms,
             transfer_ms=push.transfer_ms,
             canary=push.canary,

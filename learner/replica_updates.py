@@ -1,14 +1,19 @@
 """New weights to the replicas: each version is pushed by rank 0, and replicas that join or come back are updated meanwhile, by at
-most one catch-up at a time, in a task of its own. The other ranks take part in the collectives that gather the weights."""
+most one catch-up at a time, in a task of its own. The other ranks take part in the collectives that gather the weights.
+
+    awake ──sleep──> asleep, in a run whose replicas do ──publish (the next version), wake or no_push (the same)──> awake
+"""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from ..buffer.client import BufferClient
@@ -32,32 +37,63 @@ class ReplicaUpdates:
         publisher: Publisher | None,
         joined: asyncio.Event,
         canary_ids: Sequence[int],
+        before_wake: Callable[[], None],
     ) -> None:
         self._backend = backend
         self._buffer = buffer
         self._publisher = publisher
         self._joined = joined
         self._canary = tuple(canary_ids)
+        self._before_wake = before_wake
+        self._slept_at: float | None = None  # since when replicas sleep (`time.monotonic`)
+        self._slept_s = 0.0  # how long they slept since the last report
         self._ready = publisher is None
         self._catch_up: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
 
     async def publish(self, version: int) -> PushReport | None:
-        """Collective. Gather the weights and push them as `version`; the report on rank 0, None on the others."""
+        """Collective. Gather the weights and push them as `version`, which wakes replicas that sleep; the report on rank 0, None on
+        the others."""
+        self._before_wake()
         scored = self.score_canary()
         if self._publisher is None:
             collections.deque(self._backend.named_weights(), maxlen=0)
             return None
         push = await self._publisher.publish(version, self._backend.named_weights(), self._canary, scored.tolist())
-        if self._catch_up is not None:  # cancelled by the push, unless it had ended before
-            catch_up, self._catch_up = self._catch_up, None
-            await catch_up
+        await self._end_catch_up()
         self._schedule_retry(self._publisher, push)
+        return self._awake(push)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether replicas sleep while the ranks step; False on ranks other than 0."""
+        return self._publisher is not None and self._publisher.sleeps
+
+    async def sleep(self) -> None:
+        """On rank 0: have the replicas free their memory, until `publish`, `wake` or `no_push`."""
+        assert self._publisher is not None
+        self._slept_at = time.monotonic()
+        await self._publisher.sleep()
+        await self._end_catch_up()
+
+    async def wake(self) -> PushReport | None:
+        """Have the replicas that sleep serve the version again that they served; None where none sleeps, and on ranks other than
+        0."""
+        self._before_wake()
+        if self._publisher is None:
+            return None
+        push = await self._publisher.wake()
+        self._note_awake()
+        if push is not None:
+            self._schedule_retry(self._publisher, push)
         return push
 
-    def no_push(self, version: int) -> PushReport | None:
-        """The report of a step that changed no weight; None on ranks other than 0."""
-        return None if self._publisher is None else PushReport(version, self._publisher.serving, {})
+    async def no_push(self, version: int) -> PushReport | None:
+        """The report of a step that changed no weight, after which replicas that sleep wake; None on ranks other than 0."""
+        push = await self.wake()
+        if self._publisher is None:
+            return None
+        return self._awake(push or PushReport(version, self._publisher.serving, {}))
 
     def score_canary(self) -> torch.Tensor:
         """Collective. The policy's log-probs of the fixed prompt, but for its first token."""
@@ -116,6 +152,23 @@ class ReplicaUpdates:
             self._catch_up.cancel()
             await asyncio.wait({self._catch_up})
             self._catch_up = None
+
+    def _awake(self, push: PushReport) -> PushReport:
+        """`push`, with the time for which replicas slept since the report before."""
+        self._note_awake()
+        slept_s, self._slept_s = self._slept_s, 0.0
+        return msgspec.structs.replace(push, asleep_s=slept_s)
+
+    def _note_awake(self) -> None:
+        if self._slept_at is not None:
+            self._slept_s += time.monotonic() - self._slept_at
+            self._slept_at = None
+
+    async def _end_catch_up(self) -> None:
+        """Of one that the publisher has cancelled, unless it had ended before."""
+        if self._catch_up is not None:
+            catch_up, self._catch_up = self._catch_up, None
+            await catch_up
 
     async def _update_joined(self, publisher: Publisher) -> None:
         self._schedule_retry(publisher, await publisher.catch_up())

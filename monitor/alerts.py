@@ -177,7 +177,10 @@ def _mismatch_growth(run: RunHistory) -> Verdict | None:
 
 
 def _idle(run: RunHistory, wasted: str, whole: Sequence[str], text: str) -> Verdict | None:
-    """Time-weighted, over the newest `IDLE_ROWS` rows since the run filled up."""
+    """Time-weighted, over the newest `IDLE_ROWS` rows since the run filled up. None where the sides take turns: each is idle by
+    design."""
+    if run.config.launch.colocated:
+        return None
     rows = run.newest(IDLE_ROWS)
     seconds = sum(total(rows, name) for name in whole)
     if run.settled < IDLE_ROWS or seconds <= 0:

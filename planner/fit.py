@@ -41,14 +41,24 @@ STEPS = 200  # most steps in it
 READY_QUANTILE, READY_MOST_S = 0.25, 0.05
 
 
+def refuse_colocated(config: Config) -> None:
+    """Raises ConfigError for a run whose servers sleep while the learner steps."""
+    if config.launch.colocated:
+        raise ConfigError(
+            "launch.kind=colocated: servers and learner take turns, which the simulation does not know; it is of runs with "
+            "launch.kind=local, ray or ray_cluster"
+        )
+
+
 def profile_of(folder: Path) -> RunProfile:
     """Raises as `RunRecords` and `fit_profile`."""
     return fit_profile(RunRecords(folder))
 
 
 def fit_profile(run: RunRecords) -> RunProfile:
-    """Raises ConfigError where the run has too few steps, StoreError where a file of it is damaged."""
+    """Raises ConfigError where the run is colocated or has too few steps, StoreError where a file of it is damaged."""
     config, rows = run.config, run.steady
+    refuse_colocated(config)
     needed = run.settling + LEAST_STEPS
     if len(rows) < LEAST_STEPS:
         found = len(run.in_force)

@@ -47,6 +47,7 @@ class LocalReplica:
         self.name = name
         self.ranks = ranks
         self.scores_paused = False
+        self.sleeps = False
         self.model = make_model(0)
         self.call_log = [] if call_log is None else call_log
         self.paused = False
@@ -68,6 +69,16 @@ class LocalReplica:
     async def resume(self) -> None:
         self.paused = False
         self._note("resume")
+
+    async def sleep(self) -> None:
+        """Drops its weights, as a server does."""
+        self.paused = True
+        self._note("sleep")
+        for parameter in self.model.parameters():
+            parameter.data.fill_(float("nan"))
+
+    async def wake(self) -> None:
+        self._note("wake")
 
     async def join_group(self, plan: GroupPlan) -> None:
         self._note("join")
@@ -102,6 +113,24 @@ class LocalReplica:
     def close(self) -> None:
         for staging in self.stagings:
             staging.close()
+
+
+class Sleeper(LocalReplica):
+    """It was started to sleep: `sleep` drops its weights. It refuses what `refuses` names."""
+
+    def __init__(self, name: str, call_log: list[tuple[str, str]] | None = None) -> None:
+        super().__init__(name, call_log)
+        self.sleeps = True
+        self.refuses: set[str] = set()
+
+    def _note(self, what: str) -> None:
+        if what.split()[0] in self.refuses:
+            raise EngineError(f"{self.name} refuses to {what}")
+        super()._note(what)
+
+    @property
+    def has_weights(self) -> bool:
+        return all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
 
 
 class Outliving(LocalReplica):
@@ -149,6 +178,7 @@ class RemoteReplica:
         self.name = name
         self.ranks = 1
         self.scores_paused = False
+        self.sleeps = False
         self.process = process
         self._path = path
 
@@ -180,6 +210,12 @@ class RemoteReplica:
 
     async def resume(self) -> None:
         await self.call("resume")
+
+    async def sleep(self) -> None:
+        await self.call("sleep")
+
+    async def wake(self) -> None:
+        await self.call("wake")
 
     async def join_group(self, plan: GroupPlan) -> None:
         await self.call("join_group", plan)

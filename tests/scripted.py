@@ -51,6 +51,7 @@ class ScriptedEngine:
 
     ranks = 1
     scores_paused = False
+    sleeps = False
 
     def __init__(self, replica_info: ReplicaInfo) -> None:
         self.name = replica_info.name
@@ -122,6 +123,12 @@ class ScriptedEngine:
         raise NotImplementedError
 
     async def resume(self) -> None:
+        raise NotImplementedError
+
+    async def sleep(self) -> None:
+        raise NotImplementedError
+
+    async def wake(self) -> None:
         raise NotImplementedError
 
     async def join_group(self, plan: GroupPlan) -> None:

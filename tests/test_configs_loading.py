@@ -603,6 +603,29 @@ def keys_of_presets() -> set[str]:
     return {doc.key for preset in presets() for doc in describe(load(preset))}
 
 
+COLOCATED = ("launch.kind=colocated", "weightsync.transport=shared", "buffer.max_staleness=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("buffer.max_staleness=2", ["buffer.max_staleness=2", "take turns", "allowed are 0 and 1"]),
+        (
+            "weightsync.transport=broadcast",
+            ["weightsync.transport=broadcast", "allowed is weightsync.transport=shared"],
+        ),
+        ("rollout.partial=keep_kv", ["rollout.partial=keep_kv", "allowed are recompute and abort_resume"]),
+        ("evaluation.every=20", ["evaluation.every=20", "allowed is 0"]),
+    ],
+)
+def test_what_servers_that_sleep_rule_out_is_refused(override, expected):
+    message = refusal("quickstart", *COLOCATED, override)
+    for part in (*expected, "launch.kind=colocated"):
+        assert part in message
+    for allowed in ("buffer.max_staleness=0", "rollout.partial=abort_resume", "rollout.engine.kind=transformers"):
+        assert load("quickstart", [*COLOCATED, allowed]).launch.colocated
+
+
 @pytest.mark.parametrize("old", RENAMED)
 def test_an_old_key_is_refused_and_the_new_one_named(old):
     new = RENAMED[old]

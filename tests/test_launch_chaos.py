@@ -143,7 +143,7 @@ def test_runs_that_chaos_cannot_reach_are_refused(tmp_path: Path) -> None:
         (("--set-changes", "-1"), "allowed are 0 and more"),
         (("--hosts", "0"), "allowed are 1 and more"),
         (("--links", "3"), "there is one host"),
-        (("launch.kind=ray",), "allowed here is local"),
+        (("launch.kind=ray",), "allowed here are local, colocated"),
         (("env.tasks=5",), "env.sampler: the audit expects every task once"),
     ):
         done = slipstream("chaos", "chaos", *arguments, check=False)

@@ -49,6 +49,11 @@ def test_one_replica_from_its_first_process_to_its_last() -> None:
     assert fleet_state.fleet.replica(name) == ReplicaInfo(
         "engine-1", "http://127.0.0.1:1", 0, "serving", 8, answers=True
     )
+    fleet_state.served(name, 8, 0, asleep=True)
+    assert fleet_state.fleet.replica(name) == ReplicaInfo(
+        "engine-1", "http://127.0.0.1:1", 0, "serving", 8, answers=True, asleep=True
+    )
+    assert fleet_state.fleet.version == 7  # it serves: its requests wait
     fleet_state.died(name)
     assert fleet_state.fleet.replica(name) == ReplicaInfo("engine-1", "http://127.0.0.1:1", 1)
     fleet_state.served(name, 9, 1)

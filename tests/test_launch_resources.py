@@ -13,6 +13,8 @@ from slipstream.launch.launchers.local import LocalLauncher, Placement, free_por
 from slipstream.launch.resources import GpuAssignment, assign_gpus, free_gpus, needed_gpus, ranks_of, role_environment
 from slipstream.tests.ranks import reserved_ports
 
+COLOCATED = ("launch.kind=colocated", "weightsync.transport=shared", "buffer.max_staleness=1")
+
 
 def test_a_gpu_each_while_there_are_enough() -> None:
     config = load(
@@ -30,6 +32,19 @@ def test_a_gpu_each_while_there_are_enough() -> None:
 def test_one_gpu_is_shared_and_weights_go_through_the_host() -> None:
     placement = assign_gpus(needed_gpus(load("qwen3-0.6b"), engines=True, learners=True), 1, "nccl")
     assert set(placement.gpus.values()) == {(0,)}
+    assert placement.backend == "gloo"
+
+
+@pytest.mark.parametrize("available", [1, 2, 4])
+def test_colocated_replicas_have_the_gpus_of_the_learner(available: int) -> None:
+    config = load("qwen3-0.6b", [f"learner.backend.ranks={min(2, available)}", "rollout.engine.replicas=2", *COLOCATED])
+    wanted = needed_gpus(config, engines=True, learners=True)
+    placement = assign_gpus(wanted, available, "nccl", colocated=True)
+    numbers = [placement.gpus[f"engine-{i}"] for i in range(2)]
+    assert numbers == [(i % available,) for i in range(2)]
+    assert numbers[: config.learner.backend.ranks] == [
+        placement.gpus[f"learner-{i}"] for i in range(config.learner.backend.ranks)
+    ]
     assert placement.backend == "gloo"
 
 

@@ -153,6 +153,9 @@ async def test_a_process_that_ends_is_in_the_fleet_before_it_is_started_again(tm
         assert replica_info(await feed.until(lambda f: f.replicas[0].state == "serving"), "engine-0").version == 4
         (row,) = there.replicas.listed()
         assert row.pid is not None
+        assert row.state == "serving"
+        there.replicas.update(ReplicaReport("engine-0", 0, 4, asleep=True))
+        assert there.replicas.listed()[0].state == "asleep"
         os.kill(row.pid, signal.SIGKILL)
         dead = replica_info(await feed.until(lambda f: f.replicas[0].incarnation == 1), "engine-0")
         assert (dead.state, dead.version, dead.answers) == ("starting", None, False)

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +19,14 @@ from slipstream.buffer.trajectory import BatchRow, Trajectory
 from slipstream.configs.schema import Learner, Optimizer
 from slipstream.errors import DeadlineExceeded, EngineError, LearnerError
 from slipstream.learner.backend import BackendStepResult, PolicyLoss
+from slipstream.learner.batch import TrainBatch, flatten
 from slipstream.learner.checkpoint import CheckpointState
 from slipstream.learner.loop import TrainingLoop
-from slipstream.learner.metrics import StepMetrics
+from slipstream.learner.metrics import AuxModelsResult, StepMetrics
 from slipstream.learner.packing import MicroBatch
 from slipstream.tests import tiny
 from slipstream.tests.episodes import row_of, trajectory
-from slipstream.tests.replicas import CANARY, LocalReplica, logprobs, make_model
+from slipstream.tests.replicas import CANARY, LocalReplica, Sleeper, logprobs, make_model
 from slipstream.weightsync import publisher as publishing
 from slipstream.weightsync.plan import TransferPlan
 from slipstream.weightsync.publisher import Publisher
@@ -122,6 +124,8 @@ class Buffer:
 
     async def checkpointed(self, version: int) -> None:
         self.final.append(version)
+
+    async def discard_batch(self, version: int, groups: Sequence[int], reason: str) -> None: ...
 
     async def stats(self) -> Stats:
         return STATS
@@ -307,6 +311,50 @@ async def test_a_replica_that_was_silent_is_tried_again_without_being_announced(
     await asyncio.wait_for(running, 60)
     assert shy.served is not None
     assert shy.asked > asked + 2  # twice for nothing, and once more
+
+
+async def test_replicas_sleep_while_the_model_steps_and_wake_before_the_next_batch(
+    benches: list[Bench], tmp_path: Path
+) -> None:
+    """Also where the step makes no version: the critic warms up, or the batch is to be taken again."""
+    replicas = [Sleeper(name) for name in "ab"]
+    bench = Bench(tmp_path, *replicas)
+    benches.append(bench)
+    trainer, step, asleep, awake = bench.loop._trainer, bench.model.step, list[str](), list[int]()
+
+    def note(what: str) -> None:
+        assert all(replica.paused and not replica.has_weights for replica in replicas)
+        asleep.append(what)
+
+    def sleeping_step(*arguments: Any) -> BackendStepResult:
+        note("step")
+        return step(*arguments)
+
+    async def warm_up(taken: BatchPlan[BatchRow], state: CheckpointState) -> tuple[TrainBatch, AuxModelsResult]:
+        note("warm up")
+        return flatten(taken.groups, state.version, withheld={}, shape=trainer._shape), AuxModelsResult()
+
+    async def set_aside(taken: BatchPlan[BatchRow], state: CheckpointState) -> None:
+        note("set aside")
+        trainer.step = trained  # type: ignore[method-assign]
+
+    async def take_plan(version: int, deadline_s: float) -> BatchPlan[BatchRow]:
+        assert all(not replica.paused and replica.served == version for replica in replicas)
+        assert all(replica.has_weights for replica in replicas)
+        awake.append(version)
+        return await taking(version, deadline_s)
+
+    bench.model.step, trained, taking = sleeping_step, trainer.step, bench.buffer.take_plan  # type: ignore[method-assign]
+    trainer.first_step, trainer.step_critic = 2, warm_up  # type: ignore[method-assign,assignment]
+    trainer.step, bench.buffer.take_plan = set_aside, take_plan  # type: ignore[method-assign,assignment]
+    await bench.run()
+    assert asleep == ["warm up", "warm up", "set aside", "step", "step", "step", "step"]
+    assert awake == [0, 0, 0, 0, 1, 2, 3]
+    assert [row.version for row in bench.rows] == [0, 0, 1, 2, 3, 4]
+    assert all(row.asleep_s > 0 for row in bench.rows)
+    assert all(row.asleep_s < row.step_s + row.push_s + 0.01 for row in bench.rows if row.step != 3)
+    assert all((row.replicas, row.replicas_failed) == (2, 0) for row in bench.rows)
+    assert all(not replica.paused and replica.served == 4 for replica in replicas)
 
 
 async def test_leaving_ends_a_catch_up(benches: list[Bench], tmp_path: Path) -> None:

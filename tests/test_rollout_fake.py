@@ -261,6 +261,33 @@ async def test_pushes_that_are_refused_or_confirmed_and_not_executed(
         publisher.close()
 
 
+async def test_a_sleep_that_is_refused_and_a_waking_that_is_confirmed_and_not_executed(
+    serve: Callable[..., Server], folder: Path, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    server = serve(Fault(at="wake", do="lie", nth=3), Fault(at="sleep", do="refuse", nth=2))
+    await server.wait_ready()
+    weights, canary = tiny.weights(folder), tiny.canary(model)
+    engine = server.client("fake", sleeps=True)
+    publisher = make_publisher(engine, folder=tmp_path, push_s=20.0, transport="shared")
+
+    async def push(version: int) -> PushReport:
+        return await publisher.publish(version, weights.items(), *canary)
+
+    try:
+        assert (await push(1)).pushed == ("fake",)  # woken before, for its weights, and after, for its cache
+        await publisher.sleep()
+        assert (await push(2)).pushed == ("fake",)  # the swap is refused, as there is no memory, and tried again
+        await publisher.sleep()
+        assert publisher.serving == ()
+        report = await publisher.catch_up()
+        assert report is not None
+        assert report.pushed == ("fake",)
+        assert (await engine.generate(PROMPTS[0], FOUR, version=2)).version_spans[0].version == 2
+    finally:
+        publisher.close()
+        await engine.close()
+
+
 async def test_a_join_that_is_confirmed_and_not_executed_ends_at_the_deadline(
     serve: Callable[..., Server], folder: Path, model: PreTrainedModel, tmp_path: Path
 ) -> None:

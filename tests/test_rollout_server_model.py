@@ -263,6 +263,45 @@ def test_loaded_weights_are_those_of_the_checkpoint(tmp_path: Path, shape: dict[
     assert max(abs(a - b) for a, b in zip(scores, logprobs, strict=True)) < TOLERANCE
 
 
+def held_bytes(runner: TransformersModelRunner) -> tuple[int, int]:
+    """Of parameters, and of keys and values."""
+    storages = {id(one.data.untyped_storage()): one.data.untyped_storage() for one in runner.model.parameters()}
+    weights = {storage.data_ptr(): storage.nbytes() for storage in storages.values()}
+    return sum(weights.values()), runner._cache.cache_tensor.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("shape", [{}, {"tied": False}, {"moe": True}], ids=["tied", "untied", "experts"])
+def test_while_a_server_sleeps_it_holds_neither_weights_nor_cache_and_then_goes_on_exactly(
+    tmp_path: Path, shape: dict[str, bool]
+) -> None:
+    old, new = (tiny.tiny_qwen3(tmp_path / str(seed), seed, **shape) for seed in (0, 1))
+    served = serve(options(old))
+    runner = runner_of(served)
+    before = held_bytes(runner)
+    assert before[0] >= sum(tensor.nbytes for tensor in tiny.weights(new).values())
+    assert before[1] > 8 << 20
+    sequences = [Sequence(f"s{n}", ids, SamplingParams(max_tokens=20)) for n, ids in enumerate(prompts(5, 40, 70))]
+    for sequence in sequences:
+        runner.add(sequence)
+    sampled: dict[str, list[SampledToken]] = {}
+    for one in [s for _ in range(10) for s in runner.step()]:
+        sampled.setdefault(one.id, []).append(one)
+    runner.free_cache()
+    served.weights.free()
+    assert held_bytes(runner) == (0, 0)
+    runner.add(Sequence("late", prompts(33)[0], SamplingParams(max_tokens=20)))  # queued
+    served.weights.allocate()
+    served.weights.load(list(tiny.weights(new).items()))
+    runner.allocate_cache()
+    assert held_bytes(runner) == before
+    after, model = drain(runner), tiny.load(new)
+    assert len(after["late"]) == 20
+    for sequence in sequences:
+        ids = (*sequence.token_ids, *(s.token for s in sampled[sequence.id]))
+        assert len(after[sequence.id]) == 20 - len(sampled[sequence.id])
+        assert error(model, Sequence("s", ids, sequence.sampling), after[sequence.id]) < TOLERANCE
+
+
 def plan(tensors: dict[str, torch.Tensor]) -> TransferPlan:
     shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
     dtypes = ("float32",) * len(tensors)

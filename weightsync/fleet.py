@@ -30,6 +30,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
     state: Literal["starting", "serving", "draining"] = "starting"
     version: Version | None = None  # the policy version served, None while starting
     answers: bool = False  # its process has answered, so that weights can be pushed to it
+    asleep: bool = False  # serving, and without memory while the learner steps: its requests wait
     certificate: str = ""  # SHA-256 of the TLS certificate of its process, in hex; empty without TLS
 
 
@@ -61,6 +62,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     version: Version | None  # that it is verified to serve; None when a push did not reach it
     missed_pushes: Count = 0  # pushes in a row that did not reach it
     why: Text = ""  # why the last of these did not
+    asleep: bool = False  # it has freed its memory until the next push
 
 
 ReportReplica = Callable[[ReplicaReport, tuple[ReplicaReport, ...]], None]

@@ -100,6 +100,7 @@ class PushReport(msgspec.Struct, frozen=True):
     push_ms: float = 0.0  # from the first cohort to the last
     sent_bytes: int = 0  # bytes that left the learner, written files included
     canary: float = 0.0  # largest difference in nats between the learner's and a replica's canary log-probs
+    asleep_s: float = 0.0  # how long replicas slept before it, the push that woke them included
 
 
 def send_ack(address: str, ack: WeightAck) -> None:

@@ -13,6 +13,7 @@ Invariants:
 - Once versions have cancelled `CANCELLED_MOST` attempts in a row, `publish` waits until the next attempt ends. So every replica has
   the whole of `push_s` sooner or later, however fast versions follow each other: a slow one serves, a stuck one is reported.
 - A replica that does not confirm its swap stays paused and fenced; `catch_up` resumes it once it does.
+- Replicas that sleep have no weights: the next push wakes all of them at once, and `wake` pushes the snapshot again.
 - A replica that takes the weights twice and still computes something else stops the push: the cohorts that have not begun keep
   serving the version before.
 """
@@ -52,6 +53,7 @@ from .transports import file_transport
 
 logger = logging.getLogger(__name__)
 
+SLEEP_SHARE = 0.25  # of `push_s`: longest wait for a replica that serves to free its memory
 PROBE_S = 5.0  # longest wait for a replica to report its version: it answers between two steps
 CANARY_SHARE = 0.2  # of a cohort's seconds: the least that is kept for the canary
 QUARTER = 4  # `cohort=0`: one of so many replicas changes weights at a time
@@ -84,6 +86,7 @@ class Publisher:
         partial: Partial = "recompute",
         on_served: Callable[[str, int], None] | None = None,  # (replica, version), as soon as it is verified
         on_lost: Callable[[str, str], None] | None = None,  # (replica, reason), at every failure
+        on_asleep: Callable[[str], None] | None = None,  # (replica), as soon as it has freed its memory
         record: RecordSpan = no_record,  # receives what each replica went through
         peers: PeerTable | None = None,  # whose acks count; None for a plain socket
     ) -> None:
@@ -103,7 +106,7 @@ class Publisher:
         self.cohort = cohort  # may change between two pushes
         self._partial: Partial = partial
         self._on_served = on_served
-        self._on_lost = on_lost
+        self._on_lost, self._on_asleep = on_lost, on_asleep
         self._targets: dict[str, PushTarget] = {}
         self._snapshot: WeightSnapshot | None = None
         self._lock = asyncio.Lock()
@@ -142,10 +145,35 @@ class Publisher:
             self._snapshot = snapshot
             targets = list(self._targets.values())
             size = self.cohort or max(1, len(targets) // QUARTER)
+            if any(t.asleep for t in targets):
+                size = len(targets)
             cohorts = [targets[i : i + size] for i in range(0, len(targets), size)]
             if any(t.verified != NOTHING for t in targets):
                 cohorts = [[t for t in cohort if t.verified != NOTHING] for cohort in cohorts]
             return await self._roll(snapshot, cohorts, await self._probe([t for cohort in cohorts for t in cohort]))
+
+    async def sleep(self) -> None:
+        """Have the replicas free the memory of their weights and caches, until the next `publish` or `wake`. One that serves and
+        does not confirm it is fenced."""
+        await self._cancel_catch_up()
+        async with self._lock:
+            awake = [t for t in self._targets.values() if t.replica.sleeps and not t.asleep and t.settled]
+            limits = {t: PROBE_S if t.verified == NOTHING else SLEEP_SHARE * self._push_s for t in awake}
+            failed = await each({t.name: await_reply(limits[t], t.sleep(), f"{t.name} to sleep") for t in awake})
+            for target in awake:
+                if target.name not in failed and not target.left and self._on_asleep is not None:
+                    self._on_asleep(target.name)
+                elif target.name in failed and target.verified != NOTHING:
+                    self._fence(target, failed[target.name])
+
+    async def wake(self) -> PushReport | None:
+        """Push the snapshot once more, to the replicas that sleep: no version was made since. None where none sleeps. Raises as
+        `publish`."""
+        async with self._lock:
+            asleep = [t for t in self._targets.values() if t.asleep and t.verified != NOTHING]
+            if self._snapshot is None or not asleep:
+                return None
+            return await self._roll(self._snapshot, [asleep], await self._probe(asleep))
 
     async def catch_up(self) -> PushReport | None:
         """Push the snapshot to replicas that do not serve it: new, fenced or restarted ones. None when there is no such replica, or
@@ -171,6 +199,11 @@ class Publisher:
                     if target.verified == NOTHING:
                         target.retry_at = time.monotonic() + min(RETRY_S * 2**target.missed_pushes, RETRY_MOST_S)
                         target.missed_pushes += 1
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether replicas sleep while the learner steps."""
+        return any(target.replica.sleeps for target in self._targets.values())
 
     @property
     def serving(self) -> tuple[str, ...]:

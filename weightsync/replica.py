@@ -1,7 +1,8 @@
 """One replica through a weight push: stage, verify, pause, swap, canary, resume.
 
-    stage     the transport sends the snapshot to every rank; the old weights keep serving
+    stage     the transport sends the snapshot to every rank; the old weights keep serving, or the replica sleeps without any
     verify    every rank acknowledges: all tensors arrived, checksum, names and shapes match
+    wake      one that sleeps allocates the memory of its weights
     pause     requests under way are treated according to `rollout.partial`
     swap      the staged tensors become the version
     canary    the replica's log-probs of a fixed prompt equal the learner's
@@ -15,6 +16,7 @@ Invariants:
   load and the version's change would be labeled with the wrong version. A later attempt waits for it, then resumes it.
 - Every other paused target is resumed, whatever happened. Each target fails by itself, and before the swap keeps its old weights.
 - An attempt ends within its seconds. After a cancellation it takes at most `CANCEL_RESUME_S` to resume paused targets.
+- A target that sleeps is unverified until its next swap: it has no weights. So is one that may sleep, from the moment it is woken.
 - A second push after a canary that was off pauses with `recompute`, which drops all keys and values of wrong weights.
 """
 
@@ -51,9 +53,12 @@ class ReplicaControl(Protocol):
     name: str
     ranks: int
     scores_paused: bool
+    sleeps: bool
 
     async def pause(self, mode: Partial) -> None: ...
     async def resume(self) -> None: ...
+    async def sleep(self) -> None: ...
+    async def wake(self) -> None: ...
     async def join_group(self, plan: GroupPlan) -> None: ...
     async def receive_weights(self, plan: TransferPlan) -> None: ...
     async def swap_weights(self, version: int) -> None: ...
@@ -71,6 +76,8 @@ class PushTarget:
         self.paused_at: float | None = None  # when its pause was sent (`time.perf_counter`), None once it has resumed
         self.unverified = False  # its swap was sent, and its weights are not known yet
         self.swapped = NOTHING  # the version that it last confirmed to have swapped in
+        # Whether it sleeps; None where it is not known: a learner before this one may have had it sleep.
+        self.asleep: bool | None = None
         self.missed_pushes = 0  # how often in a row `catch_up` did not reach it
         self.cancelled = 0  # how often in a row a version cancelled the attempt to reach it
         self.retry_at = 0.0  # of the next `catch_up` that tries it (`time.monotonic`)
@@ -107,6 +114,18 @@ class PushTarget:
             self.paused_at = time.perf_counter()  # before the call: a pause without an answer may have happened
         await self.request(self._send(self.replica.pause(mode)))
 
+    async def sleep(self) -> None:
+        """Have it free its memory. Raises as `request`."""
+        self._check_member()
+        self.asleep, self.unverified, self.swapped = True, True, NOTHING
+        await self.request(self._send(self.replica.sleep()))
+
+    async def wake(self) -> None:
+        """Have it allocate the memory of its weights, which a swap fills. Raises as `request`."""
+        self._check_member()
+        self.unverified, self.swapped = True, NOTHING
+        await self.request(self._send(self.replica.wake()))
+
     async def swap(self, version: int) -> None:
         """Swap in the staged tensors; from here on it is unverified, unless it refuses. Raises as `request`."""
         self._check_member()
@@ -127,7 +146,7 @@ class PushTarget:
         assert not self.unverified, f"{self.name} must not resume with unknown weights"
         await self.settle()
         await self._send(self.replica.resume())
-        self.paused_at = None
+        self.paused_at, self.asleep = None, False
 
     async def canary_difference(self, canary: Canary) -> float:
         """Largest difference in nats from the learner's log-probs. Raises as `request`."""
@@ -252,7 +271,9 @@ class PushAttempt:
             await self._finish(target)
 
     async def _switch(self, target: PushTarget) -> None:
-        """Pause, swap, canary where the server scores while paused, resume."""
+        """Wake, pause, swap, canary where the server scores while paused, resume."""
+        if target.replica.sleeps and target.asleep is not False:  # first, as it may end a pause
+            await await_reply(self._swap_s, target.wake(), f"{target.name} to wake")
         # Also one that an earlier attempt left paused, maybe in another mode.
         await await_reply(self._swap_s, target.pause(self._mode), f"{target.name} to pause")
         with timed(self._push.record, "swap", version=self._push.snapshot.version, replica=target.name):

@@ -89,10 +89,10 @@ class Run:
     _active: ClassVar[bool] = False  # whether this process has a Run that is entered, or is being entered
 
     def __init__(self, config: Config, *, resume: bool = False, show: bool = False) -> None:
-        if config.launch.kind != "local":
+        if config.launch.by_ray:
             raise ConfigError(
                 f"launch.kind: {config.launch.kind!r} is not allowed in a program, whose process is rank 0 of the learner; "
-                "allowed: local"
+                "allowed: local and colocated"
             )
         self.config = config
         self.summary = ""

@@ -81,6 +81,7 @@ def make_engine(
         ranks=ranks_of(engine),
         partial=config.rollout.partial,
         scores_paused=isinstance(engine, Transformers | Fake),
+        sleeps=config.launch.colocated,
         access=structs.replace(access, certificate=replica.certificate),
         versions=versions,
         routers=read_routers(config.model.path) if REPLAY in config.learner.backend.options else None,
@@ -381,6 +382,7 @@ async def make_publisher(
             partial=config.rollout.partial,
             on_served=targets.served,
             on_lost=targets.lost,
+            on_asleep=targets.asleep,
             record=record,
             peers=peers,
         )

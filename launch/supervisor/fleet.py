@@ -26,7 +26,7 @@ class ReplicaListing(msgspec.Struct, frozen=True):
     """One replica as `slipstream replicas RUN list` shows it."""
 
     name: str
-    state: str
+    state: str  # `ReplicaInfo.state`, or `asleep` for one that serves and sleeps
     version: int | None
     url: str
     pid: int | None
@@ -63,18 +63,18 @@ class FleetState:
     def answers(self, name: str, incarnation: int) -> None:
         self._change(name, incarnation, answers=True)
 
-    def served(self, name: str, version: int, incarnation: int) -> None:
-        self._change(name, incarnation, state="serving", version=version, answers=True)
+    def served(self, name: str, version: int, incarnation: int, *, asleep: bool = False) -> None:
+        self._change(name, incarnation, state="serving", version=version, answers=True, asleep=asleep)
 
     def lost(self, name: str, incarnation: int) -> None:
         """A push did not reach it: what it serves is unknown."""
-        self._change(name, incarnation, state="starting", version=None)
+        self._change(name, incarnation, state="starting", version=None, asleep=False)
 
     def died(self, name: str) -> None:
         info = self._infos.get(name)
         if info is not None:
             later = info.incarnation + 1
-            nothing = {"state": "starting", "version": None, "answers": False, "certificate": ""}
+            nothing = {"state": "starting", "version": None, "answers": False, "asleep": False, "certificate": ""}
             self._change(name, info.incarnation, **nothing, incarnation=later)
 
     def moved(self, name: str, url: str) -> None:

@@ -106,12 +106,21 @@ async def open_rank(
             record=timeline.record,
             annotate=annotations.record,
             annotations_bytes=STEP_BYTES if recorded else 0,
+            before_wake=_free_cached_memory if config.launch.colocated else lambda: None,
             settings=None if settings is None else lambda: settings.state.config.learner,
             on_trained=sampler(config, context.dir, recorder),
         )
         gpus = os.environ.get(VISIBLE) if backend.device.type == "cuda" else ""
         timeline.gauges = lambda: loop.gauges() | {"annotations_dropped": annotations.dropped} | gpu_gauges(gpus)
         yield LearnerRank(loop, client, context, backend, heartbeat, stop)
+
+
+def _free_cached_memory() -> None:
+    """Give back what torch's allocator keeps of a step that is over, to the servers on the same devices."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _set_cohort(publisher: Publisher, settings: RunSettings) -> None:

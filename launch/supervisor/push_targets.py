@@ -54,6 +54,10 @@ class PushTargets:
     def served(self, name: str, version: int) -> None:
         self._send(name, version, 0, "")
 
+    def asleep(self, name: str) -> None:
+        if name in self._reports and (version := self._reports[name].version) is not None:
+            self._send(name, version, 0, "", asleep=True)
+
     def lost(self, name: str, why: str) -> None:
         missed = self._reports[name].missed_pushes if name in self._reports else 0
         self._send(name, None, missed + 1, why)
@@ -64,9 +68,9 @@ class PushTargets:
         self._engines = {}
         await asyncio.gather(*self._closing)
 
-    def _send(self, name: str, version: int | None, missed: int, why: str) -> None:
+    def _send(self, name: str, version: int | None, missed: int, why: str, *, asleep: bool = False) -> None:
         if name in self._engines:
-            changed = ReplicaReport(name, self._engines[name][0], version, missed, why[:TEXT_LENGTH])
+            changed = ReplicaReport(name, self._engines[name][0], version, missed, why[:TEXT_LENGTH], asleep)
             self._reports[name] = changed
             self._report(changed, tuple(self._reports.values()))
 

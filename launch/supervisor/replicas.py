@@ -90,9 +90,8 @@ class ReplicaManager(RolePool):
             role = self.processes.roles[info.name]
             pid = role.process.pid if role.process and role.running else None
             false, why = self.suspicion.counts.get(info.name, 0), self._liars.get(info.name, (0, ""))[1]
-            rows.append(
-                ReplicaListing(info.name, info.state, info.version, info.url, pid, info.incarnation, false, why)
-            )
+            state = "asleep" if info.asleep and info.state == "serving" else info.state
+            rows.append(ReplicaListing(info.name, state, info.version, info.url, pid, info.incarnation, false, why))
         return rows
 
     @property
@@ -111,7 +110,7 @@ class ReplicaManager(RolePool):
         if info is None or info.incarnation != report.incarnation or self._is_liar(info):
             return
         if report.version is not None:
-            self._state.served(report.name, report.version, report.incarnation)
+            self._state.served(report.name, report.version, report.incarnation, asleep=report.asleep)
             self.processes.roles[report.name].served = True
         elif info.state != "draining":
             if info.state == "serving":

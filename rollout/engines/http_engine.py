@@ -9,6 +9,8 @@ Invariants:
   so far; without it only the last one does. An interrupted completion keeps the tokens whose versions were reported, no others.
 - Only requests with an equal salt share cached prefixes: without it servers share them across weights.
 - Weights are replaced only while paused, so that a span boundary is exact.
+- A server sleeps without a copy of its weights: from `sleep` to the `resume` after the next swap. Each of these calls may be
+  repeated, so that a learner that knows nothing of a server's state wakes it.
 """
 
 from __future__ import annotations
@@ -73,6 +75,8 @@ class HttpEngine(HttpClient, ABC):
         partial: what weight pushes do with requests under way; with `keep_kv` spans name the version of the KV used.
         scores_paused: whether the server computes scores while paused (our own does, vLLM and SGLang do not). Then no request
             samples from weights before the canary verified them; else requests under way do so right after the resume.
+        sleeps: whether the server was started for `sleep`. Then one that sends nothing of a completion may sleep, and fails only
+            after all of `request_s`.
         access: see `HttpClient`; the token for control where weights are pushed.
         versions: which versions exist; None for a client that asks for no completions, and for one that takes any version.
         routers: those of the model, of a server that records which experts they choose; None for one that does not.
@@ -95,6 +99,7 @@ class HttpEngine(HttpClient, ABC):
         ranks: int = 1,
         partial: Partial = "recompute",
         scores_paused: bool = False,
+        sleeps: bool = False,
         access: ServerAccess | None = None,
         versions: VersionClock | None = None,
         routers: RouterShape | None = None,
@@ -107,6 +112,9 @@ class HttpEngine(HttpClient, ABC):
         self.ranks = ranks
         self.partial: Partial = partial
         self.scores_paused = scores_paused
+        self.sleeps = sleeps
+        if sleeps:
+            self.first_s = self.idle_s = request_s
         self.versions = versions
         self.routers = routers
 
@@ -136,7 +144,17 @@ class HttpEngine(HttpClient, ABC):
 
     @abstractmethod
     async def resume(self) -> None:
-        """Step again; no effect on a server that is not paused."""
+        """Step again, with memory for keys and values; no effect on a server that is neither paused nor asleep."""
+
+    @abstractmethod
+    async def sleep(self) -> None:
+        """Pause as `partial` says, and free the memory of weights, keys and values, of which no copy is kept. No effect on a server
+        that sleeps; only of one that `sleeps`."""
+
+    @abstractmethod
+    async def wake(self) -> None:
+        """Allocate the memory of the weights; `swap_weights` loads them, and `resume` ends the sleep. A server that is not asleep
+        may step again: `pause` it after this call. Only of one that `sleeps`."""
 
     @abstractmethod
     async def join_group(self, plan: GroupPlan) -> None:

@@ -18,6 +18,15 @@ def hub_environment(path: str) -> dict[str, str]:
     return {"HF_HUB_OFFLINE": "1"} if Path(path).is_dir() else {}
 
 
+def refuse_sleep_on_cpu(server: str, *, cpu: bool) -> None:
+    """Raises ConfigError where a server whose sleep frees the memory of GPUs would run on CPU."""
+    if cpu:
+        raise ConfigError(
+            f"launch.kind=colocated: {server} sleeps on GPUs only, on CPU it frees nothing; allowed here is "
+            "rollout.engine.kind=transformers, or launch.kind=local"
+        )
+
+
 def kv_memory(text: str, on_cpu: bool) -> int | float:
     """The KV cache of a server, from `rollout.engine.memory`: bytes, or a share of the GPU's memory. Raises ConfigError: it is
     neither, or a share on CPU."""

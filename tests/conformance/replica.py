@@ -74,10 +74,17 @@ class Replica:
     """A server that answers, and one client of it."""
 
     def __init__(
-        self, kind: Kind, server: Server, weights: Weights, files: Path, partial: Partial = "recompute"
+        self,
+        kind: Kind,
+        server: Server,
+        weights: Weights,
+        files: Path,
+        partial: Partial = "recompute",
+        *,
+        sleeps: bool = False,
     ) -> None:
         self.kind, self.server, self.weights, self.partial = kind, server, weights, partial
-        self.engine = server.client("replica", partial=partial)
+        self.engine = server.client("replica", partial=partial, sleeps=sleeps)
         self.files = files
         self.version: int | None = None
         self._publisher: Publisher | None = None
@@ -112,6 +119,18 @@ class Replica:
         report = await self._publisher.publish(next(VERSIONS), named_weights, *canary)
         self.version = await self.engine.version()
         return report
+
+    async def sleep(self) -> None:
+        """Have it free its memory, as the learner does before a step; a push is to come before and after."""
+        assert self._publisher is not None
+        await self._publisher.sleep()
+
+    async def wake(self) -> None:
+        """Push once more what was pushed last, as the learner does after a step that changed no weight."""
+        assert self._publisher is not None
+        report = await self._publisher.wake()
+        assert report is not None
+        assert (report.version, report.pushed) == (self.version, ("replica",))
 
     async def generate(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> Completion:
         """A completion by the version pushed last; one that a pause cut short is continued."""

@@ -20,7 +20,7 @@ import msgspec
 import psutil
 from slipstream.common.owned_folders import PRIVATE_VARIABLE
 from slipstream.common.process import set_parent_death_signal
-from slipstream.configs.schema import Agent, Config, Model, OptionServers, Partial, Rollout
+from slipstream.configs.schema import Agent, Config, Launch, Model, OptionServers, Partial, Rollout
 from slipstream.errors import DeadlineExceeded
 from slipstream.rollout.engines import registry as servers
 from slipstream.rollout.engines.access import ServerAccess, ServerFiles, make_access
@@ -39,9 +39,15 @@ MAX_CONCURRENT = 8
 
 
 def configure(
-    kind: Kind, folder: Path, *, partial: Partial = "recompute", options: dict[str, Any] | None = None
+    kind: Kind,
+    folder: Path,
+    *,
+    partial: Partial = "recompute",
+    options: dict[str, Any] | None = None,
+    colocated: bool = False,
 ) -> Config:
-    """The configuration of a run whose servers are of `kind`, with `options`, and serve the model in `folder`."""
+    """The configuration of a run whose servers are of `kind`, with `options`, serve the model in `folder`, and sleep while the
+    learner steps where they are `colocated`."""
     engine = kind.engine(max_concurrent=MAX_CONCURRENT, memory="64MiB", start_s=START_S)
     if options:
         assert isinstance(engine, OptionServers)
@@ -50,6 +56,7 @@ def configure(
         model=Model(path=str(folder)),
         agent=Agent(max_tokens=tiny.CONTEXT),
         rollout=Rollout(engine=engine, partial=partial),  # type: ignore[arg-type]
+        launch=Launch(kind="colocated" if colocated else "local"),
     )
 
 
@@ -68,6 +75,7 @@ def make_client(
     partial: Partial = "recompute",
     request_s: float = 60.0,
     access: ServerAccess | None = None,
+    sleeps: bool = False,
 ) -> HttpEngine:
     """A client, called `name`, of the server of kind `kind` at `url`."""
     if kind == "sglang":
@@ -84,6 +92,7 @@ def make_client(
         ranks=ranks,
         partial=partial,
         scores_paused=kind in ("transformers", "fake"),
+        sleeps=sleeps,
         access=access,
     )
 
@@ -121,10 +130,12 @@ class Server:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def client(self, name: str, *, partial: Partial = "recompute", request_s: float = 60.0) -> HttpEngine:
+    def client(
+        self, name: str, *, partial: Partial = "recompute", request_s: float = 60.0, sleeps: bool = False
+    ) -> HttpEngine:
         """A client of it called `name`, for pushes that treat requests under way as `partial` says."""
         kind, url, ranks, access = self.kind.name, self.url, self.ranks, self.access
-        return make_client(kind, name, url, ranks, partial=partial, request_s=request_s, access=access)
+        return make_client(kind, name, url, ranks, partial=partial, request_s=request_s, access=access, sleeps=sleeps)
 
     @property
     def ranks(self) -> int:

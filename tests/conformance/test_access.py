@@ -14,6 +14,7 @@ from slipstream.tests.conformance.servers import make_client
 
 OURS = (
     *("/health", "/metrics", "/weight_info", "/is_paused", "/inference/v1/generate", "/abort_requests", "/pause"),
+    *("/sleep", "/wake_up", "/is_sleeping"),
     *("/resume", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
 )
 """The routes of our own server, which has no list of them."""

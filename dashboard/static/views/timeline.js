@@ -1,8 +1,8 @@
 // When: what the learner did, pushes, gauges of all processes in one window of time; and the life of the episodes of a batch.
 import {html, useState, useEffect, useRef, useCallback, useMemo, useData, useRun, useLive, api, go, link, css, count, duration, clock, versionColor, Canvas, Problem, recorded} from '/static/lib.js';
 
-const PHASE_COLORS = {take: 'grid', train: 'blue', commit: 'teal', publish: 'green', checkpoint: 'violet', recover: 'red', first_rollout: 'grid', stage: 'teal', pause: 'red', swap: 'orange', canary: 'violet'};
-const PHASE_TEXTS = {take: 'waits for a batch', train: 'step', commit: 'commit', publish: 'push', checkpoint: 'checkpoint', recover: 'recovers', first_rollout: 'first push', stage: 'stages weights', pause: 'paused', swap: 'swaps weights', canary: 'canary'};
+const PHASE_COLORS = {take: 'grid', sleep: 'grid', train: 'blue', commit: 'teal', publish: 'green', checkpoint: 'violet', recover: 'red', first_rollout: 'grid', stage: 'teal', pause: 'red', swap: 'orange', canary: 'violet'};
+const PHASE_TEXTS = {take: 'waits for a batch', sleep: 'replicas fall asleep', train: 'step', commit: 'commit', publish: 'push', checkpoint: 'checkpoint', recover: 'recovers', first_rollout: 'first push', stage: 'stages weights', pause: 'paused', swap: 'swaps weights', canary: 'canary'};
 const PART_COLORS = {queue: 'muted', prefill: 'teal', task: 'grid', reset: 'grid', step: 'grid', tool: 'orange', failed: 'red'};
 const GAUGES = [
   ['buffer', [['ready', 'groups ready'], ['leased', 'groups leased'], ['batched', 'groups in a batch']]],

@@ -47,6 +47,15 @@ class BatchRunner(ABC, Generic[R]):
                 self._end(self._running.pop(token.id))
         return sampled
 
+    @abstractmethod
+    def recompute(self) -> None: ...
+
+    def free_cache(self) -> None:
+        self.recompute()
+
+    def allocate_cache(self) -> None:
+        """Each sequence has a cache of its own, which grows with it."""
+
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...]) -> list[float]:
         ids = torch.tensor([token_ids], device=self.model.device)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ..base import EngineLoad
 from ..server.contract import DecodingSequence, SampledToken, Sequence
+from ..server.engine_thread import CACHE
 from ..server.launch import Options
 from .batch import BatchRunner
 from .faults import FaultInjector, hit_in_thread, reported_logprob
@@ -131,10 +132,10 @@ def draining(runner: EmulatedModelRunner) -> Middleware:
     async def drain(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if request.path == "/pause":
+        if request.path in ("/pause", "/sleep"):
             runner.hold()
             await asyncio.to_thread(runner.drained.wait)
-        elif request.path == "/resume":
+        elif request.path == "/resume" or (request.path == "/wake_up" and CACHE in request.query.getall("tags", ())):
             runner.release()
         return await handler(request)
 

@@ -12,7 +12,8 @@ Invariants:
 | generate | requests for a completion       | a reply that is false in what `about` says       |
 | token    | tokens sampled, of all requests | a log-prob that is not a number, or off by `nats` |
 | score    | requests for the canary         | every log-prob is -1                             |
-| pause, resume, join, receive, swap | the request | confirmed, not executed                    |
+| pause, resume, join, receive, swap, sleep | the request | confirmed, not executed             |
+| wake     | the requests, two for each sleep: for the weights, then for the cache | confirmed, not executed |
 | health   | health requests                 | -                                                |
 """
 
@@ -50,6 +51,8 @@ POINTS = {
     "/init_weight_transfer_engine": "join",
     "/update_weights": "receive",
     "/finish_weight_update": "swap",
+    "/sleep": "sleep",
+    "/wake_up": "wake",
 }
 LIE = (
     -1.0
@@ -66,10 +69,15 @@ older than what was taken before; a log-prob is positive, or no number; versions
 no completion at all."""
 
 
+FaultPoint = Literal[
+    "start", "generate", "token", "score", "pause", "resume", "join", "receive", "swap", "sleep", "wake", "health"
+]
+
+
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Something that goes wrong: end the process, stop answering, answer 500, wait `seconds` first, or answer something false."""
 
-    at: Literal["start", "generate", "token", "score", "pause", "resume", "join", "receive", "swap", "health"]
+    at: FaultPoint
     do: Literal["die", "freeze", "refuse", "delay", "lie"]
     nth: Positive = 1
     times: Positive = 1  # in a row, from the nth on

@@ -23,7 +23,7 @@ from ..access import OK, own_access
 from ..expert_codec import joined
 from ..http_engine import STREAM_INTERVAL
 from .contract import EngineServer
-from .engine_thread import EngineThread
+from .engine_thread import CACHE, WEIGHTS, EngineThread, Mode
 from .protocol import (
     ABORT_PREFIX,
     BadRequest,
@@ -81,10 +81,13 @@ class HttpApp:
                 web.get("/metrics", self._metrics),
                 web.get("/weight_info", self._weight_info),
                 web.get("/is_paused", self._is_paused),
+                web.get("/is_sleeping", self._is_sleeping),
                 web.post("/inference/v1/generate", self._generate),
                 web.post("/abort_requests", self._abort_requests),
                 web.post("/pause", self._pause),
                 web.post("/resume", self._resume),
+                web.post("/sleep", self._sleep),
+                web.post("/wake_up", self._wake),
                 web.post("/init_weight_transfer_engine", self._join),
                 web.post("/start_weight_update", self._start),
                 web.post("/update_weights", self._receive),
@@ -131,11 +134,27 @@ class HttpApp:
         return _json({"status": "aborted", "aborted": aborted})
 
     async def _pause(self, request: web.Request) -> web.Response:
-        mode, clear = request.query.get("mode", "abort"), request.query.get("clear_cache", "true").lower()
-        if (mode != "keep" and mode != "abort") or clear not in ("true", "false"):
-            raise BadRequest(f"mode={mode!r}, clear_cache={clear!r}: allowed are keep or abort, true or false")
+        mode, clear = _mode(request), request.query.get("clear_cache", "true").lower()
+        if clear not in ("true", "false"):
+            raise BadRequest(f"clear_cache={clear!r}: allowed are true and false")
         await self._engine.pause(mode, clear_cache=clear == "true")
         return _json({"status": "paused"})
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        if (level := request.query.get("level", "1")) != "2":
+            raise BadRequest(f"level={level!r}: allowed is 2, which keeps no copy of the weights")
+        await self._engine.sleep(_mode(request), self._server.weights.free)
+        return _json({"status": "sleeping", "level": 2})
+
+    async def _wake(self, request: web.Request) -> web.Response:
+        parts = frozenset(request.query.getall("tags", (WEIGHTS, CACHE)))
+        if unknown := parts - {WEIGHTS, CACHE}:
+            raise BadRequest(f"tags={min(unknown)!r}: allowed are {WEIGHTS} and {CACHE}")
+        awake = await self._engine.wake(parts, self._server.weights.allocate)
+        return _json({"status": "awake" if awake else "sleeping"})
+
+    async def _is_sleeping(self, request: web.Request) -> web.Response:
+        return _json({"is_sleeping": bool(self._engine.freed)})
 
     async def _resume(self, request: web.Request) -> web.Response:
         await self._engine.resume()
@@ -182,6 +201,13 @@ class HttpApp:
         tensors = await asyncio.to_thread(self._staging.take, int(version))
         await self._engine.swap(version, lambda: self._server.weights.load(tensors))
         return _json({"message": "Weight update finished"})
+
+
+def _mode(request: web.Request) -> Mode:
+    mode = request.query.get("mode", "abort")
+    if mode != "keep" and mode != "abort":
+        raise BadRequest(f"mode={mode!r}: allowed are keep and abort")
+    return mode
 
 
 def guard() -> Middleware:

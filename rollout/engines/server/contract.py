@@ -98,6 +98,12 @@ class ModelRunner(Protocol):
     def recompute(self) -> None:
         """Drop every key and value, cached prefixes included. Running sequences recompute theirs and lose no token."""
 
+    def free_cache(self) -> None:
+        """As `recompute`, and free the memory of keys and values. No `step` until `allocate_cache`."""
+
+    def allocate_cache(self) -> None:
+        """Allocate the memory that `free_cache` freed."""
+
     def score(self, token_ids: tuple[int, ...]) -> list[float]:
         """Log-probs in nats of `token_ids[1:]` at temperature 1, from a separate forward pass."""
         ...

@@ -5,6 +5,7 @@
 Invariants:
 - Only this thread uses the runner and the model: a swap falls between two steps, so every token has exactly one version.
 - The thread blocks on its command queue while it is paused or idle; it never polls.
+- While the server sleeps it is paused, and requests wait. It steps and scores only with weights that were loaded since.
 - Any error but a `SlipstreamError` leaves the model in an unknown state: the thread ends and calls `failed`, which ends the
   process.
 """
@@ -22,7 +23,7 @@ import msgspec
 import numpy as np
 
 from ....agents.base import FinishReason
-from ....errors import SlipstreamError
+from ....errors import EngineError, SlipstreamError
 from ..base import EngineLoad
 from ..expert_codec import encode
 from ..http_engine import UNPUSHED, OutputSpan
@@ -30,6 +31,8 @@ from .contract import ModelRunner, SampledToken, Sequence
 from .protocol import BadRequest, Logprobs, WireChoice, logprob
 
 T = TypeVar("T")
+Mode = Literal["keep", "abort"]  # what a pause does with requests under way
+WEIGHTS, CACHE = "weights", "kv_cache"  # what a server frees while it sleeps, by vLLM's names
 
 
 class _Output:
@@ -70,6 +73,8 @@ class EngineThread:
     def __init__(self, runner: ModelRunner, failed: Callable[[BaseException], None]) -> None:
         self.version = UNPUSHED  # of the weights that the next token is sampled from
         self.paused = False
+        self.freed: frozenset[str] = frozenset()  # of `WEIGHTS` and `CACHE`: the server sleeps while it is not empty
+        self._loaded = True  # the weights are those of `version`: they were not freed since
         self.load = EngineLoad(0, 0, 0.0, 0)  # as of the last step
         self._sampled = 0
         self._runner = runner
@@ -129,36 +134,82 @@ class EngineThread:
         """End sequences, None means all, with the tokens they have; returns how many, once they no longer run."""
         return await self.call(lambda: self._abort(tuple(self._outputs) if ids is None else ids))
 
-    async def pause(self, mode: Literal["keep", "abort"], *, clear_cache: bool) -> None:
+    async def pause(self, mode: Mode, *, clear_cache: bool) -> None:
         """Stop stepping; returns after the current step. Sends all sampled tokens, so that the server's death loses none."""
-
-        def pause() -> None:
-            self.paused = True
-            if mode == "abort":
-                self._abort(tuple(self._outputs))
-            self._send([(output, None) for output in self._outputs.values() if output.waiting])
-            if clear_cache:
-                self._runner.recompute()
-
-        await self.call(pause)
+        await self.call(lambda: self._pause(mode, clear_cache=clear_cache))
 
     async def resume(self) -> None:
-        def resume() -> None:
-            self.paused = False
-
-        await self.call(resume)
+        """Raises EngineError: it sleeps."""
+        await self.call(self._resume)
 
     async def swap(self, version: str, load: Callable[[], None]) -> None:
-        """Replace the weights by `load`; the next token is labeled `version`."""
+        """Replace the weights by `load`; the next token is labeled `version`. Raises EngineError: their memory is freed."""
 
         def swap() -> None:
+            if WEIGHTS in self.freed:
+                raise EngineError("the memory of the weights is freed; wake them first")
             load()
-            self.version = version
+            self.version, self._loaded = version, True
 
         await self.call(swap)
 
+    async def sleep(self, mode: Mode, free_weights: Callable[[], None]) -> None:
+        """Pause, and free the memory of keys, values and, by `free_weights`, weights. No effect on a server that sleeps."""
+
+        def sleep() -> None:
+            self._pause(mode, clear_cache=not self.freed)
+            if CACHE not in self.freed:
+                self._runner.free_cache()
+            if WEIGHTS not in self.freed:
+                free_weights()
+            self.freed, self._loaded = frozenset((WEIGHTS, CACHE)), False
+
+        await self.call(sleep)
+
+    async def wake(self, parts: frozenset[str], allocate_weights: Callable[[], None]) -> bool:
+        """Allocate the memory of `parts` again, of weights by `allocate_weights`; `swap` loads them. Resumes, and returns True,
+        once nothing is freed and weights are loaded."""
+
+        def wake() -> bool:
+            woken = parts & self.freed
+            if WEIGHTS in woken:
+                allocate_weights()
+            if CACHE in woken:
+                self._runner.allocate_cache()
+            self.freed -= woken
+            awake = not self.freed and self._loaded
+            if awake:
+                self._resume()
+            return awake
+
+        return await self.call(wake)
+
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:
-        return await self.call(lambda: self._runner.score(token_ids))
+        """Raises EngineError: its weights are freed, or were not loaded since."""
+
+        def score() -> list[float]:
+            self._require_weights()
+            return self._runner.score(token_ids)
+
+        return await self.call(score)
+
+    def _pause(self, mode: Mode, *, clear_cache: bool) -> None:
+        self.paused = True
+        if mode == "abort":
+            self._abort(tuple(self._outputs))
+        self._send([(output, None) for output in self._outputs.values() if output.waiting])
+        if clear_cache:
+            self._runner.recompute()
+
+    def _resume(self) -> None:
+        self._require_weights()
+        if self.freed:
+            raise EngineError("it sleeps: the memory of keys and values is freed")
+        self.paused = False
+
+    def _require_weights(self) -> None:
+        if not self._loaded:
+            raise EngineError("it sleeps: its weights are freed, and none were loaded since")
 
     def _run(self) -> None:
         try:

@@ -5,6 +5,7 @@ Invariants:
   tensor), its own conversions for loading that checkpoint are applied.
 - `check` compares every name and shape before a byte is received.
 - Parameters are overwritten in place: tied ones stay tied, and references to the model stay valid.
+- A push has every parameter, so that none needs a copy while a server sleeps.
 """
 
 from __future__ import annotations
@@ -39,6 +40,22 @@ class ModelWeights:
     def check(self, plan: TransferPlan) -> None:
         """Raises WeightSyncError: a name is unknown, missing or has another shape."""
         check_weights(plan, self.shapes, optional=self.optional)
+
+    @torch.no_grad()
+    def free(self) -> None:
+        """Free the memory of all parameters, until `allocate`. Their names and shapes stay."""
+        for held in self._held.values():
+            if isinstance(held, torch.nn.Parameter):
+                held.data = held.new_empty(0)
+        if any(held.is_cuda for held in self._held.values()):
+            torch.cuda.empty_cache()  # other processes want the memory
+
+    @torch.no_grad()
+    def allocate(self) -> None:
+        """Allocate what `free` freed. The numbers are any, until `load`."""
+        for name, held in self._held.items():
+            if isinstance(held, torch.nn.Parameter) and tuple(held.shape) != self._layout.held[name]:
+                held.data = held.new_empty(self._layout.held[name])
 
     @torch.no_grad()
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:

@@ -154,7 +154,17 @@ class SglangEngine(HttpEngine):
         await self.call("POST", "/pause_generation", body={"mode": PAUSE[mode]})
 
     async def resume(self) -> None:
+        if self.sleeps:
+            await self.call("POST", "/resume_memory_occupation", body={"tags": ["kv_cache", "cuda_graph"]})
         await self.call("POST", "/continue_generation", body={})
+
+    async def sleep(self) -> None:
+        """SGLang frees memory only while nothing runs: the pause puts requests back into the queue."""
+        await self.pause(self.partial)
+        await self.call("POST", "/release_memory_occupation", body={}, seconds=self.push_s)
+
+    async def wake(self) -> None:
+        await self.call("POST", "/resume_memory_occupation", body={"tags": ["weights"]}, seconds=self.push_s)
 
     async def join_group(self, plan: GroupPlan) -> None:
         """Begin to join a broadcast group, dropping the one before. The server joins in a thread and goes on generating; the next

@@ -27,7 +27,7 @@ from ....errors import ConfigError
 from ..access import ServerFiles
 from ..http_client import SERVER_KEEPALIVE_S
 from ..http_engine import STREAM_INTERVAL
-from ..launch_common import CPU_THREADS, hub_environment, kv_memory
+from ..launch_common import CPU_THREADS, hub_environment, kv_memory, refuse_sleep_on_cpu
 from ..options import arguments_of, owned_arguments, refuse_owned
 from .plugin import GROUP, LOADER, NAME
 
@@ -46,6 +46,7 @@ OWNED = owned_arguments(
         "mem-fraction-static": "rollout.engine.memory",
         "max-total-tokens": "rollout.engine.memory",
         "enable-metrics": "launch.ports.metrics",
+        "enable-memory-saver": "launch.kind",
     },
     needed=(
         "stream-interval",
@@ -120,6 +121,9 @@ def command(config: Config, host: str, port: int, *, seed: int = 0, files: Serve
         switches.append("--enable-metrics")  # without it SGLang has no /metrics
     if device != CUDA.type:
         arguments["device"] = device
+    if config.launch.colocated:
+        refuse_sleep_on_cpu("SGLang", cpu=cpu)
+        switches.append("--enable-memory-saver")
     if cpu:
         arguments["attention-backend"] = "torch_native"
         switches.append("--sleep-on-idle")

@@ -116,6 +116,23 @@ def _update(original: Callable[[Any, Any], Any], manager: Any, request: Any) -> 
     return receiver.handle(manager, request, original if request.load_format == LOADER else None)
 
 
+def _release(original: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
+    """Free what is not freed: SGLang would read freed weights, to keep their buffers."""
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES  # pyright: ignore[reportMissingImports]
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput  # pyright: ignore[reportMissingImports]
+
+    request.tags = [tag for tag in request.tags or GPU_MEMORY_ALL_TYPES if tag not in manager.offload_tags]
+    return original(manager, request) if request.tags else ReleaseMemoryOccupationReqOutput()
+
+
+def _allocate(original: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
+    """Allocate what is freed: SGLang ends where it is not."""
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput  # pyright: ignore[reportMissingImports]
+
+    request.tags = [tag for tag in request.tags or sorted(manager.offload_tags) if tag in manager.offload_tags]
+    return original(manager, request) if request.tags else ResumeMemoryOccupationReqOutput()
+
+
 def _report_versions(original: Callable[..., None], stream: Any, *, req: Any) -> None:
     """Add the versions to every chunk; SGLang adds them to a request's last one."""
     before = len(stream.weight_versions)
@@ -149,6 +166,7 @@ def _authorize(original: Callable[..., Any], *, path: str, authorization_header:
     return AuthDecision(allowed=status == OK, error_status_code=status)
 
 
+_WEIGHT_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 # SGLang function -> the hook around it.
 HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.utils.auth.decide_request_auth": _authorize,
@@ -157,7 +175,9 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_req": _end_of_aborted,
     "sglang.srt.utils.watchdog.SubprocessWatchdog._monitor_loop": _watch_schedulers,
     "uvicorn.server.Server.startup": _listen,
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor": _update,
+    f"{_WEIGHT_UPDATER}.update_weights_from_tensor": _update,
+    f"{_WEIGHT_UPDATER}.release_memory_occupation": _release,
+    f"{_WEIGHT_UPDATER}.resume_memory_occupation": _allocate,
     "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept": _report_versions,
     "sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id": _no_eos,
 }

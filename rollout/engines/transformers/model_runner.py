@@ -86,6 +86,13 @@ class TransformersModelRunner:
         self._scheduler.block_new_requests = False
         self._cache.reset()
 
+    def free_cache(self) -> None:
+        self.recompute()
+        self._cache.free()
+
+    def allocate_cache(self) -> None:
+        self._cache.allocate()
+
     @torch.inference_mode()
     def score(self, token_ids: tuple[int, ...]) -> list[float]:
         tokens = torch.tensor([token_ids], device=self._device)

@@ -59,6 +59,15 @@ class SaltedCache(PagedAttentionCache):
         super().reset()
         self._heads.clear()
 
+    def free(self) -> None:
+        """Drop all keys and values, and free their memory until `allocate`. Layers keep their views of it."""
+        self.reset()
+        self.cache_tensor.untyped_storage().resize_(0)
+
+    def allocate(self) -> None:
+        self.cache_tensor.untyped_storage().resize_(self.cache_tensor.nbytes)
+        self.cache_tensor.zero_()  # what is masked must be finite
+
     def usage(self) -> float:
         """Share of the cache that sequences hold; cached prefixes do not count, because they are evicted on demand."""
         kept = sum(len(a.ledger.cached_blocks) * a.bytes_per_block for a in self.cache_allocators.values())

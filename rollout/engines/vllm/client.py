@@ -28,6 +28,11 @@ PAUSE: dict[Partial, dict[str, str]] = {
 }
 
 
+WEIGHTS, CACHE, AWAKE = (
+    "weights",
+    "kv_cache",
+    "awake",
+)  # what a server frees while it sleeps; its status when it steps again
 STREAM: Body = {"stream": True, "stream_options": {"include_usage": True}}  # the usage names the cached tokens
 
 
@@ -46,6 +51,10 @@ class _Answer(CompletionStream):
                 self.experts.append(decode(engine.name, choice.routed_experts, engine.routers))
         if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
             self.cached = chunk.usage.prompt_tokens_details.cached_tokens
+
+
+class _Woken(msgspec.Struct):
+    status: str = ""
 
 
 class VllmEngine(HttpEngine):
@@ -109,7 +118,20 @@ class VllmEngine(HttpEngine):
         await self.call("POST", "/pause", PAUSE[mode])
 
     async def resume(self) -> None:
-        await self.call("POST", "/resume")
+        if not self.sleeps:
+            await self.call("POST", "/resume")
+            return
+        # The last part that wakes lets a server step; so does a part that does not sleep.
+        answer = await self.call("POST", "/wake_up", {"tags": CACHE}, seconds=self.push_s)
+        if self.decode(answer, _Woken).status != AWAKE:
+            raise EngineError(f"{self.name} still sleeps: its weights were not allocated, or not pushed")
+
+    async def sleep(self) -> None:
+        mode = "abort" if self.partial == "abort_resume" else "keep"
+        await self.call("POST", "/sleep", {"level": "2", "mode": mode}, seconds=self.push_s)
+
+    async def wake(self) -> None:
+        await self.call("POST", "/wake_up", {"tags": WEIGHTS}, seconds=self.push_s)
 
     async def join_group(self, plan: GroupPlan) -> None:
         body = {"init_info": {"plan": msgspec.to_builtins(plan)}}

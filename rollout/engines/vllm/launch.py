@@ -17,7 +17,7 @@ from ....configs.schema import ENGINE_OPTIONS, Config, Vllm
 from ....errors import ConfigError
 from ..access import ServerFiles, TokenGuard
 from ..http_client import SERVER_KEEPALIVE_S
-from ..launch_common import CPU_THREADS, hub_environment, kv_memory
+from ..launch_common import CPU_THREADS, hub_environment, kv_memory, refuse_sleep_on_cpu
 from ..options import arguments_of, owned_arguments, refuse_owned
 from .plugin import BACKEND
 
@@ -35,6 +35,7 @@ OWNED = owned_arguments(
         "gpu-memory-utilization": "rollout.engine.memory",
         "generation-config": "rollout.temperature",
         "enable-return-routed-experts": "learner.backend.options",
+        "enable-sleep-mode": "launch.kind",
     },
     needed=(
         "weight-transfer-config",
@@ -98,6 +99,9 @@ def command(config: Config, host: str, port: int, *, seed: int = 0, files: Serve
                 f"learner.backend.options=[{REPLAY}]: vLLM reports experts on GPUs only; rollout.engine.kind=transformers does here"
             )
         switches.append("--enable-return-routed-experts")
+    if config.launch.colocated:
+        refuse_sleep_on_cpu("vLLM", cpu=cpu)
+        switches.append("--enable-sleep-mode")
     line = command_line(arguments, *switches, cpu=cpu, files=files)
     return [*line, *arguments_of(engine.passed_on)]
 
