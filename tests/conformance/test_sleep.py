@@ -1,6 +1,7 @@
 """A server that sleeps while the learner steps: its memory is free, its requests wait, and the next push wakes it.
 
-Our own servers are tested on the one that the suite shares. vLLM and SGLang are started for it, where they compute on a GPU.
+On a CPU, and for our own kinds, it is the server that the suite shares. vLLM frees nothing there, but pauses and wakes as on a GPU,
+where a server is started for it.
 """
 
 import asyncio
@@ -22,9 +23,10 @@ OWN = ("transformers", "fake")
 
 @pytest.fixture(scope="module")
 def sleeping_server(kind: Kind, request: pytest.FixtureRequest, start: Callable[..., Server]) -> Iterator[Server]:
-    if servers.serves_on_cpu(configure(kind, Path())):
+    on_cpu = servers.serves_on_cpu(configure(kind, Path()))
+    if on_cpu:
         kind.needs("sleep")
-    if kind.name in OWN:
+    if on_cpu or kind.name in OWN:
         yield request.getfixturevalue("server")
         return
     weights: Weights = request.getfixturevalue("weights")
