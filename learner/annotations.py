@@ -29,7 +29,10 @@ def choose(batch: TrainBatch, limit: int) -> frozenset[str]:
     """Ids of the trajectories of `batch` whose annotations take at most `limit` bytes, group by group; of one group at least,
     unless `limit` is 0."""
     groups: dict[str, dict[str, int]] = {}
-    for name, size in zip(batch.ids, batch.sizes.tolist(), strict=True):
+    traced = batch.traced[batch.offsets[1:] - 1]  # a sequence ends with its last trained token
+    for name, size, is_trace in zip(batch.ids, batch.sizes.tolist(), traced.tolist(), strict=True):
+        if is_trace:  # no trajectory, of which a reader would know the tokens
+            continue
         groups.setdefault(name.partition(".")[0], {})[name] = TOKEN_BYTES * size
     chosen, left = set[str](), limit
     for group in sorted(groups, key=lambda group: (zlib.crc32(group.encode()), group)):

@@ -33,7 +33,7 @@ from .router_replay import ReplayedChoices
 class TokenOutputs(msgspec.Struct, frozen=True):
     """What a policy loss saw at the K trained tokens of a row, in its order and without gradient; see `common.annotations`."""
 
-    log_ratio: torch.Tensor  # float[K]
+    log_ratio: torch.Tensor  # float[K]; -inf in expert traces, which have none
     entropy: torch.Tensor  # float[K]
     advantage: torch.Tensor  # float[K]
     weight: torch.Tensor  # float[K]

@@ -13,6 +13,7 @@ Invariants:
 - Shaping (`estimators.overlong`) adds to the reward that an estimator sees, after the last turn, but not to that of statistics, of
   the buffer's dynamic sampling and filter, or of failures.
 - A sampled token carries loss exactly when its staleness is within the bound and its episode is not masked; others are context.
+- An expert trace is a member of its group whose tokens no version sampled. They are columns like sampled ones, with log-prob 0.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ Shaping = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 """Lengths of episodes in tokens of their longest branch, int64[E], to what is added to their rewards, float64[E]."""
 
 ALL_TRAINED: Mapping[str, Withheld] = {}
+NO_VERSION = -1  # of the policy: it sampled the tokens of an expert trace (`traces.py`)
 
 
 class TrainBatch(msgspec.Struct, frozen=True):
@@ -45,7 +47,8 @@ class TrainBatch(msgspec.Struct, frozen=True):
     loss_mask: NDArray[np.bool_]  # bool[N], tokens that carry loss
     sampled: NDArray[np.bool_]  # bool[N], tokens that the policy sampled
     behavior_logprobs: NDArray[np.float32]  # float32[N], of the policy that sampled them, 0 elsewhere
-    staleness: NDArray[np.int32]  # int32[N], learner version minus the version that sampled the token, -1 elsewhere
+    # int32[N], learner version minus the version that sampled the token, -1 elsewhere, and at tokens of expert traces
+    staleness: NDArray[np.int32]
     mixed: NDArray[np.bool_]  # bool[N], tokens sampled from a mixed policy (`VersionSpan.mixed`)
     advantages: NDArray[np.float64]  # float64[N]; rounded to float32 when they are packed
     turn: NDArray[np.int32]  # int32[N], the turn that the token belongs to, -1 outside of all turns
@@ -83,6 +86,11 @@ class TrainBatch(msgspec.Struct, frozen=True):
     def sizes(self) -> NDArray[np.int64]:
         """int64[S]: tokens of each sequence."""
         return np.diff(self.offsets)
+
+    @property
+    def traced(self) -> NDArray[np.bool_]:
+        """bool[N]: tokens with loss of expert traces, which no version of the policy sampled."""
+        return self.loss_mask & (self.staleness < 0)
 
     @property
     def episode_of_token(self) -> NDArray[np.int64]:
@@ -238,7 +246,8 @@ def by_token(branches: Sequence[TrajectoryHeader], version: int) -> TrainBatch:
     for start, branch in zip(starts.tolist(), branches, strict=True):
         for span in branch.version_spans:
             tokens = slice(start + span.start, start + span.end)
-            sampled[tokens], mixed[tokens], staleness[tokens] = True, span.mixed, version - span.version
+            sampled[tokens], mixed[tokens] = True, span.mixed
+            staleness[tokens] = -1 if span.version == NO_VERSION else version - span.version
         for number, one in enumerate(branch.turns, start=turns):
             turn[start + one.start : start + one.end] = number
         turns += len(branch.turns)

@@ -28,6 +28,7 @@ from .batch import TrainBatch, flatten, trainable, with_rows
 from .checkpoint import CheckpointState
 from .metrics import AuxModelsResult, PolicyStepResult
 from .step import PolicyStepper
+from .traces import ExpertTraces
 from .unusable import UnusableBatch, faulty_groups, may_be_data, why_unusable
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,9 @@ class BatchTrainer:
         *,
         annotations_bytes: int,
         on_trained: Callable[[int, Collection[Trajectory]], None],
+        traces: ExpertTraces,
     ) -> None:
+        self._traces = traces
         self._backend, self._buffer, self._aux_models = backend, buffer, aux_models
         self._vocabulary, self._annotations_bytes, self._on_trained = vocabulary, annotations_bytes, on_trained
         self._advantage, self._returns = advantage_of(config.algorithm), returns_of(config.algorithm)
@@ -116,9 +119,10 @@ class BatchTrainer:
         return batch, await self._aux_models.learn(batch)()
 
     async def _policy_step(self, taken: BatchPlan[BatchRow], state: CheckpointState) -> Stepped | None:
-        """Collective. Compute advantages, then step the policy and the trained aux model. This rank fetches the rows that it works
-        on. None where some of them are proven to be unusable, and set aside."""
-        rows: dict[str, Trajectory] = {}
+        """Collective. Let expert traces join their groups, compute advantages, step the policy and the trained aux model. This rank
+        fetches the rows that it works on. None where some of them are proven to be unusable, and set aside."""
+        taken, rows = self._traces.join(taken)
+        traces = frozenset(rows)
         if (credited := await self._credited(taken, state, rows)) is None:
             return None
         batch = trainable(credited, max_staleness=state.version - taken.oldest_version)
@@ -135,7 +139,7 @@ class BatchTrainer:
         seen = StepAnnotations(choose(batch, self._annotations_bytes))
         result = self._stepper.step(batch, plan, fresh, state, seen.of)
         learned = await aux_result()
-        self._on_trained(state.version + 1, rows.values())
+        self._on_trained(state.version + 1, [row for name, row in rows.items() if name not in traces])
         return batch, result, learned, seen
 
     async def _set_aside(self, taken: BatchPlan[BatchRow], rows: Mapping[str, Trajectory]) -> bool:

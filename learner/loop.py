@@ -54,6 +54,7 @@ from .checkpoint import CheckpointState
 from .checkpointing import Checkpointer
 from .metrics import StepMetrics, StepTimer, summarize, without_loss
 from .replica_updates import ReplicaUpdates
+from .traces import ExpertTraces
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class TrainingLoop:
         settings: Callable[[], Learner] | None = None,  # on rank 0: the config in force; None where it stays as it is
         # On every rank: receives the version that a step made, and those of its trajectories that this rank has the tokens of.
         on_trained: Callable[[int, Collection[Trajectory]], None] = lambda version, rows: None,
+        traces: ExpertTraces | None = None,  # which join the groups of their tasks
     ) -> None:
         self._record, self._annotate = record, annotate
         self._phase, self._version = "start", 0
@@ -112,6 +114,7 @@ class TrainingLoop:
             vocabulary,
             annotations_bytes=annotations_bytes,
             on_trained=on_trained,
+            traces=traces or ExpertTraces(),
         )
         self._updates = ReplicaUpdates(backend, buffer, publisher, joined, canary_ids, before_wake)
         self._checkpoints = Checkpointer(config, backend, aux_models, buffer, checkpoints, retained, on_checkpoint)

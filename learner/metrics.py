@@ -32,6 +32,7 @@ class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
     tokens_trained: int  # tokens that carried loss in this step
     tokens_withheld: int  # sampled tokens that were too old, or of episodes without loss (see the ledger)
     mixed_tokens: int  # trained tokens sampled by new weights from keys and values of older ones (`keep_kv`)
+    trace_tokens: int = 0  # tokens of expert traces that carried loss; no other number of tokens has them
     groups: int = 0  # task groups in the batch
     # Groups of several episodes that all have the same reward: without signal where an advantage compares the members of a group.
     groups_alike: int = 0
@@ -135,8 +136,10 @@ class PolicyStepResult(msgspec.Struct, frozen=True):
 
     @property
     def means(self) -> dict[str, float]:
-        """The loss's statistics, means over the batch's trained tokens."""
-        return mean_over(self.results)
+        """The loss's statistics, means over the batch's trained tokens that the policy sampled; 0 where there are none."""
+        means = mean_over(self.results)
+        share = means.get("tokens", 1.0)  # of the trained tokens: the others are of expert traces
+        return {name: mean / share if share else 0.0 for name, mean in means.items()}
 
     def by_staleness(self) -> dict[str, dict[str, float]]:
         """The fields `*_by_staleness` of `StepMetrics`, over the batch's trained tokens."""
@@ -202,7 +205,8 @@ def summarize(
     branches = [trajectory for group in groups for trajectory in group]
     members = {trajectory.episode: trajectory for trajectory in branches}
     rewards = np.array([t.reward for t in members.values() if t.outcome.trainable], dtype=np.float64)
-    values, counts = np.unique(trained.staleness[trained.loss_mask], return_counts=True)
+    traced = trained.traced
+    values, counts = np.unique(trained.staleness[trained.loss_mask & ~traced], return_counts=True)
     staleness = dict(zip(values.tolist(), counts.tolist(), strict=True))
     tokens, episodes = sum(staleness.values()), max(1, len(members))
     sampled = sum(branch.sampled for branch in branches)
@@ -216,8 +220,11 @@ def summarize(
         tokens_trained=tokens,
         tokens_withheld=everything - tokens,
         mixed_tokens=int(trained.mixed.sum()),
+        trace_tokens=int(traced.sum()),
         groups=len(groups),
-        groups_alike=sum(_alike(group) for group in groups),
+        groups_alike=sum(
+            _alike(group, rewards) for group, rewards in zip(groups, _traces(trained, groups), strict=True)
+        ),
         episodes=len(members),
         truncated=sum(t.outcome.kind == "truncated" for t in members.values()) / episodes,
         episode_tokens_mean=sampled / episodes,
@@ -226,8 +233,16 @@ def summarize(
     )
 
 
-def _alike(group: Group) -> bool:
-    return len({t.reward for t in group}) <= 1 < len({t.episode for t in group})
+def _traces(trained: TrainBatch, groups: Sequence[Group]) -> list[list[float]]:
+    """What the expert traces earned that joined each of `groups`."""
+    found: list[list[float]] = [[] for _ in groups]
+    for episode in np.unique(trained.episode_of_token[trained.traced]).tolist():
+        found[int(trained.groups[episode])].append(float(trained.rewards[episode]))
+    return found
+
+
+def _alike(group: Group, traces: Sequence[float]) -> bool:
+    return len({*traces, *(t.reward for t in group)}) <= 1 < len(traces) + len({t.episode for t in group})
 
 
 def without_loss(summary: BatchSummary) -> BatchSummary:

@@ -44,7 +44,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
     behavior_logprobs: torch.Tensor  # float32[N], of the policy that sampled them, 0 where not trained
     proximal_logprobs: torch.Tensor  # float32[N], at the start of this step, 0 where not trained; NaN where unknown
     advantages: torch.Tensor  # float32[N], 0 where not trained
-    staleness: torch.Tensor  # int32[N], learner version minus the version that sampled the token, -1 where not trained
+    # int32[N], learner version minus the version that sampled the token, -1 where not trained, and at tokens of expert traces
+    staleness: torch.Tensor
     mixed: torch.Tensor  # bool[N], trained tokens from keys and values of older weights too; no version gives these
     positive: torch.Tensor  # bool[N], trained tokens of episodes whose reward is above 0
     reference_logprobs: torch.Tensor | None = None  # float32[N], 0 where not trained; None: no reference

@@ -20,7 +20,8 @@ SHARE = 0.001
 
 
 class LargestRatios:
-    """Of a batch of `tokens` trained tokens, all ranks together, in the optimizer steps whose losses `of` listens to."""
+    """Of a batch of `tokens` trained tokens that the policy sampled, all ranks together, in the optimizer steps whose losses `of`
+    listens to."""
 
     def __init__(self, tokens: int) -> None:
         self._count = max(1, math.ceil(SHARE * tokens))

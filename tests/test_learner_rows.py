@@ -31,7 +31,9 @@ from slipstream.errors import StateError
 from slipstream.learner.aux_models.aux_models import AuxModels
 from slipstream.learner.aux_models.base import LocalTrainableModel
 from slipstream.learner.aux_models.critic import Critic
+from slipstream.learner.batch import NO_VERSION
 from slipstream.learner.loop import TrainingLoop
+from slipstream.learner.traces import ExpertTraces
 from slipstream.monitor.annotations import AnnotationWriter, read_annotations
 from slipstream.tests import tiny
 from slipstream.tests.ranks import CPU, DEADLINE_S, open_backend, run_on_two_ranks
@@ -46,12 +48,14 @@ GROUPS, MEMBERS, PROMPT, BUDGET, LONGEST = 2, 4, 300, 800, 1000
 
 
 class Job(msgspec.Struct):
-    """One step by a rank, whose buffer is at `addresses[rank]`; the ids that it fetched and the weights go to `out`."""
+    """One step by a rank, whose buffer is at `addresses[rank]`; the ids that it fetched and the weights go to `out`. With `traces`
+    each task has one."""
 
     model: str
     out: str
     addresses: tuple[str, ...]
     critic: bool = False
+    traces: bool = False
 
 
 class RecordingClient(BufferClient):
@@ -86,6 +90,13 @@ def episode(episode_id: str, prompt: int, answer: int) -> Trajectory:
         turn_rewards=(float(member),),
         outcome=FINISHED,
     )
+
+
+def trace(group: int) -> Trajectory:
+    """What an expert answered to a group's prompt."""
+    one = episode(f"{group}.0.7", PROMPT, 40)
+    spans, silent = (VersionSpan(PROMPT, len(one), NO_VERSION),), np.zeros_like(one.behavior_logprobs)
+    return msgspec.structs.replace(one, version_spans=spans, behavior_logprobs=silent)
 
 
 async def train(job: Job, rank: int) -> list[str]:
@@ -123,6 +134,7 @@ async def train(job: Job, rank: int) -> list[str]:
             aux_models,
             annotate=writer.record,
             annotations_bytes=1 << 30,
+            traces=ExpertTraces([trace(group) for group in range(GROUPS)] if job.traces else []),
         )
         with writer:
             state = await loop.run(never, lambda: None)
@@ -198,17 +210,18 @@ def fetched(job: Job, rank: int) -> list[str]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("critic", [False, True], ids=["grpo", "critic"])
+@pytest.mark.parametrize("kind", ["grpo", "critic", "traces"])
 async def test_each_of_two_ranks_receives_the_bytes_of_its_own_rows_and_the_step_is_that_of_one(
-    model: str, tmp_path: Path, critic: bool
+    model: str, tmp_path: Path, kind: str
 ) -> None:
+    critic, traces = kind == "critic", kind == "traces"
     async with full_buffer(tmp_path / "one.sqlite") as (address, rows):
-        one = Job(model, str(tmp_path / "one"), (address,), critic)
+        one = Job(model, str(tmp_path / "one"), (address,), critic, traces)
         assert sorted(await train(one, 0)) == sorted(rows)
     async with contextlib.AsyncExitStack() as stack:
         address, rows = await stack.enter_async_context(full_buffer(tmp_path / "two.sqlite"))
         proxies = [await stack.enter_async_context(counting_proxy(address)) for _ in range(2)]
-        two = Job(model, str(tmp_path / "two"), tuple(where for where, _ in proxies), critic)
+        two = Job(model, str(tmp_path / "two"), tuple(where for where, _ in proxies), critic, traces)
         await asyncio.to_thread(run_on_two_ranks, tmp_path, __file__, [two])
     size = {name: EncodedTrajectory.of(row).nbytes for name, row in rows.items()}
     own = [fetched(two, rank) for rank in range(2)]

@@ -21,6 +21,7 @@ from . import covariance, estimators, own, preferences, surrogates, token_estima
 from .correction import correction_of
 from .estimators import Advantage
 from .policy_loss import BatchPairs, BatchSelection, Surrogate, Tokens, batch_loss
+from .traces import sparing_traces, with_traces
 
 ADVANTAGES: dict[type[Section], Callable[[Any, TrainBatch], NDArray[np.float64]]] = {
     config.Grpo: estimators.grpo,
@@ -82,5 +83,5 @@ def loss_of(algorithm: Algorithm, longest: int) -> BatchLoss:
     loss = algorithm.loss
     kind = type(loss)
     select: BatchSelection | None = partial(SELECTIONS[kind], loss) if kind in SELECTIONS else None
-    correct, pair = correction_of(algorithm), PAIRS.get(kind)
-    return batch_loss(algorithm, partial(LOSSES[kind], loss), correct, select, pair, longest)
+    surrogate, correct = with_traces(partial(LOSSES[kind], loss)), sparing_traces(correction_of(algorithm))
+    return batch_loss(algorithm, surrogate, correct, select, PAIRS.get(kind), longest)

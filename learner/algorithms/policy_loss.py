@@ -21,15 +21,17 @@
 - Imitation: the positive-example language-model loss of VAPO (Yue et al. 2025, arXiv:2504.05118). With P the trained tokens of
   episodes whose reward is above 0, in the whole step, it adds  coefficient x - 1 / |P| sum over t in P of log p_t.  It is a mean
   over its own tokens, whatever the aggregation is, and no correction weights it.
+- Tokens of expert traces have a surrogate of their own, no weight and no divergence (`traces.py`).
 
 Invariants:
 - Trained tokens are selected first: other positions are in no exponential, and therefore in no gradient.
 - A sequence is one of the row's `cu_seqlens`. It is whole in its row, so that sums over it are exact however rows are packed.
 
-Reported sums over trained tokens, with w = p / b: `importance` w, `importance_square` w^2, `kl` (w - 1) - log w, the k3 estimate
-of KL(b || p) (Schulman 2020), `entropy`, `clip_fraction`, 1 where the loss's own clip was active, and `dropped`, 1 where the
-correction left no loss; where there is a reference policy f, `kl_reference`, the k3 estimate of KL(p || f); and those of
-`BY_STALENESS` once more for each staleness, as `kl/2`. See `effective_sample_size`.
+Reported sums over trained tokens but those of expert traces, with w = p / b: their number `tokens`, `importance` w,
+`importance_square` w^2, `kl` (w - 1) - log w, the k3 estimate of KL(b || p) (Schulman 2020), `entropy`, `clip_fraction`, 1 where
+the loss's own clip was active, and `dropped`, 1 where the correction left no loss; where there is a reference policy f,
+`kl_reference`, the k3 estimate of KL(p || f); and those of `BY_STALENESS` once more for each staleness, as `kl/2`. See
+`effective_sample_size`.
 """
 
 from __future__ import annotations
@@ -69,13 +71,18 @@ class Tokens(msgspec.Struct, frozen=True):
     advantages: torch.Tensor  # float[K]
     entropy: torch.Tensor  # float[K], of the current policy, nats
     sequence: torch.Tensor  # int64[K], the sequence in the row, from 0
-    staleness: torch.Tensor  # int32[K], learner version minus the one that sampled
+    staleness: torch.Tensor  # int32[K], learner version minus the one that sampled; -1 in expert traces
     lengths: torch.Tensor  # int64[S], trained tokens of each of the row's S sequences
     selected: torch.Tensor  # bool[K], tokens that the loss treats differently; all false for losses that select none
     positive: torch.Tensor  # bool[K], tokens of episodes whose reward is above 0
     reference: torch.Tensor | None = None  # float[K], log-probs under the reference policy; None where there is none
     carried: Mapping[str, float] = {}  # numbers that the algorithm carries from step to step, by name
     pairs: PairTokens | None = None  # of losses that compare episodes
+
+    @property
+    def traced(self) -> torch.Tensor:
+        """bool[K]: tokens of expert traces, which no version of the policy sampled."""
+        return self.staleness < 0
 
     def sequence_sum(self, values: torch.Tensor) -> torch.Tensor:
         """float[K]: for each token the sum of `values` over the trained tokens of its sequence."""
@@ -201,7 +208,7 @@ def batch_loss(
                 loss = loss - entropy * tokens.entropy
             if isinstance(kl, KlInLoss):
                 divergence = kl_estimate(kl.estimator, tokens.current, _reference(tokens))
-                loss = loss + coefficient_of(kl, row.carried) * divergence
+                loss = loss + coefficient_of(kl, row.carried) * divergence.masked_fill(tokens.traced, 0.0)
             loss_sum = (_scale(config.mean, longest, totals, tokens) * loss).sum()
             if imitation and totals.positive:
                 factor = imitation * totals.tokens / totals.positive  # the backend divides by all trained tokens
@@ -210,7 +217,8 @@ def batch_loss(
             sums = _report(tokens, clipped, kept, totals.stalest)
             if not isinstance(kl, NoKl) or pair is not None:
                 with torch.no_grad():
-                    sums["kl_reference"] = kl_estimate("k3", tokens.current, _reference(tokens)).sum()
+                    divergence = kl_estimate("k3", tokens.current, _reference(tokens))
+                    sums["kl_reference"] = divergence.masked_fill(tokens.traced, 0.0).sum()
             return LossOutput(loss_sum=loss_sum, sums=sums, tokens=_seen(tokens, weight, clipped, kept))
 
         return of_row
@@ -237,9 +245,9 @@ def _report(tokens: Tokens, clipped: torch.Tensor, kept: torch.Tensor, stalest: 
         "entropy": tokens.entropy,
         "clip_fraction": clipped,
         "dropped": ~kept,
+        "tokens": torch.ones_like(kept),
     }
-    sums = {name: value.sum() for name, value in values.items()}
-    values["tokens"] = torch.ones_like(kept)
+    sums = {name: value.masked_fill(tokens.traced, 0).sum() for name, value in values.items()}
     for staleness in range(stalest + 1):  # the same names on every row and rank
         at = tokens.staleness == staleness
         sums |= {f"{name}/{staleness}": values[name][at].sum() for name in BY_STALENESS}
@@ -249,7 +257,7 @@ def _report(tokens: Tokens, clipped: torch.Tensor, kept: torch.Tensor, stalest: 
 @torch.no_grad()
 def _seen(tokens: Tokens, weight: torch.Tensor, clipped: torch.Tensor, kept: torch.Tensor) -> TokenOutputs:
     return TokenOutputs(
-        log_ratio=tokens.current - tokens.behavior,
+        log_ratio=(tokens.current - tokens.behavior).masked_fill(tokens.traced, -torch.inf),
         entropy=tokens.entropy.detach(),
         advantage=tokens.advantages,
         weight=weight,
