@@ -26,14 +26,30 @@ from .algorithm import (
     NoCorrection,
     Prime,
     PythonFunction,
+    ReinforcePP,
     Rejected,
     Sppo,
     Truncated,
+    TurnLevel,
     Uncorrected,
 )
+from .backends import REPLAY
+from .environments import traced_sections
+from .reward import ModelReward
 from .schema import Config
+from .section import Section
 
 PYTHON_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+UNTRACED: dict[str, tuple[tuple[type[Section], ...], str]] = {
+    "advantage": (
+        (ReinforcePP, TurnLevel, Gae, Prime),
+        "a trace is compared with the other answers to its task, as a whole",
+    ),
+    "loss": ((Sppo, ClipCov, KlCov, Dpo), "the loss needs answers that the policy sampled"),
+    "kl": ((KlInReward, Distillation), "the divergence is estimated at tokens that the policy sampled"),
+}
+"""Kinds of sections of an algorithm that expert traces have no meaning in, and why."""
 
 
 def group_problems(config: Config) -> Iterator[str]:
@@ -77,6 +93,33 @@ def loss_problems(config: Config) -> Iterator[str]:
     yield from _algorithm(config)
     yield from _teacher(config)
     yield from _preference(config)
+
+
+def trace_problems(config: Config) -> Iterator[str]:
+    """Of expert traces."""
+    for section in traced_sections(config.env):
+        yield from _traces(f"{section}.traces", config)
+
+
+def _traces(traced: str, config: Config) -> Iterator[str]:
+    for name, (kinds, why) in UNTRACED.items():
+        chosen = getattr(config.learner.algorithm, name)
+        if isinstance(chosen, kinds):
+            tag = chosen.__struct_config__.tag
+            refused = ", ".join(str(kind.__struct_config__.tag) for kind in kinds)
+            yield f"{traced} with learner.algorithm.{name}.kind={tag}: {why}; allowed are all but {refused}"
+    if config.buffer.dynamic_sampling:
+        yield (
+            f"{traced} with buffer.dynamic_sampling=true, which discards the groups of equal rewards that a trace has most to "
+            "teach; allowed is false"
+        )
+    if isinstance(config.reward, ModelReward):
+        yield (
+            f"{traced} with reward.kind={config.reward.__struct_config__.tag}: traces are graded before the run starts, by their "
+            "environment; allowed is environment"
+        )
+    if REPLAY in config.learner.backend.options:
+        yield f"{traced} with learner.backend.options=[{REPLAY}]: no engine recorded the experts of a trace; leave one of them out"
 
 
 def _correction(config: Config) -> Iterator[str]:

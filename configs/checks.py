@@ -14,9 +14,19 @@ from collections.abc import Iterator
 from ..errors import ConfigError
 from .algorithm import Gae, needs_critic, needs_reference
 from .algorithm_checks import PYTHON_NAME as PYTHON_NAME
-from .algorithm_checks import group_problems, loss_problems
+from .algorithm_checks import group_problems, loss_problems, trace_problems
 from .backends import REPLAY, Fsdp2, Megatron, copy_ranks
-from .environments import EnvironmentKind, Harbor, LimitedTasks, Mixture, PythonEnv, ReasoningGym, parts_by_key
+from .environments import (
+    Dataset,
+    EnvironmentKind,
+    Harbor,
+    LimitedTasks,
+    Mixture,
+    PythonEnv,
+    ReasoningGym,
+    parts_by_key,
+    traced_sections,
+)
 from .reward import FIELDS, Judge, ModelReward, fields_of
 from .schema import (
     ENGINE_OPTIONS,
@@ -51,7 +61,7 @@ def check(config: Config) -> None:
     """Raises ConfigError with the first impossible combination, naming its keys and what is allowed."""
     for find in (
         *(_values, _engine, _episode, _harbor, _evaluation, group_problems, _batch),
-        *(loss_problems, _backend, _aux_models, _reward, _colocated),
+        *(loss_problems, trace_problems, _backend, _aux_models, _reward, _colocated),
     ):
         for problem in find(config):
             raise ConfigError(problem)
@@ -149,6 +159,8 @@ def _evaluation(config: Config) -> Iterator[str]:
             for section, part in parts_by_key(suite.env, f"{key}.env").items():
                 if part.sampler != "sequential" or (isinstance(part, LimitedTasks) and part.tasks):
                     yield f"{section}: an evaluation plays its tasks in order; sampler and tasks are for training only"
+            for section in traced_sections(suite.env, f"{key}.env"):
+                yield f"{section}.traces: an evaluation has no groups that they could join; they are for training only"
         longest = suite.max_tokens or agent.max_tokens
         if longest > agent.max_tokens:
             yield (
@@ -190,6 +202,11 @@ def _environment(key: str, env: EnvironmentKind, agent: Agent) -> Iterator[str]:
         yield f"{key}.address: {env.address!r} is not of the form tcp://HOST:PORT"
     elif env.address and not env.keys and not LOOPBACK.match(env.address):
         yield f"{key}.keys: must be set, {env.address} is not on this host; name the file that `slipstream env serve` made"
+    if agent.kind not in BUILT_IN_AGENTS and isinstance(env, Dataset) and env.traces:
+        yield (
+            f"{key}.traces with agent.kind={agent.kind}, which makes its own prompts: a trace answers the task's; allowed are "
+            f"{', '.join(BUILT_IN_AGENTS)}"
+        )
     if agent.kind == "single_turn" and isinstance(env, ReasoningGym) and env.calculator:
         yield (
             f"agent.kind=single_turn answers once and cannot call the tool of {key}.calculator=true; "

@@ -113,6 +113,10 @@ class DataSection(Tasks, frozen=True):
 class Dataset(DataSection, frozen=True, tag_field="kind", tag="dataset"):
     """Your own data: every row is a task, answered once, and scored by a reward function."""
 
+    traces: str = ""
+    """Expert answers that join the groups of their tasks in training: a file or name as in `path`, each row with the prompt of a
+    row of `path` in the same column, and the answer, text or one message, in `trace`, `completion` or `target`."""
+
 
 class Mcp(DataSection, frozen=True, tag_field="kind", tag="mcp"):
     """Rows of your own data, answered with the tools of an MCP server. Of `command` and `url` one is set."""
@@ -245,6 +249,7 @@ PLACES = ("python", "keys")
 """Options of every kind that are files."""
 
 FILES: dict[type[Section], tuple[str, ...]] = {
+    Dataset: ("traces",),
     Harbor: ("path", "evaluation", "packages"),
     NemoGym: ("path", "evaluation"),
 }
@@ -262,6 +267,11 @@ def parts_by_key(env: EnvironmentKind | Mixture, key: str = "env") -> dict[str, 
 def shares_of(env: EnvironmentKind | Mixture) -> tuple[float, ...]:
     """The share of each environment of a run, in the order in which leases number them."""
     return tuple(part.share for part in parts_by_key(env).values())
+
+
+def traced_sections(env: EnvironmentKind | Mixture, key: str = "env") -> dict[str, Dataset]:
+    """The environments of the section `key` that have expert traces, by their own sections."""
+    return {name: part for name, part in parts_by_key(env, key).items() if isinstance(part, Dataset) and part.traces}
 
 
 def absolute_paths(env: EnvironmentKind | Mixture) -> EnvironmentKind | Mixture:

@@ -11,6 +11,7 @@ from ..configs.algorithm import Kl, PythonFunction
 from ..configs.checks import COMMAND, PYTHON_NAME, SAMPLERS
 from ..configs.environments import (
     DataSection,
+    Dataset,
     EnvironmentKind,
     Harbor,
     Inspect,
@@ -120,6 +121,8 @@ def _check_section(key: str, env: EnvironmentKind) -> None:
         require_rows(f"{key}.path", env.path)
         if isinstance(env.evaluation, str):
             require_rows(f"{key}.evaluation", env.evaluation)
+        if isinstance(env, Dataset) and env.traces:
+            require_rows(f"{key}.traces", env.traces)
         if found := IN_FILE.fullmatch(env.reward):
             require_file(f"{key}.reward", found["file"])
         elif env.reward not in REWARDS and IN_MODULE.fullmatch(env.reward):

@@ -37,6 +37,7 @@ from .resources import assign_gpus, collectives_of, gpus_of, needs_rendezvous_po
 from .reward_check import check_reward_model
 from .run_inputs import RunInputs
 from .samplers import check_samplers
+from .traces import check_traces
 
 SUPPORTED = ((3, 11), (3, 12))  # Python versions for which the engines have wheels
 NOT_NEEDED = ("benchmarks", "build", "chaos", "runs", "tests")  # folders beside the product's that a run does not need
@@ -233,6 +234,7 @@ CHECKS = {
     "learner": PreflightCheck(learner, ("model", "algorithm files")),
     "chat format": PreflightCheck(chat_format, ("model",)),
     "prompt": PreflightCheck(prompt, ("environment", "agent", "chat format")),
+    "traces": PreflightCheck(check_traces, ("environment", "prompt")),
     "sampler": PreflightCheck(check_samplers, ("environment", "prompt")),
     "engine": PreflightCheck(engine, ("model",)),
     "reward": PreflightCheck(check_reward_model, ("reward files", "environment", "model")),

@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -36,6 +36,8 @@ from ..configs.reward import EnvironmentReward, ModelReward
 from ..configs.suites import suites_of
 from ..errors import ConfigError, Interrupted, SlipstreamError, with_deadline
 from ..errors import describe as describe_error
+from ..learner.traces import FILE as TRACES
+from ..learner.traces import write_traces
 from ..monitor.metrics import METRICS, read_metrics
 from ..monitor.output import open_console
 from ..monitor.series import evaluation_line, read_evaluations
@@ -48,8 +50,10 @@ from .resources import assign_gpus, collectives_of, gpus_of
 from .row_counts import record_counts, recorded_counts
 from .run_files import keep_inputs
 from .run_lock import is_locked, run_lock
+from .traces import grade_traces
 
 if TYPE_CHECKING:
+    from ..buffer.trajectory import Trajectory
     from ..monitor.metrics_server import MetricsServer
     from ..planner.explain.findings import Explanation
     from .program.link import ProgramLink
@@ -89,7 +93,8 @@ def train(config: Config, *, recorded: bool = True, program: ProgramLink | None 
     if run_dir.is_dir() and any(run_dir.iterdir()):
         continues = f"continue it with `slipstream resume {config.run.dir}`"
         raise ConfigError(f"run.dir: {config.run.dir} is not empty; {continues}, or name a new folder")
-    return _supervise(config, run_dir, preflight(config).counts, recorded=recorded, program=program)
+    inputs = preflight(config)
+    return _supervise(config, run_dir, inputs.counts, grade_traces(inputs), recorded=recorded, program=program)
 
 
 def refuse_active(run_dir: Path) -> None:
@@ -123,8 +128,9 @@ def resume(config: Config, before: Config, run_dir: Path, *, program: ProgramLin
     """Continue a run, whose config was `before`, from its newest checkpoint or from its start; raises as `train`."""
     refuse_active(run_dir)
     refuse_changes(config, before)
-    counts = preflight(config, recorded_counts(run_dir)).counts
-    return _supervise(config, run_dir, counts, before=before, program=program)
+    inputs = preflight(config, recorded_counts(run_dir))
+    traces = [] if (run_dir / TRACES).exists() else grade_traces(inputs)
+    return _supervise(config, run_dir, inputs.counts, traces, before=before, program=program)
 
 
 def refuse_changes(config: Config, before: Config) -> None:
@@ -165,6 +171,7 @@ def _supervise(
     config: Config,
     run_dir: Path,
     counts: Mapping[str, int],
+    traces: Sequence[Trajectory],
     *,
     recorded: bool = True,
     before: Config | None = None,
@@ -174,6 +181,8 @@ def _supervise(
         metrics = open_metrics(config, stack)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         stack.enter_context(run_lock(run_dir))
+        if traces:
+            write_traces(run_dir / TRACES, traces)
         record_counts(run_dir, counts)
         if before is not None:
             _record_changes(run_dir, before, config)

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING
 
 from ..configs import Config
-from ..configs.environments import DataSection, LibraryTasks, parts_by_key
+from ..configs.environments import DataSection, LibraryTasks, parts_by_key, traced_sections
 from ..configs.suites import suites_of
 
 if TYPE_CHECKING:
     from renderers import Renderer
 
     from ..envs import EnvPart
+    from ..envs.dataset.traces import TaskTrace
 
 
 class RunInputs:
@@ -50,6 +51,17 @@ class RunInputs:
                 assert isinstance(part.source, Sized)
                 counts[key] = len(part.source)
         return parts, counts
+
+    @functools.cached_property
+    def traces(self) -> tuple[list[TaskTrace], ...]:
+        """Of each environment to train on the expert traces of its tasks, without those whose prompt is too long. Raises
+        ConfigError as `DatasetSource.traces`."""
+        from ..envs.dataset.source import DatasetSource
+
+        if not traced_sections(self.config.env):
+            return ([],) * len(self.train)
+        self.leave_out_long()  # indices of tasks are those that the run will have
+        return tuple(part.source.traces() if isinstance(part.source, DatasetSource) else [] for part in self.train)
 
     @functools.cached_property
     def suites(self) -> dict[str, tuple[EnvPart, ...]]:

@@ -475,6 +475,31 @@ def test_a_missing_file_names_the_presets():
             ],
             ["learner.aux_models.critic=3", "over 4 ranks", "0, 1, which holds it whole, and multiples of 4"],
         ),
+        *[
+            (
+                ["env={kind: dataset, path: rows.jsonl, reward: exact, traces: t.jsonl}", *keys],
+                ["env.traces with", *expected],
+            )
+            for keys, expected in (
+                (
+                    ["learner.algorithm.advantage.kind=gae"],
+                    ["advantage.kind=gae", "all but reinforce_pp, turn_level, gae"],
+                ),
+                (
+                    ["learner.algorithm.loss.kind=clip_cov"],
+                    ["loss.kind=clip_cov", "all but sppo, clip_cov, kl_cov, dpo"],
+                ),
+                (["learner.algorithm.kl.kind=reward"], ["kl.kind=reward", "all but reward, distillation"]),
+                (["buffer.dynamic_sampling=true"], ["buffer.dynamic_sampling=true", "allowed is false"]),
+                (["reward={kind: classifier, path: m}"], ["reward.kind=classifier", "allowed is environment"]),
+                (["agent.kind=mine:agent"], ["agent.kind=mine:agent", "allowed are tool_calling, single_turn"]),
+                (["learner.backend.options=[router_replay]"], ["options=[router_replay]", "leave one of them out"]),
+            )
+        ],
+        (
+            ["evaluation.suites={own: {env: {kind: dataset, path: a.jsonl, reward: exact, traces: t.jsonl}}}"],
+            ["evaluation.suites.own.env.traces", "for training only"],
+        ),
         (["run.dir="], ["run.dir"]),
         (["run.trackers=[wandb, wandb]"], ["run.trackers", "twice"]),
         (["run.on_alert=['']"], ["run.on_alert: names no program"]),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...configs.environments import DataSection
+from ...configs.environments import DataSection, Dataset
 from ...errors import ConfigError, EnvError
 from ..base import JSON, Message, Observation, StepResult, Task
 from ..epochs import EpochOrder, numbers_of_split
@@ -20,6 +20,7 @@ from ..simple import SimpleEnv, Split
 from .examples import MISSING, Example, find_columns, lookup, read_example
 from .rewards import load_reward
 from .rows import open_rows
+from .traces import TaskTrace, read_traces
 
 TEMPLATE_TOKENS = 64  # more than a chat format adds to a message
 
@@ -99,6 +100,27 @@ class DatasetSource(SimpleEnv):
             return self._example(number)
         except ValueError as error:
             raise ConfigError(f"{self._path_key}: {error}") from None
+
+    def traces(self) -> list[TaskTrace]:
+        """The expert traces of the tasks of this split, in the order of their tasks' rows; those of other rows of the same file are
+        left out. Raises ConfigError naming the place of a trace that cannot be used, or that answers no row."""
+        if not isinstance(self.config, Dataset) or not self.config.traces:
+            return []
+        key = f"{self.key}.traces"
+        by_prompt = read_traces(key, self.config.traces, self._columns.prompt, self.config.system)
+        unmatched, found = dict(by_prompt), list[TaskTrace]()
+        index_of = {self.row_number(index): index for index in range(len(self))}
+        for number in range(len(self._rows)):
+            prompt = self._valid_example(number).messages
+            unmatched.pop(prompt, None)
+            if number in index_of:
+                found += [TaskTrace(index_of[number], one) for one in by_prompt.get(prompt, ())]
+        for traces in unmatched.values():
+            raise ConfigError(
+                f"{key}: {traces[0].place}: no row of {self.config.path} has its {self._columns.prompt!r}; a trace answers a row, "
+                "whose prompt it repeats"
+            )
+        return found
 
     def leave_out_long(self, fits: Callable[[Observation], bool], max_tokens: int) -> int:
         """Leave out the rows whose prompt does not fit; returns how many. Only rows with enough text for `max_tokens` are read: a

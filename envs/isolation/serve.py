@@ -172,14 +172,11 @@ class EnvServer:
 
 def _comparable(config: EnvironmentKind) -> str:
     """Its options, files by their names alone."""
+    files = {name: getattr(config, name) for name in FILES.get(type(config), ())}
     if isinstance(config, DataSection):
-        evaluation = Path(config.evaluation).name if isinstance(config.evaluation, str) else config.evaluation
-        names = {"path": Path(config.path).name, "evaluation": evaluation, "reward": Path(config.reward).name}
-        config = msgspec.structs.replace(config, **names)
-    elif files := FILES.get(type(config)):
-        given = {name: getattr(config, name) for name in files}
-        names = {name: Path(path).name for name, path in given.items() if isinstance(path, str)}
-        config = msgspec.structs.replace(config, **names)
+        files |= {"path": config.path, "evaluation": config.evaluation, "reward": config.reward}
+    names = {name: Path(path).name for name, path in files.items() if isinstance(path, str)}
+    config = msgspec.structs.replace(config, **names)
     return options_of(config)
 
 

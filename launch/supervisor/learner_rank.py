@@ -54,6 +54,8 @@ async def open_rank(
     from ...learner.loop import TrainingLoop
     from ...learner.metrics import StepMetrics
     from ...learner.model import vocabulary_size
+    from ...learner.traces import FILE as TRACES
+    from ...learner.traces import read_traces
     from ...monitor.annotations import KEPT_BYTES, STEP_BYTES, AnnotationWriter
     from ...monitor.recorder import Recorder
     from ..evaluations import FILE, retained
@@ -109,6 +111,7 @@ async def open_rank(
             before_wake=_free_cached_memory if config.launch.colocated else lambda: None,
             settings=None if settings is None else lambda: settings.state.config.learner,
             on_trained=sampler(config, context.dir, recorder),
+            traces=read_traces(context.dir / TRACES),
         )
         gpus = os.environ.get(VISIBLE) if backend.device.type == "cuda" else ""
         timeline.gauges = lambda: loop.gauges() | {"annotations_dropped": annotations.dropped} | gpu_gauges(gpus)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ...configs.algorithm import REFILLABLE, Prime, PythonFunction, plays_greedily
+from ...configs.environments import traced_sections
 from ...configs.schema import parse_memory
 from ...monitor.series import ALIKE_SHARE
 from ...monitor.text import duration, share
@@ -98,8 +99,10 @@ def blind(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspicion | N
 
 
 def alike(e: Evidence, plan: SimulationPlan, guess: ClosedForm) -> Suspicion | None:
-    """A group of equal rewards has no gradient where an advantage compares its members."""
+    """A group of equal rewards has no gradient where an advantage compares its members, and no trace is among them."""
     advantage, buffer = e.config.learner.algorithm.advantage, e.config.buffer
+    if traced_sections(e.config.env):
+        return None
     if e.alike <= ALIKE_SHARE or not isinstance(advantage, REFILLABLE) or isinstance(advantage, Prime | PythonFunction):
         return None
     change, nothing = "buffer.dynamic_sampling=true", buffer.dynamic_sampling or e.alike_all >= 1
