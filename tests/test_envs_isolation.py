@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import os
 import re
 import signal
@@ -440,18 +439,28 @@ def test_where_a_process_was_is_the_users_line() -> None:
     assert stacks.innermost([]) == ""
 
 
-HALF_MS = 0.0005
+ECHO = "import sys\nfor line in sys.stdin.buffer:\n    sys.stdout.buffer.write(line)\n    sys.stdout.buffer.flush()"
 
 
-async def test_a_step_takes_half_a_millisecond() -> None:
+async def test_a_step_takes_at_most_25_times_as_long_as_a_line_to_another_process_and_back() -> None:
+    """The best of many of each, by turns: a busy machine does not hide a slow path, nor is a slow machine one. It takes 12 times."""
     source = task_source(playground(), "train", 0)
-    env, took = await begun(source), [math.inf]
-    while len(took) < 3000 and min(took) > HALF_MS:  # the best of many: a busy machine does not hide a slow path
+    pipe = subprocess.PIPE
+    echo = await asyncio.create_subprocess_exec(sys.executable, "-c", ECHO, stdin=pipe, stdout=pipe)
+    assert echo.stdin is not None
+    assert echo.stdout is not None
+    env, took, bare = await begun(source), list[float](), list[float]()
+    for _ in range(1000):
         started = time.perf_counter()
         await env.step(said("hm"))
-        took.append(time.perf_counter() - started)
-    await env.close()
-    assert min(took) <= HALF_MS
+        stepped = time.perf_counter()
+        echo.stdin.write(b"hm\n")
+        await echo.stdout.readline()
+        took.append(stepped - started)
+        bare.append(time.perf_counter() - stepped)
+    echo.stdin.close()
+    await asyncio.gather(env.close(), echo.wait())
+    assert min(took) <= 25 * min(bare), (min(took), min(bare))
 
 
 # --- other hosts --------------------------------------------------------------------------------------------------

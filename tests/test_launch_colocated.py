@@ -128,15 +128,15 @@ def test_vllm_and_sglang_sleep_on_gpus_only(policy: Path, tmp_path: Path, monkey
         return load("quickstart", [*overrides_of(policy, tmp_path, 1), f"rollout.engine.kind={kind}"])
 
     monkeypatch.setattr(sglang_server, "_python", lambda: "python")
-    for kind, name, module, on_cpu, switch in (
-        ("vllm", "vLLM", vllm_server, "serves_on_cpu", "--enable-sleep-mode"),
-        ("sglang", "SGLang", sglang_server, "_on_cpu", "--enable-memory-saver"),
+    for kind, name, module, asked, answers, switch in (
+        ("vllm", "vLLM", vllm_server, "serves_on_cpu", (True, False), "--enable-sleep-mode"),
+        ("sglang", "SGLang", sglang_server, "_device", ("cpu", "cuda"), "--enable-memory-saver"),
     ):
         config = configured(kind)
-        monkeypatch.setattr(module, on_cpu, lambda *_: True)
+        monkeypatch.setattr(module, asked, lambda *_, answer=answers[0]: answer)
         with pytest.raises(ConfigError, match=f"launch.kind=colocated: {name} sleeps on GPUs only.*kind=transformers"):
             servers.command(config, servers.LOOPBACK, 1, seed=0)
-        monkeypatch.setattr(module, on_cpu, lambda *_: False)
+        monkeypatch.setattr(module, asked, lambda *_, answer=answers[1]: answer)
         assert switch in servers.command(config, servers.LOOPBACK, 1, seed=0)
         local = msgspec.structs.replace(config, launch=msgspec.structs.replace(config.launch, kind="local"))
         assert switch not in servers.command(local, servers.LOOPBACK, 1, seed=0)
