@@ -443,7 +443,7 @@ ECHO = "import sys\nfor line in sys.stdin.buffer:\n    sys.stdout.buffer.write(l
 
 
 async def test_a_step_takes_at_most_25_times_as_long_as_a_line_to_another_process_and_back() -> None:
-    """The best of many of each, by turns: a busy machine does not hide a slow path, nor is a slow machine one. It takes 12 times."""
+    """The best of many of each, by turns: a busy machine does not hide a slow path. It takes 12 times."""
     source = task_source(playground(), "train", 0)
     pipe = subprocess.PIPE
     echo = await asyncio.create_subprocess_exec(sys.executable, "-c", ECHO, stdin=pipe, stdout=pipe)
