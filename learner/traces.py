@@ -37,8 +37,10 @@ class ExpertTraces:
         rows: dict[str, Trajectory] = {}
         groups: list[tuple[BatchRow, ...]] = []
         for group in taken.groups:
-            first = max(row.member for row in group) + 1
-            known = self._traces.get((group[0].env, group[0].task_id), ())
+            known = (
+                self._traces.get((group[0].env, group[0].task_id), ()) if group else ()
+            )  # an empty one is refused later
+            first = max((row.member for row in group), default=0) + 1
             joined = [_member(trace, group[0].group_id, number) for number, trace in enumerate(known, start=first)]
             rows |= {trace.id: trace for trace in joined}
             groups.append((*group, *(EncodedTrajectory.of(trace).row.decode() for trace in joined)))
