@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...common import accelerator
 from ...monitor.gpus import VISIBLE, gpu_gauges
 from ...monitor.timeline import TimelineWriter
 from ..peers import filling, following_peers, trusting
@@ -108,7 +109,7 @@ async def open_rank(
             record=timeline.record,
             annotate=annotations.record,
             annotations_bytes=STEP_BYTES if recorded else 0,
-            before_wake=_free_cached_memory if config.launch.colocated else lambda: None,
+            before_wake=accelerator.empty_cache if config.launch.colocated else lambda: None,
             settings=None if settings is None else lambda: settings.state.config.learner,
             on_trained=sampler(config, context.dir, recorder),
             traces=read_traces(context.dir / TRACES),
@@ -116,14 +117,6 @@ async def open_rank(
         gpus = os.environ.get(VISIBLE) if backend.device.type == "cuda" else ""
         timeline.gauges = lambda: loop.gauges() | {"annotations_dropped": annotations.dropped} | gpu_gauges(gpus)
         yield LearnerRank(loop, client, context, backend, heartbeat, stop)
-
-
-def _free_cached_memory() -> None:
-    """Give back what torch's allocator keeps of a step that is over, to the servers on the same devices."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _set_cohort(publisher: Publisher, settings: RunSettings) -> None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
+from ....common import accelerator
 from ....errors import ConfigError
 from ....weightsync.checkpoint_layout import CheckpointLayout, Part
 from ....weightsync.plan import TransferPlan
@@ -47,8 +48,7 @@ class ModelWeights:
         for held in self._held.values():
             if isinstance(held, torch.nn.Parameter):
                 held.data = held.new_empty(0)
-        if any(held.is_cuda for held in self._held.values()):
-            torch.cuda.empty_cache()  # other processes want the memory
+        accelerator.empty_cache()  # other processes want the memory
 
     @torch.no_grad()
     def allocate(self) -> None:
