@@ -70,8 +70,10 @@ def require_on_modelscope(name: str, key: str) -> None:
 
 
 def local_folder(name: str, key: str, *, weights: bool) -> str:
-    """The folder of the model `name` on this host, with or without its `weights`, downloaded where it is not here. Raises as
-    `require_on_modelscope`; HubError also where the download broke off."""
+    """The folder of the model `name` on this host, with or without its `weights`, downloaded where it is not here; a name that is
+    not on ModelScope as it is. Raises as `require_on_modelscope`; HubError also where the download broke off."""
+    if not is_on_modelscope(name):
+        return name
     return str(ModelScopeRepository(name, key, "model").fetch(weights=weights))
 
 

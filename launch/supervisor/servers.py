@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from msgspec import structs
 
-from ...common.modelscope import is_on_modelscope, local_folder
+from ...common.modelscope import local_folder
 from ...common.owned_folders import PRIVATE_VARIABLE, temporary_environment
 from ...rollout.engines.access import ServerFiles
 from ..peers import is_guarded, request_access
@@ -24,7 +24,9 @@ def become_engine(context: RunContext, index: int, listen: str) -> None:
     from ...rollout.engines import registry as servers
 
     config, model = context.config, context.config.model
-    config = structs.replace(config, model=structs.replace(model, path=_files_of(model.path, "model.path")))
+    config = structs.replace(
+        config, model=structs.replace(model, path=local_folder(model.path, "model.path", weights=True))
+    )
     host, _, port = listen.rpartition(":")
     files = server_files(context, f"engine-{index}", host)
     arguments = servers.command(config, host, int(port), seed=config.seed + index, files=files)
@@ -35,16 +37,11 @@ def become_reward(context: RunContext) -> None:
     from ...rollout import reward_server
 
     reward = reward_server.model_of(context.config)
-    reward = structs.replace(reward, path=_files_of(reward.path, "reward.path"))
+    reward = structs.replace(reward, path=local_folder(reward.path, "reward.path", weights=True))
     config = structs.replace(context.config, reward=reward)
     host, _, port = context.addresses.reward.partition("://")[2].rpartition(":")
     arguments = reward_server.command(config, host, int(port), server_files(context, "reward", host))
     _become(arguments, reward_server.environment(config))
-
-
-def _files_of(path: str, key: str) -> str:
-    """What a server is given for a model: servers know folders and Hugging Face's hub."""
-    return local_folder(path, key, weights=True) if is_on_modelscope(path) else path
 
 
 def server_files(context: RunContext, name: str, host: str) -> ServerFiles | None:

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from ..base import EngineLoad
 from ..server.contract import DecodingSequence, SampledToken, Sequence
-from ..server.engine_thread import CACHE
 from ..server.launch import Options
+from ..server.protocol import CACHE
 from .batch import BatchRunner
 from .faults import FaultInjector, hit_in_thread, reported_logprob
 from .law import BLOCK, EngineLaw

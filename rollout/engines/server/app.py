@@ -23,9 +23,12 @@ from ..access import OK, own_access
 from ..expert_codec import joined
 from ..http_engine import STREAM_INTERVAL
 from .contract import EngineServer
-from .engine_thread import CACHE, WEIGHTS, EngineThread, Mode
+from .engine_thread import EngineThread, Mode
 from .protocol import (
     ABORT_PREFIX,
+    AWAKE,
+    CACHE,
+    WEIGHTS,
     BadRequest,
     Generated,
     GenerateRequest,
@@ -151,7 +154,7 @@ class HttpApp:
         if unknown := parts - {WEIGHTS, CACHE}:
             raise BadRequest(f"tags={min(unknown)!r}: allowed are {WEIGHTS} and {CACHE}")
         awake = await self._engine.wake(parts, self._server.weights.allocate)
-        return _json({"status": "awake" if awake else "sleeping"})
+        return _json({"status": AWAKE if awake else "sleeping"})
 
     async def _is_sleeping(self, request: web.Request) -> web.Response:
         return _json({"is_sleeping": bool(self._engine.freed)})

@@ -28,11 +28,10 @@ from ..base import EngineLoad
 from ..expert_codec import encode
 from ..http_engine import UNPUSHED, OutputSpan
 from .contract import ModelRunner, SampledToken, Sequence
-from .protocol import BadRequest, Logprobs, WireChoice, logprob
+from .protocol import CACHE, WEIGHTS, BadRequest, Logprobs, WireChoice, logprob
 
 T = TypeVar("T")
 Mode = Literal["keep", "abort"]  # what a pause does with requests under way
-WEIGHTS, CACHE = "weights", "kv_cache"  # what a server frees while it sleeps, by vLLM's names
 
 
 class _Output:

@@ -20,6 +20,8 @@ from ..reply_check import IMPOSSIBLE
 from .contract import RequestLimits, Sequence
 
 ABORT_PREFIX = "generate-tokens-"  # with the id, vLLM's internal name of a request, which `/abort_requests` takes
+WEIGHTS, CACHE = "weights", "kv_cache"  # what a server frees while it sleeps: the tags of `/wake_up`
+AWAKE = "awake"  # the status in the reply of `/wake_up` once the server steps again
 
 
 class BadRequest(Exception):

@@ -21,7 +21,7 @@ import msgspec
 
 from ....common.accelerator import CUDA, NPU, XPU
 from ....common.kv_cache import kv_bytes_per_token
-from ....common.modelscope import is_on_modelscope, local_folder
+from ....common.modelscope import local_folder
 from ....configs.schema import Config, Sglang
 from ....errors import ConfigError
 from ..access import ServerFiles
@@ -230,7 +230,7 @@ def _kv_bytes(config: Config) -> int:
     """Bytes of one token's keys and values in each rank, from the model's `config.json`."""
     path = config.model.path
     try:
-        folder = Path(local_folder(path, "model.path", weights=False) if is_on_modelscope(path) else path)
+        folder = Path(local_folder(path, "model.path", weights=False))
         file = folder / "config.json"
         if not folder.is_dir():
             from huggingface_hub import hf_hub_download

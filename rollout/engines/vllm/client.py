@@ -17,7 +17,7 @@ from ..base import EngineLoad, RequestRejected, SamplingParams
 from ..expert_codec import decode
 from ..http_client import REFUSALS, Disconnected
 from ..http_engine import STREAM_INTERVAL, Body, CompletionStream, HttpEngine
-from ..server.protocol import ABORT_PREFIX, Generated
+from ..server.protocol import ABORT_PREFIX, AWAKE, CACHE, WEIGHTS, Generated
 
 # Metrics of a server with speculative decoding.
 SPECULATION = ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
@@ -28,11 +28,6 @@ PAUSE: dict[Partial, dict[str, str]] = {
 }
 
 
-WEIGHTS, CACHE, AWAKE = (
-    "weights",
-    "kv_cache",
-    "awake",
-)  # what a server frees while it sleeps; its status when it steps again
 STREAM: Body = {"stream": True, "stream_options": {"include_usage": True}}  # the usage names the cached tokens
 
 
