@@ -97,6 +97,8 @@ class SharedProcessor(Generic[J]):
 
     def slow(self, slowness: float) -> None:
         """From now on a unit takes `slowness` times the seconds that it was made with."""
+        if slowness == self._slowness:
+            return
         self.settle()
         self._slowness = slowness
         self._schedule()

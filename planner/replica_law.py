@@ -100,10 +100,10 @@ class _Load:
         ended = np.searchsorted(np.sort(self.last), at, "right")
         return (np.searchsorted(np.sort(self.began), at, "right") - ended).astype(np.float64)
 
-    def seconds_near(self, knots: Floats) -> Floats:
-        """float64[N, knots]: the unpaused seconds of each completion from its first token on, by how near to each knot the number
-        of running ones was."""
-        near = nearness(self.running, knots) * self.unpaused[:, None]
+    def seconds_near(self, knots: Floats, during: NDArray[np.bool_]) -> Floats:
+        """float64[N, knots]: the unpaused seconds of each completion from its first token on in the intervals `during`, by how near
+        to each knot the number of running ones was."""
+        near = nearness(self.running, knots) * np.where(during, self.unpaused, 0.0)[:, None]
         return np.stack([self.between(column, self.first, self.last) for column in near.T], axis=1)
 
     def between(self, amounts: Floats, since: Floats, until: Floats) -> Floats:
@@ -157,7 +157,7 @@ def replica_law(
         return None  # completions of one token have no decode step
     knots = _knots(running, seconds)
     prefilled = np.concatenate([load.prefilled_beside(recompute=recompute) for load in loads])
-    best = _best_fit(loads, knots, prefilled if says_cached else np.zeros_like(prefilled))
+    best = _best_fit(_Completions.of(loads, knots, prefilled if says_cached else np.zeros_like(prefilled)))
     curve = DecodeCurve(tuple((float(n), float(s)) for n, s in zip(knots, best.step_s, strict=True)))
     cached = np.nan_to_num(np.concatenate([load.cached for load in loads])).astype(np.int64)
     alone = [load.slowed(best.contention) for load in loads]
@@ -189,25 +189,40 @@ class _Fit(NamedTuple):
     error: float  # sum of the squares, of seconds as they were
 
 
-def _best_fit(loads: list[_Load], knots: Floats, prefilled: Floats) -> _Fit:
-    if not any(load.stepping.any() for load in loads):
-        return _fit(loads, knots, prefilled, 1.0)
-    best = min((_fit(loads, knots, prefilled, tried) for tried in TRIED), key=lambda fit: fit.error)
+class _Completions(NamedTuple):
+    """N completions with decode steps."""
+
+    near: Floats  # float64[N, knots], seconds near each knot while the learner did not compute
+    stepping: Floats  # float64[N, knots], the same while it did
+    steps: Floats  # float64[N]
+    prefilled: Floats  # float64[N], tokens of others
+
+    @classmethod
+    def of(cls, loads: list[_Load], knots: Floats, prefilled: Floats) -> _Completions:
+        near, stepping = (
+            np.concatenate([load.seconds_near(knots, load.stepping == beside) for load in loads])
+            for beside in (False, True)
+        )
+        steps = np.concatenate([load.tokens - 1 for load in loads])
+        known = (steps > 0) & (near.sum(axis=1) + stepping.sum(axis=1) > 0)
+        return cls(near[known], stepping[known], steps[known], prefilled[known])
+
+
+def _best_fit(completions: _Completions) -> _Fit:
+    if not completions.stepping.any():
+        return _fit(completions, 1.0)
+    best = min((_fit(completions, tried) for tried in TRIED), key=lambda fit: fit.error)
     for distance in NEARER:
         beside = [best.contention - distance, best.contention + distance]
-        fits = [best, *(_fit(loads, knots, prefilled, tried) for tried in beside if tried >= 1)]
-        best = min(fits, key=lambda fit: fit.error)
+        best = min([best, *(_fit(completions, tried) for tried in beside if tried >= 1)], key=lambda fit: fit.error)
     return best
 
 
-def _fit(loads: list[_Load], knots: Floats, prefilled: Floats, contention: float) -> _Fit:
+def _fit(completions: _Completions, contention: float) -> _Fit:
     """The least squares for one contention; neither c nor p is negative."""
-    near = np.concatenate([load.slowed(contention).seconds_near(knots) for load in loads])
-    steps = np.concatenate([load.tokens - 1 for load in loads])
-    lasted = np.concatenate([load.between(load.unpaused, load.first, load.last) for load in loads])
+    idle, stepping, steps, prefilled = completions
+    near, lasted = idle + stepping / contention, (idle + stepping).sum(axis=1)
     took = near.sum(axis=1)
-    known = (steps > 0) & (took > 0)
-    near, prefilled, steps, took, lasted = near[known], prefilled[known], steps[known], took[known], lasted[known]
     mean_s = took.sum() / steps.sum()
     weight = 1 / np.sqrt(steps)
     step_s, prefill_s = np.full(near.shape[1], mean_s), 0.0

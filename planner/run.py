@@ -219,20 +219,23 @@ class SimulatedRun:
                     else:
                         self._lags[version - sampled_at] += tokens
 
+    @property
+    def _slowness(self) -> float:
+        """How many times as long the learner takes for what it begins now: beside replicas that work, on cores that they share."""
+        return self.plan.contention if self._fleet.works else 1.0
+
     def _step(self) -> None:
-        """On a host that they share, learner and replicas slow each other down for the whole step where any replica works then."""
-        if self.plan.contention > 1 and self._fleet.works:
-            self._step_s *= self.plan.contention
-            self._fleet.slow(self.plan.contention)
+        slowness = self._slowness
+        self._step_s *= slowness
+        self._fleet.slow(slowness)
         self._clock.after(self._step_s, self._commit)
 
     def _commit(self) -> None:
-        if self.plan.contention > 1:
-            self._fleet.slow(1.0)
+        self._fleet.slow(1.0)
         self.replay.commit(self.replay.version)
         self.replay.table.drain()
         self._stepped_at = self._clock.now
-        self._fleet.push(self.replay.version, self._served, self.plan.contention if self._fleet.works else 1.0)
+        self._fleet.push(self.replay.version, self._served, self._slowness)
 
     def _served(self) -> None:
         """The last replica serves the version: the step is over, and more groups may start."""
