@@ -45,9 +45,7 @@ from .suites import suites_of
 
 BF16_NOISE = 0.05  # nats by which log-probs of equal bfloat16 weights differ between implementations now and then
 BUILT_IN_AGENTS = ("tool_calling", "single_turn")
-COLOCATED_STALENESS = (
-    1  # largest bound where servers sleep while the learner steps: one batch is played while another waits
-)
+COLOCATED_STALENESS = 1  # largest bound where servers sleep during a step: one batch is played while another waits
 COMMAND = "command"  # the kind of agent that is a program
 SAMPLERS = ("sequential", "pools")
 # A port `*` is a free one, for a server.

@@ -93,6 +93,11 @@ class TrainBatch(msgspec.Struct, frozen=True):
         return self.loss_mask & (self.staleness < 0)
 
     @property
+    def trained_samples(self) -> NDArray[np.bool_]:
+        """bool[N]: tokens with loss that some version of the policy sampled."""
+        return self.loss_mask & (self.staleness >= 0)
+
+    @property
     def episode_of_token(self) -> NDArray[np.int64]:
         """int64[N]."""
         return np.repeat(self.episode, self.sizes)

@@ -205,8 +205,7 @@ def summarize(
     branches = [trajectory for group in groups for trajectory in group]
     members = {trajectory.episode: trajectory for trajectory in branches}
     rewards = np.array([t.reward for t in members.values() if t.outcome.trainable], dtype=np.float64)
-    traced = trained.traced
-    values, counts = np.unique(trained.staleness[trained.loss_mask & ~traced], return_counts=True)
+    values, counts = np.unique(trained.staleness[trained.trained_samples], return_counts=True)
     staleness = dict(zip(values.tolist(), counts.tolist(), strict=True))
     tokens, episodes = sum(staleness.values()), max(1, len(members))
     sampled = sum(branch.sampled for branch in branches)
@@ -220,7 +219,7 @@ def summarize(
         tokens_trained=tokens,
         tokens_withheld=everything - tokens,
         mixed_tokens=int(trained.mixed.sum()),
-        trace_tokens=int(traced.sum()),
+        trace_tokens=int(trained.traced.sum()),
         groups=len(groups),
         groups_alike=sum(
             _alike(group, rewards) for group, rewards in zip(groups, _traces(trained, groups), strict=True)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..buffer.trajectory import Trajectory
 from ..configs.algorithm import Gae, Kl
@@ -84,7 +83,7 @@ class PolicyStepper:
         lr = warm_up(self.peak_lr, state.step - self.first_step, config.optimizer.warmup_steps)
         rows = [[to_microbatch(batch.select(row)) for row in step_rows] for step_rows in plan]
         probe = self._scored(fresh_microbatches(fresh, state.version, config.backend.tokens_per_microbatch))
-        ratios = LargestRatios(int(_sampled(batch).sum()))
+        ratios = LargestRatios(int(batch.trained_samples.sum()))
 
         def listened(loss: PolicyLoss) -> PolicyLoss:
             return annotate(ratios.of(loss))
@@ -115,7 +114,7 @@ class PolicyStepper:
         kl = self._config.algorithm.kl
         if not isinstance(kl, Kl) or not isinstance(kl.coefficient, dict):
             return batch.carried
-        sampled = _sampled(batch)
+        sampled = batch.trained_samples
         by_episode = int(sampled.sum()) / max(1, len(np.unique(batch.episode_of_token[sampled])))
         changed = next_coefficient(kl, coefficient_of(kl, batch.carried), done.means["kl_reference"] * by_episode)
         return {**batch.carried, KL_COEFFICIENT: changed}
@@ -139,11 +138,6 @@ class PolicyStepper:
             return loss(logprobs, entropy, seen[-1])
 
         return self._backend.step(rows, on_policy, lr)
-
-
-def _sampled(batch: TrainBatch) -> NDArray[np.bool_]:
-    """bool[N]: trained tokens that the policy sampled."""
-    return batch.loss_mask & ~batch.traced
 
 
 # --- learning rates: pure functions of the step, without state

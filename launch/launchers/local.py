@@ -18,7 +18,7 @@ import signal
 import socket
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -158,13 +158,19 @@ class LocalProcess:
             self._process.terminate()
 
     async def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        waits_for, hint = f"process {self.pid} to end after SIGKILL", "it is stuck in the kernel, see its /proc entry"
-        try:
-            await with_deadline(KILL_S, self.wait(), who="the launcher", waits_for=waits_for, hint=hint)
-        except DeadlineExceeded as error:
-            log.error("%s", error)
+        await kill_group(self.pid, self.wait(), who="the launcher")
+
+
+async def kill_group(pid: int, ended: Awaitable[object], who: str) -> None:
+    """Kill what is left of the process group of `pid`, and await `ended`, its end; one that does not come in `KILL_S` is
+    logged, also where it may not be killed."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    waits_for, hint = f"process {pid} to end after SIGKILL", "it is stuck in the kernel, see its /proc entry"
+    try:
+        await with_deadline(KILL_S, ended, who=who, waits_for=waits_for, hint=hint)
+    except DeadlineExceeded as error:
+        log.error("%s", error)
 
 
 class LocalLauncher:

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,12 +24,12 @@ import msgspec
 
 from ...errors import DeadlineExceeded, describe, with_deadline
 from ...monitor.alerts import Alert
+from ..launchers.local import kill_group
 
 log = logging.getLogger(__name__)
 
 LIMIT_S = 30.0  # how long the program may take for one alert
 LAST_S = 5.0  # how long it may take after the run for all alerts that wait
-KILL_S = 10.0  # until it has ended after SIGKILL
 WAITING = 64  # alerts that wait for it
 CHUNK = 1 << 16  # bytes of its stderr that are read at once: a full pipe
 PAUSE_S = 0.05  # between two reads
@@ -95,7 +94,7 @@ class AlertCommand:
             except DeadlineExceeded:
                 return f"{self._command[0]} took longer than {LIMIT_S:g} s for an alert and was killed"
             finally:
-                await _kill(process)
+                await kill_group(process.pid, process.wait(), who="run.on_alert")
             return "" if status == 0 else f"{_status_text(self._command[0], status)}{stderr.last_line()}"
 
     def _warn(self, why: str) -> None:
@@ -103,17 +102,6 @@ class AlertCommand:
         if why != self._warned:
             self._warned = why
             log.warning("run.on_alert: %s", why)
-
-
-async def _kill(process: asyncio.subprocess.Process) -> None:
-    """End what is left of its process group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    waits_for, hint = f"process {process.pid} to end after SIGKILL", "it is stuck in the kernel, see its /proc entry"
-    try:
-        await with_deadline(KILL_S, process.wait(), who="run.on_alert", waits_for=waits_for, hint=hint)
-    except DeadlineExceeded as error:
-        log.error("%s", error)
 
 
 def _status_text(program: str, status: int) -> str:
