@@ -76,6 +76,12 @@ def models(folders: list[Path]) -> list[PreTrainedModel]:
     return [tiny.load(folder) for folder in folders]
 
 
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random policy with a tokenizer, for runs of the quickstart's environment."""
+    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
     """That of a tiny policy of the quickstart's environment."""

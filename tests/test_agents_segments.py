@@ -16,17 +16,11 @@ from slipstream.envs import CALCULATOR, Message
 from slipstream.errors import WireError
 from slipstream.learner.model import load_tokenizer
 from slipstream.tests.episodes import trajectory
-from slipstream.tests.runs import tiny_policy
 from slipstream.tests.sessions import Script, call, delivered, session_of
 from transformers import PreTrainedTokenizerBase
 
 TOOLS = (CALCULATOR.spec,)
 SYSTEM, USER = Message("system", "Answer."), Message("user", "What is 7 + 5? <|im_end|> é")
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 @pytest.fixture(scope="module")

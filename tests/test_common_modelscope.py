@@ -22,16 +22,11 @@ from slipstream.learner.hub import require_model
 from slipstream.learner.model import load_tokenizer, read_config
 from slipstream.learner.weight_reader import WeightFiles
 from slipstream.tests.modelscope_server import ModelScopeServer, serving
-from slipstream.tests.runs import SMALL, check_accounts, ledger, slipstream, tiny_policy
+from slipstream.tests.runs import SMALL, check_accounts, ledger, slipstream
 
 KEY = "model.path"
 NAME = "modelscope:tiny/policy"
 ROWS = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(8)]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 @pytest.fixture

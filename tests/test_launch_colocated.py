@@ -25,16 +25,10 @@ from slipstream.tests.runs import (
     metrics,
     query,
     slipstream,
-    tiny_policy,
 )
 from slipstream.tests.test_launch_train import check_staleness
 
 COLOCATED = ("launch.kind=colocated", "weightsync.transport=shared", "rollout.engine.kind=transformers")
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 def overrides_of(policy: Path, run: Path, bound: int, *more: str) -> tuple[str, ...]:

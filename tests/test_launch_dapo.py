@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from slipstream.configs import load
 from slipstream.configs.algorithm import Prime
-from slipstream.tests.runs import SMALL, check_accounts, ledger, leftovers, metrics, query, slipstream, tiny_policy
+from slipstream.tests.runs import SMALL, check_accounts, ledger, leftovers, metrics, query, slipstream
 
 FAKE = ("rollout.engine.kind=fake", "rollout.engine.max_concurrent=16", "agent.kind=single_turn")
 COINS = (
@@ -25,11 +25,6 @@ COINS = (
     "        reward = 1.0 if self.easy else float(random.Random(message.content).random() < 0.5)\n"
     "        return StepResult((), reward, done=True)\n"
 )
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 @pytest.fixture

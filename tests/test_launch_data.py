@@ -15,17 +15,12 @@ from slipstream.launch.preflight import CHECKS, PreflightCheck
 from slipstream.launch.row_counts import check_row_counts, record_counts, recorded_counts
 from slipstream.launch.run import refuse_changes
 from slipstream.launch.run_inputs import RunInputs
-from slipstream.tests.runs import SMALL, Background, check_accounts, metrics, query, slipstream, tiny_policy
+from slipstream.tests.runs import SMALL, Background, check_accounts, metrics, query, slipstream
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = str(ROOT / "examples" / "own_data" / "train.yaml")
 REWARD = "def score(completion, row):\n    return len(completion) % 2\n"
 ROWS = 30
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 @pytest.fixture

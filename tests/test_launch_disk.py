@@ -8,8 +8,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-import pytest
-from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, metrics, query, slipstream, tiny_policy
+from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, metrics, query, slipstream
 
 ENGINE = ("rollout.engine.kind=fake",)
 
@@ -21,11 +20,6 @@ PAGE = 4096
 
 STOP_S = 60.0
 """A run that has lost its buffer stops in less, on a busy machine too."""
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 def test_a_full_disk_stops_the_run_once_and_by_name_and_it_can_be_resumed(policy: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from slipstream.launch.cli.main import main
 from slipstream.launch.preflight import preflight
 from slipstream.launch.sft import make_examples
 from slipstream.learner.model import load_tokenizer
-from slipstream.tests.runs import tiny_policy
 
 CUSTOM = """
 import asyncio
@@ -59,11 +58,6 @@ MIXTURE = (
     "env.parts.spelling={kind: reasoning_gym, family: spell_backward}",
     "env.parts.long={kind: python, factory: 'custom_long:Long', share: 4}",
 )
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 @pytest.fixture(autouse=True)

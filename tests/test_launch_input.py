@@ -25,11 +25,6 @@ from slipstream.tests.runs import tiny_policy
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
-
-
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line that a refused command prints."""
     capsys.readouterr()

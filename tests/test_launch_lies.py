@@ -22,7 +22,6 @@ from slipstream.tests.runs import (
     query,
     slipstream,
     stored_trajectory,
-    tiny_policy,
 )
 
 pytestmark = pytest.mark.full
@@ -32,11 +31,6 @@ READY = (
     " WHERE account = 'ready' ORDER BY t.group_id LIMIT 2"
 )
 """Episodes that wait to be trained on."""
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 def check_ids(run: Path, policy: Path) -> None:

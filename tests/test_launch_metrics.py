@@ -20,7 +20,7 @@ from slipstream.launch.supervisor.metrics_endpoint import all_metrics
 from slipstream.monitor.metrics_server import MetricsServer
 from slipstream.monitor.prometheus import PREFIX
 from slipstream.tests.promtool import promtool
-from slipstream.tests.runs import ENDLESS, SMALL, WAIT_S, Background, metrics, slipstream, tiny_policy
+from slipstream.tests.runs import ENDLESS, SMALL, WAIT_S, Background, metrics, slipstream
 
 MONITOR = Path(__file__).parent.parent / "monitor"
 NAME = re.compile(r"\b(?:slipstream_\w+|up)\b")
@@ -38,11 +38,6 @@ SELDOM = {
     "engine_drafted_tokens_total",
     "engine_accepted_tokens_total",
 }
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 def board_expressions() -> Iterator[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.learner.checkpoint import checkpoints, read_state
-from slipstream.tests.runs import SMALL, check_accounts, leftovers, metrics, slipstream, tiny_policy
+from slipstream.tests.runs import SMALL, check_accounts, leftovers, metrics, slipstream
 
 MINE = "slipstream.tests.test_launch_own"
 FAKE = ("rollout.engine.kind=fake", "rollout.engine.max_concurrent=16", "learner.steps=3")
@@ -24,11 +24,6 @@ def policy_gradient(tokens):
 
 def blind(tokens):
     return tokens.entropy
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 @pytest.mark.full

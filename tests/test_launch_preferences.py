@@ -16,7 +16,6 @@ from slipstream.launch.reward_check import check_reward_model
 from slipstream.launch.run_inputs import RunInputs
 from slipstream.launch.sft import RESULT_FILE, make_examples
 from slipstream.learner.sft import SftResult
-from slipstream.tests.runs import tiny_policy
 from slipstream.tests.test_launch_sft import HI, YES, written
 from transformers import AutoModelForSequenceClassification
 
@@ -28,11 +27,6 @@ def answers(rng: random.Random) -> tuple[str, str]:
     """Two of the same words, in any order; the chosen one ends with a period, the rejected one begins with it."""
     one, other = (" ".join(rng.sample(WORDS, 4)) for _ in range(2))
     return f"{one} .", f". {other}"
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 @pytest.fixture(scope="module")

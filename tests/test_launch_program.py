@@ -25,16 +25,10 @@ from slipstream.tests.runs import (
     leftovers,
     metrics,
     query,
-    tiny_policy,
 )
 from slipstream.tests.test_examples import example
 
 FAKE = ("rollout.engine.kind=fake", "rollout.engine.max_concurrent=16", "learner.checkpoint_every=100")
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 def configured(policy: Path, run: Path, *overrides: str) -> Config:

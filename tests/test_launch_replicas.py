@@ -9,7 +9,6 @@ import stat
 from pathlib import Path
 
 import psutil
-import pytest
 from slipstream.tests.runs import (
     ENDLESS,
     SMALL,
@@ -19,16 +18,10 @@ from slipstream.tests.runs import (
     metrics,
     query,
     slipstream,
-    tiny_policy,
 )
 
 ENGINE = ("rollout.engine.kind=transformers",)
 """The server that starts fastest."""
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 def listed(run: Path, command: str = "replicas") -> dict[str, dict]:

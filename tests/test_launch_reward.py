@@ -20,12 +20,7 @@ from slipstream.launch.run import resume
 from slipstream.launch.run_inputs import RunInputs
 from slipstream.launch.supervisor.processes import role_names
 from slipstream.tests import rewards
-from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, metrics, query, tiny_policy
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
+from slipstream.tests.runs import SMALL, Background, check_accounts, leftovers, metrics, query
 
 
 @pytest.fixture(scope="module")

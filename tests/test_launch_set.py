@@ -53,7 +53,6 @@ from slipstream.tests.runs import (
     metrics,
     query,
     slipstream,
-    tiny_policy,
 )
 from slipstream.weightsync.fleet import Fleet
 
@@ -225,11 +224,6 @@ def json_config(text: str) -> Config:
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 def refused(run: Path, *arguments: str) -> str:

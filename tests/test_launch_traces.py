@@ -19,7 +19,7 @@ from slipstream.learner.batch import NO_VERSION
 from slipstream.learner.model import load_tokenizer
 from slipstream.learner.traces import FILE
 from slipstream.tests import tiny
-from slipstream.tests.runs import SMALL, check_accounts, metrics, query, slipstream, tiny_policy
+from slipstream.tests.runs import SMALL, check_accounts, metrics, query, slipstream
 
 REWARD = """
 def score(completion, row):
@@ -31,11 +31,6 @@ def score(completion, row):
 ROWS = [{"prompt": f"Say {n}.", "answer": f"as you wish: {n}{n}{n}", "id": f"row-{n}"} for n in range(6)]
 ENV = "env={kind: dataset, path: rows.jsonl, reward: 'my.py:score', evaluation: 0.0, traces: experts.jsonl}"
 KEYS = (ENV, "evaluation.tasks=0", "rollout.engine.kind=transformers")
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 @pytest.fixture

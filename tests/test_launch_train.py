@@ -32,16 +32,10 @@ from slipstream.tests.runs import (
     metrics,
     query,
     slipstream,
-    tiny_policy,
 )
 
 BOUND = 2
 """`buffer.max_staleness` of the quickstart."""
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 def check_staleness(run_dir: Path, bound: int = BOUND) -> None:

@@ -8,7 +8,7 @@ import pytest
 from slipstream.configs import load
 from slipstream.configs.algorithm import Gae
 from slipstream.tests.reports import recorded_in
-from slipstream.tests.runs import SMALL, check_accounts, ledger, leftovers, metrics, query, slipstream, tiny_policy
+from slipstream.tests.runs import SMALL, check_accounts, ledger, leftovers, metrics, query, slipstream
 
 FAKE = ("rollout.engine.kind=fake", "rollout.engine.max_concurrent=16")
 
@@ -16,11 +16,6 @@ WHO = """
 SELECT group_id, id, withheld, loss_from, (SELECT reward FROM trajectories WHERE episode_id = episodes.id)
 FROM episodes WHERE account = 'trained'
 """
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 def test_what_the_preset_is() -> None:

@@ -44,14 +44,7 @@ from slipstream.rollout.player import EpisodePlayer, EpisodeResult
 from slipstream.rollout.reward_model import RewardModel, ScoredConversation
 from slipstream.rollout.router import Router
 from slipstream.tests import tiny
-from slipstream.tests.runs import tiny_policy
 from slipstream.tests.sessions import Engines
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
-
 
 PATIENT = EpisodeLimits(episode_s=60, step_s=60, tool_s=60)
 

@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any, cast
 
 import msgspec
-import pytest
 from aiohttp import web
 from slipstream.agents import Session, load_agent, load_renderer
 from slipstream.agents.base import Generate
@@ -26,7 +25,6 @@ from slipstream.rollout.player import EpisodePlayer
 from slipstream.rollout.router import Router
 from slipstream.rollout.worker import Worker
 from slipstream.tests.episodes import Once
-from slipstream.tests.runs import tiny_policy
 from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
 ROOT = Path(__file__).parent.parent
@@ -41,11 +39,6 @@ NOT_COUNTED = ("envs/", "buffer/", "common/", "errors.py")
 
 MAX_TASKS = 2
 """Tasks of an episode while it waits for a completion: its own, and the one that isolates the agent."""
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 class TokenServer:

@@ -31,7 +31,7 @@ from slipstream.rollout.worker import Worker
 from slipstream.tests import tiny
 from slipstream.tests.episodes import Once
 from slipstream.tests.fleets import buffer_service, mark_served
-from slipstream.tests.runs import query, tiny_policy
+from slipstream.tests.runs import query
 from slipstream.tests.scripted import Call, ScriptedEngine, settle
 from slipstream.weightsync.fleet import Fleet, ReplicaInfo
 
@@ -44,11 +44,6 @@ BUFFER = Buffer(max_staleness=99, groups_per_batch=4, group_size=GROUP)
 
 ONCE = EnvPart("once", 1.0, Once(split="train", seed=0), None)
 ANSWERS = load_agent("single_turn")
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 @pytest.fixture(autouse=True)
