@@ -205,7 +205,7 @@ class SimulatedFleet:
     def push(self, version: int, done: Callable[[], None], slowness: float = 1.0) -> None:
         """Roll `version` over the replicas, beginning now, in `slowness` times the seconds; `done` when the last serves it."""
         if self._drains:
-            self._clock.after(self._once_s, self._push_drained, 0, version, done)
+            self._clock.after(slowness * self._once_s, self._push_drained, 0, version, done, slowness)
             return
         for index, cohort in enumerate(self._cohorts):
             begins = slowness * (self._once_s + index * self._cohort_s)
@@ -214,7 +214,7 @@ class SimulatedFleet:
             last = index + 1 == len(self._cohorts)
             self._clock.after(ends, self._swap, cohort, version, done if last else None)
 
-    def _push_drained(self, index: int, version: int, done: Callable[[], None]) -> None:
+    def _push_drained(self, index: int, version: int, done: Callable[[], None], slowness: float) -> None:
         """Push to the cohort `index` and those after it. Each replica swaps when it has drained; the next cohort waits for all."""
         cohort, left = self._cohorts[index], len(self._cohorts[index])
 
@@ -224,13 +224,13 @@ class SimulatedFleet:
             last = not left and index + 1 == len(self._cohorts)
             self._swap([replica], version, done if last else None)
             if not left and not last:
-                self._push_drained(index + 1, version, done)
+                self._push_drained(index + 1, version, done, slowness)
 
         def drain() -> None:
             for replica in cohort:
-                replica.drain(functools.partial(self._clock.after, self._pause_s, swap, replica))
+                replica.drain(functools.partial(self._clock.after, slowness * self._pause_s, swap, replica))
 
-        self._clock.after(self._cohort_s - self._pause_s, drain)
+        self._clock.after(slowness * (self._cohort_s - self._pause_s), drain)
 
     def _pause(self, cohort: Sequence[SimulatedReplica]) -> None:
         for replica in cohort:
