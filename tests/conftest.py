@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 from renderers import Renderer
 from slipstream.agents import load_renderer
@@ -26,7 +27,9 @@ settings.register_profile("full", max_examples=100, deadline=None)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Commands of this package are forked from a process that has imported it, unless `SLIPSTREAM_TESTS_EXECUTE` is set. Signals
-    are as in a terminal, also where the tests run under nohup or in the background of a script."""
+    are as in a terminal, also where the tests run under nohup or in the background of a script. A test process computes with one
+    thread: several that wait for each other on cores that servers and runs use, too, take twice as long."""
+    torch.set_num_threads(1)
     for number, handler in {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}.items():
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
