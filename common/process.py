@@ -32,4 +32,6 @@ def set_parent_death_signal(parent: int | None = None) -> None:
 
 if __name__ == "__main__":
     set_parent_death_signal(os.getppid())
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a command would inherit that
+        signal.signal(number, signal.SIG_DFL)
     os.execvp(sys.argv[1], sys.argv[1:])

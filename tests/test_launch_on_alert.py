@@ -146,11 +146,19 @@ async def test_of_a_flood_the_last_line_is_left(caplog: pytest.LogCaptureFixture
             turns += 1
 
     counting = asyncio.create_task(count())
-    await told(*shell("yes noise | head -c 500000 >&2; echo the end >&2; exit 3"))
+    await told(*shell("yes noise | head -n 80000 >&2; echo the end >&2; exit 3"))
     counting.cancel()
     assert "run.on_alert: sh ended with exit status 3: the end" in caplog.text
     assert "noise" not in caplog.text
     assert turns > 100
+
+
+async def test_a_closed_pipe_ends_it_as_in_a_shell(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Python ignores SIGPIPE, and a program that inherited that would complain of a pipe whose reader has enough."""
+    await told(*shell("grep SigIgn /proc/self/status > $1", str(tmp_path / "signals")))
+    ignored = int((tmp_path / "signals").read_text().split()[1], 16)
+    assert not ignored & 1 << (signal.SIGPIPE - 1)
+    assert caplog.text == ""
 
 
 async def test_a_program_that_hangs_is_killed_with_what_it_started(
