@@ -181,7 +181,7 @@ async def test_it_ends_with_the_run(
 ) -> None:
     monkeypatch.setattr(alert_command, "LAST_S", 0.2)
     os.mkfifo(tmp_path / "started")
-    on_alert = AlertCommand(shell(f"echo yes > $1; sleep {FOREVER}", str(tmp_path / "started")), tmp_path)
+    on_alert = AlertCommand(shell(f"sleep {FOREVER} & echo yes > $1; wait", str(tmp_path / "started")), tmp_path)
     for _ in range(3):
         on_alert.submit(ALERT)
     async with asyncio.timeout(SOON):

@@ -56,8 +56,9 @@ def test_what_explain_promises_is_what_live_tuning_gives_and_the_command_ends_wi
     assert moved.startswith("buffer.max_staleness 0 -> 1: the learner waits ")
     assert last == "the run is over; buffer.max_staleness was 1"
     assert (change.key, change.old, change.new) == ("buffer.max_staleness", 0, 1)
-    finding = said["findings"][0]
-    assert (said["note"], finding["rule"], finding["change"]) == ("", "higher_bound", "buffer.max_staleness=1")
+    # Where other work makes pushes slow, that is a finding, too.
+    (finding,) = (one for one in said["findings"] if one["rule"] == "higher_bound")
+    assert (said["note"], finding["change"]) == ("", "buffer.max_staleness=1")
     assert (finding["live"], finding["severity"]) == (True, "hint")
     promised = finding["gain"]["trained_tokens_per_s"]["mean"]
     assert promised > 0.3
