@@ -24,7 +24,7 @@ class Collected(NamedTuple):
 
     @property
     def kind(self) -> str:
-        return self.name.partition("@")[2]
+        return self.name.rpartition("]@")[2] if "]@" in self.name else ""
 
 
 @pytest.fixture(scope="module")
