@@ -73,16 +73,22 @@ async def prediction(out: Path, steps: int, notify: Notify) -> Result:
 
 def rows(bases: Sequence[Measured], probes: Sequence[Measured]) -> tuple[Row, ...]:
     """The runs themselves from their own profiles, then each probe from those beside it."""
-    own = [simulate(SimulationPlan.of(base.profile)).figures for base in bases]
+    own = [_simulated(base, ()) for base in bases]
     found = [
         _row(f"itself, run {n + 1}", [predicted], base)
         for n, (predicted, base) in enumerate(zip(own, bases, strict=True))
     ]
     for number, (name, probe) in enumerate(zip(PROBES, probes, strict=True)):
         change = (PROBES[name],)
-        beside = [simulate(SimulationPlan.of(base.profile, change)).figures for base in bases[number : number + 2]]
+        beside = [_simulated(base, change) for base in bases[number : number + 2]]
         found.append(_row(name, beside, probe))
     return tuple(found)
+
+
+def _simulated(base: Measured, change: tuple[str, ...]) -> RunFigures:
+    """As many steps as the run had: the number of episodes that run at once grows for the first half minute."""
+    plan = SimulationPlan.of(base.profile, change)
+    return simulate(plan, plan.settling + base.figures.steps).figures
 
 
 def _row(name: str, predicted: Sequence[RunFigures], run: Measured) -> Row:

@@ -45,9 +45,11 @@ def estimate(plan: SimulationPlan) -> ClosedForm:
     mean_sampled = sum(episode.sampled for one in drawn for episode in one) / BATCHES
     bound = plan.admission.max_staleness
     step = mean_tokens * sum(plan.step_s) / len(plan.step_s)
-    longer = step * (plan.contention - 1) if bound else 0.0  # for the learner, and for the replicas beside it
-    learner = plan.take_s + step + longer + plan.push_s
+    # Beside each other, where they work at the same time.
+    slowed_step = step * (plan.learner_contention if bound else 1.0)
+    learner = plan.take_s + slowed_step + plan.push_s
     rollout = sum(makespan(one, plan) for one in drawn) / BATCHES
+    longer = slowed_step * (1 - 1 / plan.contention) if bound else 0.0  # what replicas lose beside a step
     full = longer + mean_sampled * plan.decode.step_s(plan.max_concurrent) / (plan.replicas * plan.max_concurrent)
     # At a bound of 0 the take and the push of a batch are in no overlap, and neither is its makespan.
     cycle = max(learner, full, (rollout + learner) / (bound + 1))

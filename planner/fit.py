@@ -32,6 +32,7 @@ from .profile import EngineProfile, LearnerProfile, PushProfile, RunProfile, set
 from .records import Groups, RunRecords
 from .replica_law import replica_law
 from .run_spans import RunSpans, read_run_spans
+from .worker_law import WorkerLoad, worker_loads
 from .workload import EpisodeShape, Observed, TurnShape
 
 LEAST_STEPS = 5  # that a profile needs, besides those in which the run fills up
@@ -39,6 +40,8 @@ STEPS = 200  # most steps in it
 # Where no span says when a batch was asked for: the quantile of the waits for batches that is taken for the wait for one that is
 # ready, and the most that it may be: in a run that always waits no batch is ready.
 READY_QUANTILE, READY_MOST_S = 0.25, 0.05
+LOOKS = 20  # at the requests in flight during a push
+MOST_CROWDED = 4.0  # times that a push may take beside the requests of a run
 
 
 def refuse_colocated(config: Config) -> None:
@@ -77,9 +80,10 @@ def fit_profile(run: RunRecords) -> RunProfile:
     episode_s = float(np.mean([_ended(episode) - start for episode, start in zip(episodes, began, strict=True)]))
     measured = figures_of_rows(rows, episode_s)
     engine, slowed = _engine(config, spans, groups, measured, replicas)
+    loads = worker_loads(spans.workers, spans.steps, engine.contention) if engine.source == "recorded" else {}
     profile = RunProfile(
         settings=settings_of(config) | {"rollout.engine.replicas": replicas},
-        environments=_environments(config, groups, times.leased),
+        environments=_environments(config, groups, times.leased, loads),
         engine=engine,
         learner=_learner(config, rows, spans, times, slowed),
         push=PushProfile(0.0, 0.0),
@@ -87,7 +91,7 @@ def fit_profile(run: RunRecords) -> RunProfile:
         greedy=plays_greedily(config.learner.algorithm),
         measured=measured,
     )
-    push = _push(rows, spans, SimulationPlan.of(profile).cohorts, slowed)
+    push = _push(rows, spans, SimulationPlan.of(profile).cohorts)
     profile = msgspec.structs.replace(profile, push=push)
     return scaled_to_episodes(profile) if profile.engine.source == "fitted" else profile
 
@@ -106,14 +110,16 @@ def figures_of_rows(rows: Sequence[Row], episode_s: float | None = None) -> RunF
 # --- episodes -------------------------------------------------------------------------------------------------------
 
 
-def _environments(config: Config, groups: Groups, leased: Mapping[int, float]) -> tuple[Observed, ...]:
+def _environments(
+    config: Config, groups: Groups, leased: Mapping[int, float], loads: Mapping[str, WorkerLoad]
+) -> tuple[Observed, ...]:
     """By the order in which leases number them. A part of a mixture is known by its name, which its trajectories have."""
     shares = shares_of(config.env)
     names = [key.rpartition(".")[2] for key in parts_by_key(config.env)]
     found: list[Observed] = []
     for name, share in zip(names, shares, strict=True):
         mine = [group for group in groups if len(shares) == 1 or group[0][0].env == name]
-        shapes_of = ([_shape(episode, _began(episode, leased)) for episode in group] for group in mine)
+        shapes_of = ([_shape(episode, _began(episode, leased), loads) for episode in group] for group in mine)
         played = (tuple(shape for shape in shapes if shape.turns) for shapes in shapes_of)
         shapes = tuple(group for group in played if group)
         if not shapes:
@@ -124,8 +130,9 @@ def _environments(config: Config, groups: Groups, leased: Mapping[int, float]) -
     return tuple(found)
 
 
-def _shape(branches: Sequence[BatchRow], began: float) -> EpisodeShape:
-    """Of one episode. Where its turns have no times, that of the environment is spread evenly over them."""
+def _shape(branches: Sequence[BatchRow], began: float, loads: Mapping[str, WorkerLoad]) -> EpisodeShape:
+    """Of one episode. Where its turns have no times, that of the environment is spread evenly over them; where nothing is recorded
+    of its worker, all of it is waiting."""
     found: list[tuple[Turn, int]] = []  # a turn, and the new tokens before it
     for branch in branches:
         starts = [span.start for span in branch.version_spans]
@@ -143,10 +150,15 @@ def _shape(branches: Sequence[BatchRow], began: float) -> EpisodeShape:
         )
     found.sort(key=lambda one: one[0].asked)
     turns, asked = list[TurnShape](), [turn.asked for turn, _ in found]
+    load = loads.get(branches[0].episode)
+
+    def split(since: float, until: float) -> tuple[float, float]:
+        return load.split(since, until) if load is not None else (round(max(0.0, until - since), 5), 0.0)
+
     for (turn, new), following in zip(found, [*asked[1:], _ended(branches)], strict=True):
         arrived = turn.asked + turn.queued_s + turn.first_s + turn.decode_s
-        turns.append(TurnShape(new, turn.end - turn.start, round(max(0.0, following - arrived), 5)))
-    return EpisodeShape(reward, tokens, tuple(turns), found[0][0].cached or 0, round(max(0.0, asked[0] - began), 5))
+        turns.append(TurnShape(new, turn.end - turn.start, *split(arrived, following)))
+    return EpisodeShape(reward, tokens, tuple(turns), found[0][0].cached or 0, *split(began, asked[0]))
 
 
 def _began(branches: Sequence[BatchRow], leased: Mapping[int, float]) -> float:
@@ -192,16 +204,35 @@ def _engine(
     return found, 1 / (1 - law.beside + law.beside / law.contention)
 
 
-def _push(rows: Sequence[Row], spans: RunSpans, cohorts: int, slowed: float) -> PushProfile:
-    """What is not of a cohort happens once: weights are gathered, a checkpoint is written now and then. Replicas beside a push slow
-    it down as they do a step."""
+def _push(rows: Sequence[Row], spans: RunSpans, cohorts: int) -> PushProfile:
+    """What is not of a cohort happens once: weights are gathered, a checkpoint is written now and then."""
+    crowding, slowed = _crowding(spans)
     push_s = float(np.mean([row["push_s"] for row in rows])) / slowed
     pause_s = float(np.mean([row["pause_ms"] for row in rows])) / 1e3 / slowed
     if not spans.pushes:
-        return PushProfile(push_s / cohorts, pause_s)
+        return PushProfile(push_s / cohorts, pause_s, crowding=crowding)
     every = [seconds / slowed for push in spans.pushes for seconds in push]
     cohort_s = min(sum(every) / len(every), push_s / cohorts)
-    return PushProfile(cohort_s, min(pause_s, cohort_s), push_s - cohorts * cohort_s)
+    return PushProfile(cohort_s, min(pause_s, cohort_s), push_s - cohorts * cohort_s, crowding)
+
+
+def _crowding(spans: RunSpans) -> tuple[float, float]:
+    """How much longer a push takes for each request that is in flight on a replica, as a share of one beside idle replicas; and how
+    many times as long the run's pushes took: the straight line of least squares through all pushes."""
+    published = spans.published
+    if len(published) < LEAST_STEPS or not spans.replicas:
+        return 0.0, 1.0
+    at = np.linspace(published[:, 0], published[:, 1], LOOKS, axis=1)
+    in_flight = np.zeros(len(published))
+    for replica in spans.replicas:
+        sent, last = np.sort(replica.turns[:, 0]), np.sort(replica.turns[:, 2])
+        in_flight += (np.searchsorted(sent, at, "right") - np.searchsorted(last, at, "right")).mean(axis=1)
+    in_flight /= len(spans.replicas)
+    seconds = published[:, 1] - published[:, 0]
+    mean_s, mean = float(seconds.mean()), float(in_flight.mean())
+    slope = float(np.polyfit(in_flight, seconds, 1)[0]) if in_flight.std() > 0 else 0.0
+    alone_s = min(mean_s, max(mean_s - slope * mean, mean_s / MOST_CROWDED))
+    return ((mean_s / alone_s - 1) / mean if mean else 0.0), mean_s / alone_s
 
 
 # --- the learner ----------------------------------------------------------------------------------------------------
@@ -228,7 +259,7 @@ def _learner(config: Config, rows: Sequence[Row], spans: RunSpans, times: Buffer
     take_s = _take_s(spans, times.complete)
     if take_s is None:
         take_s = min(READY_MOST_S, float(np.quantile([row["wait_s"] for row in rows], READY_QUANTILE)))
-    return LearnerProfile(per_token, backend.ranks, copy_ranks(backend), take_s)
+    return LearnerProfile(per_token, backend.ranks, copy_ranks(backend), take_s, slowed)
 
 
 def _take_s(spans: RunSpans, complete: Mapping[int, float]) -> float | None:

@@ -184,6 +184,10 @@ class SimulatedFleet:
         """Whether any replica has a request."""
         return any(replica.in_flight for replica in self.replicas)
 
+    @property
+    def in_flight(self) -> int:
+        return sum(replica.in_flight for replica in self.replicas)
+
     def slow(self, slowness: float) -> None:
         """All replicas take `slowness` times as long from now on."""
         for replica in self.replicas:

@@ -29,7 +29,8 @@ class SimulationPlan(msgspec.Struct, frozen=True):
     block: int  # tokens of a block of the prefix cache
     request_s: float  # of a request until the step that makes its first token
     arrival_s: float  # of a request, before the next one arrives
-    contention: float  # how many times as long a replica and the learner take while both work
+    contention: float  # how many times as long replicas and workers take while the learner computes
+    learner_contention: float  # how many times as long steps take beside replicas that work
     replicas: int
     max_concurrent: int
     limits: tuple[int | None, ...]  # of each worker: the most episodes that it plays at once
@@ -38,6 +39,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
     once_s: float  # of a push, before its first cohort
     cohort_s: float
     pause_s: float
+    crowding: float  # how much longer a push takes for each request in flight on a replica, as a share
     deliver_s: float  # from the end of an episode until its slot is free and its group counts
     take_s: float
     step_s: tuple[
@@ -72,6 +74,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
             request_s=profile.engine.request_s,
             arrival_s=profile.engine.arrival_s,
             contention=profile.engine.contention,
+            learner_contention=learner.contention,
             replicas=engine.replicas,
             max_concurrent=engine.max_concurrent,
             limits=tuple(config.rollout.episode_limit(i, workers) for i in range(workers)),
@@ -80,6 +83,7 @@ class SimulationPlan(msgspec.Struct, frozen=True):
             once_s=profile.push.once_s,
             cohort_s=profile.push.cohort_s,
             pause_s=profile.push.pause_s,
+            crowding=profile.push.crowding,
             deliver_s=profile.deliver_s,
             take_s=learner.take_s,
             step_s=tuple(seconds * learner.ranks / ranks for seconds in learner.seconds_per_token),

@@ -55,14 +55,18 @@ class LearnerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: Annotated[int, Meta(ge=1)] = 1  # with which these were measured; with others steps take inversely as long
     ranks_per_copy: Annotated[int, Meta(ge=1)] = 1  # `ranks` is a multiple of it
     take_s: Seconds = 0.0  # from the request for a batch that is ready to its arrival
+    # How many times as long steps take beside replicas that work: those decode in a part of this time only, so that it is less than
+    # their `contention`.
+    contention: Annotated[float, Meta(ge=1)] = 1.0
 
 
 class PushProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a push takes while no replica works beside it."""
+    """What a push takes while no request is in flight."""
 
     cohort_s: Seconds  # of one cohort: transfer, swap, canary
     pause_s: Seconds  # of a replica
     once_s: Seconds = 0.0  # before the first cohort, however many there are: the learner gathers the weights
+    crowding: Seconds = 0.0  # how much longer for each request in flight on a replica, as a share of all this
 
 
 class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,8 +83,8 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # each request that came before and is on the way, too: it takes them in one after the other.
     request_s: Seconds = 0.0
     arrival_s: Seconds = 0.0
-    # How many times as long a replica and the learner take while both work: they share a host's cores. All other times are those of
-    # a replica beside which the learner does not compute.
+    # How many times as long a replica and a worker take while the learner computes: they share a host's cores. All other times are
+    # those of a replica beside which the learner does not compute.
     contention: Annotated[float, Meta(ge=1)] = 1.0
     block: Annotated[int, Meta(ge=1)] = 1  # prefixes are cached in whole blocks of so many tokens
 

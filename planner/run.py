@@ -219,23 +219,25 @@ class SimulatedRun:
                     else:
                         self._lags[version - sampled_at] += tokens
 
-    @property
-    def _slowness(self) -> float:
-        """How many times as long the learner takes for what it begins now: beside replicas that work, on cores that they share."""
-        return self.plan.contention if self._fleet.works else 1.0
-
     def _step(self) -> None:
-        slowness = self._slowness
-        self._step_s *= slowness
-        self._fleet.slow(slowness)
+        if self._fleet.works:
+            self._step_s *= self.plan.learner_contention
+        self._slow(self.plan.contention)
         self._clock.after(self._step_s, self._commit)
 
+    def _slow(self, slowness: float) -> None:
+        """Replicas and workers take `slowness` times as long from now on."""
+        self._fleet.slow(slowness)
+        for worker in self._workers:
+            worker.slow(slowness)
+
     def _commit(self) -> None:
-        self._fleet.slow(1.0)
+        self._slow(1.0)
         self.replay.commit(self.replay.version)
         self.replay.table.drain()
         self._stepped_at = self._clock.now
-        self._fleet.push(self.replay.version, self._served, self._slowness)
+        slowness = 1 + self.plan.crowding * self._fleet.in_flight / self.plan.replicas
+        self._fleet.push(self.replay.version, self._served, slowness)
 
     def _served(self) -> None:
         """The last replica serves the version: the step is over, and more groups may start."""

@@ -10,16 +10,16 @@ from __future__ import annotations
 import bisect
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ..common.spans import Span
-from ..monitor.timeline import read_spans
+from ..monitor.timeline import read_series, read_spans
 
 TURNS = 50_000  # the newest of each worker: more say nothing new about a replica
 LEARNER = "learner-0"  # the rank that pushes
@@ -44,9 +44,20 @@ class ReplicaSpans(msgspec.Struct, frozen=True):
     pauses: Floats
 
 
+class WorkerSpans(msgspec.Struct, frozen=True):
+    """What one worker did for the newest `episodes`: float64[N, 2], from when to when an episode was between its completions,
+    before the first or after the last; and float64[M, 2], times and the seconds of CPU that its process had used until then."""
+
+    episodes: frozenset[str]
+    gaps: Floats
+    cpu: Floats
+
+
 class RunSpans(msgspec.Struct, frozen=True):
+    workers: tuple[WorkerSpans, ...]
     replicas: tuple[ReplicaSpans, ...]
     pushes: tuple[tuple[float, ...], ...]  # of each push the seconds of its cohorts, from the transfer to the canary
+    published: Floats  # float64[K, 2], from when to when each push lasted
     takes: dict[int, tuple[float, float]]  # version of the learner -> when it asked for a batch, and when it had it
     steps: Floats  # float64[K, 2], when the learner computed
 
@@ -54,16 +65,25 @@ class RunSpans(msgspec.Struct, frozen=True):
 def read_run_spans(folder: Path) -> RunSpans:
     """Those of the run in `folder`, which goes on or has ended."""
     turns: dict[str, collections.deque[tuple[str, RecordedTurn]]] = {}
+    played: dict[str, collections.deque[Span]] = {}
     learner: list[Span] = []
     for role, span in read_spans(folder):
+        if span.what in ("turn", "episode"):
+            played.setdefault(role, collections.deque(maxlen=TURNS)).append(span)
         if span.what == "turn":
             turns.setdefault(role, collections.deque(maxlen=TURNS)).append(_turn(span))
         elif role == LEARNER:
             learner.append(span)
     learner.sort(key=lambda span: (span.t0, -span.t1))  # a phase before its parts
     takes = {int(span.ids["version"] or 0): (span.t0, span.t1) for span in learner if span.what == "take"}
-    steps = np.array([(span.t0, span.t1) for span in learner if span.what == "train"], dtype=np.float64).reshape(-1, 2)
-    return RunSpans(_replicas(list(turns.values()), learner), _pushes(learner), takes, steps)
+    workers = _workers(played, read_series(folder))
+    replicas = _replicas(list(turns.values()), learner)
+    return RunSpans(workers, replicas, _pushes(learner), _times(learner, "publish"), takes, _times(learner, "train"))
+
+
+def _times(learner: Sequence[Span], what: str) -> Floats:
+    """float64[K, 2]"""
+    return np.array([(span.t0, span.t1) for span in learner if span.what == what], dtype=np.float64).reshape(-1, 2)
 
 
 def _turn(span: Span) -> tuple[str, RecordedTurn]:
@@ -78,6 +98,36 @@ def _turn(span: Span) -> tuple[str, RecordedTurn]:
         round(number["prompt"]),
         math.nan if cached is None else float(cached),
     )
+
+
+def _workers(
+    played: Mapping[str, Iterable[Span]], series: Iterable[tuple[str, Mapping[str, Any]]]
+) -> tuple[WorkerSpans, ...]:
+    """Those that played whole episodes. Of a process that was started again the CPU time of the last one counts."""
+    cpu: dict[str, list[tuple[float, float]]] = {}
+    for role, gauges in series:
+        if role in played and "cpu_s" in gauges:
+            mine = cpu.setdefault(role, [])
+            if mine and gauges["cpu_s"] < mine[-1][1]:
+                mine.clear()
+            mine.append((gauges["t"], gauges["cpu_s"]))
+    found: list[WorkerSpans] = []
+    for role, spans in played.items():
+        turns: dict[str, list[tuple[float, float]]] = {}
+        whole = {str(span.ids["episode"]): (span.t0, span.t1) for span in spans if span.what == "episode"}
+        for span in spans:
+            if span.what == "turn":
+                turns.setdefault(str(span.ids["episode"]), []).append((span.t0, span.t1))
+        gaps = [gap for episode, (t0, t1) in whole.items() for gap in _gaps(t0, t1, sorted(turns.get(episode, ())))]
+        if gaps:
+            found.append(WorkerSpans(frozenset(whole), np.array(gaps), np.array(cpu.get(role, ())).reshape(-1, 2)))
+    return tuple(found)
+
+
+def _gaps(t0: float, t1: float, turns: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of an episode from `t0` to `t1`, where it had no completion under way."""
+    edges = [t0, *(edge for turn in turns for edge in turn), t1]
+    return [(since, until) for since, until in zip(edges[::2], edges[1::2], strict=True) if until > since]
 
 
 def _replicas(

@@ -1,14 +1,16 @@
 """The workers of a simulation: slots that `Concurrency` moves, leases, and episodes turn by turn. Pure.
 
-    lease ──> one episode per member:  turn: request ──> completion ──> environment ──┐ ──last turn──> delivery
-                                        ^────────────────────────────────────────────┘
+    lease ──> one episode per member:  turn: request ──> completion ──> environment ──> worker ──┐ ──last turn──> delivery
+                                        ^───────────────────────────────────────────────────────┘
 
 Invariants:
 - A worker plays as `rollout.worker` does: it leases only with room for a whole group, a smaller number of slots ends no episode,
   and a slot that waits for the room of a whole group is not idle.
 - An episode whose result is no longer wanted is cancelled at the next report of progress.
+- A worker computes for one episode at a time: those that wait for it share it, and it is slowed while the learner of the same host
+  computes.
 
-Not modelled: that the worker's own computing takes longer with more episodes, failures of episodes, and their time limits.
+Not modelled: failures of episodes, and their time limits.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from ..buffer.trajectory import FINISHED, UNWANTED, Outcome
 from ..rollout.concurrency import Concurrency, EngineLoad
 from .engine import SimulatedRequest
 from .fleet import SimulatedRouter
-from .kernel import VirtualClock
+from .kernel import SharedProcessor, VirtualClock
 from .plan import SimulationPlan
 from .workload import EpisodeShape
 
 CANCELLED = Outcome("failed", UNWANTED)
+ONE_AT_A_TIME = range(1 << 31)  # seconds that a second of work takes, by how many episodes the worker computes for
 
 
 class PlayedEpisode:
@@ -75,6 +78,7 @@ class SimulatedWorker:
         self._concurrency = Concurrency(self._group_size, plan.max_concurrent, plan.workers, plan.limits[index])
         self._concurrency.set_replicas(plan.replicas)
         self._playing: dict[str, PlayedEpisode] = {}
+        self._processor: SharedProcessor[PlayedEpisode] = SharedProcessor(clock, ONE_AT_A_TIME, self._next)
         self._accounted_at = clock.now
 
     @property
@@ -110,8 +114,12 @@ class SimulatedWorker:
             id = lease.episode(member)
             episode = PlayedEpisode(id, lease.group_id, lease.oldest_version, shape, self._clock.now)
             self._playing[id] = episode
-            self._after(shape.start_s, episode)
+            self._after(shape.start_s, shape.start_work_s, episode)
         return True
+
+    def slow(self, slowness: float) -> None:
+        """Compute `slowness` times as long from now on."""
+        self._processor.slow(slowness)
 
     def report(self) -> None:
         """Report progress, and cancel the episodes that the buffer names."""
@@ -146,14 +154,20 @@ class SimulatedWorker:
     def _completed(self, episode: PlayedEpisode, request: SimulatedRequest) -> None:
         self._router.completed(request)
         self._count(episode, request)
-        seconds = episode.shape.turns[episode.turn].environment_s
+        turn = episode.shape.turns[episode.turn]
         episode.turn += 1
-        self._after(seconds, episode)
+        self._after(turn.environment_s, turn.work_s, episode)
 
-    def _after(self, seconds: float, episode: PlayedEpisode) -> None:
-        """Its next turn, or its end, in `seconds`."""
+    def _after(self, seconds: float, work_s: float, episode: PlayedEpisode) -> None:
+        """Its next turn, or its end, `seconds` from now and after `work_s` of computing."""
         if seconds:
-            self._clock.after(seconds, self._next, episode)
+            self._clock.after(seconds, self._compute, episode, work_s)
+        else:
+            self._compute(episode, work_s)
+
+    def _compute(self, episode: PlayedEpisode, work_s: float) -> None:
+        if work_s and episode.id in self._playing:
+            self._processor.add(episode, work_s)
         else:
             self._next(episode)
 
@@ -166,6 +180,8 @@ class SimulatedWorker:
     def _end(self, episode: PlayedEpisode, outcome: Outcome) -> None:
         self.account()
         del self._playing[episode.id]
+        if episode in self._processor.jobs:
+            self._processor.remove(episode)
         self._router.end_episode(episode.id)
         kept = episode.generated if outcome is FINISHED else {}
         ready = self._leases.deliver(episode.id, outcome, episode.generated, kept, episode.shape.reward)

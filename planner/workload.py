@@ -20,23 +20,27 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 
 class TurnShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One completion: the new tokens before it, the tokens that it samples, and the seconds from its end to the next one, or to the
-    end of the episode: the environment, its tools, and the worker's own computing."""
+    """One completion: the new tokens before it, the tokens that it samples, and what lies between its end and the next one, or the
+    end of the episode: `environment_s` in which the worker waits for the environment and its tools, and `work_s` in which it
+    computes. Episodes that one worker plays share its event loop: with n that compute, this takes n times as long."""
 
     prompt: Count
     sampled: Annotated[int, Meta(ge=1)]
     environment_s: Seconds
+    work_s: Seconds = 0.0
 
 
 class EpisodeShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`tokens` are those that the learner computes, context included, over all branches; `shared` those of its first prompt that
-    other episodes have, too, and that are cached wherever it begins; `start_s` the seconds from its lease to its first turn."""
+    other episodes have, too, and that are cached wherever it begins; from its lease to its first turn its worker waits for
+    `start_s` and computes for `start_work_s`."""
 
     reward: float
     tokens: Count
     turns: Annotated[tuple[TurnShape, ...], Meta(min_length=1)]
     shared: Count = 0
     start_s: Seconds = 0.0
+    start_work_s: Seconds = 0.0
 
     @property
     def sampled(self) -> int:
@@ -44,8 +48,8 @@ class EpisodeShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def environment_s(self) -> float:
-        """Seconds in which it is no request."""
-        return self.start_s + sum(turn.environment_s for turn in self.turns)
+        """Seconds in which it is no request, where its worker plays no other."""
+        return self.start_s + self.start_work_s + sum(turn.environment_s + turn.work_s for turn in self.turns)
 
 
 class Observed(msgspec.Struct, frozen=True, tag="observed", tag_field="kind", forbid_unknown_fields=True):

@@ -161,7 +161,7 @@ def test_a_turn_of_an_earlier_branch_is_context_and_is_played_once() -> None:
     first = branch_of(0, [(10, 14), (20, 25)], [opening, more], 25)
     second = branch_of(1, [(30, 32)], [opening, other], 32)
     turns = (TurnShape(10, 4, 1.0), TurnShape(6, 5, 1.0), TurnShape(16, 2, 1.0))
-    assert _shape([first, second], 99.0) == EpisodeShape(0.5, 57, turns)
+    assert _shape([first, second], 99.0, {}) == EpisodeShape(0.5, 57, turns)
 
 
 def test_the_time_between_two_completions_is_that_of_the_first() -> None:
@@ -169,7 +169,7 @@ def test_the_time_between_two_completions_is_that_of_the_first() -> None:
     second = Turn(20, 25, "stop", asked=104.0, queued_s=0.0, first_s=0.5, decode_s=1.5, cached=0)
     turns = (TurnShape(10, 4, 2.0), TurnShape(6, 5, 3.0))  # the episode ends at 109
     branch = branch_of(0, [(10, 14), (20, 25)], [first, second], 25)
-    assert _shape([branch], 100.0) == EpisodeShape(0.5, 25, turns, 8, 0.5)
+    assert _shape([branch], 100.0, {}) == EpisodeShape(0.5, 25, turns, 8, 0.5)
 
 
 @pytest.mark.parametrize(

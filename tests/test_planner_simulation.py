@@ -104,12 +104,25 @@ def test_without_run_ahead_and_with_equal_lengths_arithmetic_gives_the_cycle(tur
     assert cycle_s == pytest.approx(estimate(plan).cycle_s, rel=0.01)
 
 
+@pytest.mark.parametrize(("turn_s", "start_s", "workers"), [(0.01, 0.0, 1), (0.0, 0.02, 1), (0.01, 0.02, 4)])
+def test_a_worker_computes_for_one_episode_at_a_time(turn_s: float, start_s: float, workers: int) -> None:
+    """Of 32 episodes that begin and end together, each worker plays as many as the others."""
+
+    def cycle_s(turn_s: float, start_s: float) -> float:
+        alike = (EpisodeShape(1.0, 300, (TurnShape(0, 300, 0.0, turn_s),), 0, 0.0, start_s),) * 4
+        plan = plan_of(Observed((alike,)), buffer__max_staleness=0, rollout__workers=workers)
+        return simulate(msgspec.structs.replace(plan, prefill_s=0.0, step_s=(4.5e-4,)), 20).figures.cycle_s
+
+    longer = cycle_s(turn_s, start_s) - cycle_s(0.0, 0.0)
+    assert longer == pytest.approx(32 / workers * (turn_s + start_s), rel=0.02)
+
+
 def test_on_shared_cores_both_sides_are_slower_where_both_work() -> None:
     """At a bound of 0 they take turns. Beyond, the learner is the limit: its steps take twice as long, its pushes do not, since
     all that the bound allows has been played when they begin."""
     equal = Lognormal(mean=300.0, sigma=0.0, most=300, prompt=0)
     alone = msgspec.structs.replace(plan_of(equal, buffer__max_staleness=0), prefill_s=0.0, step_s=(9e-4,))
-    shared = msgspec.structs.replace(alone, contention=2.0)
+    shared = msgspec.structs.replace(alone, contention=2.0, learner_contention=2.0)
     assert simulate(shared, 20).figures == simulate(alone, 20).figures
     bound = Admission(2, alone.admission.groups_per_batch)
     ahead = (msgspec.structs.replace(plan, admission=bound) for plan in (alone, shared))

@@ -1,0 +1,59 @@
+"""How much of the time between completions a worker computes, from its spans and its CPU time.
+
+A worker is one event loop. Between the completions of an episode, before the first and after the last one, the episode waits for
+its environment, or for the loop, which computes for one episode at a time. While n episodes are between completions each of them
+gets the n-th part of the loop, so that the loop did for one of them
+
+    work  =  integral over its time of  dt / (n(t) s(t))
+
+with s, the contention, how many times as long it takes while the learner of the same host computes (`replica_law`). Summed over all
+episodes this is the time in which any of them was between completions; of it the loop computed the share that its CPU time says.
+That share of an episode's time is work, the rest is waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from .run_spans import Floats, WorkerSpans
+
+BUSY = 1.5  # seconds in which a loop has work per second of its CPU time, at most: on full cores a process waits for its turn
+
+
+class WorkerLoad:
+    """What one worker did between completions: its loop computed the `share` of that time."""
+
+    def __init__(self, spans: WorkerSpans, steps: Floats, contention: float) -> None:
+        began, ended = np.sort(spans.gaps[:, 0]), np.sort(spans.gaps[:, 1])
+        self._at = at = np.unique(np.concatenate([began, ended, np.clip(steps.ravel(), began[0], ended[-1])]))
+        since, seconds = at[:-1], np.diff(at)
+        between = np.searchsorted(began, since, "right") - np.searchsorted(ended, since, "right")
+        alone = np.where(between > 0, seconds / _slowness(since, steps, contention), 0.0)
+        self._work = np.concatenate([[0.0], np.cumsum(alone / np.maximum(1, between))])
+        busy, cpu = np.interp(spans.cpu[:, 0], at, np.concatenate([[0.0], np.cumsum(alone)])), spans.cpu[:, 1]
+        known = len(cpu) > 1 and busy[-1] > busy[0]
+        self.share = min(1.0, BUSY * float((cpu[-1] - cpu[0]) / (busy[-1] - busy[0]))) if known else 0.0
+
+    def split(self, since: float, until: float) -> tuple[float, float]:
+        """Seconds that an episode waited for its environment and seconds of work, of its time between completions."""
+        seconds, work = max(0.0, until - since), float(np.diff(np.interp([since, until], self._at, self._work))[0])
+        return round((1 - self.share) * seconds, 5), round(self.share * max(0.0, work), 6)
+
+
+def _slowness(at: Floats, steps: Floats, contention: float) -> Floats:
+    """float64[M]: at each of these times, by whether the learner computed."""
+    if not len(steps):
+        return np.ones(len(at))
+    step = np.searchsorted(steps[:, 0], at, "right") - 1
+    return np.where((step >= 0) & (at < steps[np.maximum(step, 0), 1]), contention, 1.0)
+
+
+def worker_loads(workers: Sequence[WorkerSpans], steps: Floats, contention: float) -> Mapping[str, WorkerLoad]:
+    """Episode -> the load of the worker that played it."""
+    found: dict[str, WorkerLoad] = {}
+    for spans in workers:
+        load = WorkerLoad(spans, steps, contention)
+        found |= dict.fromkeys(spans.episodes, load)
+    return found
