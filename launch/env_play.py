@@ -8,7 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import sys
@@ -22,7 +21,7 @@ from ..envs import EnvPart, Message, ToolCall, ToolSpec, parts_of
 from ..envs.self_played import PolicyEndpoint, play_message
 from ..envs.tools import in_thread
 from ..errors import ConfigError, EngineError, describe
-from ..rollout.env_guard import EnvGuard, EpisodeLimits
+from ..rollout.env_guard import EnvGuard, EpisodeLimits, TaskMemo
 
 MODEL_S = 300.0  # longest answer of a model
 Line = Callable[[str], None]
@@ -33,7 +32,7 @@ async def play(part: EnvPart, config: Config, index: int, player: Player, tell: 
     """Play task `index` to its end; returns the sum of the rewards. Raises EnvError, ToolError, EngineError."""
     rollout = config.rollout
     limits = EpisodeLimits(rollout.episode_s, rollout.step_s, rollout.tool_s)
-    env = EnvGuard(part, limits, asyncio.Lock())
+    env = EnvGuard(part, limits, TaskMemo())
     try:
         with env.calls:
             task = await env.open(index)

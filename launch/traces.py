@@ -84,13 +84,13 @@ class _Grader:
 
     def __init__(self, inputs: RunInputs) -> None:
         from ..learner.model import vocabulary_size
-        from ..rollout.env_guard import EpisodeLimits
+        from ..rollout.env_guard import EpisodeLimits, TaskMemo
 
         rollout = inputs.config.rollout
         self._limits = EpisodeLimits(rollout.episode_s, rollout.step_s, rollout.tool_s)
         self._renderer, self._most = inputs.renderer(), inputs.config.agent.max_tokens
         self._vocabulary = vocabulary_size(inputs.config.model.path)
-        self._task_lock = asyncio.Lock()
+        self._tasks = TaskMemo()
 
     async def grade(self, part: EnvPart, one: TaskTrace) -> Trajectory | None:
         """The trace as a trajectory; None where it is too long. Raises EnvError, ToolError or PolicyError."""
@@ -98,7 +98,7 @@ class _Grader:
         from ..buffer.trajectory import FINISHED
         from ..rollout.env_guard import EnvGuard
 
-        env = EnvGuard(part, self._limits, self._task_lock)
+        env = EnvGuard(part, self._limits, self._tasks)
         try:
             task = await env.open(one.index)
             opening = await env.reset(task)

@@ -5,12 +5,15 @@ Invariants:
 - No exception of user code ends more than its episode, also none outside `Exception`. A CancelledError leaves the episode only
   when its own task was cancelled.
 - User code that ignores its cancellation is abandoned after `CANCEL_S`.
+- Tasks of a source are made one at a time; episodes of one task that begin one after the other, as the members of a group do, share
+  one call, and none sees what another does to its payload.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import inspect
 import logging
 import time
@@ -51,17 +54,36 @@ class EscapedException(Exception):
     """User code raised something outside `Exception`, for example SystemExit or its own CancelledError; the message names it."""
 
 
+class TaskMemo:
+    """The newest task that a source made. Episodes ask for theirs one after the other, each while it holds `next`."""
+
+    def __init__(self) -> None:
+        self.next = asyncio.Lock()
+        self._newest: tuple[int, Task] | None = None
+
+    def copy_of(self, index: int) -> Task | None:
+        """A copy of task `index`, None where it is not the newest."""
+        return copy.deepcopy(self._newest[1]) if self._newest is not None and self._newest[0] == index else None
+
+    def keep(self, index: int, task: Task) -> None:
+        """A task whose payload cannot be copied, which JSON can, is made for each episode."""
+        try:
+            self._newest = index, copy.deepcopy(task)
+        except Exception:
+            self._newest = None
+
+
 class EnvGuard:
     """The environment of one episode as the agent sees it: turns exceptions, contract violations and overruns into EnvError or
     ToolError, and remembers the first of them as `failure`; what the agent hands over wrongly raises PolicyError. Records rewards
     by step, metrics, the seconds spent here, the times of all calls, the `opening` that `reset` returned, the `transcript` of all
     messages since, and as `unawaited` the coroutines that the agent and the environment dropped."""
 
-    def __init__(self, part: EnvPart, limits: EpisodeLimits, task_lock: asyncio.Lock) -> None:
+    def __init__(self, part: EnvPart, limits: EpisodeLimits, tasks: TaskMemo) -> None:
         self._part = part
         self.self_played = part.self_played
         self._limits = limits
-        self._task_lock = task_lock
+        self._tasks = tasks
         self._inner: Environment | None = None
         self._closed = False
         self.calls = ToolCallTracker(limits.tool_s)
@@ -78,9 +100,12 @@ class EnvGuard:
 
     @calls_user_code
     async def open(self, index: int) -> Task:
-        async with self._task_lock:
+        async with self._tasks.next:
             with self._attributed("task", f"task {index}"):
                 self._inner = self._part.source.make()
+                if (known := self._tasks.copy_of(index)) is not None:
+                    self.task = known
+                    return known
                 task = await self._in_time(in_thread(self._part.source.task, index), f"task {index}")
                 if why := without_await(task):
                     raise EnvError(f"{why}; `task` is a plain function, `def task`")
@@ -88,6 +113,7 @@ class EnvGuard:
                     raise EnvError(f"it returned {task!r:.100}; return Task(id, payload)")
                 if not isinstance(task.id, str) or len(task.id) > NAME_LIMIT:
                     raise EnvError(f"its id must be text of at most {NAME_LIMIT} characters, not {task.id!r:.100}")
+                self._tasks.keep(index, task)
                 self.task = task
         return task
 

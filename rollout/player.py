@@ -39,7 +39,7 @@ from ..errors import (
     user_line,
 )
 from .engines.base import SamplingParams
-from .env_guard import REWARD_LIMIT, EnvGuard, EpisodeLimits, EscapedException, run_isolated
+from .env_guard import REWARD_LIMIT, EnvGuard, EpisodeLimits, EscapedException, TaskMemo, run_isolated
 from .loop_watchdog import calls_user_code
 from .reward_model import RewardModel, ScoredConversation
 from .router import Router
@@ -89,7 +89,7 @@ class EpisodePlayer:
         self._make_session = make_session
         self._limits = limits or EpisodeLimits(rollout.episode_s, rollout.step_s, rollout.tool_s)
         self._trained_failures = {reason for reason, failure in rollout.failures.items() if failure.then == "train"}
-        self._task_locks = [asyncio.Lock() for _ in parts]
+        self._tasks = [TaskMemo() for _ in parts]
         self._records_experts = record_experts
         self._sampling = SamplingParams(
             1, temperature=temperature, top_p=rollout.top_p, stop_token_ids=tuple(stop_token_ids)
@@ -106,7 +106,7 @@ class EpisodePlayer:
         """Play one episode of `lease`. `on_tokens` receives every completion as it arrives, and the partial ones that were cut off
         with the episode or that the agent cancelled. `record` receives the episode, its completions and its calls of the
         environment, also where the episode is cancelled."""
-        env = EnvGuard(self.parts[lease.env], self._limits, self._task_locks[lease.env])
+        env = EnvGuard(self.parts[lease.env], self._limits, self._tasks[lease.env])
         began, started = time.time(), time.perf_counter()
         ids: dict[str, Id] = {"episode": lease.episode(member), "env": lease.env, "task": lease.task}
         ids["leased_at"] = lease.version

@@ -34,7 +34,7 @@ from slipstream.envs.isolation.serve import EnvServer
 from slipstream.envs.isolation.source import IsolatedEnv
 from slipstream.envs.tools import in_thread
 from slipstream.errors import ConfigError, EnvError, ToolError
-from slipstream.rollout.env_guard import EnvGuard, EpisodeLimits
+from slipstream.rollout.env_guard import EnvGuard, EpisodeLimits, TaskMemo
 from slipstream.rpc.security import make_pair
 
 SOON = 60.0
@@ -180,7 +180,7 @@ async def test_a_call_that_never_returns_is_a_failure_that_says_where_it_was(tex
     """The interpreter's lock is held in C, in the thread of the event loop or in another."""
     source = task_source(playground(isolate=2), "train", 0)
     part, limits = EnvPart("games", 1.0, source, None), EpisodeLimits(60.0, 1.0, 0.5)
-    guard, other, neighbor = EnvGuard(part, limits, asyncio.Lock()), await begun(source), await begun(source)
+    guard, other, neighbor = EnvGuard(part, limits, TaskMemo()), await begun(source), await begun(source)
     with guard.calls:
         await guard.reset(await guard.open(0))
         started = time.perf_counter()
@@ -240,7 +240,7 @@ def test_the_pipe_of_a_start_is_closed_once(tmp_path: Path) -> None:
 
 async def test_a_task_that_never_comes_costs_its_process(caplog: pytest.LogCaptureFixture) -> None:
     source = task_source(playground(), "train", 0)
-    guard = EnvGuard(EnvPart("games", 1.0, source, None), EpisodeLimits(60.0, 1.0, 0.5), asyncio.Lock())
+    guard = EnvGuard(EnvPart("games", 1.0, source, None), EpisodeLimits(60.0, 1.0, 0.5), TaskMemo())
     (before,) = pids(source)
     with pytest.raises(EnvError, match="task 14"):
         await guard.open(14)
@@ -269,7 +269,7 @@ async def test_a_cancelled_call_that_ends_costs_nothing_but_itself() -> None:
 
 async def test_a_tool_that_takes_too_long_is_the_tools_failure() -> None:
     source = task_source(playground(), "train", 0)
-    guard = EnvGuard(EnvPart("games", 1.0, source, None), EpisodeLimits(60.0, 5.0, 0.5), asyncio.Lock())
+    guard = EnvGuard(EnvPart("games", 1.0, source, None), EpisodeLimits(60.0, 5.0, 0.5), TaskMemo())
     with guard.calls:
         await guard.reset(await guard.open(0))
         call = Message("assistant", "call", (ToolCall("shop", {}, "c0"),))
@@ -506,7 +506,7 @@ async def test_another_host_runs_the_episodes_over_an_encrypted_link(server: Ser
     with pytest.raises(EnvError, match="KeyError: 'Spain'"):
         await env.step(said("raise"))
     part = EnvPart("games", 1.0, source, None)
-    guard = EnvGuard(part, EpisodeLimits(60.0, 1.0, 0.5), asyncio.Lock())
+    guard = EnvGuard(part, EpisodeLimits(60.0, 1.0, 0.5), TaskMemo())
     with guard.calls:
         await guard.reset(await guard.open(0))
         with pytest.raises(

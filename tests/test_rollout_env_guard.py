@@ -2,13 +2,14 @@
 
 import asyncio
 import sys
+import threading
 
 import numpy as np
 import pytest
 from slipstream.configs.environments import PythonEnv
 from slipstream.envs import Message, Observation, SimpleEnv, StepResult, Task, parts_of
 from slipstream.errors import EnvError
-from slipstream.rollout.env_guard import EnvGuard, EpisodeLimits
+from slipstream.rollout.env_guard import EnvGuard, EpisodeLimits, TaskMemo
 
 SAID = Message("assistant", "42")
 
@@ -30,7 +31,7 @@ async def stepped(returned: object, monkeypatch: pytest.MonkeyPatch) -> StepResu
     monkeypatch.setitem(sys.modules, "returns_module", sys.modules[__name__])
     monkeypatch.setattr(Returns, "returned", returned)
     (part,) = parts_of(PythonEnv(factory="returns_module:Returns"), "train", 0)
-    guard = EnvGuard(part, EpisodeLimits(10.0, 10.0, 10.0), asyncio.Lock())
+    guard = EnvGuard(part, EpisodeLimits(10.0, 10.0, 10.0), TaskMemo())
     await guard.reset(await guard.open(0))
     try:
         return await guard.step(SAID)
@@ -60,3 +61,31 @@ async def test_what_is_no_result_is_the_environments_failure(returned, complaint
 async def test_numbers_of_every_kind_are_rewards(reward, monkeypatch) -> None:
     result = await stepped(StepResult(reward=reward, done=True), monkeypatch)
     assert (result.reward, type(result.reward)) == (1.0, float)
+
+
+class Counts(Returns):
+    calls: tuple[int, ...] = ()
+
+    def task(self, index: int) -> Task:
+        Counts.calls = (*Counts.calls, index)
+        return Task(f"t-{index}", {"seen": []} if index < 7 else {"seen": threading.Lock()})  # pyright: ignore[reportArgumentType]
+
+
+async def test_episodes_of_one_task_that_begin_one_after_the_other_share_the_call_and_no_payload(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "counts_module", sys.modules[__name__])
+    monkeypatch.setattr(Counts, "calls", ())
+    (part,) = parts_of(PythonEnv(factory="counts_module:Counts"), "train", 0)
+    memo = TaskMemo()
+
+    async def opened(index: int) -> Task:
+        guard = EnvGuard(part, EpisodeLimits(10.0, 10.0, 10.0), memo)
+        task = await guard.open(index)
+        if index < 7:
+            assert task.payload == {"seen": []}
+            task.payload["seen"].append("mine")  # pyright: ignore[reportIndexIssue, reportArgumentType, reportCallIssue, reportOptionalSubscript, reportAttributeAccessIssue]
+        await guard.close()
+        return task
+
+    tasks = await asyncio.gather(*(opened(index) for index in (3, 3, 3, 5, 5, 3, 7, 7)))
+    assert [task.id for task in tasks] == ["t-3", "t-3", "t-3", "t-5", "t-5", "t-3", "t-7", "t-7"]
+    assert Counts.calls == (3, 5, 3, 7, 7)  # of 7 the payload cannot be copied
