@@ -5,8 +5,8 @@ Invariants:
 - No exception of user code ends more than its episode, also none outside `Exception`. A CancelledError leaves the episode only
   when its own task was cancelled.
 - User code that ignores its cancellation is abandoned after `CANCEL_S`.
-- Tasks of a source are made one at a time; episodes of one task that begin one after the other, as the members of a group do, share
-  one call, and none sees what another does to its payload.
+- Tasks of a source are made one at a time. Episodes of one task that begin together, as the members of a group do, share one call,
+  and none sees what another does to its payload. (Where each waits for its turn, each turn is a round of a busy event loop.)
 """
 
 from __future__ import annotations
@@ -55,22 +55,32 @@ class EscapedException(Exception):
 
 
 class TaskMemo:
-    """The newest task that a source made. Episodes ask for theirs one after the other, each while it holds `next`."""
+    """The newest task of a source, which is made, or being made, for the first episode that asked for it."""
 
     def __init__(self) -> None:
-        self.next = asyncio.Lock()
-        self._newest: tuple[int, Task] | None = None
+        self._next = asyncio.Lock()
+        self._newest: tuple[int, asyncio.Future[Task]] | None = None
 
-    def copy_of(self, index: int) -> Task | None:
-        """A copy of task `index`, None where it is not the newest."""
-        return copy.deepcopy(self._newest[1]) if self._newest is not None and self._newest[0] == index else None
-
-    def keep(self, index: int, task: Task) -> None:
-        """A task whose payload cannot be copied, which JSON can, is made for each episode."""
+    async def task(self, index: int, make: Callable[[], Awaitable[Task]]) -> Task:
+        """A copy of task `index` where that is the newest, else what `make` makes, one call at a time. A call that fails, or whose
+        payload cannot be copied, which JSON can, is no other episode's. Raises what `make` raises."""
+        while self._newest is not None and self._newest[0] == index:
+            made = self._newest[1]
+            await asyncio.wait({made})
+            if not made.cancelled():
+                return copy.deepcopy(made.result())
+        made = asyncio.get_running_loop().create_future()
+        mine = self._newest = index, made
         try:
-            self._newest = index, copy.deepcopy(task)
-        except Exception:
-            self._newest = None
+            async with self._next:
+                task = await make()
+            with contextlib.suppress(Exception):  # of a copy
+                made.set_result(copy.deepcopy(task))
+            return task
+        finally:
+            if not made.done():
+                self._newest = None if self._newest is mine else self._newest
+                made.cancel()
 
 
 class EnvGuard:
@@ -100,12 +110,9 @@ class EnvGuard:
 
     @calls_user_code
     async def open(self, index: int) -> Task:
-        async with self._tasks.next:
+        async def make() -> Task:
             with self._attributed("task", f"task {index}"):
                 self._inner = self._part.source.make()
-                if (known := self._tasks.copy_of(index)) is not None:
-                    self.task = known
-                    return known
                 task = await self._in_time(in_thread(self._part.source.task, index), f"task {index}")
                 if why := without_await(task):
                     raise EnvError(f"{why}; `task` is a plain function, `def task`")
@@ -113,9 +120,13 @@ class EnvGuard:
                     raise EnvError(f"it returned {task!r:.100}; return Task(id, payload)")
                 if not isinstance(task.id, str) or len(task.id) > NAME_LIMIT:
                     raise EnvError(f"its id must be text of at most {NAME_LIMIT} characters, not {task.id!r:.100}")
-                self._tasks.keep(index, task)
-                self.task = task
-        return task
+                return task
+
+        self.task = await self._tasks.task(index, make)
+        if self._inner is None:  # it is a copy
+            with self._attributed("task", f"task {index}"):
+                self._inner = self._part.source.make()
+        return self.task
 
     @calls_user_code
     async def reset(self, task: Task) -> Observation:
