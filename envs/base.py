@@ -116,7 +116,7 @@ class TaskSource(Protocol):
     name: str
 
     def task(self, index: int) -> Task:
-        """The `index`-th task, `index >= 0`. Called in a thread, one call at a time."""
+        """The `index`-th task, `index >= 0`. Called in a thread, one call at a time; episodes of a task may share a call."""
         ...
 
     def make(self) -> Environment:
