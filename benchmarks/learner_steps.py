@@ -2,7 +2,7 @@
 
     full      what the training loop does with a batch: credit, rows, loss, FSDP2 step, a look at fresh trajectories
     unshared  the same, but a prompt is computed for each member of its group
-    recorded  as full, with the spans and gauges of a run
+    recorded  as full, every second step with the spans and gauges of a run
     bare      transformers and torch.optim.AdamW over the same rows with the same attention, nothing around them
     padded    the same again, but over the batch padded to its longest sequence, with an attention mask and standard SDPA
 
@@ -77,20 +77,25 @@ class Full:
 
 
 class Recorded(Full):
-    """With the spans that a step of the loop and its push have, and with a line of gauges a second."""
+    """Every second step has the spans of a step of the loop and its push, and a line of gauges a second, with the start and the end
+    of their thread. Two processes differ by more than that: in what memory they got."""
 
     phases = "take", "train", "commit", "stage", "pause", "swap", "canary", "publish", "checkpoint"
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._timeline = TimelineWriter(Path(job.model), "learner-0", lambda: {"phase": "train", "version": 0})
-        self._timeline.__enter__()  # until the process ends
+        self._folder, self._steps = Path(job.model), 0
 
     def step(self) -> None:
-        for phase in self.phases:
-            with timed(self._timeline.record, phase, version=0, replica="engine-0"):
-                if phase == "train":
-                    super().step()
+        self._steps += 1
+        if self._steps % 2:
+            super().step()
+            return
+        with TimelineWriter(self._folder, "learner-0", lambda: {"phase": "train", "version": 0}) as timeline:
+            for phase in self.phases:
+                with timed(timeline.record, phase, version=0, replica="engine-0"):
+                    if phase == "train":
+                        super().step()
 
 
 class Unshared(Full):
