@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from ..errors import ConfigError
-from .schema import ENGINE_OPTIONS, SPLIT, Config, OptionServers
+from .schema import ENGINE_OPTIONS, SPLIT, Config, OptionServers, Sglang
 
 SERVERS = "rollout.engine.replicas"  # the key that says how many servers a run starts, or names servers that others started
 URL = re.compile(r"https://([\w.-]+):(\d{1,5})")  # of a server that others started: its host and its port
@@ -48,6 +48,11 @@ def external_problems(config: Config) -> Iterator[str]:
         yield (
             f"launch.kind=colocated: servers sleep there on the devices of the learner, and {SERVERS} names servers that others "
             "started; allowed are local, ray and ray_cluster, or a number of servers to start"
+        )
+    if isinstance(config.rollout.engine, Sglang) and config.rollout.partial == "keep_kv":
+        yield (
+            f"rollout.partial=keep_kv with {SERVERS} that names SGLang servers of others: what an earlier run left in their caches "
+            "would pass for this one's; allowed are recompute and abort_resume"
         )
     if config.weightsync.transport == "shared":
         yield (

@@ -24,7 +24,7 @@ from ..common.network import address_towards
 from ..configs import Config
 from ..configs.backends import REPLAY
 from ..configs.engine_checks import SERVERS
-from ..configs.schema import ENGINE_OPTIONS, SPLIT, Sglang
+from ..configs.schema import ENGINE_OPTIONS, SPLIT
 from ..errors import ConfigError, DeadlineExceeded, EngineError
 from ..rollout.engines.access import DESCRIPTION_PATH
 from ..rollout.engines.http_client import HttpClient
@@ -64,8 +64,6 @@ def describe_server(config: Config, instance: str = "") -> ServerDescription:
         **{f"{name} of model.path": size for name, size in sizes.items() if isinstance(size, int)},
         f"learner.backend.options=[{REPLAY}]": REPLAY in config.learner.backend.options,
     }
-    if isinstance(engine, Sglang):  # its scheduler is another one then
-        same["rollout.partial=keep_kv"] = config.rollout.partial == "keep_kv"
     least = {"agent.max_tokens": config.agent.max_tokens, "rollout.engine.max_concurrent": engine.max_concurrent}
     return ServerDescription(instance, same, least)
 
@@ -126,7 +124,7 @@ def check_servers(config: Config) -> str:
         raise ConfigError(
             f"{SERVERS}: none of its servers answers as one that `slipstream serve` started with this file of keys: {first}"
         )
-    silent = f"; {', '.join(errors)} joins when it answers: {next(iter(errors.values()))}" if errors else ""
+    silent = f"; not there yet: {', '.join(errors)} ({next(iter(errors.values()))})" if errors else ""
     return f"started by others: {', '.join(instances.values())}{silent}"
 
 

@@ -89,6 +89,10 @@ def test_a_config_names_servers_and_their_files(tmp_path: Path, monkeypatch: pyt
         ([f"{KEY}={{}}"], f"{KEY}: names no server"),
         ([f"{KEY}=[https://a:1]"], f"{KEY}: ['https://a:1'] is not allowed; expected an integer >= 1 or a mapping"),
         ([named("https://a:1: 5")], f"{KEY}: "),
+        (
+            [TWO, "rollout.engine.kind=sglang", "rollout.partial=keep_kv"],
+            "rollout.partial=keep_kv with rollout.engine.replicas that names SGLang servers of others",
+        ),
         ([TWO, "weightsync.transport=shared"], "weightsync.transport=shared is one copy in the learner's memory"),
         (
             [TWO, "launch.kind=colocated", "weightsync.transport=shared", "buffer.max_staleness=0"],
@@ -240,7 +244,7 @@ def test_the_check_before_a_run_asks_the_servers(server: ServedEngine, folders: 
     assert CHECKS["engine"].run(RunInputs(run_of(server))) == f"started by others: {server.url}"
     assert CHECKS["memory"].run(RunInputs(run_of(server))).endswith("MiB free")
     two = load("quickstart", [*server.config, named(f"{away}: {file}", server.named)])
-    assert check_servers(two).startswith(f"started by others: {server.url}; {away} joins when it answers: ")
+    assert check_servers(two).startswith(f"started by others: {server.url}; not there yet: {away} (a server at ")
     with pytest.raises(ConfigError, match=r"agent\.max_tokens = 512, this run needs 513 or more"):
         check_servers(run_of(server, "agent.max_tokens=513"))
     for url, why in ((away, "is not reachable"), (server.url, "has another certificate")):
