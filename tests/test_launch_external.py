@@ -36,6 +36,7 @@ from slipstream.launch.supervisor.factory import make_engine
 from slipstream.launch.supervisor.health import HealthMonitor
 from slipstream.launch.supervisor.processes import ProcessManager, role_names
 from slipstream.launch.supervisor.replicas import ReplicaManager
+from slipstream.launch.tune import TuneRequest, Tuner
 from slipstream.monitor.terminal import LineView
 from slipstream.planner.profile import settings_of
 from slipstream.rollout.engines.access import DESCRIPTION_PATH, ServerAccess
@@ -120,15 +121,14 @@ def test_a_run_starts_none_beside_them() -> None:
     assert settings_of(config)[KEY] == 2  # `simulate` and `explain` know their number
 
 
-@pytest.mark.parametrize("command", ["eval", "rate", "tune"])
-def test_commands_that_start_servers_of_their_own_say_so(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = {"eval": (), "rate": ("--out", str(tmp_path / "rows.jsonl")), "tune": ("--minutes", "1")}[command]
-    assert main([command, "quickstart", TWO, *more]) == 2
-    assert f"{KEY}: it names servers that others started, and `slipstream {command}` starts its own" in (
-        capsys.readouterr().err
-    )
+def test_commands_that_start_servers_of_their_own_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    says = f"{KEY}: it names servers that others started, and `slipstream %s` starts its own; allowed here is a number"
+    for command, more in {"eval": (), "rate": ("--out", str(tmp_path / "rows.jsonl"))}.items():
+        assert main([command, "quickstart", TWO, *more]) == 2
+        assert says % command in capsys.readouterr().err
+    with pytest.raises(ConfigError) as refused:
+        Tuner(TuneRequest(source="quickstart", overrides=(TWO,), minutes=1.0, out=tmp_path / "out"), print)
+    assert str(refused.value).startswith(says % "tune")
 
 
 def test_an_address_towards_the_servers_is_where_the_learner_listens() -> None:
