@@ -65,7 +65,7 @@ def read_server_keys(key: str, path: str) -> ServerKeys:
     try:
         mode = Path(path).stat().st_mode
         keys = msgspec.json.decode(Path(path).read_bytes(), type=ServerKeys)
-        keys.access  # noqa: B018 - the certificate is one
+        fingerprint(keys.certificate)
     except (OSError, msgspec.MsgspecError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
