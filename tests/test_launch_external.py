@@ -47,7 +47,7 @@ from slipstream.rpc.security import PeerTable, write_pair
 from slipstream.tests import tiny
 from slipstream.tests.runs import ENDLESS, SMALL, Background, check_accounts, leftovers, metrics, slipstream
 from slipstream.tests.served import KEY, ServedEngine
-from slipstream.weightsync.fleet import Fleet, ReplicaInfo, ReplicaReport
+from slipstream.weightsync.fleet import FalseReplies, Fleet, ReplicaInfo, ReplicaReport
 from slipstream.weightsync.publisher import Publisher
 from transformers import PreTrainedModel
 
@@ -444,8 +444,10 @@ async def test_a_server_is_missed_and_taken_again_and_never_ended(folders: list[
             assert await beside.is_ours(client) is False
             assert beside.why == "it was started again"
             assert await beside.attach().is_ours(client) is True
-            beside.bar()
-            assert await beside.attach().is_ours(client) is False  # of false replies; until it is started again
+            there.replicas.suspect("worker-0", [FalseReplies("engine-0", 1, 9, 9.0, "it lied")])
+            await feed.until(lambda f: f.replicas[0].incarnation == 2)
+            assert await there.servers["engine-0"].is_ours(client) is False  # until it is started again
+            assert "is missed until it is back: it goes on giving false replies, 9 so far" in there.events()
 
             await there.replicas.remove("engine-1")
             await feed.until(lambda f: f.replica("engine-1") is None)
