@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from ..errors import ConfigError
 from .schema import ENGINE_OPTIONS, SPLIT, Config, OptionServers, Sglang
 
-SERVERS = "rollout.engine.replicas"  # the key that says how many servers a run starts, or names servers that others started
+SERVERS = (
+    "rollout.engine.replicas"  # the key that says how many servers a run starts, or names servers that others started
+)
 URL = re.compile(r"https://([\w.-]+):(\d{1,5})")  # of a server that others started: its host and its port
 _OPTION = re.compile(r"[a-z][a-z0-9_]*")
 

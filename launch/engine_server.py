@@ -1,10 +1,10 @@
-"""`slipstream serve`: one inference server of a config, for a run elsewhere that does not start its own. This process prepares what the
-server needs, and is replaced by it.
+"""`slipstream serve`: one inference server of a config, for a run elsewhere that does not start its own. This process prepares what
+the server needs, and is replaced by it.
 
 Invariants:
 - The server is the one that a run of this config would start, by the same command line.
-- It answers only clients with its tokens, and serves TLS. Tokens and keys are read from a private folder, never from a command line or
-  an environment.
+- It answers only clients with its tokens, and serves TLS. Tokens and keys are read from a private folder, never from a command line
+  or an environment.
 - Before it is started everything that can be refused is.
 """
 
@@ -63,7 +63,9 @@ def serve_engine(config: Config, address: str, keys: str, tell: Callable[[str], 
     except BaseException:
         folder.close()
         raise
-    tell(f"{servers.kind_of(config.rollout.engine)} at {address}; of a run that uses it: {SERVERS}={{{address}: {keys}}}")
+    tell(
+        f"{servers.kind_of(config.rollout.engine)} at {address}; of a run that uses it: {SERVERS}={{{address}: {keys}}}"
+    )
     variables = servers.environment(config) | temporary_environment() | {PRIVATE_VARIABLE: str(folder.path)}
     os.execvpe(arguments[0], arguments, {**os.environ, **variables})
 

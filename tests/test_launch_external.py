@@ -1,5 +1,5 @@
-"""Servers that a run uses and does not start: what a config may say of them, who may use them, and what becomes of them. The servers
-are real ones, started by the command that an operator starts them with."""
+"""Servers that a run uses and does not start: what a config may say of them, who may use them, and what becomes of them. The
+servers are real ones, started by the command that an operator starts them with."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from slipstream.launch.supervisor.factory import make_engine
 from slipstream.launch.supervisor.health import HealthMonitor
 from slipstream.launch.supervisor.processes import ProcessManager, role_names
 from slipstream.launch.supervisor.replicas import ReplicaManager
-from slipstream.launch.tune import TuneRequest, Tuner
+from slipstream.launch.tune import Tuner, TuneRequest
 from slipstream.monitor.terminal import LineView
 from slipstream.planner.profile import settings_of
 from slipstream.rollout.engines.access import DESCRIPTION_PATH, ServerAccess
@@ -219,7 +219,10 @@ def run_of(server: ServedEngine, *overrides: str) -> Config:
         (["rollout.engine.max_concurrent=65"], "rollout.engine.max_concurrent = 64, this run needs 65 or more"),
         (["model.dtype=bfloat16", "weightsync.canary_tolerance=0.2"], "model.dtype = float32, this run has bfloat16"),
         (["rollout.engine.kind=fake"], "rollout.engine.kind = transformers, this run has fake"),
-        (["learner.backend.options=[router_replay]"], "learner.backend.options=[router_replay] = false, this run has true"),
+        (
+            ["learner.backend.options=[router_replay]"],
+            "learner.backend.options=[router_replay] = false, this run has true",
+        ),
     ],
 )
 def test_what_a_server_must_have_been_started_for(server: ServedEngine, overrides: list[str], says: str) -> None:
@@ -407,7 +410,8 @@ async def test_a_server_is_missed_and_taken_again_and_never_ended(folders: list[
     file, away = tmp_path / "other.json", f"https://127.0.0.1:{tiny.free_port()}"
     make_server_keys(file, "127.0.0.1")
     config = load(
-        "quickstart", [*server.config, named(server.named, f"{away}: {file}"), "launch.heartbeat_s=4", "launch.restarts=0"]
+        "quickstart",
+        [*server.config, named(server.named, f"{away}: {file}"), "launch.heartbeat_s=4", "launch.restarts=0"],
     )
     beside = external_servers(config, lambda line: None)["engine-0"].attach()
     client = server.client()
@@ -420,7 +424,10 @@ async def test_a_server_is_missed_and_taken_again_and_never_ended(folders: list[
             ]
             there.replicas.update(ReplicaReport("engine-0", 0, 3))
             rows = there.replicas.listed()
-            assert [(row.external, row.pid, row.state) for row in rows] == [(True, None, "serving"), (True, None, "starting")]
+            assert [(row.external, row.pid, row.state) for row in rows] == [
+                (True, None, "serving"),
+                (True, None, "starting"),
+            ]
             with pytest.raises(ConfigError, match="the servers of this run were started by others"):
                 await there.replicas.add(1)
             for missed in range(1, 6):  # nothing restarts a server that pushes do not reach: they are repeated
@@ -492,7 +499,9 @@ def test_a_run_on_a_server_that_it_did_not_start(policy: Path, tmp_path: Path) -
             assert not any(name.startswith("engine") for name in going.roles())
             server.kill()
             server.start()
-            going.until(lambda: listed()["incarnation"] > 0 and listed()["state"] == "serving", "the server to serve again")
+            going.until(
+                lambda: listed()["incarnation"] > 0 and listed()["state"] == "serving", "the server to serve again"
+            )
             going.until_step(max(row["step"] for row in metrics(run)) + 2)
             going.process.send_signal(signal.SIGINT)
             output = going.output()

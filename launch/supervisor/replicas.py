@@ -205,8 +205,8 @@ class ReplicaManager(RolePool):
             self.spawn(self._clear(info, self.processes.roles[name]))
 
     async def _clear(self, info: ReplicaInfo, role: RoleProcess) -> None:
-        """Have a server that others started drop what an earlier run left in it: requests, and keys and values of other weights with
-        the same versions. Then it is one of the fleet."""
+        """Have a server that others started drop what an earlier run left in it: requests, and keys and values of other weights
+        with the same versions. Then it is one of the fleet."""
         why = ""
         try:
             await self._abort_requests(info, resume=True)

@@ -1,5 +1,5 @@
-"""What the inference servers use, which record nothing themselves: the supervisor reads it from the system, of those that it started.
-"""
+"""What the inference servers use, which record nothing themselves: the supervisor reads it from the system, of
+those that it started."""
 
 from __future__ import annotations
 

@@ -49,7 +49,9 @@ class ServerAccess(msgspec.Struct, frozen=True):
     request: str = ""  # the token for `REQUEST_PATHS`
     control: str = ""  # the token for all paths
     certificate: str = ""  # SHA-256 of the server's TLS certificate, in hex
-    others: dict[str, ServerAccess] = {}  # what opens the servers of a run that others started, by the name of the replica
+    others: dict[
+        str, ServerAccess
+    ] = {}  # what opens the servers of a run that others started, by the name of the replica
 
     def __repr__(self) -> str:
         return "ServerAccess(...)"  # logs must not show the tokens

@@ -96,8 +96,8 @@ def _watch_schedulers(original: Callable[[Any], None], watchdog: Any) -> None:
 
 async def _listen(original: Callable[..., Awaitable[None]], server: Any, *args: Any, **kwargs: Any) -> None:
     """End when the port is taken. uvicorn gives up, but SGLang then waits ten minutes for a server to answer there. A scheduler's
-    own sockets use free ports, possibly this one before the server listens. A server that `slipstream serve` started answers what it
-    was started for."""
+    own sockets use free ports, possibly this one before the server listens. A server that `slipstream serve` started answers
+    what it was started for."""
 
     async def end() -> None:
         logger.error("cannot listen at %s:%s; the server ends", server.config.host, server.config.port)
